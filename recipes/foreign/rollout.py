@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole rollout node in the standard library plus msgpack and blake3: read it beside
-docs/protocol.md and write yours in any language. `Table` stands for a model, `score` for a reward.
+"""A complete rollout node with only the standard library, msgpack and blake3. Read it together with
+docs/protocol.md and write yours in any language. `Table` replaces the model, `score` the reward.
 
 python recipes/foreign/rollout.py URL --token TOKEN [--node-id NAME]
 """
@@ -28,7 +28,7 @@ Record = dict[str, Any]
 
 
 class Service:
-    """Calls one service; after "later" or no answer at all, the same bytes are sent again."""
+    """Calls one service; sends the same bytes again if it is busy or does not respond."""
 
     def __init__(self, url: str, token: str) -> None:
         self.url = url.rstrip("/")
@@ -48,26 +48,26 @@ class Service:
             except (OSError, HTTPException) as error:
                 if isinstance(error, HTTPError) and error.code not in (429, 503, 507):
                     raise
-                told = error.headers.get("Retry-After") if isinstance(error, HTTPError) else None
-            time.sleep(float(told or wait_s))
+                after = error.headers.get("Retry-After") if isinstance(error, HTTPError) else None
+            time.sleep(float(after or wait_s))
             wait_s = min(2.0, 2 * wait_s)
 
     def fetch(self, kind: str, digest: str) -> bytes:
         data = self.send("GET", f"/v1/{kind}/{digest}")
         if blake3(data).hexdigest() != digest:
-            raise ValueError(f"{kind}: other bytes than {digest}")
+            raise ValueError(f"{kind}: the bytes do not match digest {digest}")
         return data
 
 
 def pull(weights: Service, digest: str) -> dict[str, bytes]:
-    """The files of a version by name; ValueError when any byte is not what its digest says."""
+    """The files of a version by name; raises ValueError if any byte does not match its digest."""
     manifest = json.loads(weights.fetch("manifests", digest))
     files = {file["name"]: weights.fetch("blobs", file["blob"]) for file in manifest["files"]}
     found: dict[str, Record] = {}
     for name, blob in files.items():
         found |= tensors_of(blob) if name.endswith(".safetensors") else {}
     if found != {tensor["name"]: tensor for tensor in manifest["tensors"]}:
-        raise ValueError("the tensors in the files are not those of the manifest")
+        raise ValueError("the tensors in the files do not match the manifest")
     return files
 
 
@@ -84,7 +84,7 @@ def tensors_of(blob: bytes) -> dict[str, Record]:
 
 
 class Table:
-    """The "model": one fixed distribution over letters; a snapshot only lends its vocabulary."""
+    """The "model": a fixed distribution over letters; only the vocabulary is from the snapshot."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.ids = {chr(code): code for code in range(128)}
@@ -122,8 +122,8 @@ class Node:
         self.dataflow, self.token, self.weights_url = Service(url, token), token, ""
         self.node_id, self.boot_id = node_id, secrets.token_hex(8)  # new for each process
         self.stopping = threading.Event()
-        self.awake = threading.Event()  # there is something to tell in a heartbeat
-        self.wanted: Record | None = None
+        self.awake = threading.Event()  # set to send a heartbeat now
+        self.target: Record | None = None
         self.live: list[Record] = []
         self.table: Table | None = None
         self.not_before = 0.0
@@ -133,7 +133,7 @@ class Node:
         beating = threading.Thread(target=self.beat, daemon=True)
         beating.start()
         while not self.stopping.is_set():
-            self.load_wanted()
+            self.load_target()
             if self.table is not None:
                 self.work(self.table)
             self.stopping.wait(0.02)
@@ -145,24 +145,24 @@ class Node:
         body = {"node_id": self.node_id, "boot_id": self.boot_id, "capacity": CAPACITY}
         answer = self.dataflow.call("POST", "/v1/nodes", {**body, "policies": [], "tags": []})
         self.heartbeat_s, self.sampling = answer["heartbeat_s"], answer["facts"]["sampling"]
-        self.apply_wanted(answer)
+        self.apply_orders(answer)
 
     def call_registered(self, method: str, path: str, body: Record) -> Record:
-        """A call as a member; a service that does not know us is told again who we are."""
+        """A call of a registered node; registers again if the service does not know it."""
         while True:
             try:
                 return self.dataflow.call(method, path, {**body, "boot_id": self.boot_id})
-            except HTTPError as refused:
-                if refused.code != 404:
+            except HTTPError as error:
+                if error.code != 404:
                     raise
             self.register()
 
-    def apply_wanted(self, answer: Record) -> None:
-        """Answers may overtake each other, so versions only ever move forward."""
+    def apply_orders(self, answer: Record) -> None:
+        """Responses may arrive out of order, so target versions only move forward."""
         self.weights_url = answer.get("weights_url", self.weights_url)
-        for wanted in answer["orders"]["wanted"]:
-            if self.wanted is None or version_order(wanted) > version_order(self.wanted):
-                self.wanted, self.not_before = wanted, 0.0
+        for target in answer["orders"]["wanted"]:
+            if self.target is None or version_order(target) > version_order(self.target):
+                self.target, self.not_before = target, 0.0
         if answer["orders"]["drain"]:
             self.stopping.set()
 
@@ -172,37 +172,37 @@ class Node:
             while not self.stopping.is_set():
                 self.awake.clear()
                 body = {"state": "live" if self.live else "starting", "live": self.live}
-                self.apply_wanted(self.call_registered("PUT", f"/v1/nodes/{self.node_id}", body))
+                self.apply_orders(self.call_registered("PUT", f"/v1/nodes/{self.node_id}", body))
                 self.awake.wait(self.heartbeat_s)
-        except HTTPError:  # fenced: another took our place, as the answer to DELETE says again
+        except HTTPError:  # fenced: replaced by another process; DELETE will fail the same way
             self.stopping.set()
 
-    def load_wanted(self) -> None:
-        wanted = self.wanted
-        is_loaded = wanted and self.live and version_order(self.live[0]) == version_order(wanted)
-        if wanted is None or is_loaded or time.monotonic() < self.not_before:
+    def load_target(self) -> None:
+        target = self.target
+        is_loaded = target and self.live and version_order(self.live[0]) == version_order(target)
+        if target is None or is_loaded or time.monotonic() < self.not_before:
             return
         try:
-            files = pull(Service(self.weights_url, self.token), wanted["manifest_digest"])
-        except ValueError as damaged:  # fetch it again in a second; the old one keeps serving
+            files = pull(Service(self.weights_url, self.token), target["manifest_digest"])
+        except ValueError as damaged:  # fetch it again in a second; the old version stays live
             print(f"not loaded: {damaged}")
             self.not_before = time.monotonic() + 1.0
             return
         self.table = Table(files)
-        self.live = [{name: wanted[name] for name in ("policy", "incarnation", "number")}]
+        self.live = [{name: target[name] for name in ("policy", "incarnation", "number")}]
         self.awake.set()
 
     def work(self, table: Table) -> None:
         request = {"node_id": self.node_id, "max_slots": CAPACITY, "wait_s": 2.0, "live": self.live}
-        request["request_id"] = secrets.token_hex(8)  # repeated, it gets the same grants
+        request["request_id"] = secrets.token_hex(8)  # a retry gets the same grants
         answer = self.call_registered("POST", "/v1/leases", request)
-        self.apply_wanted(answer)
+        self.apply_orders(answer)
         grants, rows = answer["grants"], []
         while grants and not self.stopping.is_set():
             grant = grants.pop()
             rows.append(self.attempt(table, grant, answer["tasks"][grant["task"]]))
         if rows or grants:
-            self.deliver(rows, [row_id_of(grant) for grant in grants])  # the rest is handed back
+            self.deliver(rows, [row_id_of(grant) for grant in grants])  # release the rest
 
     def attempt(self, table: Table, grant: Record, task: Record) -> Record:
         spec, (incarnation, number) = self.sampling, version_order(self.live[0])
@@ -231,8 +231,8 @@ class Node:
         deliveries = [{"row_id": row["row_id"], "payload": msgpack.packb(row)} for row in rows]
         body = {"node_id": self.node_id, "deliveries": deliveries, "released": released}
         for result in self.call_registered("POST", "/v1/trajectories", body)["results"]:
-            if result["status"] in ("conflict", "invalid"):  # our bug; `fenced` just came too late
-                print(f"refused: {result}")
+            if result["status"] in ("conflict", "invalid"):  # a bug; `fenced` is only late
+                print(f"rejected: {result}")
 
 
 def main() -> None:

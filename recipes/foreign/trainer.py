@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole trainer in the standard library plus msgpack and blake3: read it beside docs/protocol.md
-and write yours in any language. It learns nothing: each batch changes one element of the weights.
+"""A complete trainer with only the standard library, msgpack and blake3. Read it together with
+docs/protocol.md and write yours in any language. Each batch changes one element of the weights.
 
 python recipes/foreign/trainer.py URL --token TOKEN --store DIR [--policy NAME] [--init FOLDER]
     [--state DIR]
@@ -29,7 +29,7 @@ Files = dict[str, bytes]
 
 
 class Service:
-    """Calls one service; after "later" or no answer at all, the same bytes are sent again."""
+    """Calls one service; sends the same bytes again if it is busy or does not respond."""
 
     def __init__(self, url: str, token: str) -> None:
         self.url = url.rstrip("/")
@@ -47,13 +47,13 @@ class Service:
             except (OSError, HTTPException) as error:
                 if isinstance(error, HTTPError) and error.code not in (429, 503, 507):
                     raise
-                told = error.headers.get("Retry-After") if isinstance(error, HTTPError) else None
-            time.sleep(float(told or wait_s))
+                after = error.headers.get("Retry-After") if isinstance(error, HTTPError) else None
+            time.sleep(float(after or wait_s))
             wait_s = min(2.0, 2 * wait_s)
 
 
 class Store:
-    """A folder of blobs and manifests under their own BLAKE3; nothing is ever overwritten."""
+    """A folder of blobs and manifests named by their BLAKE3; nothing is ever overwritten."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -61,14 +61,14 @@ class Store:
             (root / name).mkdir(parents=True, exist_ok=True)
 
     def put(self, data: bytes, place: str) -> None:
-        """Complete and on disk under its name, or not there at all."""
+        """Atomic and durable: afterwards the file is complete, or does not exist."""
         incoming = self.root / "incoming" / secrets.token_hex(8)
         with incoming.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         final = self.root / place
-        with suppress(FileExistsError):  # the same bytes are there already
+        with suppress(FileExistsError):  # the same bytes already exist
             os.link(incoming, final)
         incoming.unlink()
         folder = os.open(final.parent, os.O_RDONLY)
@@ -128,7 +128,7 @@ def initial_files(init: Path | None) -> Files:
 
 
 def with_one_changed_element(files: Files, number: int) -> Files:
-    """The "training": the lowest byte of the first element says how often it was done."""
+    """The "training": set the lowest byte of the first element to the number of steps."""
     name = min(name for name in files if name.endswith(".safetensors"))
     data = bytearray(files[name])
     data[8 + int.from_bytes(data[:8], "little")] = number % 256
@@ -144,7 +144,7 @@ class Trainer:
     def run(self, init: Path | None) -> None:
         self.restore(init)
         self.incarnate()
-        self.publish()  # first the restore point
+        self.publish()  # the restore point comes first
         while batch := self.next_batch():
             path = f"/v1/batches/{self.policy}.{self.seq + 1}/rows"
             rows = self.dataflow.call("POST", path, {"indexes": None})
@@ -153,7 +153,7 @@ class Trainer:
             self.checkpoint()
 
     def restore(self, init: Path | None) -> None:
-        """From the last checkpoint, else from the initial model."""
+        """Start from the last checkpoint, or from the initial model."""
         self.state.mkdir(parents=True, exist_ok=True)
         cursor = self.state / "cursor.json"
         if not cursor.exists():
@@ -164,7 +164,7 @@ class Trainer:
         self.files = self.store.read_version(saved["manifest"])
 
     def incarnate(self) -> None:
-        """Become the one trainer of this policy; whoever was it before is fenced from now on."""
+        """Become the only trainer of this policy; any earlier trainer is fenced from now on."""
         body: Record = {"request_id": secrets.token_hex(8), "number": self.number, "seq": self.seq}
         for tries_left in (2, 1, 0):
             body["expected"] = self.dataflow.call("GET", self.path())["incarnation"]
@@ -172,8 +172,8 @@ class Trainer:
                 answer = self.dataflow.call("POST", self.path("/incarnations"), body)
                 self.incarnation = answer["incarnation"]
                 return
-            except HTTPError as refused:  # somebody was faster: look again
-                if refused.code != 409 or not tries_left:
+            except HTTPError as error:  # another trainer was faster: read the state again
+                if error.code != 409 or not tries_left:
                     raise
 
     def next_batch(self) -> Record | None:
@@ -184,7 +184,7 @@ class Trainer:
                 return answer["manifest"]
 
     def train(self, batch: Record, payloads: list[bytes | None]) -> None:
-        """One more number when the weights changed, the same with a reason when they did not."""
+        """Commit number + 1 if the weights changed, otherwise the same number with a reason."""
         rewards = [msgpack.unpackb(payload)["reward"] for payload in payloads if payload]
         body: Record = {"incarnation": self.incarnation, "skipped": "", "stats": {}}
         if rewards:
@@ -192,7 +192,7 @@ class Trainer:
             self.number += 1
             body["stats"] = {"reward": sum(rewards) / len(rewards)}
         else:
-            body["skipped"] = "no row of the batch is left"
+            body["skipped"] = "all rows of the batch are unavailable"
         path = f"/v1/batches/{self.policy}.{batch['seq']}/commit"
         self.dataflow.call("POST", path, {**body, "number": self.number})
         self.seq = batch["seq"]
@@ -204,7 +204,7 @@ class Trainer:
         self.dataflow.call("POST", self.path("/versions"), body)
 
     def checkpoint(self) -> None:
-        """The weights are in the store already, so the cursor is all that must be kept."""
+        """The weights are already in the store, so only the cursor must be saved."""
         saved = {"number": self.number, "seq": self.seq, "manifest": self.manifest}
         (self.state / "cursor.partial").write_text(json.dumps(saved))
         (self.state / "cursor.partial").replace(self.state / "cursor.json")
@@ -222,14 +222,14 @@ def main() -> None:
     parser.add_argument("--store", type=Path, required=True, help="the run's weight store")
     parser.add_argument("--policy", default="policy")
     parser.add_argument("--init", type=Path, help="Hugging Face folder of number 0")
-    parser.add_argument("--state", type=Path, help="its checkpoint; by default beside the store")
+    parser.add_argument("--state", type=Path, help="checkpoint folder (default: next to the store)")
     given = parser.parse_args()
     state = given.state or given.store.parent / f"foreign-trainer-{given.policy}"
     dataflow = Service(given.url, given.token)
     try:
         Trainer(dataflow, Store(given.store), given.policy, state).run(given.init)
-    except HTTPError as refused:  # 409 fenced: somebody newer took this place
-        sys.exit(f"stopped: {refused} {refused.read().decode()}")
+    except HTTPError as error:  # 409 fenced: replaced by a newer trainer
+        sys.exit(f"stopped: {error} {error.read().decode()}")
 
 
 if __name__ == "__main__":

@@ -2,25 +2,25 @@
 """Every error of penstock, named by the boundary it crossed.
 
 PenstockError
-├── ConfigError (ValueError)      the run file is wrong; says file, line and cure
-├── WireError                     a call between services did not succeed
-│   ├── BadRequest 400            ContextOverflow, when a prompt exceeds the model's window
+├── ConfigError (ValueError)      the run file is wrong; names file, line and fix
+├── WireError                     a call between services failed
+│   ├── BadRequest 400            ContextOverflow if a prompt exceeds the model's window
 │   ├── Unauthorized 401 · Forbidden 403 · NotFound 404
-│   ├── Conflict 409              somebody else's fact stands
-│   │   ├── Fenced 409            an older lease, session or incarnation tried to act
-│   │   └── NeverCommitted 409    the ledger knows no such place to go on from
+│   ├── Conflict 409              contradicts an earlier write
+│   │   ├── Fenced 409            the caller's lease, boot_id or incarnation is outdated
+│   │   └── UnknownCommit 409     the ledger has no such commit to resume from
 │   ├── TooLarge 413 · Busy 429 · StorageFull 507
-│   └── Unreachable               no answer before the deadline
+│   └── Unreachable               no response before the deadline
 ├── EngineError                   generate or load failed in an inference engine
-│   └── Refused                   the request itself is at fault: no engine would answer it
+│   └── RequestRejected           the request itself is invalid; no engine would accept it
 ├── WorkflowError                 the user's workflow raised or its program failed
-├── RewardError                   the reward function raised, was killed, or returned nonsense
-├── WeightsError                  a snapshot is missing, damaged or of another model
-├── StoreError                    the ledger or a segment cannot be trusted
-│   └── ForkRefused               the ledger does not let a trainer go on from its checkpoint
+├── RewardError                   the reward function raised, was killed, or returned no number
+├── WeightsError                  a snapshot is missing, damaged or belongs to another model
+├── StoreError                    the ledger or a segment is damaged
+│   └── ResumeRejected            the ledger does not allow resuming from this checkpoint
 └── LaunchError                   a process could not be started or kept running
 
-A failed rollout is a record, not a crash: only the node's loop catches these, and writes them down.
+A failed rollout is a record, not a crash: only the node's loop catches these, and records them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from contextlib import contextmanager
 
 
 class PenstockError(Exception):
-    """Says what, where, why and the next step."""
+    """The message says what failed, where, why, and the next step."""
 
 
 class ConfigError(PenstockError, ValueError):
@@ -51,7 +51,8 @@ class BadRequest(WireError):
 
 
 class ContextOverflow(BadRequest):
-    """The prompt alone fills the model's window."""
+    """The prompt alone fills the model's context window. Only the gateway raises it, and translates
+    it for each dialect, so it is not in WIRE_ERRORS."""
 
     code = "context_length_exceeded"
 
@@ -149,12 +150,12 @@ WIRE_ERRORS: dict[str, type[WireError]] = {
         Unreachable,
     )
 }
-"""By the code in an error body, so a client raises what the server raised."""
+"""By the code in an error body, so that a client raises the same error as the server."""
 
 
 @contextmanager
 def wrap_errors(kind: type[PenstockError], what: str) -> Generator[None]:
-    """Name the boundary a foreign exception crossed; penstock's own pass unchanged."""
+    """Wrap third-party exceptions in `kind`; penstock's own errors pass unchanged."""
     try:
         yield
     except PenstockError:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nouns of penstock. Any module may import this one; it imports only the standard library.
+"""The basic types of penstock. Any module may import this one; it imports only the standard
+library.
 
-Arrays are little-endian bytes with typed views, never Python lists: a record of 8,000 tokens costs
-microseconds to encode instead of milliseconds, and nothing in between can re-tokenise it.
+Arrays are little-endian bytes with typed views, never Python lists: encoding a record of 8,000
+tokens takes microseconds instead of milliseconds, and nothing in between can re-tokenise it.
 """
 
 from __future__ import annotations
@@ -14,36 +15,22 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType, Protocol
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowPayload:
-    row_id: RowId
-    payload: bytes | None
-    """None: the row is gone, every rank sees it masked; or it lies at another partition."""
-    at: str = ""
-    """Where to fetch it: `POST {at}/v1/rows`."""
-    columns: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    """Values of the further columns that the manifest names for it."""
-    filler: bytes = b""
-    """Means nothing: a row found damaged while its answer was under way is as long as announced."""
-
-
 assert sys.byteorder == "little", "token arrays are little-endian on the wire and in memory"
 
 PolicyName = NewType("PolicyName", str)
 """A model being trained, by name. Never a data rule."""
 NodeId = NewType("NodeId", str)
-"""One rollout process that joined the run; chosen by the node and kept over its restarts."""
+"""A rollout node that joined the run; chosen by the node and kept across restarts."""
 GroupId = NewType("GroupId", str)
-"""One issue of a task, `p{partition}-{issue}`; carries its partition for ever, so nothing is
-ever re-hashed."""
+"""One issue of a task, `p{partition}-{issue}`; includes its partition, so nothing is ever
+re-hashed."""
 RowId = NewType("RowId", str)
-"""A trajectory by name, `{group_id}.{slot}.{epoch}`: the slot it answers and the lease it was
-made under."""
+"""A trajectory, `{group_id}.{slot}.{epoch}`: its slot, and the epoch of the lease that produced
+it."""
 TokenIds = NewType("TokenIds", bytes)
 """Token ids as little-endian int32."""
 LogProbs = NewType("LogProbs", bytes)
-"""One float32 per sampled token, little-endian, defined under the turn's sampling spec."""
+"""One float32 per sampled token, little-endian, under the turn's sampling spec."""
 JsonObject = dict[str, Any]
 
 
@@ -74,9 +61,9 @@ class Version:
 
     policy: PolicyName
     incarnation: int
-    """Which life of the trainer made it; the ledger allocates these by compare-and-set."""
+    """Which start of the trainer produced it; the ledger allocates these by compare-and-set."""
     number: int
-    """How many batches changed the weights; 0 is the initial model."""
+    """Batches that changed the weights so far; 0 is the initial model."""
 
     def __str__(self) -> str:
         return f"{self.policy}@{self.incarnation}.{self.number}"
@@ -94,13 +81,13 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedVersion:
-    """A version a node should hold, with the proof of its content."""
+    """A version that nodes should load, with the digest of its content."""
 
     policy: PolicyName
     incarnation: int
     number: int
     manifest_digest: str
-    """BLAKE3 of the manifest in the weight store; the manifest names every tensor's own digest."""
+    """BLAKE3 of the manifest in the weight store; the manifest has the digest of every tensor."""
 
 
 # --- work -------------------------------------------------------------------------------------
@@ -111,43 +98,43 @@ class Task:
     """One immutable problem."""
 
     key: str
-    """Content hash without epoch: the same problem has the same key in every pass and every run."""
+    """Content hash: the same problem has the same key in every epoch and every run."""
     source: str
     ordinal: int
-    """Position in its source; with the source it says which problem this is."""
+    """Position in its source; source and ordinal identify the problem."""
     payload: JsonObject
-    """What the workflow and the reward see."""
+    """Input of the workflow and the reward."""
     workflow: str
     seed: int
-    """Drawn from (run seed, source, ordinal); slots derive theirs from it, so no retry or node
-    changes it."""
+    """Derived from (run seed, source, ordinal). Slot seeds derive from it, so retries and nodes
+    do not change them."""
     tags: tuple[str, ...] = ()
 
 
 SESSION_TAG = "session"
-"""Tag of a node that serves agents from outside."""
+"""Tag of a node that serves external agents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSpec:
-    """How tokens were drawn; a log-probability means nothing without it."""
+    """How tokens were sampled; log-probabilities are only defined together with it."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    """0 keeps the full vocabulary."""
     min_p: float = 0.0
-    """Drops tokens less likely than this share of the likeliest one; 0 drops none."""
+    """Drops tokens less likely than `min_p` times the highest probability; 0 drops none."""
     max_tokens: int = 16
     seed: int = 0
     stop: tuple[str, ...] = ()
     json_schema: str = ""
-    """JSON of a schema that the answer must fit. Its tokens are drawn from what a grammar leaves of
-    the distribution, which no trainer can compute again: such an answer is never trained."""
+    """JSON schema that the answer must match. A grammar then restricts the distribution, which a
+    trainer cannot recompute, so such an answer is never trained."""
 
 
 MAX_ROLE_CHARS = 64
-"""Characters of a role: it is a name, and the ledger keeps it with the row."""
+"""Maximum length of a role name; the ledger stores it with the row."""
 
 
 class FinishReason(StrEnum):
@@ -156,7 +143,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """`max_tokens` or the context window was reached."""
     ABORT = "abort"
-    """The engine gave up; the turn is kept and never trained."""
+    """The engine aborted the request; the turn is kept but never trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,29 +152,29 @@ class Turn:
 
     policy: PolicyName
     parent: int
-    """Index of the turn whose whole context this one extends, -1 for a fresh context.
-    The full prompt is: context of the parent, then its sampled ids, then `prompt_ids`."""
+    """Index of the turn whose full context this one extends; -1 for a new context. The full prompt
+    is the parent's context, then its sampled ids, then `prompt_ids`."""
     prompt_ids: TokenIds
-    """Only the ids that follow the parent's context; a session costs memory by distinct tokens."""
+    """Only the ids after the parent's context, so shared tokens are stored once per session."""
     sampled_ids: TokenIds
     """Token ids exactly as the engine sampled them; never re-tokenised."""
     logprobs: LogProbs
     spans: tuple[VersionSpan, ...]
-    """Which version sampled which of these tokens; several when weights changed in mid-answer."""
+    """Which version sampled which tokens; several if the weights changed during the answer."""
     sampling: SamplingSpec
     finish: FinishReason
     reached_agent: bool = True
-    """An answer that never reached its agent stays in the tree untrained."""
+    """False: the answer never reached its agent; it stays in the token tree but is not trained."""
     started_at: float = 0.0
     ended_at: float = 0.0
     role: str = ""
-    """What the policy acted as, when the workflow says so; `route` rules may go by it. At most
-    MAX_ROLE characters."""
+    """The policy's role in the workflow, if it sets one; `route` rules can select by it. At most
+    MAX_ROLE_CHARS characters."""
 
 
 def is_usable(turn: Turn) -> bool:
-    """Whether anybody may learn from its answer: it was finished, it reached its agent, and its
-    log-probs can be computed again."""
+    """Whether the answer may be used for training: it was finished and reached its agent, and its
+    log-probs can be recomputed."""
     return (
         turn.reached_agent
         and turn.finish is not FinishReason.ABORT
@@ -196,33 +183,31 @@ def is_usable(turn: Turn) -> bool:
 
 
 def is_trainable(turn: Turn) -> bool:
-    """Whether a trainer that sees it has a gradient to take: a greedy choice has none under its own
-    spec."""
+    """Whether the turn has a gradient. Greedy sampling has none under its own sampling spec."""
     return is_usable(turn) and turn.sampling.temperature > 0 and bool(turn.sampled_ids)
 
 
 class OutcomeKind(StrEnum):
     COMPLETED = "completed"
     TRUNCATED = "truncated"
-    """Cut by a declared limit; its tokens count."""
+    """Stopped at a configured limit; its tokens count."""
     FAILED = "failed"
-    """Something around the model broke. Failure is not a reward: retried, then excluded, never
-    0."""
+    """Something outside the model failed. Never scored as 0: retried, then excluded."""
     CANCELLED = "cancelled"
-    """Abandoned on purpose: drained node, doomed group."""
+    """Cancelled on purpose: the node drains, or the group was dropped."""
 
 
 class FailureKind(StrEnum):
     ENGINE = "engine"
-    """The inference engine refused or died."""
+    """The inference engine rejected the request or crashed."""
     WORKFLOW = "workflow"
-    """The workflow raised, or its program exited non-zero."""
+    """The workflow raised, or its program exited with a non-zero status."""
     REWARD = "reward"
-    """The reward function raised or returned something that is no finite number."""
+    """The reward function raised or did not return a finite number."""
     REWARD_DEADLINE = "reward_deadline"
     """The reward function was killed at its deadline."""
     DEADLINE = "deadline"
-    """The attempt used up its start-to-close time."""
+    """The attempt exceeded its start-to-close time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +216,7 @@ class Outcome:
     reason: str = ""
     """`length | deadline` for truncated, a FailureKind for failed, free text for cancelled."""
     detail: str = ""
-    """For people: the error with its place. Never a secret, never longer than 2,000 characters."""
+    """Error and location, for people. Never contains secrets; at most 2,000 characters."""
 
     @property
     def has_reward(self) -> bool:
@@ -254,42 +239,42 @@ class Trajectory:
     started_at: float = 0.0
     ended_at: float = 0.0
     boot_id: str = ""
-    """Which life of the node made it; empty where the node does not say."""
+    """Which start of the node process produced it; may be empty."""
 
 
 class DropReason(StrEnum):
-    """Why a group was not trained; each is counted in tokens."""
+    """Why a group was not trained; reports count the tokens of each."""
 
     STALE = "stale"
-    """Its oldest token fell behind `max_staleness` for every batch it could still enter."""
+    """Its oldest token exceeds `max_staleness` for every batch it could still enter."""
     FAILED_SLOTS = "failed_slots"
-    """The closing policy found too few good members after all attempts."""
+    """Too few members have a result after all attempts to close the group."""
     ABSENT = "absent"
-    """The policy has no token in it that its trainer sees: only others acted."""
+    """The group has no trainable turn of this policy: only other policies acted."""
     UNIFORM_REWARD = "uniform_reward"
     """Every member earned the same reward, so no advantage exists."""
     OUTPACED = "outpaced"
-    """The policy already holds all the groups its staleness bound has room for."""
+    """The policy already has as many groups as its staleness bound allows."""
     REMAINDER = "remainder"
     """The run ended before a batch could use it."""
     COLUMN_FAILED = "column_failed"
-    """A column its consumer requires failed or was overdue for too many of its rows."""
+    """A required column failed or was overdue for too many of its rows."""
     OVERLONG = "overlong"
-    """A rule found too many of its answers cut at the length limit."""
+    """Too many of its answers were truncated at the length limit, by a rule's measure."""
     OUTCOME = "outcome"
-    """A rule refuses the outcomes of its rows."""
+    """A rule rejects the outcomes of its rows."""
     REWARD_RANGE = "reward_range"
-    """Its mean reward lies outside the range a rule accepts."""
+    """Its mean reward is outside the range that a rule accepts."""
     DUPLICATE = "duplicate"
-    """The same task was admitted not long ago."""
+    """The same task was admitted recently."""
     RULE = "rule"
-    """A rule of the user's own refused it; the rule is named beside the reason."""
+    """A custom rule rejected it; the rule is recorded with the reason."""
     OVERDUE = "overdue"
     """It waited or ran longer than its schedule-to-close limit."""
     PARTITION_LOST = "partition_lost"
     """Its partition was declared lost before the group was sealed."""
     FORGOTTEN = "forgotten"
-    """Its space was cleared, or its owner asked for it to be forgotten."""
+    """Deleted on request: its space was cleared, or its session forgotten."""
 
 
 # --- batches ----------------------------------------------------------------------------------
@@ -297,37 +282,37 @@ class DropReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSummary:
-    """What home knows of a delivered row: about 100 bytes, never its tokens."""
+    """What the coordinator keeps of a delivered row: about 100 bytes, never its tokens."""
 
     row_id: RowId
     digest: str
     """BLAKE3 of the payload as delivered."""
     reward: float | None
-    """None until the stage that scores it has written the column."""
+    """None until the scoring stage has written it."""
     outcome: OutcomeKind
     sampled: Mapping[PolicyName, int]
     """Trainable sampled tokens by policy."""
     versions: Mapping[PolicyName, tuple[tuple[int, int], ...]]
-    """Every (incarnation, number) that sampled those tokens, by policy. Which is the oldest may
-    change with a fork, so it is asked anew each time."""
+    """Every (incarnation, number) that sampled those tokens, by policy. The oldest of them may
+    change with a new incarnation, so it is computed on each use."""
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Digests of the further columns this consumer needs, by name."""
+    """Digests of the additional columns this consumer needs, by name."""
     values: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Columns that are one number, by name: small enough to travel with the row."""
+    """Scalar columns, by name; small enough to be sent with the row."""
     roles: Mapping[PolicyName, Mapping[str, int]] = field(
         default_factory=dict[PolicyName, Mapping[str, int]]
     )
-    """Of policies that acted in named roles, the same tokens by role."""
+    """The same tokens by role, for policies with named roles."""
     compute_cost: Mapping[PolicyName, tuple[int, int]] = field(
         default_factory=dict[PolicyName, tuple[int, int]]
     )
-    """What a trainer of the policy computes of the row, prompts and context included: tokens of the
-    samples it is cut into, and the squares of their lengths, both summed. Empty where it trains
-    nothing, and of a row that an older penstock delivered."""
+    """Cost of training on the row, by policy: the summed lengths of its samples (prompt and context
+    included), and the sum of their squares. Empty if nothing is trainable, and for rows delivered
+    by older versions of penstock."""
 
     @property
     def parts(self) -> Iterable[tuple[tuple[PolicyName, str], int]]:
-        """Its trainable tokens by the (policy, role) that sampled them."""
+        """Trainable tokens by the (policy, role) that sampled them."""
         for policy, tokens in self.sampled.items():
             for role, part in self.roles.get(policy, {"": tokens}).items():
                 yield (policy, role), part
@@ -335,7 +320,8 @@ class RowSummary:
     def tokens_for(
         self, policy: PolicyName, visible_roles: Collection[tuple[PolicyName, str]] | None
     ) -> int:
-        """Tokens that this policy's trainer sees: those of these pairs, or None for its own."""
+        """Tokens that this policy's trainer trains: all with a (policy, role) in `visible_roles`,
+        or the policy's own if None."""
         if visible_roles is None:
             return self.sampled.get(policy, 0)
         return sum(tokens for pair, tokens in self.parts if pair in visible_roles)
@@ -343,27 +329,29 @@ class RowSummary:
     def compute_cost_for(
         self, policy: PolicyName, visible_roles: Collection[tuple[PolicyName, str]] | None
     ) -> tuple[int, int]:
-        """As `compute_cost`, for a trainer that sees this. Each policy that it sees counts as if
-        seen alone and in all its roles: where it sees only some, or contexts are shared, it is too
-        much. Of a row that does not say, its sampled tokens."""
+        """`compute_cost` for a trainer with these visible roles. An upper bound: every visible
+        policy counts separately and with all its roles, even if contexts are shared. Falls back to
+        the sampled tokens if the row has no cost."""
         if not self.compute_cost:
             tokens = self.tokens_for(policy, visible_roles)
             return tokens, tokens**2
-        seen = {policy}
+        policies = {policy}
         if visible_roles is not None:
-            seen = {pair[0] for pair, _ in self.parts if pair in visible_roles}
-        parts = [self.compute_cost[one] for one in seen if one in self.compute_cost]
+            policies = {pair[0] for pair, _ in self.parts if pair in visible_roles}
+        parts = [self.compute_cost[one] for one in policies if one in self.compute_cost]
         return sum(tokens for tokens, _ in parts), sum(squares for _, squares in parts)
 
     @property
     def score(self) -> float:
-        """The reward of a row that rules or trainers see: by then it has one."""
+        """The reward of a scored row; rules and trainers only get scored rows."""
         assert self.reward is not None, f"row {self.row_id} has no reward yet"
         return self.reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedGroup:
+    """A group as part of a sealed batch."""
+
     group_id: GroupId
     task_key: str
     rows: tuple[RowSummary, ...]
@@ -371,17 +359,17 @@ class SealedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of one batch, fixed for ever; serving it again re-checks nothing."""
+    """The immutable content of one batch; serving it again re-checks nothing."""
 
     consumer: str
     seq: int
     """1, 2, 3, … per consumer."""
     trains_from: int
-    """Number of the version this batch trains from, as judged at sealing."""
+    """Number of the version that this batch trains from, as of sealing."""
     groups: tuple[SealedGroup, ...]
     visible_roles: tuple[tuple[PolicyName, str], ...] | None = None
-    """The (policy, role) pairs whose turns its consumer trains; None: all turns of its own
-    policy."""
+    """The (policy, role) pairs whose turns the consumer trains; None for all turns of the
+    consumer's policy."""
 
     @property
     def rows(self) -> Iterable[RowSummary]:
@@ -392,16 +380,32 @@ class Manifest:
         return row.tokens_for(PolicyName(self.consumer), self.visible_roles)
 
     def compute_cost(self, row: RowSummary) -> tuple[int, int]:
-        """What the consumer computes of this row: tokens, and squared lengths of its samples."""
+        """Cost of this row for the consumer: tokens, and squared lengths of its samples."""
         return row.compute_cost_for(PolicyName(self.consumer), self.visible_roles)
 
 
-# --- what rules see ---------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPayload:
+    """A row as sent to a trainer."""
+
+    row_id: RowId
+    payload: bytes | None
+    """None: the row is unavailable, so every rank masks it; or it is at another partition."""
+    at: str = ""
+    """URL of the partition to fetch it from: `POST {at}/v1/rows`."""
+    columns: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    """Values of the additional columns that the manifest lists for it."""
+    filler: bytes = b""
+    """Padding without meaning: keeps the announced length if a row turns out to be damaged while
+    the response is being sent."""
+
+
+# --- input of rules ---------------------------------------------------------------------------
 
 
 class RandomDraw(Protocol):
-    """Randomness as an argument: the next number in [0, 1). Derived from the run's seed and
-    recorded, so a decision can be replayed."""
+    """Returns the next random number in [0, 1). Derived from the run's seed and recorded, so a
+    decision can be replayed."""
 
     def __call__(self) -> float: ...
 
@@ -413,20 +417,21 @@ class SourceShare:
     name: str
     weight: float
     served: int
+    """Tasks issued from it so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedGroup:
-    """A closed group as rules judge it and learn from it, for one policy."""
+    """A closed group as rules see it, for one policy."""
 
     group_id: GroupId
     task_key: str
     source: str
     policy: PolicyName
     number: int
-    """Committed version of the policy when it was judged."""
+    """Number of the policy's committed version when the group was judged."""
     rows: tuple[RowSummary, ...]
-    """Members of which the policy's trainer sees any turn, each with a reward."""
+    """Scored members with at least one turn that the policy's trainer trains."""
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -452,16 +457,16 @@ class Hook(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A group that may go into the next batch, fresh or served before."""
+    """A group that may go into the next batch: a new one, or a replay."""
 
     group_id: GroupId
     task_key: str
     oldest: int
-    """Oldest version of its tokens, on the surviving lineage."""
+    """Number of the oldest version among its tokens, on the current lineage."""
     arrival: int
-    """Order in which it was admitted."""
+    """Order of admission."""
     tokens: int
     num_rows: int
     rewards: tuple[float, ...]
     uses: int = 0
-    """How many batches it was in."""
+    """Number of batches that already used it."""

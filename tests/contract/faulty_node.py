@@ -22,7 +22,7 @@ from recipes.foreign.rollout import Node, Record, Service, Table, row_id_of
 
 
 class ChangesRetries(Service):
-    """Asks `change` what to send when a call was not answered well, instead of the same bytes."""
+    """Sends what `change` returns when retrying a call, instead of the same bytes."""
 
     def __init__(self, good: Service, path: str) -> None:
         self.url, self.headers = good.url, good.headers
@@ -70,7 +70,7 @@ class OtherBytesOnRetry(Node):
 class BeatsBeforeRegister(Node):
     def register(self) -> None:
         with suppress(HTTPError):
-            body: Record = {"session": self.boot_id, "state": "starting", "live": []}
+            body: Record = {"boot_id": self.boot_id, "state": "starting", "live": []}
             self.dataflow.call("PUT", f"/v1/nodes/{self.node_id}", body)
         super().register()
 
@@ -79,7 +79,7 @@ class LeasesBeforeLive(Node):
     def register(self) -> None:
         super().register()
         if not self.live:
-            request = {"request_id": "early", "node_id": self.node_id, "session": self.boot_id}
+            request = {"request_id": "early", "node_id": self.node_id, "boot_id": self.boot_id}
             more: Record = {"max_slots": 1, "wait_s": 0.0, "live": []}
             self.dataflow.call("POST", "/v1/leases", {**request, **more})
 
@@ -88,7 +88,7 @@ class OneLiveBeat(Node):
     def beat(self) -> None:
         while not self.live and not self.stopping.wait(0.05):
             body: Record = {"state": "starting", "live": self.live}
-            self.apply_wanted(self.call_registered("PUT", f"/v1/nodes/{self.node_id}", body))
+            self.apply_orders(self.call_registered("PUT", f"/v1/nodes/{self.node_id}", body))
         self.call_registered(
             "PUT", f"/v1/nodes/{self.node_id}", {"state": "live", "live": self.live}
         )
@@ -99,24 +99,24 @@ class IgnoresUnknown(Node):
         """Repeats a call that got 404 instead of registering."""
         while True:
             with suppress(HTTPError):
-                return self.dataflow.call(method, path, {**body, "session": self.boot_id})
+                return self.dataflow.call(method, path, {**body, "boot_id": self.boot_id})
 
 
 class Unverified(Node):
     """Fetches everything and checks nothing."""
 
-    def load_wanted(self) -> None:
-        wanted = self.wanted
-        if wanted is None or (self.live and self.live[0]["number"] == wanted["number"]):
+    def load_target(self) -> None:
+        target = self.target
+        if target is None or (self.live and self.live[0]["number"] == target["number"]):
             return
         weights = Service(self.weights_url, self.token)
         try:
-            manifest = json.loads(self.get(weights, "manifests", wanted["manifest_digest"]))
+            manifest = json.loads(self.get(weights, "manifests", target["manifest_digest"]))
             blobs = {f["name"]: self.get(weights, "blobs", f["blob"]) for f in manifest["files"]}
         except ValueError:
             return
         self.table = Table(blobs)
-        self.live = [{name: wanted[name] for name in ("policy", "incarnation", "number")}]
+        self.live = [{name: target[name] for name in ("policy", "incarnation", "number")}]
         self.awake.set()
 
     def get(self, weights: Service, kind: str, digest: str) -> bytes:
@@ -129,17 +129,17 @@ class NoTensorCheck(Unverified):
 
 
 class NeverFetches(Node):
-    def load_wanted(self) -> None:
-        if self.wanted is not None:
+    def load_target(self) -> None:
+        if self.target is not None:
             self.table = Table({})
             names = ("policy", "incarnation", "number")
-            self.live = [{name: self.wanted[name] for name in names}]
+            self.live = [{name: self.target[name] for name in names}]
 
 
 class StaysOnFirst(Node):
-    def load_wanted(self) -> None:
+    def load_target(self) -> None:
         if not self.live:
-            super().load_wanted()
+            super().load_target()
 
 
 class NamesFirstVersion(Node):
@@ -200,8 +200,8 @@ class ResendsFenced(Node):
 
 
 class IgnoresDrain(Node):
-    def apply_wanted(self, answer: Record) -> None:
-        super().apply_wanted({**answer, "orders": {**answer["orders"], "drain": False}})
+    def apply_orders(self, answer: Record) -> None:
+        super().apply_orders({**answer, "orders": {**answer["orders"], "drain": False}})
 
 
 FAULTS: dict[str, tuple[type[Node], set[str]]] = {

@@ -98,7 +98,7 @@ class SkipsBatch(Trainer):
 
 
 class IgnoresRowsService(Service):
-    """Never asks for rows."""
+    """Never fetches rows."""
 
     def __init__(self, good: Service) -> None:
         self.url, self.headers = good.url, good.headers
@@ -125,7 +125,7 @@ class CommitsTwoNumbers(Trainer):
 
 
 class OtherStatsService(IgnoresRowsService):
-    """Sends other statistics when a commit was answered 503."""
+    """Sends other statistics after a commit was answered with 503."""
 
     def call(self, method: str, path: str, body: Record | None = None) -> Record:
         if path.endswith("/commit") and body is not None:
@@ -163,7 +163,7 @@ class Overwrites(Trainer):
         blob.write_bytes(b"{}")
 
     def publish(self) -> None:
-        """Makes good first, so that only the final look at the store finds it."""
+        """Works correctly at first, so that only the final check of the store finds it."""
         path = self.store.root / "blobs" / blake3(self.files["config.json"]).hexdigest()
         path.write_bytes(self.files["config.json"])
         super().publish()

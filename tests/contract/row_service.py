@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows, readers, spaces and blobs over HTTP on loopback, with a ledger of their own and nothing
-else: for tests."""
+"""Test helper: the row service alone, with a separate ledger, over HTTP on loopback."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ TICK_S = 0.1
 
 
 class RowServiceHost:
-    """What the dataflow service is to its rows: outbox, ledger and timer."""
+    """Minimal host of the row service: journal, ledger and timer."""
 
     def __init__(self, folder: Path, now: float = 1000.0) -> None:
         self.now = now
@@ -50,7 +49,7 @@ class RowServiceHost:
             await self.rows.tick()
 
     async def deliver(self, row_id: str, payload: bytes, reward: float | None) -> None:
-        """A rollout row, as the partition makes it arrive."""
+        """Add a rollout row, as a partition does."""
         location = self.ledger.place(payload)
         arrival = self.rows.row_window.next_arrival()
         row = rollout_row(RowId(row_id), arrival, self.now, reward, location)
@@ -86,7 +85,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def row_window(folder: Path, port: int = 0, now: float = 1000.0) -> Generator[RunningRowService]:
+def running_row_service(
+    folder: Path, port: int = 0, now: float = 1000.0
+) -> Generator[RunningRowService]:
     folder.mkdir(exist_ok=True)
     signer = Signer.create(folder / "keys", "test")
     host = RowServiceHost(folder / "ledger", now)
@@ -108,7 +109,7 @@ def row_window(folder: Path, port: int = 0, now: float = 1000.0) -> Generator[Ru
     thread = threading.Thread(target=lambda: asyncio.run(listener.serve()), daemon=True)
     thread.start()
     while not listener.started:
-        assert thread.is_alive(), "the server ended before it started"
+        assert thread.is_alive(), "the server exited before it started"
     try:
         yield RunningRowService(host=host, url=f"http://127.0.0.1:{port}", signer=signer)
     finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns, readers, spaces and blobs over real HTTP: durable before the answer, nothing lost by
+"""Columns, readers, spaces and blobs over real HTTP: durable before the response, nothing lost by
 crashed workers or a restarted service, nothing done twice."""
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from pathlib import Path
 import httpx2
 import pytest
 from blake3 import blake3
-from tests.contract.row_service import RowServiceHost, RunningRowService, free_port, row_window
+from tests.contract.row_service import (
+    RowServiceHost,
+    RunningRowService,
+    free_port,
+    running_row_service,
+)
 
 from penstock.dataflow.client.row_stream import RowReader
 from penstock.dataflow.client.rows import RowsClient
@@ -44,12 +49,12 @@ async def judge(client: RowsClient, *, ttl_s: float = 12.0, max_attempts: int = 
 
 
 async def test_rows_by_key(tmp_path: Path) -> None:
-    with row_window(tmp_path) as running:
+    with running_row_service(tmp_path) as running:
         async with running.client() as client:
             rows = {f"k{n}": {"text": b"t%d" % n, "weight": float(n)} for n in range(600)}
             assert await client.put("eval", rows) == []
             assert len(await client.put("eval", rows)) == 1200, "all duplicates"
-            found = await client.get("eval", ["k599", "nobody", "k3"], ["text"])
+            found = await client.get("eval", ["k599", "missing", "k3"], ["text"])
             assert {key: row.columns for key, row in found.items()} == {
                 "k599": {"text": b"t599"},
                 "k3": {"text": b"t3"},
@@ -64,8 +69,8 @@ async def test_rows_by_key(tmp_path: Path) -> None:
             assert (await client.get("other", ["k1"]))["k1"].columns == {"text": b"mine"}
 
 
-async def test_a_quota_stops_puts_and_says_the_cure(tmp_path: Path) -> None:
-    with row_window(tmp_path) as running:
+async def test_a_quota_stops_puts_and_names_the_fix(tmp_path: Path) -> None:
+    with running_row_service(tmp_path) as running:
         async with running.client(patience_s=1.5) as client:
             await client.set_quota("eval", 1000)
             await client.put("eval", {"a": {"x": bytes(900)}})
@@ -75,8 +80,8 @@ async def test_a_quota_stops_puts_and_says_the_cure(tmp_path: Path) -> None:
             await client.put("eval", {"b": {"x": bytes(900)}})
 
 
-async def test_bad_values_are_refused_whole(tmp_path: Path) -> None:
-    with row_window(tmp_path) as running:
+async def test_a_call_with_a_bad_value_stores_nothing(tmp_path: Path) -> None:
+    with running_row_service(tmp_path) as running:
         async with running.client() as client:
             with pytest.raises(BadRequest, match="finite"):
                 await client.put("eval", {"a": {"x": 1.0}, "b": {"x": float("nan")}})
@@ -84,13 +89,13 @@ async def test_bad_values_are_refused_whole(tmp_path: Path) -> None:
             body = PutRequest(rows=(PutRow(key=RowId("a"), columns=columns),))
             with pytest.raises(BadRequest, match="first"):
                 await client.call("POST", "/v1/spaces/eval/rows", body, PutAnswer)
-            with pytest.raises(Forbidden, match="another name"):
+            with pytest.raises(Forbidden, match="another space"):
                 await client.put("train", {"a": {"x": 1.0}})
             assert await client.get("eval", ["a", "b"]) == {}
 
 
 async def test_stages_stream_rollout_rows_and_overlap(tmp_path: Path) -> None:
-    with row_window(tmp_path) as running:
+    with running_row_service(tmp_path) as running:
         async with running.client(Role.STAGE) as client:
             scorer = await client.reader("scorer", reads=["turns"], writes=["reward"])
             refer = await client.reader("refer", reads=["turns", "reward"], writes=["reference"])
@@ -122,8 +127,10 @@ async def test_stages_stream_rollout_rows_and_overlap(tmp_path: Path) -> None:
             assert row.columns == {"turns": b"turns 3", "reward": 7.0, "reference": b"log-probs"}
 
 
-async def test_a_crashed_worker_s_rows_come_again_each_is_done_once(tmp_path: Path) -> None:
-    with row_window(tmp_path) as running:
+async def test_rows_of_a_crashed_worker_are_redelivered_and_each_is_done_once(
+    tmp_path: Path,
+) -> None:
+    with running_row_service(tmp_path) as running:
         async with running.client() as client:
             rows = {f"k{n:02}": {"text": b"t"} for n in range(20)}
             await client.put("eval", rows)
@@ -133,12 +140,12 @@ async def test_a_crashed_worker_s_rows_come_again_each_is_done_once(tmp_path: Pa
             row = await anext(stream)
             await row.write(mark=1.0)
             await anext(stream)
-            await dying.close()  # as a kill would: nobody acknowledges, extends or releases
+            await dying.close()  # as a kill would: no acknowledgement, renewal or release
             second = await judge(client, ttl_s=1.0)
             marked = 1
             async with contextlib.aclosing(second.stream(max_rows=8)) as rest:
                 async for again in rest:
-                    assert again.key != row.key, "its column stands"
+                    assert again.key != row.key, "its column exists"
                     assert await again.write(mark=2.0)
                     marked += 1
                     if marked == 20:
@@ -149,15 +156,15 @@ async def test_a_crashed_worker_s_rows_come_again_each_is_done_once(tmp_path: Pa
                 await stream.aclose()
 
 
-async def test_readers_go_on_over_a_restart_of_the_service(tmp_path: Path) -> None:
+async def test_readers_continue_across_a_restart_of_the_service(tmp_path: Path) -> None:
     port = free_port()
-    with row_window(tmp_path, port) as running:
+    with running_row_service(tmp_path, port) as running:
         client = running.client()
         await client.put("eval", {f"k{n:02}": {"text": b"t"} for n in range(10)})
         reader = await client.reader("export", reads=["text"], space="eval")
         stream = reader.stream(max_rows=4)
         seen = [(await anext(stream)).key for _ in range(3)]
-    with row_window(tmp_path, port, now=2000.0):
+    with running_row_service(tmp_path, port, now=2000.0):
         async with contextlib.aclosing(stream) as rest:
             while len(seen) < 10:
                 seen.append((await asyncio.wait_for(anext(rest), 60)).key)
@@ -166,7 +173,7 @@ async def test_readers_go_on_over_a_restart_of_the_service(tmp_path: Path) -> No
 
 
 async def test_long_work_keeps_its_row(tmp_path: Path) -> None:
-    with row_window(tmp_path) as running:
+    with running_row_service(tmp_path) as running:
         async with running.client() as client:
             await client.put("eval", {"a": {"text": b"t"}})
             reader = await judge(client, ttl_s=0.5)
@@ -178,8 +185,8 @@ async def test_long_work_keeps_its_row(tmp_path: Path) -> None:
             assert mark.columns == {"mark": 1.0}
 
 
-async def test_a_row_that_breaks_its_workers_is_given_up(tmp_path: Path) -> None:
-    with row_window(tmp_path) as running:
+async def test_a_row_that_crashes_its_workers_fails_after_max_attempts(tmp_path: Path) -> None:
+    with running_row_service(tmp_path) as running:
         async with running.client() as client:
             await client.put("eval", {"a": {"text": b"t"}})
             for _ in range(2):
@@ -192,8 +199,8 @@ async def test_a_row_that_breaks_its_workers_is_given_up(tmp_path: Path) -> None
             assert failed.kind == "attempts" and "left the loop" in failed.detail
 
 
-async def test_leaving_a_row_without_its_columns_is_told(tmp_path: Path) -> None:
-    with row_window(tmp_path) as running:
+async def test_leaving_a_row_without_its_columns_is_an_error(tmp_path: Path) -> None:
+    with running_row_service(tmp_path) as running:
         async with running.client() as client:
             await client.put("eval", {"a": {"text": b"t"}, "b": {"text": b"t"}})
             reader = await judge(client)
@@ -202,9 +209,9 @@ async def test_leaving_a_row_without_its_columns_is_told(tmp_path: Path) -> None
                     pass
 
 
-async def test_long_values_go_by_claim_check(tmp_path: Path) -> None:
+async def test_long_values_are_uploaded_as_blobs(tmp_path: Path) -> None:
     data = random.Random(0).randbytes(5_000_000)
-    with row_window(tmp_path) as running:
+    with running_row_service(tmp_path) as running:
         async with running.client() as client:
             await client.put("eval", {"a": {"text": data}})
             assert (await client.get("eval", ["a"]))["a"].columns == {"text": data}
@@ -233,7 +240,7 @@ async def _resume(running: RunningRowService, client: RowsClient, data: bytes) -
 
 
 async def test_roles(tmp_path: Path) -> None:
-    with row_window(tmp_path) as running:
+    with running_row_service(tmp_path) as running:
         async with running.client(Role.STAGE) as stage, running.client(Role.READER) as reader:
             await stage.put("eval", {"a": {"text": b"t"}})
             stages = await judge(stage)
@@ -247,14 +254,14 @@ async def test_roles(tmp_path: Path) -> None:
             assert [row.key for row in await exporter.lease(1)] == ["a"]
             with pytest.raises(BadRequest, match="each column"):
                 await stage.reader("loop", reads=["x"], writes=["x"])
-            nobody = RowReader(reader, replace(exporter.state, name="nobody"))
+            unknown = RowReader(reader, replace(exporter.state, name="unknown"))
             with pytest.raises(NotFound, match="declare it"):
-                await nobody.lease(1)
+                await unknown.lease(1)
 
 
 async def test_damage_is_contained_to_the_rows_put_together(tmp_path: Path) -> None:
     long = bytes(INLINE_BYTES)
-    with row_window(tmp_path) as running:
+    with running_row_service(tmp_path) as running:
         async with running.client() as client:
             await client.put("eval", {"a": {"x": long}, "b": {"x": long}})
             await client.put("eval", {"c": {"x": long + b"c"}, "d": {"y": 1.0}})
@@ -271,10 +278,10 @@ async def test_damage_is_contained_to_the_rows_put_together(tmp_path: Path) -> N
                 other.execute("UPDATE items SET arrival = arrival + 9 WHERE row_id = 'd'")
                 other.commit()
             found = await client.get("eval", ["d"])
-            assert "another stands where it should be" in found["d"].failed["y"].detail
+            assert "its position in the bundle holds another row" in found["d"].failed["y"].detail
 
 
-async def test_what_is_answered_is_on_disk(tmp_path: Path) -> None:
+async def test_acknowledged_writes_are_on_disk(tmp_path: Path) -> None:
     host = RowServiceHost(tmp_path)
     body = PutRequest(rows=(PutRow(key=RowId("a"), columns={"x": 1.0}),))
     for n in range(20):
@@ -286,7 +293,7 @@ async def test_what_is_answered_is_on_disk(tmp_path: Path) -> None:
 
 
 async def test_a_put_after_a_clear_stays(tmp_path: Path) -> None:
-    """A commit erases after it has written: both must not meet in one."""
+    """A group commit runs deletions after writes, so both must not be in the same one."""
     host = RowServiceHost(tmp_path)
     first = PutRequest(rows=(PutRow(key=RowId("a"), columns={"x": 1.0}),))
     second = PutRequest(rows=(PutRow(key=RowId("a"), columns={"y": 2.0}),))
@@ -304,13 +311,13 @@ async def test_a_put_after_a_clear_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_against_a_dictionary_with_restarts(tmp_path: Path, seed: int) -> None:
-    """Any order of puts, gets, clears and restarts answers as a dictionary would."""
+    """Any order of puts, gets, clears and restarts behaves like a dictionary."""
     rng = random.Random(seed)
     port = free_port()
     truth: dict[tuple[str, str], dict[str, float]] = {}
     client: RowsClient | None = None
-    for life in range(3):
-        with row_window(tmp_path, port, now=1000.0 * (life + 1)) as running:
+    for boot in range(3):
+        with running_row_service(tmp_path, port, now=1000.0 * (boot + 1)) as running:
             client = client or running.client()
             for _ in range(25):
                 space, key = rng.choice(["eval", "probe"]), rng.choice("abcd")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Honest parties keep every rule of the contract; each planted fault fails by its rule's name."""
+"""Correct peers keep every rule of the protocol; each planted fault breaks exactly its rule."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from penstock.wire.auth import Role
 ROOT = Path(__file__).parents[2]
 FOREIGN = ROOT / "recipes" / "foreign"
 NUM_AT_ONCE = 10
-"""Examinations mostly wait; more at a time would make heartbeats late on a busy machine."""
+"""Scenarios mostly wait, but more at a time would delay heartbeats on a busy machine."""
 SLOW = ("ignores-drain", "stays-on-first", "names-first-version", "one-live-beat", "never-fetches")
-"""Faults that leave the double waiting for what never comes."""
+"""Faults that keep the double waiting until a timeout."""
 TIMEOUT_S = 60.0
 
 Command = Callable[[JoinInfo], Sequence[str]]
@@ -43,7 +43,7 @@ Command = Callable[[JoinInfo], Sequence[str]]
 
 @dataclass(slots=True)
 class PeerProcess:
-    """The process under test; started when the double invites it."""
+    """The process under test; started when the double is ready."""
 
     command: Command
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
@@ -89,7 +89,7 @@ def not_ok(verdicts: Sequence[RuleVerdict]) -> list[str]:
     ]
 
 
-# --- honest parties ------------------------------------------------------------------------------
+# --- correct peers -------------------------------------------------------------------------------
 
 
 async def test_foreign_node_keeps_every_rule() -> None:
@@ -121,7 +121,7 @@ async def test_foreign_trainer_keeps_every_rule_and_fails_when_fenced() -> None:
 
 @pytest.fixture(scope="module")
 def examined() -> dict[str, tuple[RuleVerdict, ...]]:
-    """Findings by fault; one examination takes seconds of waiting, so several run at once."""
+    """Verdicts by fault; a scenario mostly waits, so several run concurrently."""
     slots = asyncio.Semaphore(NUM_AT_ONCE)
 
     async def one(kind: str, command: Command) -> tuple[RuleVerdict, ...]:
@@ -167,7 +167,7 @@ def test_every_rule_has_a_fault_that_breaks_it() -> None:
 # --- the command ---------------------------------------------------------------------------------
 
 
-async def test_nobody_joins_and_nothing_passes() -> None:
+async def test_without_a_peer_nothing_passes() -> None:
     lines: list[str] = []
     is_kept = await conformance_rollout(
         host="127.0.0.1", port=0, out=lines.append, timeout_s=0.3, json=True
@@ -176,11 +176,11 @@ async def test_nobody_joins_and_nothing_passes() -> None:
     assert lines[0].startswith("url    http://127.0.0.1:")
     assert lines[1].startswith("token  penstock1.")
     assert [line for line in lines[3:-2] if not line.startswith("none ")] == []
-    assert lines[-2] == f"0 ok, 0 failed, {len(ROLLOUT_RULES)} never seen, of 18 rules"
+    assert lines[-2] == f"0 ok, 0 failed, {len(ROLLOUT_RULES)} not tested, of 18 rules"
     assert json.loads(lines[-1])["untested"] == len(ROLLOUT_RULES)
 
 
-async def test_trainer_is_told_the_store() -> None:
+async def test_the_store_is_printed_for_a_trainer() -> None:
     lines: list[str] = []
     is_kept = await conformance_trainer(host="127.0.0.1", port=0, out=lines.append, timeout_s=0.3)
     assert not is_kept
@@ -205,14 +205,14 @@ def test_command_passes_the_foreign_trainer() -> None:
 # --- the foreign node alone ----------------------------------------------------------------------
 
 
-async def test_foreign_node_hands_back_and_leaves_on_sigterm() -> None:
+async def test_foreign_node_releases_its_slots_and_leaves_on_sigterm() -> None:
     peer = PeerProcess(lambda got: [str(FOREIGN / "rollout.py"), got.url])
     async with open_double("127.0.0.1", 0) as double:
         examiner = RolloutExaminer(double)
         trainer = SimulatedTrainer(double.service, double.store, SimulatedNode(double.service))
         async with double.serve(examiner):
             incarnation = await trainer.claim_incarnation()
-            stored = trainer.put()
+            stored = trainer.store_version()
             examiner.expect(incarnation, 0, stored)
             await trainer.publish(stored)
             peer.on_ready(double.join_info(Role.ROLLOUT))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every route of the services: known to the OpenAPI document, closed to strangers, deaf to
-rubbish."""
+"""Every route of the services is in the OpenAPI document, requires a valid token, and rejects
+invalid bodies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Service:
     audience: Audience
     signer: Signer
     stranger: Signer
-    """Holds another key."""
+    """Signs with another key."""
     other_run: Signer
 
     def get(self, path: str, token: str) -> httpx2.Response:
@@ -96,7 +96,7 @@ def test_the_document_lists_every_route_and_method(service: Service) -> None:
     assert listed == routed - {("HEAD", "/healthz")}
 
 
-def test_no_route_answers_a_stranger(service: Service) -> None:
+def test_every_route_requires_a_valid_token(service: Service) -> None:
     other = Audience.WEIGHTS if service.audience is Audience.DATAFLOW else Audience.DATAFLOW
     bad = {
         "none": "",
@@ -129,7 +129,7 @@ class _Canary:
         return (os.mkdir, ("canary-fired",))
 
 
-def test_rubbish_gets_a_4xx_on_every_mutating_route(
+def test_invalid_bodies_get_a_4xx_on_every_mutating_route(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

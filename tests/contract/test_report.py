@@ -24,9 +24,9 @@ from penstock.config import RuleConfig
 from penstock.config.report import ReportConfig
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.report.figures import ZERO, Counts, Flow, Window
-from penstock.dataflow.report.recount import count_from_ledger, produced_by_node
+from penstock.dataflow.report.flow_counter import KEY, TOTALS
+from penstock.dataflow.report.ledger_counts import count_from_ledger, produced_by_node
 from penstock.dataflow.report.shape import BalanceReport
-from penstock.dataflow.report.tally import KEY, TOTALS
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (
@@ -87,7 +87,7 @@ class World:
         flow = config.dataflow.model_copy(update=update)
         training = config.training.model_copy(update={"max_staleness": 2})
         update = {"dataflow": flow, "training": training}
-        with patch("penstock.dataflow.service.build.steady_clock", lambda: lambda: self.now):
+        with patch("penstock.dataflow.service.build.monotonic_clock", lambda: lambda: self.now):
             self.service: DataflowService = build(config.model_copy(update=update), self.folder)
         self.balance = self.service.balance
 
@@ -221,7 +221,7 @@ class World:
         if answer.manifest is None:
             return False
         self.now += 2.0
-        skipped = "told to" if self.random.random() < 0.2 else ""
+        skipped = "planned" if self.random.random() < 0.2 else ""
         self.seq, self.number = self.seq + 1, self.number + (not skipped)
         body = CommitRequest(incarnation=self.incarnation, number=self.number, skipped=skipped)
         await self.service.trainers.commit(POLICY, self.seq, body)
@@ -230,7 +230,7 @@ class World:
         return True
 
     async def turn(self) -> None:
-        """A second or three in the life of all."""
+        """One to three seconds of the run."""
         self.now += 1.0
         if self.random.random() < 0.5:
             await self.beat()
@@ -314,14 +314,14 @@ async def test_a_restart_loses_no_figure(make: MakeWorld) -> None:
     world = make(7)
     await world.take_over()
     await world.join()
-    for life in range(4):
+    for boot in range(4):
         for _ in range(8):
             await world.turn()
-            assert _totals(world.report()) == await world.flow(), f"life {life}"
+            assert _totals(world.report()) == await world.flow(), f"boot {boot}"
         written = world.service.process.ledger.tables.scalar(TOTALS, key=KEY)
         assert msgspec.json.decode(written, type=dict[str, Flow])[POLICY] == await world.flow()
         world.now += 1.0
-        world.restart(forgets_totals=life == 1)
+        world.restart(forgets_totals=boot == 1)
         await world.join()
     assert _totals(world.report()) == await world.flow()
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline stages placed away from the trainer, over real HTTP: reward model, process scores and
-reference as workers with scripted scorers, and the credit that follows from what they wrote."""
+"""Pipeline stages on other hosts than the trainer, over real HTTP: reward model, process scores and
+reference as workers with scripted scorers, and the advantages computed from their columns."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def with_services(*services: PipelineStageConfig) -> RunConfig:
 async def serve_while_rolling_out(
     running: RunningDataflow, config: RunConfig, num_slots: int
 ) -> None:
-    """A worker of every service, until the rows are delivered and the batch can be sealed."""
+    """Run a worker of every service until the rows are delivered and the batch can be sealed."""
     assert config.pipeline is not None
     token = running.token(Role.STAGE)
     workers = [
@@ -72,7 +72,7 @@ async def serve_while_rolling_out(
         for _, service in config.pipeline.services
     ]
     try:
-        await asyncio.sleep(1.2)  # a policy whose stage nobody serves gets no work
+        await asyncio.sleep(1.2)  # a policy with a stage without workers gets no work
         assert await roll_out(running, num_slots=num_slots) == num_slots
         trainer = await asyncio.to_thread(FakeTrainer, running)
         request = BatchRequest(consumer=POLICY, seq=1, incarnation=trainer.incarnation, wait_s=20.0)
@@ -84,7 +84,7 @@ async def serve_while_rolling_out(
         await asyncio.gather(*workers, return_exceptions=True)
 
 
-def test_what_three_services_wrote_is_in_the_batch_and_gives_the_credit(tmp_path: Path) -> None:
+def test_columns_of_three_services_reach_the_batch_and_the_advantages(tmp_path: Path) -> None:
     config = with_services(REWARD, PRM, REFERENCE)
     with dataflow(tmp_path, config) as running:
         first = FakeTrainer(running)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages between nodes and a trainer, over real HTTP: columns flow row by row, a killed worker's
-rows come back, and a scorer that is dead for ever closes its groups by deadline."""
+"""Stages between nodes and a trainer, over real HTTP: columns flow row by row, the rows of a killed
+worker are delivered again, and a dead scorer's groups end at their deadline."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def unscored(delivery: Delivery, extra: int = 0) -> Delivery:
 
 
 async def roll_out(running: RunningDataflow, *, num_slots: int, extra: int = 0) -> int:
-    """Lease and deliver so many slots; how many there were."""
+    """Lease and deliver up to `num_slots` slots; returns how many there were."""
     client = NodeClient(running.url, running.token(Role.ROLLOUT))
     boot_id = uuid.uuid4().hex
     try:
@@ -93,7 +93,7 @@ async def roll_out(running: RunningDataflow, *, num_slots: int, extra: int = 0) 
 
 
 async def score(running: RunningDataflow, stage: StageConfig, count: int) -> None:
-    """One worker of this stage, for so many rows."""
+    """One worker of this stage, for `count` rows."""
     async with RowsClient(running.url, running.token(Role.STAGE)) as client:
         reader = await client.reader(
             stage.name,
@@ -121,7 +121,7 @@ def batch(trainer: FakeTrainer, seq: int, wait_s: float = 15.0) -> bool:
 
 
 async def with_workers(running: RunningDataflow, num_slots: int, **options: int) -> None:
-    """Workers ask first: a policy whose stage nobody serves gets no work."""
+    """Start the workers first: a policy with a stage without workers gets no work."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(score(running, REWARD, num_slots))
         tasks.create_task(score(running, REFERENCE, num_slots))
@@ -153,7 +153,7 @@ def test_nothing_starts_while_a_required_stage_has_no_worker(tmp_path: Path) -> 
         asyncio.run(with_workers(running, 4))
 
 
-def test_large_trajectories_go_ahead_as_blobs(tmp_path: Path) -> None:
+def test_large_trajectories_are_uploaded_as_blobs(tmp_path: Path) -> None:
     with dataflow(tmp_path, CONFIG) as running:
         trainer = FakeTrainer(running)
         asyncio.run(with_workers(running, 4, extra=2 << 20))
@@ -163,10 +163,10 @@ def test_large_trajectories_go_ahead_as_blobs(tmp_path: Path) -> None:
         assert len([*(tmp_path / "ledger" / "blobs").glob("??/*")]) == 4
 
 
-def test_blobs_count_against_what_a_call_may_bring(
+def test_blobs_count_against_the_size_limit_of_a_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before any is read: a call could name more than the memory there is."""
+    """Checked before any blob is read: together they could exceed the memory."""
     monkeypatch.setattr(handlers, "MAX_CALL_BYTES", 3 << 20)
     read = BlobStore.read
     was_read: list[str] = []
@@ -196,7 +196,7 @@ async def bring_too_much(running: RunningDataflow, was_read: list[str]) -> None:
         with pytest.raises(TooLarge, match="blobs included"):
             await client.deliver(body)
         assert not was_read
-        for row in rows:  # each by itself has room, and its lease still stands
+        for row in rows:  # each one fits, and its lease is still valid
             [result] = (await client.deliver(replace(body, deliveries=(row,)))).results
             assert result.status is DeliveryStatus.STORED
         assert len(was_read) == 2
@@ -205,13 +205,13 @@ async def bring_too_much(running: RunningDataflow, was_read: list[str]) -> None:
 
 
 def large(delivery: Delivery) -> Delivery:
-    """2 MB, so it goes ahead as a blob."""
+    """2 MB, so it is uploaded as a blob."""
     record = decode(delivery.payload, Trajectory)
     outcome = replace(record.outcome, detail=delivery.row_id + "x" * (2 << 20))
     return replace(delivery, payload=encode(replace(record, outcome=outcome)))
 
 
-def test_rows_of_a_killed_worker_come_back(tmp_path: Path) -> None:
+def test_rows_of_a_killed_worker_are_delivered_again(tmp_path: Path) -> None:
     async def die_holding_rows(running: RunningDataflow) -> None:
         async with RowsClient(running.url, running.token(Role.STAGE)) as client:
             reader = await client.reader(
@@ -240,7 +240,7 @@ def test_rows_of_a_killed_worker_come_back(tmp_path: Path) -> None:
         assert batch(trainer, 1)
 
 
-def test_a_scorer_dead_for_ever_closes_its_groups_by_deadline(tmp_path: Path) -> None:
+def test_groups_of_a_dead_scorer_end_at_their_deadline(tmp_path: Path) -> None:
     dead = REFERENCE.model_copy(update={"deadline_s": 1.0})
     config = staged(small_config(groups_per_batch=2, num_generations=2, steps=3), REWARD, dead)
 
@@ -249,7 +249,7 @@ def test_a_scorer_dead_for_ever_closes_its_groups_by_deadline(tmp_path: Path) ->
             tasks.create_task(score(running, REWARD, 4))
             idle = tasks.create_task(score(running, dead, 10**9))
             await asyncio.sleep(1.2)
-            idle.cancel()  # it was there, so work started; now it is gone for good
+            idle.cancel()  # it was running, so work started; it never comes back
             await roll_out(running, num_slots=4)
 
     with dataflow(tmp_path, config) as running:
@@ -257,7 +257,7 @@ def test_a_scorer_dead_for_ever_closes_its_groups_by_deadline(tmp_path: Path) ->
         asyncio.run(scenario(running))
         give_up_at = time.monotonic() + 60
         wasted: dict[str, int] = {}
-        while "column_failed" not in wasted:
+        while wasted.get("column_failed", 0) < 8:
             assert time.monotonic() < give_up_at, f"groups are still open; wasted so far {wasted}"
             wasted = running.reader().status().wasted_tokens
             time.sleep(0.1)

@@ -89,7 +89,7 @@ class HttpSubject:
         self._config = config.model_copy(update={"training": training})
         self._loop = asyncio.Runner()
         self._said: dict[tuple[int, int], str] = {}
-        """Reasons of commits, to repeat them word for word."""
+        """Reasons of commits, to repeat them exactly."""
         self._start()
 
     def _start(self) -> None:
@@ -205,7 +205,7 @@ TestHttp.settings = settings(
     max_examples=6,
     stateful_step_count=20,
     deadline=None,
-    # A failure shows within seconds; making it small would take minutes.
+    # A failure shows within seconds; shrinking it would take minutes.
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -423,9 +423,9 @@ class ReadersMachine(RuleBasedStateMachine):
     def leases_agree(self) -> None:
         for name, reader in self.world.row_window.readers.items():
             held = {
-                row_id: row_lease.lease.epoch
+                row_id: row_lease.holder.epoch
                 for row_id, row_lease in reader.leased.items()
-                if row_lease.lease is not None
+                if row_lease.holder is not None
             }
             expected = {
                 key[1]: c.epoch for key, (c, _) in self.truth.leases.items() if key[0] == name

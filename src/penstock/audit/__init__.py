@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The independent reader: proves from a run's files that nothing was lost or trained twice.
+"""Independent audit: verifies from a run's files that nothing was lost or trained twice.
 
-Owns its own idea of what is on disk (`records`, `ledger`, `evidence`, `payloads`), of who trained
-what (`lineage`), and one function per law. Imports nothing of the services it judges and writes
-nothing; a bug in their types cannot hide here. Works on a finished, a stopped and a running run.
+Reads the files with its own parsers (`records`, `ledger`, `evidence`, `payloads`), reconstructs who
+trained what (`lineage`), and has one function per check. Imports nothing from the services it
+verifies, so a bug in their types cannot hide here. Writes nothing. Works on finished, stopped and
+running runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["AuditReport", "Check", "Summary", "audit", "summary"]
 
 
 def audit(run_dir: Path) -> AuditReport:
-    """Check every law over the run in this folder; StoreError when there is no ledger to read."""
+    """Run every check on the run in this folder; raises StoreError without a ledger."""
     evidence = read(run_dir)
     lineages = read_lineages(evidence)
     checks = (
@@ -45,5 +46,5 @@ def audit(run_dir: Path) -> AuditReport:
 
 
 def summary(run_dir: Path) -> Summary:
-    """The numbers of a run that its last line shows; whoever has the report already has them."""
+    """Only the summary of an audit."""
     return audit(run_dir).summary

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of sealed batches: their content is fixed, is what was admitted, and is young enough."""
+"""Checks of sealed batches: their content is intact, was admitted, and is not too stale."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from penstock.audit.records import (
 from penstock.audit.report import Check, Violations
 
 TOLERANCE = 1e-9
-"""Means of the same numbers, summed in another order, differ by less."""
+"""Tolerance for means of the same numbers, summed in another order."""
 
 
 def check_batches(evidence: Evidence) -> Check:
-    """Batches are 1, 2, 3, …; each manifest is intact and holds exactly its groups' rows."""
+    """Batches are numbered 1, 2, 3, …; each manifest is intact and has exactly its groups' rows."""
     violations = Violations("batches")
     sealed = _sealed_groups(evidence)
     members = _RowChecker(evidence)
@@ -37,10 +37,10 @@ def check_batches(evidence: Evidence) -> Check:
     expected: defaultdict[str, int] = defaultdict(lambda: 1)
     for batch in evidence.batches:
         if batch.seq != expected[batch.consumer]:
-            violations.add(batch.name, f"where batch {expected[batch.consumer]} is due")
+            violations.add(batch.name, f"found where batch {expected[batch.consumer]} is expected")
         expected[batch.consumer] = batch.seq + 1
         if blake3(batch.manifest).hexdigest() != batch.digest:
-            violations.add(batch.name, "its manifest has another digest than the ledger says")
+            violations.add(batch.name, "its manifest does not match the digest in the ledger")
         manifest = evidence.manifests.get(batch.name)
         if manifest is None:
             violations.add(batch.name, "its manifest cannot be read")
@@ -57,16 +57,16 @@ def check_batches(evidence: Evidence) -> Check:
         for group_id in named:
             uses[batch.consumer, group_id] += 1
             if uses[batch.consumer, group_id] > max_uses:
-                violations.add(f"{batch.name} {group_id}", f"in more than {max_uses} batches")
+                violations.add(f"{batch.name} {group_id}", f"used in more than {max_uses} batches")
     known = {(batch.consumer, batch.seq) for batch in evidence.batches}
     for commit in evidence.commits:
         if (commit.consumer, commit.seq) not in known:
-            violations.add(f"{commit.consumer}.{commit.seq}", "committed, and was never sealed")
+            violations.add(f"{commit.consumer}.{commit.seq}", "committed but never sealed")
     return violations.result(len(evidence.batches))
 
 
 def _sealed_groups(evidence: Evidence) -> defaultdict[str, dict[str, int]]:
-    """By consumer: the batch each group was sealed into, the last one where there are several."""
+    """By consumer: the batch that each group was sealed into, the last one if there are several."""
     found: defaultdict[str, dict[str, int]] = defaultdict(dict)
     for fate in evidence.fates:
         if fate.state == "sealed":
@@ -82,28 +82,29 @@ def _fate_faults(manifest: Manifest, sealed: dict[str, int], *, is_replayed: boo
         if not (is_replayed and sealed.get(group_id, 0) > manifest.seq):
             mismatched.add(group_id)
     if mismatched:
-        yield f"its manifest and the fates of groups differ on {', '.join(sorted(mismatched)[:3])}"
+        names = ", ".join(sorted(mismatched)[:3])
+        yield f"its manifest and the recorded fates of groups disagree on {names}"
 
 
 def _batch_faults(batch: Batch, manifest: Manifest) -> Iterable[str]:
     written = (manifest.consumer, manifest.seq, manifest.trains_from)
     if written != (batch.consumer, batch.seq, batch.trains_from):
-        yield f"its manifest calls itself {written}"
+        yield f"its manifest has (consumer, seq, trains_from) = {written}"
     groups = [group.group_id for group in manifest.groups]
     rows = [row for group in manifest.groups for row in group.rows]
     if (len(groups), len(rows)) != (batch.num_groups, batch.num_rows):
         expected = f"{batch.num_groups} of {batch.num_rows}"
-        yield f"{len(groups)} groups of {len(rows)} rows, not {expected}"
+        yield f"its manifest has {len(groups)} groups of {len(rows)} rows, expected {expected}"
     if len(set(groups)) != len(groups) or len({row.row_id for row in rows}) != len(rows):
-        yield "names a group or a row twice"
+        yield "its manifest has a duplicate group or row"
     if rows:
         mean = math.fsum(row.reward for row in rows) / len(rows)
         if not math.isclose(mean, batch.reward_mean, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
-            yield f"mean reward {batch.reward_mean}; its rows have {mean}"
+            yield f"recorded mean reward is {batch.reward_mean}, but its rows have {mean}"
 
 
 class _RowChecker:
-    """What the ledger says about the rows that a manifest may name."""
+    """Compares the rows of a manifest with the ledger."""
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
@@ -115,23 +116,23 @@ class _RowChecker:
     def faults(self, manifest: Manifest, group: ManifestGroup) -> Iterable[str]:
         known = self._evidence.issued.get(group.group_id)
         if known is None or known.task_key != group.task_key:
-            yield "is not the group of this task"
+            yield "its task differs from the issued one"
         if self._evidence.is_exempt(group.group_id):
-            return  # its rows went with their partition
+            return  # its rows were lost with their partition
         expected = {
             row.row_id
             for row in self._by_group.get(group.group_id, [])
             if self._is_complete(row) and self._is_seen(row, manifest)
         }
         if mismatched := sorted(expected.symmetric_difference(row.row_id for row in group.rows)):
-            yield f"its rows and the manifest's differ on {', '.join(mismatched[:3])}"
+            yield f"ledger and manifest disagree on rows {', '.join(mismatched[:3])}"
         for member in group.rows:
             row = self._evidence.rows.get(member.row_id)
             if row is not None and (wrong := self._member_fault(member, row)):
                 yield f"{member.row_id}: {wrong}"
 
     def _is_seen(self, row: Row, manifest: Manifest) -> bool:
-        """It has a token that this batch trains."""
+        """Whether it has a token that this batch trains."""
         sampled = self._sampled(row) or {}
         if manifest.visible_roles is None:
             return sampled.get(manifest.consumer, 0) > 0
@@ -143,7 +144,7 @@ class _RowChecker:
         )
 
     def _is_complete(self, row: Row) -> bool:
-        """It came to a good end, and has every column that its run waits for."""
+        """Whether it is scored and has every required column."""
         if row.outcome not in SCORED:
             return False
         columns = self._evidence.columns.get(row.row_id, {})
@@ -152,32 +153,32 @@ class _RowChecker:
 
     def _member_fault(self, member: ManifestRow, row: Row) -> str:
         if (member.reward, member.outcome) != (self._evidence.reward(row), row.outcome):
-            return f"sealed as {member.outcome} with reward {member.reward}; the row says otherwise"
+            return f"sealed as {member.outcome}, reward {member.reward}, but the row differs"
         if member.sampled != self._sampled(row):
-            return f"sealed with {member.sampled} tokens; the row says {row.sampled}"
+            return f"sealed with tokens {member.sampled}, but the row has {row.sampled}"
         if member.versions != decode_map(row.versions, dict[str, list[VersionId]], self._versions):
-            return f"sealed as made by {member.versions}; the row says {row.versions}"
+            return f"sealed with versions {member.versions}, but the row has {row.versions}"
         if member.roles != self._roles(row):
-            return f"sealed as made in {member.roles}; the row says {row.roles}"
+            return f"sealed with roles {member.roles}, but the row has {row.roles}"
         if member.compute_cost != decode_map(
             row.compute_cost or "{}", dict[str, tuple[int, int]], {}
         ):
-            return f"sealed with {member.compute_cost} to compute; the row says {row.compute_cost}"
-        # A row that is damaged itself is told by another law; its digest proves nothing here.
+            return f"sealed with cost {member.compute_cost}, but the row has {row.compute_cost}"
+        # Another check reports damaged rows; their digest proves nothing here.
         if member.digest != row.digest and not self._evidence.contents[row.row_id].damage:
-            return "sealed with other bytes"
+            return "sealed with another digest than the row has"
         return self._column_fault(member)
 
     def _column_fault(self, member: ManifestRow) -> str:
-        """Columns of a complete row, against what its manifest says of them."""
+        """Compare the columns of a complete row with its manifest."""
         columns = self._evidence.columns.get(member.row_id, {})
         for name in sorted(self._evidence.config.required_columns - {REWARD}):
             column = columns.get(name)
             if column is None or column.failed:
-                continue  # then it is no member at all, and told as such
+                continue  # then it should not be a member, which `faults` reports
             sealed = member.columns.get(name) if column.value is None else member.values.get(name)
             if sealed != (column.digest if column.value is None else column.value):
-                return f"sealed with another {name} than its column has"
+                return f"sealed with another value of column {name} than the row has"
         return ""
 
     def _sampled(self, row: Row) -> dict[str, int] | None:
@@ -188,7 +189,7 @@ class _RowChecker:
 
 
 def check_staleness(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
-    """Every row was young enough when it was sealed, recomputed from the versions of its tokens."""
+    """Every row was within its staleness bound at sealing, recomputed from its tokens' versions."""
     violations = Violations("staleness")
     for batch in evidence.batches:
         manifest = evidence.manifests.get(batch.name)
@@ -197,12 +198,12 @@ def check_staleness(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
             continue
         if batch.incarnation not in lineage.forks:
             violations.add(
-                batch.name, f"sealed for incarnation {batch.incarnation}, which never was"
+                batch.name, f"sealed for incarnation {batch.incarnation}, which does not exist"
             )
             continue
         if batch.trains_from not in _possible_numbers(lineage, batch):
             violations.add(
-                batch.name, f"trains from {batch.trains_from}, which nothing before it leads to"
+                batch.name, f"trains from {batch.trains_from}, which no earlier commit leads to"
             )
         stalenesses, is_complete = _stalenesses(evidence, lineage, batch, manifest)
         bound = evidence.config.max_staleness(batch.consumer)
@@ -212,8 +213,8 @@ def check_staleness(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
 
 
 def _possible_numbers(lineage: Lineage, batch: Batch) -> set[int]:
-    """Numbers the version before this batch may have been given at sealing: after each commit that
-    may have been the last one then, if every batch between is trained."""
+    """Possible numbers of the version before this batch: for each commit that may have been the
+    last one at sealing, assuming that every batch in between is trained."""
     fork = lineage.forks[batch.incarnation]
     numbers = {fork.seq: fork.number}
     numbers.update((c.seq, c.number) for c in lineage.commits.get(batch.incarnation, []))
@@ -223,7 +224,7 @@ def _possible_numbers(lineage: Lineage, batch: Batch) -> set[int]:
 def _stalenesses(
     evidence: Evidence, lineage: Lineage, batch: Batch, manifest: Manifest
 ) -> tuple[list[int], bool]:
-    """Age of each row at sealing, and whether all rows could tell theirs."""
+    """Staleness of each row at sealing, and whether it could be computed for all rows."""
     matches_up_to = lineage.matches_up_to(batch.sealed_at)
     effective_numbers: dict[VersionId, int] = {}
     stalenesses: list[int] = []
@@ -231,7 +232,7 @@ def _stalenesses(
     for group in manifest.groups:
         for member in group.rows:
             if manifest.visible_roles is not None and batch.consumer not in member.versions:
-                stalenesses.append(0)  # what only other policies sampled does not age
+                stalenesses.append(0)  # tokens of other policies do not become stale
                 continue
             found = _versions(evidence, batch.consumer, group.group_id, member)
             for version in found:
@@ -255,8 +256,8 @@ def _stalenesses(
 def _versions(
     evidence: Evidence, consumer: str, group_id: str, member: ManifestRow
 ) -> Sequence[VersionId]:
-    """Who sampled its tokens, by its payload; once that is freed, by what the ledger kept of it;
-    once its partition is lost, by what home sealed."""
+    """Versions that sampled its tokens: from its payload; from the row record if the payload was
+    freed; from the manifest if its partition is lost."""
     content = evidence.contents.get(member.row_id)
     if content is None:
         is_exempt = evidence.is_exempt(group_id)
@@ -274,10 +275,10 @@ def _staleness_faults(
         return
     oldest, mean = max(stalenesses), math.fsum(stalenesses) / len(stalenesses)
     if oldest > bound:
-        yield f"a row is {oldest} versions old; at most {bound}"
-    if not is_complete:  # told by the laws of rows; what they would have said is unknown
+        yield f"has a row with staleness {oldest}, the bound is {bound}"
+    if not is_complete:  # the row checks report this
         return
     if oldest != batch.staleness_max:
-        yield f"sealed with a staleness of at most {batch.staleness_max}; its rows reach {oldest}"
+        yield f"recorded max staleness is {batch.staleness_max}, but its rows have {oldest}"
     elif not math.isclose(mean, batch.staleness_mean, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
-        yield f"sealed with a mean staleness of {batch.staleness_mean}; its rows have {mean}"
+        yield f"recorded mean staleness is {batch.staleness_mean}, but its rows have {mean}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of a run's config.yaml, only what the laws are measured by."""
+"""The part of a run's config.yaml that the audit needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Training(msgspec.Struct, frozen=True):
 
 
 class _Rule(msgspec.Struct, frozen=True):
-    """Of a rule, only whether and how often it serves a group again."""
+    """Only the replay options of a rule."""
 
     replay: str | None = None
     max_uses: int | None = None
@@ -28,7 +28,7 @@ class _Rule(msgspec.Struct, frozen=True):
 
 
 class _Stage(msgspec.Struct, frozen=True):
-    """Of a stage, only which columns it adds and whether trainers wait for them."""
+    """Only the columns that a stage adds, and whether trainers require them."""
 
     writes: tuple[str, ...] = ()
     required: bool = True
@@ -54,34 +54,34 @@ class AuditedConfig(msgspec.Struct, frozen=True):
     training: _Training
     dataflow: _Dataflow = _Dataflow()
     deterministic: bool = False
-    """Each life of a trainer repeats the others bit for bit."""
+    """A restarted trainer reproduces the same weights bit for bit."""
 
     def max_staleness(self, policy: str) -> int:
-        """Of any row in a batch, fresh or served again."""
+        """Bound for any row in a batch, new or replayed."""
         own, replay = self.max_fresh_staleness(policy), self._replay(policy)
         return own if replay is None else max(own, replay.max_staleness or 0)
 
     def max_fresh_staleness(self, policy: str) -> int:
-        """Of rows that no batch has had yet."""
+        """Bound for rows that were in no batch before."""
         model = self.models.get(policy, _Model())
         return (model.training or self.training).max_staleness
 
     def max_uses(self, policy: str) -> float:
-        """In how many batches a group may be."""
+        """Maximum number of batches that may use a group."""
         replay = self._replay(policy)
         if replay is None:
             return 1
         return math.inf if replay.max_uses is None else replay.max_uses
 
     def _replay(self, policy: str) -> _Rule | None:
-        """The rule in force: the policy's own, else the shared one."""
+        """The replay rule in effect: the policy's own, otherwise the shared one."""
         own = self.models.get(policy, _Model()).dataflow or _PolicyDataflow()
         found = [rule for rule in (*own.rules, *self.dataflow.rules) if rule.replay is not None]
         return found[0] if found else None
 
     @property
     def min_survivors(self) -> int | None:
-        """Members that a closed group may be left with; None when it must have them all."""
+        """Minimum number of members of a closed group; None if all are required."""
         closing: Any = self.dataflow.closing
         if not isinstance(closing, dict):
             return None
@@ -92,13 +92,13 @@ class AuditedConfig(msgspec.Struct, frozen=True):
 
     @property
     def required_columns(self) -> frozenset[str]:
-        """Columns that every row in a batch has from a stage."""
+        """Columns written by stages that every row in a batch must have."""
         stages = self.dataflow.stages
         return frozenset(name for stage in stages if stage.required for name in stage.writes)
 
     @property
     def is_scored_by_stage(self) -> bool:
-        """Rows arrive without a reward, and a stage adds it."""
+        """Whether a stage writes the reward, so that rows are delivered without one."""
         return any(REWARD in stage.writes for stage in self.dataflow.stages)
 
 
@@ -107,9 +107,9 @@ def read_config(path: Path) -> AuditedConfig:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise StoreError(
-            f"{path} cannot be read: {error.strerror}; give the folder of a run"
+            f"{path} cannot be read: {error.strerror}; pass a run folder (OUTPUT_DIR/NAME)"
         ) from error
     try:
         return msgspec.convert(yaml.safe_load(text), AuditedConfig)
     except (yaml.YAMLError, msgspec.ValidationError) as error:
-        raise StoreError(f"{path} is no resolved run file: {error}") from error
+        raise StoreError(f"{path} is not a resolved run config: {error}") from error

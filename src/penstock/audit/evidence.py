@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a run folder, read once: the run file, the acknowledgement logs and all ledgers.
+"""Reads a run folder once: the config, the acknowledgement logs and all ledgers.
 
-Owns the order of reading, from which follows what may differ between the ledgers of a running run:
-acknowledgements, then home, then every partition, then once more what home tells partitions. So
-whatever home built on is in the partitions, and whatever partitions repeat is in the later look at
-home. Judges nothing.
+Owns the order of reading, which determines how the ledgers of a running run may differ:
+acknowledgements, the coordinator, every partition, then again the coordinator's replicated tables.
+So everything that the first read of the coordinator depends on is in the partitions, and everything
+that partitions replicate is in the second read. Checks nothing.
 """
 
 from __future__ import annotations
@@ -38,33 +38,34 @@ from penstock.audit.records import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemotePartition:
-    """The ledger of a further partition."""
+    """The ledger of a partition other than the coordinator's own."""
 
     index: int
     state: str
-    work: PartitionTables
+    tables: PartitionTables
     replicated: ReplicatedTables
-    """Its replica of what home told it, and its end of the link."""
+    """Its replica of the coordinator's facts, and its end of the link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """All of it. What home keeps is of one moment, and what partitions keep of a later one."""
+    """Everything read. The coordinator's tables are from one moment, the partitions' from a later
+    one."""
 
     config: AuditedConfig
     acknowledged: frozenset[str]
     issued: dict[str, Issued]
     groups: dict[str, Group]
-    """Of all partitions, as the next five."""
+    """Of all partitions, like the next five."""
     leases: list[Lease]
     """In order of group, slot and epoch within each partition."""
     rows: dict[str, Row]
     columns: dict[str, dict[str, Column]]
     """By row and name."""
     awaiting_columns: frozenset[tuple[str, str]]
-    """(group, policy): closed, and its rows lack columns that the policy judges by."""
+    """(group, policy): closed, but its rows lack columns that the policy requires."""
     contents: dict[str, PayloadSummary]
-    """By row id: what the payload says, as far as it can be read."""
+    """Payload summaries by row id."""
     fates: list[Fate]
     batches: list[Batch]
     """In order of consumer and seq."""
@@ -75,15 +76,16 @@ class Evidence:
     versions: list[Version]
     sources: list[Source]
     freed: frozenset[str]
-    """Groups whose payload nobody may ask for any more."""
+    """Groups whose payload is not needed any more."""
     checkpoints: list[Checkpoints]
     coordinator: ReplicatedTables
     remote: dict[int, RemotePartition]
-    """By index: partitions besides home's own whose ledger there is."""
+    """By index: partitions with a readable ledger, other than the coordinator's own."""
     coordinator_after: ReplicatedTables
-    """Home's, after all partitions were read; the same as `coordinator` when there are none."""
+    """The coordinator's tables, read after all partitions; same as `coordinator` if there are
+    none."""
     missing: Mapping[int, str]
-    """State by index: partitions that were declared lost, or drained and taken away."""
+    """State by index: partitions that were declared lost, or drained and removed."""
     weights: Path
 
     def rows_by_group(self) -> dict[str, list[Row]]:
@@ -93,12 +95,12 @@ class Evidence:
         return found
 
     def is_exempt(self, group_id: str) -> bool:
-        """Its partition is lost, so nobody can show its rows; or gone, and they were freed."""
+        """Whether its rows need not exist: its partition is lost, or removed after freeing them."""
         state = self.missing.get(partition_of(group_id))
         return state == "lost" or (state is not None and group_id in self.freed)
 
     def reward(self, row: Row) -> float | None:
-        """What rules and trainers see: as delivered, or as a stage wrote it."""
+        """The reward that rules and trainers use: as delivered, or as written by a stage."""
         if REWARD not in self.config.required_columns:
             return row.reward
         column = self.columns.get(row.row_id, {}).get(REWARD)
@@ -106,7 +108,7 @@ class Evidence:
 
 
 def partition_of(name: str) -> int:
-    """The partition in the name of a group or row, -1 when it names none."""
+    """The partition in the name of a group or row; -1 if there is none."""
     index = name.partition("-")[0].removeprefix("p")
     return int(index) if index.isdecimal() else -1
 
@@ -116,7 +118,7 @@ def read(run_dir: Path) -> Evidence:
     acknowledged = frozenset(_read_acknowledged(run_dir / "acks"))
     folder = run_dir / "ledger"
     with open_ledger(folder) as ledger:
-        work, coordinator, coordinator_tables = (
+        own_tables, coordinator, coordinator_tables = (
             ledger.work(),
             ledger.replicated(),
             ledger.coordinator_tables(),
@@ -127,25 +129,28 @@ def read(run_dir: Path) -> Evidence:
     if remote:
         with open_ledger(folder) as ledger:
             coordinator_after = ledger.replicated()
-    works = [(folder, work), *((folders[index][1], one.work) for index, one in remote.items())]
+    partitions = [
+        (folder, own_tables),
+        *((folders[index][1], one.tables) for index, one in remote.items()),
+    ]
     return Evidence(
         config=config,
         acknowledged=acknowledged,
         issued=coordinator.issued,
-        groups={group.group_id: group for _, work in works for group in work.groups},
-        leases=[lease for _, work in works for lease in work.leases],
-        rows={row.row_id: row for _, work in works for row in work.rows},
-        columns=_by_row(chain.from_iterable(work.columns for _, work in works)),
+        groups={group.group_id: group for _, tables in partitions for group in tables.groups},
+        leases=[lease for _, tables in partitions for lease in tables.leases],
+        rows={row.row_id: row for _, tables in partitions for row in tables.rows},
+        columns=_by_row(chain.from_iterable(tables.columns for _, tables in partitions)),
         awaiting_columns=frozenset(
             (one.group_id, one.policy)
-            for _, work in works
-            for one in work.completions
+            for _, tables in partitions
+            for one in tables.completions
             if one.state == "judging"
         ),
         contents={
             row_id: content
-            for path, work in works
-            for row_id, content in read_contents(path, work.rows, coordinator_after.freed).items()
+            for path, tables in partitions
+            for row_id, content in read_contents(path, tables.rows, coordinator_after.freed).items()
         },
         fates=coordinator.fates,
         batches=coordinator_tables.batches,
@@ -167,8 +172,8 @@ def read(run_dir: Path) -> Evidence:
 
 
 def _folders(folder: Path, coordinator_tables: CoordinatorTables) -> dict[int, tuple[str, Path]]:
-    """State and ledger of each partition that must have one. A lost one is not asked, whatever its
-    folder holds; one that is drained and empty may be taken away."""
+    """State and folder of each partition that must have a ledger. Lost partitions are ignored;
+    drained ones may have been removed."""
     found: dict[int, tuple[str, Path]] = {}
     for partition in coordinator_tables.partitions:
         path = folder / f"p{partition.index}"
@@ -181,7 +186,7 @@ def _folders(folder: Path, coordinator_tables: CoordinatorTables) -> dict[int, t
 def _read_remote(index: int, state: str, folder: Path) -> RemotePartition:
     with open_ledger(folder) as ledger:
         return RemotePartition(
-            index=index, state=state, work=ledger.work(), replicated=ledger.replicated()
+            index=index, state=state, tables=ledger.work(), replicated=ledger.replicated()
         )
 
 
@@ -193,7 +198,7 @@ def _by_row(columns: Iterable[Column]) -> dict[str, dict[str, Column]]:
 
 
 def read_contents(folder: Path, rows: Iterable[Row], freed: Set[str]) -> dict[str, PayloadSummary]:
-    """What the payload of these rows says, wherever it lies by now."""
+    """Payload summaries of these rows, even if the payload was moved in the meantime."""
     with SegmentReader(folder / "segments") as segments:
         found = {row.row_id: _content(segments, row, freed) for row in rows}
         if not any(content.damage for content in found.values()):
@@ -214,7 +219,7 @@ def _content(segments: SegmentReader, row: Row, freed: Set[str]) -> PayloadSumma
 
 
 def _read_acknowledged(folder: Path) -> Iterable[str]:
-    for path in sorted(folder.glob("*")):  # one file per node, whatever it is called
-        # A node killed in mid-write leaves half a line; the id on it may be cut.
-        whole, _, _ = path.read_bytes().rpartition(b"\n")
-        yield from filter(None, whole.decode(errors="replace").split("\n"))
+    for path in sorted(folder.glob("*")):  # one file per node
+        # A node killed while writing leaves an incomplete last line.
+        complete, _, _ = path.read_bytes().rpartition(b"\n")
+        yield from filter(None, complete.decode(errors="replace").split("\n"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law of freed groups: payload is given up only when nobody can ask for it again."""
+"""Check of freed groups: payload is deleted only when it can never be needed again."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from penstock.audit.report import Check, Violations
 
 
 def check_freed(evidence: Evidence) -> Check:
-    """Each freed group is judged by all, committed wherever it is sealed, and behind every
-    checkpoint a trainer kept."""
+    """Each freed group is judged by all policies, committed wherever it is sealed, and older than
+    every retained checkpoint."""
     violations = Violations("freed")
     fates = {(fate.group_id, fate.consumer): fate.state for fate in evidence.fates}
     batches = _batches_of_groups(evidence)
     committed, kept = _committed(evidence), _oldest_kept(evidence)
     for group_id in sorted(evidence.freed):
         if group_id not in evidence.issued:
-            violations.add(group_id, "freed, and is no group")
+            violations.add(group_id, "freed but never issued")
             continue
         for consumer in evidence.config.models:
             state = fates.get((group_id, consumer), "open")
@@ -33,7 +33,8 @@ def check_freed(evidence: Evidence) -> Check:
             elif seq > kept.get(consumer, seq):
                 violations.add(
                     group_id,
-                    f"freed, and a checkpoint after batch {kept[consumer]} needs {consumer}.{seq}",
+                    f"freed, but the checkpoint after batch {kept[consumer]} needs batch "
+                    f"{consumer}.{seq}",
                 )
     return violations.result(len(evidence.freed))
 
@@ -48,7 +49,7 @@ def _batches_of_groups(evidence: Evidence) -> defaultdict[str, list[tuple[str, i
 
 
 def _committed(evidence: Evidence) -> dict[str, int]:
-    """The furthest batch any life of each trainer committed."""
+    """Last batch that any incarnation of each trainer committed."""
     found: dict[str, int] = {}
     for commit in evidence.commits:
         found[commit.consumer] = max(commit.seq, found.get(commit.consumer, 0))
@@ -56,7 +57,7 @@ def _committed(evidence: Evidence) -> dict[str, int]:
 
 
 def _oldest_kept(evidence: Evidence) -> dict[str, int]:
-    """By policy, the batch after which its oldest retained checkpoint stands."""
+    """By policy, the batch of its oldest retained checkpoint."""
     seqs = {one.policy: list(_seqs(one.retained)) for one in evidence.checkpoints}
     return {policy: min(found) for policy, found in seqs.items() if found}
 

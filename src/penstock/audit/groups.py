@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of the flow of work: slots, leases, groups and what became of them. Nothing appears,
-vanishes or happens twice.
+"""Checks of slots, leases, groups and their fates. Nothing appears, vanishes or happens twice.
 
-Times are not compared: the wall clock of a machine may step back between two lives of a service.
+Times are not compared: a machine's wall clock may step back between restarts of a service.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ GROUP_STATES = frozenset({"open", "closed", "dropped"})
 
 
 def check_slots(evidence: Evidence) -> Check:
-    """Each lease ends once, each slot is held by one at a time, each ended group is at rest."""
+    """Each lease ends once, each slot has one lease at a time, each ended group has none."""
     violations = Violations("slots")
     scored: Counter[tuple[str, int]] = Counter()
     has_row_keys: set[tuple[str, int, int]] = set()
@@ -38,10 +37,10 @@ def check_slots(evidence: Evidence) -> Check:
             violations.add(f"{group_id}.{slot}", why)
         group = evidence.groups.get(group_id)
         if group is None or not 0 <= slot < group.num_slots:
-            violations.add(f"{group_id}.{slot}", "leased, and belongs to no group")
+            violations.add(f"{group_id}.{slot}", "leased but does not belong to a group")
     for (group_id, slot), num_rows in scored.items():
         if num_rows > 1:
-            violations.add(f"{group_id}.{slot}", f"{num_rows} good rows for one slot")
+            violations.add(f"{group_id}.{slot}", f"has {num_rows} scored rows, expected one")
     for group in evidence.groups.values():
         ends = [last.get((group.group_id, slot)) for slot in range(group.num_slots)]
         for why in _group_faults(group, ends, evidence.config.min_survivors):
@@ -53,19 +52,20 @@ def _lease_faults(leases: list[Lease], has_row_keys: set[tuple[str, int, int]]) 
     num_spent = 0
     for index, lease in enumerate(leases):
         if lease.epoch != index + 1:
-            yield f"epoch {lease.epoch} where {index + 1} is due"
+            yield f"epoch {lease.epoch} found where {index + 1} is expected"
             return
         if lease.ended not in LEASE_ENDS:
-            yield f"lease {lease.epoch} ended as {lease.ended!r}, which is no end"
+            yield f"lease {lease.epoch} has unknown end {lease.ended!r}"
         if lease.attempt != num_spent + 1:
-            yield f"lease {lease.epoch} is attempt {lease.attempt} after {num_spent} spent ones"
+            yield f"lease {lease.epoch} is attempt {lease.attempt} after {num_spent} used attempts"
         if lease.ended in COUNTS_AS_ATTEMPT:
             num_spent += 1
         if lease.ended in ("", "delivered") and index + 1 < len(leases):
-            yield f"leased again after lease {lease.epoch} {lease.ended or 'that still runs'}"
+            state = "was delivered" if lease.ended else "is still running"
+            yield f"leased again although lease {lease.epoch} {state}"
         has_row = (lease.group_id, lease.slot, lease.epoch) in has_row_keys
         if lease.ended in ("delivered", "failed") and not has_row:
-            yield f"lease {lease.epoch} {lease.ended}, and no row stands for it"
+            yield f"lease {lease.epoch} {lease.ended}, but its row is missing"
 
 
 def _group_faults(
@@ -75,24 +75,24 @@ def _group_faults(
     delivered = ended.count("delivered")
     if group.state == "open":
         if delivered == group.num_slots:
-            yield "still open, although every slot is delivered"
+            yield "still open although every slot is delivered"
         return
     if "" in ended:
-        yield f"{group.state}, and slot {ended.index('')} still has a running lease"
+        yield f"{group.state}, but slot {ended.index('')} still has a running lease"
     if group.state != "closed":
         return
     if min_survivors is not None and delivered < min_survivors:
-        yield f"closed with {delivered} members; at least {min_survivors}"
+        yield f"closed with {delivered} members, the minimum is {min_survivors}"
     for slot, end in enumerate(ended):
-        # Where survivors suffice, a slot may be given up or cut at any point before its result.
+        # With closing by survivors, a slot may end without a result.
         is_wrong = end == "cancelled" if min_survivors is not None else end != "delivered"
         if is_wrong and end != "":
-            yield f"closed, and slot {slot} came to no end ({end or 'never leased'})"
+            yield f"closed, but slot {slot} has no result ({end or 'never leased'})"
 
 
 def check_groups(evidence: Evidence) -> Check:
-    """Every issue of a task is a group in its partition, or on its way there; every ended group has
-    one fate per consumer, or is on its way to get it."""
+    """Every issued group exists in its partition, or its message is in flight; every ended group
+    has one fate per consumer, or its report is in flight."""
     violations = Violations("groups")
     _check_issues(evidence, violations)
     _check_arrivals(evidence, violations)
@@ -112,47 +112,50 @@ def _check_issues(evidence: Evidence, violations: Violations) -> None:
     ordinals: defaultdict[str, list[int]] = defaultdict(list)
     for expected, issued in enumerate(evidence.issued.values(), start=1):
         if issued.issue != expected:
-            violations.add(issued.group_id, f"issue {issued.issue} where {expected} is due")
-            break  # one gap shifts all that follow
+            violations.add(
+                issued.group_id, f"issue {issued.issue} found where {expected} is expected"
+            )
+            break  # one gap shifts all later ones
     for issued in evidence.issued.values():
         ordinals[issued.source].append(issued.ordinal)
         if issued.group_id != f"p{issued.partition}-{issued.issue}":
             where = f"issue {issued.issue} of partition {issued.partition}"
-            violations.add(issued.group_id, f"is {where}")
+            violations.add(issued.group_id, f"its name does not match {where}")
     sources = {source.name: source for source in evidence.sources}
     for name in sources.keys() | ordinals.keys():
         found = set(ordinals[name])
         expected, skipped = 0, 0
         if (source := sources.get(name)) is not None:
             expected, skipped = source.next_ordinal, source.skipped
-        is_whole = found <= set(range(expected)) and len(found) == expected - skipped
-        if not is_whole or len(found) != len(ordinals[name]):
+        is_complete = found <= set(range(expected)) and len(found) == expected - skipped
+        if not is_complete or len(found) != len(ordinals[name]):
             issued_text = (
                 f"issued {expected - skipped} of {expected} tasks"
                 if skipped
                 else f"issued {expected} tasks"
             )
-            violations.add(name, f"{issued_text}; the groups hold {len(found)} of them")
+            violations.add(name, f"{issued_text}, but the groups have {len(found)} of them")
 
 
 def _check_arrivals(evidence: Evidence, violations: Violations) -> None:
-    """Groups as home issued them and as their partitions hold them."""
+    """Compare groups as issued by the coordinator and as stored by their partitions."""
     undelivered = undelivered_issues(evidence)
     for group_id in evidence.issued:
         if group_id in evidence.groups or group_id in undelivered:
             continue
         if not evidence.is_exempt(group_id):
-            violations.add(group_id, "issued, and its partition has no such group")
+            violations.add(group_id, "issued, but its partition does not have it")
     for group in evidence.groups.values():
         issued = evidence.coordinator_after.issued.get(group.group_id)
         if issued is None:
-            violations.add(group.group_id, "is a group, and was never issued")
+            violations.add(group.group_id, "exists in its partition but was never issued")
         elif _task_identity(issued) != _task_identity(group):
             violations.add(
-                group.group_id, f"holds {_task_identity(group)}; issued as {_task_identity(issued)}"
+                group.group_id,
+                f"is {_task_identity(group)} but was issued as {_task_identity(issued)}",
             )
         if group.state not in GROUP_STATES or group.num_slots < 1:
-            violations.add(group.group_id, f"{group.num_slots} slots in state {group.state!r}")
+            violations.add(group.group_id, f"has {group.num_slots} slots, state {group.state!r}")
 
 
 def _task_identity(one: Issued | Group) -> tuple[int, int, str, int, str]:
@@ -160,8 +163,8 @@ def _task_identity(one: Issued | Group) -> tuple[int, int, str, int, str]:
 
 
 def _check_judged(evidence: Evidence, violations: Violations) -> None:
-    """Held against home as it was after the partitions were read: what had ended by then is judged,
-    or its report is under way, or it still lacks columns."""
+    """Compare with the second read of the coordinator: every ended group is judged, or its report
+    is in flight, or it still lacks columns."""
     reports = undelivered_reports(evidence)
     judged: defaultdict[str, set[str]] = defaultdict(set)
     for fate in evidence.coordinator_after.fates:
@@ -170,16 +173,16 @@ def _check_judged(evidence: Evidence, violations: Violations) -> None:
         group = evidence.groups.get(group_id)
         lacks = evidence.config.models.keys() - judged[group_id]
         if not lacks and not issued.judged:
-            violations.add(group_id, "has all its fates, and still counts as open")
+            violations.add(group_id, "has all its fates but still counts as open")
         if evidence.is_exempt(group_id):
-            state = "its partition is away"
+            state = "its partition is missing"
         elif group is None or (group.state == "open" and not issued.judged):
             continue
         else:
             state = group.state
             lacks -= _cannot_have_judged(evidence, group_id, reports)
         for consumer in sorted(lacks):
-            violations.add(group_id, f"{state}, and nobody judged it for {consumer}")
+            violations.add(group_id, f"{state}, but not judged for {consumer}")
 
 
 def _cannot_have_judged(
@@ -192,11 +195,11 @@ def _cannot_have_judged(
 
 def _fate_of_group_fault(fate: Fate, group: Group | None) -> str:
     if group is None:
-        return "a fate without a group"
+        return "has a fate but no group"
     if group.state == "open":
-        return f"{fate.state}, and the group is still open"
+        return f"{fate.state}, but the group is still open"
     if group.state == "dropped" and fate.state != "dropped":
-        return f"{fate.state}, and the group was dropped"
+        return f"{fate.state}, but the group was dropped"
     return ""
 
 
@@ -205,7 +208,7 @@ def _fate_fault(fate: Fate, batches: set[tuple[str, int]]) -> str:
         known = (fate.consumer, fate.seq) in batches
         return "" if known else f"sealed into batch {fate.seq}, which does not exist"
     if fate.state not in ("admitted", "dropped"):
-        return f"{fate.state!r} is no fate"
+        return f"has unknown fate {fate.state!r}"
     if fate.seq or (fate.state == "dropped") != bool(fate.reason):
         return f"{fate.state} for {fate.reason or 'no reason'}, in batch {fate.seq}"
     return ""

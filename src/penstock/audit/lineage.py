@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One policy's chain of trainers' lives: which commits survive, and what a version counts as.
+"""A policy's incarnations: which commits survive restarts, and each version's effective number.
 
-Each incarnation starts at a fork of the one before it; what was committed after the fork is
-abandoned. Owns that reconstruction, from forks, commits and versions alone.
+Each incarnation forks from the previous one; commits after the fork are abandoned. Reconstructed
+from forks, commits and versions only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from penstock.audit.records import Commit, Fork, Version, VersionId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
+    """The history of one policy."""
+
     policy: str
     forks: dict[int, Fork]
     """By incarnation, in order."""
@@ -24,16 +26,16 @@ class Lineage:
     versions: dict[VersionId, Version]
     """By (incarnation, number), in that order."""
     bitwise_replays: list[Version]
-    """Those made again bit for bit after a fork, one after the other, in the same order."""
+    """Versions reproduced bit for bit after a fork, without a gap, in the same order."""
 
     @property
     def surviving(self) -> list[Commit]:
-        """What the newest trainer stands on and did itself, in order of seq."""
+        """Commits of the current incarnation and its ancestors, in order of seq."""
         return self.chain(max(self.forks, default=0))
 
     def chain(self, incarnation: int) -> list[Commit]:
-        """Commits of this incarnation and those of earlier ones that it stands on. A sound ledger
-        has each seq once."""
+        """Commits of this incarnation and its ancestors up to each fork. An intact ledger has each
+        seq once."""
         limit: float = float("inf")
         found: list[Commit] = []
         for incarnation_id in sorted((i for i in self.forks if i <= incarnation), reverse=True):
@@ -44,8 +46,8 @@ class Lineage:
         return sorted(found, key=lambda commit: commit.seq)
 
     def matches_up_to(self, at: float) -> dict[int, int]:
-        """By incarnation, up to which number it equals the one before it, as known at this time:
-        its fork, or higher if what followed was made again bit for bit."""
+        """By incarnation, the number up to which it equals the previous one, as known at this time:
+        its fork, or higher if later versions were reproduced bit for bit."""
         found = {incarnation_id: fork.number for incarnation_id, fork in self.forks.items()}
         for version in self.bitwise_replays:
             if version.at <= at:
@@ -55,22 +57,23 @@ class Lineage:
     def effective_with_replays(
         self, version: VersionId, incarnation: int, at: float, matches_up_to: dict[int, int]
     ) -> int:
-        """The number this version counts as for that incarnation at this time, where lives repeat
-        each other: one that a later life made again is the same, however many lie between."""
+        """Effective number of this version for that incarnation at this time, in a deterministic
+        run: a version that any later incarnation reproduced is the same version."""
         incarnation_id, number = version
-        cut = effective_number(version, incarnation, matches_up_to)
-        made = self.versions.get(version)
+        effective = effective_number(version, incarnation, matches_up_to)
+        original = self.versions.get(version)
         for later in range(incarnation_id + 1, incarnation + 1):
-            again = self.versions.get((later, number))
-            if cut == number or made is None or again is None or again.at > at:
+            replay = self.versions.get((later, number))
+            if effective == number or original is None or replay is None or replay.at > at:
                 continue
-            if again.weights_digest == made.weights_digest:
-                cut = max(cut, effective_number((later, number), incarnation, matches_up_to))
-        return cut
+            if replay.weights_digest == original.weights_digest:
+                replayed = effective_number((later, number), incarnation, matches_up_to)
+                effective = max(effective, replayed)
+        return effective
 
 
 def effective_number(version: VersionId, incarnation: int, matches_up_to: dict[int, int]) -> int:
-    """The number this version counts as for that incarnation: cut at every fork in between."""
+    """Effective number of this version for that incarnation: limited by every fork in between."""
     incarnation_id, number = version
     for later in range(incarnation_id + 1, incarnation + 1):
         number = min(number, matches_up_to.get(later, number))
@@ -78,7 +81,7 @@ def effective_number(version: VersionId, incarnation: int, matches_up_to: dict[i
 
 
 def read_lineages(evidence: Evidence) -> dict[str, Lineage]:
-    """By policy: those of the run file and any other that the ledger names."""
+    """By policy: all in the config, and any other in the ledger."""
     names = dict.fromkeys(
         [
             *evidence.config.models,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws between home and the partitions with ledgers of their own: no message is lost or invented,
-and no partition knows what home never said.
+"""Checks between the coordinator and partitions with separate ledgers: no message is lost or
+invented, and no partition has a fact that the coordinator did not send.
 
-Also tells which facts are still on their way, so that other laws need not guess: a message is kept
-by its sender until the other side has it.
+Also finds the messages still in flight, for other checks: a sender keeps a message until the
+receiver has it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.audit.report import Check, Violations
 
 
 def undelivered_issues(evidence: Evidence) -> set[str]:
-    """Groups that home issued and that their partition had not heard of."""
+    """Groups issued by the coordinator whose message has not reached their partition."""
     found: set[str] = set()
     for remote in evidence.remote.values():
         link = f"coordinator>p{remote.index}"
@@ -30,7 +30,7 @@ def undelivered_issues(evidence: Evidence) -> set[str]:
 
 
 def undelivered_reports(evidence: Evidence) -> dict[str, set[str]]:
-    """Ended groups that home had not heard of, with the policies that shall judge them."""
+    """Ended groups whose report is still in flight, with the policies that must judge them."""
     found: dict[str, set[str]] = {}
     for remote in evidence.remote.values():
         link = f"p{remote.index}>coordinator"
@@ -52,8 +52,8 @@ def _undelivered(sender: ReplicatedTables, link: str, received: int) -> Iterator
 
 
 def check_messages(evidence: Evidence) -> Check:
-    """On each link: what was sent after the last acknowledged message is kept without a gap, and
-    nobody has received more than was sent or less than was acknowledged."""
+    """On each link, unacknowledged messages are kept without a gap, and no more was received than
+    sent, and no less than acknowledged."""
     violations = Violations("messages")
     num_examined = 0
     for remote in evidence.remote.values():
@@ -63,7 +63,7 @@ def check_messages(evidence: Evidence) -> Check:
         for link, sender in ((down, coordinator), (up, remote.replicated)):
             for why in _kept_faults(sender, link):
                 violations.add(link, why)
-        # Each side is held against the other as it was read after it, so a running run passes too.
+        # Each side is compared with a later read of the other, so a running run passes too.
         received = remote.replicated.progress.get(down, 0)
         for why in _progress_faults(
             coordinator.progress.get(down, 0), received, received, coordinator_after.sent(down)
@@ -80,49 +80,49 @@ def _kept_faults(sender: ReplicatedTables, link: str) -> Iterator[str]:
     kept: list[Message] = [message for message in sender.messages if message.link == link]
     for expected, message in enumerate(kept, start=sender.progress.get(link, 0) + 1):
         if message.number != expected:
-            yield f"message {message.number} is kept where {expected} is due"
+            yield f"message {message.number} found where {expected} is expected"
             return
         if decode_body(message) is None:
             yield f"message {message.number} cannot be read"
 
 
 def _progress_faults(acknowledged: int, late: int, early: int, sent: int) -> Iterator[str]:
-    """`late` and `early` are what was received, read after the one and before the other."""
+    """`late` and `early` count received messages, read after `acknowledged` and before `sent`."""
     if late < acknowledged:
-        yield f"{acknowledged} messages acknowledged; the other side has {late}"
+        yield f"{acknowledged} messages acknowledged, but the receiver has {late}"
     if early > sent:
-        yield f"{early} messages received; the other side sent {sent}"
+        yield f"{early} messages received, but the sender sent {sent}"
 
 
 def check_partitions(evidence: Evidence) -> Check:
-    """A further partition holds its own groups only, and of home's facts nothing that home lacks;
-    with every message it has every fact of the lineage."""
+    """A remote partition has only its own groups and no facts that the coordinator lacks; with all
+    messages received, it has the full lineage."""
     violations = Violations("partitions")
     for remote in evidence.remote.values():
         name = f"p{remote.index}"
         for group_id in sorted(_groups_in(remote)):
             if partition_of(group_id) != remote.index:
-                violations.add(group_id, f"lies in the ledger of partition {remote.index}")
+                violations.add(group_id, f"is in the ledger of partition {remote.index}")
         for fact in sorted(_lineage(remote.replicated) - _lineage(evidence.coordinator_after)):
-            violations.add(name, f"knows {fact}, and home does not")
+            violations.add(name, f"has {fact}, but the coordinator does not")
         for group_id in sorted(remote.replicated.freed - evidence.coordinator_after.freed):
-            violations.add(group_id, "freed by its partition, and home never said so")
+            violations.add(group_id, "freed by its partition but not by the coordinator")
         link = f"coordinator>{name}"
         if remote.state != "gone" and remote.replicated.progress.get(
             link, 0
         ) >= evidence.coordinator.sent(link):
             for fact in sorted(_lineage(evidence.coordinator) - _lineage(remote.replicated)):
-                violations.add(name, f"lacks {fact}, although it has every message")
+                violations.add(name, f"lacks {fact} although it has every message")
     return violations.result(len(evidence.remote))
 
 
 def _groups_in(remote: RemotePartition) -> set[str]:
-    work = remote.work
-    return {one.group_id for found in (work.groups, work.leases, work.rows) for one in found}
+    tables = remote.tables
+    return {one.group_id for found in (tables.groups, tables.leases, tables.rows) for one in found}
 
 
 def _lineage(replicated: ReplicatedTables) -> set[str]:
-    """Who trained what and published it, as sentences that are equal when the facts are."""
+    """Incarnations, commits and versions as comparable strings."""
     forks = {
         f"incarnation {f.policy}@{f.incarnation} from {f.seq}, {f.number}" for f in replicated.forks
     }

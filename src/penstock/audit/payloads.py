@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories as they lie in segments and blobs: found, proved by checksum and digest, and summed
-up.
+"""Reads trajectories from segments and blobs, verifies checksum and digest, and summarises them.
 
-Owns the auditor's own idea of a segment record, a blob and a trajectory. Compares nothing with the
-ledger's tables but the digest.
+Has its own definitions of segment records, blobs and trajectories, and on purpose repeats the turn
+checks of `penstock.conformance.row_rules`. Compares only the digest with the ledger's tables.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ MAGIC = b"PSR1"
 HEADER = struct.Struct("<4sII")
 """Magic, length of the payload, CRC32C of the payload."""
 MAX_LOG_PROB = 1e-3
-"""Log-probabilities are at most 0; engines round."""
+"""Log-probabilities are at most 0; tolerance for rounding in engines."""
 TOKEN_BYTES = 4
 
 Versions = dict[str, tuple[tuple[int, int], ...]]
-"""By policy: each (incarnation, number) that sampled some of the tokens, once."""
+"""By policy: each distinct (incarnation, number) that sampled any of the tokens."""
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
@@ -74,25 +73,25 @@ class PayloadSummary(msgspec.Struct, frozen=True, gc=False):
     """One payload, without its tokens."""
 
     is_freed: bool = False
-    """Nobody needs it any more, so it was not looked for; then all below is empty."""
+    """The payload is not needed any more and was not read; all fields below are empty."""
     damage: str = ""
-    """Why it cannot be read, or is not what was delivered; then all below is empty."""
+    """Why it cannot be read, or differs from the delivered bytes; all fields below are empty."""
     name: tuple[str, str, int, int, str] = ("", "", 0, 0, "")
-    """(row id, group, slot, epoch, node) as the record names itself."""
+    """(row id, group, slot, epoch, node) in the record."""
     outcome: str = ""
     reward: float | None = None
     fault: str = ""
-    """What is wrong with its tokens."""
+    """What is wrong with its tokens; empty if nothing."""
     sampled: dict[str, int] = {}
     """Trainable sampled tokens by policy."""
     trainable: Versions = {}
-    """Who sampled those."""
+    """Versions that sampled the trainable tokens."""
     all_versions: Versions = {}
-    """Who sampled any token, trainable or not."""
+    """Versions that sampled any token, trainable or not."""
 
 
 class SegmentReader:
-    """The segment files of one ledger, opened as they are needed; beside them, its blobs."""
+    """The segment files of one ledger, opened on demand, and its blobs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -115,11 +114,11 @@ class SegmentReader:
         if isinstance(payload, str):
             return PayloadSummary(damage=payload)
         if blake3(payload).hexdigest() != digest:
-            return PayloadSummary(damage="its bytes have another BLAKE3 than the ledger says")
+            return PayloadSummary(damage="its bytes do not match the digest in the ledger")
         try:
             trajectory = self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
-            return PayloadSummary(damage=f"it is no trajectory: {error}")
+            return PayloadSummary(damage=f"its payload is not a valid trajectory: {error}")
         return self._summarise_payload(trajectory)
 
     def _read(self, segment: int, offset: int, length: int) -> bytes | str:
@@ -132,21 +131,21 @@ class SegmentReader:
                 self._open[segment] = os.open(self._folder / name, flags)
         descriptor = self._open[segment]
         if descriptor < 0 or offset < 0 or length < 0:
-            return f"{name} at {offset} cannot be opened"
+            return f"{name} at offset {offset} cannot be opened"
         data = os.pread(descriptor, HEADER.size + length, offset)
         if len(data) != HEADER.size + length:
-            return f"{name} at {offset} is cut off"
+            return f"{name} at offset {offset} is truncated"
         magic, written, checksum = HEADER.unpack_from(data)
         payload = data[HEADER.size :]
         if (magic, written) != (MAGIC, length):
-            return f"{name} at {offset} starts no record of {length} bytes"
+            return f"{name} at offset {offset} is not a record of {length} bytes"
         if checksum != crc32c.crc32c(payload):
-            return f"{name} at {offset} has another checksum than its bytes"
+            return f"{name} at offset {offset} has a wrong checksum"
         return payload
 
     def _read_blob(self, digest: str) -> bytes | str:
         if len(digest) != 64 or not digest.isalnum():
-            return f"{digest[:80]!r} names no blob"
+            return f"{digest[:80]!r} is not a blob digest"
         try:
             return (self._folder.parent / "blobs" / digest[:2] / digest).read_bytes()
         except OSError as error:
@@ -156,7 +155,7 @@ class SegmentReader:
         turns = trajectory.turns
         key = tuple((t.policy, len(t.sampled_ids), t.is_trainable, t.spans) for t in turns)
         shared = self._shared.get(key)
-        if shared is None:  # most rows of a run look alike: one copy serves them all
+        if shared is None:  # many rows have the same counts; share one copy
             shared = self._shared[key] = _count(turns)
         sampled, trainable, all_versions = shared
         return PayloadSummary(
@@ -203,17 +202,17 @@ def _fault(turns: tuple[Turn, ...]) -> str:
 
 def _turn_fault(turn: Turn) -> str:
     if len(turn.sampled_ids) % TOKEN_BYTES or len(turn.logprobs) != len(turn.sampled_ids):
-        return "not one log-prob per sampled token"
+        return "the number of log-probs and sampled tokens differs"
     position = 0
     for span in turn.spans:
         if span.start != position or span.end <= span.start:
-            return f"a span of tokens {span.start} to {span.end} follows token {position}"
+            return f"span {span.start} to {span.end}, but the next token is {position}"
         position = span.end
     num_tokens = len(turn.sampled_ids) // TOKEN_BYTES
     if position != num_tokens:
-        return f"spans name the version of {position} of {num_tokens} sampled tokens"
+        return f"spans cover {position} of {num_tokens} sampled tokens"
     values = np.frombuffer(turn.logprobs, "<f4")
-    # A NaN makes both extremes NaN, which no comparison lets through.
+    # With a NaN, min and max are NaN and every comparison is false.
     if values.size and not -np.inf < values.min() <= values.max() <= MAX_LOG_PROB:
         return "a log-prob is above 0 or not finite"
     return ""

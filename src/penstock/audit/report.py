@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an audit found, as records and as lines for people. Decides nothing."""
+"""Results of an audit, as records and as text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ NUM_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One law, and how often it is broken."""
+    """Result of one check."""
 
     name: str
     num_examined: int
     num_violations: int
     first: tuple[str, ...]
-    """The first few offenders, `ID: why`."""
+    """The first few violations, `ID: why`."""
 
     @property
     def ok(self) -> bool:
@@ -24,7 +24,7 @@ class Check:
 
 
 class Violations:
-    """Collects the violations of one law."""
+    """Collects the violations of one check."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,19 +47,19 @@ class Violations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A run in numbers, along the surviving lineage."""
+    """Key figures of a run, along the surviving lineage."""
 
     reward_first: float | None
-    """Mean over all rows of the first 2 trained batches; None before the first."""
+    """Mean over all rows of the first 2 trained batches; None if there are none."""
     reward_last: float | None
     """Mean over all rows of the last 5 trained batches."""
     steps: int
-    """Batches that changed the weights; of the slowest policy, when there are several."""
+    """Batches that changed the weights; if there are several policies, of the slowest."""
     trajectories: int
     lost: int
-    """Acknowledged ids that the ledger lacks or cannot read."""
+    """Acknowledged rows that are missing or unreadable."""
     trained_twice: int
-    """Trainings of a row beyond its first."""
+    """Times that rows were trained more often than allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class AuditReport:
         return all(check.ok for check in self.checks)
 
     def lines(self) -> list[str]:
-        """One line per law, its first offenders below it, then the verdict."""
+        """One line per check, followed by its first violations, then the verdict."""
         width = max(len(check.name) for check in self.checks)
         lines: list[str] = []
         for check in self.checks:

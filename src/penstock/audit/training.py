@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of training: nothing twice along the surviving lineage, and every version stands on a
-commit. Also the numbers a run is known by."""
+"""Checks of training: nothing is trained twice along the surviving lineage, and every version has a
+commit. Also the summary of a run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NUM_LAST = 5
 
 
 def check_trained_twice(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
-    """Along the surviving lineage each batch is committed once, in order, and no row is in two, or
-    in more than its replay rule allows."""
+    """Along the surviving lineage, each batch is committed once and in order, and no row is trained
+    more often than once, or than its replay rule allows."""
     violations = Violations("trained_twice")
     for policy, lineage in lineages.items():
         for where, why in _order_faults(lineage):
@@ -40,20 +40,17 @@ def _order_faults(lineage: Lineage) -> Iterator[tuple[str, str]]:
     for expected, fork in enumerate(lineage.forks.values(), start=1):
         where = f"{lineage.policy}@{fork.incarnation}"
         if fork.incarnation != expected:
-            yield where, f"incarnation {fork.incarnation} where {expected} is due"
+            yield where, f"incarnation {fork.incarnation} found where {expected} is expected"
         before = {c.seq: c.number for c in lineage.chain(fork.incarnation - 1)} | {0: 0}
         if before.get(fork.seq) != fork.number:
-            yield (
-                where,
-                (f"forks at batch {fork.seq}, number {fork.number}, where nothing was committed"),
-            )
+            yield where, f"starts from batch {fork.seq}, number {fork.number}: never committed"
         yield from _incarnation_faults(fork, lineage.commits.get(fork.incarnation, []))
     for incarnation in lineage.commits.keys() - lineage.forks.keys():
-        yield f"{lineage.policy}@{incarnation}", "committed, and was never allocated"
+        yield f"{lineage.policy}@{incarnation}", "has commits but was never allocated"
 
 
 def _incarnation_faults(fork: Fork, commits: list[Commit]) -> Iterator[tuple[str, str]]:
-    """Within one incarnation: batches one by one from its fork, numbers as they were trained."""
+    """Within one incarnation, batches are consecutive, and numbers count the trained ones."""
     seq, number = fork.seq, fork.number
     for commit in commits:
         where = f"{fork.policy}.{commit.seq}"
@@ -62,12 +59,12 @@ def _incarnation_faults(fork: Fork, commits: list[Commit]) -> Iterator[tuple[str
         expected = number if commit.skipped else number + 1
         if commit.number != expected:
             kind = "skipped" if commit.skipped else "trained"
-            yield where, f"{kind} after number {number} and committed as number {commit.number}"
+            yield where, f"{kind} after number {number} but committed as number {commit.number}"
         seq, number = commit.seq, commit.number
 
 
 def _times_trained(evidence: Evidence, lineage: Lineage) -> Counter[str]:
-    """By row: in how many surviving trained commits."""
+    """Number of surviving commits that trained each row."""
     times: Counter[str] = Counter()
     for commit in _trained(lineage):
         times.update(member.row_id for member in _members(evidence, commit))
@@ -85,8 +82,8 @@ def _members(evidence: Evidence, commit: Commit) -> Iterable[ManifestRow]:
 
 
 def check_versions(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
-    """Each published version is a fork point or was committed, and its manifest is in the store as
-    long as somebody may ask for it."""
+    """Each published version was committed or is a restore point, and its manifest is in the store
+    while it may be needed."""
     violations = Violations("versions")
     needed = _versions_to_keep(evidence)
     manifests = evidence.weights / "manifests"
@@ -96,7 +93,7 @@ def check_versions(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
         fork = lineage.forks.get(version.incarnation)
         committed = {c.number for c in lineage.commits.get(version.incarnation, [])}
         if fork is None or version.number not in committed | {fork.number}:
-            violations.add(version.name, "published, and neither committed nor a fork point")
+            violations.add(version.name, "published but neither committed nor a restore point")
         if manifests.is_dir():
             is_needed = version.name in needed
             content = (version.policy, version.number, version.manifest_digest, is_needed)
@@ -108,8 +105,8 @@ def check_versions(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
 
 
 def _versions_to_keep(evidence: Evidence) -> set[str]:
-    """The two newest of each policy, and all from which rows may be that its trainer would see
-    again after a restart."""
+    """The two newest versions of each policy, and all whose rows may be trained again after a
+    restart."""
     checkpoints = {one.policy: json.loads(one.retained) for one in evidence.checkpoints}
     needed: set[str] = set()
     for policy in {version.policy for version in evidence.versions}:
@@ -125,22 +122,22 @@ def _versions_to_keep(evidence: Evidence) -> set[str]:
 def _manifest_fault(folder: Path, version: Version, *, is_needed: bool) -> str:
     digest = version.manifest_digest
     if len(digest) != 64 or not digest.isalnum():
-        return f"{digest[:80]!r} is no digest"
+        return f"{digest[:80]!r} is not a digest"
     try:
         data = (folder / f"{digest}.json").read_bytes()
     except FileNotFoundError:
-        return f"its manifest {digest} is gone, and somebody may ask for it" if is_needed else ""
+        return f"its manifest {digest} is missing but still needed" if is_needed else ""
     except OSError as error:
         return f"its manifest {digest} cannot be read: {error.strerror}"
     if blake3(data).hexdigest() != digest:
-        return f"its manifest {digest} has other bytes than its name says"
+        return f"the bytes of its manifest {digest} do not match the digest"
     try:
         written: Any = json.loads(data)
         found = (written["policy"], written["number"], written["weights_digest"])
     except (ValueError, KeyError, TypeError):
-        return f"its manifest {digest} is no manifest"
+        return f"its manifest {digest} cannot be parsed"
     if found != (version.policy, version.number, version.weights_digest):
-        return f"its manifest {digest} is that of {found[0]} number {found[1]}"
+        return f"its manifest {digest} belongs to {found[0]} number {found[1]}"
     return ""
 
 
@@ -164,7 +161,7 @@ def summarise(evidence: Evidence, lineages: dict[str, Lineage], lost: Check) -> 
 
 
 def _reward(evidence: Evidence, commits: Iterable[Commit]) -> float | None:
-    """Mean over all rows of these batches; of rows in a lost partition the manifest tells it."""
+    """Mean over all rows of these batches; for rows of a lost partition, from the manifest."""
     rewards: list[float] = []
     for member in (member for c in commits for member in _members(evidence, c)):
         row = evidence.rows.get(member.row_id)

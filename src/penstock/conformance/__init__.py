@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Doubles of the dataflow that a node or a trainer joins like a real one, and a verdict per rule of
-docs/protocol.md. Knows no node and no trainer of penstock: it meets them on the wire alone."""
+"""Conformance tests for third-party nodes and trainers: a test double of the dataflow to join over
+HTTP, and a verdict per rule of docs/protocol.md. Imports no node or trainer of penstock."""
 
 from penstock.conformance.scenarios import (
     conformance_rollout,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dataflow and a weights front in one server, real but for a watcher before every handler.
+"""A real dataflow and weight server in one process, with an interceptor before every handler.
 
-Owns the temporary folder, the listener and the answers that get lost. What to watch for, and what
-to do to the party under test, belongs to its caller.
+Owns the temporary folder, the listener and the truncated responses. The caller decides what to
+check and which faults to inject.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ TOKEN_TTL_S = 3600.0
 
 Handler = Callable[[Call], Awaitable[object]]
 Interceptor = Callable[[str, Call, Handler], Awaitable[object]]
-"""(`METHOD /path`, the call, the real handler) to the answer."""
+"""Maps (`METHOD /path`, the call, the real handler) to a response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinInfo:
-    """All that the party under test is given."""
+    """Everything that the peer under test gets."""
 
     url: str
     token: str
     store: Path
-    """Where a trainer puts its versions."""
+    """Weight store that a trainer writes its versions to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +82,11 @@ class DataflowDouble:
 
     @asynccontextmanager
     async def serve(self, interceptor: Interceptor) -> AsyncGenerator[None]:
-        """Answer calls, each through `interceptor`, until the block ends."""
+        """Serve calls, each through `interceptor`, until the block ends."""
         routes = [intercepted(route, interceptor) for route in self._routes()]
         verifier = self.signer.verifier(Audience.DATAFLOW)
         app = build_app(routes, verifier, title="penstock double", lifespan=self._lifespan)
-        # An answer that is cut off on purpose is no news.
+        # Responses are truncated on purpose; do not log that.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         serving = asyncio.create_task(serve_on_socket(app, self.listener), name="double")
         try:
@@ -101,7 +101,7 @@ class DataflowDouble:
         weight_server = WeightServer(
             Origin(DirectoryStore(self.store)), new_registry("weights", RUN)
         )
-        # One address serves both, and a node fetches weights: their blobs come first.
+        # Both services share one address; the weight server's blobs take precedence.
         return [
             _read("/v1/manifests/{digest}", weight_server.manifest, "A manifest."),
             _read("/v1/deltas/{digest}", weight_server.deltas, "Deltas that lead to a blob."),
@@ -135,7 +135,7 @@ def intercepted(route: Route, interceptor: Interceptor) -> Route:
 
 @asynccontextmanager
 async def open_double(host: str, port: int) -> AsyncGenerator[DataflowDouble]:
-    """A fresh run in a temporary folder, listening (but not yet answering) when this enters."""
+    """A new run in a temporary folder; it listens on entry but does not respond yet."""
     require_tls_off_loopback(host, None)
     with (
         tempfile.TemporaryDirectory(prefix="penstock-conformance-") as folder,
@@ -170,8 +170,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def run_config() -> RunConfig:
-    """Small, and longer than any examination: two members to a group, two groups to a batch. It
-    allows more staleness than it has steps, so no node is ever too old for the work it asks for."""
+    """A small run that outlasts any test: two members per group, two groups per batch. Its bound on
+    staleness exceeds its number of steps, so no node is ever too stale for a lease."""
     return RunConfig(
         name=RUN,
         models={POLICY: ModelConfig(init="builtin:tiny-qwen3", engine="scripted")},
@@ -185,7 +185,7 @@ def run_config() -> RunConfig:
 
 
 class TruncatedResponse(Response):
-    """An answer lost on the way: the connection ends in the middle of its body."""
+    """A lost response: the connection ends in the middle of its body."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"application/msgpack"), (b"content-length", b"64")]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout node under test: every call it makes, held against the contract.
+"""Checks every call of a rollout node under test against the protocol.
 
-Owns the rules of the node's side and the mishaps it must survive: a lost lease answer, a delivery
-that is stored and answered 503, a lease that ends behind its back, a service that forgot it, bad
-weights, the order to drain. Which version comes when, its caller decides.
+Owns the rules for nodes and the faults they must survive: a lost lease response, a delivery that is
+stored but answered with 503, a revoked lease, a service that lost its registration, bad weights, a
+drain order. The caller decides when versions are published.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ from penstock.weights.publish import StoredVersion
 from penstock.wire.routes import Call
 
 MAX_CAPACITY = 8
-"""However much the node offers: the stand-in must find work too."""
+"""Cap on the node's capacity, so that the simulated node gets work too."""
 MAX_HEARTBEAT_GAP_S = 3 * HEARTBEAT_S
 DRAIN_S = 10.0
 IN_FLIGHT_GRACE_S = 2.0
-"""Calls that were under way when an order reached the node are forgiven so long."""
+"""Grace period for calls in flight when an order reaches the node."""
 
 RULES = (
-    Rule("register-first", "the first call registers; node id and boot_id stay"),
+    Rule("register-first", "the first call registers; node_id and boot_id stay the same"),
     Rule("heartbeat-in-time", f"a heartbeat every {HEARTBEAT_S:g} s, from joining to leaving"),
     Rule("rejoin-when-unknown", "after 404 the node registers again"),
     Rule("fetch-before-live", "a version is live only after its manifest and weights were fetched"),
-    Rule("corrupt-blob-refused", "what came damaged is fetched again before its version is live"),
-    Rule("wrong-tensor-refused", "a version whose tensors are not the manifest's is never live"),
-    Rule("lease-before-live", "no lease is asked for before a version is live"),
-    Rule("lease-repeated", "a lease without an answer is asked for again under its request_id"),
-    Rule("delivery-repeated", "after 503 the same rows come again, byte for byte"),
-    Rule("row-names-lease", "a row names itself, its node and a lease it was granted"),
-    Rule("spans-cover", "spans cover the sampled tokens without gap or overlap"),
+    Rule("corrupt-blob-refused", "damaged bytes are fetched again before the version is live"),
+    Rule("wrong-tensor-refused", "a version with tensors not in its manifest is never live"),
+    Rule("lease-before-live", "no lease request before a version is live"),
+    Rule("lease-repeated", "a lease request without a response is retried with its request_id"),
+    Rule("delivery-repeated", "after 503 the same rows are sent again, byte for byte"),
+    Rule("row-names-lease", "a row has its own id, its node's id and a granted lease"),
+    Rule("spans-cover", "spans cover the sampled tokens without gaps or overlaps"),
     Rule("spans-name-live", "spans name fetched versions, none older than was live at the lease"),
     Rule("logprobs-at-most-0", "one finite log-prob per sampled token, none above 0"),
-    Rule("reward-by-outcome", "completed and truncated rows carry a reward, others none"),
-    Rule("fenced-dropped", "a row answered `fenced` is not sent again"),
+    Rule("reward-by-outcome", "completed and truncated rows have a reward, others do not"),
+    Rule("fenced-dropped", "a row answered with `fenced` is not sent again"),
     Rule("new-version-loaded", "a newly published version is loaded and sampled from"),
-    Rule("every-lease-ends", "each granted slot is delivered or handed back before leaving"),
-    Rule("drain-obeyed", f"once told to drain, no lease, and gone within {DRAIN_S:g} s"),
+    Rule("every-lease-ends", "each granted slot is delivered or released before leaving"),
+    Rule("drain-obeyed", f"after a drain order, no lease requests, and gone in {DRAIN_S:g} s"),
 )
 
 
@@ -106,7 +106,7 @@ class RolloutExaminer:
     def expect(
         self, incarnation: int, number: int, stored: StoredVersion, *, fault: str = ""
     ) -> None:
-        """This version is about to be published; `fault` is "damaged", "wrong" or nothing."""
+        """Announce a version before it is published; `fault` is "damaged", "wrong" or empty."""
         key = (incarnation, number)
         self._versions[key] = stored.manifest_digest
         if fault == "damaged":
@@ -117,7 +117,7 @@ class RolloutExaminer:
 
     @property
     def has_seen_all_faults(self) -> bool:
-        """Every mishap of the first version has come and gone."""
+        """Whether every fault of the first version has been exercised."""
         return all(
             self.verdicts.has_result(rule)
             for rule in (
@@ -130,7 +130,7 @@ class RolloutExaminer:
 
     @property
     def has_fetched_wrong_tensor(self) -> bool:
-        """It had the chance to go live on the version with the wrong tensor."""
+        """Whether the node fetched the version with the wrong tensor and could have loaded it."""
         return any(self.fetches.has_all(self._versions[key]) for key in self._wrong)
 
     # --- calls --------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class RolloutExaminer:
             return await handler(call)
         if not self.joined_at:
             is_first = name == "POST /v1/nodes"
-            self.verdicts.check("register-first", is_first, f"{name} came first")
+            self.verdicts.check("register-first", is_first, f"the first call was {name}")
         if self.left_at:
             self.verdicts.mark_broken("drain-obeyed", f"{name} after the node had left")
         return await examine(call, handler)
@@ -162,7 +162,7 @@ class RolloutExaminer:
             self._node_id, self._boot_id = body.node_id, body.boot_id
         elif (body.node_id, body.boot_id) != (self._node_id, self._boot_id):
             self.verdicts.mark_broken(
-                "register-first", f"{body.node_id} registers under a new boot_id"
+                "register-first", f"{body.node_id} registered again with another id or boot_id"
             )
         if self._rejected_heartbeat_at is not None:
             self._rejected_heartbeat_at = None
@@ -180,12 +180,14 @@ class RolloutExaminer:
         self._check_live(body.live)
         is_live = body.state is NodeState.LIVE
         if is_live and not body.live:
-            self.verdicts.mark_broken("fetch-before-live", "state live without a live version")
+            self.verdicts.mark_broken("fetch-before-live", "state is live but no version is")
         if is_live and self.num_stored and not self.verdicts.has_result("rejoin-when-unknown"):
             if self._rejected_heartbeat_at is None:
                 self._rejected_heartbeat_at = time.monotonic()
                 raise NotFound(f"node {self._node_id} is not registered; POST /v1/nodes first")
-            self.verdicts.mark_broken("rejoin-when-unknown", "the next heartbeat came without")
+            self.verdicts.mark_broken(
+                "rejoin-when-unknown", "sent another heartbeat without registering"
+            )
         answer = await handler(call)
         assert isinstance(answer, HeartbeatAnswer)
         return replace(answer, orders=self._orders(answer.orders))
@@ -195,23 +197,23 @@ class RolloutExaminer:
         self.check_heartbeat_gap()
         self.left_at = time.monotonic()
         held = self._leases.keys() - self._ended
-        detail = f"{len(held)} leases were kept, among them {min(held, default='')}"
+        detail = f"left with {len(held)} open leases, such as {min(held, default='')}"
         self.verdicts.check("every-lease-ends", not held, detail)
         if self._drain_ordered_at:
             took_s = self.left_at - self._drain_ordered_at
-            self.verdicts.check("drain-obeyed", took_s <= DRAIN_S, f"it took {took_s:.1f} s")
+            self.verdicts.check("drain-obeyed", took_s <= DRAIN_S, f"took {took_s:.1f} s to leave")
         return answer
 
     async def _lease(self, call: Call, handler: Handler) -> object:
         body: LeaseRequest = call.body
-        self.verdicts.check("lease-before-live", bool(body.live), "a lease with nothing live")
+        self.verdicts.check(
+            "lease-before-live", bool(body.live), "lease request without a live version"
+        )
         self._check_live(body.live)
         self._check_repeated_lease(body)
         if self._drain_ordered_at and time.monotonic() - self._drain_ordered_at > IN_FLIGHT_GRACE_S:
-            self.verdicts.mark_broken(
-                "drain-obeyed", "a lease was asked for after the order to drain"
-            )
-        if not self._has_lost_lease:  # few: should the node not ask again, most slots are left
+            self.verdicts.mark_broken("drain-obeyed", "requested a lease after the drain order")
+        if not self._has_lost_lease:  # grant few slots, in case the node never retries
             call = replace(call, body=replace(body, max_slots=min(2, body.max_slots)))
         answer = await self._until_drained(call, handler)
         if answer.grants and not self._has_lost_lease:
@@ -228,11 +230,11 @@ class RolloutExaminer:
         if lost is None:
             return
         self._lost_request = None
-        detail = f"request {lost.request_id} had no answer, then came {body.request_id}"
+        detail = f"request {lost.request_id} got no response, the retry used {body.request_id}"
         self.verdicts.check("lease-repeated", body.request_id == lost.request_id, detail)
 
     async def _until_drained(self, call: Call, handler: Handler) -> LeaseAnswer:
-        """A lease held open is answered early when orders change, as the real service does."""
+        """End a long poll early when the node must drain, as the real service does."""
         handling = asyncio.ensure_future(handler(call))
         drained = asyncio.ensure_future(self.draining.wait())
         await asyncio.wait({handling, drained}, return_when=asyncio.FIRST_COMPLETED)
@@ -245,7 +247,8 @@ class RolloutExaminer:
         return LeaseAnswer(tasks=(), grants=(), orders=self._service.nodes.orders(self._node_id))
 
     async def _revoke_lease(self, grant: Grant) -> None:
-        """End a lease behind the node's back; the slot comes again under the next epoch."""
+        """Release a lease without the node's knowledge; its slot is granted again with the next
+        epoch."""
         self._has_revoked_lease = True
         released = (row_id_of(grant),)
         await self._service.nodes.deliver(
@@ -266,10 +269,10 @@ class RolloutExaminer:
             payload = bytes(delivery.payload)
             if self._payloads.setdefault(row_id, payload) != payload:
                 self.verdicts.mark_broken(
-                    "delivery-repeated", f"row {row_id} came with other bytes"
+                    "delivery-repeated", f"row {row_id} was sent again with other bytes"
                 )
             if row_id in self._fenced_rows:
-                self.verdicts.mark_broken("fenced-dropped", f"row {row_id} came again")
+                self.verdicts.mark_broken("fenced-dropped", f"row {row_id} was sent again")
         sent = {delivery.row_id for delivery in body.deliveries}
         self._check_repeated_delivery(sent)
         self._ended |= sent | set(body.released)
@@ -279,7 +282,7 @@ class RolloutExaminer:
         self.num_stored += len(stored)
         if self._awaiting_redelivery is None and sent & {result.row_id for result in stored}:
             self._awaiting_redelivery = sent
-            raise Unreachable("conformance: stored, but you do not know", retry_after_s=0.1)
+            raise Unreachable("conformance: injected fault, the rows are stored", retry_after_s=0.1)
         for result in answer.results:
             if result.status is DeliveryStatus.FENCED and result.row_id in sent:
                 self._fenced_rows.add(result.row_id)
@@ -300,17 +303,17 @@ class RolloutExaminer:
             digest = self._versions.get(key)
             if digest is None or version.policy != POLICY:
                 self.verdicts.mark_broken(
-                    "fetch-before-live", f"live on {version}, never published"
+                    "fetch-before-live", f"{version} is live but was never published"
                 )
             elif key in self._wrong:
                 detail = f"{version.incarnation}.{version.number} is live"
                 self.verdicts.mark_broken("wrong-tensor-refused", detail)
             else:
-                detail = f"{version.incarnation}.{version.number} is live and was not fetched whole"
+                detail = f"{version.incarnation}.{version.number} is live but not fully fetched"
                 self.verdicts.check("fetch-before-live", self.fetches.has_all(digest), detail)
                 if key in self._damaged:
-                    is_whole = self.fetches.has_all(digest, undamaged=True)
-                    self.verdicts.check("corrupt-blob-refused", is_whole, detail)
+                    is_intact = self.fetches.has_all(digest, undamaged=True)
+                    self.verdicts.check("corrupt-blob-refused", is_intact, detail)
 
     def _check_versions(self, trajectory: Trajectory) -> None:
         for turn in trajectory.turns:
@@ -334,19 +337,19 @@ class RolloutExaminer:
         if not self.joined_at:
             return
         silent_s = time.monotonic() - self._last_heartbeat_at
-        detail = f"{silent_s:.1f} s without one"
+        detail = f"{silent_s:.1f} s without a heartbeat"
         self.verdicts.check("heartbeat-in-time", silent_s <= MAX_HEARTBEAT_GAP_S, detail)
 
     def finish(self) -> None:
-        """Name what should have come and did not."""
+        """Mark rules as broken whose expected calls never came."""
         if self._awaiting_redelivery:
             self.verdicts.mark_broken(
-                "delivery-repeated", f"{min(self._awaiting_redelivery)} never came again"
+                "delivery-repeated", f"row {min(self._awaiting_redelivery)} was not sent again"
             )
         if self._drain_ordered_at and not self.left_at:
             self.verdicts.mark_broken("drain-obeyed", "the node did not leave")
         if not self.left_at:
             self.check_heartbeat_gap()
         if self.left_at and self._has_revoked_lease and not self._fenced_rows:
-            # Handing the slot back, or dropping it unseen, obeys the rule as well.
+            # Releasing the slot, or dropping its row without sending it, is fine too.
             self.verdicts.mark_kept("fenced-dropped")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a delivered row what its lease and the contract ask for? Pure: one row in, the rules it keeps
-or breaks out."""
+"""Checks a delivered row against its lease and the protocol. Pure functions.
+
+The checks of spans and log-probs deliberately repeat `penstock.audit.payloads`: the audit shares no
+code with the rest."""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from penstock.types import NodeId, Trajectory, Turn, VersionSpan, view_ids
 from penstock.wire.codec import decode
 
 MAX_LOGPROB = 1e-3
-"""Engines round."""
+"""Tolerance for rounding in engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A grant as the party got it, and what it said was live when it asked."""
+    """A grant, and the versions that the node reported as live in its request."""
 
     grant: Grant
     live: tuple[LiveVersion, ...]
@@ -30,7 +32,7 @@ class Lease:
 class RuleCheck:
     rule: str
     wrong: str
-    """Empty: kept."""
+    """What is wrong; empty if the rule is kept."""
 
 
 def read_row(delivery: Delivery) -> Trajectory | str:
@@ -64,7 +66,7 @@ def _wrong_name(
     delivery: Delivery, trajectory: Trajectory, lease: Lease | None, node_id: NodeId
 ) -> str:
     if lease is None:
-        return "no such lease was granted"
+        return "this lease was never granted"
     grant = lease.grant
     expected = (delivery.row_id, grant.group_id, grant.slot, grant.epoch, grant.attempt, node_id)
     named = (
@@ -75,7 +77,7 @@ def _wrong_name(
         trajectory.attempt,
         trajectory.node_id,
     )
-    return "" if named == expected else f"the record says {named}, its lease {expected}"
+    return "" if named == expected else f"the record has {named}, its lease {expected}"
 
 
 def _wrong_reward(trajectory: Trajectory) -> str:
@@ -88,26 +90,26 @@ def _wrong_reward(trajectory: Trajectory) -> str:
 
 def _wrong_spans(turn: Turn) -> str:
     if len(turn.sampled_ids) % 4:
-        return f"sampled_ids of {len(turn.sampled_ids)} bytes are no int32"
+        return f"sampled_ids has {len(turn.sampled_ids)} bytes, not a multiple of 4 (int32)"
     num_tokens = len(view_ids(turn.sampled_ids))
     position = 0
     for span in turn.spans:
         if span.start != position or span.end <= span.start:
-            return f"a span from {span.start} to {span.end} where {position} is next"
+            return f"span {span.start} to {span.end}, but the next token is {position}"
         position = span.end
     return "" if position == num_tokens else f"spans cover {position} of {num_tokens} tokens"
 
 
 def _wrong_logprobs(turn: Turn) -> str:
     if len(turn.logprobs) != len(turn.sampled_ids) or len(turn.logprobs) % 4:
-        return f"{len(turn.logprobs)} bytes of log-probs for {len(turn.sampled_ids)} of ids"
+        return f"{len(turn.logprobs)} bytes of logprobs for {len(turn.sampled_ids)} of sampled_ids"
     values = memoryview(turn.logprobs).cast("f")
     wrong = [value for value in values if not (math.isfinite(value) and value <= MAX_LOGPROB)]
-    return f"a log-prob of {wrong[0]}" if wrong else ""
+    return f"log-prob {wrong[0]}" if wrong else ""
 
 
 def _older_than_live(turn: Turn, live: tuple[LiveVersion, ...]) -> str:
-    """A lease asked for with a version live is answered with that one or a newer one."""
+    """Rows must be sampled by the version that was live at the lease request, or a newer one."""
     for version in live:
         for span in turn.spans if version.policy == turn.policy else ():
             if _order(span) < _order(version):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The course of an examination: what happens to the party under test, when, and the report.
+"""The test scenarios: what happens to the peer under test and when, and the report.
 
-Every wait has a limit, so a party that is stuck costs time and not the answer.
+Every wait has a limit, so a stuck peer delays the report but cannot prevent it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from penstock.wire.auth import Role
 from penstock.wire.codec import encode_json
 
 OnReady = Callable[[JoinInfo], object]
-"""Told once, when the party may join."""
+"""Called once, when the peer may join."""
 POLL_S = 0.02
 NO_LIMIT = float("inf")
-"""The deadline of the whole examination is the limit."""
+"""Only the timeout of the full test applies."""
 REACTION_TIMEOUT_S = 10.0
-"""Patience with one expected reaction; after that the examination goes on without it."""
+"""How long to wait for one expected reaction before continuing without it."""
 SILENCE_TIMEOUT_S = 15.0
-"""A party that joined and then makes no call for so long is gone."""
+"""A peer that joined and makes no call for this long is considered gone."""
 SETTLE_S = 0.4
 LOADING_S = 1.0
-"""From the last byte to live, for a party that checks too little."""
+"""Time for a peer that checks too little to go live after the last byte."""
 AFTER_FENCE_S = 2.0
-"""For calls that a party makes though it should not."""
+"""Time to catch calls that a fenced peer should not make."""
 
 
 class PeerGone(Exception):
-    pass
+    """The peer under test stopped calling."""
 
 
 # --- a rollout node ------------------------------------------------------------------------------
@@ -68,13 +68,13 @@ async def _rollout_scenario(examiner: RolloutExaminer, trainer: SimulatedTrainer
         )
 
     async def publish(fault: str = "") -> None:
-        stored = trainer.put(with_wrong_tensor=fault == "wrong")
+        stored = trainer.store_version(with_wrong_tensor=fault == "wrong")
         examiner.expect(incarnation, trainer.number, stored, fault=fault)
         await trainer.publish(stored)
 
     async def expect_samples(number: int) -> None:
         is_sampled = await until(lambda: number in examiner.sampled_numbers, REACTION_TIMEOUT_S)
-        detail = f"no row of number {number} within {REACTION_TIMEOUT_S:g} s"
+        detail = f"no row sampled by version {number} within {REACTION_TIMEOUT_S:g} s"
         examiner.verdicts.check("new-version-loaded", is_sampled, detail)
 
     await _wait_until(lambda: examiner.joined_at > 0, NO_LIMIT, _nothing, time.monotonic)
@@ -150,7 +150,7 @@ async def _nothing() -> None:
 async def _wait_until(
     condition: Callable[[], bool], limit_s: float, work: Work, last_call_at: Callable[[], float]
 ) -> bool:
-    """Keep the run moving until the party did what is awaited, or its time is up."""
+    """Keep the run going until the condition holds (True) or its time is up (False)."""
     give_up_at = time.monotonic() + limit_s
     while not condition():
         now = time.monotonic()
@@ -166,12 +166,12 @@ async def _wait_until(
 # --- the report ----------------------------------------------------------------------------------
 
 Out = Callable[[str], object]
-"""Takes one line."""
+"""Prints one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The last line for programs."""
+    """The machine-readable last line."""
 
     role: str
     passed: int
@@ -183,12 +183,12 @@ class Report:
 async def conformance_rollout(
     *, host: str, port: int, out: Out, timeout_s: float = 60.0, json: bool = False
 ) -> bool:
-    """Open a double, say how to join it, then one line per rule; True when all are kept."""
+    """Test a rollout node: print how to join, then one line per rule. True if all are kept."""
 
     def on_ready(join_info: JoinInfo) -> None:
         out(f"url    {join_info.url}")
         out(f"token  {join_info.token}")
-        out("join it as a rollout node: penstock join URL, with PENSTOCK_TOKEN set to the token")
+        out("now join as a rollout node: penstock join URL, with PENSTOCK_TOKEN set to the token")
 
     verdicts = await examine_rollout(host=host, port=port, on_ready=on_ready, timeout_s=timeout_s)
     return _report("rollout", verdicts, out, json)
@@ -197,13 +197,13 @@ async def conformance_rollout(
 async def conformance_trainer(
     *, host: str, port: int, out: Out, timeout_s: float = 60.0, json: bool = False
 ) -> bool:
-    """As `conformance_rollout`, for a trainer of policy `policy`."""
+    """Like `conformance_rollout`, for a trainer of policy `policy`."""
 
     def on_ready(join_info: JoinInfo) -> None:
         out(f"url    {join_info.url}")
         out(f"token  {join_info.token}")
         out(f"store  {join_info.store}")
-        out("join it as the trainer of policy `policy`, putting versions into the store")
+        out("now join as the trainer of policy `policy`, and write its versions to the store")
 
     verdicts = await examine_trainer(host=host, port=port, on_ready=on_ready, timeout_s=timeout_s)
     return _report("trainer", verdicts, out, json)
@@ -214,7 +214,7 @@ def _report(role: str, verdicts: Sequence[RuleVerdict], out: Out, json: bool) ->
     for rule_verdict in verdicts:
         out(str(rule_verdict))
     passed, failed, untested = count[Verdict.OK], count[Verdict.FAIL], count[Verdict.UNTESTED]
-    out(f"{passed} ok, {failed} failed, {untested} never seen, of {len(verdicts)} rules")
+    out(f"{passed} ok, {failed} failed, {untested} not tested, of {len(verdicts)} rules")
     if json:
         report = Report(
             role=role, passed=passed, failed=failed, untested=untested, rules=tuple(verdicts)

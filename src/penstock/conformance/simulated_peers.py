@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other side of the run, without HTTP: a node that feeds batches, a trainer with versions.
+"""Simulated peers without HTTP: a node that fills batches, and a trainer that publishes versions.
 
-Both act through the service's own commands, so the party under test meets a run that really moves.
+Both call the service directly, so that the peer under test joins a run that makes progress.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def row_id_of(grant: Grant) -> RowId:
 
 
 class SimulatedNode:
-    """Answers slots at once, with whatever version is the newest."""
+    """Delivers leased slots immediately, with the newest version."""
 
     def __init__(self, service: DataflowService) -> None:
         self._service = service
@@ -64,7 +64,7 @@ class SimulatedNode:
         self._has_joined = False
 
     async def deliver_rows(self) -> None:
-        """Lease a few slots and deliver them; nothing happens before a version is published."""
+        """Lease a few slots and deliver them; does nothing before a version is published."""
         newest = self._service.coordinator.consumer(POLICY).lineage.newest
         if newest is None:
             return
@@ -122,7 +122,7 @@ def _row(grant: Grant, live: LiveVersion) -> Delivery:
 
 
 class SimulatedTrainer:
-    """Commits what arrives and publishes what it is told to."""
+    """Commits batches as they fill, and publishes versions on request."""
 
     def __init__(self, service: DataflowService, store: Path, node: SimulatedNode) -> None:
         self._service = service
@@ -135,7 +135,7 @@ class SimulatedTrainer:
         return self._service.trainers.policy_state(POLICY).number
 
     async def claim_incarnation(self) -> int:
-        """Become the one trainer where the last one stood."""
+        """Take over as the trainer, from the current state."""
         state = self._service.trainers.policy_state(POLICY)
         answer = await self._service.trainers.incarnate(
             POLICY,
@@ -149,12 +149,12 @@ class SimulatedTrainer:
         return answer.incarnation
 
     async def train(self) -> None:
-        """The next number, with rows of the stand-in where the party's do not suffice."""
+        """Train one batch, with rows of the simulated node if the peer's do not suffice."""
         while not await self._commit(skipped=""):
             await self._node.deliver_rows()
 
     async def skip_ready_batches(self) -> None:
-        """Make room for new work without a new number."""
+        """Make room for new work without a new version."""
         while await self._commit(skipped="conformance"):
             pass
 
@@ -169,8 +169,8 @@ class SimulatedTrainer:
         await self._service.trainers.commit(POLICY, seq, commit)
         return True
 
-    def put(self, *, with_wrong_tensor: bool = False) -> StoredVersion:
-        """New weights under the committed number, in the store and not yet published."""
+    def store_version(self, *, with_wrong_tensor: bool = False) -> StoredVersion:
+        """Store new weights for the committed number, without publishing them."""
         with tempfile.TemporaryDirectory(prefix="penstock-snapshot-") as parent:
             folder = Path(parent) / "snapshot"
             write_snapshot(folder, self._rng)
@@ -178,7 +178,7 @@ class SimulatedTrainer:
         return self._with_wrong_tensor(stored) if with_wrong_tensor else stored
 
     def _with_wrong_tensor(self, stored: StoredVersion) -> StoredVersion:
-        """The same files under a manifest that promises another tensor, and is sound in itself."""
+        """The same files with a consistent manifest that lists a different tensor."""
         store = DirectoryStore(self._store)
         good = parse_manifest(store.read_manifest(stored.manifest_digest))
         first = replace(good.tensors[0], digest=good.tensors[1].digest)

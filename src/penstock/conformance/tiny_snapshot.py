@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny but complete Hugging Face folder, made of bytes alone, that any engine can load.
+"""Writes a tiny but complete Hugging Face folder that any engine can load.
 
-Owns its few tensors, its tokenizer and its template. Learns nothing and imports no tensor library.
+Owns its few tensors, tokenizer and template. Needs no tensor library.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def write_snapshot(folder: Path, rng: random.Random) -> None:
-    """Other weights at every call; the other files never change."""
+    """Random weights at every call; the other files never change."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer under test: every call it makes, held against the contract.
+"""Checks every call of a trainer under test against the protocol.
 
-Owns the rules of the trainer's side and the mishaps it must survive: a batch that is not there yet,
-a commit that is durable and answered 503, a successor. Who feeds it, its caller decides.
+Owns the rules for trainers and the faults they must survive: a batch that is not ready yet, a
+commit that is durable but answered with 503, a successor. The caller provides the rows.
 """
 
 from __future__ import annotations
@@ -37,27 +37,25 @@ from penstock.errors import Fenced, Unreachable
 from penstock.wire.routes import Call
 
 NUM_BATCHES = 3
-"""Batches it may train before somebody takes its place."""
+"""Batches that the trainer gets before a successor replaces it."""
 CHECKPOINT_AT = 2
-"""The batch whose answer asks for a checkpoint."""
+"""The batch whose response requests a checkpoint."""
 
 RULES = (
-    Rule("look-before-incarnation", "the current incarnation is read, then asked to be succeeded"),
-    Rule("incarnation-on-calls", "every call carries the incarnation it was given, none before"),
-    Rule("restore-point-first", "the restore point (number 0 at first) is published first"),
-    Rule("store-before-publish", "manifest and blobs are in the store before the publication"),
-    Rule(
-        "digests-right", "manifest, blobs, tensors and weights have the digests they are named by"
-    ),
+    Rule("look-before-incarnation", "a new incarnation names the one last read from the state"),
+    Rule("incarnation-on-calls", "every call has the incarnation that the trainer was given"),
+    Rule("restore-point-first", "the restore point (initially number 0) is published first"),
+    Rule("store-before-publish", "manifest and blobs are in the store before publication"),
+    Rule("digests-right", "manifest, blobs, tensors and weights match their digests"),
     Rule("publish-committed", "only committed numbers are published"),
     Rule("versions-published", "each committed number is published"),
-    Rule("batches-in-order", "batches are asked for as 1, 2, 3, …, again while there is none"),
+    Rule("batches-in-order", "batches are requested as 1, 2, 3, …, and again if not ready"),
     Rule("rows-before-commit", "all rows of a batch are fetched before its commit"),
     Rule("commits-in-order", "each batch once, in order, with number + 1 or a reason to skip"),
-    Rule("commit-repeated", "after 503 the same commit comes again"),
-    Rule("checkpoints-named", "when asked for, a checkpoint of a committed state is named"),
+    Rule("commit-repeated", "after 503 the same commit is sent again"),
+    Rule("checkpoints-named", "on request, a checkpoint of a committed state is reported"),
     Rule("store-append-only", "nothing in the store is ever overwritten"),
-    Rule("fenced-stops", "after 409 fenced no call follows but a look at the state"),
+    Rule("fenced-stops", "after 409 fenced, no calls except reading the state"),
 )
 
 
@@ -69,7 +67,7 @@ class TrainerExaminer:
         self.last_requested = 0
         self.fenced_at = 0.0
         self.superseded = asyncio.Event()
-        """Somebody else is the trainer now."""
+        """Set when a successor has taken over."""
         self._store = double.store
         self._seen_incarnation: int | None = None
         self._incarnation = 0
@@ -79,15 +77,15 @@ class TrainerExaminer:
         self._committed: set[tuple[int, int]] = {(0, 0)}
         self._last_served = 0
         self._pending_batch: int | None = None
-        """The batch that was not there yet when it was asked for."""
+        """The requested batch that was not ready."""
         self._unfetched_rows: dict[int, set[int]] = {}
-        """Places of the rows that were not fetched yet, by batch."""
+        """Indexes of the rows not fetched yet, by batch."""
         self._refused: tuple[int, CommitRequest] | None = None
         self._has_refused = False
 
     @property
     def is_settled(self) -> bool:
-        """All that should follow the last commit has come."""
+        """Whether everything that should follow the last commit has arrived."""
         return self._number in self._published and self.verdicts.has_result("checkpoints-named")
 
     # --- calls --------------------------------------------------------------------------------
@@ -124,7 +122,7 @@ class TrainerExaminer:
     async def _incarnate(self, call: Call, handler: Handler) -> object:
         body: IncarnationRequest = call.body
         is_seen = body.expected == self._seen_incarnation
-        detail = f"expected {body.expected}, the last look said {self._seen_incarnation}"
+        detail = f"expected={body.expected}, but the state last read has {self._seen_incarnation}"
         if not self.fenced_at:
             self.verdicts.check("look-before-incarnation", is_seen, detail)
         answer = await handler(call)
@@ -135,7 +133,7 @@ class TrainerExaminer:
 
     def _check_incarnation(self, incarnation: int, what: str) -> None:
         is_given = incarnation == self._incarnation > 0
-        detail = f"{what} under incarnation {incarnation}, it was given {self._incarnation}"
+        detail = f"{what} with incarnation {incarnation}, but it was given {self._incarnation}"
         self.verdicts.check("incarnation-on-calls", is_given, detail)
 
     # --- versions -----------------------------------------------------------------------------
@@ -144,9 +142,9 @@ class TrainerExaminer:
         body: PublishRequest = call.body
         self._check_incarnation(body.incarnation, "publish")
         if not self._published:
-            detail = f"number {body.number} is published first"
+            detail = f"number {body.number} was published first"
             self.verdicts.check("restore-point-first", body.number == 0, detail)
-        detail = f"number {body.number} while {self._number} is committed"
+        detail = f"number {body.number} published, but only {self._number} is committed"
         self.verdicts.check("publish-committed", body.number <= self._number, detail)
         self._check_store(body)
         answer = await handler(call)
@@ -157,14 +155,14 @@ class TrainerExaminer:
         try:
             manifest = read_manifest(self._store, body.manifest_digest)
         except FileNotFoundError:
-            detail = f"number {body.number}: no manifest {body.manifest_digest}"
+            detail = f"number {body.number}: no manifest {body.manifest_digest} in the store"
             self.verdicts.mark_broken("store-before-publish", detail)
             return
         if isinstance(manifest, str):
             self.verdicts.mark_broken("digests-right", f"number {body.number}: {manifest}")
             return
         missing = missing_blobs(self._store, manifest)
-        detail = f"number {body.number}: no blob of {', '.join(missing)}"
+        detail = f"number {body.number}: no blob for {', '.join(missing)} in the store"
         self.verdicts.check("store-before-publish", not missing, detail)
         if not missing:
             wrong = identity_problem(manifest, POLICY, body) or digest_problem(
@@ -177,7 +175,7 @@ class TrainerExaminer:
         self._check_incarnation(body.incarnation, "checkpoints")
         unknown = [point for point in body.retained if point not in self._committed]
         if unknown:
-            detail = f"{unknown[0]} is no (number, seq) it committed"
+            detail = f"{unknown[0]} is not a committed (number, seq)"
             self.verdicts.mark_broken("checkpoints-named", detail)
         elif any(seq > 0 for _, seq in body.retained):
             self.verdicts.mark_kept("checkpoints-named")
@@ -189,11 +187,11 @@ class TrainerExaminer:
         body: BatchRequest = call.body
         self._check_incarnation(body.incarnation, "batch")
         if not self._published:
-            self.verdicts.mark_broken("restore-point-first", "a batch is asked for before it")
+            self.verdicts.mark_broken("restore-point-first", "a batch was requested before it")
         expected = (
             (self._last_served + 1,) if self._pending_batch else (self._last_served, self._seq + 1)
         )
-        detail = f"batch {body.seq} asked for, {self._last_served} was the last"
+        detail = f"requested batch {body.seq} after batch {self._last_served}"
         if body.seq not in expected:
             self.verdicts.mark_broken("batches-in-order", detail)
         elif self._pending_batch:
@@ -213,7 +211,7 @@ class TrainerExaminer:
             return answer
         self._last_served = max(self._last_served, body.seq)
         self._unfetched_rows.setdefault(
-            body.seq, {place for place, _ in enumerate(answer.manifest.rows)}
+            body.seq, {index for index, _ in enumerate(answer.manifest.rows)}
         )
         return replace(answer, checkpoint_now=body.seq == CHECKPOINT_AT)
 
@@ -236,7 +234,7 @@ class TrainerExaminer:
         self._check_incarnation(body.incarnation, "commit")
         if self._refused is not None:
             refused, self._refused = self._refused, None
-            detail = f"after {refused[1]} of batch {refused[0]} came {body} of batch {seq}"
+            detail = f"sent {body} for batch {seq} after {refused[1]} for batch {refused[0]}"
             self.verdicts.check("commit-repeated", refused == (seq, body), detail)
         if seq == self._seq and (body.number, seq) in self._committed:
             return await handler(call)
@@ -246,35 +244,37 @@ class TrainerExaminer:
         self._committed.add((body.number, seq))
         if not self._has_refused:
             self._has_refused, self._refused = True, (seq, body)
-            raise Unreachable("conformance: committed, but you do not know", retry_after_s=0.1)
+            raise Unreachable("conformance: injected fault, it is committed", retry_after_s=0.1)
         return answer
 
     def _check_commit(self, seq: int, body: CommitRequest) -> None:
         number = self._number if body.skipped else self._number + 1
         is_due = (seq, body.number) == (self._seq + 1, number)
         detail = (
-            f"batch {seq} as number {body.number} after batch {self._seq} as number {self._number}"
+            f"committed batch {seq} as number {body.number} after batch {self._seq} as number "
+            f"{self._number}"
         )
         self.verdicts.check("commits-in-order", is_due, detail)
         is_read = not self._unfetched_rows.get(seq, {0})
         if not body.skipped:
-            self.verdicts.check("rows-before-commit", is_read, f"batch {seq} was not read whole")
+            detail = f"not all rows of batch {seq} were fetched"
+            self.verdicts.check("rows-before-commit", is_read, detail)
 
     # --- the end ------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Name what should have come and did not."""
+        """Mark rules as broken whose expected calls never came."""
         if self._number:
             missing = set(range(self._number + 1)) - self._published
-            detail = f"number {min(missing, default=0)} was committed and never published"
+            detail = f"number {min(missing, default=0)} was committed but never published"
             self.verdicts.check("versions-published", not missing, detail)
         if self._seq >= NUM_BATCHES and not self.verdicts.has_result("checkpoints-named"):
             self.verdicts.mark_broken(
-                "checkpoints-named", "none was named, though one was asked for"
+                "checkpoints-named", "no checkpoint was reported after the request"
             )
         if self._refused is not None:
             self.verdicts.mark_broken(
-                "commit-repeated", f"batch {self._refused[0]} never came again"
+                "commit-repeated", f"the commit of batch {self._refused[0]} was not sent again"
             )
         if self._published:
             damaged = damaged_files(self._store)
@@ -282,6 +282,6 @@ class TrainerExaminer:
 
 
 def _seq_of(call: Call) -> int:
-    """0 for what is no batch id; the service's own handler refuses that."""
+    """0 for an invalid batch id, which the real handler then rejects."""
     seq = call.path["batch_id"].rpartition(".")[2]
     return int(seq) if seq.isdecimal() else 0

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was seen of each rule: how often it was kept, and how it was first broken. Judges nothing
-itself."""
+"""Verdicts per rule: how often it was kept, and how it was first broken."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ class Verdict(StrEnum):
     OK = "ok"
     FAIL = "FAIL"
     UNTESTED = "none"
-    """It never came to that; the party ended, or stopped, before."""
+    """Not exercised: the peer exited or stalled first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +60,7 @@ class RuleVerdicts:
 
     def _rule_verdict(self, rule: Rule) -> RuleVerdict:
         num_kept = self._num_kept[rule.name]
-        verdict, detail = Verdict.UNTESTED, "it never came to that"
+        verdict, detail = Verdict.UNTESTED, "not tested, the peer exited or stalled first"
         if num_kept:
             verdict, detail = Verdict.OK, f"kept {num_kept} times"
         if rule.name in self._broken:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a version in the store what its digests say? Reads every byte, and trusts nothing of it."""
+"""Checks that a version in the store matches its digests. Reads every byte."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from penstock.weights.tensors import TensorEntry, scan
 
 
 def read_manifest(store: Path, digest: str) -> SnapshotManifest | str:
-    """The manifest, or what is wrong with it; FileNotFoundError when it is not there."""
+    """The manifest, or what is wrong with it; raises FileNotFoundError if it is missing."""
     if not is_digest(digest):
-        return f"{digest[:80]!r} is no BLAKE3 in hex"
+        return f"{digest[:80]!r} is not a BLAKE3 digest in hex"
     data = (store / "manifests" / f"{digest}.json").read_bytes()
     if digest_of(data) != digest:
-        return f"manifest {digest} has other bytes"
+        return f"the bytes of manifest {digest} do not match its digest"
     try:
         return parse_manifest(data)
     except WeightsError as error:
@@ -30,7 +30,7 @@ def missing_blobs(store: Path, manifest: SnapshotManifest) -> list[str]:
 
 
 def digest_problem(store: Path, manifest: SnapshotManifest) -> str:
-    """The first file or tensor that is not what the manifest says; empty when all are."""
+    """The first file or tensor that differs from the manifest; empty if all match."""
     found: list[TensorEntry] = []
     for file in manifest.files:
         try:
@@ -39,25 +39,25 @@ def digest_problem(store: Path, manifest: SnapshotManifest) -> str:
         except (OSError, WeightsError) as error:
             return f"{file.name}: {error}"
         if (scanned.blob, scanned.num_bytes) != (file.blob, file.bytes):
-            return f"{file.name} has other bytes than {file.blob}"
+            return f"the bytes of {file.name} do not match {file.blob}"
         found += scanned.tensors
-    promised = {tensor.name: tensor for tensor in manifest.tensors}
+    listed = {tensor.name: tensor for tensor in manifest.tensors}
     for tensor in found:
-        if promised.pop(tensor.name, None) != tensor:
-            return f"tensor {tensor.name} is not what the manifest says"
-    return f"no file holds tensor {min(promised)}" if promised else ""
+        if listed.pop(tensor.name, None) != tensor:
+            return f"tensor {tensor.name} differs from the manifest"
+    return f"no file contains tensor {min(listed)}" if listed else ""
 
 
 def identity_problem(manifest: SnapshotManifest, policy: PolicyName, body: PublishRequest) -> str:
     if (manifest.policy, manifest.number) != (policy, body.number):
-        return f"the manifest is that of {manifest.policy} number {manifest.number}"
+        return f"the manifest belongs to {manifest.policy} number {manifest.number}"
     if manifest.weights_digest != body.weights_digest:
-        return "weights_digest is not the manifest's"
+        return "weights_digest differs from the manifest"
     return ""
 
 
 def damaged_files(store: Path) -> list[str]:
-    """Blobs and manifests whose bytes are no longer those of their names."""
+    """Blobs and manifests whose bytes do not match their names."""
     blobs = [(path, path.name) for path in (store / "blobs").iterdir()]
     manifests = [(path, path.stem) for path in (store / "manifests").iterdir()]
     return [

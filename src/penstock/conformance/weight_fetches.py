@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of the weights was served to the party under test, and one blob that is served damaged.
+"""Tracks which weights the peer under test fetched, and serves one blob damaged.
 
-Owns byte ranges and the damage. Does not know which version is live, nor who may be.
+Owns byte ranges and the damage. Does not know which version is live.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class WeightFetches:
         self._blob_to_damage = ""
 
     def damage(self, manifest_digest: str) -> None:
-        """From now on the weights of this version are served damaged, once."""
+        """Serve the weights of this version damaged, once."""
         self._blob_to_damage = self._weights(manifest_digest)[0][0]
 
     def has_manifest(self, digest: str) -> bool:
         return digest in self._manifests
 
     def has_all(self, manifest_digest: str, *, undamaged: bool = False) -> bool:
-        """Was every byte of this version's weights served?"""
+        """Whether every byte of this version's weights was served."""
         return self.has_manifest(manifest_digest) and all(
             self._covers(blob, num_bytes, undamaged)
             for blob, num_bytes in self._weights(manifest_digest)
@@ -60,8 +60,8 @@ class WeightFetches:
         if not is_digest(digest) or not path.is_file():
             return await handler(call)
         data = path.read_bytes()
-        asked = call.headers.get("range", "")
-        byte_range = parse_range(asked, len(data))
+        range_header = call.headers.get("range", "")
+        byte_range = parse_range(range_header, len(data))
         if byte_range is None:
             return await handler(call)
         is_damaged = digest == self._blob_to_damage and byte_range[1] == len(data)
@@ -74,7 +74,7 @@ class WeightFetches:
         damaged = bytearray(data)
         damaged[DAMAGED_BYTE] ^= 1
         headers = {"content-range": f"bytes {byte_range[0]}-{byte_range[1] - 1}/{len(data)}"}
-        is_partial = bool(RANGE.fullmatch(asked))
+        is_partial = bool(RANGE.fullmatch(range_header))
         return Response(
             bytes(damaged[byte_range[0] : byte_range[1]]),
             status_code=206 if is_partial else 200,
@@ -83,7 +83,7 @@ class WeightFetches:
         )
 
     def _covers(self, blob: str, num_bytes: int, undamaged: bool) -> bool:
-        """A party may mend what came damaged, byte by byte, or fetch all of it again."""
+        """A peer may repair damaged bytes only, or fetch everything again."""
         position = 0
         served = [part for part in self._served if part.blob == blob]
         for part in sorted(served, key=lambda part: part.start):
@@ -92,7 +92,7 @@ class WeightFetches:
         return position >= num_bytes
 
     def _weights(self, manifest_digest: str) -> list[tuple[str, int]]:
-        """Only tensor files: a party may hold the others from before, under the same digest."""
+        """Only tensor files: a peer may already have the others, under the same digest."""
         data = (self._store / "manifests" / f"{manifest_digest}.json").read_bytes()
         manifest: SnapshotManifest = parse_manifest(data)
         return [(f.blob, f.bytes) for f in manifest.files if f.name.endswith(".safetensors")]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named, ordered suppliers of tasks. A position is one integer, so it survives any restart.
+"""Named, ordered sources of tasks. A position is one integer, so it survives any restart.
 
-Owns reading a task module or a JSONL file and naming tasks by content. Knows nothing of groups.
+Reads task modules and JSONL files, and derives task keys from content. Knows nothing about groups.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Source:
     name: str
     weight: float
     make: MakeTask
-    """(ordinal, seed) to payload."""
+    """Maps (ordinal, seed) to a payload."""
     limit: int | None
-    """Tasks in all; None for an endless stream."""
+    """Total number of tasks; None for an endless stream."""
     num_distinct: int | None = None
-    """Tasks before the first comes again; None when nobody knows."""
+    """Tasks before the source repeats; None if unknown."""
 
     def task(self, ordinal: int, *, seed: int, workflow: str) -> Task:
         made = cast(object, self.make(ordinal, seed))
@@ -45,7 +45,7 @@ class Source:
                 'return a dict such as {"prompt": "…"}'
             )
         payload = dict(cast(Mapping[str, Any], made))
-        encode(payload)  # what cannot travel is the source's mistake, and must be told here
+        encode(payload)  # fail here, in the source, if the payload cannot be encoded
         text = json.dumps([workflow, payload], sort_keys=True, ensure_ascii=False)
         return Task(
             key=blake3(text.encode()).hexdigest()[:32],
@@ -57,69 +57,70 @@ class Source:
         )
 
     def digest(self, seed: int) -> str:
-        """Of its tasks, for `are_same_tasks`: FIRST, or FIRST/NUMBER:ALL.
+        """Digest of its tasks, for `are_same_tasks`: FIRST, or FIRST/NUMBER:ALL.
 
-        A file is looked at whole. Of a module FIRST is of the first 64 tasks, and ALL of those up
-        to its limit, if they are made in little time and are not more than 100,000. What lies
-        behind, and in a module without a limit behind the first 64, may change unnoticed."""
+        Covers all tasks of a file. For a module, FIRST covers the first 64 tasks, and ALL those up
+        to its limit, at most 100,000 and only if they can be generated quickly. Changes beyond that
+        go unnoticed."""
         keys, found = self._keys(seed), blake3()
         for key in islice(keys, self.num_distinct or NUM_SAMPLED_TASKS):
             found.update(key)
-        first, num_wanted = found.hexdigest(), min(self.limit or 0, MAX_HASHED_TASKS)
-        if self.num_distinct is not None or num_wanted <= NUM_SAMPLED_TASKS:
+        first, num_hashed = found.hexdigest(), min(self.limit or 0, MAX_HASHED_TASKS)
+        if self.num_distinct is not None or num_hashed <= NUM_SAMPLED_TASKS:
             return first
         give_up_at = time.monotonic() + HASH_BUDGET_S
-        for key in islice(keys, num_wanted - NUM_SAMPLED_TASKS):
+        for key in islice(keys, num_hashed - NUM_SAMPLED_TASKS):
             if time.monotonic() > give_up_at:
                 return first
             found.update(key)
-        return f"{first}/{num_wanted}:{found.hexdigest()}"
+        return f"{first}/{num_hashed}:{found.hexdigest()}"
 
     def _keys(self, seed: int) -> Iterator[bytes]:
         for ordinal in count():
             try:
                 yield self.task(ordinal, seed=seed, workflow="").key.encode()
-            except Exception:  # a module with fewer tasks, which its `limit` keeps from being asked
+            except Exception:  # a module with fewer tasks; normally its `limit` prevents the call
                 return
 
 
 def are_same_tasks(known: str, digest: str) -> bool:
-    """By two digests of a source: as far as both have looked."""
+    """Whether two digests of a source agree, as far as both cover the same tasks."""
     (first, _, all_known), (other, _, all_now) = known.partition("/"), digest.partition("/")
     if all_known.partition(":")[0] != all_now.partition(":")[0]:
-        return first == other  # one had another limit, or no time
+        return first == other  # they cover different numbers of tasks
     return (first, all_known) == (other, all_now)
 
 
 def preferred_digest(known: str, digest: str) -> str:
-    """Of a source that was looked at again: a look that was cut short, as on a busy machine, does
-    not replace a whole one at the same tasks."""
-    is_cut_short = "/" in known and "/" not in digest
-    return known if is_cut_short and are_same_tasks(known, digest) else digest
+    """The digest to keep: an incomplete one, as from a busy machine, does not replace a complete
+    one of the same tasks."""
+    is_incomplete = "/" in known and "/" not in digest
+    return known if is_incomplete and are_same_tasks(known, digest) else digest
 
 
 NUM_SAMPLED_TASKS = 64
-"""Tasks of a module by which a changed data set is noticed at least."""
+"""Tasks of a module that are always hashed, to detect a changed data set."""
 MAX_HASHED_TASKS = 100_000
+"""Maximum number of tasks hashed for a module with a limit."""
 HASH_BUDGET_S = 3.0
-"""Tasks of a module with a limit that are looked at, and how long that may take."""
+"""Maximum time to hash the tasks of a module."""
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed that depends on nothing but these parts."""
+    """A 63-bit seed that depends only on these parts."""
     digest = blake3("/".join(map(str, parts)).encode()).digest(8)
     return int.from_bytes(digest, "little") >> 1
 
 
 def slot_seeds(seed: int, slots: range) -> tuple[int, ...]:
-    """63-bit seeds for these slots of a task, cut out of one long digest: one for each slot would
-    cost more than all else in a lease."""
+    """63-bit seeds for these slots of a task, sliced from one long digest: a digest per slot would
+    cost more than the rest of a lease."""
     digest = blake3(str(seed).encode()).digest(8 * len(slots), seek=8 * slots.start)
     return tuple(word >> 1 for word in struct.unpack(f"<{len(slots)}Q", digest))
 
 
 def session_source(name: str, *, weight: float = 1.0, limit: int | None = None) -> Source:
-    """Places for sessions: what is asked in them only their agents know."""
+    """Placeholder tasks for agent sessions; only the agents know the actual tasks."""
 
     def place(ordinal: int, seed: int) -> JsonObject:
         return {"session": ordinal}
@@ -162,10 +163,11 @@ def _read_jsonl(path: Path) -> list[JsonObject]:
         try:
             row: Any = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}:{number}: no JSON: {error}") from None
+            raise ConfigError(f"{path}:{number}: invalid JSON: {error}") from None
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}:{number}: a task is a JSON object, this is another value")
+            found = type(row).__name__
+            raise ConfigError(f"{path}:{number}: a task must be a JSON object, got {found}")
         rows.append(cast(JsonObject, row))
     if not rows:
-        raise ConfigError(f"source file {path} holds no tasks")
+        raise ConfigError(f"source file {path} has no tasks; write one JSON object per line")
     return rows

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ed25519-signed, expiring tokens with a role and audiences.
 
-Verifiers hold only the public key; a token shown to one service is worth nothing at another that
-is not among its audiences. Owns key files and tokens; knows nothing of routes.
+Verifiers hold only the public key, and a token is only valid at the services named in its
+audiences. Owns key files and tokens; knows nothing about routes.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ class Role(StrEnum):
     RELAY = "relay"
     READER = "reader"
     PARTITION = "partition"
-    """A data partition of the dataflow, speaking to home."""
+    """A data partition that calls the coordinator."""
 
 
 class Audience(StrEnum):
     DATAFLOW = "dataflow"
     WEIGHTS = "weights"
-    """The run's own weights front."""
+    """The run's weight server."""
     RELAY = "relay"
-    """Whoever passes weights on, on machines that the run need not trust."""
+    """Weight relays, on machines that the run need not trust."""
     GATEWAY = "gateway"
-    """A gateway that serves agents outside the run."""
+    """A gateway that serves external agents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credential:
-    """Who calls, as the signed token says."""
+    """The caller's identity, from its signed token."""
 
     run: str
     role: Role
@@ -74,7 +74,7 @@ def _b64decode(text: str) -> bytes:
 
 
 class Signer:
-    """Mints tokens; lives only where the signing key file is readable."""
+    """Mints tokens; needs the signing key file."""
 
     def __init__(self, key: Ed25519PrivateKey, run: str) -> None:
         self._key = key
@@ -82,8 +82,7 @@ class Signer:
 
     @classmethod
     def create(cls, folder: Path, run: str) -> Signer:
-        """Make the run's keys once: `signing.key` (0600) and `public.key`; later calls read
-        them."""
+        """Create the run's keys, `signing.key` (0600) and `public.key`, or read existing ones."""
         folder.mkdir(parents=True, exist_ok=True)
         private = folder / "signing.key"
         if not private.exists():
@@ -106,7 +105,7 @@ class Signer:
         except OSError as error:
             raise ConfigError(
                 f"no signing key in {folder}: {error.strerror}; "
-                "tokens are minted where the run was started"
+                "mint tokens on the machine where the run was started"
             ) from None
         return cls(Ed25519PrivateKey.from_private_bytes(raw), run)
 
@@ -143,14 +142,14 @@ class Verifier:
 
     @classmethod
     def from_token(cls, token: str, public_key: str, *, audience: Audience) -> Verifier:
-        """For who has no run folder, only the run's public key and a token of his own, which names
-        the run."""
+        """For processes without the run folder: needs only the run's public key and a token; the
+        run's name comes from the token."""
         try:
             key = Ed25519PublicKey.from_public_bytes(_b64decode(public_key.strip()))
         except ValueError:
             raise ConfigError(
-                f"{public_key[:80]!r} is no public key of a run; it is the line in keys/public.key "
-                "of the run folder, and `penstock token RUN --role relay` prints it"
+                f"{public_key[:80]!r} is not a run's public key; use the line in keys/public.key "
+                "of the run folder, which `penstock token RUN --role relay` also prints"
             ) from None
         verifier = cls(key, run="", audience=audience)
         credential = verifier._check_signature(token)
@@ -160,7 +159,8 @@ class Verifier:
         return verifier
 
     def verify(self, token: str, *, now: float | None = None) -> Credential:
-        """The credential, or Unauthorized (no valid token) or Forbidden (valid, but not here)."""
+        """Return the credential, or raise Unauthorized (invalid token) or Forbidden (valid, but for
+        another run or service)."""
         credential = self._verified.get(token) or self._check_signature(token)
         if credential.expires_at <= (time.time() if now is None else now):
             self._verified.pop(token, None)
@@ -169,7 +169,7 @@ class Verifier:
             raise Forbidden(f"token belongs to run {credential.run!r}, this is {self.run!r}")
         if self._audience not in credential.audiences:
             raise Forbidden(f"token is not for the {self._audience} service")
-        if len(self._verified) < 4096:  # signature checks cost 100 µs; live tokens are few
+        if len(self._verified) < 4096:  # a signature check costs 100 µs, and there are few tokens
             self._verified[token] = credential
         return credential
 

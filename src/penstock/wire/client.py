@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP calls with a deadline, retries and typed errors; one class for async callers, one for the
-trainer.
+"""HTTP calls with a deadline, retries and typed errors; an asynchronous and a synchronous client.
 
-Every mutating call of penstock is idempotent by a client-chosen id, so a call without an answer
-is simply repeated, with jittered back-off, until its deadline.
+Every mutating call of penstock is idempotent by a client-chosen id, so a call without a response is
+retried with jittered back-off until its deadline.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 RETRY_DEADLINE_S = 600.0
-"""How long a caller sits out an outage of a service before it gives up."""
+"""How long to retry during an outage of a service before giving up."""
 REQUEST_TIMEOUT_S = 30.0
 WARN_AFTER_S = 3.0
-"""A caller who waits longer than this is told what for, and again ten times as long after."""
+"""Log a warning after this many seconds of retrying, then every ten times that."""
 
 
 def _headers(token: str) -> dict[str, str]:
@@ -65,20 +64,20 @@ def _check_length(response: httpx2.Response, url: str, max_bytes: int | None) ->
         return
     declared = response.headers.get("content-length", "")
     if "content-encoding" in response.headers or not declared.isdigit():
-        raise TooLarge(f"{url}: an answer of unknown length, at most {max_bytes} bytes are taken")
+        raise TooLarge(f"{url}: response of unknown length; the limit is {max_bytes} bytes")
     if int(declared) > max_bytes:
-        raise TooLarge(f"{url}: an answer of {declared} bytes, at most {max_bytes} are taken")
+        raise TooLarge(f"{url}: response of {declared} bytes; the limit is {max_bytes}")
 
 
 def _is_transient(error: Exception) -> bool:
-    """Worth another try: nobody answered, or the service said 'later'."""
+    """Whether to retry: no response, or the service is temporarily unable to respond."""
     if isinstance(error, (httpx2.TransportError, Busy, StorageFull, Unreachable)):
         return True
     return isinstance(error, WireError) and type(error) is WireError
 
 
 class _RetryState:
-    """One call's retries: how long to wait after an error, when to say so, when to give up."""
+    """Retries of one call: the delay after an error, when to warn, when to give up."""
 
     def __init__(self, url: str, deadline_s: float, is_stopping: Callable[[], bool]) -> None:
         self._url = url
@@ -89,7 +88,7 @@ class _RetryState:
         self._attempt = 0
 
     def next_delay_s(self, error: Exception) -> float:
-        """Seconds until the next try; raises when there is none."""
+        """Seconds until the next attempt; raises if there is none."""
         if not _is_transient(error):
             raise error
         suggested_s = error.retry_after_s if isinstance(error, WireError) else None
@@ -98,15 +97,15 @@ class _RetryState:
         now = time.monotonic()
         why = f"{type(error).__name__}: {error}"
         if self._is_stopping():
-            raise Unreachable(f"told to stop while {self._url} gave no answer ({why})") from error
+            raise Unreachable(f"stopped while waiting for {self._url} ({why})") from error
         if now + delay_s > self._started_at + self._deadline_s:
             raise Unreachable(
-                f"no answer from {self._url} for {self._deadline_s:g} s ({why}); "
-                "is the service running? `penstock status RUN` tells"
+                f"no response from {self._url} for {self._deadline_s:g} s ({why}); "
+                "check that the service is running: `penstock status RUN`"
             ) from error
         if now >= self._warn_at:
             left_s = round(self._started_at + self._deadline_s - now)
-            log.warning("no answer yet, trying on", url=self._url, why=why, for_s=left_s)
+            log.warning("no response yet, retrying", url=self._url, why=why, for_s=left_s)
             self._warn_at = now + 10 * WARN_AFTER_S
         return delay_s
 
@@ -154,8 +153,8 @@ class AsyncServiceClient:
         headers: dict[str, str] | None = None,
         max_response_bytes: int | None = None,
     ) -> httpx2.Response:
-        """With `max_response_bytes`, a longer answer, or one of undeclared length, is never
-        read."""
+        """With `max_response_bytes`, a response that is longer or of undeclared length is not read
+        and raises TooLarge."""
         url = self.base_url + path
         retry = _RetryState(url, deadline_s, lambda: False)
         while True:
@@ -175,7 +174,7 @@ class AsyncServiceClient:
     async def stream(
         self, path: str, *, headers: dict[str, str], timeout_s: float = REQUEST_TIMEOUT_S
     ) -> AsyncGenerator[httpx2.Response]:
-        """One GET whose body is read while it comes; asked once, without a second try."""
+        """One GET whose body is streamed; no retries."""
         url = self.base_url + path
         try:
             async with self._http.stream(
@@ -199,7 +198,7 @@ async def connect(base_url: str, token: str) -> AsyncGenerator[AsyncServiceClien
 
 
 class ServiceClient:
-    """Calls one service from plain synchronous code: the trainer, the command line."""
+    """Calls one service from synchronous code: the trainer, the command line."""
 
     def __init__(
         self, base_url: str, token: str, *, is_stopping: Callable[[], bool] = lambda: False

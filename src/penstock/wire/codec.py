@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes to typed records and back: msgpack between services, JSON for people. Nothing is ever
-unpickled."""
+"""Encodes and decodes typed records: msgpack between services, JSON for people. Never pickle."""
 
 from __future__ import annotations
 
@@ -40,14 +39,14 @@ def encode_json(value: object) -> bytes:
 
 
 def decode(data: bytes | memoryview, kind: type[T], *, media_type: str = MSGPACK) -> T:
-    """A value of exactly this type, or BadRequest naming the field that does not fit."""
+    """A value of exactly this type, or BadRequest naming the invalid field."""
     is_json = media_type.startswith(JSON)
     return _decode(_json_decoder(kind) if is_json else _decoder(kind), data, kind, is_json=is_json)
 
 
 def decode_zero_copy(data: bytes | memoryview, kind: type[T]) -> T:
-    """As `decode`, for a look at a large msgpack record: its arrays are views of `data` instead of
-    copies, in classes made for it that have the fields and no more."""
+    """Like `decode`, for reading a large msgpack record: byte fields are views of `data` instead of
+    copies. Returns generated classes with the same fields but without methods."""
     return _decode(_decoder(_view_type(kind)), data, kind)
 
 
@@ -55,17 +54,17 @@ def _decode(decoder: Any, data: bytes | memoryview, kind: type[T], *, is_json: b
     try:
         value = decoder.decode(data)
         if is_json:
-            _encoder.encode(value)  # JSON knows integers that no other part of penstock does
+            _encoder.encode(value)  # JSON allows integers that msgpack cannot represent
         return value
     except OverflowError:
-        raise BadRequest(f"body is no valid {kind.__name__}: an integer exceeds 64 bits") from None
+        raise BadRequest(f"invalid {kind.__name__} in body: an integer exceeds 64 bits") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"body is no valid {kind.__name__}: {error}") from None
+        raise BadRequest(f"invalid {kind.__name__} in body: {error}") from None
 
 
 @cache
 def _view_type(kind: Any) -> Any:
-    """The type with memoryviews for bytes; itself where it has none."""
+    """The type with `bytes` replaced by `memoryview`; unchanged if it has none."""
     if getattr(kind, "__supertype__", kind) is bytes:
         return memoryview
     if get_origin(kind) is tuple:

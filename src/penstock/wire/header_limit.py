@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bound on what a caller may send before it says who it is.
+"""Limits the size of request headers.
 
-The fast HTTP parser collects a request's line and headers however long they are; nobody has been
-asked for a credential by then."""
+The fast HTTP parser buffers the request line and headers without a limit, before any credential is
+checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_HEADER_BYTES = 64 << 10
 
 
 class HeaderLimitProtocol(HttpToolsProtocol):
-    """As its base, but a request whose head is longer is refused and its connection closed."""
+    """Rejects requests with longer headers and closes their connection."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,4 +34,4 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         if self._is_in_headers:
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
-                self.send_400_response(f"a request's head has at most {MAX_HEADER_BYTES} bytes")
+                self.send_400_response(f"request headers exceed {MAX_HEADER_BYTES} bytes")

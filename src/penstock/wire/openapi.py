@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAPI document of a table of routes."""
+"""Builds the OpenAPI document of a table of routes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def openapi_document(routes: Sequence[Route], title: str) -> dict[str, Any]:
     paths: dict[str, Any] = {
         "/healthz": {
             "get": {
-                "summary": "Alive; the only route without a credential.",
+                "summary": "Health check; the only route without a credential.",
                 "security": [],
                 "responses": {"200": _content(schema_by_type[Health])},
             }

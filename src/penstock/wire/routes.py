@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a service declares: its routes with their roles and types, what a handler gets, and the
-answers it may give beside a record to encode."""
+"""Route declarations of a service with their roles and types, the input of handlers, and special
+responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Call:
     query: dict[str, str]
     headers: dict[str, str]
     is_disconnected: Callable[[], Awaitable[bool]]
-    """Has the caller hung up? Asked before acting for somebody who may not be there."""
+    """Whether the caller has disconnected; check it before acting on a long-held request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Route:
     method: str
     path: str
     handler: Callable[[Call], Awaitable[object]]
-    """Returns a record to encode, or a Starlette Response as it is."""
+    """Returns a record to encode, or a Starlette Response that is sent unchanged."""
     roles: frozenset[Role]
     summary: str
     request: type[Any] | None = None
@@ -41,7 +41,7 @@ class Route:
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     query: tuple[str, ...] = ()
     is_streamed: bool = False
-    """The handler reads the body itself: an async iterator of bytes, however long."""
+    """The handler reads the body itself, as an async iterator of bytes of any length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class RawResponse:
-    """An answer that is already msgpack bytes (a sealed manifest, rows)."""
+    """A response that is already encoded (a sealed manifest, rows)."""
 
     body: bytes
     media_type: str = MSGPACK
@@ -71,8 +71,8 @@ class RawResponse:
 
 @dataclass(frozen=True, slots=True)
 class StreamedResponse:
-    """An answer that is already msgpack bytes and is sent while it is made."""
+    """A response of msgpack bytes that is sent while it is produced."""
 
     chunks: AsyncGenerator[bytes | memoryview]
     num_bytes: int | None = None
-    """Of all of them, when that is known before."""
+    """Total size, if known in advance."""

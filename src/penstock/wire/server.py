@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP base of every service: a table of routes in, a Starlette app out.
+"""HTTP base of every service: builds a Starlette app from a table of routes.
 
-Owns credentials per route, body limits, decoding, error bodies. One declaration per route is the
-only source of routing, authorisation, validation and documentation, so none of them can forget a
-route.
+Owns credentials per route, body limits, decoding and error bodies. One declaration per route is the
+only source of routing, authorisation, validation and documentation, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 def build_app(
     routes: Sequence[Route], verifier: Verifier, *, title: str, lifespan: Lifespan | None = None
 ) -> Starlette:
-    """Every route answers only to its roles; `/healthz` alone is open."""
+    """Every route requires one of its roles; only `/healthz` is open."""
     document: dict[str, Any] = {}
 
     async def openapi(call: Call) -> object:
@@ -68,18 +67,18 @@ def build_app(
         ],
         lifespan=lifespan,
     )
-    app.router.redirect_slashes = False  # it would answer without a token
+    app.router.redirect_slashes = False  # redirects would not require a token
     app.route_table = _RouteTable(endpoints)
     return app
 
 
 class _RouteTable:
-    """Endpoints by method and path; of several the first that fits, as Starlette would have it."""
+    """Endpoints by method and path; the first match wins, as in Starlette."""
 
     def __init__(self, endpoints: Iterable[_Endpoint]) -> None:
         self._static: dict[tuple[str, str], _Endpoint] = {}
         self._parametric: dict[tuple[str, int], list[tuple[list[str], _Endpoint]]] = {}
-        """With `{name}` among their parts, by the number of parts."""
+        """Paths with a `{name}` part, by the number of parts."""
         for endpoint in endpoints:
             method, path = endpoint.spec.method, endpoint.spec.path
             if "{" in path:
@@ -89,7 +88,7 @@ class _RouteTable:
                 self._static[method, path] = endpoint
 
     def find(self, method: str, path: str) -> tuple[_Endpoint, dict[str, str]] | None:
-        """And what stands for each name in the path."""
+        """The endpoint, and the values of its path parameters."""
         endpoint = self._static.get((method, path))
         if endpoint is not None:
             return endpoint, {}
@@ -103,17 +102,17 @@ class _RouteTable:
 
 def _match_path(template: Sequence[str], parts: Sequence[str]) -> dict[str, str] | None:
     names: dict[str, str] = {}
-    for wanted, part in zip(template, parts, strict=True):
-        if wanted.startswith("{") and part:
-            names[wanted[1:-1]] = part
-        elif wanted != part:
+    for expected, part in zip(template, parts, strict=True):
+        if expected.startswith("{") and part:
+            names[expected[1:-1]] = part
+        elif expected != part:
             return None
     return names
 
 
 class _App(Starlette):
-    """Calls go straight to their endpoint, which answers for its own errors; Starlette's layers
-    cost more than a small call. They answer for what is nobody's."""
+    """Dispatches known routes directly to their endpoint, which handles its own errors: Starlette's
+    middleware costs more than a small call. Starlette handles everything else."""
 
     route_table = _RouteTable(())
 
@@ -151,7 +150,7 @@ class _Endpoint:
 
     async def _respond(self, scope: Scope, receive: Receive) -> Response:
         spec = self.spec
-        # The first of several headers with one name counts.
+        # If a header is repeated, the first one counts.
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in reversed(scope["headers"])}
         try:
             credential = _authorise(headers, spec, self._verifier)
@@ -183,8 +182,8 @@ def _authorise(headers: Mapping[str, str], route: Route, verifier: Verifier) -> 
     if credential.role not in route.roles:
         allowed = ", ".join(sorted(route.roles))
         raise Forbidden(
-            f"role {credential.role} may not {route.method} {route.path}; this takes {allowed}: "
-            "mint one with `penstock token RUN --role ROLE`"
+            f"role {credential.role} may not {route.method} {route.path}; allowed: {allowed}. "
+            "Mint a token with `penstock token RUN --role ROLE`"
         )
     return credential
 
@@ -193,7 +192,7 @@ async def _read_body(receive: Receive, headers: Mapping[str, str], route: Route)
     limit = route.max_body_bytes
     declared = headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
-        raise TooLarge(f"body of {declared} bytes; {route.path} takes at most {limit}")
+        raise TooLarge(f"body of {declared} bytes; the limit of {route.path} is {limit}")
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -203,7 +202,7 @@ async def _read_body(receive: Receive, headers: Mapping[str, str], route: Route)
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > limit:
-            raise TooLarge(f"body over {limit} bytes at {route.path}")
+            raise TooLarge(f"body exceeds the limit of {route.path}, {limit} bytes")
         chunks.append(chunk)
         if not message.get("more_body", False):
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
@@ -213,7 +212,7 @@ def _decode_body(body: bytes, headers: Mapping[str, str], route: Route) -> Any:
     assert route.request is not None
     media_type = headers.get("content-type", MSGPACK).split(";")[0].strip().lower()
     if media_type not in (MSGPACK, JSON):
-        raise BadRequest(f"content-type {media_type!r}; send {MSGPACK} or {JSON}")
+        raise BadRequest(f"unsupported content-type {media_type!r}; send {MSGPACK} or {JSON}")
     return decode(body, route.request, media_type=media_type)
 
 
@@ -230,7 +229,8 @@ def _response(headers: Mapping[str, str], value: object) -> Response:
 
 
 class _ChunkedResponse(Response):
-    """As Starlette's own, without its task group, which costs more than a small answer."""
+    """Like Starlette's StreamingResponse, without its task group, which costs more than a small
+    response."""
 
     media_type = MSGPACK
 
@@ -242,7 +242,7 @@ class _ChunkedResponse(Response):
         self.init_headers({} if size is None else {"content-length": str(size)})
 
     def render(self, content: Any) -> bytes:
-        raise NotImplementedError("this answer is never in memory as a whole")
+        raise NotImplementedError("a streamed response is never fully in memory")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -251,9 +251,9 @@ class _ChunkedResponse(Response):
             await send(start)
             async for chunk in self._chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                await asyncio.sleep(0)  # while the socket takes all, nobody else had a turn
+                await asyncio.sleep(0)  # a fast socket never blocks; let other tasks run
                 if disconnected.done():
-                    return  # nobody is there for the rest
+                    return
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             disconnected.cancel()

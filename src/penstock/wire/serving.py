@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an app to a socket: where it may listen, and how a process serves it."""
+"""Serves an app on a socket, and decides where it may listen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from penstock.errors import ConfigError
 from penstock.wire.header_limit import HeaderLimitProtocol
 
 MALLOC_WARMUP_BYTES = 31 << 20
-"""Bytes; glibc learns from blocks up to 32 MB what is worth keeping."""
+"""Freeing a block of this size raises glibc's dynamic mmap threshold (32 MB at most), so that the
+allocator keeps and reuses freed memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,23 +31,22 @@ class Tls:
 
 
 def require_tls_off_loopback(host: str, tls: Tls | None) -> None:
-    """Nothing listens beyond loopback without TLS; credentials are part of every app."""
+    """Raise ConfigError for a listener outside loopback without TLS."""
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_loopback = host == "localhost"
     if not is_loopback and tls is None:
         raise ConfigError(
-            f"refusing to listen on {host} without TLS: tokens would cross the network in clear. "
-            "Give --tls-cert and --tls-key, or listen on 127.0.0.1"
+            f"refusing to listen on {host} without TLS: tokens would be sent in clear text. "
+            "Pass --tls-cert and --tls-key, or listen on 127.0.0.1"
         )
 
 
 def tune_memory() -> None:
-    """For a process that is one service, once its state is built: what lives now lives on, so the
-    collector of cycles need not walk it again and again; counting references frees the rest. After
-    one large block the allocator keeps what large bodies free, and need not ask for it page by page
-    with each of them."""
+    """Tune a service process after its state is built. Freeze current objects so that the garbage
+    collector skips them; reference counting frees most others. Then allocate one large block, so
+    that the allocator reuses the memory of large bodies instead of requesting it page by page."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
@@ -54,13 +54,13 @@ def tune_memory() -> None:
 
 
 async def serve(app: Starlette, host: str, port: int, tls: Tls | None = None) -> None:
-    """Serve until SIGTERM or cancellation; open long-polls are cut after two seconds."""
+    """Serve until SIGTERM or cancellation; open long polls are closed after two seconds."""
     tune_memory()
     await server(app, host, port, tls).serve()
 
 
 async def serve_on_socket(app: Starlette, listener: socket.socket, tls: Tls | None = None) -> None:
-    """Serve inside somebody else's process until cancelled; signals stay the host's business."""
+    """Serve inside another process until cancelled; that process handles signals."""
     host, port, *_ = listener.getsockname()
     embedded = _EmbeddedServer(_config(app, host, port, tls))
     try:

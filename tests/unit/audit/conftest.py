@@ -11,7 +11,7 @@ from tests.unit.audit.ledgers import eventful_run
 
 @pytest.fixture(scope="session")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sound run, left in the middle of its work; read it only."""
+    """An intact run, stopped in the middle of its work; read-only."""
     run_dir = tmp_path_factory.mktemp("runs") / "original"
     asyncio.run(eventful_run(run_dir))
     return run_dir
@@ -19,5 +19,5 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_dir(original: Path, tmp_path: Path) -> Path:
-    """A copy of it to spoil."""
+    """A copy of it to corrupt."""
     return shutil.copytree(original, tmp_path / "run")

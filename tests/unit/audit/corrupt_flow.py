@@ -51,7 +51,7 @@ def end_slot_twice(run_dir: Path) -> str:
 
 
 def leave_lease_running(run_dir: Path) -> str:
-    """A dropped group with a slot that somebody still holds."""
+    """A dropped group with a slot that is still leased."""
     (group_id,) = one(run_dir, "SELECT group_id FROM groups WHERE state = 'dropped'")
     change(run_dir, "DELETE FROM leases WHERE group_id = ? AND slot = 3", group_id)
     change(run_dir, "DELETE FROM rows WHERE group_id = ? AND slot = 3", group_id)
@@ -81,7 +81,7 @@ def grant_a_lease_twice(run_dir: Path) -> str:
 
 
 def close_without_a_slot(run_dir: Path) -> str:
-    """A group closed over a slot that expired, although its run demands every member."""
+    """A group closed with an expired slot, although its run requires every member."""
     (group_id,) = one(run_dir, ADMITTED_GROUPS)
     lease = fetch_record(run_dir, "leases", "group_id = ? AND ended = 'delivered'", group_id)
     row_id = f"{group_id}.{lease['slot']}.{lease['epoch']}"
@@ -143,14 +143,14 @@ def issue_task_twice(run_dir: Path) -> str:
 
 
 def issue_another_task(run_dir: Path) -> str:
-    """The partition runs something else than home chose."""
+    """The partition runs another task than the coordinator issued."""
     group = fetch_record(run_dir, "groups", "state = 'open'")
     change(run_dir, "UPDATE groups SET ordinal = 999 WHERE group_id = ?", group["group_id"])
     return group["group_id"]
 
 
 def skip_an_issue(run_dir: Path) -> str:
-    """A task that rules skipped, and that was issued all the same."""
+    """A task that rules skipped but that was issued."""
     change(run_dir, "UPDATE sources SET skipped = 1")
     return "train"
 

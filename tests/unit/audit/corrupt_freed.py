@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payload given up too early. Each returns what the audit must name."""
+"""Payload freed too early. Each returns what the audit must name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def free(run_dir: Path, group_id: str) -> str:
 
 
 def free_batch(run_dir: Path, seq: int, *, checkpoint: int) -> str:
-    """All of a batch, its rows in a segment that is deleted already."""
+    """Free a full batch, its rows in a segment that is already deleted."""
     keep_checkpoint(run_dir, checkpoint)
     group_ids = [group["group_id"] for group in manifest(run_dir, seq)["groups"]]
     for group_id in group_ids:

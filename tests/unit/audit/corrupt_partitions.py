@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Violations between home and partition 1. Each returns what the audit must name. Those of a quiet
-run need both sides to know the same; those of a cut run need messages under way."""
+"""Violations between the coordinator and partition 1. Each returns what the audit must name. Some
+need a quiet run, with no messages in flight; others a cut run, with messages in flight."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def undelivered(run_dir: Path, kind: str) -> tuple[int, Record]:
 
 
 def forget_message(run_dir: Path, number: int) -> None:
-    """As if it had never been sent: those behind it move up."""
+    """As if it had never been sent: later messages move up."""
     change(run_dir, "DELETE FROM messages WHERE number = ?", number)
     with ledger(run_dir) as connection:
         connection.execute("UPDATE messages SET number = number - 1 WHERE number > ?", (number,))

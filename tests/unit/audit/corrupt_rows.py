@@ -59,7 +59,7 @@ def change_row_digest(run_dir: Path) -> str:
 
 
 def rewrite_behind_digest(run_dir: Path) -> str:
-    """A record with a fitting checksum that is not what was delivered."""
+    """A record with a valid checksum but other bytes than were delivered."""
     row_id = row_in_batch(run_dir, 1)
     row = fetch_record(run_dir, "rows", "row_id = ?", row_id)
     new = store(run_dir, row, {**payload(run_dir, row), "attempt": 9})
@@ -81,7 +81,7 @@ def damage_unacknowledged(run_dir: Path) -> str:
 
 
 def expire_lease_of_failed_row(run_dir: Path) -> str:
-    """Two ends for one lease: it expired, and its result was stored."""
+    """Two ends of one lease: it expired, but its result was stored."""
     row = fetch_record(run_dir, "rows", "outcome = 'failed'")
     where = "group_id = ? AND slot = ? AND epoch = ?"
     key = (row["group_id"], row["slot"], row["epoch"])
@@ -137,7 +137,7 @@ def sample_with_odd_log_prob(value: bytes) -> Callable[[Path], str]:
 
 
 def train_what_was_aborted(run_dir: Path) -> str:
-    """Slot 0 has an aborted turn beside its good one; it must not count."""
+    """Slot 0 has an aborted turn next to its good one; it must not count."""
     (row_id,) = one(run_dir, "SELECT row_id FROM rows WHERE slot = 0 AND reward IS NOT NULL")
     rewrite_payload(run_dir, row_id, lambda body: body["turns"][0].update(finish="stop"))
     return row_id

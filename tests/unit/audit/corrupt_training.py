@@ -41,7 +41,7 @@ def summary_of(run_dir: Path, group_id: str) -> Record:
 
 
 def reseal_with_another_group(run_dir: Path) -> str:
-    """Batch 3 with a group that was declined while it was sealed, just as old as the others."""
+    """Batch 3 with a group that was dropped while it was sealed, as old as the others."""
     (group_id,) = one(run_dir, "SELECT group_id FROM fates WHERE reason = 'outpaced'")
     other = summary_of(run_dir, group_id)
     rewrite_manifest(run_dir, 3, lambda body: body["groups"].__setitem__(0, other))
@@ -94,7 +94,7 @@ def change_sealed_work(run_dir: Path) -> str:
 
 
 def commit_twice_along_the_lineage(run_dir: Path) -> str:
-    """The second life commits a batch that the checkpoint it restored already holds."""
+    """The second incarnation commits a batch that its checkpoint already includes."""
     commit = fetch_record(run_dir, "commits", "seq = 2 AND incarnation = 1")
     insert(run_dir, "commits", commit | {"incarnation": 2})
     return "policy.2"
@@ -117,7 +117,7 @@ def count_a_skipped_batch(run_dir: Path) -> str:
 
 
 def fork_past_the_commits(run_dir: Path) -> str:
-    """The second life says that its checkpoint lacks a batch which the number counts."""
+    """The second incarnation claims a checkpoint without a batch that its number counts."""
     statement = "UPDATE incarnations SET seq = 1 WHERE incarnation = 2"
     change(run_dir, statement)
     return "policy@2"

@@ -75,7 +75,7 @@ def always_completed(grant: Grant) -> OutcomeKind:
 
 
 def some_failures(grant: Grant) -> OutcomeKind:
-    """Group 2 fails for good in one slot, some others at the first attempt; one hands back."""
+    """Group 2 fails for good in one slot, some others at the first attempt; one is released."""
     if grant.group_id == "p0-2" and grant.slot == 1:
         return OutcomeKind.FAILED
     if grant.epoch == 1 and (grant.group_id, grant.slot) in {("p0-3", 0), ("p0-7", 2)}:
@@ -89,7 +89,7 @@ def some_failures(grant: Grant) -> OutcomeKind:
 
 @dataclass(slots=True)
 class FakeNode:
-    """Leases, answers at once, and keeps the ids it was acknowledged, as a real node does."""
+    """Leases, delivers immediately, and logs the acknowledged ids, as a real node does."""
 
     service: DataflowService | PartitionService
     run_dir: Path
@@ -99,7 +99,7 @@ class FakeNode:
     held: list[Grant] = field(default_factory=list[Grant])
     live: tuple[LiveVersion, ...] = ()
     earlier: tuple[LiveVersion, ...] = ()
-    """What it served before the last load; answers in flight then have tokens of both."""
+    """The version before the last load; answers in flight then have tokens of both."""
     num_requests: int = 0
 
     async def join(self) -> None:
@@ -109,7 +109,7 @@ class FakeNode:
         await self.load()
 
     async def load(self) -> None:
-        """Serve what is wanted now."""
+        """Load the current target version."""
         wanted = self.service.host.gate.wanted
         self.earlier = self.live
         self.live = tuple(
@@ -134,7 +134,7 @@ class FakeNode:
         self.held += answer.grants
 
     async def deliver(self, *, across_load: bool = False) -> int:
-        """Answer all that it holds; with `across_load`, half of each answer by older weights."""
+        """Deliver all leased slots; with `across_load`, half of each answer by older weights."""
         rows = [self._answer(grant, across_load=across_load) for grant in self.held]
         self.held.clear()
         if not rows:
@@ -208,7 +208,7 @@ class FakeNode:
 
 @dataclass(slots=True)
 class FakeTrainer:
-    """Commits what it is given and publishes a manifest for every number."""
+    """Commits every batch and publishes a manifest for every number."""
 
     service: DataflowService
     run_dir: Path
@@ -313,7 +313,7 @@ class Run:
         raise AssertionError("no batch after 100 rounds")
 
     def restart_service(self) -> None:
-        """The next life of the service, over the same folder."""
+        """Restart the service in the same folder."""
         self.service.close()
         self.service = build(self.config, self.run_dir / "ledger")
         self.trainer.service = self.service
@@ -325,8 +325,8 @@ class Run:
 
 
 async def eventful_run(run_dir: Path, *, finish: bool = False, same_weights: bool = False) -> None:
-    """Failures, hand-backs, a replaced node, a restart, a skipped batch and a rewind over three
-    committed batches. Without `finish` it is left in the middle of its work."""
+    """Failures, releases, a replaced node, a restart, a skipped batch and a rewind over three
+    committed batches. Without `finish` it is stopped in the middle of its work."""
     run = Run(run_dir, small_config())
     run.trainer.makes_same_weights = same_weights
     await run.start()

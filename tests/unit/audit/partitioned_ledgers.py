@@ -28,7 +28,7 @@ from penstock.types import NodeId
 
 
 class FakeLink:
-    """Home as a partition calls it. Once cut, no answer arrives any more in either direction."""
+    """The coordinator as a partition calls it. Once cut, no response arrives in any direction."""
 
     def __init__(self, side: PartitionHandlers) -> None:
         self._side = side
@@ -57,7 +57,7 @@ class FakeLink:
 
 
 class PartitionedRun(Run):
-    """As Run, with partition 1 beside home's own and a node that serves it."""
+    """Like Run, with partition 1 in addition to the coordinator's own, and a node for it."""
 
     def __init__(self, run_dir: Path, config: RunConfig) -> None:
         super().__init__(run_dir, config, choose=always_completed)
@@ -81,7 +81,7 @@ class PartitionedRun(Run):
         await self.partition_node.join()
 
     async def exchange(self) -> None:
-        """Until neither side knows anything that the other lacks."""
+        """Wait until both sides have all messages."""
         await self._until(
             lambda: (
                 not self.service.router.links[1].unacknowledged(0)
@@ -95,7 +95,7 @@ class PartitionedRun(Run):
     async def _until(self, is_so: Callable[[], bool]) -> None:
         give_up_at = asyncio.get_running_loop().time() + 60
         while not is_so():
-            assert asyncio.get_running_loop().time() < give_up_at, "the link stands still"
+            assert asyncio.get_running_loop().time() < give_up_at, "the link is stalled"
             await asyncio.sleep(0.005)
 
     async def step(self, *, skipped: str = "", across_load: bool = False) -> bool:
@@ -121,8 +121,8 @@ class PartitionedRun(Run):
 
 
 async def synced_run(run_dir: Path) -> None:
-    """Left in the middle of its work, with nothing on its way between the partitions; some groups
-    of both are freed."""
+    """Stopped in the middle of its work, with no messages in flight; some groups of both partitions
+    are freed."""
     run = PartitionedRun(run_dir, small_config())
     await run.start()
     for _ in range(5):
@@ -135,8 +135,8 @@ async def synced_run(run_dir: Path) -> None:
 
 
 async def disconnected_run(run_dir: Path) -> None:
-    """The line was cut: home committed and issued what the partition never heard of, and groups
-    ended there that home never judged."""
+    """The link was cut: the partition did not receive the coordinator's last commits and groups,
+    and the coordinator did not judge groups that ended there."""
     run = PartitionedRun(run_dir, small_config())
     await run.start()
     for _ in range(2):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing into the files of a run behind the back of its service, digests made to fit.
+"""Changes the files of a run without its service, and adjusts the digests.
 
 Each takes the folder of a run and means home's ledger, or `partition_1(run_dir)` and means that of
 partition 1."""
@@ -22,7 +22,7 @@ ADMITTED_GROUPS = (
     "SELECT g.group_id FROM groups g JOIN fates f ON f.group_id = g.group_id "
     "WHERE g.state = 'closed' AND f.state = 'admitted'"
 )
-"""Groups that are complete and in no batch: spoiling one spoils nothing else."""
+"""Complete groups in no batch: corrupting one affects nothing else."""
 
 LEASE_IS_RUNNING = "(group_id, slot, epoch) NOT IN (SELECT group_id, slot, epoch FROM leases)"
 """Grants of one slot each whose lease has not ended."""
@@ -47,7 +47,7 @@ def ledger(run_dir: Path) -> Generator[sqlite3.Connection]:
 
 
 def one(run_dir: Path, query: str, *values: object) -> tuple[Any, ...]:
-    """The first result; a plant without a victim would prove nothing."""
+    """The first result; a corruption without a target would prove nothing."""
     with ledger(run_dir) as connection:
         found = connection.execute(query, values).fetchone()
     assert found is not None, f"no victim for {query} {values}"
@@ -76,11 +76,11 @@ def fetch_record(run_dir: Path, table: str, where: str, *values: object) -> Reco
 
 
 def split_grants(run_dir: Path) -> None:
-    """One for each slot, so that they can be changed alone."""
+    """One grant per slot, so that they can be changed separately."""
     with ledger(run_dir) as connection:
         connection.execute(
             "INSERT INTO grants WITH RECURSIVE one(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM one "
-            "WHERE n < 99) SELECT group_id, slot + n, epoch, 1, attempt, node_id, session, "
+            "WHERE n < 99) SELECT group_id, slot + n, epoch, 1, attempt, node_id, boot_id, "
             "request_id, granted_at, checksum FROM grants JOIN one ON n < num_slots"
         )
         connection.execute("UPDATE grants SET num_slots = 1")
@@ -111,7 +111,7 @@ def payload(run_dir: Path, row: Record) -> Record:
 
 
 def store(run_dir: Path, row: Record, body: Record) -> Record:
-    """The row with another payload, sound in itself; not yet in the ledger."""
+    """The row with another, valid payload; not in the ledger yet."""
     data = msgspec.msgpack.encode(body)
     number = 900
     header = struct.pack("<4sII", b"PSR1", len(data), crc32c.crc32c(data))
@@ -126,7 +126,7 @@ def store(run_dir: Path, row: Record, body: Record) -> Record:
 
 
 def rewrite_payload(run_dir: Path, row_id: str, edit: Callable[[Record], None]) -> None:
-    """Other content for a row, with every digest that names it made to fit."""
+    """Replace the content of a row and adjust every digest that covers it."""
     row = fetch_record(run_dir, "rows", "row_id = ?", row_id)
     body = payload(run_dir, row)
     edit(body)
@@ -162,7 +162,7 @@ def manifest(run_dir: Path, seq: int) -> Record:
 
 
 def rewrite_manifest(run_dir: Path, seq: int, edit: Callable[[Record], None]) -> None:
-    """Other content for a batch, under a digest that fits it."""
+    """Replace the content of a batch and adjust its digest."""
     content = manifest(run_dir, seq)
     edit(content)
     body = msgspec.msgpack.encode(content)

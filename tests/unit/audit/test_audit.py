@@ -41,7 +41,7 @@ def assert_passes(run_dir: Path) -> None:
 
 def test_stopped_run_passes(original: Path) -> None:
     assert_passes(original)
-    with ledger(original) as connection:  # the run is eventful enough to mean something
+    with ledger(original) as connection:  # the run has enough events to be meaningful
         ends = {end for (end,) in connection.execute("SELECT DISTINCT ended FROM leases")}
         fates = {f"{s}{r}" for s, r in connection.execute("SELECT state, reason FROM fates")}
     assert ends == {"delivered", "failed", "released", "expired"}
@@ -50,7 +50,7 @@ def test_stopped_run_passes(original: Path) -> None:
 
 @pytest.mark.parametrize("same_weights", [False, True], ids=["other weights", "bit-equal replay"])
 async def test_rewound_and_finished_run_passes(tmp_path: Path, same_weights: bool) -> None:
-    """Batches 3 to 5 are committed by both lives of the trainer; only the second counts."""
+    """Both incarnations of the trainer commit batches 3 to 5; only the second counts."""
     await eventful_run(tmp_path, finish=True, same_weights=same_weights)
     assert_passes(tmp_path)
     commits = one(tmp_path, "SELECT count(*), count(DISTINCT seq) FROM commits")
@@ -82,7 +82,7 @@ async def test_summary_reads_rewards_of_the_surviving_batches(tmp_path: Path) ->
 
 
 async def test_running_run_passes(tmp_path: Path) -> None:
-    """The service has the ledger open; what it wrote is still in its write-ahead log."""
+    """The service has the ledger open; its writes are still in the write-ahead log."""
     run = Run(tmp_path, small_config())
     await run.start()
     for _ in range(2):
@@ -102,7 +102,7 @@ async def test_killed_run_passes(tmp_path: Path) -> None:
     assert_passes(killed)
     assert summary(killed) == summary(tmp_path / "alive")
     (killed / "ledger" / "ledger.db-wal").unlink()
-    with pytest.raises(StoreError):  # what was acknowledged stood there
+    with pytest.raises(StoreError):  # the acknowledged rows were there
         audit(killed)
 
 
@@ -114,7 +114,7 @@ async def test_run_that_never_trained_passes(tmp_path: Path) -> None:
     assert (told.reward_first, told.reward_last, told.steps) == (None, None, 0)
 
 
-def test_torn_last_acknowledgement_is_no_loss(run_dir: Path) -> None:
+def test_torn_last_acknowledgement_is_ignored(run_dir: Path) -> None:
     with (run_dir / "acks" / "node-0.txt").open("a") as log:
         log.write("p0-17.")
     assert_passes(run_dir)
@@ -135,7 +135,7 @@ def test_run_without_weights_folder_passes(run_dir: Path) -> None:
     assert_passes(run_dir)
 
 
-def test_versions_that_nobody_needs_may_be_gone(run_dir: Path) -> None:
+def test_unneeded_versions_may_be_deleted(run_dir: Path) -> None:
     """A trainer that could restore number 4 at the earliest, and rows that are one version old."""
     retained = {"policy": "policy", "incarnation": 1, "retained": "[[4,4],[5,5]]", "at": 0}
     insert(run_dir, "checkpoints", retained)
@@ -147,7 +147,7 @@ def test_versions_that_nobody_needs_may_be_gone(run_dir: Path) -> None:
         assert found.ok is not is_needed
 
 
-def test_folder_without_a_run_is_refused(tmp_path: Path, run_dir: Path) -> None:
+def test_folder_without_a_run_is_rejected(tmp_path: Path, run_dir: Path) -> None:
     with pytest.raises(StoreError, match=r"config\.yaml"):
         audit(tmp_path)
     shutil.rmtree(run_dir / "ledger")
@@ -155,7 +155,7 @@ def test_folder_without_a_run_is_refused(tmp_path: Path, run_dir: Path) -> None:
         audit(run_dir)
 
 
-def test_newer_and_damaged_ledgers_are_refused(run_dir: Path) -> None:
+def test_newer_and_damaged_ledgers_are_rejected(run_dir: Path) -> None:
     change(run_dir, "UPDATE rows SET slot = 'two' WHERE slot = 2")
     with pytest.raises(StoreError, match="table rows"):
         audit(run_dir)
@@ -167,17 +167,17 @@ def test_newer_and_damaged_ledgers_are_refused(run_dir: Path) -> None:
         audit(run_dir)
 
 
-def test_freed_payload_may_be_gone(run_dir: Path) -> None:
+def test_freed_payload_may_be_deleted(run_dir: Path) -> None:
     """Batch 1 is committed and behind the only checkpoint; its rows were acknowledged."""
     free_batch(run_dir, 1, checkpoint=1)
     gone = one(run_dir, "SELECT count(*) FROM rows WHERE segment = 77")
-    assert gone >= (12,), "their segment is no more"
+    assert gone >= (12,), "their segment is deleted"
     assert_passes(run_dir)
     assert summary(run_dir).lost == 0
 
 
 def test_a_ledger_of_format_1_is_read(run_dir: Path) -> None:
-    """Tables and columns that came later are missing, and what manifests tell of them."""
+    """Without the tables, columns and manifest fields that were added later."""
 
     def as_it_was(body: Record) -> None:
         for group in body["groups"]:
@@ -191,7 +191,7 @@ def test_a_ledger_of_format_1_is_read(run_dir: Path) -> None:
     running_lease(run_dir)
     with ledger(run_dir) as connection:
         connection.execute(
-            "INSERT INTO leases SELECT group_id, slot, epoch, attempt, node_id, session, "
+            "INSERT INTO leases SELECT group_id, slot, epoch, attempt, node_id, boot_id, "
             f"request_id, granted_at, '', 0.0, '', 0 FROM grants WHERE {LEASE_IS_RUNNING}"
         )
         connection.execute("DROP TABLE grants")
@@ -207,8 +207,8 @@ def test_a_ledger_of_format_1_is_read(run_dir: Path) -> None:
 
 
 def test_survivors_may_close_without_all(run_dir: Path) -> None:
-    """The same ledger under another closing policy: members that failed for good, were cut while
-    they ran or before they started are excused, as long as enough remain."""
+    """The same ledger with another closing policy: members that failed for good or were cancelled
+    are excused while enough remain."""
     (group_id,) = one(run_dir, ADMITTED_GROUPS)
     split_grants(run_dir)
     for table in ("grants", "leases"):
@@ -229,10 +229,10 @@ def test_survivors_may_close_without_all(run_dir: Path) -> None:
         assert {check.name for check in report.checks if not check.ok} <= {"slots"}
     path.write_text(text.replace("closing: complete", "closing: {survivors: {min: 1}}"))
     change(run_dir, "UPDATE leases SET ended = 'cancelled' WHERE ended = 'truncated'")
-    assert not audit(run_dir).ok, "a lease is cancelled only with its whole group"
+    assert not audit(run_dir).ok, "a lease is cancelled only with its group"
 
 
-def test_payload_may_lie_in_a_blob(run_dir: Path) -> None:
+def test_payload_may_be_a_blob(run_dir: Path) -> None:
     row = fetch_record(run_dir, "rows", "row_id = ?", row_in_batch(run_dir, 1))
     start = row["offset"] + 12
     data = segment(run_dir, row["segment"]).read_bytes()[start : start + row["length"]]
@@ -249,7 +249,7 @@ def test_payload_may_lie_in_a_blob(run_dir: Path) -> None:
 
 
 def test_payload_moved_while_the_audit_reads_is_found(run_dir: Path) -> None:
-    """Compaction of a running service: one row lies elsewhere by now, one is freed and gone."""
+    """Compaction by a running service: one row was moved, one is freed and deleted."""
     folder = run_dir / "ledger"
     with open_ledger(folder) as moment:
         before = moment.rows()
@@ -266,8 +266,8 @@ def test_payload_moved_while_the_audit_reads_is_found(run_dir: Path) -> None:
     assert any(content.damage for content in contents.values()), "the others really are gone"
 
 
-async def test_row_of_two_lives_is_as_old_as_its_oldest_token(tmp_path: Path) -> None:
-    """Tokens by 1.5 and 2.4, where life 2 started from number 4 and makes number 5 again."""
+async def test_row_of_two_incarnations_is_as_old_as_its_oldest_token(tmp_path: Path) -> None:
+    """Tokens by 1.5 and 2.4: incarnation 2 started from number 4 and reproduces number 5."""
     run = Run(tmp_path, small_config(), choose=always_completed)
     run.trainer.makes_same_weights = True
     await run.start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run with a second partition: lawful whatever is under way, and every violation has a name."""
+"""A run with a second partition passes with messages in flight, and every violation is found."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_quiet_run_passes(quiet: Path) -> None:
 
 
 def test_cut_run_passes(cut: Path) -> None:
-    """Facts under way are lawful in both directions, and each kind is really there."""
+    """Messages in flight are allowed in both directions, and each kind occurs."""
     assert_passes(cut)
     for path, kind in ((cut, "IssueGroup"), (cut, "Committed"), (partition_1(cut), "GroupEnded")):
         corrupt_partitions.undelivered(path, kind)
@@ -83,7 +83,7 @@ def test_cut_run_passes(cut: Path) -> None:
 
 
 async def test_running_run_passes(tmp_path: Path) -> None:
-    """Read again and again while both partitions and their link are at work."""
+    """Read repeatedly while both partitions and their link are working."""
     run = PartitionedRun(tmp_path, small_config())
     await run.start()
     steps = asyncio.create_task(_steps(run, 6))
@@ -95,7 +95,7 @@ async def test_running_run_passes(tmp_path: Path) -> None:
     await run.stop()
 
 
-async def test_partitions_may_be_ahead_of_the_first_look_at_home_only(
+async def test_partitions_may_be_ahead_of_the_first_read_of_the_coordinator_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ledgers of two moments of one run, in the order a slow audit would read them."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that serve groups again and give payload back pass the audit; the same ledgers under a file
-that allows neither do not."""
+"""Runs that replay groups and free payload pass the audit; the same ledgers fail with a config that
+allows neither."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def failed(report: AuditReport) -> set[str]:
     return {check.name for check in report.checks if not check.ok}
 
 
-async def test_groups_served_again_are_lawful_as_often_as_the_rule_says(tmp_path: Path) -> None:
+async def test_groups_may_be_replayed_as_often_as_the_rule_allows(tmp_path: Path) -> None:
     rule = {"replay": "newest", "ratio": 0.4, "max_uses": 2, "max_staleness": 3}
     config = with_rules(RuleConfig.model_validate(rule))
     run = Run(tmp_path, config, choose=always_completed)
@@ -45,8 +45,9 @@ async def test_groups_served_again_are_lawful_as_often_as_the_rule_says(tmp_path
     assert report.summary.trained_twice > 0
 
 
-async def test_a_run_gives_payload_back_and_stays_whole(tmp_path: Path) -> None:
-    """Behind its checkpoints everything goes; the next life serves what is left, byte for byte."""
+async def test_a_run_frees_payload_and_stays_intact(tmp_path: Path) -> None:
+    """Everything older than its checkpoints is freed; after a restart the rest is served, byte for
+    byte."""
     segments_folder = tmp_path / "ledger" / "segments"
     run = Run(tmp_path, small_config(), choose=always_completed)
     await run.start()
@@ -58,7 +59,7 @@ async def test_a_run_gives_payload_back_and_stays_whole(tmp_path: Path) -> None:
         await Compactor(run.service.process.ledger, bytes_per_s=1e12).sweep()
     assert one(tmp_path, "SELECT count(*) FROM freed")[0] >= 5 * 3
     left = segments.sizes(segments_folder)
-    assert len(left) <= 3, "six lives, each with a segment of its own"
+    assert len(left) <= 3, "six starts, each with a separate segment"
     rows = await run.service.trainers.rows("policy", 6)
     assert all(row.payload is not None for row in rows.rows)
     run.close()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same sound run, had a stage scored its rows: delivered without a reward, which is a column
-then."""
+"""The same intact run as if a stage had scored its rows: the reward is a column."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ def configure(run_dir: Path, stages: list[Record]) -> None:
 
 
 def _strip_rewards(run_dir: Path, connection: sqlite3.Connection) -> dict[str, str]:
-    """Payload and rows without rewards, which become columns; the new digests by row."""
+    """Move rewards from payload and rows to columns; returns the new digests by row."""
     digests: dict[str, str] = {}
     query = "SELECT row_id, segment, offset, length, reward FROM rows WHERE reward IS NOT NULL"
     found = connection.execute(query).fetchall()
@@ -114,7 +113,7 @@ def test_rows_scored_by_a_stage_pass(staged: Path) -> None:
         ("notes", "failed = 'overdue', digest = ''"),
     ],
 )
-def test_sealed_rows_have_the_columns_that_stand(staged: Path, name: str, change_to: str) -> None:
+def test_sealed_rows_match_their_columns(staged: Path, name: str, change_to: str) -> None:
     row_id = row_in_batch(staged, 2)
     statement = f"UPDATE columns SET {change_to} WHERE row_id = ? AND name = ?"
     change(staged, statement, row_id, name)

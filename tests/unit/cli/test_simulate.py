@@ -47,7 +47,7 @@ def test_other_rules_stand_beside_the_record(
     assert lines[0].split() == ["recorded", "with", "new.yaml"]
     [refused] = [line for line in lines if "reward_range" in line]
     assert refused.split()[1] == "0" and int(refused.split()[6]) > 0
-    assert "batches of the record are missing" in out
+    assert "recorded batches are missing" in out
 
 
 @pytest.mark.parametrize(

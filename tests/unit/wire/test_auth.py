@@ -11,7 +11,7 @@ from penstock.wire.auth import Audience, Role, Signer, Verifier
 from penstock.wire.serving import Tls, require_tls_off_loopback
 
 
-def test_a_token_says_who_calls_and_only_where_it_may(tmp_path: Path) -> None:
+def test_a_token_identifies_its_caller_and_is_limited_to_its_audiences(tmp_path: Path) -> None:
     signer = Signer.create(tmp_path, "run")
     token = signer.mint(Role.ROLLOUT, [Audience.DATAFLOW], ttl_s=60, subject="laptop")
     verifier = Verifier.read(tmp_path, run="run", audience=Audience.DATAFLOW)
@@ -32,7 +32,7 @@ def test_a_token_that_was_valid_expires(tmp_path: Path) -> None:
         verifier.verify(token, now=expires_at)
 
 
-def test_every_changed_character_is_noticed(tmp_path: Path) -> None:
+def test_every_changed_character_is_detected(tmp_path: Path) -> None:
     signer = Signer.create(tmp_path, "run")
     verifier = signer.verifier(Audience.DATAFLOW)
     token = signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=60)
@@ -46,12 +46,12 @@ def test_every_changed_character_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "token", ["", ".", "penstock1", "penstock1..", "x" * 10_000, "penstock1.é.é"]
 )
-def test_rubbish_is_unauthorized(tmp_path: Path, token: str) -> None:
+def test_an_invalid_token_is_unauthorized(tmp_path: Path, token: str) -> None:
     with pytest.raises(Unauthorized):
         Signer.create(tmp_path, "run").verifier(Audience.DATAFLOW).verify(token)
 
 
-def test_the_signing_key_is_for_its_owner_and_made_once(tmp_path: Path) -> None:
+def test_the_signing_key_is_private_and_created_once(tmp_path: Path) -> None:
     first = Signer.create(tmp_path, "run").mint(Role.READER, [Audience.DATAFLOW], ttl_s=60)
     assert stat.S_IMODE((tmp_path / "signing.key").stat().st_mode) == 0o600
     Signer.create(tmp_path, "run").verifier(Audience.DATAFLOW).verify(first)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call survives outages and hears what a service says about retrying."""
+"""A call survives outages and honours Retry-After."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Echo:
 
 @dataclass(slots=True)
 class FlakyHandler:
-    """Raises its next complaint, if any is left."""
+    """Raises its next error, if any is left."""
 
     pending_errors: list[WireError]
     calls: int = 0
@@ -57,7 +57,7 @@ def flaky_service(
         yield handler, url, signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=60)
 
 
-def test_passing_trouble_is_sat_out(tmp_path: Path) -> None:
+def test_transient_errors_are_retried(tmp_path: Path) -> None:
     trouble = [WireError("oops"), Busy("later", retry_after_s=0.3), Unreachable("not yet")]
     with flaky_service(tmp_path, *trouble) as (handler, url, token):
         caller = ServiceClient(url, token)
@@ -67,7 +67,7 @@ def test_passing_trouble_is_sat_out(tmp_path: Path) -> None:
         caller.close()
 
 
-def test_a_verdict_is_not_repeated(tmp_path: Path) -> None:
+def test_permanent_errors_are_not_retried(tmp_path: Path) -> None:
     with flaky_service(tmp_path, Fenced("you were replaced")) as (handler, url, token):
         caller = ServiceClient(url, token)
         with pytest.raises(Fenced, match="you were replaced"):
@@ -76,10 +76,10 @@ def test_a_verdict_is_not_repeated(tmp_path: Path) -> None:
         caller.close()
 
 
-async def test_nobody_there_is_told_after_the_deadline(tmp_path: Path) -> None:
+async def test_a_missing_service_is_reported_after_the_deadline(tmp_path: Path) -> None:
     caller = AsyncServiceClient("http://127.0.0.1:9", "token")
     started = time.monotonic()
-    with pytest.raises(Unreachable, match="is the service running"):
+    with pytest.raises(Unreachable, match="check that the service is running"):
         await caller.call("POST", "/v1/echo", Echo(text="hi"), Echo, deadline_s=0.5)
     assert time.monotonic() - started < 30
     await caller.close()

@@ -32,19 +32,19 @@ def test_an_endless_head_is_refused(tmp_path: Path, kind: str) -> None:
         with socket.create_connection((str(address.hostname), address.port or 0), 10) as caller:
             caller.settimeout(5)
             caller.sendall(begin)
-            with suppress(ConnectionError):  # refused in the middle of it
+            with suppress(ConnectionError):  # rejected in the middle of it
                 for _ in range(2 * MAX_HEADER_BYTES // len(more)):
                     caller.sendall(more)
                 while caller.recv(1 << 16):  # a connection that stays open ends in a TimeoutError
                     pass
 
 
-def test_long_heads_and_long_bodies_are_served(tmp_path: Path) -> None:
+def test_long_headers_and_long_bodies_are_accepted(tmp_path: Path) -> None:
     app = build_app([], Signer.create(tmp_path, "run").verifier(Audience.DATAFLOW), title="test")
     with serving(app) as url:
         address = urlsplit(url)
         with socket.create_connection((str(address.hostname), address.port or 0), 10) as caller:
-            for _ in range(3):  # over one connection, so that each head is counted for itself
+            for _ in range(3):  # over one connection, so that each request is counted separately
                 body = b"b" * (2 * MAX_HEADER_BYTES)
                 size = b"content-length: %d\r\n" % len(body)
                 caller.sendall(LINE + b"x-long: " + b"y" * (MAX_HEADER_BYTES // 2) + b"\r\n")

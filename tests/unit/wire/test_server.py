@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint itself, spoken to in ASGI: what no well-behaved HTTP client would send."""
+"""The endpoint called through ASGI, with requests that a well-behaved client would not send."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ PATHS = pytest.mark.parametrize("path", ["/fixed", "/named/x"], ids=["fixed", "n
 
 
 @PATHS
-async def test_a_body_may_come_in_pieces(app: Starlette, signer: Signer, path: str) -> None:
+async def test_a_body_may_arrive_in_chunks(app: Starlette, signer: Signer, path: str) -> None:
     body = encode(Health(status="hello"))
     status, _, answer = await send_request(
         app, path, auth_headers(signer), [body[:3], body[3:7], body[7:]]
@@ -90,7 +90,7 @@ async def test_a_body_without_a_length_is_limited_too(
     status, _, answer = await send_request(
         app, path, auth_headers(signer), [b"x" * 60, b"x" * 60, b""]
     )
-    assert status == 413 and b"over 100 bytes" in answer
+    assert status == 413 and b"100 bytes" in answer
 
 
 @PATHS
@@ -105,17 +105,17 @@ async def test_the_first_of_two_credentials_counts(
 
 
 @PATHS
-async def test_a_refusal_says_when_to_come_back(app: Starlette, signer: Signer, path: str) -> None:
+async def test_a_busy_response_has_retry_after(app: Starlette, signer: Signer, path: str) -> None:
     body = [encode(Health(status="busy"))]
     status, headers, _ = await send_request(app, path, auth_headers(signer), body)
     assert (status, headers[b"retry-after"]) == (429, b"0.5")
 
 
 @PATHS
-async def test_a_caller_who_hangs_up_is_no_error(app: Starlette, signer: Signer, path: str) -> None:
+async def test_a_disconnect_is_not_an_error(app: Starlette, signer: Signer, path: str) -> None:
     assert (await send_request(app, path, auth_headers(signer), []))[0] == 499
 
 
 @pytest.mark.parametrize("path", ["/named", "/named/", "/named/x/y", "/fixed/", "named/x"])
-async def test_what_fits_no_route_is_nobodys(app: Starlette, signer: Signer, path: str) -> None:
+async def test_an_unknown_route_is_not_found(app: Starlette, signer: Signer, path: str) -> None:
     assert (await send_request(app, path, auth_headers(signer), [b""]))[0] == 404

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that are sent while they are made."""
+"""Streamed responses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def token(signer: Signer) -> str:
 
 
 @pytest.mark.parametrize("is_announced", [False, True])
-def test_the_pieces_are_one_body(signer: Signer, is_announced: bool) -> None:
+def test_the_chunks_form_one_body(signer: Signer, is_announced: bool) -> None:
     async def made() -> AsyncGenerator[bytes | memoryview]:
         for number in range(8):
             yield memoryview(bytearray([number]) + PIECE)
@@ -50,7 +50,7 @@ def test_the_pieces_are_one_body(signer: Signer, is_announced: bool) -> None:
             assert ("content-length" in answer.headers) is is_announced
 
 
-def test_nothing_is_made_for_a_caller_who_hung_up(signer: Signer) -> None:
+def test_a_stream_stops_when_the_caller_disconnects(signer: Signer) -> None:
     ended = threading.Event()
 
     async def endless() -> AsyncGenerator[bytes | memoryview]:

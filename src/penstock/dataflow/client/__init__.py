@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How other services talk to the dataflow. Imports no storage."""
+"""Clients of the dataflow service. Imports no storage."""

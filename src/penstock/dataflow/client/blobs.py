@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The claim check for what is too large for a call: bytes go ahead under their digest, resumed
-where an earlier upload stopped; then a small record names them."""
+"""Uploads values that are too large for a call: first the bytes, under their digest and resumable,
+then a small record that references them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.wire.client import AsyncServiceClient
 from penstock.wire.codec import decode
 
 INLINE_BYTES = 1 << 20
-"""What is longer goes ahead as a blob."""
+"""Longer values are uploaded as blobs."""
 PIECE_BYTES = 4 << 20
 
 
 async def put_blob(
     caller: AsyncServiceClient, data: bytes | memoryview, *, deadline_s: float
 ) -> BlobRef:
-    """Goes on where an earlier upload of the same bytes stopped."""
+    """Upload a blob; resumes an earlier upload of the same bytes."""
     digest = await asyncio.to_thread(lambda: blake3(data).hexdigest())
     path = f"/v1/blobs/{digest}"
     state = await caller.call("GET", f"{path}/state", None, BlobState, deadline_s=deadline_s)
@@ -35,7 +35,7 @@ async def put_blob(
                 caller, f"{path}?offset={offset}&size={len(data)}", piece, deadline_s
             )
         except (BadRequest, Conflict):
-            if not may_restart:  # what lay there was damaged, and is gone now
+            if not may_restart:  # a damaged partial upload is deleted and may be restarted once
                 raise
             may_restart = False
             state = BlobState(held_bytes=0, complete=False)
@@ -55,5 +55,5 @@ async def get_blob(caller: AsyncServiceClient, ref: BlobRef, *, deadline_s: floa
     answer = await caller.request("GET", path, deadline_s=deadline_s, timeout_s=120.0)
     found = await asyncio.to_thread(lambda: blake3(answer.content).hexdigest())
     if found != ref.digest:
-        raise BadRequest(f"blob {ref.digest} came with digest {found}; it is damaged there")
+        raise BadRequest(f"blob {ref.digest} is damaged on the server: it has digest {found}")
     return answer.content

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How other services reach the dataflow: one client per role, typed, patient over outages."""
+"""Typed clients of the dataflow service, one per role. They retry during outages."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from penstock.types import NodeId, PolicyName, RowId, Turn
 from penstock.wire.client import RETRY_DEADLINE_S, AsyncServiceClient, ServiceClient
 
 HEARTBEAT_TIMEOUT_S = 4.0
-"""Well under any ttl: one lost packet must not cost a node its leases."""
+"""Well below any ttl, so that one lost packet does not cost a node its leases."""
 ROWS_TIMEOUT_S = 120.0
 LEAVE_S = 5.0
-"""A leaving node waits no longer for a service that is away: its leases expire by themselves."""
+"""A leaving node does not wait longer for an unreachable service; its leases expire anyway."""
 
 
 class NodeClient:
-    """A rollout node's side of the contract."""
+    """Calls of a rollout node."""
 
     def __init__(self, url: str, token: str) -> None:
         self._caller = AsyncServiceClient(url, token)
@@ -94,8 +94,8 @@ class NodeClient:
     async def deliver(
         self, body: DeliveryRequest, *, deadline_s: float = RETRY_DEADLINE_S
     ) -> DeliveryAnswer:
-        """What is too large for a call goes ahead as a blob."""
-        deliveries = [await self._checked(delivery, deadline_s) for delivery in body.deliveries]
+        """Deliver trajectories; large ones are uploaded as blobs first."""
+        deliveries = [await self._upload(delivery, deadline_s) for delivery in body.deliveries]
         body = replace(body, deliveries=tuple(deliveries))
         path = "/v1/trajectories"
         return await self._caller.call("POST", path, body, DeliveryAnswer, deadline_s=deadline_s)
@@ -110,7 +110,7 @@ class NodeClient:
         answer = await self._caller.call("GET", path, None, TurnsAnswer, deadline_s=deadline_s)
         return answer.turns
 
-    async def _checked(self, delivery: Delivery, deadline_s: float) -> Delivery:
+    async def _upload(self, delivery: Delivery, deadline_s: float) -> Delivery:
         if len(delivery.payload) <= INLINE_BYTES:
             return delivery
         ref = await put_blob(self._caller, delivery.payload, deadline_s=deadline_s)
@@ -118,7 +118,7 @@ class NodeClient:
 
 
 class TrainerClient:
-    """A trainer's side of the contract: six calls and a look."""
+    """Calls of a trainer."""
 
     def __init__(
         self, url: str, token: str, *, is_stopping: Callable[[], bool] = lambda: False
@@ -146,20 +146,19 @@ class TrainerClient:
     def rows(
         self, policy: PolicyName, seq: int, indexes: Sequence[int] | None = None
     ) -> RowsAnswer:
-        """Rows at these places of the manifest (None: all), each from the partition that holds
-        it."""
+        """Rows at these indexes of the manifest (None for all), each from its partition."""
         path = f"/v1/batches/{policy}.{seq}/rows"
         body = BatchRowsRequest(indexes=None if indexes is None else tuple(indexes))
         answer = self._caller.call("POST", path, body, RowsAnswer, timeout_s=ROWS_TIMEOUT_S)
-        far: dict[str, list[RowId]] = {}
+        remote: dict[str, list[RowId]] = {}
         for row in answer.rows:
             if row.at:
-                far.setdefault(row.at, []).append(row.row_id)
-        if not far:
+                remote.setdefault(row.at, []).append(row.row_id)
+        if not remote:
             return answer
         fetched = {
             row.row_id: row
-            for url, row_ids in far.items()
+            for url, row_ids in remote.items()
             for row in self._partition(url)
             .call(
                 "POST",
@@ -194,7 +193,7 @@ class TrainerClient:
 
 
 class StatusClient:
-    """For people and panels; gives up soon, because somebody is watching."""
+    """Read-only calls for the command line; gives up quickly because a person is waiting."""
 
     def __init__(self, url: str, token: str, *, patience_s: float = 2.0) -> None:
         self._caller = ServiceClient(url, token)

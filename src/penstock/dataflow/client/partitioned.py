@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout node's calls spread over every partition of a run: beats go to all, leases come from
-whoever has work, results go where their slot lies.
+"""A rollout node's client for a run with several partitions: heartbeats go to all, leases come from
+any partition that has work, results go to the partition of their slot.
 
-To the node it looks like one service. The partitions are learnt from home's answers, so a URL and
-a token are still all that a joiner needs.
+To the node it looks like one service. The coordinator's responses list the partitions, so a URL and
+a token are still enough to join.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from penstock.types import NodeId, RowId, Turn
 
 COORDINATOR = 0
 RETRY_HEARTBEAT_S = 2.0
-"""Well under any ttl."""
+"""Well below any ttl."""
 POLL_S = 2.0
-"""With several partitions a poll is held open so long at one before the others are asked."""
+"""How long to wait for work at one partition before polling the others."""
 
 
 class PartitionedNodeClient:
@@ -44,7 +44,7 @@ class PartitionedNodeClient:
         self._clients = {COORDINATOR: NodeClient(url, token)}
         self._urls = {COORDINATOR: url}
         self._retired: list[NodeClient] = []
-        """Of partitions that moved or are gone: a call may still be on its way there."""
+        """Clients of partitions that moved or were removed; they may still have calls in flight."""
         self._register: RegisterRequest | None = None
         self._turn = 0
 
@@ -64,16 +64,17 @@ class PartitionedNodeClient:
         return registered
 
     async def _join(self, client: NodeClient) -> None:
-        """A partition that is away gets to know this node by a later heartbeat."""
-        assert self._register is not None, "home comes first"
+        """Register at a partition. If it is unreachable, a later heartbeat registers."""
+        assert self._register is not None, "register at the coordinator first"
         with suppress(Unreachable):
             await client.register(self._register, deadline_s=RETRY_HEARTBEAT_S)
 
     async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> HeartbeatAnswer:
-        """Home's answer. While home is away the others go on hearing from this node. Home alone
-        says which life of a node is the current one: a partition that still knows the last one was
-        away when this one began, and is told once home has answered."""
-        asking = asyncio.create_task(self._clients[COORDINATOR].heartbeat(node_id, body))
+        """Returns the coordinator's response. While the coordinator is unreachable, the partitions
+        still get heartbeats. Only the coordinator decides which boot_id of a node is current: a
+        partition with an older one missed the registration, and gets it after the coordinator has
+        responded."""
+        pending = asyncio.create_task(self._clients[COORDINATOR].heartbeat(node_id, body))
         stop: list[RowId] = []
         outdated: set[NodeClient] = set()
         try:
@@ -82,24 +83,24 @@ class PartitionedNodeClient:
                     self._heartbeat_at(self._clients[i], node_id, body, outdated)
                     for i in self._remote_indexes()
                 ]
-                for told in await asyncio.gather(*beats):
-                    stop += told
-                await asyncio.wait({asking}, timeout=RETRY_HEARTBEAT_S)
-                if asking.done():
+                for row_ids in await asyncio.gather(*beats):
+                    stop += row_ids
+                await asyncio.wait({pending}, timeout=RETRY_HEARTBEAT_S)
+                if pending.done():
                     break
         finally:
-            asking.cancel()
-            await asyncio.wait({asking})
-        answer = asking.result()
+            pending.cancel()
+            await asyncio.wait({pending})
+        answer = pending.result()
         await asyncio.gather(*map(self._join, outdated))
         await self._update_partitions(answer.partitions)
-        told = (*answer.orders.stop, *stop)
-        return replace(answer, orders=replace(answer.orders, stop=told))
+        all_stopped = (*answer.orders.stop, *stop)
+        return replace(answer, orders=replace(answer.orders, stop=all_stopped))
 
     async def _heartbeat_at(
         self, client: NodeClient, node_id: NodeId, body: Heartbeat, outdated: set[NodeClient]
     ) -> tuple[RowId, ...]:
-        """What this partition wants stopped. One that is away for a moment is asked again soon."""
+        """Rows that the node must stop at this partition's request; none if it is unreachable."""
         try:
             answer = await client.heartbeat(node_id, body, deadline_s=RETRY_HEARTBEAT_S)
         except NotFound:
@@ -120,7 +121,7 @@ class PartitionedNodeClient:
                 raise outcome
 
     async def _update_partitions(self, partitions: Iterable[PartitionAddress]) -> None:
-        """Follow home's list: join what is new or has moved, forget what is gone."""
+        """Apply the coordinator's list: join new and moved partitions, drop removed ones."""
         named = {partition.index: partition.url for partition in partitions}
         for index in [i for i in self._remote_indexes() if named.get(i) != self._urls[i]]:
             self._retired.append(self._clients.pop(index))
@@ -136,7 +137,7 @@ class PartitionedNodeClient:
     # --- work ---------------------------------------------------------------------------------
 
     async def lease(self, body: LeaseRequest) -> LeaseAnswer:
-        """Ask each partition once; if none has work, wait at one of them."""
+        """Try each partition once; if none has work, wait at one of them."""
         if not self._remote_indexes():
             return await self._clients[COORDINATOR].lease(body)
         indices = sorted(self._clients)
@@ -149,18 +150,18 @@ class PartitionedNodeClient:
         return await self._lease_at(indices[start], replace(body, wait_s=min(POLL_S, body.wait_s)))
 
     async def _lease_at(self, index: int, body: LeaseRequest) -> LeaseAnswer:
-        """One that is away, home included, holds up nobody: the others have work too."""
-        client = self._clients.get(index)  # home may have given it up meanwhile
+        """No grants if the partition is unreachable, so that the others are tried."""
+        client = self._clients.get(index)  # the coordinator may have removed it meanwhile
         if client is not None:
-            # This life is not known there yet, or no more; the next heartbeat joins, or tells.
+            # This boot_id may be unknown or outdated there; the next heartbeat resolves it.
             unknown = (NotFound,) if index == COORDINATOR else (NotFound, Fenced)
             with suppress(Unreachable, *unknown):
                 return await client.lease(body, deadline_s=body.wait_s + RETRY_HEARTBEAT_S)
         return LeaseAnswer(tasks=(), grants=(), orders=NodeDirectives(wanted=()))
 
     async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
-        """A call lasts until all partitions it is for have answered; who must not wait for one
-        that is away calls for each apart."""
+        """Returns when every partition concerned has responded. Make a separate call per partition
+        to avoid waiting for an unreachable one."""
         row_ids = [*(delivery.row_id for delivery in body.deliveries), *body.released]
         places = dict.fromkeys(map(_partition_of, row_ids))
         answers = await asyncio.gather(
@@ -175,24 +176,24 @@ class PartitionedNodeClient:
         )
 
     async def record(self, body: RecordRequest) -> None:
-        """Tried at each partition once: what does not arrive is only generated again."""
-        for place in dict.fromkeys(_partition_of(turn.row_id) for turn in body.turns):
-            told = tuple(turn for turn in body.turns if _partition_of(turn.row_id) == place)
-            client = self._clients.get(place)
+        """Best effort, once per partition: a lost turn only has to be generated again."""
+        for index in dict.fromkeys(_partition_of(turn.row_id) for turn in body.turns):
+            turns = tuple(turn for turn in body.turns if _partition_of(turn.row_id) == index)
+            client = self._clients.get(index)
             if client is not None:
                 with suppress(WireError):
-                    await client.record(replace(body, turns=told), deadline_s=RETRY_HEARTBEAT_S)
+                    await client.record(replace(body, turns=turns), deadline_s=RETRY_HEARTBEAT_S)
 
     async def recorded(self, node_id: NodeId, row_id: RowId) -> tuple[Turn, ...]:
-        """Nothing, when the partition does not say in time."""
+        """Empty if the partition does not respond in time."""
         client = self._clients.get(_partition_of(row_id), self._clients[COORDINATOR])
         with suppress(WireError):
             return await client.recorded(node_id, row_id, deadline_s=RETRY_HEARTBEAT_S)
         return ()
 
     async def _deliver_at(self, index: int, part: DeliveryRequest) -> DeliveryAnswer:
-        """Tried again while the partition is away, where it has moved to, and at home when it is
-        gone: home refuses what is not its own."""
+        """Retries while the partition is unreachable, follows it if it moves, and falls back to the
+        coordinator if it is removed; the coordinator rejects rows of other partitions."""
         while index in self._remote_indexes():
             with suppress(Unreachable):
                 return await self._clients[index].deliver(part, deadline_s=RETRY_HEARTBEAT_S)
@@ -205,7 +206,7 @@ def _partition_of(row_id: RowId) -> int:
 
 
 def _for_partition(body: DeliveryRequest, index: int) -> DeliveryRequest:
-    """What of it belongs to this partition."""
+    """The part of a request that belongs to this partition."""
     return replace(
         body,
         deliveries=tuple(d for d in body.deliveries if _partition_of(d.row_id) == index),

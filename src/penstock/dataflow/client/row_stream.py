@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's side of a reader: rows one after another, leases kept alive while it works.
+"""A worker of a reader: streams rows and renews their leases while it works.
 
-Remembers nothing between two lives: what it did not finish comes again, to it or to another.
+Stateless across restarts: a row that it did not finish is delivered again, to it or to another
+worker.
 """
 
 from __future__ import annotations
@@ -40,21 +41,23 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 ColumnValue = float | bytes
-"""What a column holds, whatever its size."""
+"""The value of a column, of any size."""
 WAIT_S = 20.0
 LEAVE_S = 3.0
-"""A leaving worker waits no longer: its leases expire by themselves."""
+"""A leaving worker does not wait longer to return its rows; the leases expire anyway."""
 
 
 class FetchedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row as returned by `RowsClient.get`, with blobs resolved."""
+
     key: RowId
     columns: Mapping[str, ColumnValue]
-    """Those that are there; a column nobody wrote yet is absent."""
+    """Existing columns; a column that was not written yet is absent."""
     failed: Mapping[str, FailedColumn]
 
 
 class RowCalls(Protocol):
-    """What a reader needs of its client."""
+    """The client methods that a reader uses."""
 
     async def get(
         self, space: str, keys: Sequence[str], columns: Sequence[str] = ()
@@ -73,18 +76,18 @@ class RowCalls(Protocol):
 
 
 class Row:
-    """One leased row. Write its columns, or say why not; leaving it for the next one ends it."""
+    """One leased row. Write its columns or fail it; moving on to the next row finishes it."""
 
     def __init__(
         self, reader: RowReader, leased: LeasedRow, columns: Mapping[str, ColumnValue]
     ) -> None:
         self.key = leased.claim.row_id
         self.attempt = leased.attempt
-        """1 for the first worker that gets it."""
+        """1 for the first attempt."""
         self.columns = columns
         self.claim = leased.claim
         self.is_finished = False
-        """Finished, given back, or taken away by the service."""
+        """Finished, returned, or revoked by the service."""
         self._reader = reader
         self._unwritten = set(reader.state.writes)
 
@@ -92,14 +95,14 @@ class Row:
         return self.columns[name]
 
     def trajectory(self) -> Trajectory:
-        """Of a rollout row whose reader reads `turns`."""
+        """The trajectory of a rollout row; the reader must read `turns`."""
         turns = self.columns["turns"]
         assert isinstance(turns, bytes), "turns are bytes"
         return decode(turns, Trajectory)
 
     async def write(self, **columns: ColumnValue) -> bool:
-        """Durable when this returns. False when the row was given to another worker meanwhile:
-        what that one wrote stands, and the loop goes on."""
+        """Write columns; durable on return. Returns False if the row was reassigned to another
+        worker: that worker's values are kept, and the stream continues."""
         is_last = self._unwritten <= columns.keys()
         outcome = await self._reader.send(
             RowResult(
@@ -112,7 +115,7 @@ class Row:
             if stored.status is DeliveryStatus.INVALID:
                 raise BadRequest(f"column {name!r} of row {self.key!r}: {stored.detail}")
             if stored.status not in (DeliveryStatus.STORED, DeliveryStatus.DUPLICATE):
-                log.warning("a row was lost to another worker", row=self.key, why=stored.detail)
+                log.warning("row lost to another worker", row=self.key, why=stored.detail)
                 self.is_finished = True
                 return False
         self._unwritten -= columns.keys()
@@ -120,18 +123,21 @@ class Row:
         return True
 
     async def done(self) -> None:
-        """Needed by nobody who simply goes on to the next row."""
+        """Finish the row. `RowReader.stream` does this before the next row."""
         if self._unwritten and not self.is_finished:
             missing = sorted(self._unwritten)
-            raise BadRequest(f"row {self.key!r} was left without {missing}; write or fail it")
+            raise BadRequest(
+                f"row {self.key!r} was left without {missing}; write these columns, or call fail() "
+                "or release()"
+            )
         await self._end(LeaseOutcome.DONE)
 
     async def fail(self, error: str) -> None:
-        """This attempt came to nothing; it costs one."""
+        """The attempt failed; it counts against `max_attempts`."""
         await self._end(LeaseOutcome.FAILED, error)
 
     async def release(self) -> None:
-        """Let another worker have it; costs no attempt."""
+        """Return the row to other workers; this does not count as an attempt."""
         await self._end(LeaseOutcome.RELEASED)
 
     async def _end(self, end: LeaseOutcome, error: str = "") -> None:
@@ -141,7 +147,7 @@ class Row:
 
 
 class RowReader:
-    """One worker of a reader. Start as many as there is work for, anywhere."""
+    """One worker of a reader. Start as many as needed, on any machine."""
 
     def __init__(self, client: RowCalls, state: ReaderState) -> None:
         self.client = client
@@ -150,11 +156,11 @@ class RowReader:
         self._path = f"/v1/readers/{quote(state.name, safe='')}/leases"
 
     async def stream(self, *, max_rows: int = 16) -> AsyncGenerator[Row]:
-        """Rows for ever, in order of arrival; waits while there are none. `max_rows` are held at
-        a time, and kept until their turn.
+        """Endless stream of rows in order of arrival; waits while there are none. Leases up to
+        `max_rows` at a time.
 
-        Leaving the loop inside a row costs that row an attempt, since it may be the row's fault;
-        rows not yet reached go back unharmed.
+        Leaving the loop inside a row counts as a failed attempt, since the row may be the cause;
+        rows not reached yet are returned.
         """
         held: list[Row] = []
         extender = asyncio.create_task(self._extend_leases(held), name=f"keep {self.state.name}")
@@ -163,7 +169,7 @@ class RowReader:
             while True:
                 held += await self.lease(max_rows)
                 while held:
-                    if not held[0].is_finished:  # else lost while it waited for its turn
+                    if not held[0].is_finished:  # otherwise lost while queued
                         current = held[0]
                         yield current
                         await current.done()
@@ -174,7 +180,8 @@ class RowReader:
             await self._release_all(current, held)
 
     async def lease(self, max_rows: int) -> list[Row]:
-        """At least one row with the columns it reads; asks until there is one."""
+        """Lease at least one row, with the columns that the reader reads; polls until there is
+        one."""
         leased: tuple[LeasedRow, ...] = ()
         while not leased:
             body = RowLeaseRequest(
@@ -191,7 +198,7 @@ class RowReader:
             got = found.get(one.claim.row_id)
             row = Row(self, one, {} if got is None else got.columns)
             missing = set(self.state.reads) - row.columns.keys()
-            if missing:  # freed meanwhile, or damaged on disk
+            if missing:  # freed in the meantime, or damaged on disk
                 await row.fail(f"columns {sorted(missing)} cannot be read")
             else:
                 rows.append(row)
@@ -204,7 +211,7 @@ class RowReader:
         return answer.outcomes[0]
 
     async def _extend_leases(self, held: Sequence[Row]) -> None:
-        """consumes: time · produces: extended leases · waits for: a third of the ttl"""
+        """consumes: time · produces: renewed leases · waits for: a third of the ttl"""
         while True:
             await asyncio.sleep(self.state.ttl_s / 3)
             claims = tuple(row.claim for row in held if not row.is_finished)
@@ -215,8 +222,8 @@ class RowReader:
                 answer = await self.client.call(
                     "PUT", self._path, body, ExtendAnswer, patience_s=self.state.ttl_s
                 )
-            except WireError as error:  # the rows come again; the worker itself will notice
-                log.warning("leases could not be extended", reader=self.state.name, why=str(error))
+            except WireError as error:  # expired rows are delivered again
+                log.warning("lease renewal failed", reader=self.state.name, why=str(error))
                 continue
             for row in held:
                 row.is_finished = row.is_finished or row.key in answer.lost
@@ -226,7 +233,7 @@ class RowReader:
             if row.is_finished:
                 continue
             end = LeaseOutcome.FAILED if row is current else LeaseOutcome.RELEASED
-            error = "its worker left the loop while it worked on this row" if current else ""
+            error = "the worker left the loop while processing this row" if current else ""
             result = RowResult(claim=row.claim, end=end, error=error)
-            with contextlib.suppress(WireError):  # they expire by themselves
+            with contextlib.suppress(WireError):  # the leases expire anyway
                 await self.send(result, patience_s=LEAVE_S)

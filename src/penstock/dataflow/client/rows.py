@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows for programs: put and get by key, and readers that stream rows and add columns.
+"""Client of the row service: put and get rows by key, and readers that stream rows and add columns.
 
     async with RowsClient(url, token) as client:
         scorer = await client.reader("scorer", reads=["turns"], writes=["score"])
         async for row in scorer.stream():
             await row.write(score=judge(row["turns"]))
 
-Reaching the next row acknowledges the one before. A row whose worker dies comes again, to any
-worker of that reader; columns are write-once, so working on it twice changes nothing.
+Moving on to the next row acknowledges the previous one. If a worker crashes, its rows are delivered
+again to any worker of that reader; columns are write-once, so processing a row twice is harmless.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ T = TypeVar("T")
 ROWS_PER_CALL = 256
 CALL_BYTES = 2 << 20
 MAX_CONCURRENT_CALLS = 4
-"""Calls of one put or get; a later one may arrive first."""
+"""Concurrent calls of one put or get; they may arrive out of order."""
 
 
 class RowsClient:
     """Rows, spaces and blobs of one dataflow service."""
 
     def __init__(self, url: str, token: str, *, patience_s: float = RETRY_DEADLINE_S) -> None:
-        """patience_s: how long an outage, or a space that is full, is sat out."""
+        """`patience_s`: how long to retry during an outage or while a space is full."""
         self._caller = AsyncServiceClient(url, token)
         self._patience_s = patience_s
 
@@ -74,14 +74,15 @@ class RowsClient:
     async def put(
         self, space: str, rows: Mapping[str, Mapping[str, ColumnValue]]
     ) -> list[ColumnStatus]:
-        """Rows by key, durable when this returns. Putting the same again changes nothing; a
-        column that stands with another value raises Conflict, and all others are stored."""
+        """Store rows by key; durable on return. Putting the same values again changes nothing. If a
+        column already exists with another value, all other columns are stored, then Conflict is
+        raised. Returns the columns that already existed."""
         calls = (self._put(space, part) for part in _parts(rows))
-        refused = [outcome for found in await _gather_bounded(calls) for outcome in found]
-        conflicts = [one for one in refused if one.status is DeliveryStatus.CONFLICT]
+        rejected = [outcome for found in await _gather_bounded(calls) for outcome in found]
+        conflicts = [one for one in rejected if one.status is DeliveryStatus.CONFLICT]
         if conflicts:
             raise Conflict(f"{len(conflicts)} columns were not stored: {conflicts[0].detail}")
-        return refused
+        return rejected
 
     async def _put(self, space: str, part: Sequence[_NewRow]) -> Sequence[ColumnStatus]:
         made = [
@@ -94,7 +95,7 @@ class RowsClient:
     async def get(
         self, space: str, keys: Sequence[str], columns: Sequence[str] = ()
     ) -> dict[str, FetchedRow]:
-        """Columns of these rows, all of them when none are named. Unknown keys are absent."""
+        """Read these rows; empty `columns` selects all. Unknown keys are absent from the result."""
         parts = (keys[n : n + ROWS_PER_CALL] for n in range(0, len(keys), ROWS_PER_CALL))
         calls = (self._get(space, part, tuple(columns)) for part in parts)
         return {row.key: row for found in await _gather_bounded(calls) for row in found}
@@ -104,9 +105,9 @@ class RowsClient:
     ) -> list[FetchedRow]:
         found: list[FetchedRow] = []
         num_answered = 0
-        while num_answered < len(keys):  # an answer may end before the keys do
-            asked = tuple([RowId(key) for key in keys[num_answered:]])
-            body = GetRequest(keys=asked, columns=columns)
+        while num_answered < len(keys):  # a response may cover only some of the keys
+            remaining = tuple([RowId(key) for key in keys[num_answered:]])
+            body = GetRequest(keys=remaining, columns=columns)
             answer = await self.call("POST", _space(space, "/get"), body, GetAnswer)
             num_answered += len(answer.rows)
             for row in answer.rows:
@@ -150,7 +151,7 @@ class RowsClient:
         ttl_s: float = 12.0,
         max_attempts: int = 3,
     ) -> RowReader:
-        """Declare a reader, or go on with one of this name where it stopped."""
+        """Declare a reader, or resume the existing reader of this name."""
         body = ReaderRequest(
             reads=tuple(reads),
             writes=tuple(writes),
@@ -163,7 +164,7 @@ class RowsClient:
         state = await self.call("PUT", f"/v1/readers/{quote(name, safe='')}", body, ReaderState)
         return RowReader(self, state)
 
-    # --- for the readers of this client -------------------------------------------------------
+    # --- used by readers ----------------------------------------------------------------------
 
     async def call(
         self,
@@ -181,7 +182,7 @@ class RowsClient:
         )
 
     async def pack(self, columns: Mapping[str, ColumnValue]) -> dict[str, WireValue]:
-        """As it goes over the wire: what is long goes ahead as a blob."""
+        """Prepare values for sending; long ones are uploaded as blobs."""
         packed: dict[str, WireValue] = {}
         for name, value in columns.items():
             if isinstance(value, bytes) and len(value) > INLINE_BYTES:
@@ -202,7 +203,7 @@ def _has_no_blob(columns: Mapping[str, WireValue]) -> TypeGuard[Mapping[str, Col
 
 
 async def _gather_bounded(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All answers in order; while one is written or read, the next is on its way."""
+    """All results in order, with up to MAX_CONCURRENT_CALLS calls in flight."""
     running: deque[asyncio.Task[T]] = deque()
     answers: list[T] = []
     try:
@@ -223,11 +224,11 @@ def _space(name: str, what: str = "") -> str:
 
 
 _NewRow = tuple[str, Mapping[str, ColumnValue], bool]
-"""Key, columns, and whether some of them must go ahead as blobs."""
+"""Key, columns, and whether any of them must be uploaded as a blob."""
 
 
 def _parts(rows: Mapping[str, Mapping[str, ColumnValue]]) -> Iterable[list[_NewRow]]:
-    """Calls of a size that holds nobody up."""
+    """Split rows into calls that are small enough not to delay others."""
     part: list[_NewRow] = []
     size = 0
     for key, columns in rows.items():

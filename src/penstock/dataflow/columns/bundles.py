@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bundles: rows that one call put with the same columns, stored together. One record and one
-payload for all of them, because for small rows a record each costs more than the values.
+"""Bundles: rows put in one call with the same columns, stored as one record and one payload. For
+small rows, a record per row would cost more than the values.
 
-Owns the layout: keys in order, then for each row the sizes and digests of its bytes, or its
-numbers. Knows nothing of who puts rows, or of where a payload lies."""
+Owns the layout: keys in order, then the sizes and digests of byte values and the numbers of each
+row. Knows nothing about callers or payload storage."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from penstock.types import RowId
 from penstock.wire.codec import decode, encode
 
 BUNDLE_BYTES = 256 << 10
-"""Of values in one bundle: whoever wants one row reads all of them."""
+"""Maximum size of a bundle's values: reading one row reads the full bundle."""
 INLINE_BYTES = 16 << 10
-"""Values of a bundle up to this stand in its record. A database takes them as fast as a file does,
-and a second file to sync would double the time until the answer."""
+"""Bundles up to this size are stored in the database record. The database is as fast as a file for
+these, and syncing a second file would double the latency of a put."""
 DIGEST_BYTES = 32
 
 
 class BlobLike(Protocol):
-    """A value that went ahead, by name."""
+    """A reference to a value uploaded earlier."""
 
     @property
     def digest(self) -> str: ...
@@ -49,24 +49,24 @@ class BlobLike(Protocol):
 
 
 Values = Mapping[str, float | bytes | BlobLike]
-"""By name of column."""
+"""By column name."""
 NewRow = tuple[RowId, Values]
 MakeCell = Callable[[str, BlobLike], Cell]
-"""Of a column and the blob it names, which must be there."""
+"""Makes the cell of a column from a blob reference; the blob must exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleLayout:
-    """Of the rows of a bundle, all but their keys."""
+    """Everything about the rows of a bundle except their keys and payload."""
 
     names: tuple[str, ...]
-    """Columns of bytes; their values lie row by row in this order."""
+    """Byte columns; the payload has their values row by row in this order."""
     sizes: bytes
-    """uint32 of each value."""
+    """Size of each value, as uint32."""
     digests: bytes
     """BLAKE3 of each value."""
     numbers: dict[str, bytes]
-    """Columns of numbers: one float64 per row."""
+    """Number columns: one float64 per row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +75,11 @@ class BundleDraft:
 
     rows: Sequence[NewRow]
     names: tuple[str, ...]
-    """Of all columns, those of single cells too."""
+    """All columns, including those in `single_cells`."""
     contents: BundleLayout
     payload: bytes
     single_cells: Mapping[RowId, tuple[Cell, ...]]
-    """Columns that are stored alone: blobs."""
+    """Blob columns, which are stored as single records."""
 
     @property
     def keys(self) -> list[RowId]:
@@ -90,46 +90,46 @@ class BundleDraft:
         return len(self.rows) * (len(self.contents.names) + len(self.contents.numbers))
 
     def quota_bytes_used(self, each: int) -> int:
-        """With so many for each column beside its value."""
-        alone = sum(cell.length + each for cells in self.single_cells.values() for cell in cells)
-        return len(self.payload) + each * self.num_cells + alone
+        """Bytes charged to the quota, with `each` bytes of overhead per column."""
+        singles = sum(cell.length + each for cells in self.single_cells.values() for cell in cells)
+        return len(self.payload) + each * self.num_cells + singles
 
     def cells(self, key: RowId, values: Values) -> list[Cell]:
-        """Each column of one of these rows for itself."""
+        """The columns of one of these rows as separate cells."""
         found = [*self.single_cells.get(key, ())]
         found += [bytes_cell(name, _bytes(values[name])) for name in self.contents.names]
         return found + [number_cell(n, _number(n, values[n])) for n in self.contents.numbers]
 
     def without(self, keys: Container[RowId]) -> Iterator[BundleDraft]:
-        """The rows of other keys."""
+        """Drafts of the remaining rows after removing these keys."""
 
-        def known(name: str, blob: BlobLike) -> Cell:
+        def existing_cell(name: str, blob: BlobLike) -> Cell:
             return next(c for c in cells if (c.name, c.blob) == (name, blob.digest))
 
         cells = [cell for cells in self.single_cells.values() for cell in cells]
-        return drafts((row for row in self.rows if row[0] not in keys), known)
+        return drafts((row for row in self.rows if row[0] not in keys), existing_cell)
 
 
 def drafts(rows: Iterable[NewRow], make_cell: MakeCell) -> Iterator[BundleDraft]:
-    """All rows in their order, as few bundles as that takes. BadRequest names a column that
-    nobody can store."""
-    for names, kinds, alike in _runs_of_same_columns(rows):
-        yield from _drafts_of_shape(alike, _ColumnKinds.of(names, kinds), make_cell)
+    """Pack all rows, in order, into as few bundles as possible. Raises BadRequest for a column
+    that cannot be stored."""
+    for names, kinds, run in _runs_of_same_columns(rows):
+        yield from _drafts_of_shape(run, _ColumnKinds.of(names, kinds), make_cell)
 
 
 def _runs_of_same_columns(
     rows: Iterable[NewRow],
 ) -> Iterator[tuple[list[str], list[type], list[NewRow]]]:
-    """Rows that follow one another and have the same columns."""
+    """Consecutive rows with the same columns, with their names and types."""
     names: list[str] = []
     kinds: list[type] = []
     run: list[NewRow] = []
     for row in rows:
-        has, of = [*row[1]], [*map(type, row[1].values())]
-        if run and (has != names or of != kinds):
+        row_names, row_kinds = [*row[1]], [*map(type, row[1].values())]
+        if run and (row_names != names or row_kinds != kinds):
             yield names, kinds, run
             run = []
-        names, kinds = has, of
+        names, kinds = row_names, row_kinds
         run.append(row)
     if run:
         yield names, kinds, run
@@ -137,7 +137,7 @@ def _runs_of_same_columns(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ColumnKinds:
-    """Names of columns: all, of bytes, of numbers, of blobs."""
+    """Column names: all, and by kind of value."""
 
     names: tuple[str, ...]
     byte_columns: tuple[str, ...]
@@ -163,7 +163,7 @@ class _ColumnKinds:
 def _drafts_of_shape(
     rows: list[NewRow], shape: _ColumnKinds, make_cell: MakeCell
 ) -> Iterator[BundleDraft]:
-    """Rows of one shape, in parts that are worth reading whole."""
+    """Split rows with the same columns into bundles of about BUNDLE_BYTES."""
     values = [_bytes(row[name]) for _, row in rows for name in shape.byte_columns]
     sizes, width = [*map(len, values)], len(shape.byte_columns)
     start, size = 0, 0
@@ -206,17 +206,17 @@ def _draft(
 
 
 def _bytes(value: float | bytes | BlobLike) -> bytes:
-    assert isinstance(value, bytes), "as its shape says"
+    assert isinstance(value, bytes), "_ColumnKinds sorts columns by type"
     return value
 
 
 def _number(name: str, value: float | bytes | BlobLike) -> float:
-    assert isinstance(value, (int, float)), "as its shape says"
+    assert isinstance(value, (int, float)), "_ColumnKinds sorts columns by type"
     return require_finite(name, value)
 
 
 def _blob(value: float | bytes | BlobLike) -> BlobLike:
-    assert not isinstance(value, (int, float, bytes)), "as its shape says"
+    assert not isinstance(value, (int, float, bytes)), "_ColumnKinds sorts columns by type"
     return value
 
 
@@ -229,7 +229,7 @@ def bundle_record(
     writer: str,
     now: float,
 ) -> BundleRecord:
-    """place: gives longer values their place in the payload store."""
+    """`place` writes values above INLINE_BYTES to the payload store."""
     contents, payload = draft.contents, draft.payload
     where = Location(segment=0, offset=0, length=len(payload))
     if len(payload) > INLINE_BYTES:
@@ -251,33 +251,34 @@ def bundle_record(
 
 
 class ColumnSlice(NamedTuple):
-    """How to take some columns of a row out of a bundle."""
+    """Extracts some columns of a row from a bundle's payload."""
 
     width: int
-    wanted: Sequence[tuple[str, int]]
-    """Columns of bytes and their position in a row."""
+    byte_columns: Sequence[tuple[str, int]]
+    """Byte columns and their position in a row."""
     starts: Sequence[int]
     numbers: Mapping[str, Sequence[float]]
 
     def values(self, position: int, payload: bytes) -> dict[str, float | bytes]:
         starts, first = self.starts, position * self.width
         found: dict[str, float | bytes] = {
-            name: payload[starts[first + n] : starts[first + n + 1]] for name, n in self.wanted
+            name: payload[starts[first + column] : starts[first + column + 1]]
+            for name, column in self.byte_columns
         }
         for name, numbers in self.numbers.items():
             found[name] = numbers[position]
         return found
 
     def all_values(self, num_rows: int, payload: bytes) -> list[dict[str, float | bytes]]:
-        """Of every row; as `values` for each, but most bundles have one column and go faster."""
-        if len(self.wanted) == self.width == 1 and not self.numbers:
-            [(name, _)] = self.wanted
+        """`values` of every row, with a fast path for bundles of one column, the usual case."""
+        if len(self.byte_columns) == self.width == 1 and not self.numbers:
+            [(name, _)] = self.byte_columns
             return [{name: payload[start:end]} for start, end in pairwise(self.starts)]
         return [self.values(position, payload) for position in range(num_rows)]
 
 
 class Bundle:
-    """The rows of a stored bundle, by their position."""
+    """The rows of a stored bundle, by position."""
 
     def __init__(self, record: BundleRecord) -> None:
         self.record = record
@@ -293,7 +294,7 @@ class Bundle:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Of each value in the payload, and where the last one ends."""
+        """Start of each value in the payload, then the end of the last one."""
         sizes = array("I")
         sizes.frombytes(self._contents.sizes)
         return [*accumulate(sizes, initial=0)]
@@ -304,26 +305,26 @@ class Bundle:
 
     @property
     def where(self) -> Location | None:
-        """Of its values in the payload store; None when they are here."""
+        """Location of the values in the payload store; None if the record holds them."""
         record = self.record
         if not record.segment:
             return None
         return Location(segment=record.segment, offset=record.offset, length=record.length)
 
-    def cut(self, names: Sequence[str]) -> ColumnSlice:
-        """These columns of any row; all of them when none are named."""
+    def select(self, names: Sequence[str]) -> ColumnSlice:
+        """These columns, or all columns if `names` is empty."""
         order = self._contents.names
-        wanted = [(name, order.index(name)) for name in order if not names or name in names]
+        byte_columns = [(n, order.index(n)) for n in order if not names or n in names]
         numbers = {n: found for n, found in self._numbers.items() if not names or n in names}
-        return ColumnSlice(len(order), wanted, self._starts, numbers)
+        return ColumnSlice(len(order), byte_columns, self._starts, numbers)
 
     def require(self, key: RowId, position: int) -> None:
-        """StoreError when another row stands there: where a key is found has no checksum."""
+        """Raise StoreError if this position holds another row; positions have no checksum."""
         if not (0 <= position < len(self.keys) and self.keys[position] == key):
-            raise StoreError(f"row {key} is damaged: another stands where it should be")
+            raise StoreError(f"row {key} is damaged: its position in the bundle holds another row")
 
     def column(self, position: int, name: str) -> ColumnRecord | None:
-        """As if it stood alone."""
+        """The column as a single record; None if the bundle does not have it."""
         if name not in self.names:
             return None
         record, value = self.record, None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells: one column of one row on its way into the store, and how a second write is judged. Knows
-nothing of where cells end up."""
+"""Cells: one column of one row before it is stored, and the comparison with an earlier write.
+
+Knows nothing about storage."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.errors import BadRequest
 
 MAX_INLINE_BYTES = 1 << 20
-"""A longer value goes by claim check: the blob first, then a column that names it."""
+"""Longer values are uploaded as blobs first; the column then stores the blob's digest."""
 MAX_DETAIL = 2_000
 
 
@@ -26,7 +27,7 @@ class Cell:
 
     name: str
     digest: str
-    """Of the value; what makes a second write a duplicate or a conflict."""
+    """BLAKE3 of the value; decides whether a second write is a duplicate or a conflict."""
     value: float | None = None
     payload: bytes | None = None
     blob: str = ""
@@ -41,23 +42,25 @@ def number_cell(name: str, value: float) -> Cell:
 
 def check_column(name: str) -> None:
     if not 0 < len(name) <= 128:
-        raise BadRequest("the name of a column has 1 to 128 characters")
+        raise BadRequest(f"column names must have 1 to 128 characters, got {len(name)}")
 
 
 def require_finite(name: str, value: float) -> float:
     if not math.isfinite(value):
-        raise BadRequest(f"column {name!r} is {value}; give a finite number, or fail it")
+        raise BadRequest(
+            f"column {name!r} is {value}; send a finite number or mark the column as failed"
+        )
     return float(value)
 
 
 def check_inline_size(names: Sequence[str], sizes: Sequence[int]) -> None:
-    """Sizes of values of these columns, row by row."""
+    """Raise BadRequest if a value is too large to be inline. `sizes` are row by row."""
     longest = max(sizes, default=0)
     if longest > MAX_INLINE_BYTES:
         name = names[sizes.index(longest) % len(names)]
         raise BadRequest(
-            f"column {name!r} has {longest} bytes; above {MAX_INLINE_BYTES} put it as a blob "
-            "(PUT /v1/blobs/DIGEST) and name the blob instead"
+            f"column {name!r} has {longest} bytes, the limit is {MAX_INLINE_BYTES}; upload it as a "
+            "blob (PUT /v1/blobs/DIGEST) and send the blob's digest instead"
         )
 
 
@@ -76,9 +79,10 @@ def failed_cell(name: str, kind: str, detail: str = "") -> Cell:
 
 
 def compare_write(existing: ColumnRecord, cell: Cell) -> tuple[DeliveryStatus, str]:
-    """The first write stays: the same again is a duplicate, anything else a conflict."""
+    """The first write wins: an equal second write is a duplicate, a different one a conflict."""
     if (existing.digest, existing.failed) == (cell.digest, cell.failed):
         return DeliveryStatus.DUPLICATE, ""
-    current = f"failed({existing.failed})" if existing.failed else f"a value {existing.digest[:12]}"
+    current = f"failed({existing.failed})" if existing.failed else f"digest {existing.digest[:12]}"
     where = f"column {cell.name!r} of row {existing.row_id!r}"
-    return DeliveryStatus.CONFLICT, f"{where} is {current}, written by {existing.writer}"
+    detail = f"{where} already exists ({current}, written by {existing.writer})"
+    return DeliveryStatus.CONFLICT, detail

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write-once columns: what stands for a row and a name, and the ways a value becomes a record: with
-the other rows of its call, or alone.
+"""Write-once columns: the stored value of each (row, column), in a bundle with the other rows of
+its call or as a single record.
 
-Answers from SQL and from what is decided but not yet on disk, so that two writers in one group
-commit cannot both be first. Decides nothing about who may write.
+Reads combine SQL with writes that are not flushed yet, so two writers in one group commit cannot
+both be first. Does not decide who may write.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from penstock.types import RowId
 K = TypeVar("K")
 V = TypeVar("V")
 KEYS_PER_QUERY = 500
-"""Keys in one SQL condition."""
+"""Keys in one SQL `IN` condition."""
 COLUMN_BYTES = 64
-"""What a column of a user's space counts beside its value: its record costs too."""
+"""Overhead charged to a space's quota for each column, in addition to its value."""
 USED_BYTES_SQL = (
     "SELECT space, coalesce(sum(length), 0) + :each * {cells} FROM {table} "
     "WHERE space != :train GROUP BY space"
@@ -34,13 +34,13 @@ POSITIONS_SQL = "SELECT row_id, arrival, bundle FROM items WHERE space = :space 
 
 
 RowPosition = tuple[int, int]
-"""Arrival of a row that users put, and of the first row of its bundle: 0 for a row whose columns
-all stand alone."""
+"""Arrival number of a user row, and of the first row of its bundle. The latter is 0 if all columns
+of the row are single records."""
 
 
 class UnflushedWrites(Generic[K, V]):
-    """What is decided and maybe not on disk yet. `cut` before a flush and `release` after it drop
-    exactly what that flush made durable."""
+    """Writes that may not be on disk yet. Call `begin_flush` before a flush and `end_flush` after
+    it, to drop exactly the writes that the flush made durable."""
 
     def __init__(self) -> None:
         self._current: dict[K, V] = {}
@@ -56,25 +56,22 @@ class UnflushedWrites(Generic[K, V]):
         return self._current.get(key) or self._flushing.get(key)
 
     def find(self, keys: Sequence[K]) -> dict[K, V]:
-        """Those of these keys that are here."""
-        old, young = self._flushing, self._current
-        found = {key: old[key] for key in keys if key in old} if old else {}
-        return {**found, **{key: young[key] for key in keys if key in young}}
+        """Values of the keys that have an unflushed write."""
+        older, newer = self._flushing, self._current
+        found = {key: older[key] for key in keys if key in older} if older else {}
+        return {**found, **{key: newer[key] for key in keys if key in newer}}
 
-    def cut(self) -> None:
+    def begin_flush(self) -> None:
         self._flushing.update(self._current)
         self._current = {}
 
-    def release(self) -> None:
+    def end_flush(self) -> None:
         self._flushing = {}
 
-    def drop(self, is_disconnected: Callable[[K], bool]) -> None:
-        self._current = {
-            key: value for key, value in self._current.items() if not is_disconnected(key)
-        }
-        self._flushing = {
-            key: value for key, value in self._flushing.items() if not is_disconnected(key)
-        }
+    def drop(self, matches: Callable[[K], bool]) -> None:
+        """Discard the writes whose key matches."""
+        self._current = {k: value for k, value in self._current.items() if not matches(k)}
+        self._flushing = {k: value for k, value in self._flushing.items() if not matches(k)}
 
 
 class Columns:
@@ -85,14 +82,14 @@ class Columns:
         self._journal = journal
         self._place = place
         self.used_bytes: dict[str, int] = {}
-        """By space, of those that users put into."""
+        """By space; `train` is not counted."""
         self._spaces_with_singles: set[str] | None = None
-        """Spaces of which some column stands alone; in others nobody looks for one. Unknown until
+        """Spaces with at least one single-column record; others skip that lookup. None until
         restored."""
         self._recent: UnflushedWrites[tuple[str, RowId, str], ColumnRecord] = UnflushedWrites()
         self._row_positions: UnflushedWrites[tuple[str, RowId], RowPosition] = UnflushedWrites()
         self._bundles: UnflushedWrites[tuple[str, int], BundleRecord] = UnflushedWrites()
-        self._gone: UnflushedWrites[tuple[str, RowId], bool] = UnflushedWrites()
+        self._deleted: UnflushedWrites[tuple[str, RowId], bool] = UnflushedWrites()
 
     def restore(self) -> None:
         single_columns = self._used("columns", "count(*)")
@@ -106,27 +103,28 @@ class Columns:
         found = self._tables.rows(query, each=COLUMN_BYTES, train=TRAIN)
         return {str(space): int(used) for space, used in found}
 
-    # --- what stands --------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------
 
     def has_single_columns(self, space: str) -> bool:
-        """May some column of this space have a record of its own?"""
+        """Whether any column of this space may be stored as a single record."""
         return self._spaces_with_singles is None or space in self._spaces_with_singles
 
     def existing(
         self, space: str, row_ids: Sequence[RowId], names: Iterable[str]
     ) -> dict[tuple[RowId, str], ColumnRecord]:
-        wanted = sorted(set(names))
-        if not wanted or not row_ids:
+        """The columns of these names that these rows already have."""
+        unique_names = sorted(set(names))
+        if not unique_names or not row_ids:
             return {}
-        found = self.single_columns(space, row_ids, wanted)
+        found = self.single_columns(space, row_ids, unique_names)
         if space != TRAIN:
-            found |= self._bundled(space, self.row_positions(space, row_ids), wanted)
+            found |= self._bundled(space, self.row_positions(space, row_ids), unique_names)
         return found
 
     def single_columns(
         self, space: str, row_ids: Sequence[RowId], names: Sequence[str]
     ) -> dict[tuple[RowId, str], ColumnRecord]:
-        """Columns that did not come with their row."""
+        """Columns stored as single records, not with their row's bundle."""
         found: dict[tuple[RowId, str], ColumnRecord] = {}
         if not self.has_single_columns(space):
             return found
@@ -167,25 +165,25 @@ class Columns:
         return found
 
     def row_positions(self, space: str, keys: Sequence[RowId]) -> dict[RowId, RowPosition]:
-        """Of the rows of these keys that users put."""
+        """Positions of the keys that exist as user rows."""
         found: dict[RowId, RowPosition] = {}
         for start in range(0, len(keys), KEYS_PER_QUERY):
             ids = list[str](keys[start : start + KEYS_PER_QUERY])
             for row_id, arrival, bundle in self._tables.rows(POSITIONS_SQL, space=space, ids=ids):
                 found[row_id] = arrival, bundle
         recent = self._row_positions.find([(space, key) for key in keys])
-        return {**found, **{key: place for (_, key), place in recent.items()}}
+        return {**found, **{key: position for (_, key), position in recent.items()}}
 
-    def is_disconnected(self, space: str, row_id: RowId) -> bool:
-        """Forgotten a moment ago, while tables may still show it."""
-        return self._gone.get((space, row_id)) is not None
+    def is_deleted(self, space: str, row_id: RowId) -> bool:
+        """Whether the row was just deleted; the tables may still show it."""
+        return self._deleted.get((space, row_id)) is not None
 
-    # --- what becomes of it -------------------------------------------------------------------
+    # --- writing ------------------------------------------------------------------------------
 
     def complete(
         self, space: str, row_id: RowId, cell: Cell, writer: str, now: float
     ) -> ColumnRecord:
-        """Store a cell whose place is free; whether it is, the caller knows."""
+        """Store a column that the row does not have yet; the caller has checked that."""
         where = Location(segment=0, offset=0, length=cell.length)
         if cell.payload is not None:
             where = self._place(cell.payload)
@@ -214,7 +212,7 @@ class Columns:
         return record
 
     def add(self, space: str, draft: BundleDraft, arrival: int, writer: str, now: float) -> None:
-        """Store new rows of free keys, the first with this arrival and the others behind it."""
+        """Store new rows with consecutive arrival numbers that start at `arrival`."""
         record = bundle_record(
             draft, self._place, space=space, arrival=arrival, writer=writer, now=now
         )
@@ -230,11 +228,11 @@ class Columns:
                 self.complete(space, key, cell, writer, now)
 
     def forget(self, space: str, row_id: RowId) -> None:
-        self._gone[space, row_id] = True
+        self._deleted[space, row_id] = True
 
     def clear(self, space: str) -> None:
-        """Nothing may be put into this space until this is durable: a commit erases after it has
-        written every record of its group."""
+        """The caller must reject puts into this space until this is durable: a group commit runs
+        deletions after its writes."""
         self._recent.drop(lambda key: key[0] == space)
         self._row_positions.drop(lambda key: key[0] == space)
         self._bundles.drop(lambda key: key[0] == space)
@@ -245,10 +243,11 @@ class Columns:
             self._journal(Deletion(kind=kind, where="space = :space", values={"space": space}))
 
     def cut(self) -> None:
-        for recent in (self._recent, self._row_positions, self._bundles, self._gone):
-            recent.cut()
+        """A flush starts: writes from now on belong to the next one."""
+        for recent in (self._recent, self._row_positions, self._bundles, self._deleted):
+            recent.begin_flush()
 
     def release(self) -> None:
-        """All that was decided before `cut` is durable; the tables answer for it."""
-        for recent in (self._recent, self._row_positions, self._bundles, self._gone):
-            recent.release()
+        """The flush ended: everything written before `cut` is durable and read from the tables."""
+        for recent in (self._recent, self._row_positions, self._bundles, self._deleted):
+            recent.end_flush()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows behind a slow reader stay on disk: pages of them in order of arrival, and what a reader's
-next life must know. Reads tables only."""
+"""Loads a reader's unfinished rows from disk, one page at a time in arrival order, and the readers'
+saved state after a restart. Reads tables only."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class StoredRow:
     arrival: int
     at: float
     initial_columns: frozenset[str]
-    """Columns it came with that have no records of their own."""
+    """Columns delivered with the row; they have no column records."""
     row_lease: RowLeaseRecord | None = None
-    """Of an earlier life of the service: handed out and not finished."""
+    """Lease granted before the service restarted and not finished since."""
 
 
 class LoadPage(Protocol):
@@ -63,7 +63,7 @@ class LoadPage(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedReaders:
-    """What the last life left of the readers."""
+    """The readers' state as of the last shutdown or crash."""
 
     readers: tuple[ReaderRecord, ...]
     newest: Mapping[str, int]
@@ -87,7 +87,7 @@ class TablePageLoader:
 
 @functools.lru_cache(maxsize=1024)
 def _names(text: str) -> frozenset[str]:
-    """Few differ, and one set serves all that do not."""
+    """Cached: most bundles have the same columns, so they can share one set."""
     return frozenset(msgspec.json.decode(text, type=list[str]))
 
 
@@ -118,7 +118,7 @@ def _stored_row(reader: str, row: tuple[Any, ...]) -> StoredRow:
 
 
 def load_saved_readers(tables: Tables) -> SavedReaders:
-    """Costs what is open, not what was ever stored."""
+    """Cost grows with the open leases and spaces, not with the rows ever stored."""
     spaces = {TRAIN, *(str(name) for (name,) in tables.rows(SPACES))}
     held = tables.rows(HELD)
     return SavedReaders(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers and their workers: leases, redelivery, attempts and deadlines, each reader for itself.
-A pure state machine.
+"""Readers and their workers: leases, redelivery, attempts and deadlines, separately for each
+reader. A pure state machine.
 
-Never loses a row: what a worker does not finish is handed out again, until its attempts or its
-deadline are over; then the columns it owed are failed for good, so nobody waits for them.
+Never loses a row: a row that a worker does not finish is handed out again until it runs out of
+attempts or time. Then its missing columns are marked as failed, so that nothing waits for them.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ ATTEMPTS = "attempts"
 OVERDUE = "overdue"
 MAX_ERROR = 2_000
 PAGES_PER_TICK = 4
-"""Of a backlog that is overdue: it drains, and the event loop stays free."""
+"""Limits the work on an overdue backlog per tick, to keep the event loop responsive."""
 
 Status = tuple[DeliveryStatus, str]
-"""And why, for people."""
-LEASE_ENDED: Status = (DeliveryStatus.FENCED, "the lease ended before")
+"""The status, and an explanation for people."""
+LEASE_ENDED: Status = (DeliveryStatus.FENCED, "the lease has already ended")
 STORED: Status = (DeliveryStatus.STORED, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantedRow:
-    """The right to work on one row, until the lease ends."""
+    """One row leased to a worker."""
 
     row_id: RowId
     arrival: int
@@ -51,19 +51,19 @@ class GrantedRow:
 
 class Readers:
     def __init__(self, row_window: RowWindow, journal: Journal) -> None:
-        self._shelf = row_window
+        self._row_window = row_window
         self._journal = journal
         self._stall_s = 0.0
-        """Not yet made good; the next tick does."""
+        """Pause of the service that the next tick will add to leases and deadlines."""
 
     # --- declaring ----------------------------------------------------------------------------
 
     def declare(self, terms: ReaderSpec, now: float) -> Reader:
-        """A new reader starts with the oldest row there is. Known ones keep their cursor; their
-        times and attempts may change, their columns may not."""
-        known = self._shelf.readers.get(terms.name)
+        """A new reader starts with the oldest row. An existing one keeps its cursor; its times and
+        attempts may change, its columns may not."""
+        known = self._row_window.readers.get(terms.name)
         if known is None:
-            known = self._shelf.readers[terms.name] = Reader(terms=terms, declared_at=now)
+            known = self._row_window.readers[terms.name] = Reader(terms=terms, declared_at=now)
             self._journal(known.record())
         elif known.terms != terms:
             timed = replace(
@@ -74,31 +74,31 @@ class Readers:
             )
             if timed != terms:
                 raise Conflict(
-                    f"reader {terms.name!r} exists and reads {known.terms.reads} of "
-                    f"{known.terms.space!r}, writes {known.terms.writes}; delete it first, or "
-                    "choose another name"
+                    f"reader {terms.name!r} already exists with other columns (space "
+                    f"{known.terms.space!r}, reads {list(known.terms.reads)}, writes "
+                    f"{list(known.terms.writes)}); delete it first, or choose another name"
                 )
             known.terms = terms
             self._journal(known.record())
         return known
 
     def remove(self, name: str) -> None:
-        """Its leases end; columns it wrote stay. Declaring the name again starts anew, once this
-        is durable."""
+        """Ends its leases; columns it wrote stay. Once this is durable, the name can be declared
+        again and starts with the oldest row."""
         self.reader(name)
-        del self._shelf.readers[name]
+        del self._row_window.readers[name]
         self._journal(Deletion(kind=ReaderRecord, where="name = :name", values={"name": name}))
         self._journal(Deletion(kind=RowLeaseRecord, where="reader = :name", values={"name": name}))
 
     def reader(self, name: str) -> Reader:
-        found = self._shelf.readers.get(name)
+        found = self._row_window.readers.get(name)
         if found is None:
             raise NotFound(f"no reader {name!r}; declare it with PUT /v1/readers/{name}")
         return found
 
     def has_worker(self, name: str, now: float) -> bool:
-        """Did a worker of this reader show itself of late? One with nothing to do asks too."""
-        reader = self._shelf.readers.get(name)
+        """Whether a worker of this reader called recently. Idle workers poll, so they count."""
+        reader = self._row_window.readers.get(name)
         return reader is not None and now - reader.last_seen_at <= 2 * reader.terms.ttl_s
 
     # --- leases -------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Readers:
     def lease(
         self, name: str, worker: str, request_id: str, max_rows: int, now: float
     ) -> list[GrantedRow]:
-        """Up to n rows; a repeated request gets those it got before and still holds."""
+        """Lease up to `max_rows` rows. A repeated request gets the rows that it still holds."""
         reader = self.reader(name)
         reader.last_seen_at = now
         if request_id in reader.requests:
@@ -117,35 +117,35 @@ class Readers:
             ]
         if request_id in reader.finished_requests:
             return []
-        self._shelf.refill(reader, now)
+        self._row_window.refill(reader, now)
         grants: list[GrantedRow] = []
         while len(grants) < max_rows and (row_lease := reader.next_waiting()) is not None:
-            lease = row_lease.lease = row_lease.lease or LeaseHolder()
-            lease.epoch += 1
-            lease.worker, lease.request_id = worker, request_id
+            holder = row_lease.holder = row_lease.holder or LeaseHolder()
+            holder.epoch += 1
+            holder.worker, holder.request_id = worker, request_id
             reader.grant(row_lease, now + reader.terms.ttl_s)
             self._journal(reader.lease_record(row_lease, now))
             grants.append(_grant(row_lease))
         return grants
 
     def extend(self, name: str, claims: Iterable[Claim], now: float) -> list[RowId]:
-        """Still at work on these; returns those it holds no more."""
+        """Renew these leases; returns the rows whose lease is lost."""
         reader = self.reader(name)
         reader.last_seen_at = now
         lost: list[RowId] = []
         for claim in claims:
             row_lease = _find_lease(reader, claim)
-            if row_lease is None or row_lease.lease is None:
+            if row_lease is None or row_lease.holder is None:
                 lost.append(claim.row_id)
             else:
-                row_lease.lease.expires_at = now + reader.terms.ttl_s
+                row_lease.holder.expires_at = now + reader.terms.ttl_s
         return lost
 
     def write(
         self, name: str, claim: Claim, cells: Sequence[Cell], worker: str, now: float
     ) -> list[Status]:
-        """Columns of a row under lease. One that stands already is compared, lease or not, so a
-        repeated call gets the same answer."""
+        """Write columns of a leased row. A column that already exists is compared even without a
+        lease, so a repeated call gets the same answer."""
         reader = self.reader(name)
         reader.last_seen_at = now
         return [self._write_one(reader, claim, cell, f"{name}/{worker}", now) for cell in cells]
@@ -155,17 +155,17 @@ class Readers:
     ) -> Status:
         bit = reader.output_bits.get(cell.name)
         if bit is None:
-            writes = f"it writes {list(reader.terms.writes)}"
-            return DeliveryStatus.INVALID, f"{cell.name!r} is no column of {writer}; {writes}"
+            writes = f"this reader writes {list(reader.terms.writes)}"
+            return DeliveryStatus.INVALID, f"{writer} may not write column {cell.name!r}; {writes}"
         row_lease, space = _find_lease(reader, claim), reader.terms.space
         if row_lease is not None and row_lease.pending_outputs & bit:
-            self._shelf.complete(space, claim.row_id, cell, writer, now)
+            self._row_window.complete(space, claim.row_id, cell, writer, now)
             return STORED
-        existing = self._shelf.columns.existing(space, [claim.row_id], [cell.name])
+        existing = self._row_window.columns.existing(space, [claim.row_id], [cell.name])
         return compare_write(existing[claim.row_id, cell.name], cell) if existing else LEASE_ENDED
 
     def ack(self, name: str, claim: Claim, now: float) -> Status:
-        """Done with this row. Refused while a column it promised is missing."""
+        """Finish a row. Rejected while a column that the reader must write is missing."""
         reader = self.reader(name)
         row_lease = _find_lease(reader, claim)
         if row_lease is None:
@@ -179,7 +179,7 @@ class Readers:
         return STORED
 
     def fail(self, name: str, claim: Claim, error: str, now: float) -> Status:
-        """This attempt came to nothing and costs one."""
+        """The attempt failed; it counts against `max_attempts`."""
         reader = self.reader(name)
         row_lease = _find_lease(reader, claim)
         if row_lease is None:
@@ -188,7 +188,7 @@ class Readers:
         return STORED
 
     def release(self, name: str, claim: Claim, now: float) -> Status:
-        """Hand a row back unharmed."""
+        """Return a row; this does not count as an attempt."""
         reader = self.reader(name)
         row_lease = _find_lease(reader, claim)
         if row_lease is None:
@@ -197,22 +197,22 @@ class Readers:
         return STORED
 
     def _fail_attempt(self, reader: Reader, row_lease: RowLease, error: str, now: float) -> None:
-        lease = row_lease.lease
-        assert lease is not None, "only leased rows are lost"
-        lease.attempt += 1
-        lease.error = error[:MAX_ERROR]
-        if lease.attempt >= reader.terms.max_attempts and not _is_complete(reader, row_lease):
-            self._shelf.fail_row(reader, row_lease, ATTEMPTS, lease.error, now)
+        holder = row_lease.holder
+        assert holder is not None, "only leased rows can fail"
+        holder.attempt += 1
+        holder.error = error[:MAX_ERROR]
+        if holder.attempt >= reader.terms.max_attempts and not _is_complete(reader, row_lease):
+            self._row_window.fail_row(reader, row_lease, ATTEMPTS, holder.error, now)
         else:
             self._requeue(reader, row_lease, now)
 
     def _requeue(self, reader: Reader, row_lease: RowLease, now: float) -> None:
-        if _is_complete(reader, row_lease):  # all was written, only the word was missing
+        if _is_complete(reader, row_lease):  # only the acknowledgement is missing
             self._finish(reader, row_lease, now)
             return
         reader.end_lease(row_lease)
         row_lease.move(RowLeaseState.WAITING)
-        reader.waiting.appendleft(row_lease)  # older than most that wait
+        reader.waiting.appendleft(row_lease)  # it is older than most waiting rows
         self._journal(reader.lease_record(row_lease, now))
 
     def _finish(self, reader: Reader, row_lease: RowLease, now: float) -> None:
@@ -222,24 +222,23 @@ class Readers:
     # --- time ---------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Leases whose worker fell silent, rows that are overdue, cursors that moved."""
+        """Expire leases of silent workers and overdue rows, then save the cursors."""
         if self._stall_s:
-            self._shelf.extend_for_stall(self._stall_s, now)
+            self._row_window.extend_for_stall(self._stall_s, now)
             self._stall_s = 0.0
-        for reader in [*self._shelf.readers.values()]:
-            for row_lease in reversed([*reader.leased.values()]):  # the oldest is to be next
-                if row_lease.lease is not None and row_lease.lease.expires_at < now:
-                    self._fail_attempt(
-                        reader, row_lease, f"worker {row_lease.lease.worker} fell silent", now
-                    )
+        for reader in [*self._row_window.readers.values()]:
+            for row_lease in reversed([*reader.leased.values()]):  # so the oldest is next
+                if row_lease.holder is not None and row_lease.holder.expires_at < now:
+                    error = f"worker {row_lease.holder.worker} did not renew its lease"
+                    self._fail_attempt(reader, row_lease, error, now)
             for _ in range(PAGES_PER_TICK):
-                self._shelf.refill(reader, now)
+                self._row_window.refill(reader, now)
                 if not self._expire(reader, now):
                     break
-            self._shelf.save_cursor(reader)
+            self._row_window.save_cursor(reader)
 
     def _expire(self, reader: Reader, now: float) -> int:
-        """How many rows were overdue."""
+        """Fail overdue rows; returns how many there were."""
         limit = reader.terms.deadline_s
         num_expired = 0
         if not limit or now < reader.grace_until:
@@ -255,23 +254,23 @@ class Readers:
             if _is_complete(reader, row_lease):
                 self._finish(reader, row_lease, now)
             else:
-                self._shelf.fail_row(
+                self._row_window.fail_row(
                     reader, row_lease, OVERDUE, _overdue_detail(row_lease, limit), now
                 )
         return num_expired
 
     def extend_deadlines(self, gap_s: float) -> None:
-        """The service itself stood still: nobody could be heard meanwhile, so nobody was silent."""
+        """Do not count a pause of the service itself as silence of workers."""
         self._stall_s += gap_s
-        for reader in self._shelf.readers.values():
+        for reader in self._row_window.readers.values():
             reader.last_seen_at += gap_s
 
 
 def _find_lease(reader: Reader, claim: Claim) -> RowLease | None:
     row_lease = reader.leased.get(claim.row_id)
-    if row_lease is None or row_lease.lease is None or row_lease.arrival != claim.arrival:
+    if row_lease is None or row_lease.holder is None or row_lease.arrival != claim.arrival:
         return None
-    return row_lease if row_lease.lease.epoch == claim.epoch else None
+    return row_lease if row_lease.holder.epoch == claim.epoch else None
 
 
 def _is_complete(reader: Reader, row_lease: RowLease) -> bool:
@@ -279,15 +278,15 @@ def _is_complete(reader: Reader, row_lease: RowLease) -> bool:
 
 
 def _overdue_detail(row_lease: RowLease, limit: float) -> str:
-    error = "" if row_lease.lease is None else row_lease.lease.error
-    return f"not written within {limit:g} s" + (f"; last error: {error}" if error else "")
+    error = "" if row_lease.holder is None else row_lease.holder.error
+    return f"not written within deadline_s={limit:g}" + (f"; last error: {error}" if error else "")
 
 
 def _grant(row_lease: RowLease) -> GrantedRow:
-    assert row_lease.lease is not None, "granted means leased"
+    assert row_lease.holder is not None, "a granted row has a holder"
     return GrantedRow(
         row_id=row_lease.row_id,
         arrival=row_lease.arrival,
-        epoch=row_lease.lease.epoch,
-        attempt=row_lease.lease.attempt + 1,
+        epoch=row_lease.holder.epoch,
+        attempt=row_lease.holder.attempt + 1,
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of rows by key: from tables and the payload store to what a caller gets. Reads only,
-blocks, and belongs off the event loop."""
+"""Reads rows by key from the tables and the payload store.
+
+Blocking: call it from a thread, not on the event loop."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from penstock.errors import StoreError
 from penstock.types import RowId
 
 ANSWER_BYTES = 16 << 20
-"""An answer stops after the row that reaches this."""
+"""A response ends with the row that reaches this size."""
 FEW_ROWS = 64
-"""Looked up on the event loop: less work than a thread to do it in."""
+"""Up to this many rows are read on the event loop; handing them to a thread would cost more."""
 DAMAGED = "damaged"
 FailedColumns = dict[str, FailedColumn]
 BY_KEYS_SQL = "space = :space AND row_id IN :ids"
@@ -29,14 +30,15 @@ BY_KEYS_SQL = "space = :space AND row_id IN :ids"
 
 class RowStoreReader:
     def __init__(self, ledger: Ledger, has_single_columns: Callable[[str], bool]) -> None:
-        """stands_alone: may some column of this space have a record of its own?"""
+        """`has_single_columns`: whether any column of a space may be stored as a single record."""
         self._ledger = ledger
         self._has_single_columns = has_single_columns
 
     def read_from_tables(
         self, space: str, keys: Sequence[RowId], names: Sequence[str]
     ) -> list[RowValues] | None:
-        """Some rows, when the tables alone can tell all of them; else None, and `read` them."""
+        """A few rows if the tables alone hold all their values; otherwise None, and the caller must
+        use `read`."""
         if space == TRAIN or len(keys) > FEW_ROWS or self._has_single_columns(space):
             return None
         located = self._locate(space, keys, names)
@@ -45,7 +47,8 @@ class RowStoreReader:
         return [*located.rows(keys)]
 
     def read(self, space: str, keys: Sequence[RowId], names: Sequence[str]) -> list[RowValues]:
-        """The first of these keys in their order, at least one; empty `names` for all columns."""
+        """Read a prefix of these keys, at least one row and about ANSWER_BYTES at most. Empty
+        `names` selects all columns."""
         found: list[RowValues] = []
         size = 0
         for start in range(0, len(keys), KEYS_PER_QUERY):
@@ -91,7 +94,7 @@ class RowStoreReader:
             )
 
     def _locate(self, space: str, keys: Sequence[RowId], names: Sequence[str]) -> LocatedRows:
-        """Rows are often asked for as they were put, so the bundle of the first may hold all."""
+        """Rows are often read as they were put, so first check the bundle of the first key."""
         located = self._find(space, keys[:1], names)
         if len(keys) == 1:
             return located
@@ -136,19 +139,19 @@ class RowStoreReader:
         values: dict[str, WireValue],
         failed: FailedColumns,
     ) -> None:
-        """What stands in the row itself."""
+        """Add the columns that are part of the row record."""
         if row.reward is not None and (not names or REWARD in names):
             values.setdefault(REWARD, row.reward)
         try:
             if not names or TURNS in names:
                 values[TURNS] = self._turns(row)
-        except StoreError as error:  # contained to this value
+        except StoreError as error:  # affects only this value
             failed[TURNS] = FailedColumn(kind=DAMAGED, detail=str(error))
 
     def _read_singles(
         self, columns: Iterable[ColumnRecord]
     ) -> tuple[dict[str, WireValue], FailedColumns]:
-        """Columns that have records of their own."""
+        """Values of columns stored as single records."""
         values: dict[str, WireValue] = {}
         failed: FailedColumns = {}
         for column in columns:
@@ -173,7 +176,7 @@ class RowStoreReader:
             return BlobRef(digest=column.blob, size=column.length)
         try:
             return self._ledger.payloads.read(_location(column))
-        except StoreError:  # compaction may have moved it after we looked
+        except StoreError:  # compaction may have moved it in the meantime
             where = "space = :space AND row_id = :row_id AND name = :name"
             moved = self._ledger.tables.read(
                 ColumnRecord, where, space=column.space, row_id=column.row_id, name=column.name
@@ -184,50 +187,50 @@ class RowStoreReader:
 
 
 class LocatedRows(NamedTuple):
-    """Rows of some keys, found and not yet read."""
+    """Rows that were located but not read yet."""
 
     row_positions: Mapping[RowId, RowPosition]
     bundles: Mapping[int, BundleReader]
 
     def rows(self, keys: Iterable[RowId]) -> Iterable[RowValues]:
-        """What came with each row, in this order."""
+        """The columns delivered with each row, in the order of `keys`."""
         for key in keys:
             arrival, first = self.row_positions.get(key, (0, 0))
             values: Mapping[str, WireValue] = {}
             failed: FailedColumns = {}
             if first in self.bundles:
                 values, failed = self.bundles[first].row(key, arrival - first)
-            # Without its bundle it went in between, with its whole space.
+            # If its bundle is missing, the space was cleared in the meantime.
             exists = arrival > 0 and (not first or first in self.bundles)
             yield RowValues(key=key, exists=exists, columns=values, failed=failed)
 
 
 class BundleReader:
-    """A bundle with its values at hand, read when the first row asks; of these columns, or of all
-    when none are named."""
+    """Reads columns of one bundle; loads the payload on first use. Empty `names` selects all
+    columns."""
 
     def __init__(self, ledger: Ledger, record: BundleRecord, names: Sequence[str]) -> None:
         self._ledger = ledger
         self._bundle = Bundle(record)
-        self._slice = self._bundle.cut(names)
+        self._slice = self._bundle.select(names)
         self._payload: bytes | None = None
         self._damage = ""
         self._rows: list[dict[str, float | bytes]] = []
         self.reads_most_rows = False
-        """Most of its rows are; taking it apart at once is faster then."""
+        """Set if most rows of the bundle are requested; decoding all together is faster then."""
 
     def row(self, key: RowId, position: int) -> tuple[Mapping[str, WireValue], FailedColumns]:
-        """Columns of the row of this key, which stands at this position."""
+        """Columns of the row with this key at this position."""
         damage = self._damage
         try:
             if self._payload is None and not damage:
                 self._payload = self._read()
             self._bundle.require(key, position)
-        except StoreError as error:  # contained to this row, or to the rows of this bundle
+        except StoreError as error:  # affects only this row, or the rows of this bundle
             damage = str(error)
             self._damage = damage if self._payload is None else ""
         if damage or self._payload is None:
-            names = (*(name for name, _ in self._slice.wanted), *self._slice.numbers)
+            names = (*(name for name, _ in self._slice.byte_columns), *self._slice.numbers)
             return {}, {name: FailedColumn(kind=DAMAGED, detail=damage) for name in names}
         if not self.reads_most_rows:
             return self._slice.values(position, self._payload), {}
@@ -240,7 +243,7 @@ class BundleReader:
 
     @property
     def is_in_payload_store(self) -> bool:
-        """Its values are in the payload store."""
+        """Whether its values are in the payload store, not in the record."""
         return self._bundle.where is not None
 
     def _read(self) -> bytes:
@@ -249,7 +252,7 @@ class BundleReader:
             return self._bundle.record.payload
         try:
             return self._ledger.payloads.read(where)
-        except StoreError:  # compaction may have moved it after we looked
+        except StoreError:  # compaction may have moved it in the meantime
             old = self._bundle.record
             query = "space = :space AND arrival = :arrival"
             found = self._ledger.tables.read(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as one reader holds them: its window beyond the cursor, and the life-cycle of a take.
+"""One reader's rows: the window after its cursor, and the life cycle of a row lease.
 
-A reader is done with every row up to its cursor. Beyond it, the oldest unfinished rows are in
-memory and the rest on disk; finished ones are on disk only. No I/O, no clock.
+A reader has finished every row up to its cursor. After it, the oldest unfinished rows are in memory
+and the rest on disk; finished rows are on disk only. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ MAX_FINISHED_REQUESTS = 256
 
 class RowTrigger(StrEnum):
     DELIVERED = "delivered"
-    """A row is for this reader as soon as it arrives."""
+    """The reader gets a row as soon as it is delivered."""
     ADMITTED = "admitted"
-    """Only once some policy admitted its group."""
+    """The reader gets a row once any policy admits its group."""
 
 
 class RowLeaseState(StrEnum):
     PENDING = "pending"
-    """A column that the reader needs is not there yet."""
+    """An input column is missing."""
     WAITING = "waiting"
+    """Ready to be leased."""
     LEASED = "leased"
+    """Held by a worker."""
     DONE = "done"
+    """Acknowledged, or all its output columns exist."""
     DEAD = "dead"
-    """Out of attempts, overdue, or without its input: the columns it owed are failed."""
+    """Out of attempts, overdue, or an input failed: its missing columns are marked as failed."""
     FREED = "gone"
-    """Freed, or its space was cleared."""
+    """The row was freed, or its space cleared."""
 
 
 TERMINAL_STATES = frozenset({RowLeaseState.DONE, RowLeaseState.DEAD, RowLeaseState.FREED})
@@ -56,19 +59,20 @@ LEASE_TRANSITIONS: Mapping[RowLeaseState, frozenset[RowLeaseState]] = MappingPro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderSpec:
-    """What a reader asks for and what it promises."""
+    """The columns a reader reads and writes, and its limits."""
 
     name: str
     reads: tuple[str, ...]
     """Columns a row must have before the reader gets it."""
     writes: tuple[str, ...] = ()
-    """Columns it adds; none for an exporter."""
+    """Columns it adds; empty for an exporter."""
     space: str = TRAIN
     on: RowTrigger = RowTrigger.DELIVERED
     deadline_s: float = 0.0
-    """From arrival (or admission) until columns it did not write are failed(overdue); 0: never."""
+    """Seconds from arrival (or admission) until its missing columns become failed(overdue); 0 for
+    no deadline."""
     ttl_s: float = 12.0
-    """A lease that nobody extends for so long is given to others."""
+    """A lease expires after `ttl_s` without renewal."""
     max_attempts: int = 3
 
     @property
@@ -78,7 +82,7 @@ class ReaderSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One lease of one row; the arrival tells a key that was cleared and put anew."""
+    """A worker's claim to a row. `arrival` distinguishes a key that was cleared and put again."""
 
     row_id: RowId
     arrival: int
@@ -87,11 +91,11 @@ class Claim:
 
 @dataclass(slots=True)
 class LeaseHolder:
-    """Of a row that was handed out at least once."""
+    """The current or last worker of a row that was leased at least once."""
 
     epoch: int = 0
     attempt: int = 0
-    """Attempts that cost one: failures and expiries, not hand-backs."""
+    """Failed and expired attempts; returned rows do not count."""
     worker: str = ""
     request_id: str = ""
     expires_at: float = 0.0
@@ -100,20 +104,22 @@ class LeaseHolder:
 
 @dataclass(slots=True, eq=False)
 class RowLease:
+    """An unfinished row in a reader's window, leased or not."""
+
     row_id: RowId
     arrival: int
     deadline_start: float
-    """When its deadline began to run; 0 while it does not."""
+    """When its deadline started; 0 if it has not."""
     missing_inputs: int
-    """One bit per needed column that is not there yet."""
+    """One bit per input column that does not exist yet."""
     pending_outputs: int
-    """One bit per column of the reader that is not terminal yet."""
+    """One bit per output column that has neither a value nor a failure."""
     state: RowLeaseState = RowLeaseState.PENDING
-    lease: LeaseHolder | None = None
+    holder: LeaseHolder | None = None
 
     def move(self, state: RowLeaseState) -> None:
         assert state in LEASE_TRANSITIONS[self.state], (
-            f"take cannot go from {self.state} to {state}"
+            f"row lease cannot move from {self.state} to {state}"
         )
         self.state = state
 
@@ -128,29 +134,31 @@ def _bits(names: Iterable[str]) -> dict[str, int]:
 
 @dataclass(slots=True)
 class Reader:
+    """State of one reader: its cursor, window, queues and leases."""
+
     terms: ReaderSpec
     declared_at: float
     cursor: int = 0
-    """Every row up to this arrival is done with; on disk it may lag behind."""
+    """Every row up to this arrival is finished; the saved cursor may lag behind."""
     loaded_through: int = 0
     """Rows up to this arrival are in the window or finished; later ones are on disk only."""
     last_seen_at: float = float("-inf")
-    """When a worker last showed itself."""
+    """When a worker last called."""
     grace_until: float = 0.0
-    """No row is overdue before: after a restart workers get the time to come back."""
+    """No row is overdue before this: after a restart, workers get time to reconnect."""
     window: dict[RowId, RowLease] = field(default_factory=dict[RowId, RowLease])
     waiting: deque[RowLease] = field(default_factory=deque[RowLease])
     leased: dict[RowId, RowLease] = field(default_factory=dict[RowId, RowLease])
     requests: dict[str, set[RowId]] = field(default_factory=dict[str, set[RowId]])
-    """Held rows by the request that got them."""
+    """Leased rows by the request that leased them."""
     finished_requests: deque[str] = field(
         default_factory=lambda: deque[str](maxlen=MAX_FINISHED_REQUESTS)
     )
-    """Requests that got rows and hold none any more; a late copy gets nothing."""
+    """Requests whose rows are all finished; a late retry gets no rows."""
     by_arrival: deque[RowLease] = field(default_factory=deque[RowLease])
-    """By arrival; finished ones are skipped when met, as in the two other queues."""
+    """In order of arrival. Finished entries stay in the three queues until they are popped."""
     by_deadline: deque[RowLease] = field(default_factory=deque[RowLease])
-    """By the time their deadline began."""
+    """In order of `deadline_start`."""
     saved_cursor: int = 0
     input_bits: dict[str, int] = field(default_factory=dict[str, int])
     output_bits: dict[str, int] = field(default_factory=dict[str, int])
@@ -160,7 +168,7 @@ class Reader:
         self.output_bits = _bits(self.terms.writes)
 
     def add(self, row_lease: RowLease) -> None:
-        """In order of arrival; not yet handed out in this life."""
+        """Add a row that is not leased; call in order of arrival."""
         self.window[row_lease.row_id] = row_lease
         self.by_arrival.append(row_lease)
         if row_lease.deadline_start:
@@ -170,14 +178,15 @@ class Reader:
             self.waiting.append(row_lease)
 
     def grant(self, row_lease: RowLease, expires_at: float) -> None:
-        """Leased from now on."""
-        assert row_lease.lease is not None, "handed out means leased"
+        """Lease a row to its holder."""
+        assert row_lease.holder is not None, "a granted row has a holder"
         row_lease.move(RowLeaseState.LEASED)
-        row_lease.lease.expires_at = expires_at
+        row_lease.holder.expires_at = expires_at
         self.leased[row_lease.row_id] = row_lease
-        self.requests.setdefault(row_lease.lease.request_id, set()).add(row_lease.row_id)
+        self.requests.setdefault(row_lease.holder.request_id, set()).add(row_lease.row_id)
 
     def end(self, row_lease: RowLease, state: RowLeaseState) -> None:
+        """Move a row to a terminal state and out of the window."""
         if row_lease.state is RowLeaseState.LEASED:
             self.end_lease(row_lease)
         row_lease.move(state)
@@ -185,14 +194,14 @@ class Reader:
         self._trim()
 
     def end_lease(self, row_lease: RowLease) -> None:
-        """The lease is over; what follows, the caller says."""
-        assert row_lease.lease is not None, "a leased row has a lease"
+        """End the lease; the caller decides the next state."""
+        assert row_lease.holder is not None, "a leased row has a holder"
         del self.leased[row_lease.row_id]
-        held = self.requests[row_lease.lease.request_id]
+        held = self.requests[row_lease.holder.request_id]
         held.remove(row_lease.row_id)
         if not held:
-            del self.requests[row_lease.lease.request_id]
-            self.finished_requests.append(row_lease.lease.request_id)
+            del self.requests[row_lease.holder.request_id]
+            self.finished_requests.append(row_lease.holder.request_id)
 
     def next_waiting(self) -> RowLease | None:
         while self.waiting:
@@ -202,22 +211,23 @@ class Reader:
         return None
 
     def advance(self) -> int:
+        """Move the cursor past finished rows and return it."""
         while self.by_arrival and self.by_arrival[0].is_terminal:
             self.by_arrival.popleft()
         self.cursor = self.by_arrival[0].arrival - 1 if self.by_arrival else self.loaded_through
         return self.cursor
 
     def extend_for_stall(self, gap_s: float, now: float) -> None:
-        """The service stood still for so long, until a moment ago. What began since then was not
-        held up: no lease and no deadline gets more than all its time."""
+        """Extend leases and deadlines by a pause of `gap_s` that has just ended. None gets more
+        than its full time from now, so those that started after the pause gain nothing."""
         ttl_s = self.terms.ttl_s
         self.last_seen_at = min(self.last_seen_at, now)
         self.grace_until = min(self.grace_until + gap_s, now + 2 * ttl_s)
         for row_lease in self.window.values():
             if row_lease.deadline_start:
                 row_lease.deadline_start = min(row_lease.deadline_start + gap_s, now)
-            if row_lease.lease is not None:
-                row_lease.lease.expires_at = min(row_lease.lease.expires_at + gap_s, now + ttl_s)
+            if row_lease.holder is not None:
+                row_lease.holder.expires_at = min(row_lease.holder.expires_at + gap_s, now + ttl_s)
 
     def sort_by_deadline(self) -> None:
         self.by_deadline = deque(
@@ -225,7 +235,7 @@ class Reader:
         )
 
     def _trim(self) -> None:
-        """One row that stays for long must not keep all those that came and went behind it."""
+        """Drop finished entries, so that one slow row cannot make the queues grow."""
         limit = 2 * len(self.window) + 64
         if len(self.by_arrival) > limit:
             self.by_arrival = _unfinished(self.by_arrival)
@@ -250,23 +260,23 @@ class Reader:
         )
 
     def lease_record(self, row_lease: RowLease, now: float) -> RowLeaseRecord:
-        lease = row_lease.lease or LeaseHolder()
+        holder = row_lease.holder or LeaseHolder()
         return RowLeaseRecord(
             reader=self.terms.name,
             row_id=row_lease.row_id,
             arrival=row_lease.arrival,
-            epoch=lease.epoch,
-            attempt=lease.attempt,
-            worker=lease.worker,
-            request_id=lease.request_id,
+            epoch=holder.epoch,
+            attempt=holder.attempt,
+            worker=holder.worker,
+            request_id=holder.request_id,
             state=row_lease.state,
             at=now,
-            error=lease.error,
+            error=holder.error,
         )
 
 
-def _unfinished(takes: Iterable[RowLease]) -> deque[RowLease]:
-    return deque(row_lease for row_lease in takes if not row_lease.is_terminal)
+def _unfinished(queue: Iterable[RowLease]) -> deque[RowLease]:
+    return deque(row_lease for row_lease in queue if not row_lease.is_terminal)
 
 
 def reader_from_record(record: ReaderRecord) -> Reader:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in front of their readers: which have arrived, which columns they have, who may take them.
+"""The window of unfinished rows that each reader works through: arrivals, available columns,
+states.
 
-A pure state machine; facts go out through the journal, terminal columns as Landed events. Each
-reader sees rows in order of arrival through a bounded window; the rest waits on disk. Knows
-nothing of workers.
+A pure state machine; changes go to the journal, terminal columns become ColumnCompleted events.
+Each reader sees rows in order of arrival through a bounded window; the rest stays on disk. Knows
+nothing about workers.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from penstock.dataflow.records import Deletion, Journal
 from penstock.types import RowId
 
 MAX_WINDOW_ROWS = 65_536
-"""Unfinished rows of one reader in memory; the rest wait on disk."""
+"""Unfinished rows of one reader kept in memory; the rest stay on disk."""
 PAGE_ROWS = 512
 REFILL_BELOW = 128
-"""With fewer rows to hand out, the next page is read."""
+"""Load the next page when fewer rows than this are ready."""
 MAX_STALLS = 64
-"""Remembered, for rows that come back from disk."""
+"""Service pauses remembered, to correct deadlines of rows loaded from disk."""
 INPUT_FAILED = "input"
-"""A column that the reader needs is itself failed."""
+"""An input column of the reader has failed."""
 
 
 class RowWindow:
@@ -53,7 +54,7 @@ class RowWindow:
         self._window = window
         self._newest: dict[str, int] = {}
         self._stalls: deque[tuple[float, float]] = deque(maxlen=MAX_STALLS)
-        """When the service stood still: until when, for how long."""
+        """Pauses of the service: (end, duration)."""
         self._completed: list[ColumnCompleted] = []
 
     def pop_completed(self) -> list[ColumnCompleted]:
@@ -64,10 +65,10 @@ class RowWindow:
     def of(self, space: str) -> list[Reader]:
         return [reader for reader in self.readers.values() if reader.terms.space == space]
 
-    # --- rows come and go ---------------------------------------------------------------------
+    # --- adding and removing rows -------------------------------------------------------------
 
     def next_arrival(self, num: int = 1) -> int:
-        """The first of so many that follow one another."""
+        """Reserve `num` consecutive arrival numbers and return the first."""
         first = self.last_arrival + 1
         self.last_arrival += num
         return first
@@ -75,13 +76,13 @@ class RowWindow:
     def add_row(
         self, space: str, row_id: RowId, arrival: int, columns: Iterable[str], now: float
     ) -> None:
-        """A row with these columns; its record is journaled by the caller, in order of arrival."""
+        """Add a row with these columns. The caller journals its record, in order of arrival."""
         self.add_rows(space, (row_id,), arrival, columns, now)
 
     def add_rows(
         self, space: str, row_ids: Sequence[RowId], first: int, columns: Iterable[str], now: float
     ) -> None:
-        """Rows with the same columns, one arrival after another."""
+        """Add rows with the same columns and consecutive arrival numbers."""
         before = self._newest.get(space, 0)
         self._newest[space] = first + len(row_ids) - 1
         initial_columns = frozenset(columns)
@@ -98,7 +99,7 @@ class RowWindow:
                 self._add_row(reader, row, {}, now)
 
     def admitted(self, row_ids: Sequence[RowId], now: float) -> None:
-        """Some policy admitted these rollout rows; a second one changes nothing."""
+        """A policy admitted these rollout rows; later admissions change nothing."""
         if not any(reader.terms.on is RowTrigger.ADMITTED for reader in self.of(TRAIN)):
             return
         existing = self.columns.existing(TRAIN, row_ids, (ADMITTED,))
@@ -107,7 +108,7 @@ class RowWindow:
                 self.complete(TRAIN, row_id, number_cell(ADMITTED, now), "dataflow", now)
 
     def forget(self, space: str, row_ids: Iterable[RowId]) -> None:
-        """Freed: final for every consumer, so nobody reads them again."""
+        """Remove freed rows from every window; no consumer needs them any more."""
         for row_id in row_ids:
             self.columns.forget(space, row_id)
             for reader in self.of(space):
@@ -117,7 +118,7 @@ class RowWindow:
                     self._delete_lease(reader, row_lease)
 
     def clear(self, space: str) -> None:
-        """Every row of this space is gone; readers go on with what is put next."""
+        """Remove every row of this space; readers continue with the next row that is put."""
         for reader in self.of(space):
             for row_lease in [*reader.window.values()]:
                 reader.end(row_lease, RowLeaseState.FREED)
@@ -125,7 +126,7 @@ class RowWindow:
             self.save_cursor(reader)
 
     def _delete_lease(self, reader: Reader, row_lease: RowLease) -> None:
-        if row_lease.lease is not None:
+        if row_lease.holder is not None:
             values = {"reader": reader.terms.name, "row_id": row_lease.row_id}
             where = "reader = :reader AND row_id = :row_id"
             self._journal(Deletion(kind=RowLeaseRecord, where=where, values=values))
@@ -133,7 +134,7 @@ class RowWindow:
     # --- columns ------------------------------------------------------------------------------
 
     def complete(self, space: str, row_id: RowId, cell: Cell, writer: str, now: float) -> None:
-        """A column becomes terminal; the caller knows that nothing stands in its place."""
+        """Store a value or failure of a column that does not exist yet; the caller has checked."""
         self.columns.complete(space, row_id, cell, writer, now)
         if space == TRAIN and cell.name != ADMITTED:
             self._completed.append(
@@ -154,7 +155,7 @@ class RowWindow:
         """A column of a row in this reader's window became terminal."""
         if cell.name in reader.output_bits:
             row_lease.pending_outputs &= ~reader.output_bits[cell.name]
-            # A worker that holds the row acknowledges it; nobody else needs to do it any more.
+            # A worker that holds the row will acknowledge it; otherwise the row is finished.
             if not row_lease.pending_outputs and row_lease.state is not RowLeaseState.LEASED:
                 reader.end(row_lease, RowLeaseState.DONE)
                 return
@@ -177,7 +178,7 @@ class RowWindow:
     def fail_row(
         self, reader: Reader, row_lease: RowLease, kind: str, detail: str, now: float
     ) -> None:
-        """This reader will never finish the row: what it owed is failed for good."""
+        """This reader will never finish the row: mark its missing columns as failed."""
         reader.end(row_lease, RowLeaseState.DEAD)
         self._journal(reader.lease_record(row_lease, now))
         for name, bit in reader.output_bits.items():
@@ -188,7 +189,7 @@ class RowWindow:
     # --- rows on disk -------------------------------------------------------------------------
 
     def refill(self, reader: Reader, now: float, upto: int = 0) -> None:
-        """Load rows while few wait to be handed out, or up to one that must be known."""
+        """Load rows from disk until enough are ready, and at least up to arrival `upto`."""
         newest = self._newest.get(reader.terms.space, 0)
         while reader.loaded_through < newest and len(reader.window) < self._window:
             if len(reader.waiting) >= REFILL_BELOW and reader.loaded_through >= upto:
@@ -197,7 +198,7 @@ class RowWindow:
                 return
 
     def _load_page(self, reader: Reader, now: float) -> bool:
-        """False when no more is on disk yet."""
+        """Load one page; returns False if it was the last one on disk."""
         terms = reader.terms
         rows = self._load_page_rows(terms.name, terms.space, reader.loaded_through, PAGE_ROWS)
         is_last = len(rows) < PAGE_ROWS
@@ -206,14 +207,14 @@ class RowWindow:
         if is_last:
             on_disk = min(self.durable_through, self._newest[terms.space])
             reader.loaded_through = max(reader.loaded_through, on_disk)
-        rows = [row for row in rows if not self.columns.is_disconnected(terms.space, row.row_id)]
+        rows = [row for row in rows if not self.columns.is_deleted(terms.space, row.row_id)]
         names = (*terms.inputs, *terms.writes)
         single_columns = self.columns.single_columns(
             terms.space, [row.row_id for row in rows], names
         )
         for row in rows:
-            there = ((name, single_columns.get((row.row_id, name))) for name in names)
-            self._add_row(reader, row, {name: c for name, c in there if c is not None}, now)
+            columns = ((name, single_columns.get((row.row_id, name))) for name in names)
+            self._add_row(reader, row, {name: c for name, c in columns if c is not None}, now)
         if terms.on is RowTrigger.ADMITTED:
             reader.sort_by_deadline()
         return not is_last
@@ -221,18 +222,22 @@ class RowWindow:
     def _add_row(
         self, reader: Reader, row: StoredRow, columns: Mapping[str, ColumnRecord], now: float
     ) -> None:
-        """Judge a row for this reader: finished, without hope, ready, or to be waited for."""
-        there = row.initial_columns | columns.keys()
-        pending_outputs = sum(bit for name, bit in reader.output_bits.items() if name not in there)
+        """Add a row to this reader's window as ready, pending or failed; skip it if finished."""
+        present = row.initial_columns | columns.keys()
+        pending_outputs = sum(
+            bit for name, bit in reader.output_bits.items() if name not in present
+        )
         if reader.output_bits and not pending_outputs:
             return
         row_lease = RowLease(
             row_id=row.row_id,
             arrival=row.arrival,
             deadline_start=self._shift_for_stalls(_deadline_start(reader, row, columns), now),
-            missing_inputs=sum(bit for name, bit in reader.input_bits.items() if name not in there),
+            missing_inputs=sum(
+                bit for name, bit in reader.input_bits.items() if name not in present
+            ),
             pending_outputs=pending_outputs,
-            lease=None if row.row_lease is None else holder_from_record(row.row_lease),
+            holder=None if row.row_lease is None else holder_from_record(row.row_lease),
         )
         reader.add(row_lease)
         failed = [c for name, c in columns.items() if c.failed and name in reader.input_bits]
@@ -246,27 +251,27 @@ class RowWindow:
             )
         elif row.row_lease is not None and row.row_lease.state == RowLeaseState.LEASED:
             last = reader.waiting.pop()
-            assert last is row_lease, "a row that was handed out had its columns"
+            assert last is row_lease, "a row that was leased has all its inputs"
             reader.grant(row_lease, now + reader.terms.ttl_s)  # after a restart: a full ttl
 
     # --- time ---------------------------------------------------------------------------------
 
     def extend_for_stall(self, gap_s: float, now: float) -> None:
-        """The service stood still for so long: leases and deadlines of all rows, in memory or on
-        disk, stood still with it."""
+        """Extend leases and deadlines of all rows, in memory or on disk, by a pause of the service
+        of `gap_s` seconds."""
         self._stalls.append((now, gap_s))
         for reader in self.readers.values():
             reader.extend_for_stall(gap_s, now)
 
     def _shift_for_stalls(self, deadline_start: float, now: float) -> float:
-        """When a deadline that began then would have begun, had the service never stood still."""
+        """Move the start of a deadline forward by the service pauses since then."""
         gaps = (gap_s for ended_at, gap_s in self._stalls if deadline_start < ended_at)
         return min(deadline_start + sum(gaps), now) if deadline_start else deadline_start
 
     # --- cursors and restart ------------------------------------------------------------------
 
     def save_cursor(self, reader: Reader) -> None:
-        """Finished rows stand on disk one by one until now; behind the cursor they need not."""
+        """Save the cursor if it moved, and delete the lease records up to it."""
         cursor = reader.advance()
         if cursor > reader.saved_cursor:
             reader.saved_cursor = cursor
@@ -276,7 +281,7 @@ class RowWindow:
             self._journal(Deletion(kind=RowLeaseRecord, where=where, values=values))
 
     def restore(self, saved: SavedReaders, now: float) -> None:
-        """Rows are loaded only as far as somebody holds them; the rest when it is asked for."""
+        """Load rows only up to the newest leased one; the rest is loaded on demand."""
         self._newest = dict(saved.newest)
         self.readers = {record.name: reader_from_record(record) for record in saved.readers}
         cursors = (reader.cursor for reader in self.readers.values())
@@ -290,7 +295,7 @@ class RowWindow:
 
 
 def _deadline_start(reader: Reader, row: StoredRow, columns: Mapping[str, ColumnRecord]) -> float:
-    """When the deadline of this row began for this reader; 0 while it does not run."""
+    """When the deadline of this row started for this reader; 0 if it has not."""
     deadline_start = row.at
     if reader.terms.on is RowTrigger.ADMITTED:
         admitted = columns.get(ADMITTED)
@@ -299,4 +304,4 @@ def _deadline_start(reader: Reader, row: StoredRow, columns: Mapping[str, Column
 
 
 def _input_failed(name: str, kind: str) -> str:
-    return f"its input {name!r} is failed({kind})"
+    return f"input column {name!r} is failed({kind})"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spaces: named sets of rows that users put by key, each bounded, each clearable alone.
+"""Spaces: named sets of rows that users put by key. Each has its own quota and can be cleared
+separately.
 
-Owns quotas and keys. The space `train` holds the rollout rows: it is read here and never written.
+Owns quotas and keys. The space `train` holds the rollout rows and is read-only here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class RejectedColumn:
 
 class Spaces:
     def __init__(self, row_window: RowWindow, columns: Columns, journal: Journal) -> None:
-        self._shelf = row_window
+        self._row_window = row_window
         self._columns = columns
         self._journal = journal
         self.records: dict[str, SpaceRecord] = {}
@@ -46,21 +47,21 @@ class Spaces:
         self._columns.restore()
 
     def set_quota(self, name: str, quota_bytes: int, now: float) -> None:
-        """Holds for what is put from now on; rows that are there stay."""
+        """Applies to later puts; existing rows stay."""
         check_name(name)
         if quota_bytes < 0:
-            raise BadRequest(f"a quota of {quota_bytes} bytes; give 0 for none")
+            raise BadRequest(f"quota_bytes is {quota_bytes}; it must be >= 0 (0 means no quota)")
         self.records[name] = SpaceRecord(name=name, quota_bytes=quota_bytes, at=now)
         self._journal(self.records[name])
 
     def put(
         self, name: str, drafts: Sequence[BundleDraft], writer: str, now: float
     ) -> list[RejectedColumn]:
-        """All of it, or nothing when it does not fit; the answer names what stood before. A column
-        that stands is never changed."""
+        """Store all rows, or raise StorageFull and store none. Returns the columns that already
+        existed; an existing column is never changed."""
         check_name(name)
         if name == TRAIN:
-            raise Forbidden("rows of 'train' come from rollouts; put into a space of another name")
+            raise Forbidden("space 'train' only receives rollouts; put rows into another space")
         rows = {key: values for draft in drafts for key, values in draft.rows}
         _check_rows(rows, drafts)
         row_positions = self._columns.row_positions(name, [*rows])
@@ -82,15 +83,15 @@ class Spaces:
         for draft in drafts:
             self._add(name, draft, writer, now)
         return [
-            refused
+            rejected
             for key, row in cells.items()
-            for refused in self._complete(name, key, row, existing, writer, now)
+            for rejected in self._complete(name, key, row, existing, writer, now)
         ]
 
     def _add(self, name: str, draft: BundleDraft, writer: str, now: float) -> None:
-        first = self._shelf.next_arrival(len(draft.rows))
+        first = self._row_window.next_arrival(len(draft.rows))
         self._columns.add(name, draft, first, writer, now)
-        self._shelf.add_rows(name, draft.keys, first, draft.names, now)
+        self._row_window.add_rows(name, draft.keys, first, draft.names, now)
 
     def _complete(
         self,
@@ -101,11 +102,11 @@ class Spaces:
         writer: str,
         now: float,
     ) -> Iterable[RejectedColumn]:
-        """Give a row that is there the columns it does not have."""
+        """Add the missing columns to an existing row."""
         for cell in cells:
             current = existing.get((key, cell.name))
             if current is None:
-                self._shelf.complete(name, key, cell, writer, now)
+                self._row_window.complete(name, key, cell, writer, now)
             else:
                 status, detail = compare_write(current, cell)
                 yield RejectedColumn(key=key, name=cell.name, status=status, detail=detail)
@@ -118,38 +119,40 @@ class Spaces:
         if not quota:
             return
         used = self._columns.used_bytes.get(name, 0)
-        wanted = sum(cell.length + COLUMN_BYTES for cell in cells)
-        wanted += sum(draft.quota_bytes_used(COLUMN_BYTES) for draft in drafts)
-        if wanted and used + wanted > quota:
+        needed = sum(cell.length + COLUMN_BYTES for cell in cells)
+        needed += sum(draft.quota_bytes_used(COLUMN_BYTES) for draft in drafts)
+        if needed and used + needed > quota:
             raise StorageFull(
-                f"space {name!r} holds {used} of {quota} bytes and this needs {wanted} more; "
+                f"space {name!r} uses {used} of {quota} bytes and this call needs {needed} more; "
                 f"clear it (DELETE /v1/spaces/{name}) or raise its quota (PUT /v1/spaces/{name})",
                 retry_after_s=RETRY_S,
             )
 
     def clear(self, name: str) -> None:
-        """Only this space, and only what was put before. Nothing may be put into it until this is
-        durable."""
+        """Delete all rows of this space. The caller must reject puts until this is durable."""
         check_name(name)
         if name == TRAIN:
-            raise Forbidden("rows of 'train' are freed by the run itself; it cannot be cleared")
+            raise Forbidden("space 'train' cannot be cleared; the run frees its rows itself")
         if name not in self.records:
-            raise NotFound(f"no space {name!r}; a space is made by the first put into it")
-        self._shelf.clear(name)
+            raise NotFound(f"no space {name!r}; the first put creates a space")
+        self._row_window.clear(name)
         self._columns.clear(name)
 
 
 def check_name(name: str) -> None:
     is_plain = all(c.isascii() and (c.isalnum() or c in "._-") for c in name)
     if not (0 < len(name) <= 128 and is_plain and not name.startswith(".")):
-        raise BadRequest(f"{name[:128]!r} is no name; it reads [A-Za-z0-9._-]{{1,128}}")
+        raise BadRequest(
+            f"invalid name {name[:128]!r}: expected 1 to 128 characters of [A-Za-z0-9._-], "
+            "not starting with a dot"
+        )
 
 
 def _check_rows(rows: Mapping[RowId, Values], drafts: Iterable[BundleDraft]) -> None:
     if len(rows) != sum(len(draft.rows) for draft in drafts):
-        raise BadRequest("a key stands twice in one call; give each row once")
+        raise BadRequest("duplicate key in one call; send each row once")
     if not all(0 < len(key) <= 256 and "\0" not in key for key in rows):
-        raise BadRequest("a key has 1 to 256 characters, and NUL is none of them")
+        raise BadRequest("keys must have 1 to 256 characters and must not contain NUL")
     taken = RESERVED.intersection([name for draft in drafts for name in draft.names])
     if taken:
-        raise BadRequest(f"columns {sorted(taken)} are the service's own; choose other names")
+        raise BadRequest(f"column names {sorted(taken)} are reserved; choose other names")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of columns as callers give and get them. Owns shapes only."""
+"""Column values as callers write and read them. Data shapes only."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from penstock.types import RowId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobRef:
-    """A value above 1 MB, by name."""
+    """A value above 1 MB, stored separately and referenced by its digest."""
 
     digest: str
     size: int
 
 
 WireValue = float | bytes | BlobRef
-"""What a column holds. Floats are finite; bytes go up to 1 MB."""
+"""The value of a column. Floats are finite; bytes are at most 1 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedColumn:
+    """A column that has no value and never will."""
+
     kind: str
     detail: str = ""
 
 
 class RowValues(msgspec.Struct, frozen=True, kw_only=True):
+    """The requested columns of one row."""
+
     key: RowId
     exists: bool
     columns: Mapping[str, WireValue] = {}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why each decision of a run fell as it did, in sentences, read from its ledger."""
+"""Explains a run's decisions in sentences, from its ledger."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why was this prompt skipped, this trajectory dropped, this batch composed so? Read from the
-ledger alone, told as a chain of facts in the order in which they happened.
+"""Explains why a prompt was skipped, a trajectory dropped or a batch composed the way it was, as a
+list of events in chronological order.
 
-Owns which facts belong to an id: a task key, group, row, batch or version. Decides nothing, asks no
-running service, and writes nothing; the sentences are in `telling.py`."""
+Selects the facts that belong to an id: a task key, group, row, batch or version. Reads the ledger
+only, never a running service, and writes nothing; the sentences are in `sentences.py`."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from penstock.types import GroupId, Manifest, PolicyName, RowId
 from penstock.wire.codec import decode
 
 MIN_PREFIX = 4
-"""Characters of a task key that may stand for the whole, if only one key begins so."""
+"""Minimum length of a task key prefix; the prefix must be unique."""
 MAX_LOOK_BACK = 1000
-"""Batches that are searched for earlier uses of a group."""
+"""Batches searched for earlier uses of a group."""
 _ROW = re.compile(r"(p[0-9]+-[0-9]+)\.([0-9]+)\.([0-9]+)", re.ASCII)
 _GROUP = re.compile(r"p[0-9]+-[0-9]+", re.ASCII)
 _VERSION = re.compile(r"(.+)@(?:([0-9]+)\.)?([0-9]+)", re.ASCII)
@@ -46,7 +46,7 @@ _BATCH = re.compile(r"(.+)\.([0-9]+)", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The whole answer to one question."""
+    """What happened to one id, and why."""
 
     id: str
     kind: str
@@ -54,13 +54,13 @@ class Explanation:
     summary: str
     """One sentence."""
     steps: tuple[ExplainStep, ...]
-    """In order of time."""
+    """In chronological order."""
     related: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Ids that tell more, by what they are."""
+    """Related ids that can be explained too, by label."""
 
 
 def explain(recorded: RecordedRun, id: str) -> Explanation:
-    """What the ledger says about this id; NotFound tells which ids there are."""
+    """Explain this id from the ledger. NotFound names the ids that exist."""
     if (found := _VERSION.fullmatch(id)) is not None:
         return _Explainer(recorded).version(found[1], found[2], int(found[3]), id)
     if (found := _ROW.fullmatch(id)) is not None:
@@ -74,13 +74,13 @@ def explain(recorded: RecordedRun, id: str) -> Explanation:
 
 def _missing(id: str, what: str, instead: str) -> NotFound:
     return NotFound(
-        f"{id[:128]!r}: no such {what} in this ledger; {instead} (ids look like p0-17 for a group, "
-        "p0-17.2.1 for a row, POLICY.5 for a batch, POLICY@1.5 for a version; all else is a task)"
+        f"no such {what} in this ledger: {id[:128]!r}; {instead}. Ids look like p0-17 (group), "
+        "p0-17.2.1 (row), POLICY.5 (batch) or POLICY@1.5 (version); anything else is a task key"
     )
 
 
 class _Explainer:
-    """One question's way through the tables."""
+    """Collects the facts about one id from the tables."""
 
     def __init__(self, recorded: RecordedRun) -> None:
         self._recorded = recorded
@@ -112,7 +112,9 @@ class _Explainer:
         found = self._recorded.leases(issued)
         leases = [lease for lease in found if (lease.slot, lease.epoch) == (slot, epoch)]
         if not leases:
-            raise _missing(id, "row", f"`penstock explain RUN {group_id}` lists its leases")
+            raise _missing(
+                id, "row", f"`penstock explain RUN {group_id}` lists the leases of its group"
+            )
         rows = self._recorded.at(issued.partition).read(RowRecord, "row_id = :id", id=id)
         is_member = leases[0].ended == LeaseEnd.DELIVERED
         fates = self._recorded.fates(group_id) if is_member else []
@@ -136,7 +138,7 @@ class _Explainer:
             last = self._tables.scalar(
                 "SELECT max(seq) FROM batches WHERE consumer = :policy", policy=policy
             )
-            known = f"{policy} has batches 1 to {last}" if last else "it has no batch of that name"
+            known = f"{policy} has batches 1 to {last}" if last else f"{policy} has no batches"
             raise _missing(id, "batch", known)
         manifest = decode(batch.manifest, Manifest)
         fates = {
@@ -176,7 +178,9 @@ class _Explainer:
                 "SELECT max(number) FROM versions WHERE policy = :policy", policy=policy
             )
             known = (
-                f"the newest of {policy} has number {last}" if last is not None else "see status"
+                f"the newest version of {policy} is number {last}"
+                if last is not None
+                else "`penstock status RUN` lists the policies"
             )
             raise _missing(id, "version", known)
         version = max(versions, key=lambda one: one.incarnation)
@@ -228,7 +232,7 @@ class _Explainer:
             related={f"issue {n}": one.group_id for n, one in enumerate(issued, 1)},
         )
 
-    # --- parts of the chain -------------------------------------------------------------------
+    # --- groups of steps ----------------------------------------------------------------------
 
     def _issue_steps(self, issued: IssuedRecord) -> Iterator[ExplainStep]:
         skipped = self._tables.read(
@@ -240,7 +244,7 @@ class _Explainer:
         yield sentences.issued(issued, self._recorded.group(issued), skipped)
 
     def _decisions_before(self, issued: IssuedRecord) -> int:
-        """Number of the last decision that was made before the issue ahead of this one."""
+        """Number of the last decision made before the previous issue."""
         previous = self._tables.scalar(
             "SELECT max(at) FROM issued WHERE issue = :issue", issue=issued.issue - 1
         )
@@ -261,8 +265,8 @@ class _Explainer:
         for lease in self._recorded.leases(issued):
             if slot is None or lease.slot == slot:
                 yield sentences.lease(lease, rows.get((lease.slot, lease.epoch)))
-        for letter in tables.read(DeadSlotRecord, where, group_id=issued.group_id):
-            yield sentences.dead_slot(letter)
+        for slot_record in tables.read(DeadSlotRecord, where, group_id=issued.group_id):
+            yield sentences.dead_slot(slot_record)
 
     def _end_steps(self, issued: IssuedRecord) -> Iterator[ExplainStep]:
         group = self._recorded.group(issued)
@@ -295,7 +299,7 @@ class _Explainer:
                 )
 
     def _uses(self, fate: FateRecord) -> list[tuple[BatchRecord, Manifest]]:
-        """Every batch the group is in, the first one first."""
+        """Every batch that contains the group, oldest first."""
         found: list[tuple[BatchRecord, Manifest]] = []
         for seq in range(fate.seq, max(0, fate.seq - MAX_LOOK_BACK), -1):
             batch = self._recorded.batch(fate.consumer, seq)
@@ -328,7 +332,8 @@ class _Explainer:
                 yield sentences.decision(record)
 
     def _select_rule(self, batch: BatchRecord) -> str:
-        """Its groups name it until they are served again; then the nearest batch's groups do."""
+        """Name of the select rule. A replay overwrites it in the fates of a batch, so use the
+        nearest batch that still has it."""
         found = self._tables.scalar(
             "SELECT rule FROM fates WHERE consumer = :policy AND state = 'sealed' "
             "AND rule != 'replay' ORDER BY abs(seq - :seq) LIMIT 1",
@@ -340,15 +345,15 @@ class _Explainer:
     def _passed_over(
         self, batch: BatchRecord, fates: Mapping[GroupId, FateRecord]
     ) -> list[FateRecord]:
-        """Groups that had arrived before the youngest of this batch and were left for later."""
-        youngest = max((fate.arrival for fate in fates.values()), default=0)
+        """Groups that arrived before the newest group of this batch but were not selected."""
+        newest = max((fate.arrival for fate in fates.values()), default=0)
         return self._tables.read(
             FateRecord,
             "consumer = :policy AND arrival < :arrival AND at > :at "
             "AND (state = 'admitted' OR (state = 'sealed' AND uses = 1 AND seq > :seq) "
             "OR (state = 'dropped' AND reason IN :late))",
             policy=batch.consumer,
-            arrival=youngest,
+            arrival=newest,
             at=batch.sealed_at,
             seq=batch.seq,
             late=["stale", "remainder"],
@@ -376,8 +381,10 @@ class _Explainer:
         if id in keys or len(keys) == 1:
             return id if id in keys else keys.pop()
         if keys:
-            raise NotFound(f"{id!r} begins {len(keys)} task keys; write more of it")
-        raise _missing(id, "task", "it was neither issued nor skipped yet")
+            raise NotFound(
+                f"task key prefix {id!r} is ambiguous ({len(keys)} matches); add more characters"
+            )
+        raise _missing(id, "task", "no task with this key has been issued or skipped yet")
 
 
 def _batches_of(fates: list[FateRecord]) -> dict[str, str]:
@@ -387,5 +394,5 @@ def _batches_of(fates: list[FateRecord]) -> dict[str, str]:
 
 
 def _in_order(steps: Iterator[ExplainStep] | list[ExplainStep]) -> tuple[ExplainStep, ...]:
-    """By time; what has no time of its own, such as a rule's memory, comes last."""
+    """By time; steps without a time, such as rule state, come last."""
     return tuple(sorted(steps, key=lambda step: step.at or float("inf")))

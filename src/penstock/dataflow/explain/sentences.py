@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of the ledger as sentences: what `penstock explain` says about each of them.
+"""The sentences of `penstock explain`, one per ledger record.
 
-Owns wording and which figures stand beside it. Reads no table and decides nothing."""
+Owns the wording and the figures shown. Reads no tables and decides nothing."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ from penstock.dataflow.records import (
 from penstock.types import DropReason, Manifest, RowId, SealedGroup
 
 MAX_NAMED = 8
-"""Groups that are named one by one; of more, the rest is counted."""
+"""Maximum number of groups listed by id; the rest are counted."""
 
 _DROP_REASON_TEXT: Mapping[str, str] = {
-    DropReason.STALE: "its oldest token was older than max_staleness allows for any batch to come",
+    DropReason.STALE: "its oldest token exceeds max_staleness for every remaining batch",
     DropReason.FAILED_SLOTS: "too few members had a result after all attempts",
-    DropReason.ABSENT: "the policy has no turn in it that its trainer sees",
-    DropReason.UNIFORM_REWARD: "all members earned the same, so there is nothing to learn",
-    DropReason.OUTPACED: "the policy already held all that its staleness bound has room for",
+    DropReason.ABSENT: "the group has no trainable turn of this policy",
+    DropReason.UNIFORM_REWARD: "all members earned the same reward, so no advantage exists",
+    DropReason.OUTPACED: "the policy already has as many groups as its staleness bound allows",
     DropReason.REMAINDER: "the run ended before a batch could use it",
-    DropReason.COLUMN_FAILED: "a column that is required failed or came too late",
-    DropReason.OVERLONG: "too many answers were cut at the length limit",
-    DropReason.OUTCOME: "a rule refuses the outcomes of its rows",
-    DropReason.REWARD_RANGE: "its mean reward lies outside the range that is wanted",
-    DropReason.DUPLICATE: "the same task was admitted not long ago",
-    DropReason.RULE: "a rule of your own refused it",
-    DropReason.OVERDUE: "it waited or ran longer than schedule-to-close",
+    DropReason.COLUMN_FAILED: "a required column failed or missed its deadline",
+    DropReason.OVERLONG: "too many answers were truncated at the length limit",
+    DropReason.OUTCOME: "a rule rejects the outcomes of its rows",
+    DropReason.REWARD_RANGE: "its mean reward is outside the accepted range",
+    DropReason.DUPLICATE: "the same task was admitted recently",
+    DropReason.RULE: "a custom rule rejected it",
+    DropReason.OVERDUE: "it waited or ran longer than schedule_to_close_s",
     DropReason.PARTITION_LOST: "its partition was declared lost",
-    DropReason.FORGOTTEN: "its space was cleared, or somebody asked for it to be forgotten",
+    DropReason.FORGOTTEN: "it was deleted on request",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainStep:
-    """One fact."""
+    """One event or fact."""
 
     at: float
-    """Unix time; 0 for what has none."""
+    """Unix time; 0 if it has none."""
     what: str
     """`issued`, `skipped`, `leased`, `given up`, `closed`, `dropped`, `admitted`, `sealed`,
     `trained`, `published`, `freed`, `rule failed` or `remembered`."""
@@ -77,17 +77,20 @@ def issued(
     why = json.loads(record.why or "{}")
     text = (
         f"issued as group {record.group_id}: task {record.task_key}, number {record.ordinal} of "
-        f"source {record.source}, which mix rule {why.get('mix', '?')} chose"
+        f"source {record.source}, chosen by mix rule {why.get('mix', '?')}"
     )
     if why.get("skipped"):
         rules = sorted({one.rule for one in skipped})
         by = f" by {', '.join(rules)}" if rules else ""
-        text += f"; {_plural(why['skipped'], 'task')} before it skipped{by}"
+        text += f"; {_plural(why['skipped'], 'task')} just before it skipped{by}"
     if why.get("forced_over"):
-        text += f"; rule {why['forced_over']} refused it too, but after so many the next one runs"
+        text += (
+            f"; rule {why['forced_over']} would skip it too, but the limit of consecutive skips "
+            "was reached"
+        )
     due: dict[str, int] = json.loads(group.due) if group is not None else {}
     if due:
-        text += "; expected to train " + ", ".join(f"{p} from number {n}" for p, n in due.items())
+        text += "; expected to train " + ", ".join(f"{p} from version {n}" for p, n in due.items())
     return ExplainStep(at=record.at, what="issued", text=text, facts={**why, "due": due})
 
 
@@ -96,7 +99,7 @@ def decision(record: DecisionRecord) -> ExplainStep:
     if record.verdict == "error":
         text = (
             f"{record.hook} rule {record.rule} failed on {record.subject}: "
-            f"{detail.get('error', '?')}; the plain default decided instead"
+            f"{detail.get('error', '?')}; the default behaviour was used instead"
         )
         return ExplainStep(at=record.at, what="rule failed", text=text, facts=detail)
     text = f"{record.verdict} by {record.hook} rule {record.rule}"
@@ -108,7 +111,7 @@ def decision(record: DecisionRecord) -> ExplainStep:
 
 
 def rule_state(record: RuleStateRecord) -> ExplainStep:
-    text = f"rule {record.rule} now remembers {record.key!r}: {record.value}"
+    text = f"current state of rule {record.rule} for {record.key!r}: {record.value}"
     return ExplainStep(
         at=0.0, what="remembered", text=text, facts={"value": json.loads(record.value)}
     )
@@ -141,25 +144,25 @@ def _result(row: RowRecord) -> str:
         for policy, num in sampled.items()
     )
     reward = "no reward yet" if row.reward is None else f"reward {row.reward:g}"
-    return f"row {row.row_id} {row.outcome}, {reward}, {tokens or 'no trainable token'}"
+    return f"row {row.row_id} {row.outcome}, {reward}, {tokens or 'no trainable tokens'}"
 
 
 def dead_slot(record: DeadSlotRecord) -> ExplainStep:
     reasons: list[str] = json.loads(record.reasons)
-    text = f"slot {record.slot} given up: {'; '.join(reasons) or 'no reason recorded'}"
+    text = f"slot {record.slot} failed for good: {'; '.join(reasons) or 'no reason recorded'}"
     return ExplainStep(at=record.at, what="given up", text=text, facts={"reasons": reasons})
 
 
 def group_end(group: GroupRecord, num_good: int) -> ExplainStep:
-    members = f"{num_good} of {group.num_slots} members with a result"
+    members = f"{num_good} of {group.num_slots} members have a result"
     if group.state == GroupState.CLOSED:
-        return ExplainStep(at=group.ended_at, what="closed", text=f"closed with {members}")
-    text = f"ended by its partition with {members}: {_reason(group.reason)}"
+        return ExplainStep(at=group.ended_at, what="closed", text=f"group closed: {members}")
+    text = f"group dropped by its partition, {members}: {_reason(group.reason)}"
     return ExplainStep(at=group.ended_at, what="dropped", text=text, facts={"reason": group.reason})
 
 
 def freed(record: FreedRecord) -> ExplainStep:
-    text = "nobody needs it any more; its payload may be deleted"
+    text = "no longer needed by any policy; its payload may be deleted"
     return ExplainStep(at=record.at, what="freed", text=text)
 
 
@@ -169,10 +172,10 @@ def freed(record: FreedRecord) -> ExplainStep:
 def fate(record: FateRecord, rows: Sequence[RowRecord]) -> ExplainStep:
     facts = {"policy": record.consumer, "rule": record.rule, "reason": record.reason}
     if record.state == FateState.ADMITTED:
-        waits = "" if record.is_complete else ", and waits for columns that stages add"
+        waits = "" if record.is_complete else " and columns that stages still have to write"
         text = (
-            f"{record.consumer} admitted {record.group_id} by rule {record.rule}{waits}; "
-            "no batch has it yet"
+            f"{record.consumer} admitted {record.group_id} (rule {record.rule}); "
+            f"waiting for a batch{waits}"
         )
         return ExplainStep(at=record.at, what="admitted", text=text, facts=facts)
     text = (
@@ -191,7 +194,7 @@ def fate(record: FateRecord, rows: Sequence[RowRecord]) -> ExplainStep:
 def sealed_group(
     fate: FateRecord, batch: BatchRecord, manifest: Manifest, lineage: Lineage, row: RowId | None
 ) -> ExplainStep:
-    """This group, or one row of it, in one of its batches."""
+    """How this group, or one row of it, went into one of its batches."""
     place, group = next(
         (n, g) for n, g in enumerate(manifest.groups, 1) if g.group_id == fate.group_id
     )
@@ -205,21 +208,21 @@ def sealed_group(
     )
     facts: dict[str, Any] = {"batch": name, "uses": fate.uses}
     if row is not None and all(member.row_id != row for member in group.rows):
-        text += f", without this row: it has no token for {fate.consumer}"
+        text += f", without this row: it has no trainable tokens of {fate.consumer}"
         return ExplainStep(at=batch.sealed_at, what="sealed", text=text, facts=facts)
     oldest = _oldest(group, lineage, row, batch)
     text += (
-        f"; it trains from number {batch.trains_from}, the oldest token here is of {oldest}: "
-        f"staleness {batch.trains_from - oldest}"
+        f"; the batch trains from version {batch.trains_from}, its oldest token is from version "
+        f"{oldest}: staleness {batch.trains_from - oldest}"
     )
     if fate.uses > 1:
-        text += f" (served {fate.uses} times in all)"
+        text += f" (used in {fate.uses} batches in total)"
     facts |= {"staleness": batch.trains_from - oldest}
     return ExplainStep(at=batch.sealed_at, what="sealed", text=text, facts=facts)
 
 
 def _oldest(group: SealedGroup, lineage: Lineage, row_id: RowId | None, batch: BatchRecord) -> int:
-    """What only other policies sampled does not age."""
+    """Tokens that only other policies sampled do not count."""
     numbers = (
         lineage.effective_number(*version)
         for row in group.rows
@@ -237,7 +240,7 @@ def commit(record: CommitRecord) -> ExplainStep:
             at=record.at, what="trained", text=text, facts={"skipped": record.skipped}
         )
     version = f"{record.consumer}@{record.incarnation}.{record.number}"
-    text = f"batch {name} trained; that made version {version}"
+    text = f"batch {name} trained, producing version {version}"
     return ExplainStep(at=record.at, what="trained", text=text, facts={"version": version})
 
 
@@ -259,12 +262,12 @@ def sealed_batch(
 ) -> ExplainStep:
     num_fresh = len(manifest.groups) - batch.num_replayed
     fresh, again = manifest.groups[:num_fresh], manifest.groups[num_fresh:]
-    text = f"sealed for number {batch.trains_from}: {select_rule} took {_listed(fresh)}"
+    text = f"sealed to train from version {batch.trains_from}: {select_rule} took {_listed(fresh)}"
     if again:
-        text += f"; the replay rule added {_listed(again)}, served before"
+        text += f"; the replay rule added {_listed(again)}, already trained before"
     if passed_over:
         ends = ", ".join(_left_over(one) for one in passed_over[:MAX_NAMED])
-        text += f"; {_plural(len(passed_over), 'older arrival')} stayed behind: {ends}"
+        text += f"; {_plural(len(passed_over), 'older group')} not selected: {ends}"
         text += ", …" if len(passed_over) > MAX_NAMED else ""
     groups = [
         {
@@ -282,7 +285,7 @@ def sealed_batch(
 def _listed(groups: Sequence[SealedGroup]) -> str:
     names = ", ".join(group.group_id for group in groups[:MAX_NAMED])
     more = f" and {len(groups) - MAX_NAMED} more" if len(groups) > MAX_NAMED else ""
-    return f"{_plural(len(groups), 'group')} ({names}{more})" if groups else "no group"
+    return f"{_plural(len(groups), 'group')} ({names}{more})" if groups else "no groups"
 
 
 def _left_over(fate: FateRecord) -> str:
@@ -299,16 +302,15 @@ def version_steps(
     incarnation_record: IncarnationRecord,
 ) -> Iterator[ExplainStep]:
     text = (
-        f"incarnation {incarnation_record.incarnation} of {incarnation_record.policy} began at "
-        f"number {incarnation_record.number}, "
-        f"after batch {incarnation_record.seq}"
+        f"incarnation {incarnation_record.incarnation} of {incarnation_record.policy} started from "
+        f"version {incarnation_record.number}, after batch {incarnation_record.seq}"
     )
     yield ExplainStep(at=incarnation_record.at, what="incarnated", text=text)
     if batch is not None:
         text = (
             f"batch {batch.consumer}.{batch.seq} sealed: {_plural(batch.num_groups, 'group')}, "
             f"{_plural(batch.num_rows, 'row')}, mean reward {batch.reward_mean:.3f}, "
-            f"staleness {batch.staleness_mean:.2f} on average and {batch.staleness_max} at most"
+            f"staleness mean {batch.staleness_mean:.2f}, max {batch.staleness_max}"
         )
         yield ExplainStep(at=batch.sealed_at, what="sealed", text=text)
     for one in commits:
@@ -316,24 +318,25 @@ def version_steps(
     yield published(version)
 
 
-# --- the one sentence on top ------------------------------------------------------------------
+# --- summaries --------------------------------------------------------------------------------
 
 
 def group_summary(
     issued: IssuedRecord, group: GroupRecord | None, fates: Sequence[FateRecord]
 ) -> str:
     if not fates:
-        state = "is still running" if group is None or group.state == "open" else "is not judged"
+        is_open = group is None or group.state == "open"
+        state = "is still running" if is_open else "has ended and is not judged yet"
         return f"group {issued.group_id} {state}"
     return f"group {issued.group_id} " + ", ".join(_end(fate) for fate in fates)
 
 
 def _end(fate: FateRecord) -> str:
     if fate.state == FateState.SEALED:
-        times = "" if fate.uses <= 1 else f" and {_plural(fate.uses - 1, 'batch')} before"
+        times = "" if fate.uses <= 1 else f" (and {_plural(fate.uses - 1, 'earlier batch')})"
         return f"went into batch {fate.consumer}.{fate.seq}{times}"
     if fate.state == FateState.ADMITTED:
-        return f"waits for a batch of {fate.consumer}"
+        return f"is waiting for a batch of {fate.consumer}"
     return f"was dropped by {fate.consumer}: {fate.reason}, decided by {fate.rule}"
 
 
@@ -342,22 +345,22 @@ def row_summary(lease: LeaseRecord, row: RowRecord | None, fates: Sequence[FateR
     if row is None or lease.ended != LeaseEnd.DELIVERED:
         end = f"its lease ended as {lease.ended}" if lease.ended else "it is still running"
         why = lease.detail.strip(": ")
-        return f"row {name} holds no result: {end}" + (f", {why}" if why else "")
+        return f"row {name} has no result: {end}" + (f" ({why})" if why else "")
     ends = ", ".join(_end(fate) for fate in fates) or "is not judged yet"
     return f"row {name} was delivered; its group {ends}"
 
 
 def batch_summary(batch: BatchRecord, commits: Sequence[CommitRecord]) -> str:
-    made = [f"{c.consumer}@{c.incarnation}.{c.number}" for c in commits if not c.skipped]
+    versions = [f"{c.consumer}@{c.incarnation}.{c.number}" for c in commits if not c.skipped]
     skipped = [c.skipped for c in commits if c.skipped]
-    end = f"trained into {', '.join(made)}" if made else "not committed yet"
+    end = f"produced version {', '.join(versions)}" if versions else "not trained yet"
     if skipped:
-        end = f"{end + ', ' if made else ''}skipped: {'; '.join(skipped)}"
-    again = f", {batch.num_replayed} served before" if batch.num_replayed else ""
+        end = f"{end + ', ' if versions else ''}skipped: {'; '.join(skipped)}"
+    again = f" ({batch.num_replayed} replayed)" if batch.num_replayed else ""
     return (
         f"batch {batch.consumer}.{batch.seq} has {_plural(batch.num_groups, 'group')}{again}, "
-        f"{_plural(batch.num_rows, 'row')}, mean reward {batch.reward_mean:.3f}, staleness at "
-        f"most {batch.staleness_max}; {end}"
+        f"{_plural(batch.num_rows, 'row')}, mean reward {batch.reward_mean:.3f}, max staleness "
+        f"{batch.staleness_max}; {end}"
     )
 
 
@@ -373,7 +376,7 @@ def version_summary(
         origin = f"came from batch {version.policy}.{commits[0].seq}"
     elif version.number or incarnation_record.incarnation > 1:
         origin = f"is the restore point of incarnation {incarnation_record.incarnation}"
-    return f"version {name} {origin}; it sampled tokens of {_plural(sampled, 'row')}"
+    return f"version {name} {origin}; it sampled tokens in {_plural(sampled, 'row')}"
 
 
 def task_summary(key: str, skipped: Sequence[DecisionRecord], ends: Sequence[str]) -> str:
@@ -386,7 +389,7 @@ def task_summary(key: str, skipped: Sequence[DecisionRecord], ends: Sequence[str
 
 
 def describe_drop(reason: str) -> str:
-    """Of a DropReason, in words."""
+    """A DropReason in plain English."""
     return _DROP_REASON_TEXT.get(reason, reason)
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a service keeps for its balance report: counts, clocks, the running window, the last word.
+"""Live state behind the balance report: flow counters, time accounts, the open window, the last
+decision.
 
-Told of records on their way to the ledger, of a trainer's asking and being served, and shown the
-nodes on every tick. A window closes when some policy has trained K versions in it; then the rule is
-asked, once. Reads no clock and no ledger, and changes nothing of what it watches."""
+Gets every record that goes to the ledger, batch requests and responses, and an observation of the
+nodes on every tick. A window closes when a policy has trained K versions in it; the scaling rule
+then decides once. Reads no clock and no ledger."""
 
 from __future__ import annotations
 
@@ -20,13 +21,6 @@ from penstock.dataflow.records import (
     MetaRecord,
     VersionRecord,
 )
-from penstock.dataflow.report.accounts import (
-    NodeClock,
-    TrainerClock,
-    p90,
-    subtract_accounts,
-    sum_accounts,
-)
 from penstock.dataflow.report.build import make_report, rule_memory
 from penstock.dataflow.report.figures import (
     ZERO,
@@ -41,12 +35,19 @@ from penstock.dataflow.report.figures import (
     RuleMemory,
     Window,
 )
+from penstock.dataflow.report.flow_counter import EffectiveNumber, FlowCounter
 from penstock.dataflow.report.shape import BalanceReport, Decision
-from penstock.dataflow.report.tally import EffectiveNumber, FlowCounter
+from penstock.dataflow.report.time_accounts import (
+    NodeClock,
+    TrainerClock,
+    p90,
+    subtract_accounts,
+    sum_accounts,
+)
 from penstock.types import NodeId, PolicyName
 
 EVAL_STAT = "seconds/eval"
-"""A trainer that evaluates says in its commit how long, since the commit before."""
+"""Commit statistic: seconds of evaluation since the previous commit."""
 MAX_STARTS = 64
 
 _stats = msgspec.json.Decoder(dict[str, float])
@@ -54,7 +55,7 @@ _stats = msgspec.json.Decoder(dict[str, float])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeObservation:
-    """One node as it is now."""
+    """Current state of one node."""
 
     node_id: NodeId
     activity: NodeActivity
@@ -68,7 +69,7 @@ class NodeObservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyObservation:
-    """One policy's levels as they are now."""
+    """Current queue levels of one policy."""
 
     issued: int
     ready: int
@@ -78,7 +79,7 @@ class PolicyObservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The service as it is now."""
+    """Current state of the service."""
 
     nodes: tuple[NodeObservation, ...]
     policies: Mapping[PolicyName, PolicyObservation]
@@ -87,15 +88,15 @@ class Observation:
 
 @dataclass(slots=True)
 class _TrackedNode:
-    """A node, and what it had done when the window opened."""
+    """A node, and its counters when the window opened."""
 
-    look: NodeObservation
+    last_observation: NodeObservation
     clock: NodeClock
     account_before: Account = field(default_factory=dict[str, float])
     produced_before: Counts = ZERO
     accepted_before: Counts = ZERO
     left: Account | None = None
-    """Its whole account, once it took its leave."""
+    """Its full account, once it has left."""
 
 
 class BalanceMonitor:
@@ -108,7 +109,7 @@ class BalanceMonitor:
         now: float,
     ) -> None:
         self.flow_counter = FlowCounter(policies, number_of)
-        """Restore it before anything else is told."""
+        """Restore it before any other call."""
         self.clocks = {policy: TrainerClock(now) for policy in self.flow_counter.policies}
         self.memory = RuleMemory()
         self._run = run
@@ -121,18 +122,18 @@ class BalanceMonitor:
         self._opened_at = now
         self._versions = dict.fromkeys(self.flow_counter.policies, 0)
         self._before: dict[PolicyName, Flow] | None = None
-        self._standing: tuple[Figures, Decision] | None = None
+        self._last_window: tuple[Figures, Decision] | None = None
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             CommitRecord: self._committed,
             VersionRecord: self._published,
             IncarnationRecord: self._incarnated,
         }
 
-    # --- told by the service ------------------------------------------------------------------
+    # --- input from the service ---------------------------------------------------------------
 
     def on_records(self, records: Iterable[object]) -> list[MetaRecord]:
-        """Records that are on their way to the ledger, each once and in order. What comes back is
-        to be written with them."""
+        """Process records that are about to be written, each once and in order. The caller writes
+        the returned records with them."""
         if self._before is None:
             self._open(self._opened_at)
         for record in records:
@@ -144,11 +145,11 @@ class BalanceMonitor:
         return [] if totals is None else [totals]
 
     def batch_requested(self, policy: PolicyName, seq: int, now: float) -> None:
-        """A trainer called for this batch; every poll and every rank may say so."""
+        """A trainer requested this batch; polls and ranks may repeat it."""
         self.clocks[policy].batch_requested(seq, now)
 
     def served(self, policy: PolicyName, seq: int, now: float) -> None:
-        """The manifest of this batch leaves."""
+        """The manifest of this batch was sent."""
         self.clocks[policy].served(seq, now)
 
     def _committed(self, record: CommitRecord) -> None:
@@ -168,26 +169,27 @@ class BalanceMonitor:
         if clock is not None:
             clock.incarnated(record.at)
 
-    def look(self, look: Observation, now: float) -> None:
-        """On every tick: book what nodes did, and judge the window when it is full."""
-        for node in look.nodes:
+    def look(self, observation: Observation, now: float) -> None:
+        """On every tick: book the nodes' time, and close the window if it is complete."""
+        for node in observation.nodes:
             tracked = self._nodes.get(node.node_id)
             if tracked is None or tracked.left is not None:
                 clock = NodeClock(min(now, max(node.joined_at, self._since)))
-                tracked = self._nodes[node.node_id] = _TrackedNode(look=node, clock=clock)
-            tracked.look = node
-            started_s = tracked.clock.look(node.activity, node.last_seen, now)
+                tracked = _TrackedNode(last_observation=node, clock=clock)
+                self._nodes[node.node_id] = tracked
+            tracked.last_observation = node
+            started_s = tracked.clock.observe(node.activity, node.last_seen, now)
             if started_s is not None:
                 self._starts.append(started_s)
-        here = {node.node_id for node in look.nodes}
+        present = {node.node_id for node in observation.nodes}
         for node_id, tracked in self._nodes.items():
-            if node_id not in here and tracked.left is None:
+            if node_id not in present and tracked.left is None:
                 tracked.left = tracked.clock.account(now)
-        for policy, levels in look.policies.items():
+        for policy, levels in observation.policies.items():
             if levels.done:
                 self.clocks[policy].stop(now)
         if max(self._versions.values(), default=0) >= self._terms.window_versions:
-            self._close(look, now)
+            self._close(observation, now)
 
     # --- windows ------------------------------------------------------------------------------
 
@@ -199,49 +201,57 @@ class BalanceMonitor:
         for clock in self.clocks.values():
             clock.pop_samples()
             clock.eval_s = 0.0
-        gone = {node_id: w for node_id, w in self._nodes.items() if w.left is not None}
-        self._departed = sum_accounts([self._departed, *(w.left for w in gone.values() if w.left)])
-        for node_id in gone:
+        departed = {node_id: n for node_id, n in self._nodes.items() if n.left is not None}
+        self._departed = sum_accounts(
+            [self._departed, *(n.left for n in departed.values() if n.left)]
+        )
+        for node_id in departed:
             del self._nodes[node_id]
             self.flow_counter.nodes.pop(node_id, None)
         for node_id, tracked in self._nodes.items():
-            made = self.flow_counter.made(node_id)
+            counters = self.flow_counter.node_counters(node_id)
             tracked.account_before = tracked.clock.account(now)
-            tracked.produced_before = made.produced.counts
-            tracked.accepted_before = made.accepted.counts
+            tracked.produced_before = counters.produced.counts
+            tracked.accepted_before = counters.accepted.counts
 
-    def _close(self, look: Observation, now: float) -> None:
-        figures = self._measure(look, now, complete=True)
+    def _close(self, observation: Observation, now: float) -> None:
+        figures = self._measure(observation, now, complete=True)
         report = make_report(figures, self._terms, now)
         self.memory = rule_memory(report)
-        self._standing = (figures, report.decision)
+        self._last_window = (figures, report.decision)
         self._index += 1
         self._open(now)
 
     # --- reading ------------------------------------------------------------------------------
 
-    def report(self, look: Observation, now: float) -> BalanceReport:
-        standing = None if self._standing is None else self._standing[1]
-        return make_report(self.figures(look, now), self._terms, now, standing=standing)
+    def report(self, observation: Observation, now: float) -> BalanceReport:
+        decision = None if self._last_window is None else self._last_window[1]
+        return make_report(self.figures(observation, now), self._terms, now, decision=decision)
 
-    def figures(self, look: Observation, now: float) -> Figures:
-        """The newest complete window, or the first one as far as it got; all else as it is now."""
-        running = self._measure(look, now, complete=False)
-        if self._standing is None:
+    def figures(self, observation: Observation, now: float) -> Figures:
+        """Figures of the last complete window, or of the first one so far; totals as of now."""
+        running = self._measure(observation, now, complete=False)
+        if self._last_window is None:
             return running
-        closed = self._standing[0]
-        judged = {policy.policy: policy for policy in closed.policies}
-        made = {node.node_id: node for node in closed.nodes}
-        here = {node.node_id for node in running.nodes}
-        left = tuple(node for node in closed.nodes if node.left and node.node_id not in here)
+        closed = self._last_window[0]
+        closed_policies = {policy.policy: policy for policy in closed.policies}
+        closed_nodes = {node.node_id: node for node in closed.nodes}
+        present = {node.node_id for node in running.nodes}
+        left = tuple(node for node in closed.nodes if node.left and node.node_id not in present)
         return replace(
             running,
             window=closed.window,
-            policies=tuple(_in_window(p, judged[p.policy]) for p in running.policies),
-            nodes=(*(_made_in(node, made.get(node.node_id)) for node in running.nodes), *left),
+            policies=tuple(
+                _policy_in_window(policy, closed_policies[policy.policy])
+                for policy in running.policies
+            ),
+            nodes=(
+                *(_node_in_window(node, closed_nodes.get(node.node_id)) for node in running.nodes),
+                *left,
+            ),
         )
 
-    def _measure(self, look: Observation, now: float, *, complete: bool) -> Figures:
+    def _measure(self, observation: Observation, now: float, *, complete: bool) -> Figures:
         return Figures(
             run=self._run,
             since=self._since,
@@ -249,19 +259,19 @@ class BalanceMonitor:
                 index=self._index, opened_at=self._opened_at, closed_at=now, complete=complete
             ),
             policies=tuple(
-                self._policy(policy, look, now) for policy in self.flow_counter.policies
+                self._policy(policy, observation, now) for policy in self.flow_counter.policies
             ),
             nodes=tuple(self._node(tracked, now) for tracked in self._nodes.values()),
             departed_time=self._departed,
-            waiting_slots=look.waiting_slots,
+            waiting_slots=observation.waiting_slots,
             start_s_p90=p90(self._starts),
             memory=self.memory,
         )
 
-    def _policy(self, policy: PolicyName, look: Observation, now: float) -> PolicyFigures:
+    def _policy(self, policy: PolicyName, observation: Observation, now: float) -> PolicyFigures:
         total = self.flow_counter.policies[policy].flow
         before = total if self._before is None else self._before[policy]
-        levels, clock = look.policies[policy], self.clocks[policy]
+        levels, clock = observation.policies[policy], self.clocks[policy]
         return PolicyFigures(
             policy=policy,
             done=levels.done,
@@ -280,25 +290,26 @@ class BalanceMonitor:
         )
 
     def _node(self, tracked: _TrackedNode, now: float) -> NodeFigures:
-        look, made = tracked.look, self.flow_counter.made(tracked.look.node_id)
+        node = tracked.last_observation
+        counters = self.flow_counter.node_counters(node.node_id)
         account = tracked.clock.account(now) if tracked.left is None else tracked.left
         return NodeFigures(
-            node_id=look.node_id,
-            activity=look.activity,
-            silent_s=max(0.0, now - look.last_seen),
-            gpus=look.gpus,
-            cost_per_hour=look.cost_per_hour,
-            num_leases=look.num_leases,
-            capacity=look.capacity,
-            produced=made.produced.counts - tracked.produced_before,
-            accepted=made.accepted.counts - tracked.accepted_before,
+            node_id=node.node_id,
+            activity=node.activity,
+            silent_s=max(0.0, now - node.last_seen),
+            gpus=node.gpus,
+            cost_per_hour=node.cost_per_hour,
+            num_leases=node.num_leases,
+            capacity=node.capacity,
+            produced=counters.produced.counts - tracked.produced_before,
+            accepted=counters.accepted.counts - tracked.accepted_before,
             account=account,
             window_account=subtract_accounts(account, tracked.account_before),
             left=tracked.left is not None,
         )
 
 
-def _in_window(running: PolicyFigures, closed: PolicyFigures) -> PolicyFigures:
+def _policy_in_window(running: PolicyFigures, closed: PolicyFigures) -> PolicyFigures:
     return replace(
         running,
         num_versions=closed.num_versions,
@@ -309,7 +320,7 @@ def _in_window(running: PolicyFigures, closed: PolicyFigures) -> PolicyFigures:
     )
 
 
-def _made_in(running: NodeFigures, closed: NodeFigures | None) -> NodeFigures:
+def _node_in_window(running: NodeFigures, closed: NodeFigures | None) -> NodeFigures:
     if closed is None:
         return replace(running, produced=ZERO, accepted=ZERO, window_account={})
     return replace(

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From figures to a balance report: one pure function, for the service and for simulations.
+"""Builds a balance report from figures: a pure function, for the service and for simulations.
 
-Divides, sorts and asks the three-zone rule once. Keeps nothing between two calls."""
+Computes ratios, sorts, and applies the three-zone rule once. Keeps no state between calls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.dataflow.report import zones
-from penstock.dataflow.report.accounts import shares, sum_accounts
+from penstock.dataflow.report import scaling_rule
 from penstock.dataflow.report.figures import (
     ZERO,
     Account,
@@ -38,6 +37,7 @@ from penstock.dataflow.report.shape import (
     TimeAccount,
     WindowReport,
 )
+from penstock.dataflow.report.time_accounts import shares, sum_accounts
 from penstock.types import NodeId
 
 HEALTHY: StatusName = "healthy"
@@ -47,11 +47,11 @@ SERVING = (NodeActivity.ROLLING_OUT, NodeActivity.LOADING, NodeActivity.WAITING)
 
 
 def make_report(
-    figures: Figures, terms: BalanceSettings, now: float, *, standing: Decision | None = None
+    figures: Figures, terms: BalanceSettings, now: float, *, decision: Decision | None = None
 ) -> BalanceReport:
-    """`standing`: what was decided when this window closed; a window is judged once."""
+    """`decision`: made when this window closed; None to apply the rule now."""
     pool = _pool(figures, terms)
-    decision = standing or _decision(figures, pool, terms, now)
+    decision = decision or _decision(figures, pool, terms, now)
     return BalanceReport(
         run=figures.run,
         at=now,
@@ -78,7 +78,7 @@ def make_report(
 
 
 def rule_memory(report: BalanceReport) -> RuleMemory:
-    """What the rule must know at the next window: all of it stands in the report."""
+    """The rule's state for the next window, from this report."""
     decision = report.decision
     action = decision.last_action
     return RuleMemory(
@@ -111,7 +111,7 @@ def _policy(policy: PolicyFigures, figures: Figures, gpus: int) -> PolicyReport:
             training_time_s=max(1.0, window.wall_s - policy.eval_s),
             avg_step_time_s=_ratio(sum(s.step_s for s in samples), len(samples)),
             avg_batch_wait_s=_ratio(sum(s.wait_s for s in samples), len(samples)),
-            rollout_wait_fraction=zones.wait_fraction(samples),
+            rollout_wait_fraction=scaling_rule.wait_fraction(samples),
             num_samples=len(samples),
             production=_production(policy.window),
             throughput_per_gpu=_ratio(entered, gpus),
@@ -178,18 +178,18 @@ def _pool(figures: Figures, terms: BalanceSettings) -> PoolReport:
     by_status: dict[str, list[NodeId]] = {HEALTHY: [], SUSPECT: [], GONE: []}
     for node in nodes:
         by_status[status_of(node, terms)].append(node.node_id)
-    here = [node for node in nodes if status_of(node, terms) != GONE]
-    pending = [node for node in here if node.activity is NodeActivity.STARTING]
+    present = [node for node in nodes if status_of(node, terms) != GONE]
+    pending = [node for node in present if node.activity is NodeActivity.STARTING]
     used = shares(sum_accounts([node.window_account for node in serving]))
     return PoolReport(
         total_gpus=sum(node.gpus for node in serving),
         nodes_healthy=len(by_status[HEALTHY]),
         nodes_pending=len(pending),
         pending_gpus=sum(node.gpus for node in pending),
-        nodes_draining=sum(node.activity is NodeActivity.DRAINING for node in here),
+        nodes_draining=sum(node.activity is NodeActivity.DRAINING for node in present),
         suspect=tuple(by_status[SUSPECT]),
         gone=tuple(by_status[GONE]),
-        cost_per_hour=sum(node.cost_per_hour for node in here),
+        cost_per_hour=sum(node.cost_per_hour for node in present),
         waiting_slots=figures.waiting_slots,
         busy_share=1.0 - used.get(NodeActivity.WAITING, 0.0) if used else None,
         loading_share=used.get(NodeActivity.LOADING, 0.0) if used else None,
@@ -205,9 +205,9 @@ def _pool(figures: Figures, terms: BalanceSettings) -> PoolReport:
 
 def _decision(figures: Figures, pool: PoolReport, terms: BalanceSettings, now: float) -> Decision:
     active = [policy for policy in figures.policies if not policy.done]
-    waits = [zones.wait_fraction(policy.samples) for policy in active]
+    waits = [scaling_rule.wait_fraction(policy.samples) for policy in active]
     measured = [wait for wait in waits if wait is not None]
-    judged = zones.PoolWindow(
+    judged = scaling_rule.PoolWindow(
         gpus=pool.total_gpus,
         pending_gpus=pool.pending_gpus,
         wait_fraction=max(measured, default=None),
@@ -217,7 +217,7 @@ def _decision(figures: Figures, pool: PoolReport, terms: BalanceSettings, now: f
         start_s=figures.start_s_p90,
         complete=figures.window.complete,
     )
-    verdict = zones.decide(judged, figures.memory, terms, now)
+    verdict = scaling_rule.decide(judged, figures.memory, terms, now)
     action = verdict.memory.last_action
     return Decision(
         branch=verdict.branch,
@@ -243,8 +243,9 @@ def _decision(figures: Figures, pool: PoolReport, terms: BalanceSettings, now: f
 
 
 def _need(policies: Sequence[PolicyFigures], busy_share: float | None) -> float | None:
-    """The neediest policy decides. Pacing holds nodes back before they overproduce, so what enters
-    hardly ever exceeds what is used: the time nodes spent without work must count as well."""
+    """Share of the pool's capacity that was used; the policy with the highest share decides. Pacing
+    stops nodes before they overproduce, so nearly everything accepted is consumed; the nodes' idle
+    time therefore counts as well."""
     ratios = [
         policy.window.consumed.tokens / policy.window.entered.tokens
         for policy in policies
@@ -258,7 +259,7 @@ def _need(policies: Sequence[PolicyFigures], busy_share: float | None) -> float 
 def _drain_candidates(
     figures: Figures, terms: BalanceSettings, num_gpus: int
 ) -> tuple[NodeId, ...]:
-    """Whom to drain to get rid of so many GPUs, never more."""
+    """Nodes to drain first: suspect ones, then the least efficient, up to `num_gpus` GPUs."""
     if num_gpus <= 0:
         return ()
     suspects = [n.node_id for n in figures.nodes if status_of(n, terms) == SUSPECT]
@@ -276,7 +277,7 @@ def _drain_candidates(
     return (*suspects, *chosen)
 
 
-# --- small change ---------------------------------------------------------------------------------
+# --- conversions ----------------------------------------------------------------------------------
 
 
 def _amount(counts: Counts) -> Amount:
@@ -293,5 +294,5 @@ def _time(account: Account) -> TimeAccount:
     )
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+def _ratio(part: float, total: float) -> float | None:
+    return part / total if total else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into a balance report: plain figures that a service fills and a simulator makes up.
+"""Input of a balance report: plain figures, from a service or a simulation.
 
-Owns the words of the report and the thresholds of its rule. Reads no clock and decides nothing."""
+Owns the report's vocabulary and the settings of its rule. Reads no clock and decides nothing."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ REFUSAL_REASONS = frozenset(
         DropReason.OVERDUE,
     }
 )
-"""Reasons by which closing, pacing or a rule keeps a group out. Every other reason takes away what
-had entered, so that entered = consumed + queued + lost."""
+"""Reasons for rejecting a group before it enters. Groups dropped for any other reason had entered
+before, so that entered = consumed + queued + dropped later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Trajectories and their sampled tokens, of one policy. A trajectory with turns of two
-    policies counts once for each."""
+    """Trajectories and their sampled tokens of one policy. A trajectory with turns of two policies
+    counts once for each."""
 
     sequences: int = 0
     tokens: int = 0
@@ -49,19 +49,18 @@ ZERO = Counts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """What went past the gates between node and trainer."""
+    """Data flow from nodes to a trainer, counted at each gate."""
 
     produced: Counts = ZERO
     """Delivered by nodes, whatever the outcome."""
     entered: Counts = ZERO
-    """Refused neither by closing, nor by pacing, nor by a rule; counted before any of it
-    expires."""
+    """Not rejected by group closing, pacing or a rule; includes data that becomes stale later."""
     consumed: Counts = ZERO
     """Sealed into a batch for the first time."""
     replayed: Counts = ZERO
-    """Sealed into batches again."""
+    """Sealed into a batch again, by a replay rule."""
     wasted: Mapping[str, Counts] = field(default_factory=dict[str, Counts])
-    """Never trained, by reason: a DropReason, or the outcome of an attempt that came to nothing."""
+    """Never trained, by reason: a DropReason, or the outcome of a failed attempt."""
 
     def __sub__(self, before: Flow) -> Flow:
         wasted = {why: n - before.wasted.get(why, ZERO) for why, n in self.wasted.items()}
@@ -86,59 +85,58 @@ class ScalingBranch(StrEnum):
 
 class TrainerActivity(StrEnum):
     OFFLINE = "offline"
-    """No trainer has taken over yet, or its successor had to: nobody was there."""
+    """No trainer yet, or none between the last call of one and the start of the next."""
     STARTING = "starting"
-    """Took over, has not asked for a batch yet."""
+    """Took over, has not requested a batch yet."""
     WAITING = "waiting"
-    """Asked for a batch that was not served yet."""
+    """Requested a batch that is not ready yet."""
     TRAINING = "training"
-    """Served, not committed: reading rows and computing."""
+    """Got a batch, has not committed it: reading rows and computing."""
     PUBLISHING = "publishing"
     """Committed, not published."""
     EVALUATING = "evaluating"
-    """As told by the trainer, in its commits."""
+    """As reported by the trainer in its commits."""
     OTHER = "other"
-    """Published, and has not asked again: checkpoints and the rest."""
+    """Published, has not requested the next batch: checkpoints and the rest."""
 
 
 class NodeActivity(StrEnum):
     STARTING = "starting"
     """Joined, no engine live yet."""
     ROLLING_OUT = "rolling_out"
-    """Held at least one slot."""
+    """Holds at least one slot."""
     LOADING = "loading"
-    """Held nothing, and served an older version than the newest published one."""
+    """Holds no slot, and its live version is older than the newest published one."""
     WAITING = "waiting"
-    """Held nothing, ready for work."""
+    """Holds no slot, ready for work."""
     DRAINING = "draining"
     SILENT = "silent"
-    """Unheard for so long that its leases were given to others; counted from its last word."""
+    """No heartbeat for a full ttl, so its leases expired; counted from its last heartbeat."""
 
 
 Account = Mapping[str, float]
-"""Seconds by activity; their sum is the wall clock of whoever it belongs to."""
+"""Seconds by activity; their sum is the wall-clock time of the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming:
-    """One step of a trainer, from the moment it asked for its batch to the moment it asked for
-    the next one."""
+    """One step of a trainer, from the request for its batch to the request for the next one."""
 
     wait_s: float
     step_s: float
-    """The whole step, its wait included; evaluation is left out."""
+    """The full step including its wait, without evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The stretch of the run that a report judges: some K versions."""
+    """The part of the run that a report covers: K versions of some policy."""
 
     index: int
-    """0, 1, 2, … in this life of the service."""
+    """0, 1, 2, … since the service started."""
     opened_at: float
     closed_at: float
     complete: bool
-    """False: the first window, as far as it got; it decides nothing."""
+    """False: the first window is still open, and nothing is decided."""
 
     @property
     def wall_s(self) -> float:
@@ -149,20 +147,20 @@ class Window:
 class PolicyFigures:
     policy: PolicyName
     done: bool
-    """Has trained all its steps: its waits say nothing any more."""
+    """Has trained all its steps; its waits no longer count."""
     num_versions: int
     """Batches committed in the window."""
     eval_s: float
-    """Evaluation in the window."""
+    """Evaluation time in the window."""
     samples: tuple[StepTiming, ...]
     """Steps that ended in the window, without the first one after a start or an evaluation."""
     window: Flow
     total: Flow
-    """Since the run began."""
+    """Since the run started."""
     staleness: Mapping[int, Counts]
     """Rows consumed in the window, by staleness in versions."""
     issued: int
-    """Groups out with nodes."""
+    """Groups in progress on nodes."""
     ready: int
     """Groups admitted, not sealed."""
     sealed: int
@@ -186,12 +184,12 @@ class NodeFigures:
     """Since it joined."""
     window_account: Account
     left: bool = False
-    """Took its leave in this window."""
+    """Left in this window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingAction:
-    """A change of the pool that was recommended."""
+    """A recommended change of the pool size."""
 
     branch: ScalingBranch
     at: float
@@ -201,44 +199,55 @@ class ScalingAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleMemory:
-    """What the rule must remember from window to window."""
+    """State of the rule between windows."""
 
     low_windows: int = 0
-    """Consecutive windows in the low zone, the newest included."""
+    """Consecutive windows in the low zone, including the newest."""
     last_action: ScalingAction | None = None
     cooldown_until: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
+    """All input of one balance report."""
+
     run: str
     since: float
-    """When this life of the service began; time accounts count from here."""
+    """When the service started; time accounts count from here."""
     window: Window
     policies: tuple[PolicyFigures, ...]
     nodes: tuple[NodeFigures, ...]
     departed_time: Account
     """Time of nodes that left in earlier windows."""
     waiting_slots: int
-    """Issued, held by no node."""
+    """Issued but not leased by any node."""
     start_s_p90: float
-    """Of node starts: from joining to the first live engine."""
+    """90th percentile of node start times, from joining to the first live engine."""
     memory: RuleMemory = RuleMemory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceSettings:
-    """Thresholds of the three-zone rule."""
+    """Settings of the three-zone rule."""
 
     tau_low: float = 0.05
+    """Scale down if trainers wait less than this share of their time."""
     tau_high: float = 0.10
+    """Scale up if trainers wait more than this share of their time."""
     rho: float = 1.10
+    """Headroom to keep when scaling down."""
     window_versions: int = 10
     min_gpus: int = 1
     max_gpus: int | None = None
     node_start_s: float = 0.0
+    """Expected node start time; the measured one counts if it is longer."""
     cooldown_windows: float = 2.0
+    """Minimum cooldown, in windows."""
     cooldown_starts: float = 1.5
+    """Minimum cooldown, in node start times."""
     low_windows: int = 2
+    """Consecutive windows in the low zone before scaling down."""
     max_step: float = 0.5
+    """Largest change in one step, as a share of the pool."""
     suspect_s: float = 6.0
+    """A node is suspect after this many seconds without a heartbeat."""

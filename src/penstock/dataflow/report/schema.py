@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published JSON schema of the balance report, made from its records.
+"""Generates the published JSON schema of the balance report from its records.
 
-`python -m penstock.dataflow.report.schema > docs/report.schema.json` writes it anew; a test keeps
-the published file true."""
+Regenerate it with `python -m penstock.dataflow.report.schema > docs/report.schema.json`; a test
+checks that the published file is up to date."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def report_schema() -> dict[str, Any]:
-    """Every field is required, with its meaning; readers ignore those they do not know."""
+    """Every field is required and has a description; readers must ignore unknown fields."""
     schema = msgspec.json.schema(shape.BalanceReport)
     for name, definition in cast(dict[str, dict[str, Any]], schema["$defs"]).items():
         if "properties" not in definition:  # an enumeration
@@ -34,7 +34,7 @@ def report_schema() -> dict[str, Any]:
 
 
 def _meanings(kind: type[Any]) -> dict[str, str]:
-    """The text below each field of a record."""
+    """The docstring of each field of a record."""
     [record] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(record, ast.ClassDef)
     found: dict[str, str] = {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The balance report as it is published: `GET /v1/report`, and its JSON schema.
+"""The published balance report: `GET /v1/report` and its JSON schema.
 
-Owns names and meanings; a reader needs nothing else. A field that changes its meaning raises
-SCHEMA_VERSION, a new one does not."""
+The field docstrings are the descriptions in the schema. Increase SCHEMA_VERSION when the meaning of
+a field changes, not when a field is added."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ StatusName = Literal["healthy", "suspect", "gone"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """Trajectories, and their sampled tokens of one policy."""
+    """Trajectories and their sampled tokens of one policy."""
 
     sequences: Count
     tokens: Count
@@ -33,23 +33,22 @@ class Amount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Production:
-    """What went through the flow, in a window or since the run began."""
+    """Data flow of a policy, in a window or since the run started."""
 
     produced: Amount
     """Delivered by nodes, whatever the outcome."""
     entered: Amount
-    """Refused neither by closing, nor by pacing, nor by a rule; counted before any of it
-    expires."""
+    """Not rejected by group closing, pacing or a rule; includes data that becomes stale later."""
     consumed: Amount
     """Sealed into a batch for the first time."""
     replayed: Amount
-    """Sealed into batches again; costs no rollout, so no rate counts it."""
+    """Sealed into a batch again; needs no rollout, so it is not part of any rate."""
     stale_skipped: Amount
-    """Entered, then grew too old. Advisory: the rule does not look at it."""
+    """Entered, then became too stale. Informational: the rule does not use it."""
     wasted: dict[str, Amount]
     """Never trained, by reason."""
     accept_rate: Ratio | None
-    """Entered tokens per produced token; rates are null while their divisor is 0."""
+    """Entered tokens per produced token; rates are null if their divisor is 0."""
     stale_rate: Ratio | None
     """Stale tokens per entered token."""
     produce_consume_ratio: Ratio | None
@@ -58,19 +57,19 @@ class Production:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowReport:
-    """The stretch of the run that the decision rests on."""
+    """The part of the run that the decision is based on."""
 
     index: Count
     complete: bool
-    """False: the first window is still running, and nothing is decided."""
+    """False: the first window is still open, and nothing is decided."""
     opened_at: float
-    """Unix seconds, as every `_at` and `_until` here."""
+    """Unix seconds, like every `_at` and `_until` in this report."""
     closed_at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyWindow:
-    """One policy's own clock in the window."""
+    """Timing and data flow of one policy in the window."""
 
     num_versions: Count
     """Batches committed."""
@@ -79,34 +78,35 @@ class PolicyWindow:
     training_time_s: Annotated[float, Meta(ge=1)]
     """Wall time without evaluation, at least 1."""
     avg_step_time_s: Seconds | None
-    """From asking for a batch to asking for the next, evaluation left out."""
+    """Average time from one batch request to the next, without evaluation."""
     avg_batch_wait_s: Seconds | None
+    """Average time from a batch request to its batch."""
     rollout_wait_fraction: Share | None
-    """Sum of waits by sum of steps, at most 0.95; null when no step was measured."""
+    """Sum of waits divided by sum of steps, at most 0.95; null if no step was measured."""
     num_samples: Count
-    """Steps measured; the first one after a start or an evaluation is none."""
+    """Steps measured, without the first one after a start or an evaluation."""
     production: Production
     throughput_per_gpu: Ratio | None
     """Entered tokens per GPU."""
     staleness_histogram: dict[str, Amount]
-    """Rows consumed, by how many versions their oldest token was behind."""
+    """Consumed rows by staleness: versions between their oldest token and the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queues:
-    """How much stands between the stations now."""
+    """Current queue lengths."""
 
     issued_groups: Count
-    """Out with nodes."""
+    """Groups in progress on nodes."""
     ready_groups: Count
-    """Admitted, not sealed."""
+    """Groups admitted, not sealed."""
     sealed_batches: Count
-    """Not committed."""
+    """Batches sealed, not committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeAccount:
-    """What somebody did with their wall clock; shares sum to 1."""
+    """Wall-clock time by activity; shares sum to 1."""
 
     total_s: Seconds
     seconds: dict[str, Seconds]
@@ -117,22 +117,22 @@ class TimeAccount:
 class PolicyReport:
     policy: PolicyName
     done: bool
-    """Has trained all its steps; has no voice in the decision."""
+    """Has trained all its steps and does not affect the decision."""
     window: PolicyWindow
     totals: Production
     queues: Queues
     trainer_time: TimeAccount
-    """Of its trainer, since `since`."""
+    """Time of its trainer since `since`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
     node_id: NodeId
     status: StatusName
-    """Suspect: missed heartbeats. Gone: silent for a whole ttl, or left."""
+    """Suspect: missed heartbeats. Gone: silent for a full ttl, or left."""
     activity: str
     gpus: Count
-    """From its tag `gpus=N`; a node without one counts as 1."""
+    """From its tag `gpus=N`; 1 without the tag."""
     cost_per_hour: float
     """From its tag `cost=X`."""
     leases: Count
@@ -153,27 +153,29 @@ class PoolReport:
     """The rollout pool, which all policies share."""
 
     total_gpus: Count
-    """Of nodes that are healthy and serve: the G of the rule."""
+    """GPUs of healthy nodes with a live engine: G in the rule."""
     nodes_healthy: Count
     nodes_pending: Count
-    """Joined, no engine live yet; capacity already."""
+    """Joined, no engine live yet; counted as capacity."""
     pending_gpus: Count
     nodes_draining: Count
     suspect: tuple[NodeId, ...]
     gone: tuple[NodeId, ...]
     cost_per_hour: float
-    """Of all nodes but those gone."""
+    """Cost of all nodes that are not gone."""
     waiting_slots: Count
-    """Issued, and held by no node."""
+    """Slots issued but not leased by any node."""
     busy_share: Share | None
-    """Of the serving nodes' time in the window: held a slot, or loaded weights."""
+    """Share of the serving nodes' time in the window with a slot or loading weights."""
     loading_share: Share | None
+    """Share of the serving nodes' time in the window spent loading weights."""
     node_start_s_p90: Seconds
+    """90th percentile of node start times, from joining to the first live engine."""
     produced: Amount
     accepted: Amount
     """Sums over the nodes below, in the window."""
     node_time: TimeAccount
-    """Of all nodes together."""
+    """Time of all nodes together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,32 +188,33 @@ class ActionReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What the three-zone rule says after the window. A recommendation: nothing acts on it by
-    itself."""
+    """Result of the three-zone rule for the window. A recommendation: penstock does not act on
+    it."""
 
     branch: ScalingBranch
     target_gpus: Count
     estimated_delta_gpus: int
-    """To start (or, below 0, to drain), with pending joins counted as there."""
+    """GPUs to start, or to drain if negative; pending nodes count as present."""
     reason: str
     rollout_wait_fraction: Share | None
-    """The worst of the policies that share the pool."""
+    """The highest of all policies that share the pool."""
     need: Ratio | None
-    """The largest part, over policies, of what the pool could have brought in that was used."""
+    """Share of the pool's capacity that was used, for the policy with the highest share."""
     weight_transfer_active: bool
-    """Loading weights took so much of the window that waits say nothing about the pool."""
+    """Loading weights took too much of the window for waits to be meaningful."""
     drain_first: tuple[NodeId, ...]
-    """On scale-down: suspect ones, then by the least tokens per second and cost."""
+    """On scale-down: suspect nodes, then those with the fewest tokens per second and cost."""
     low_windows: Count
+    """Consecutive windows in the low zone, including this one."""
     decided_at: float
     last_action: ActionReport | None
     cooldown_until: float
-    """No other action before this; 0 for none."""
+    """No further action before this time; 0 if there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """What the rule was told."""
+    """Thresholds in effect."""
 
     tau_low: float
     tau_high: float
@@ -228,7 +231,7 @@ class BalanceReport:
     run: str
     at: float
     since: float
-    """When this life of the dataflow service began; time accounts count from here."""
+    """When the dataflow service started; time accounts count from here."""
     window: WindowReport
     decision: Decision
     pool: PoolReport

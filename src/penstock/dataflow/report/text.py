@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The balance report for people: plain lines for a terminal, a log or a mail. Formats only."""
+"""Formats the balance report as plain text, for a terminal, a log or an email."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS = ("node", "status", "doing", "gpus", "slots", "produced", "accepted", "ra
 
 
 def render(report: BalanceReport) -> str:
-    """All of it, at most 100 columns wide for names of ordinary length."""
+    """The full report, at most 100 columns wide unless names are long."""
     parts = [
         _head(report),
         *_decision(report.decision, report.pool),
@@ -44,23 +44,23 @@ def _head(report: BalanceReport) -> str:
 
 
 def _decision(decision: Decision, pool: PoolReport) -> Iterator[str]:
-    words = decision.branch.replace("_", " ").upper()
-    size = _many(pool.total_gpus, "GPU")
+    action = decision.branch.replace("_", " ").upper()
+    size = _plural(pool.total_gpus, "GPU")
     if decision.estimated_delta_gpus:
         size += f" → {decision.target_gpus} ({decision.estimated_delta_gpus:+d})"
-    yield _line("decision", f"{words}   {size}   {decision.reason}")
+    yield _line("decision", f"{action}   {size}   {decision.reason}")
     if decision.drain_first:
         yield _line("", f"drain first: {_names(decision.drain_first)}")
     last = decision.last_action
     if last is not None:
         done = f"{last.branch.replace('_', ' ')} {last.gpus_before} → {last.target_gpus}"
         yield _line(
-            "", f"last: {done} at {_at(last.at)}, next not before {_at(decision.cooldown_until)}"
+            "", f"last: {done} at {_at(last.at)}, cooldown until {_at(decision.cooldown_until)}"
         )
 
 
 def _pool(pool: PoolReport) -> Iterator[str]:
-    parts = [f"{_many(pool.nodes_healthy, 'node')} healthy"]
+    parts = [f"{_plural(pool.nodes_healthy, 'node')} healthy"]
     for num, doing in ((pool.nodes_pending, "starting"), (pool.nodes_draining, "draining")):
         if num:
             parts.append(f"{num} of them {doing}")
@@ -69,7 +69,7 @@ def _pool(pool: PoolReport) -> Iterator[str]:
     yield _line("pool", " · ".join(parts))
     for status, names in (("suspect", pool.suspect), ("gone", pool.gone)):
         if names:
-            yield _line("", f"{status}, not counted: {_names(names)}")
+            yield _line("", f"{status} (not counted): {_names(names)}")
     if pool.busy_share is not None:
         loading = pool.loading_share or 0.0
         yield _line("", f"busy {pool.busy_share:.0%} of the window, loading weights {loading:.0%}")
@@ -79,19 +79,19 @@ def _policy(policy: PolicyReport) -> Iterator[str]:
     window = policy.window
     yield f"policy {policy.policy}{' (done)' if policy.done else ''}"
     if window.rollout_wait_fraction is None:
-        yield _line("  step", f"{_many(window.num_versions, 'version')}, no step measured yet")
+        yield _line("  step", f"{_plural(window.num_versions, 'version')}, no step measured yet")
     else:
         yield _line(
             "  step",
-            f"{window.avg_step_time_s:.2f} s, of it {window.avg_batch_wait_s:.2f} s waiting "
-            f"({window.rollout_wait_fraction:.1%}) · {_many(window.num_versions, 'version')}, "
+            f"{window.avg_step_time_s:.2f} s, of which {window.avg_batch_wait_s:.2f} s waiting "
+            f"({window.rollout_wait_fraction:.1%}) · {_plural(window.num_versions, 'version')}, "
             f"{window.num_samples} measured",
         )
     queues = policy.queues
     yield _line(
         "  queues",
-        f"{_many(queues.issued_groups, 'group')} out with nodes · {queues.ready_groups} ready · "
-        f"{_many(queues.sealed_batches, 'batch', 'batches')} sealed",
+        f"{_plural(queues.issued_groups, 'group')} on nodes · {queues.ready_groups} ready · "
+        f"{_plural(queues.sealed_batches, 'batch', 'batches')} sealed",
     )
     if window.staleness_histogram:
         total = sum(amount.tokens for amount in window.staleness_histogram.values()) or 1
@@ -103,7 +103,7 @@ def _policy(policy: PolicyReport) -> Iterator[str]:
 
 def _production(window: Production, totals: Production) -> Iterator[str]:
     heads = f"{'sequences':>14}{'tokens':>18}"
-    yield f"{'':{NAME}}{'this window':>32} {'since the run began':>32}"
+    yield f"{'':{NAME}}{'this window':>32} {'since the run started':>32}"
     yield f"{'':{NAME}}{heads} {heads}"
     rows = [
         ("produced", window.produced, totals.produced),
@@ -142,7 +142,7 @@ def _nodes(nodes: Sequence[NodeReport]) -> Iterator[str]:
     if not nodes:
         yield "no node has joined yet"
         return
-    yield "nodes (tokens of the window; busy since they joined)"
+    yield "nodes (tokens: this window; busy: since joining)"
     cells = [HEADS, *(_cells(node) for node in nodes[:MAX_NODES])]
     widths = [max(len(row[i]) for row in cells) for i in range(len(HEADS))]
     for row in cells:
@@ -179,7 +179,7 @@ def _names(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _many(number: int, noun: str, plural: str = "") -> str:
+def _plural(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other data rules would have made of a recorded run: the real core, with the record in place
-of nodes and trainers."""
+"""Replays a recorded run with other data rules: the real core, driven by the record instead of
+nodes and trainers."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was trained, skipped and wasted, counted from the records of a run, real or simulated.
+"""Totals of a run, recorded or simulated: trained, replayed, skipped and wasted data.
 
-One function counts both, so that two columns side by side differ by what happened alone."""
+The same function counts both, so that they are comparable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.wire.codec import decode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataAmount:
-    """Of one kind of data."""
+    """An amount of data."""
 
     groups: int = 0
     rows: int = 0
@@ -37,11 +37,11 @@ class PolicyTotals:
     batches: int
     """Sealed."""
     trained: DataAmount
-    """In batches for the first time."""
+    """Sealed into a batch for the first time."""
     replayed: DataAmount
-    """In batches once more, by a replay rule."""
+    """Sealed into a batch again, by a replay rule."""
     waiting: DataAmount
-    """Admitted, in no batch yet."""
+    """Admitted, not in a batch yet."""
     wasted: Mapping[str, DataAmount]
     """By reason."""
     staleness_mean: float
@@ -56,10 +56,11 @@ class RunTotals:
     issued: int
     """Groups."""
     skipped: Mapping[str, int]
-    """Tasks that were never rolled out, by rule."""
+    """Tasks skipped before rollout, by rule."""
     rule_failures: int
     unknown: int
-    """Tasks that the record never rolled out: what they would have been nobody knows."""
+    """Tasks issued in the simulation that were never rolled out in the record, so that their
+    outcome is unknown."""
     policies: Mapping[PolicyName, PolicyTotals]
 
 
@@ -95,7 +96,7 @@ def _of_policy(
     tables: Tables, policy: PolicyName, fates: list[FateRecord], rows: Mapping[GroupId, int]
 ) -> PolicyTotals:
     batches = tables.read(BatchRecord, "consumer = :policy", policy=policy)
-    served = sum((_served(batch) for batch in batches), start=DataAmount())
+    sealed = sum((_sealed(batch) for batch in batches), start=DataAmount())
     by_end: defaultdict[str, DataAmount] = defaultdict(DataAmount)
     for fate in fates:
         end = fate.reason if fate.state == FateState.DROPPED else str(fate.state)
@@ -108,9 +109,9 @@ def _of_policy(
         batches=len(batches),
         trained=trained,
         replayed=DataAmount(
-            groups=served.groups - trained.groups,
-            rows=served.rows - trained.rows,
-            tokens=served.tokens - trained.tokens,
+            groups=sealed.groups - trained.groups,
+            rows=sealed.rows - trained.rows,
+            tokens=sealed.tokens - trained.tokens,
         ),
         waiting=waiting,
         wasted=dict(by_end),
@@ -118,7 +119,7 @@ def _of_policy(
     )
 
 
-def _served(batch: BatchRecord) -> DataAmount:
+def _sealed(batch: BatchRecord) -> DataAmount:
     manifest = decode(batch.manifest, Manifest)
     tokens = sum(manifest.tokens(row) for row in manifest.rows)
     return DataAmount(groups=batch.num_groups, rows=batch.num_rows, tokens=tokens)

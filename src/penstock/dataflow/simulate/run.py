@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulation: home, rules, pacing and sealing of the service, driven by a recorded run.
+"""The simulation: the service's coordinator, rules, pacing and sealing, driven by a recorded run.
 
-A task issued at the place and time of the record ends as recorded; issued at another time it takes
-as long as it took, and is then as many versions old as it was. With the rules of the record every
-decision comes out as recorded. What a partition decided (failed slots, groups cut for age) stands,
-and nodes are as many as it takes: queues before them are those of the record."""
+A task issued at its recorded position and time ends as recorded. Issued at another time, it takes
+as long as recorded and is as many versions old when it ends. With the recorded rules, every
+decision is the same as in the record. Decisions of partitions (failed slots, groups dropped as
+stale) are kept. The number of nodes is unlimited: queueing is part of the recorded times."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from penstock.dataflow.ledger.assemble import CoreSpec
 from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import CommandJournal, GroupRecord
-from penstock.dataflow.simulate.script import ActionKind, Timeline, TrainerAction, read_timeline
-from penstock.dataflow.simulate.stream import (
+from penstock.dataflow.simulate.recorded_tasks import (
     RecordedGroup,
     RecordedSource,
     RecordedSupply,
     RecordedTasks,
     read_recorded_tasks,
 )
+from penstock.dataflow.simulate.timeline import ActionKind, Timeline, TrainerAction, read_timeline
 from penstock.errors import Conflict
 from penstock.types import DropReason, GroupId, PolicyName, RowSummary
 
@@ -45,26 +45,26 @@ class _SimulatedGroup:
     record: GroupRecord
     ended: RecordedGroup
     delay_s: float
-    """How much later than in the record it was issued; 0 when in step with it."""
+    """How much later than in the record it was issued; 0 if it matches the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """What came out."""
+    """Result of a simulation."""
 
     tables: Tables
-    """Every record that the simulated run wrote, in memory."""
+    """All records of the simulated run, in memory."""
     rows: Mapping[GroupId, int]
     """Rows of each group."""
     unknown: frozenset[GroupId]
-    """Issued here and never rolled out in the record."""
+    """Groups issued here whose task was never rolled out in the record."""
     num_unfilled_batches: int
-    """Batches of the record that were never full here."""
+    """Recorded batches that never filled here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedSource:
-    """A source as the config names it; its tasks come from the record."""
+    """A source from the config; its tasks come from the record."""
 
     name: str
     weight: float
@@ -74,7 +74,7 @@ class SimulatedSource:
 def simulate(
     recorded: RecordedRun, terms: CoreSpec, sources: Sequence[SimulatedSource]
 ) -> SimulationResult:
-    """The recorded run once more under these terms."""
+    """Replay the recorded run with these settings."""
     policies = [policy.policy for policy in terms.policies]
     simulation = _Simulation(
         replace(
@@ -94,11 +94,11 @@ def _partitions(tables: Tables) -> list[int]:
 
 
 def _never_called(ordinal: int, seed: int) -> dict[str, object]:
-    raise AssertionError("tasks of a simulation are read, not made")
+    raise AssertionError("a simulation reads recorded tasks, it does not make any")
 
 
 def _no_stored_rows(policy: PolicyName, group_ids: Sequence[GroupId]) -> Mapping[GroupId, bytes]:
-    """A simulation never restarts, so no group has left its rows in a ledger."""
+    """A simulation never restarts, so all rows are in memory."""
     return {}
 
 
@@ -107,11 +107,11 @@ class _Simulation:
         self,
         terms: CoreSpec,
         sources: Sequence[SimulatedSource],
-        stream: RecordedTasks,
+        tasks: RecordedTasks,
         timeline: Timeline,
         partitions: Sequence[int],
     ) -> None:
-        self._stream = stream
+        self._tasks = tasks
         self._timeline = timeline
         self._outbox = CommandJournal()
         rules = RuleRunner(terms.rules, self._outbox, seed=terms.seed)
@@ -121,8 +121,8 @@ class _Simulation:
                     name=source.name,
                     weight=source.weight,
                     make=_never_called,
-                    limit=stream.served.get(source.name, 0),
-                    tasks=stream.tasks,
+                    limit=tasks.num_issued.get(source.name, 0),
+                    tasks=tasks.tasks,
                 )
                 for source in sources
             ],
@@ -143,9 +143,9 @@ class _Simulation:
         self._reports: deque[GroupEnded] = deque()
         self._running: dict[GroupId, _SimulatedGroup] = {}
         self._ends: list[tuple[float, int, GroupId]] = []
-        ends = (one.ended_at for one in stream.ended.values() if one.ended_at is not None)
+        ends = (one.ended_at for one in tasks.groups.values() if one.ended_at is not None)
         self._event_times = sorted({*ends, *timeline.times})
-        """When something happened in the record, after which groups may have been issued."""
+        """Times of recorded events that may have caused groups to be issued."""
         self._fresh: dict[PolicyName, dict[int, int]] = {p.policy: {} for p in terms.policies}
         self._blocked: dict[PolicyName, TrainerAction] = {}
         self._rows: dict[GroupId, int] = {}
@@ -157,7 +157,7 @@ class _Simulation:
             while self._ends and self._ends[0][0] <= now:
                 self._end(heapq.heappop(self._ends)[2])
             self._settle()
-            for action in self._timeline.take(now):
+            for action in self._timeline.pop_due(now):
                 self._do(action)
                 self._settle()
             for action in [*self._blocked.values()]:
@@ -179,7 +179,7 @@ class _Simulation:
         return min((at for at in times if at is not None), default=None)
 
     def _settle(self) -> None:
-        """As the service does after each command."""
+        """Apply reports and issue groups, as the service does after each command."""
         while True:
             while self._reports:
                 self._coordinator.apply(self._reports.popleft(), self._now)
@@ -190,19 +190,19 @@ class _Simulation:
             if not self._reports:
                 return
 
-    # --- in place of nodes --------------------------------------------------------------------
+    # --- simulated nodes ----------------------------------------------------------------------
 
     def _send(self, index: int, message: ToPartition) -> None:
         match message:
             case IssueGroup(record=record):
                 self._issue(record)
             case DropGroup(group_id=group_id, reason=reason):
-                self._cut(group_id, reason)
+                self._drop(group_id, reason)
             case _:
-                pass  # nothing that a stand-in for nodes acts on
+                pass  # not relevant to simulated nodes
 
     def _issue(self, record: GroupRecord) -> None:
-        ended = self._stream.ended.get((record.source, record.ordinal))
+        ended = self._tasks.groups.get((record.source, record.ordinal))
         if ended is None:
             self._unknown.add(record.group_id)
             self._report(record.group_id, (), DropReason.REMAINDER)
@@ -215,9 +215,9 @@ class _Simulation:
             heapq.heappush(self._ends, (at, ended.arrival, record.group_id))
 
     def _matches_record(self, ended: RecordedGroup) -> bool:
-        """Is it issued after the same event as in the record?"""
-        there = bisect_right(self._event_times, ended.issued.at)
-        return there == bisect_right(self._event_times, self._now)
+        """Whether it is issued after the same event as in the record."""
+        recorded = bisect_right(self._event_times, ended.issued.at)
+        return recorded == bisect_right(self._event_times, self._now)
 
     def _end(self, group_id: GroupId) -> None:
         running = self._running.pop(group_id, None)
@@ -225,7 +225,7 @@ class _Simulation:
             rows = tuple(self._with_shifted_versions(row, running) for row in running.ended.rows)
             self._report(group_id, rows, running.ended.dropped)
 
-    def _cut(self, group_id: GroupId, reason: DropReason) -> None:
+    def _drop(self, group_id: GroupId, reason: DropReason) -> None:
         running = self._running.pop(group_id, None)
         if running is None:
             return
@@ -245,8 +245,8 @@ class _Simulation:
         self._reports.append(report)
 
     def _with_shifted_versions(self, row: RowSummary, running: _SimulatedGroup) -> RowSummary:
-        """The row as versions of this run would have sampled it: as old when its group ended as it
-        was in the record."""
+        """The row with versions of the simulated run, so that it has the recorded age when its
+        group ends."""
         if not running.delay_s:
             return row
         versions: dict[PolicyName, tuple[tuple[int, int], ...]] = {}
@@ -256,12 +256,12 @@ class _Simulation:
                 versions[policy] = pairs
                 continue
             lineage = consumer.lineage
-            then = self._stream.number_at(policy, self._now - running.delay_s)
-            moved = {max(0, lineage.number - max(0, then - number)) for _, number in pairs}
-            versions[policy] = tuple((lineage.incarnation, number) for number in sorted(moved))
+            recorded = self._tasks.number_at(policy, self._now - running.delay_s)
+            shifted = {max(0, lineage.number - max(0, recorded - number)) for _, number in pairs}
+            versions[policy] = tuple((lineage.incarnation, number) for number in sorted(shifted))
         return replace(row, versions=versions)
 
-    # --- in place of trainers -----------------------------------------------------------------
+    # --- simulated trainers -------------------------------------------------------------------
 
     def _do(self, action: TrainerAction) -> None:
         consumer = self._coordinator.consumers[action.policy]
@@ -275,7 +275,7 @@ class _Simulation:
                 self._commit(action, consumer)
             case ActionKind.PUBLISH:
                 self._publish(action, consumer)
-        self._timeline.done(action, self._now)
+        self._timeline.complete(action, self._now)
 
     def _seal(self, action: TrainerAction) -> None:
         consumer = self._coordinator.consumers[action.policy]
@@ -288,7 +288,7 @@ class _Simulation:
             return
         self._blocked.pop(action.policy, None)
         self._fresh[action.policy][record.seq] = record.num_groups - record.num_replayed
-        self._timeline.done(action, self._now)
+        self._timeline.complete(action, self._now)
 
     def _incarnate(self, action: TrainerAction, consumer: Consumer) -> None:
         lineage = consumer.lineage
@@ -299,14 +299,14 @@ class _Simulation:
                     expected=lineage.incarnation,
                     number=number,
                     seq=seq,
-                    request_id=f"life {action.incarnation}",
+                    request_id=f"incarnation {action.incarnation}",
                     now=self._now,
                 )
                 break
-            except Conflict:  # this run never came so far: its trainer goes on where it stands
+            except Conflict:  # the simulated run did not get that far; resume at its own end
                 continue
         else:
-            raise AssertionError("a life may always begin where the lineage ends")
+            raise AssertionError("an incarnation may always start at the end of the lineage")
         self._outbox(record)
         lineage.apply_incarnation(record)
         self._timeline.cancel_older(action.policy, action.incarnation, self._now)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulation as text: the record and the other rules side by side. Counts nothing."""
+"""Formats a simulation as text: recorded and simulated totals side by side."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ def lines(before: RunTotals, after: RunTotals, name: str, num_unfilled_batches: 
     ]
     if after.unknown:
         table.append(
-            f"\n{after.unknown:,} tasks were never rolled out in the record, so nobody knows what "
-            "they would have become; they are in no figure above but their own"
+            f"\n{after.unknown:,} tasks were never rolled out in the recorded run, so their "
+            "outcome is unknown; no other figure above includes them"
         )
     if num_unfilled_batches:
         table.append(
-            f"\n{num_unfilled_batches:,} batches of the record are missing: the recorded tasks "
-            "did not fill "
-            "them under these rules"
+            f"\n{num_unfilled_batches:,} recorded batches are missing: under these rules, the "
+            "recorded tasks did not fill them"
         )
     return table
 
@@ -45,9 +44,9 @@ def _rows(before: RunTotals, after: RunTotals) -> Iterator[tuple[str, str, str]]
         old, new = before.skipped.get(rule, 0), after.skipped.get(rule, 0)
         yield f"tasks skipped by {rule}", f"{old:,}", f"{new:,}"
     if after.unknown:
-        yield "tasks unknown to the record", "0", f"{after.unknown:,}"
+        yield "tasks with unknown outcome", "0", f"{after.unknown:,}"
     if before.rule_failures or after.rule_failures:
-        yield "failures of rules", f"{before.rule_failures:,}", f"{after.rule_failures:,}"
+        yield "rule failures", f"{before.rule_failures:,}", f"{after.rule_failures:,}"
     for policy in sorted({*before.policies, *after.policies}):
         yield from _policy_rows(before, after, policy)
 
@@ -60,7 +59,7 @@ def _policy_rows(before: RunTotals, after: RunTotals, name: str) -> Iterator[tup
     yield "  batches sealed", f"{old.batches:,}", f"{new.batches:,}"
     yield "  trained", _shown(old.trained), _shown(new.trained)
     if old.replayed.groups or new.replayed.groups:
-        yield "  served again", _shown(old.replayed), _shown(new.replayed)
+        yield "  replayed", _shown(old.replayed), _shown(new.replayed)
     yield "  mean staleness", f"{old.staleness_mean:.2f}", f"{new.staleness_mean:.2f}"
     yield "  waiting", _shown(old.waiting), _shown(new.waiting)
     yield "  wasted", _shown(old.total_wasted), _shown(new.total_wasted)

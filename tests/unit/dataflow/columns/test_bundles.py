@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that are stored together come apart as they were put, each column with its own digest."""
+"""Bundled rows are read as they were put, and each column has its digest."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rows_of(values: Sequence[Mapping[str, bytes | float]]) -> list[NewRow]:
 
 
 def stored(draft: BundleDraft, arrival: int = 1) -> tuple[Bundle, bytes]:
-    """As a reader finds it, with its values wherever they are."""
+    """The bundle as stored, and its payload."""
     record = bundle_record(
         draft, lambda payload: PLACE, space="eval", arrival=arrival, writer="w", now=1.0
     )
@@ -55,24 +55,24 @@ def stored(draft: BundleDraft, arrival: int = 1) -> tuple[Bundle, bytes]:
 
 @settings(deadline=None)
 @given(values=ROWS, names=st.sets(st.sampled_from("xyz")))
-def test_rows_come_apart_as_they_were_put(
+def test_rows_are_read_as_they_were_put(
     values: list[dict[str, bytes | float]], names: set[str]
 ) -> None:
     rows = rows_of(values)
     found: list[tuple[RowId, dict[str, float | bytes]]] = []
     for draft in drafts(rows, no_blobs):
         bundle, payload = stored(draft)
-        cut = bundle.cut([*names])
-        one_by_one = [cut.values(n, payload) for n in range(len(bundle.keys))]
-        assert cut.all_values(len(bundle.keys), payload) == one_by_one
+        columns = bundle.select([*names])
+        one_by_one = [columns.values(n, payload) for n in range(len(bundle.keys))]
+        assert columns.all_values(len(bundle.keys), payload) == one_by_one
         found += zip(bundle.keys, one_by_one, strict=True)
-    wanted = names or {*"xyz"}
-    assert found == [(key, {n: v for n, v in row.items() if n in wanted}) for key, row in rows]
+    selected = names or {*"xyz"}
+    assert found == [(key, {n: v for n, v in row.items() if n in selected}) for key, row in rows]
 
 
 @settings(deadline=None)
 @given(values=ROWS)
-def test_each_column_has_the_digest_it_would_have_alone(
+def test_a_bundled_column_has_the_digest_of_a_single_one(
     values: list[dict[str, bytes | float]],
 ) -> None:
     for draft in drafts(rows_of(values), no_blobs):
@@ -89,7 +89,7 @@ def test_each_column_has_the_digest_it_would_have_alone(
             assert bundle.column(position, "other") is None
 
 
-def test_no_bundle_is_much_longer_than_one_may_read_for_a_row() -> None:
+def test_bundles_have_a_limited_size() -> None:
     rows = rows_of([{"x": bytes(100_000)}] * 8 + [{"y": bytes(10)}] * 8)
     made = [*drafts(rows, no_blobs)]
     assert [key for draft in made for key in draft.keys] == [key for key, _ in rows]
@@ -98,14 +98,14 @@ def test_no_bundle_is_much_longer_than_one_may_read_for_a_row() -> None:
 
 
 @pytest.mark.parametrize(("size", "is_here"), [(INLINE_BYTES, True), (INLINE_BYTES + 1, False)])
-def test_short_values_stand_in_the_record(size: int, is_here: bool) -> None:
+def test_short_values_are_stored_in_the_record(size: int, is_here: bool) -> None:
     (draft,) = drafts(rows_of([{"x": bytes(size)}]), no_blobs)
     bundle, _ = stored(draft)
     assert bundle.where == (None if is_here else PLACE)
     assert len(bundle.record.payload) == (size if is_here else 0)
 
 
-def test_blobs_are_stored_alone() -> None:
+def test_blobs_are_stored_as_single_columns() -> None:
     def make_cell(name: str, blob: BlobLike) -> Cell:
         return blob_cell(name, blob.digest, blob.size)
 
@@ -118,7 +118,7 @@ def test_blobs_are_stored_alone() -> None:
     assert rest.keys == ["b"] and rest.single_cells == {"b": draft.single_cells[RowId("b")]}
 
 
-def test_what_nobody_can_store_is_refused_by_name() -> None:
+def test_an_invalid_column_is_rejected_by_name() -> None:
     with pytest.raises(BadRequest, match="'y' has 1048577 bytes"):
         list(drafts(rows_of([{"x": b"", "y": bytes(MAX_INLINE_BYTES + 1)}]), no_blobs))
     with pytest.raises(BadRequest, match="finite"):
@@ -127,7 +127,7 @@ def test_what_nobody_can_store_is_refused_by_name() -> None:
         list(drafts(rows_of([{"": b""}]), no_blobs))
 
 
-def test_cells_of_a_row_are_those_of_its_values() -> None:
+def test_cells_of_a_row_match_its_values() -> None:
     (draft,) = drafts(rows_of([{"x": b"1", "n": 2.0}]), no_blobs)
     ((key, row),) = draft.rows
     assert draft.cells(key, row) == [bytes_cell("x", b"1"), number_cell("n", 2.0)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns are written once, also between two commits, and every value tells itself apart."""
+"""Columns are write-once, even before a commit, and different values have different digests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CELLS = st.one_of(
 
 @settings(deadline=None)
 @given(first=CELLS, second=CELLS)
-def test_only_the_same_again_is_a_duplicate(first: Cell, second: Cell) -> None:
+def test_only_an_equal_write_is_a_duplicate(first: Cell, second: Cell) -> None:
     world = ReaderWorld(tables=TABLES)
     world.columns.complete("eval", ROW, first, "w", 1.0)
     existing = world.columns.existing("eval", [ROW], ["x"])[ROW, "x"]
@@ -47,7 +47,7 @@ def test_only_the_same_again_is_a_duplicate(first: Cell, second: Cell) -> None:
     assert is_same or "written by w" in detail
 
 
-def test_what_is_decided_stands_before_it_is_on_disk() -> None:
+def test_a_write_is_visible_before_it_is_on_disk() -> None:
     world = ReaderWorld()
     world.columns.complete("eval", ROW, number_cell("x", 1.0), "w", 1.0)
     assert (ROW, "x") in world.columns.existing("eval", [ROW], ["x", "y"])
@@ -59,13 +59,13 @@ def test_what_is_decided_stands_before_it_is_on_disk() -> None:
 def test_a_flush_releases_only_what_it_made_durable() -> None:
     recent: UnflushedWrites[str, int] = UnflushedWrites()
     recent["before"] = 1
-    recent.cut()
+    recent.begin_flush()
     recent["during"] = 2
-    recent.release()
+    recent.end_flush()
     assert (recent.get("before"), recent.get("during")) == (None, 2)
 
 
-def test_bytes_go_to_the_payload_store_and_long_ones_are_refused() -> None:
+def test_bytes_go_to_the_payload_store_and_long_ones_are_rejected() -> None:
     world = ReaderWorld()
     record = world.columns.complete("eval", ROW, bytes_cell("x", b"abc"), "w", 1.0)
     assert record.length == 3 and record.segment == 1

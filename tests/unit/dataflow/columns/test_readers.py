@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers one promise at a time: readiness, redelivery, attempts, deadlines, chains, restarts."""
+"""Readers: readiness, redelivery, attempts, deadlines, chains, restarts."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_a_chain_of_readers_overlaps_row_by_row(world: ReaderWorld) -> None:
     ]
 
 
-def test_a_row_that_came_with_its_column_is_nothing_to_do(world: ReaderWorld) -> None:
+def test_a_row_delivered_with_its_column_is_finished(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1", reward=1.0)
     assert lease(world, "score") == []
     world.tick()
     assert world.readers.reader("score").cursor == 1
 
 
-def test_a_killed_worker_s_rows_come_back(world: ReaderWorld) -> None:
+def test_rows_of_a_killed_worker_are_leased_again(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     (first,) = lease(world, "score")
     world.tick(11.9)
@@ -90,7 +90,7 @@ def test_a_killed_worker_s_rows_come_back(world: ReaderWorld) -> None:
     score(world, second)
 
 
-def test_poison_fails_its_column_with_the_last_error(world: ReaderWorld) -> None:
+def test_a_poison_row_fails_its_column_with_the_last_error(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     for error in ("first", "the judge said no"):
         (grant,) = lease(world, "score")
@@ -104,7 +104,7 @@ def test_poison_fails_its_column_with_the_last_error(world: ReaderWorld) -> None
     assert [event.failed for event in world.row_window.pop_completed()] == ["attempts"]
 
 
-def test_releasing_costs_nothing(world: ReaderWorld) -> None:
+def test_releasing_costs_no_attempt(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     for _ in range(5):
         (grant,) = lease(world, "score")
@@ -112,14 +112,14 @@ def test_releasing_costs_nothing(world: ReaderWorld) -> None:
     assert lease(world, "score")[0].attempt == 1
 
 
-def test_a_scorer_that_never_existed_closes_by_deadline(world: ReaderWorld) -> None:
+def test_columns_without_a_worker_fail_at_their_deadline(world: ReaderWorld) -> None:
     world.readers.declare(REFER, world.now)
     world.arrive("p0-1.0.1")
     world.tick(59.9)
     assert world.row_window.pop_completed() == []
     world.tick(0.2)
     events = {(event.name, event.failed) for event in world.row_window.pop_completed()}
-    assert events == {("reward", "overdue"), ("reference", "input")}, "nobody waits for ever"
+    assert events == {("reward", "overdue"), ("reference", "input")}, "nothing waits for ever"
 
 
 def test_a_deadline_on_admission_counts_from_there() -> None:
@@ -166,10 +166,10 @@ def test_a_repeated_request_gets_the_same_rows(world: ReaderWorld) -> None:
     for grant in first:
         score(world, grant)
     world.arrive("p0-9.0.1")
-    assert lease(world, "score", 2, "r1") == [], "a late copy holds nothing"
+    assert lease(world, "score", 2, "r1") == [], "a late retry gets no rows"
 
 
-def test_columns_written_and_no_word_is_done(world: ReaderWorld) -> None:
+def test_a_row_with_all_columns_is_finished_without_an_acknowledgement(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     (grant,) = lease(world, "score")
     world.readers.write("score", claim(grant), [number_cell("reward", 1.0)], "w", world.now)
@@ -199,7 +199,7 @@ def test_restart_gives_workers_time_before_deadlines(world: ReaderWorld) -> None
     assert [event.failed for event in world.row_window.pop_completed()] == ["overdue"]
 
 
-def test_freed_rows_are_handed_to_nobody(world: ReaderWorld) -> None:
+def test_freed_rows_are_not_leased(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     world.arrive("p0-2.0.1")
     (first,) = lease(world, "score", 1)
@@ -284,7 +284,7 @@ def test_workers_are_seen_for_two_ttl(world: ReaderWorld) -> None:
     assert world.readers.has_worker("score", world.now + 33.9)
 
 
-def test_declaring_again_goes_on_and_other_columns_are_refused(world: ReaderWorld) -> None:
+def test_declaring_again_resumes_and_other_columns_are_rejected(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     score(world, lease(world, "score")[0])
     world.tick()
@@ -301,7 +301,7 @@ def test_the_life_cycle_is_a_table() -> None:
     row_lease = RowLease(
         row_id=RowId("r"), arrival=1, deadline_start=0.0, missing_inputs=0, pending_outputs=0
     )
-    with pytest.raises(AssertionError, match="cannot go from pending to leased"):
+    with pytest.raises(AssertionError, match="cannot move from pending to leased"):
         row_lease.move(RowLeaseState.LEASED)
     ended = [state for state, following in LEASE_TRANSITIONS.items() if not following]
     assert ended == [RowLeaseState.DONE, RowLeaseState.DEAD, RowLeaseState.FREED]
@@ -359,27 +359,27 @@ def test_a_row_in_the_window_costs_200_bytes() -> None:
         tracemalloc.stop()
 
 
-# --- the service stands still -----------------------------------------------------------------
+# --- the service stalls -----------------------------------------------------------------------
 
 
 def stand_still(world: ReaderWorld, seconds: float) -> None:
-    """Nobody is heard meanwhile; then it notices."""
+    """The service stalls, then notices it."""
     world.now += seconds
     world.readers.extend_deadlines(seconds)
     world.tick()
 
 
-def test_a_stall_is_nobodys_silence_and_nobodys_delay(world: ReaderWorld) -> None:
+def test_a_stall_expires_neither_leases_nor_deadlines(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     (grant,) = lease(world, "score")
     stand_still(world, 700)
-    assert world.row_window.pop_completed() == [], "a deadline stood still with the service"
+    assert world.row_window.pop_completed() == [], "the deadline is extended by the stall"
     assert world.readers.has_worker("score", world.now)
     score(world, grant)
 
 
-def test_what_began_after_a_stall_gets_its_own_time_and_no_more(world: ReaderWorld) -> None:
-    """Requests may be answered after the service woke and before it notices that it slept."""
+def test_leases_granted_after_a_stall_are_not_extended(world: ReaderWorld) -> None:
+    """Requests may be answered after a stall, before the service notices it."""
     world.now += 700
     world.arrive("p0-1.0.1")
     assert len(lease(world, "score")) == 1
@@ -387,13 +387,13 @@ def test_what_began_after_a_stall_gets_its_own_time_and_no_more(world: ReaderWor
     world.tick()
     assert world.readers.has_worker("score", world.now)
     world.tick(SCORE.ttl_s + 0.1)
-    (again,) = lease(world, "score")  # its worker fell silent, stall or not
+    (again,) = lease(world, "score")  # its worker was silent apart from the stall
     world.readers.release("score", claim(again), world.now)
     world.tick(60 - SCORE.ttl_s)
     assert [event.failed for event in world.row_window.pop_completed()] == ["overdue"]
 
 
-def test_stalls_again_and_again_postpone_nothing_for_ever(world: ReaderWorld) -> None:
+def test_repeated_stalls_do_not_postpone_a_deadline_for_ever(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     for _ in range(60):
         assert world.row_window.pop_completed() == [], "it had less than its time"
@@ -409,7 +409,7 @@ def test_a_deadline_that_had_passed_stays_passed(world: ReaderWorld) -> None:
     assert [event.failed for event in world.row_window.pop_completed()] == ["overdue"]
 
 
-def test_rows_on_disk_stood_still_too() -> None:
+def test_a_stall_extends_deadlines_of_rows_on_disk() -> None:
     world = ReaderWorld(window=1)
     world.readers.declare(SCORE, world.now)
     for n in range(3):

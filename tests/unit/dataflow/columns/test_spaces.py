@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spaces are bounded, cleared alone, and never the rollouts' own."""
+"""Spaces have quotas, are cleared separately, and never include the rollouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOTH = {"x": "duplicate", "y": "duplicate"}
 def put(
     world: ReaderWorld, space: str, key: str, **values: float | bytes
 ) -> dict[str, DeliveryStatus]:
-    """What was not stored, by column."""
+    """Columns that were not stored."""
     return put_all(world, space, {key: values})
 
 
@@ -46,7 +46,7 @@ def test_a_key_gets_the_columns_it_does_not_have() -> None:
     assert world.tables.rows("SELECT name FROM columns") == [("y",)], "x came with the row"
 
 
-def test_a_full_space_says_how_to_go_on_and_keeps_what_it_has() -> None:
+def test_a_full_space_names_the_fix_and_keeps_its_rows() -> None:
     world = ReaderWorld()
     world.spaces.set_quota("eval", 2 * (100 + COLUMN_BYTES), world.now)
     put(world, "eval", "a", x=bytes(100))
@@ -65,7 +65,7 @@ def test_a_full_space_says_how_to_go_on_and_keeps_what_it_has() -> None:
     put(world, "eval", "c", x=1.0)
 
 
-def test_clearing_touches_no_other_space_and_readers_go_on() -> None:
+def test_clearing_affects_no_other_space_and_readers_continue() -> None:
     world = ReaderWorld()
     terms = ReaderSpec(name="judge", reads=("x",), writes=("mark",), space="eval")
     world.readers.declare(terms, world.now)
@@ -88,19 +88,19 @@ def test_clearing_touches_no_other_space_and_readers_go_on() -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "é", "x" * 129])
 def test_names_are_plain(name: str) -> None:
-    with pytest.raises(BadRequest, match="is no name"):
+    with pytest.raises(BadRequest, match="invalid name"):
         put(ReaderWorld(), name, "a", x=1.0)
 
 
 def test_train_belongs_to_the_rollouts() -> None:
     world = ReaderWorld()
-    with pytest.raises(Forbidden, match="another name"):
+    with pytest.raises(Forbidden, match="another space"):
         put(world, "train", "a", x=1.0)
     with pytest.raises(Forbidden):
         world.spaces.clear("train")
     with pytest.raises(NotFound):
         world.spaces.clear("nowhere")
-    with pytest.raises(BadRequest, match="service's own"):
+    with pytest.raises(BadRequest, match="reserved"):
         put(world, "eval", "a", turns=1.0)
 
 
@@ -122,7 +122,7 @@ def test_rows_of_one_call_are_one_record_and_each_is_found() -> None:
     assert found == [*((f"k{n}", n) for n in range(5)), ("k9", 0), ("k8", 0)]
 
 
-def test_readers_know_the_columns_that_rows_came_with() -> None:
+def test_readers_know_the_columns_delivered_with_rows() -> None:
     world = ReaderWorld(window=2)
     terms = ReaderSpec(name="judge", reads=("text",), writes=("mark",), space="eval")
     world.readers.declare(terms, world.now)
@@ -141,8 +141,8 @@ def test_readers_know_the_columns_that_rows_came_with() -> None:
     assert seen == ["k0", "k1", "k2", "k3"], "k4 came with its mark, k5 without text"
 
 
-def test_rows_of_an_older_ledger_stand_as_they_were_written() -> None:
-    """Before format 3 every column of a row had its own record, and rows had no bundles."""
+def test_rows_of_an_older_ledger_are_read_as_they_were_written() -> None:
+    """Before format 3, every column of a row was a separate record, without bundles."""
     world = ReaderWorld()
     world.readers.declare(ReaderSpec(name="judge", reads=("x",), space="eval"), world.now)
     world.spaces.set_quota("eval", 0, world.now)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind of id is explained from the ledger alone, and every figure is the ledger's own."""
+"""Every kind of id is explained from the ledger alone, with the ledger's figures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from penstock.wire.codec import decode
 
 @pytest.fixture(scope="module")
 def picky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedRun]:
-    """Tasks skipped by GRESO, groups refused by reward-spread, groups served again."""
+    """Tasks skipped by GRESO, groups rejected by reward-spread, replayed groups."""
     folder = tmp_path_factory.mktemp("picky")
     asyncio.run(record(folder, PICKY))
     recorded = open_recorded_run(folder / "ledger")
@@ -44,7 +44,7 @@ def picky(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedRun]:
 
 @pytest.fixture(scope="module")
 def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedRun]:
-    """Failures, hand-backs, a replaced node, a restart, a skipped batch and a rewind."""
+    """Failures, releases, a replaced node, a restart, a skipped batch and a rewind."""
     folder = tmp_path_factory.mktemp("eventful")
     asyncio.run(eventful_run(folder))
     recorded = open_recorded_run(folder / "ledger")
@@ -52,7 +52,7 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedRun]:
     recorded.close()
 
 
-def told(explanation: Explanation, what: str) -> list[str]:
+def texts_of(explanation: Explanation, what: str) -> list[str]:
     return [step.text for step in explanation.steps if step.what == what]
 
 
@@ -64,8 +64,8 @@ def test_a_skipped_task_names_the_rule_and_its_draw(picky: RecordedRun) -> None:
     assert found.kind == "task"
     assert f"skipped {len(times)} time" in found.summary and "greso" in found.summary
     draw = json.loads(times[0].detail)["draws"][0]
-    assert f"it drew {draw:.4f}" in told(found, "skipped")[0]
-    assert told(found, "remembered"), "what GRESO remembers of this task is part of the answer"
+    assert f"it drew {draw:.4f}" in texts_of(found, "skipped")[0]
+    assert texts_of(found, "remembered"), "what GRESO remembers of this task is part of the answer"
     assert explain(picky, key[:12]) == found, "the beginning of a key is enough"
 
 
@@ -74,22 +74,22 @@ def test_the_next_group_says_what_was_skipped_before_it(picky: RecordedRun) -> N
         one for one in picky.coordinator.read(IssuedRecord) if json.loads(one.why)["skipped"] > 0
     ]
     one = after_skips[0]
-    [text] = told(explain(picky, one.group_id), "issued")
+    [text] = texts_of(explain(picky, one.group_id), "issued")
     num = json.loads(one.why)["skipped"]
     assert f"{num} task" in text and "skipped by greso" in text
 
 
-def test_a_refused_group_names_rule_reason_and_rewards(picky: RecordedRun) -> None:
+def test_a_rejected_group_names_rule_reason_and_rewards(picky: RecordedRun) -> None:
     fate = picky.coordinator.read(FateRecord, "reason = 'uniform_reward'")[0]
     found = explain(picky, fate.group_id)
-    [text] = told(found, "dropped")
+    [text] = texts_of(found, "dropped")
     assert "by rule reward-spread: uniform_reward, all members earned the same" in text
     rewards = picky.coordinator.rows("SELECT reward FROM rows WHERE group_id = :g", g=fate.group_id)
     assert f"rewards {', '.join(f'{r:g}' for (r,) in rewards)}" in text
     assert f"{fate.tokens} tokens wasted" in text
 
 
-def test_a_group_served_again_lists_every_batch(picky: RecordedRun) -> None:
+def test_a_replayed_group_lists_every_batch(picky: RecordedRun) -> None:
     fate = max(picky.coordinator.read(FateRecord, "uses > 1"), key=lambda one: one.uses)
     batches = [
         f"policy.{batch.seq}"
@@ -110,36 +110,36 @@ def test_a_batch_says_who_chose_its_groups(picky: RecordedRun) -> None:
     groups = decode(batch.manifest, Manifest).groups
     assert [one["group"] for one in step.facts["groups"]] == [g.group_id for g in groups]
     assert max(one["staleness"] for one in step.facts["groups"]) == batch.staleness_max
-    assert told(found, "trained") == [
-        f"batch policy.{batch.seq} trained; that made version policy@1.{batch.seq}"
+    assert texts_of(found, "trained") == [
+        f"batch policy.{batch.seq} trained, producing version policy@1.{batch.seq}"
     ]
 
 
-def test_the_select_rule_is_named_and_what_it_left_behind(eventful: RecordedRun) -> None:
-    texts = [told(explain(eventful, f"policy.{seq}"), "sealed")[0] for seq in range(1, 6)]
+def test_the_select_rule_is_named(eventful: RecordedRun) -> None:
+    texts = [texts_of(explain(eventful, f"policy.{seq}"), "sealed")[0] for seq in range(1, 6)]
     assert all("select rule edf took 3 groups" in text for text in texts)
 
 
-def test_staleness_is_told_as_it_was_judged(eventful: RecordedRun) -> None:
-    """A fork after sealing makes tokens older; that is not what the batch was judged by."""
+def test_staleness_is_as_of_sealing(eventful: RecordedRun) -> None:
+    """A later incarnation makes tokens older, but does not change sealed batches."""
     for batch in eventful.coordinator.read(BatchRecord):
         [step] = [s for s in explain(eventful, f"policy.{batch.seq}").steps if s.what == "sealed"]
         ages = [group["staleness"] for group in step.facts["groups"]]
         assert max(ages) == batch.staleness_max, batch.seq
 
 
-def test_failed_attempts_and_dead_slots_are_told(eventful: RecordedRun) -> None:
+def test_failed_attempts_and_failed_slots_are_listed(eventful: RecordedRun) -> None:
     found = explain(eventful, "p0-2")
     assert "failed_slots" in found.summary
     leases = [step for step in found.steps if step.what == "leased" and step.facts["slot"] == 1]
     assert [step.facts["ended"] for step in leases] == ["failed"] * 3
-    assert told(found, "given up") and "3 of 4 members" in told(found, "dropped")[0]
+    assert texts_of(found, "given up") and "3 of 4 members" in texts_of(found, "dropped")[0]
 
 
 def test_a_row_of_a_lost_attempt_has_no_part_in_the_batch(eventful: RecordedRun) -> None:
     lost, kept = explain(eventful, "p0-3.0.1"), explain(eventful, "p0-3.0.2")
-    assert "holds no result" in lost.summary and not told(lost, "sealed")
-    assert "went into batch policy.1" in kept.summary and told(kept, "published")
+    assert "has no result" in lost.summary and not texts_of(lost, "sealed")
+    assert "went into batch policy.1" in kept.summary and texts_of(kept, "published")
 
 
 def test_a_batch_trained_and_then_skipped_by_its_successor(eventful: RecordedRun) -> None:
@@ -158,15 +158,15 @@ def test_versions_know_their_batch_or_fork(eventful: RecordedRun) -> None:
 @pytest.mark.parametrize(
     "id", ["p0-9999", "p0-1.7.1", "policy.99", "other.1", "policy@1.99", "ffff", "", "%", "a b'--"]
 )
-def test_what_is_not_there_is_said_with_what_there_is(eventful: RecordedRun, id: str) -> None:
+def test_an_unknown_id_is_an_error_that_names_known_ones(eventful: RecordedRun, id: str) -> None:
     with pytest.raises(NotFound, match="no such"):
         explain(eventful, id)
 
 
-def test_reading_disturbs_nothing(eventful: RecordedRun, tmp_path: Path) -> None:
+def test_reading_changes_nothing(eventful: RecordedRun, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no ledger"):
         open_recorded_run(tmp_path)
-    assert not [*tmp_path.iterdir()], "looking for a ledger makes none"
+    assert not [*tmp_path.iterdir()], "a missing ledger is not created"
 
 
 @pytest.mark.parametrize("is_running", [False, True])
@@ -192,12 +192,12 @@ async def test_a_ledger_of_an_older_format_is_read_in_a_copy(
             found = recorded.coordinator.read(RowRecord)
             assert explain(recorded, "p0-1") == story
         assert [*scratch.iterdir()] == []
-        before.pop("ledger.db-shm", None)  # where readers say what they look at
+        before.pop("ledger.db-shm", None)  # readers write their marks there
         assert {name: (ledger / name).read_bytes() for name in before} == before
     assert [replace(row, compute_cost="") for row in rows] == found != []
 
 
-async def test_where_there_is_no_room_for_the_copy_it_says_so(
+async def test_a_copy_that_cannot_be_made_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await record(tmp_path, PICKY)
@@ -214,7 +214,7 @@ async def test_where_there_is_no_room_for_the_copy_it_says_so(
         open_recorded_run(tmp_path / "ledger")
 
 
-async def test_a_running_ledger_is_read_beside_its_writer(tmp_path: Path) -> None:
+async def test_a_ledger_can_be_read_while_it_is_written(tmp_path: Path) -> None:
     service = build(config(tmp_path, PICKY), tmp_path / "ledger")
     trainer, node = LocalTrainer(service, POLICY), LocalNode(service, reward)
     await trainer.take_over()
@@ -224,6 +224,8 @@ async def test_a_running_ledger_is_read_beside_its_writer(tmp_path: Path) -> Non
     assert "initial model" in explain(recorded, "policy@1.0").summary
     assert "closed" in {step.what for step in explain(recorded, "p0-1").steps}
     await node.work(max_slots=4)
-    assert told(explain(recorded, "p0-3"), "leased"), "what came after it was opened is seen too"
+    assert texts_of(explain(recorded, "p0-3"), "leased"), (
+        "what came after it was opened is seen too"
+    )
     recorded.close()
     service.close()

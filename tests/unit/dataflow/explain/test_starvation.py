@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that never get a batch say so and why: planted causes, on the real service."""
+"""A policy that gets no batch raises an alarm with the cause: planted faults, real service."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ from penstock.types import DropReason, Outcome, OutcomeKind, PolicyName, Task, T
 
 POLICY = PolicyName("policy")
 GROUP_SIZE, GROUPS_PER_BATCH = 2, 4
-TOLD = "a policy lacks groups"
 SPREAD = ({"admit": "reward-spread"},)
 SELDOM = 12
 COMPLETED = Outcome(kind=OutcomeKind.COMPLETED)
 TRACE = 'File "reward.py", line 3\n' * 20 + "RuntimeError: judge unreachable"
 
 
+def warnings(logs: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [line["why"] for line in logs if str(line.get("why", "")).startswith("policy ")]
+
+
 class PlantedNode(LocalNode):
-    """Every attempt of it ends so."""
+    """A node whose attempts all end with the same outcome."""
 
     outcome: Outcome = COMPLETED
     seldom: str = ""
-    """A policy that acts in one task of `every` alone; in none of 0."""
+    """A policy that acts only in one of `every` tasks; in none if `every` is 0."""
     every: int = SELDOM
 
     def _attempt(self, task: Task, grant: Grant) -> Trajectory:
@@ -46,7 +49,7 @@ class PlantedNode(LocalNode):
         return replace(made, outcome=self.outcome, reward=reward)
 
     async def _deliver(self, made: Sequence[Trajectory]) -> None:
-        """One member that failed for good ends its group: another one would be late."""
+        """A member that fails for good ends its group, so later members are not delivered."""
         holds = self.service.partition.holds
         for slot in range(GROUP_SIZE):
             own = [m for m in made if m.slot == slot]
@@ -58,11 +61,11 @@ def same(task: Task, grant: Grant, live: Sequence[LiveVersion]) -> float:
     return 0.0
 
 
-def told_apart(task: Task, grant: Grant, live: Sequence[LiveVersion]) -> float:
+def mixed(task: Task, grant: Grant, live: Sequence[LiveVersion]) -> float:
     return float(grant.slot % 2)
 
 
-def seldom_apart(task: Task, grant: Grant, live: Sequence[LiveVersion]) -> float:
+def seldom_mixed(task: Task, grant: Grant, live: Sequence[LiveVersion]) -> float:
     """Dynamic sampling keeps one group of seven."""
     return float(grant.slot % 2) if task.seed % 7 == 0 else 0.0
 
@@ -113,13 +116,12 @@ class Planted:
             await self.service.tick()
 
     async def quiet_until(self, number: int) -> None:
-        """Train so many batches; nobody may be told of anything meanwhile."""
-        self.max_slots = GROUP_SIZE  # a look after every group
+        """Train up to version `number`; no alarm may be raised meanwhile."""
+        self.max_slots = GROUP_SIZE  # check after every group
         while self.trainer.number < number:
             with structlog.testing.capture_logs() as logs:
                 await self.work(1)
-            told = [line["why"] for line in logs if line["event"] == TOLD]
-            assert (told, self.alarms) == ([], ())
+            assert (warnings(logs), self.alarms) == ([], ())
 
     @property
     def alarms(self) -> tuple[str, ...]:
@@ -127,19 +129,19 @@ class Planted:
 
 
 async def alarm(planted: Planted) -> str:
-    """What is told in the end; the log tells the same, at each doubling."""
+    """The alarm of a run; the log repeats it whenever the number of groups doubles."""
     await planted.start()
     assert planted.alarms == ()
     found = planted.service.coordinator.consumers[POLICY].starvation
-    told: list[str] = []
-    while len(told) < 2:
+    logged: list[str] = []
+    while len(logged) < 2:
         with structlog.testing.capture_logs() as logs:
             await planted.work(1)
-        told += [line["why"] for line in logs if line["event"] == TOLD]
-        assert bool(told) == bool(planted.alarms) == (found.num_groups >= MIN_GROUPS)
+        logged += warnings(logs)
+        assert bool(logged) == bool(planted.alarms) == (found.num_groups >= MIN_GROUPS)
     [text] = planted.alarms
     assert found.num_groups >= 2 * max(NUM_BATCHES * GROUPS_PER_BATCH, MIN_GROUPS)
-    assert told[1] == text and text.startswith(f"policy {POLICY} gets no batch: ")
+    assert logged[1] == text and text.startswith(f"policy {POLICY} gets no batch: ")
     planted.service.close()
     return text
 
@@ -147,31 +149,35 @@ async def alarm(planted: Planted) -> str:
 async def test_equal_rewards(tmp_path: Path) -> None:
     text = await alarm(Planted(tmp_path, same))
     assert "uniform_reward), 0 of 4 are ready" in text
-    assert "all answers earned the same (0): check the reward" in text
+    assert "all answers in each group earned the same reward (0): check the reward" in text
     assert "penstock explain RUN p0-" in text
 
 
-async def test_equal_rewards_because_every_answer_is_cut(tmp_path: Path) -> None:
+async def test_equal_rewards_because_every_answer_is_truncated(tmp_path: Path) -> None:
     cut = Outcome(kind=OutcomeKind.TRUNCATED, reason="length")
     text = await alarm(Planted(tmp_path, same, cut))
-    assert "cut at their limit: no answer is finished: raise sampling.max_tokens" in text
+    assert (
+        "truncated at the limit: answers are never finished, so raise sampling.max_tokens" in text
+    )
 
 
-async def test_answers_that_a_rule_refuses_for_their_length(tmp_path: Path) -> None:
+async def test_answers_that_a_rule_rejects_for_their_length(tmp_path: Path) -> None:
     cut = Outcome(kind=OutcomeKind.TRUNCATED, reason="length")
-    text = await alarm(Planted(tmp_path, told_apart, cut, rules=({"admit": "overlong"},)))
+    text = await alarm(Planted(tmp_path, mixed, cut, rules=({"admit": "overlong"},)))
     assert "overlong), 0 of 4" in text and "raise sampling.max_tokens" in text
 
 
 async def test_rewards_that_always_fail(tmp_path: Path) -> None:
     failed = Outcome(kind=OutcomeKind.FAILED, reason="reward", detail=TRACE)
-    text = await alarm(Planted(tmp_path, told_apart, failed))
+    text = await alarm(Planted(tmp_path, mixed, failed))
     assert "failed_slots), 0 of 4" in text
-    assert "the last: failed: reward: RuntimeError: judge unreachable: mend that first" in text
+    assert (
+        "last error: failed: reward: RuntimeError: judge unreachable: fix that error first" in text
+    )
 
 
-async def test_a_healthy_run_says_nothing_and_a_batch_ends_the_alarm(tmp_path: Path) -> None:
-    planted = Planted(tmp_path, told_apart)
+async def test_a_healthy_run_has_no_alarm_and_a_batch_ends_one(tmp_path: Path) -> None:
+    planted = Planted(tmp_path, mixed)
     await planted.start()
     while planted.trainer.number <= 2 * MIN_GROUPS // GROUPS_PER_BATCH:
         await planted.work(1)
@@ -179,7 +185,7 @@ async def test_a_healthy_run_says_nothing_and_a_batch_ends_the_alarm(tmp_path: P
     planted.node.reward = same
     while not planted.alarms:
         await planted.work(1)
-    planted.node.reward = told_apart
+    planted.node.reward = mixed
     number = planted.trainer.number
     while planted.trainer.number == number:
         await planted.work(1)
@@ -187,8 +193,8 @@ async def test_a_healthy_run_says_nothing_and_a_batch_ends_the_alarm(tmp_path: P
     planted.service.close()
 
 
-async def test_healthy_dynamic_sampling_says_nothing_and_its_end_is_told(tmp_path: Path) -> None:
-    planted = Planted(tmp_path, seldom_apart, groups_per_batch=8)
+async def test_healthy_dynamic_sampling_has_no_alarm_until_it_starves(tmp_path: Path) -> None:
+    planted = Planted(tmp_path, seldom_mixed, groups_per_batch=8)
     await planted.start()
     await planted.quiet_until(8)
     planted.node.reward = same
@@ -199,8 +205,8 @@ async def test_healthy_dynamic_sampling_says_nothing_and_its_end_is_told(tmp_pat
     planted.service.close()
 
 
-async def test_a_run_that_breaks_is_told_after_a_few_batches_worth(tmp_path: Path) -> None:
-    planted = Planted(tmp_path, told_apart)
+async def test_a_run_that_breaks_raises_an_alarm_after_a_few_batches_worth(tmp_path: Path) -> None:
+    planted = Planted(tmp_path, mixed)
     await planted.start()
     await planted.quiet_until(3)
     planted.node.reward = same
@@ -210,8 +216,8 @@ async def test_a_run_that_breaks_is_told_after_a_few_batches_worth(tmp_path: Pat
     planted.service.close()
 
 
-async def test_groups_in_which_only_others_act_are_no_failure(tmp_path: Path) -> None:
-    planted = Planted(tmp_path, told_apart, policies=("a", "b"))
+async def test_groups_in_which_only_others_act_do_not_count(tmp_path: Path) -> None:
+    planted = Planted(tmp_path, mixed, policies=("a", "b"))
     planted.node.seldom = "b"
     await planted.start()
     await planted.quiet_until(5)
@@ -222,23 +228,23 @@ async def test_groups_in_which_only_others_act_are_no_failure(tmp_path: Path) ->
     assert DropReason.ABSENT in reasons and DropReason.FAILED_SLOTS not in reasons
 
 
-async def test_a_policy_that_never_acts_is_told(tmp_path: Path) -> None:
-    planted = Planted(tmp_path, told_apart)
+async def test_a_policy_that_never_acts_raises_an_alarm(tmp_path: Path) -> None:
+    planted = Planted(tmp_path, mixed)
     planted.node.seldom, planted.node.every = POLICY, 0
     await planted.start()
     while not planted.alarms:
         await planted.work(1)
-    assert "absent), 0 of 4 are ready; the policy has no turn in it" in planted.alarms[0]
+    assert "absent), 0 of 4 are ready; the group has no trainable turn" in planted.alarms[0]
     planted.service.close()
 
 
-async def test_what_is_served_again_is_not_missing(tmp_path: Path) -> None:
+async def test_replayed_groups_count_as_supply(tmp_path: Path) -> None:
     again = {"replay": "uniform", "ratio": 0.7, "max_uses": 100, "max_staleness": 1000}
-    planted = Planted(tmp_path, told_apart, rules=(*SPREAD, again), groups_per_batch=8)
+    planted = Planted(tmp_path, mixed, rules=(*SPREAD, again), groups_per_batch=8)
     await planted.start()
     await planted.quiet_until(6)
     planted.max_slots = 2 * GROUP_SIZE
-    planted.node.reward = seldom_apart
+    planted.node.reward = seldom_mixed
     consumer = planted.service.coordinator.consumers[POLICY]
     while consumer.num_admitted < consumer.num_fresh_needed:
         await planted.node.work(planted.max_slots)
@@ -250,7 +256,7 @@ async def test_what_is_served_again_is_not_missing(tmp_path: Path) -> None:
     planted.service.close()
 
 
-async def test_a_run_out_of_tasks_has_ended_and_lacks_nothing(tmp_path: Path) -> None:
+async def test_a_run_out_of_tasks_has_ended_without_an_alarm(tmp_path: Path) -> None:
     planted = Planted(tmp_path, same, limit=60)
     await planted.start()
     while not status(planted.service, "run").finished:

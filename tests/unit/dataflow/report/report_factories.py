@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Made-up figures of a run, for what reads them."""
+"""Example figures of a run, for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICY = PolicyName("policy")
 
 
 def counts(tokens: int) -> Counts:
-    """Ten tokens to a sequence."""
+    """Ten tokens per sequence."""
     return Counts(sequences=tokens // 10, tokens=tokens)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows open and close by versions; what stands in a report belongs to the window it names."""
+"""Windows open and close by versions; the figures of a report belong to its window."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def balance(*policies: PolicyName) -> BalanceMonitor:
     )
 
 
-def look(
+def observed(
     *nodes: NodeObservation, policies: tuple[PolicyName, ...] = (A,), done: bool = False
 ) -> Observation:
     levels = PolicyObservation(issued=1, ready=2, sealed=3, done=done)
@@ -122,17 +122,19 @@ def judged(group: str) -> IssuedRecord:
     )
 
 
-def test_a_window_closes_at_a_look_after_so_many_versions() -> None:
+def test_a_window_closes_on_the_tick_after_its_last_version() -> None:
     watched = balance()
     watched.on_records([commit(A, 1, 10.0)])
-    watched.look(look(node()), 11.0)
-    assert not watched.report(look(node()), 12.0).window.complete
+    watched.look(observed(node()), 11.0)
+    assert not watched.report(observed(node()), 12.0).window.complete
     watched.on_records([commit(A, 2, 20.0, skipped="no variance")])
-    watched.look(look(node()), 21.0)
-    assert not watched.report(look(node()), 22.0).window.complete, "a skipped batch is no version"
+    watched.look(observed(node()), 21.0)
+    assert not watched.report(observed(node()), 22.0).window.complete, (
+        "skipped batches do not count"
+    )
     watched.on_records([commit(A, 3, 30.0)])
-    watched.look(look(node()), 31.0)
-    report = watched.report(look(node()), 40.0)
+    watched.look(observed(node()), 31.0)
+    report = watched.report(observed(node()), 40.0)
     assert (report.window.complete, report.window.index) == (True, 0)
     assert (report.window.opened_at, report.window.closed_at) == (0.0, 31.0)
     assert report.policies[0].window.num_versions == 2
@@ -140,10 +142,10 @@ def test_a_window_closes_at_a_look_after_so_many_versions() -> None:
 
 
 def test_the_first_policy_to_train_enough_closes_the_window_for_all() -> None:
-    """One that stopped for ever holds up no decision."""
+    """A policy that stopped does not delay decisions."""
     watched = balance(A, B)
     watched.on_records([commit(A, 1, 10.0), commit(A, 2, 20.0)])
-    both = look(node(), policies=(A, B))
+    both = observed(node(), policies=(A, B))
     watched.look(both, 21.0)
     report = watched.report(both, 22.0)
     assert report.window.complete
@@ -156,15 +158,15 @@ def test_counts_belong_to_their_window_and_totals_to_the_run() -> None:
     done = OutcomeKind.COMPLETED
     watched.on_records([row("g1", N0, '{"a":5}', done), fate(A, "g1", FateState.ADMITTED, 5)])
     watched.on_records([commit(A, 1, 1.0), commit(A, 2, 2.0)])
-    watched.look(look(node()), 3.0)
+    watched.look(observed(node()), 3.0)
     watched.on_records([row("g2", N0, '{"a":7}', done), fate(A, "g1", FateState.SEALED, 5, uses=1)])
-    policy = watched.report(look(node()), 4.0).policies[0]
+    policy = watched.report(observed(node()), 4.0).policies[0]
     assert policy.window.production.produced.tokens == 5
     assert policy.window.production.consumed.tokens == 0
     assert policy.totals.produced.tokens == 12 and policy.totals.consumed.tokens == 5
     watched.on_records([commit(A, 3, 5.0), commit(A, 4, 6.0)])
-    watched.look(look(node()), 7.0)
-    report = watched.report(look(node()), 8.0)
+    watched.look(observed(node()), 7.0)
+    report = watched.report(observed(node()), 8.0)
     assert report.policies[0].window.production.produced.tokens == 7
     assert report.policies[0].window.production.consumed.tokens == 5
     assert report.nodes[0].produced.tokens == 7 and report.nodes[0].accepted.tokens == 0
@@ -186,16 +188,16 @@ def test_two_policies_count_their_own_tokens() -> None:
     flows = {policy: passed.flow for policy, passed in watched.flow_counter.policies.items()}
     assert flows[A].produced == Counts(sequences=2, tokens=9)
     assert flows[A].wasted == {"uniform_reward": Counts(sequences=2, tokens=9)}
-    assert flows[A].entered == Counts(), "a rule refused it"
+    assert flows[A].entered == Counts(), "a rule rejected it"
     assert flows[B].produced == Counts(sequences=2, tokens=12)
-    assert flows[B].entered == Counts(sequences=1, tokens=3), "it entered, and then grew old"
+    assert flows[B].entered == Counts(sequences=1, tokens=3), "it entered, then became stale"
     assert flows[B].wasted["stale"] == Counts(sequences=1, tokens=3)
     assert flows[B].wasted["failed"] == Counts(sequences=1, tokens=9)
     assert watched.flow_counter.nodes[N0].accepted.counts == Counts(sequences=1, tokens=3)
     assert watched.flow_counter.nodes[N1].accepted.counts == Counts()
 
 
-def test_a_group_that_lost_rows_to_a_column_entered_with_those_left() -> None:
+def test_a_group_that_lost_rows_to_a_failed_column_enters_with_the_rest() -> None:
     watched = balance()
     made = [row("g1", N0, '{"a":5}', OutcomeKind.COMPLETED) for _ in range(2)]
     both = fate(A, "g1", FateState.ADMITTED, 10)
@@ -205,7 +207,7 @@ def test_a_group_that_lost_rows_to_a_column_entered_with_those_left() -> None:
     assert flow.entered.tokens == flow.consumed.tokens == 5
 
 
-def test_served_again_is_not_consumed_again() -> None:
+def test_a_replay_is_not_consumed_again() -> None:
     watched = balance()
     watched.on_records(
         [fate(A, "g1", FateState.ADMITTED, 5), fate(A, "g1", FateState.SEALED, 5, uses=1)]
@@ -235,8 +237,8 @@ def test_trainer_calls_become_waits() -> None:
         )
         watched.on_records([published])
         now += 10.0
-        watched.look(look(node(last_seen=now)), now)
-    report = watched.report(look(node(last_seen=now)), now)
+        watched.look(observed(node(last_seen=now)), now)
+    report = watched.report(observed(node(last_seen=now)), now)
     window = report.policies[0].window
     assert (window.avg_step_time_s, window.avg_batch_wait_s) == (10.0, 2.0)
     assert window.rollout_wait_fraction == 0.2
@@ -245,28 +247,28 @@ def test_trainer_calls_become_waits() -> None:
     assert seconds == {"waiting": 10.0, "training": 30.0, "publishing": 5.0, "other": 5.0}
 
 
-def test_evaluation_is_told_in_a_commit() -> None:
+def test_evaluation_is_reported_in_a_commit() -> None:
     watched = balance()
     watched.on_records([commit(A, 1, 10.0)])
     watched.batch_requested(A, 2, 10.0)
     watched.served(A, 2, 11.0)
     watched.on_records([commit(A, 2, 20.0, stats='{"seconds/eval":4.5,"loss":0.1}')])
-    watched.look(look(node()), 21.0)
-    assert watched.report(look(node()), 21.0).policies[0].window.eval_time_s == 4.5
+    watched.look(observed(node()), 21.0)
+    assert watched.report(observed(node()), 21.0).policies[0].window.eval_time_s == 4.5
 
 
-def test_who_left_is_shown_for_a_window_and_kept_in_the_account() -> None:
+def test_a_node_that_left_is_shown_for_one_window_and_kept_in_the_account() -> None:
     watched = balance()
-    here = (node(last_seen=0.0), node(N1, last_seen=0.0))
-    watched.look(look(*here), 0.0)
-    watched.look(look(node(last_seen=10.0)), 10.0)
-    report = watched.report(look(node(last_seen=10.0)), 10.0)
+    present = (node(last_seen=0.0), node(N1, last_seen=0.0))
+    watched.look(observed(*present), 0.0)
+    watched.look(observed(node(last_seen=10.0)), 10.0)
+    report = watched.report(observed(node(last_seen=10.0)), 10.0)
     assert report.pool.gone == (N1,) and report.pool.total_gpus == 1
     assert report.pool.node_time.total_s == pytest.approx(20.0)
     for seq in range(1, 5):
         watched.on_records([commit(A, seq, 10.0 * seq)])
-        watched.look(look(node(last_seen=10.0 * seq)), 10.0 * seq)
-    report = watched.report(look(node(last_seen=40.0)), 40.0)
+        watched.look(observed(node(last_seen=10.0 * seq)), 10.0 * seq)
+    report = watched.report(observed(node(last_seen=40.0)), 40.0)
     assert [n.node_id for n in report.nodes] == [N0]
     assert report.pool.node_time.total_s == pytest.approx(50.0), "40 s of one, 10 s of the other"
     assert sum(report.pool.node_time.shares.values()) == pytest.approx(1.0)
@@ -275,14 +277,14 @@ def test_who_left_is_shown_for_a_window_and_kept_in_the_account() -> None:
 def test_starts_are_measured() -> None:
     watched = balance()
     starting = NodeActivity.STARTING
-    watched.look(look(node(activity=starting, joined_at=2.0, last_seen=5.0)), 5.0)
-    assert watched.report(look(node(activity=starting)), 6.0).pool.pending_gpus == 1
-    watched.look(look(node(joined_at=2.0, last_seen=9.0)), 9.0)
-    assert watched.report(look(node(last_seen=9.0)), 9.0).pool.node_start_s_p90 == 7.0
+    watched.look(observed(node(activity=starting, joined_at=2.0, last_seen=5.0)), 5.0)
+    assert watched.report(observed(node(activity=starting)), 6.0).pool.pending_gpus == 1
+    watched.look(observed(node(joined_at=2.0, last_seen=9.0)), 9.0)
+    assert watched.report(observed(node(last_seen=9.0)), 9.0).pool.node_start_s_p90 == 7.0
 
 
 def test_the_account_of_a_finished_policy_ends() -> None:
     watched = balance()
-    watched.look(look(node(), done=True), 5.0)
-    report = watched.report(look(node(), done=True), 500.0)
+    watched.look(observed(node(), done=True), 5.0)
+    report = watched.report(observed(node(), done=True), 500.0)
     assert report.policies[0].done and report.policies[0].trainer_time.total_s == 5.0

@@ -53,7 +53,7 @@ def validate(value: Any) -> None:
 # --- the schema -----------------------------------------------------------------------------------
 
 
-def test_the_published_schema_is_that_of_the_records() -> None:
+def test_the_published_schema_matches_the_records() -> None:
     made = json.dumps(report_schema(), indent=2, ensure_ascii=False) + "\n"
     hint = "python -m penstock.dataflow.report.schema > docs/report.schema.json"
     assert PUBLISHED.read_text() == made, hint
@@ -104,7 +104,7 @@ def _spoil(value: Any, path: str, wrong: Any) -> Any:
         ("pool.total_gpus", "8"),
     ],
 )
-def test_the_schema_refuses_what_is_no_report(path: str, wrong: Any) -> None:
+def test_the_schema_rejects_an_invalid_report(path: str, wrong: Any) -> None:
     with pytest.raises(jsonschema.ValidationError):
         validate(_spoil(as_json(report(figures())), path, wrong))
 
@@ -125,7 +125,7 @@ def test_the_window_of_a_policy() -> None:
     }
 
 
-def test_a_window_of_evaluation_alone_trains_for_a_second() -> None:
+def test_a_window_with_only_evaluation_has_a_training_time_of_one_second() -> None:
     given = figures(policies=(policy_figures(eval_s=100.0),))
     assert report(given).policies[0].window.training_time_s == 1.0
 
@@ -144,13 +144,13 @@ def test_production_in_sequences_and_tokens() -> None:
     assert (made.queues.issued_groups, made.queues.ready_groups) == (12, 3)
 
 
-def test_reasons_are_refusals_or_losses() -> None:
+def test_drop_reasons_are_rejections_or_losses() -> None:
     losses = set(DropReason) - REFUSAL_REASONS
     assert DropReason.STALE in losses and DropReason.REMAINDER in losses
-    assert DropReason.OUTPACED in REFUSAL_REASONS, "what pacing declines has never entered"
+    assert DropReason.OUTPACED in REFUSAL_REASONS, "pacing rejects before data enters"
 
 
-def test_the_dead_and_the_suspect_are_no_capacity() -> None:
+def test_gone_and_suspect_nodes_are_not_capacity() -> None:
     nodes = (
         node_figures("n0", gpus=4),
         node_figures("n1", gpus=4, silent_s=TERMS.suspect_s + 0.1),
@@ -165,7 +165,7 @@ def test_the_dead_and_the_suspect_are_no_capacity() -> None:
     assert (made.pool.nodes_healthy, made.pool.nodes_pending, made.pool.nodes_draining) == (3, 1, 1)
     statuses = [node.status for node in made.nodes]
     assert statuses == ["healthy", "suspect", "gone", "healthy", "healthy", "gone"]
-    assert made.decision.branch == "hold" and "GPUs are starting (4)" in made.decision.reason
+    assert made.decision.branch == "hold" and "4 GPUs are already starting" in made.decision.reason
     alone = report(figures(nodes=nodes[:1]))
     assert alone.decision.target_gpus == 5, "w = 0.15 of one serving node of 4 GPUs"
 
@@ -209,7 +209,7 @@ def test_the_worst_wait_of_the_policies_decides() -> None:
     assert made.decision.rollout_wait_fraction == 0.5
     assert made.decision.branch == "scale_up"
     done = report(figures(policies=(calm, replace(starved, done=True))))
-    assert done.decision.rollout_wait_fraction == 0.0, "who is done waits for nothing"
+    assert done.decision.rollout_wait_fraction == 0.0, "a finished policy does not wait"
 
 
 def test_the_neediest_policy_keeps_the_pool() -> None:
@@ -221,7 +221,8 @@ def test_the_neediest_policy_keeps_the_pool() -> None:
 
 
 def test_time_without_work_counts_as_capacity() -> None:
-    """Pacing holds nodes back, so that what enters is what is used: only their idleness shows."""
+    """Pacing limits nodes, so nearly all accepted data is used: only idle time shows spare
+    capacity."""
     calm = (StepTiming(wait_s=0.0, step_s=10.0),)
     policy = policy_figures(samples=calm, window=flow(1000, 1000, 1000))
     nodes = tuple(
@@ -236,7 +237,7 @@ def test_time_without_work_counts_as_capacity() -> None:
     assert (second.decision.branch, second.decision.target_gpus) == ("scale_down", 5)
 
 
-def test_whom_to_drain_first() -> None:
+def test_which_nodes_to_drain_first() -> None:
     calm = (StepTiming(wait_s=0.0, step_s=10.0),)
     policy = policy_figures(samples=calm, window=flow(1000, 1000, 300))
     nodes = (
@@ -252,7 +253,7 @@ def test_whom_to_drain_first() -> None:
     assert made.decision.drain_first == ("lost", "fast-dear", "slow-cheap", "fast-cheap")
 
 
-def test_loading_weights_is_no_lack_of_nodes() -> None:
+def test_loading_weights_does_not_scale_up() -> None:
     share = TERMS.tau_high
     nodes = (node_figures("n0", window_account={"rolling_out": 1 - share, "loading": share}),)
     assert not report(figures(nodes=nodes)).decision.weight_transfer_active
@@ -265,5 +266,5 @@ def test_a_window_is_judged_once() -> None:
     first = report(figures())
     assert first.decision.branch == "scale_up"
     given = figures(memory=rule_memory(first))
-    assert make_report(given, TERMS, NOW + 50, standing=first.decision).decision == first.decision
+    assert make_report(given, TERMS, NOW + 50, decision=first.decision).decision == first.decision
     assert make_report(given, TERMS, NOW + 50).decision.branch == "hold", "cooling down"

@@ -40,9 +40,9 @@ class World:
     terms: BalanceSettings
     serving: int = 8
     is_paced: bool = True
-    """Nodes stop when nothing more is wanted; else they go on and waste."""
+    """Nodes stop when no more data is needed; otherwise they continue and waste it."""
     are_joins_seen: bool = False
-    """Ordered nodes have joined and are starting; else nobody knows of them yet."""
+    """New nodes have joined and are starting; otherwise they are not visible yet."""
     memory: RuleMemory = field(default_factory=RuleMemory)
     now: float = 0.0
     orders: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -50,7 +50,7 @@ class World:
     sizes: list[int] = field(default_factory=list[int])
 
     def window(self, load: float, index: int) -> None:
-        """Ten steps under this load, then the report, then what it says."""
+        """Run ten steps under this load, then apply the decision of the report."""
         roll_s = load / self.serving
         step_s = max(TRAIN_S, roll_s)
         busy = roll_s / step_s
@@ -100,7 +100,7 @@ def run(world: World, load: float, windows: int) -> list[int]:
 
 
 def reversals(sizes: list[int]) -> int:
-    """How often growth turned into shrinking, or the other way round."""
+    """How often the pool changed direction."""
     moves = [b - a for a, b in pairwise(sizes) if a != b]
     return sum((a > 0) != (b > 0) for a, b in pairwise(moves))
 
@@ -126,8 +126,8 @@ def test_the_pool_finds_its_size_and_stays(is_paced: bool, are_joins_seen: bool)
         assert sizes[-1] <= 1.15 * enough + 1, "and hardly a GPU idles"
 
 
-def test_without_a_cool_down_it_chases_its_own_delay() -> None:
-    """The same loop, the same loads; only the brake is gone."""
+def test_without_a_cooldown_it_oscillates() -> None:
+    """The same loop and loads, without the cooldown."""
     world = World(terms=UNDAMPED)
     run(world, 80.0, 20)
     sizes = run(world, 160.0, 60)

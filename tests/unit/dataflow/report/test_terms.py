@@ -53,7 +53,7 @@ def test_every_setting_arrives() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "cure"),
+    ("given", "fix"),
     [
         ({"tau_low": 0.1}, "tau_low < tau_high"),
         ({"min_gpus": 4, "max_gpus": 3}, "max_gpus >= min_gpus"),
@@ -62,10 +62,10 @@ def test_every_setting_arrives() -> None:
         ({"tau_high": 1.0}, "less than 1"),
     ],
 )
-def test_what_cannot_be_is_refused(given: dict[str, float], cure: str) -> None:
+def test_invalid_settings_are_rejected(given: dict[str, float], fix: str) -> None:
     with pytest.raises(ValidationError) as refused:
         ReportConfig.model_validate(given)
-    assert cure in str(refused.value)
+    assert fix in str(refused.value)
 
 
 def node(*tags: str, state: NodeState = NodeState.LIVE, number: int = 5) -> Node:
@@ -93,7 +93,7 @@ def node(*tags: str, state: NodeState = NodeState.LIVE, number: int = 5) -> Node
         (("gpus=", "=3", "cost=inf"), 1, 0.0),
     ],
 )
-def test_tags_tell_gpus_and_cost(tags: tuple[str, ...], gpus: int, cost: float) -> None:
+def test_tags_set_gpus_and_cost(tags: tuple[str, ...], gpus: int, cost: float) -> None:
     [look] = observe_nodes([node(*tags)], WANTED)
     assert (look.gpus, look.cost_per_hour) == (gpus, cost)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report as people read it: nothing missing, nothing too wide, no number without a name."""
+"""The report as text: complete, not too wide, and every number has a label."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_a_busy_run() -> None:
     for words in (
         "SCALE UP",
         "1 GPU → 2 (+1)",
-        "trainers wait 15.0% of their time, over 10%",
-        "next not before",
-        "suspect, not counted: n1",
-        "gone, not counted: n2",
+        "trainers wait 15.0% of their time, above 10%",
+        "cooldown until",
+        "suspect (not counted): n1",
+        "gone (not counted): n2",
         "policy solver",
         "policy verifier (done)",
         "1.50 s waiting (15.0%)",
-        "12 groups out with nodes · 3 ready · 1 batch sealed",
+        "12 groups on nodes · 3 ready · 1 batch sealed",
         "0: 67% · 1: 33%",
         "uniform_reward",
         "100,000,000,000",
@@ -60,7 +60,7 @@ def test_a_busy_run() -> None:
     assert max(len(line) for line in shown.splitlines()) <= 100
 
 
-def test_a_run_that_has_not_begun() -> None:
+def test_a_run_that_has_not_started() -> None:
     first = Window(index=0, opened_at=1100.0, closed_at=1101.0, complete=False)
     empty = policy_figures(samples=(), window=flow(0, 0, 0), total=flow(0, 0, 0), staleness={})
     shown = text(figures(window=first, policies=(empty,), nodes=()))

@@ -42,7 +42,7 @@ def config(folder: Path, rules: Rules, *, steps: int = 12) -> RunConfig:
 
 
 def reward(task: Task, grant: Grant, live: Sequence[LiveVersion]) -> float:
-    """A third of the tasks is always solved, a third never, a third by luck."""
+    """A third of the tasks is always solved, a third never, a third at random."""
     number = int(task.payload["task"])
     if number % 3 < 2:
         return float(number % 3)
@@ -50,7 +50,7 @@ def reward(task: Task, grant: Grant, live: Sequence[LiveVersion]) -> float:
 
 
 async def record(folder: Path, rules: Rules, *, steps: int = 12) -> None:
-    """A run of so many steps, to its end; its ledger is in `ledger`."""
+    """A complete run of `steps` steps; its ledger is in `ledger`."""
     service = build(config(folder, rules, steps=steps), folder / "ledger")
     try:
         trainer, node = LocalTrainer(service, POLICY), LocalNode(service, reward)

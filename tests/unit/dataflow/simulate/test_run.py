@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other rules over a recorded run: the same ones decide the same, others are counted honestly."""
+"""A recorded run simulated with the same rules repeats its decisions; other rules are counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.dataflow.simulate.run import SimulatedSource, SimulationResult, si
 
 
 def decisions(tables: Tables) -> dict[str, list[Any]]:
-    """Everything that was decided, without the moment at which it was."""
+    """All decisions, without their times."""
     return {
         "issued": [replace(r, at=0.0) for r in _sorted(tables.read(IssuedRecord), "issue")],
         "skipped": [replace(r, at=0.0) for r in _sorted(tables.read(DecisionRecord), "number")],
@@ -67,7 +67,7 @@ def test_the_same_rules_decide_exactly_as_recorded(tmp_path: Path, rules: Rules)
     assert not simulated.unknown and not simulated.num_unfilled_batches
 
 
-def test_stricter_rules_show_what_would_have_been_refused(tmp_path: Path) -> None:
+def test_stricter_rules_show_rejected_groups(tmp_path: Path) -> None:
     recorded = recorded_run(tmp_path, VANILLA)
     simulated = replayed(tmp_path, recorded, ({"admit": "reward-spread"},))
     figures = count_totals(simulated.tables, simulated.rows, simulated.unknown)
@@ -108,10 +108,10 @@ def test_replay_trains_the_same_steps_from_fewer_groups(tmp_path: Path) -> None:
     assert new.replayed.groups == old.trained.groups - new.trained.groups
 
 
-def test_a_run_that_ends_earlier_counts_only_what_was_there_by_then(tmp_path: Path) -> None:
+def test_a_run_that_ends_earlier_counts_only_earlier_data(tmp_path: Path) -> None:
     recorded = recorded_run(tmp_path, PICKY)
     simulated = replayed(tmp_path, recorded, PICKY, steps=6)
     cut = simulated.tables.read(FateRecord, "reason = 'remainder'")
-    assert cut, "work was under way when the last step was committed"
+    assert cut, "some groups were in progress when the last step was committed"
     whole = {fate.group_id: 2 for fate in cut}
     assert {fate.group_id: simulated.rows[fate.group_id] for fate in cut} != whole

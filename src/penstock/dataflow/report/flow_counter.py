@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running counts of what flowed: read off the records on their way into the ledger.
+"""Live counters of the data flow, from the records that go to the ledger.
 
-Sees what becomes durable and nothing else, and its totals are written in the same commit as what
-they count, so that a restart goes on without reading the tables. Remembers rows only of groups that
-are not judged by everybody yet, and only those of this life."""
+Counts exactly what becomes durable. Its totals are written in the same commit as the records they
+count, so a restart continues without reading the tables. Keeps rows in memory only for groups that
+some policy has not judged yet, and only rows since the service started."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from penstock.dataflow.records import (
     RowRecord,
 )
 from penstock.dataflow.report.figures import REFUSAL_REASONS, ZERO, Counts, Flow
-from penstock.dataflow.report.recount import SqlReader, count_from_ledger
+from penstock.dataflow.report.ledger_counts import SqlReader, count_from_ledger
 from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName
 
 KEY = "report"
-"""Of the totals among the ledger's facts."""
+"""Key of the totals in the ledger's `meta` table."""
 TOTALS = "SELECT value FROM meta WHERE key = :key"
 ADMITTED = "SELECT consumer, group_id FROM fates WHERE state = 'admitted'"
 LAST_ROW = "SELECT max(arrival) FROM rows WHERE space = 'train'"
@@ -38,18 +38,18 @@ EARLIER_ROWS = (
 SCORED = frozenset({OutcomeKind.COMPLETED, OutcomeKind.TRUNCATED})
 
 Member = tuple[NodeId, Mapping[str, int]]
-"""Who made a scored row, and its sampled tokens by policy."""
+"""The node of a scored row, and its sampled tokens by policy."""
 EffectiveNumber = Callable[[PolicyName, int, int], int]
-"""What (incarnation, number) of a policy counts as on the surviving lineage."""
+"""Maps (policy, incarnation, number) to the version number on the current lineage."""
 LoadEarlierRows = Callable[[GroupId], Sequence[Member]]
-"""Scored rows of a group that an earlier life of the service took."""
+"""Scored rows of a group that were stored before the service started."""
 
 _sampled = msgspec.json.Decoder(dict[str, int])
 _rows = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
 class MutableCounts(Struct):
-    """A count that grows, once per row: records would be made and thrown away by the million."""
+    """Mutable counts: updated once per row, where frozen records would be too slow."""
 
     sequences: int = 0
     tokens: int = 0
@@ -64,7 +64,7 @@ class MutableCounts(Struct):
 
 
 class PolicyCounters(Struct):
-    """Sums at the gates of one policy; on disk it looks like a Flow."""
+    """Flow of one policy as mutable counts; stored in the format of a Flow."""
 
     produced: MutableCounts = field(default_factory=MutableCounts)
     entered: MutableCounts = field(default_factory=MutableCounts)
@@ -88,7 +88,7 @@ class PolicyCounters(Struct):
 
 
 class NodeCounters(Struct):
-    """One node's share, in this life."""
+    """Counts of one node since the service started."""
 
     produced: MutableCounts = field(default_factory=MutableCounts)
     accepted: MutableCounts = field(default_factory=MutableCounts)
@@ -103,15 +103,16 @@ class FlowCounter:
         self.policies = {policy: PolicyCounters() for policy in policies}
         self.nodes: dict[NodeId, NodeCounters] = {}
         self.staleness: dict[PolicyName, dict[int, MutableCounts]] = {p: {} for p in self.policies}
-        """Of batches sealed since the window opened."""
+        """Rows by staleness, of batches sealed since the window opened."""
         self._number_of = number_of
         self._load_earlier_rows: LoadEarlierRows = lambda group_id: ()
         self._issued_since_start: set[GroupId] = set()
-        """Issued in this life and not judged by everybody; no earlier life has rows of them."""
+        """Groups issued since the service started and not judged by all policies; they have no
+        earlier rows."""
         self._members: dict[GroupId, list[Member]] = {}
-        """Scored rows of this life, of groups not judged by everybody."""
+        """Scored rows since the service started, of groups not judged by all policies."""
         self._admitted: dict[tuple[str, GroupId], Counts | None] = {}
-        """Admitted and not yet sealed or lost; None when an earlier life admitted it."""
+        """Admitted and not yet sealed or dropped; None if admitted before the service started."""
         self._has_changed = False
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             RowRecord: self._row,
@@ -121,17 +122,17 @@ class FlowCounter:
         }
 
     def on_records(self, record: object) -> None:
-        """A record that is written; kinds that carry no flow are passed over."""
+        """Count a record that is being written; other kinds of records are ignored."""
         handler = self._handlers.get(type(record))
         if handler is not None:
             handler(record)
             self._has_changed = True
 
-    def made(self, node_id: NodeId) -> NodeCounters:
-        made = self.nodes.get(node_id)
-        if made is None:
-            made = self.nodes[node_id] = NodeCounters()
-        return made
+    def node_counters(self, node_id: NodeId) -> NodeCounters:
+        counters = self.nodes.get(node_id)
+        if counters is None:
+            counters = self.nodes[node_id] = NodeCounters()
+        return counters
 
     def _row(self, row: RowRecord) -> None:
         sampled = _sampled.decode(row.sampled)
@@ -141,7 +142,7 @@ class FlowCounter:
             if counters is None or not tokens:
                 continue
             counters.produced.add(1, tokens)
-            self.made(row.node_id).produced.add(1, tokens)
+            self.node_counters(row.node_id).produced.add(1, tokens)
             if not is_scored:
                 counters.waste(row.outcome, 1, tokens)
         if is_scored:
@@ -162,7 +163,7 @@ class FlowCounter:
         counters, is_held = self.policies.get(fate.consumer), key in self._admitted
         held = self._admitted.pop(key, None)
         if counters is None or (not is_held and fate.state == FateState.SEALED):
-            return  # sealed before: a replay, or its leaving the pool
+            return  # sealed before: a replay, or its end
         counts = held if held is not None and not fate.rows else self._counts(fate)
         if has_entered(fate):
             before = ZERO if not is_held else held or counts
@@ -197,41 +198,41 @@ class FlowCounter:
         for node_id, sampled in self._of(fate.group_id):
             tokens = sampled.get(fate.consumer, 0)
             if tokens:
-                self.made(node_id).accepted.add(1, tokens)
+                self.node_counters(node_id).accepted.add(1, tokens)
 
     def _batch(self, batch: BatchRecord) -> None:
         policy, counters = batch.consumer, self.policies.get(batch.consumer)
         if counters is None:
             return
-        manifest, ages = (
-            manifest_of(batch.manifest),
-            dict[tuple[tuple[int, int], ...], MutableCounts](),
-        )
+        manifest = manifest_of(batch.manifest)
+        # Most rows of a batch were sampled by the same versions, so their staleness is cached.
+        by_versions: dict[tuple[tuple[int, int], ...], MutableCounts] = {}
         histogram = self.staleness[policy]
         for index, group in enumerate(manifest.groups):
-            is_again = index >= batch.num_groups - batch.num_replayed
+            is_replayed = index >= batch.num_groups - batch.num_replayed
             for row in group.rows:
-                made_by, tokens = row.versions.get(policy, ()), manifest.tokens(row)
-                aged = ages.get(made_by)
-                if aged is None:  # few rows were made by other versions than the one before
-                    numbers = (self._number_of(policy, *version) for version in made_by)
+                sampled_by, tokens = row.versions.get(policy, ()), manifest.tokens(row)
+                bucket = by_versions.get(sampled_by)
+                if bucket is None:
+                    numbers = (self._number_of(policy, *version) for version in sampled_by)
                     age = batch.trains_from - min(numbers, default=batch.trains_from)
-                    aged = ages[made_by] = histogram.setdefault(max(0, age), MutableCounts())
-                aged.add(1, tokens)
-                if is_again:
+                    bucket = histogram.setdefault(max(0, age), MutableCounts())
+                    by_versions[sampled_by] = bucket
+                bucket.add(1, tokens)
+                if is_replayed:
                     counters.replayed.add(1, tokens)
 
     # --- restart ------------------------------------------------------------------------------
 
     def pop_totals(self) -> MetaRecord | None:
-        """The totals, to be written with what they count; None when nothing changed."""
+        """The totals, to be written with the records they count; None if unchanged."""
         if not self._has_changed:
             return None
         self._has_changed = False
         return MetaRecord(key=KEY, value=msgspec.json.encode(self.policies).decode())
 
     def restore(self, tables: SqlReader) -> None:
-        """Go on where the ledger stands; one without totals is counted once."""
+        """Continue from the ledger's totals; count a ledger without totals once."""
         found = tables.rows(TOTALS, key=KEY)
         text = found[0][0] if found else msgspec.json.encode(count_from_ledger(tables))
         for policy, counters in msgspec.json.decode(text, type=dict[str, PolicyCounters]).items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record as a supply of tasks: it ends where the record does, and that ends no run."""
+"""Recorded tasks end with the record, which does not end a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from penstock.dataflow.core.rulebook import RuleRunner, RuleSpec
 from penstock.dataflow.records import CommandJournal
-from penstock.dataflow.simulate.stream import RecordedSource, RecordedSupply
+from penstock.dataflow.simulate.recorded_tasks import RecordedSource, RecordedSupply
 from penstock.types import Task
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer did in the record, as actions that wait for each other: it stands in for the
-trainer.
+"""The recorded actions of trainers, with their dependencies; used instead of real trainers.
 
-An action happens at its recorded time, or later by as much as those it follows were late. Knows
-times and order; does nothing itself."""
+An action is due at its recorded time, or later if its predecessors were late. Knows times and
+order; the simulation carries the actions out."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from penstock.types import PolicyName
 
 
 class ActionKind(IntEnum):
-    """In the order in which actions of one moment happen."""
+    """Ordered as actions at the same time are carried out."""
 
     INCARNATE = 0
     COMMIT = 1
@@ -32,21 +31,21 @@ class TrainerAction:
     kind: ActionKind
     at: float
     incarnation: int
-    """Of a seal, the life in which the batch was sealed."""
+    """Incarnation of the trainer; for a seal, the one in which the batch was sealed."""
     number: int = 0
     seq: int = 0
     skipped: str = ""
     weights_digest: str = ""
     manifest_digest: str = ""
     successors: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
-    """Indices of actions that wait for this one, and how long after it each comes at least."""
+    """Indexes of the actions that depend on this one, and their minimum delay after it."""
     num_predecessors: int = 0
     due: float = 0.0
     is_done: bool = False
 
 
 class Timeline:
-    """The actions of all policies, handed out when they are due."""
+    """The actions of all policies, by due time."""
 
     def __init__(self, actions: list[TrainerAction]) -> None:
         self._actions = actions
@@ -58,32 +57,33 @@ class Timeline:
 
     @property
     def times(self) -> list[float]:
-        """When all of this happened in the record."""
+        """Recorded times of all actions."""
         return [action.at for action in self._actions]
 
     @property
     def next_at(self) -> float | None:
         return self._due[0][0] if self._due else None
 
-    def take(self, now: float) -> Iterator[TrainerAction]:
+    def pop_due(self, now: float) -> Iterator[TrainerAction]:
         while self._due and self._due[0][0] <= now:
             action = self._actions[heapq.heappop(self._due)[1]]
             if not action.is_done:
                 yield action
 
-    def done(self, action: TrainerAction, now: float) -> None:
+    def complete(self, action: TrainerAction, now: float) -> None:
+        """Mark an action as done and schedule its successors."""
         action.is_done = True
         is_late = now != action.at
         for index, gap_s in action.successors:
-            follower = self._actions[index]
+            successor = self._actions[index]
             if is_late:
-                follower.due = max(follower.due, now + gap_s)
-            follower.num_predecessors -= 1
-            if not follower.num_predecessors:
-                heapq.heappush(self._due, (max(follower.due, now), index))
+                successor.due = max(successor.due, now + gap_s)
+            successor.num_predecessors -= 1
+            if not successor.num_predecessors:
+                heapq.heappush(self._due, (max(successor.due, now), index))
 
     def cancel_older(self, policy: PolicyName, incarnation: int, now: float) -> None:
-        """A new life of the trainer: what the old one had not done it never will."""
+        """A new incarnation took over: skip the open commits and publications of older ones."""
         for action in self._actions:
             is_old = action.policy == policy and action.incarnation < incarnation
             if (
@@ -91,7 +91,7 @@ class Timeline:
                 and not action.is_done
                 and action.kind in (ActionKind.COMMIT, ActionKind.PUBLISH)
             ):
-                self.done(action, now)
+                self.complete(action, now)
 
     @property
     def left(self) -> list[TrainerAction]:
@@ -148,8 +148,8 @@ def _actions(tables: Tables, policy: PolicyName) -> Iterator[TrainerAction]:
 
 
 def _link(actions: list[TrainerAction], offset: int) -> None:
-    """Who waits for whom: batches are sealed in order and after the commits they came after; a
-    commit follows its own batch by the time that training took."""
+    """Add dependencies: batches are sealed in order and after the commits that preceded them; a
+    commit follows the seal of its batch after the recorded training time."""
     last_seal: TrainerAction | None = None
     last_move: TrainerAction | None = None
     seals: dict[int, TrainerAction] = {}
@@ -160,8 +160,8 @@ def _link(actions: list[TrainerAction], offset: int) -> None:
             last_seal = seals[action.seq] = action
         elif action.kind is ActionKind.COMMIT:
             seal = seals.get(action.seq)
-            is_same_life = seal is not None and seal.incarnation == action.incarnation
-            took_s = action.at - seal.at if seal is not None and is_same_life else 0.0
+            is_same_trainer = seal is not None and seal.incarnation == action.incarnation
+            took_s = action.at - seal.at if seal is not None and is_same_trainer else 0.0
             waits_for = [(seal, took_s), (last_move, 0.0)]
             last_move = action
         elif action.kind is ActionKind.PUBLISH and last_move is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record as a supply of tasks and of what became of them: it stands in for sources and nodes.
+"""The recorded tasks and their outcomes; used instead of sources and nodes.
 
-A task that was never rolled out has no outcome here, and none is invented."""
+A task that was never rolled out has no outcome, and none is invented."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from penstock.dataflow.sources import Source
 from penstock.types import DropReason, GroupId, Outcome, PolicyName, RowId, RowSummary, Task
 
 TaskPosition = tuple[str, int]
-"""A task's place in the prompt stream: its source, its ordinal there."""
+"""A task's source and its ordinal there."""
 UNFINISHED_REASONS = (DropReason.REMAINDER, DropReason.PARTITION_LOST, DropReason.FORGOTTEN)
-"""Ends that say nothing about the group itself."""
+"""Drop reasons that are not caused by the group itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedGroup:
-    """One group of the record, and how it ended."""
+    """One recorded group, and how it ended."""
 
     issued: IssuedRecord
     ended_at: float | None
-    """None: it had no end of its own when the record ended."""
+    """None if it was unfinished when the record ended."""
     rows: tuple[RowSummary, ...]
     delivered_at: tuple[float, ...]
-    """Of each row."""
+    """Time of each row."""
     dropped: DropReason | None
     arrival: int
     """Order in which it was judged."""
@@ -51,12 +51,14 @@ class RecordedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTasks:
-    ended: Mapping[TaskPosition, RecordedGroup]
+    """All tasks and groups of a recorded run."""
+
+    groups: Mapping[TaskPosition, RecordedGroup]
     tasks: Mapping[TaskPosition, Task]
-    served: Mapping[str, int]
-    """Tasks that the record took of each source."""
+    num_issued: Mapping[str, int]
+    """Tasks taken from each source."""
     numbers: Mapping[PolicyName, Sequence[tuple[float, int]]]
-    """When each policy stood at which number."""
+    """History of each policy's version: (time, number)."""
 
     def number_at(self, policy: PolicyName, at: float) -> int:
         moves = self.numbers.get(policy, ())
@@ -66,7 +68,7 @@ class RecordedTasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSource(Source):
-    """Gives the tasks of the record; needs none of the user's own code."""
+    """A source of recorded tasks; needs no user code."""
 
     tasks: Mapping[TaskPosition, Task] = field(default_factory=dict[TaskPosition, Task])
 
@@ -75,10 +77,10 @@ class RecordedSource(Source):
 
 
 class RecordedSupply(TaskSupply):
-    """Ends where the record does; that alone does not end the run."""
+    """Ends with the record, which is not the same as an exhausted source."""
 
     def limit_to(self, limits: Mapping[str, int | None]) -> None:
-        """By source: tasks that it has in all."""
+        """Total number of tasks by source, from the config."""
         self._limits = limits
 
     @property
@@ -101,23 +103,25 @@ def read_recorded_tasks(recorded: RecordedRun, policies: Iterable[PolicyName]) -
                 rows[row.group_id].append(row)
     arrivals = {fate.group_id: fate.arrival for fate in coordinator.read(FateRecord)}
     rewards = _reward_columns(recorded)
-    ended: dict[TaskPosition, RecordedGroup] = {}
+    recorded_groups: dict[TaskPosition, RecordedGroup] = {}
     tasks: dict[TaskPosition, Task] = dict(
         _skipped_tasks(coordinator.read(DecisionRecord, "hook = 'curate'"))
     )
     for one in issued:
-        place, group = (one.source, one.ordinal), groups.get(one.group_id)
+        position, group = (one.source, one.ordinal), groups.get(one.group_id)
         if group is None:
-            tasks[place] = _placeholder_task(one.task_key, place)
+            tasks[position] = _placeholder_task(one.task_key, position)
             continue
-        tasks[place] = msgspec.json.decode(group.task, type=Task)
+        tasks[position] = msgspec.json.decode(group.task, type=Task)
         members = sorted(rows[one.group_id], key=lambda row: row.slot)
-        ended[place] = _recorded_group(one, group, members, rewards, arrivals.get(one.group_id, 0))
-    served = coordinator.rows("SELECT name, next_ordinal FROM sources")
+        recorded_groups[position] = _recorded_group(
+            one, group, members, rewards, arrivals.get(one.group_id, 0)
+        )
+    num_issued = coordinator.rows("SELECT name, next_ordinal FROM sources")
     return RecordedTasks(
-        ended=ended,
+        groups=recorded_groups,
         tasks=tasks,
-        served={str(name): int(count) for name, count in served},
+        num_issued={str(name): int(count) for name, count in num_issued},
         numbers={policy: _version_history(recorded, policy) for policy in policies},
     )
 
@@ -151,7 +155,7 @@ def _summary(row: RowRecord, rewards: Mapping[RowId, ColumnRecord]) -> RowSummar
 
 
 def _reward_columns(recorded: RecordedRun) -> dict[RowId, ColumnRecord]:
-    """Rewards that a stage wrote."""
+    """Rewards written by a stage."""
     where = "name = 'reward' AND failed = '' AND value IS NOT NULL"
     return {
         column.row_id: column
@@ -161,16 +165,17 @@ def _reward_columns(recorded: RecordedRun) -> dict[RowId, ColumnRecord]:
 
 
 def _skipped_tasks(decisions: Iterable[DecisionRecord]) -> Iterable[tuple[TaskPosition, Task]]:
-    """Of a skipped task the record knows its name and place, not its content."""
+    """The record has the key and position of a skipped task, not its content."""
     for record in decisions:
         detail = msgspec.json.decode(record.detail)
         if record.verdict == "skipped":
-            place = (str(detail["source"]), int(detail["ordinal"]))
-            yield place, _placeholder_task(record.subject, place)
+            position = (str(detail["source"]), int(detail["ordinal"]))
+            yield position, _placeholder_task(record.subject, position)
 
 
-def _placeholder_task(key: str, place: TaskPosition) -> Task:
-    return Task(key=key, source=place[0], ordinal=place[1], payload={}, workflow="", seed=0)
+def _placeholder_task(key: str, position: TaskPosition) -> Task:
+    source, ordinal = position
+    return Task(key=key, source=source, ordinal=ordinal, payload={}, workflow="", seed=0)
 
 
 def _version_history(recorded: RecordedRun, policy: PolicyName) -> list[tuple[float, int]]:

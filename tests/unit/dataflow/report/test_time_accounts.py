@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time accounts: every second belongs to one activity, whatever comes in whatever order."""
+"""Time accounts: every second belongs to one activity, for any order of calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataflow.report.accounts import (
+from penstock.dataflow.report.figures import NodeActivity, StepTiming
+from penstock.dataflow.report.time_accounts import (
     NodeClock,
     TrainerClock,
     p90,
@@ -15,11 +16,10 @@ from penstock.dataflow.report.accounts import (
     subtract_accounts,
     sum_accounts,
 )
-from penstock.dataflow.report.figures import NodeActivity, StepTiming
 
 
 def step(clock: TrainerClock, seq: int, at: float, *, wait: float, train: float) -> float:
-    """One whole step without evaluation: publishing takes 1 s, a checkpoint 2 s."""
+    """One full step without evaluation: publishing takes 1 s, a checkpoint 2 s."""
     clock.batch_requested(seq, at)
     clock.served(seq, at + wait)
     clock.committed(at + wait + train)
@@ -44,11 +44,11 @@ def test_a_trainer_from_its_start_to_its_third_batch() -> None:
     }
     now = step(clock, 4, now, wait=0.0, train=1.0)
     samples = (StepTiming(wait_s=2.0, step_s=10.0), StepTiming(wait_s=3.0, step_s=10.0))
-    assert clock.pop_samples() == samples, "the first step paid for the start of the nodes"
+    assert clock.pop_samples() == samples, "the first step includes the start of the nodes"
     assert clock.pop_samples() == ()
 
 
-def test_a_trainer_that_goes_on_after_our_restart_is_known_from_its_second_step() -> None:
+def test_after_a_service_restart_a_trainer_is_sampled_from_its_second_step() -> None:
     clock = TrainerClock(0.0)
     now = step(clock, 7, 5.0, wait=30.0, train=1.0)
     now = step(clock, 8, now, wait=2.0, train=5.0)
@@ -56,7 +56,7 @@ def test_a_trainer_that_goes_on_after_our_restart_is_known_from_its_second_step(
     assert clock.pop_samples() == (StepTiming(wait_s=2.0, step_s=10.0),)
 
 
-def test_ranks_and_polls_repeat_themselves() -> None:
+def test_repeated_requests_of_ranks_and_polls_count_once() -> None:
     clock = TrainerClock(0.0)
     clock.incarnated(0.0)
     step(clock, 1, 0.0, wait=1.0, train=1.0)
@@ -73,7 +73,7 @@ def test_ranks_and_polls_repeat_themselves() -> None:
     assert clock.pop_samples() == (StepTiming(wait_s=10.0, step_s=20.0),)
 
 
-def test_a_batch_asked_for_ahead_is_no_wait_before_the_commit() -> None:
+def test_a_prefetched_batch_counts_as_waiting_only_after_the_commit() -> None:
     clock = TrainerClock(0.0)
     clock.incarnated(0.0)
     clock.batch_requested(1, 0.0)
@@ -90,7 +90,7 @@ def test_a_batch_asked_for_ahead_is_no_wait_before_the_commit() -> None:
     assert clock.pop_samples() == (StepTiming(wait_s=2.0, step_s=10.0),)
 
 
-def test_evaluation_is_no_step_and_spoils_the_one_after_it() -> None:
+def test_evaluation_between_steps_skips_the_next_sample() -> None:
     clock = TrainerClock(0.0)
     clock.incarnated(0.0)
     now = step(clock, 1, 0.0, wait=1.0, train=6.0)
@@ -107,7 +107,7 @@ def test_evaluation_is_no_step_and_spoils_the_one_after_it() -> None:
     assert sum(clock.account(now).values()) == pytest.approx(now)
 
 
-def test_evaluation_inside_a_step_spoils_the_next() -> None:
+def test_evaluation_inside_a_step_skips_the_next_sample() -> None:
     clock = TrainerClock(0.0)
     clock.incarnated(0.0)
     now = step(clock, 1, 0.0, wait=1.0, train=6.0)
@@ -119,12 +119,12 @@ def test_evaluation_inside_a_step_spoils_the_next() -> None:
     assert clock.pop_samples() == (StepTiming(wait_s=1.0, step_s=10.0),), "step 2 without it; not 3"
 
 
-def test_a_successor_tells_since_when_nobody_was_there() -> None:
+def test_time_before_a_successor_is_offline() -> None:
     clock = TrainerClock(0.0)
     clock.incarnated(0.0)
     clock.batch_requested(1, 0.0)
     clock.served(1, 5.0)
-    assert clock.account(1000.0)["training"] == 995.0, "a long step looks just like this"
+    assert clock.account(1000.0)["training"] == 995.0, "the same as a long step"
     clock.incarnated(1000.0)
     assert clock.account(1000.0) == {"waiting": 5.0, "offline": 995.0}
     clock.batch_requested(1, 1001.0)
@@ -132,7 +132,7 @@ def test_a_successor_tells_since_when_nobody_was_there() -> None:
     assert clock.account(1003.0)["waiting"] == 7.0
 
 
-def test_a_waiting_trainer_that_stops_asking_is_away() -> None:
+def test_a_waiting_trainer_that_stops_polling_is_offline() -> None:
     clock = TrainerClock(0.0)
     clock.incarnated(0.0)
     for at in range(0, 100, 20):
@@ -152,30 +152,32 @@ def test_the_account_of_a_trainer_that_is_done_ends() -> None:
     assert sum(clock.account(now + 100).values()) == now
 
 
-def test_a_node_is_booked_up_to_its_last_word() -> None:
+def test_a_node_is_booked_up_to_its_last_heartbeat() -> None:
     clock = NodeClock(0.0)
-    assert clock.look(NodeActivity.STARTING, 0.0, 0.0) is None
-    assert clock.look(NodeActivity.STARTING, 10.0, 10.0) is None
-    assert clock.look(NodeActivity.WAITING, 12.0, 12.0) == 12.0, "what its start took"
-    clock.look(NodeActivity.ROLLING_OUT, 20.0, 20.0)
-    clock.look(NodeActivity.ROLLING_OUT, 21.0, 30.0)
+    assert clock.observe(NodeActivity.STARTING, 0.0, 0.0) is None
+    assert clock.observe(NodeActivity.STARTING, 10.0, 10.0) is None
+    assert clock.observe(NodeActivity.WAITING, 12.0, 12.0) == 12.0, "the duration of its start"
+    clock.observe(NodeActivity.ROLLING_OUT, 20.0, 20.0)
+    clock.observe(NodeActivity.ROLLING_OUT, 21.0, 30.0)
     assert clock.account(32.0)["rolling_out"] == 20.0, "not silent yet: it may still work"
-    clock.look(NodeActivity.SILENT, 21.0, 34.0)
+    clock.observe(NodeActivity.SILENT, 21.0, 34.0)
     expected = {"starting": 10.0, "waiting": 2.0, "rolling_out": 9.0, "silent": 13.0}
     assert clock.account(34.0) == expected
-    clock.look(NodeActivity.ROLLING_OUT, 40.0, 41.0)
+    clock.observe(NodeActivity.ROLLING_OUT, 40.0, 41.0)
     assert clock.account(41.0)["rolling_out"] == 16.0
     assert sum(clock.account(41.0).values()) == pytest.approx(41.0)
 
 
-def test_a_node_that_was_there_before_us_tells_nothing_of_its_start() -> None:
+def test_the_start_of_an_earlier_node_is_unknown() -> None:
     clock = NodeClock(100.0)
-    assert clock.look(NodeActivity.WAITING, 100.0, 100.5) is None
+    assert clock.observe(NodeActivity.WAITING, 100.0, 100.5) is None
 
 
 CALLS = st.lists(
     st.tuples(
-        st.sampled_from(["incarnated", "asked", "served", "committed", "published", "eval"]),
+        st.sampled_from(
+            ["incarnated", "batch_requested", "served", "committed", "published", "eval"]
+        ),
         st.integers(0, 4),
         st.floats(0, 100),
     ),
@@ -190,7 +192,7 @@ def test_no_second_of_a_trainer_is_lost_or_counted_twice(
     clock, now, seq = TrainerClock(0.0), 0.0, 1
     for what, ahead, gap in calls:
         now += gap
-        if what in ("asked", "served"):
+        if what in ("batch_requested", "served"):
             seq += ahead == 4
             getattr(clock, what)(max(1, seq - ahead // 3), now)
         elif what == "eval":
@@ -210,12 +212,12 @@ def test_no_second_of_a_trainer_is_lost_or_counted_twice(
     )
 )
 def test_no_second_of_a_node_is_lost_or_counted_twice(
-    looks: list[tuple[NodeActivity, float, float]],
+    observations: list[tuple[NodeActivity, float, float]],
 ) -> None:
     clock, now = NodeClock(0.0), 0.0
-    for activity, gap, silent_s in looks:
+    for activity, gap, silent_s in observations:
         now += gap
-        clock.look(activity, now - silent_s, now)
+        clock.observe(activity, now - silent_s, now)
         assert sum(clock.account(now).values()) == pytest.approx(now)
 
 

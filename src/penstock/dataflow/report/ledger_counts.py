@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same counts by SQL over the ledger's tables, sharing nothing with the running tally.
+"""The same counts by SQL over the ledger's tables, independent of the live flow counter.
 
-What a report says of a run can be checked against what its ledger holds."""
+Used to verify a report against the ledger, and for ledgers without stored totals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _PolicySums:
 
 
 def count_from_ledger(tables: SqlReader) -> dict[str, Flow]:
-    """Flow of every policy since the run began, by policy."""
+    """Flow of every policy since the run started, by policy."""
     sums: dict[str, _PolicySums] = defaultdict(_PolicySums)
     scored: dict[tuple[str, str], int] = defaultdict(int)
     for group_id, _, outcome, sampled in tables.rows(ROWS):
@@ -51,23 +51,23 @@ def count_from_ledger(tables: SqlReader) -> dict[str, Flow]:
     for policy, group_id, state, reason, tokens, uses in tables.rows(FATES):
         if not tokens:
             continue
-        counts, of = Counts(sequences=scored[policy, group_id], tokens=tokens), sums[policy]
+        counts, total = Counts(sequences=scored[policy, group_id], tokens=tokens), sums[policy]
         if state != "dropped" or reason not in REFUSED:
-            of.entered += counts
+            total.entered += counts
         if state == "sealed":
-            of.consumed += counts
+            total.consumed += counts
             for _ in range(uses - 1):
-                of.replayed += counts
+                total.replayed += counts
         elif state == "dropped":
-            of.wasted[reason] += counts
-    return {policy: of.flow for policy, of in sums.items()}
+            total.wasted[reason] += counts
+    return {policy: total.flow for policy, total in sums.items()}
 
 
 def produced_by_node(tables: SqlReader) -> dict[str, Counts]:
-    """What each node delivered, over all policies."""
-    made: dict[str, Counts] = defaultdict(Counts)
+    """Data delivered by each node, over all policies."""
+    produced: dict[str, Counts] = defaultdict(Counts)
     for _, node_id, _, sampled in tables.rows(ROWS):
         for tokens in json.loads(sampled).values():
             if tokens:
-                made[node_id] += Counts(sequences=1, tokens=tokens)
-    return dict(made)
+                produced[node_id] += Counts(sequences=1, tokens=tokens)
+    return dict(produced)

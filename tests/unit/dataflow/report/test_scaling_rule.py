@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three-zone rule as a table, with its edges, and the brakes on it one by one."""
+"""The three-zone rule as a table with its edges, and each damping rule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.dataflow.report.figures import (
     ScalingBranch,
     StepTiming,
 )
-from penstock.dataflow.report.zones import PoolWindow, decide, wait_fraction, zone
+from penstock.dataflow.report.scaling_rule import PoolWindow, decide, wait_fraction, zone
 
 TERMS = BalanceSettings()
 UP, HOLD, DOWN = ScalingBranch.SCALE_UP, ScalingBranch.HOLD, ScalingBranch.SCALE_DOWN
@@ -45,7 +45,7 @@ def pool(
         (0.50, 100, 100, 1, UP, 2),
         (0.95, 100, 100, 4, UP, 80),
         (1.00, 100, 100, 4, UP, 80),
-        # the edges belong to nobody: hold
+        # at the edges: hold
         (0.10, 10, 100, 10, HOLD, 10),
         (0.05, 10, 100, 10, HOLD, 10),
         (0.07, 10, 100, 10, HOLD, 10),
@@ -96,11 +96,14 @@ def test_an_action_is_remembered_and_cooled_down() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen_s", "told_s", "until"), [(300.0, 0.0, 450.0), (0.0, 600.0, 900.0), (10.0, 20.0, 200.0)]
+    ("measured_s", "configured_s", "until"),
+    [(300.0, 0.0, 450.0), (0.0, 600.0, 900.0), (10.0, 20.0, 200.0)],
 )
-def test_slow_starts_prolong_the_cool_down(seen_s: float, told_s: float, until: float) -> None:
-    terms = replace(TERMS, node_start_s=told_s)
-    verdict = decide(replace(pool(wait=0.3), start_s=seen_s), RuleMemory(), terms, now=0.0)
+def test_slow_starts_extend_the_cooldown(
+    measured_s: float, configured_s: float, until: float
+) -> None:
+    terms = replace(TERMS, node_start_s=configured_s)
+    verdict = decide(replace(pool(wait=0.3), start_s=measured_s), RuleMemory(), terms, now=0.0)
     assert verdict.memory.cooldown_until == until
 
 
@@ -111,7 +114,7 @@ def test_shrinking_needs_two_low_windows_in_a_row() -> None:
     memory = decide(fine, memory, TERMS, now=100.0).memory
     assert memory.low_windows == 0, "one window between them starts the count again"
     first = decide(low, memory, TERMS, now=200.0)
-    assert first.branch is HOLD and "1 of 2" in first.reason
+    assert first.branch is HOLD and "needs 2 such windows in a row, 1 so far" in first.reason
     second = decide(low, first.memory, TERMS, now=300.0)
     assert (second.branch, second.target_gpus, second.delta_gpus) == (DOWN, 6, -4)
     assert second.memory.low_windows == 0
@@ -132,15 +135,15 @@ def test_shrinking_is_at_most_half_of_the_pool_at_once(gpus: int, target: int) -
 
 def test_pending_joins_are_capacity() -> None:
     verdict = decide(pool(wait=0.3, pending=3), RuleMemory(), TERMS, now=0.0)
-    assert (verdict.target_gpus, verdict.delta_gpus) == (15, 2), "five wanted, three on their way"
+    assert (verdict.target_gpus, verdict.delta_gpus) == (15, 2), "five needed, three pending"
     covered = decide(pool(wait=0.3, pending=5), RuleMemory(), TERMS, now=0.0)
-    assert covered.branch is HOLD and "GPUs are starting (5)" in covered.reason
+    assert covered.branch is HOLD and "5 GPUs are already starting" in covered.reason
     assert covered.memory.last_action is None, "no action, no cool-down"
     resting = decide(pool(pending=4), RuleMemory(), TERMS, now=0.0)
     assert (resting.branch, resting.delta_gpus) == (HOLD, 0)
 
 
-def test_the_pool_keeps_its_declared_size() -> None:
+def test_the_pool_stays_within_its_bounds() -> None:
     terms = replace(TERMS, min_gpus=4, max_gpus=12)
     assert decide(pool(10, 0.5), RuleMemory(), terms, now=0.0).target_gpus == 12
     full = decide(pool(12, 0.5), RuleMemory(), terms, now=0.0)
@@ -149,14 +152,17 @@ def test_the_pool_keeps_its_declared_size() -> None:
     least = decide(pool(4, 0.0, 0.1), RuleMemory(low_windows=1), terms, now=0.0)
     assert least.branch is HOLD and "min_gpus" in least.reason
     few = decide(pool(1, None, None), RuleMemory(), terms, now=0.0)
-    assert (few.branch, few.target_gpus) == (UP, 4) and "declared" in few.reason
+    assert (few.branch, few.target_gpus) == (
+        UP,
+        4,
+    ) and "outside its bounds (min_gpus 4, max_gpus 12)" in few.reason
     many = decide(pool(14, 0.07), RuleMemory(), terms, now=0.0)
     assert (many.branch, many.target_gpus) == (DOWN, 12)
     waiting = decide(pool(14, 0.5), RuleMemory(), terms, now=0.0)
     assert (waiting.branch, waiting.target_gpus) == (DOWN, 12)
 
 
-def test_loading_weights_and_half_windows_decide_nothing() -> None:
+def test_loading_weights_and_incomplete_windows_hold() -> None:
     loading = decide(replace(pool(wait=0.5), is_loading_weights=True), RuleMemory(), TERMS, now=0.0)
     assert loading.branch is HOLD and "loading weights" in loading.reason
     first = decide(replace(pool(wait=0.5), complete=False), RuleMemory(), TERMS, now=0.0)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three-zone rule: pure arithmetic from waits and rates to the size of the rollout pool.
+"""The three-zone scaling rule: computes the size of the rollout pool from waits and rates.
 
-Trainers wait too much: grow. They hardly wait, and nodes make more than is used: shrink. Else:
-hold. Cool-down, step limit and pending joins keep the loop from chasing its own delay. Knows
-nothing of nodes, ledgers or launchers, and acts on nothing."""
+Scale up if trainers wait too much; scale down if they hardly wait and nodes have spare capacity;
+otherwise hold. Cooldown, step limit and pending nodes prevent oscillation. Pure: knows nothing
+about nodes, ledgers or launchers, and does not act."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from penstock.dataflow.report.figures import (
 )
 
 WAIT_CAP = 0.95
-"""A trainer that got nothing at all would ask for infinitely many GPUs."""
+"""Upper bound of the wait fraction: at 1.0 the target would be infinite."""
 ROUNDING_EPS = 1e-9
-"""Of floating point: 7 / 0.7 asks for ten GPUs, never for eleven."""
+"""Guards against floating-point error: 7 / 0.7 must give ten GPUs, not eleven."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolWindow:
-    """The pool as one window saw it."""
+    """The pool in one window."""
 
     gpus: int
-    """Of nodes that are healthy and serve; dead and suspect ones are no capacity."""
+    """GPUs of healthy nodes with a live engine; dead and suspect nodes do not count."""
     pending_gpus: int
-    """Of nodes that joined and are still starting; they are capacity already."""
+    """GPUs of nodes that are still starting; they count as capacity."""
     wait_fraction: float | None
-    """The worst of the policies that share the pool; None when no step was measured."""
+    """The highest of the policies that share the pool; None if no step was measured."""
     need: float | None
-    """Consumed tokens per token the pool could have brought in; None when nothing moved."""
+    """Share of the pool's capacity that was used; None if no data was consumed."""
     is_loading_weights: bool
-    """Waits of this window are owed to weights being loaded, not to a lack of nodes."""
+    """Waits in this window are caused by loading weights, not by a lack of nodes."""
     window_s: float
     start_s: float
-    """p90 of node starts."""
+    """90th percentile of node start times."""
     complete: bool = True
 
     @property
@@ -54,14 +54,14 @@ class ZoneVerdict:
     branch: ScalingBranch
     target_gpus: int
     delta_gpus: int
-    """Against serving and pending GPUs together; what a launcher would have to do."""
+    """Change relative to serving and pending GPUs: the number to start or drain."""
     reason: str
     memory: RuleMemory
-    """To be handed in with the next window."""
+    """State to pass with the next window."""
 
 
 def wait_fraction(samples: Iterable[StepTiming]) -> float | None:
-    """Share of the steps that was waiting; a mean of fractions would let short steps decide."""
+    """Total wait divided by total step time; a mean of ratios would overweight short steps."""
     pairs = [(sample.wait_s, sample.step_s) for sample in samples if sample.step_s > 0]
     if not pairs:
         return None
@@ -71,7 +71,7 @@ def wait_fraction(samples: Iterable[StepTiming]) -> float | None:
 def zone(
     gpus: int, wait: float | None, need: float | None, terms: BalanceSettings
 ) -> tuple[ScalingBranch, int]:
-    """Which zone the pool is in, and the size that would balance it, without any damping."""
+    """The zone of the pool, and the size that would balance it, without damping."""
     if wait is not None and wait > terms.tau_high:
         return ScalingBranch.SCALE_UP, math.ceil(gpus / (1 - min(WAIT_CAP, wait)) - ROUNDING_EPS)
     if wait is not None and wait < terms.tau_low and need is not None:
@@ -81,14 +81,14 @@ def zone(
 
 
 def decide(pool: PoolWindow, memory: RuleMemory, terms: BalanceSettings, now: float) -> ZoneVerdict:
-    """What to do after this window; call once per window and keep the verdict's memory."""
-    branch, wanted = zone(pool.gpus, pool.wait_fraction, pool.need, terms)
+    """Decide after a window; call once per window and keep the verdict's memory."""
+    branch, balanced_gpus = zone(pool.gpus, pool.wait_fraction, pool.need, terms)
     stay = RuleMemory(
         low_windows=memory.low_windows + 1 if branch is ScalingBranch.SCALE_DOWN else 0,
         last_action=memory.last_action,
         cooldown_until=memory.cooldown_until,
     )
-    target = _clamp_target(pool.gpus, wanted, terms)
+    target = _clamp_target(pool.gpus, balanced_gpus, terms)
     delta = target - pool.capacity
     reason = _postpone_reason(branch, pool, stay, terms, now)
     if reason is None and not _is_out_of_bounds(pool, terms):
@@ -112,10 +112,10 @@ def decide(pool: PoolWindow, memory: RuleMemory, terms: BalanceSettings, now: fl
     )
 
 
-def _clamp_target(gpus: int, wanted: int, terms: BalanceSettings) -> int:
-    """At most half of the pool at once, and never out of its declared size."""
+def _clamp_target(gpus: int, balanced_gpus: int, terms: BalanceSettings) -> int:
+    """Limit the change to `max_step` of the pool and the size to [min_gpus, max_gpus]."""
     step = max(1, math.ceil(terms.max_step * gpus - ROUNDING_EPS))
-    target = max(terms.min_gpus, min(gpus + step, max(gpus - step, wanted)))
+    target = max(terms.min_gpus, min(gpus + step, max(gpus - step, balanced_gpus)))
     return target if terms.max_gpus is None else min(terms.max_gpus, target)
 
 
@@ -133,35 +133,38 @@ def _cooldown_s(pool: PoolWindow, terms: BalanceSettings) -> float:
 def _postpone_reason(
     branch: ScalingBranch, pool: PoolWindow, memory: RuleMemory, terms: BalanceSettings, now: float
 ) -> str | None:
-    """Why this is no time to act, whatever the zone."""
+    """Why not to act now, regardless of the zone."""
     if not pool.complete:
         return "the first window is not complete yet"
     if now < memory.cooldown_until:
         return f"cooling down for another {memory.cooldown_until - now:.0f} s"
     if pool.is_loading_weights:
-        return "nodes spent the window loading weights; more nodes would load them too"
+        return "nodes spent too much of the window loading weights; more nodes would not help"
     if branch is ScalingBranch.SCALE_DOWN and memory.low_windows < terms.low_windows:
-        return f"in the low zone for {memory.low_windows} of {terms.low_windows} windows"
+        return (
+            f"trainers hardly wait; scaling down needs {terms.low_windows} such windows in a row, "
+            f"{memory.low_windows} so far"
+        )
     return None
 
 
 def _hold_reason(
     branch: ScalingBranch, delta: int, pool: PoolWindow, terms: BalanceSettings
 ) -> str | None:
-    """Why the pool stays as it is although its time has come, or None."""
+    """Why the pool size stays the same, or None to act."""
     wait = pool.wait_fraction
     if branch is ScalingBranch.SCALE_UP and delta <= 0:
-        starting = f"GPUs are starting ({pool.pending_gpus})"
-        why = starting if pool.pending_gpus else "max_gpus is reached"
+        starting = f"{pool.pending_gpus} GPUs are already starting"
+        why = starting if pool.pending_gpus else "the pool is at max_gpus"
         return f"trainers wait {wait:.1%} of their time, but {why}"
     if branch is ScalingBranch.SCALE_DOWN and delta >= 0:
-        return "the pool is larger than needed, but min_gpus is reached"
+        return "the pool is larger than needed, but already at min_gpus"
     if branch is not ScalingBranch.HOLD:
         return None
     if wait is None:
         return "no trainer step was measured in this window"
     if wait < terms.tau_low:
-        return f"trainers wait {wait:.1%} of their time, and what nodes make is used"
+        return f"trainers wait {wait:.1%} of their time, and the pool has no spare capacity"
     return f"trainers wait {wait:.1%} of their time, within the thresholds"
 
 
@@ -169,11 +172,12 @@ def _act_reason(
     branch: ScalingBranch, acted: ScalingBranch, pool: PoolWindow, terms: BalanceSettings
 ) -> str:
     if branch is not acted:
-        most = "any number" if terms.max_gpus is None else terms.max_gpus
-        return f"the pool has {pool.capacity} GPUs; declared are {terms.min_gpus} to {most}"
+        bounds = f"min_gpus {terms.min_gpus}"
+        bounds += "" if terms.max_gpus is None else f", max_gpus {terms.max_gpus}"
+        return f"pool size {pool.capacity} is outside its bounds ({bounds})"
     if branch is ScalingBranch.SCALE_UP:
-        return f"trainers wait {pool.wait_fraction:.1%} of their time, over {terms.tau_high:.0%}"
+        return f"trainers wait {pool.wait_fraction:.1%} of their time, above {terms.tau_high:.0%}"
     return (
-        f"trainers wait {pool.wait_fraction:.1%} of their time, and "
-        f"{pool.need:.0%} of what the pool can bring in is used"
+        f"trainers wait only {pool.wait_fraction:.1%} of their time, and only "
+        f"{pool.need:.0%} of the pool's capacity is used"
     )
