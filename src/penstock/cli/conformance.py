@@ -24,8 +24,10 @@ def rollout(
     json
         Print one JSON object as the last line.
     """
+    from penstock.cli.service_options import listen_address
     from penstock.conformance import conformance_rollout
 
+    listen_address("", host, port)
     return _run(
         conformance_rollout(host=host, port=port, out=_print_line, timeout_s=timeout_s, json=json)
     )
@@ -47,8 +49,10 @@ def trainer(
     json
         Print one JSON object as the last line.
     """
+    from penstock.cli.service_options import listen_address
     from penstock.conformance import conformance_trainer
 
+    listen_address("", host, port)
     return _run(
         conformance_trainer(host=host, port=port, out=_print_line, timeout_s=timeout_s, json=json)
     )

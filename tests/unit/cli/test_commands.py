@@ -365,8 +365,8 @@ def test_a_port_that_cannot_be_had_is_a_message(
 ) -> None:
     folder = [] if command[0] == "conformance" else ["--run-dir", str(run_folder.path)]
     for port, expected in (
-        (taken_port, f"port {taken_port}"),
-        (99999, "error: --port 99999:"),
+        (taken_port, f"error: port {taken_port} on 127.0.0.1 is already in use; choose another"),
+        (99999, "error: --port 99999: must be between 0 and 65535"),
     ):
         done = penstock(*command, *folder, "--port", str(port))
         assert done.returncode == 1
