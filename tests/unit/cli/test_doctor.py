@@ -40,5 +40,5 @@ def test_what_is_missing_comes_with_the_steps_to_get_it(
     doctor(environment=tmp_path / "none", json=True)
     findings = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
     by_name = {finding["name"]: finding for finding in findings}
-    assert not by_name["vllm"]["is_there"] and by_name["vllm"]["cure"]
-    assert by_name["python"]["is_there"]
+    assert not by_name["vllm"]["is_present"] and by_name["vllm"]["fix"]
+    assert by_name["python"]["is_present"]
