@@ -33,7 +33,7 @@ GROUPS_PER_BATCH = 64
 OPEN_GROUPS = 250
 """About so many more run when the service is killed, with leases on half of them."""
 IMPORTS = (
-    "import uvloop, penstock.cli.service_process, penstock.dataflow.service.server, "
+    "import uvloop, penstock.runs.service_process, penstock.dataflow.service.server, "
     "penstock.fleet.run_folder"
 )
 GIVE_UP_S = 120.0

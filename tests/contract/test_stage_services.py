@@ -20,11 +20,11 @@ from tests.contract.dataflow_server import (
 from tests.contract.test_stages import roll_out
 from tests.unit.trainer.stage_makers import OWN, of, stage
 
-from penstock.cli.stage import find_service_stage
 from penstock.config import PipelineConfig, PipelineStageConfig, RunConfig
 from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.ledger.sealed_batches import SealedBatches
 from penstock.dataflow.service.trainers.messages import BatchRequest
+from penstock.runs.service_process import find_service_stage
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.credits import group_advantage

@@ -102,7 +102,7 @@ def test_a_guest_works_survives_a_restart_and_leaves(
     assert_complete(system, steps=step)
     again = penstock("run", str(system.folder.path))
     assert again.returncode == 0
-    assert "finished before" in again.stderr
+    assert "already finished" in again.stderr
     assert_store_is_tidied(system)
 
 

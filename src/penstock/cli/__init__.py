@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: one thin file per command; what is heavy is imported inside functions."""
+"""The command line: one thin file per command. Heavy imports happen inside functions."""

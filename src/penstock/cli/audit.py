@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock audit`: an independent reader proves what the ledger promises."""
+"""`penstock audit`: an independent reader verifies a run from its files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def audit(run: Path, /, *, json: bool = False) -> int:
-    """Prove from the files alone that nothing was lost, nothing trained twice, nothing too stale.
+    """Verify from a run's files that no data was lost, trained twice or too stale.
 
     Parameters
     ----------
     run
-        The run folder, or its config file; finished, stopped or running.
+        Run folder, or its config file; running, stopped or finished.
     json
         Print one JSON object as the last line.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock conformance`: a double that a foreign node or trainer joins, and a verdict per rule."""
+"""`penstock conformance`: test a third-party node or trainer against the protocol."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from typing import Any
 def rollout(
     *, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 60.0, json: bool = False
 ) -> int:
-    """Open a double of the dataflow for a rollout node; one line per rule of the contract.
+    """Start a test dataflow that a rollout node joins; prints one line per rule of the protocol.
 
     Parameters
     ----------
     host
         Address to listen on.
     port
-        Port to listen on; 0 takes a free one.
+        Port to listen on; 0 picks a free one.
     timeout_s
-        Seconds the whole examination may take.
+        Time limit for the test, in seconds.
     json
         Print one JSON object as the last line.
     """
+    from penstock.cli.service_options import listen_address
     from penstock.conformance import conformance_rollout
 
+    listen_address("", host, port)
     return _run(
         conformance_rollout(host=host, port=port, out=_print_line, timeout_s=timeout_s, json=json)
     )
@@ -34,21 +36,23 @@ def rollout(
 def trainer(
     *, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 60.0, json: bool = False
 ) -> int:
-    """Open a double of the dataflow for a trainer; one line per rule of the contract.
+    """Start a test dataflow that a trainer joins; prints one line per rule of the protocol.
 
     Parameters
     ----------
     host
         Address to listen on.
     port
-        Port to listen on; 0 takes a free one.
+        Port to listen on; 0 picks a free one.
     timeout_s
-        Seconds the whole examination may take.
+        Time limit for the test, in seconds.
     json
         Print one JSON object as the last line.
     """
+    from penstock.cli.service_options import listen_address
     from penstock.conformance import conformance_trainer
 
+    listen_address("", host, port)
     return _run(
         conformance_trainer(host=host, port=port, out=_print_line, timeout_s=timeout_s, json=json)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock dataflow`: the ledger of a run as one service."""
+"""`penstock dataflow`: the dataflow service of a run, or one of its partitions."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ def dataflow(
     home: str | None = None,
     url: str | None = None,
 ) -> int:
-    """Serve the ledger of a run until SIGTERM.
+    """Run the dataflow service until SIGTERM.
 
-    With --partition N it serves data partition N alone, in a ledger folder of its own; starting one
-    adds it to a running service.
+    With --partition N it serves only data partition N, with a separate ledger folder. A new
+    partition joins a running service.
 
     Parameters
     ----------
     run_dir
-        The run folder; its config.yaml says what to serve.
+        Run folder.
     host
-        Address to listen on; beyond this machine only with TLS.
+        Address to listen on; off loopback only with TLS.
     port
-        Port to listen on; by default the one the run chose.
+        Port to listen on; by default the run's own.
     tls_cert
-        Certificate file, to listen beyond this machine.
+        TLS certificate file; required off loopback.
     tls_key
-        Its key file.
+        TLS key file.
     partition
-        Number of a further data partition; 0 is home with the partition beside it.
+        Number of an additional data partition; 0 is the coordinator and its partition.
     home
-        Address of home, for a further partition; by default the one of the run.
+        URL of the coordinator, for an additional partition; by default the run's own.
     url
-        Address under which nodes and trainers reach this partition, when it differs from where it
-        listens.
+        URL at which nodes and trainers reach this partition, if it differs from the listen address.
     """
-    gc.disable()  # what a start makes stays; the service turns the collector on when it is there
-    from penstock.cli.service_process import enter_run, make_tls
+    gc.disable()  # objects made at startup stay; the service enables collection once it is up
+    from penstock.cli.service_options import make_tls
+    from penstock.runs.service_process import enter_run
 
     tls = make_tls(tls_cert, tls_key)  # before `enter_run` changes the working directory
     context = enter_run(run_dir, f"partition-{partition}" if partition else "dataflow")
@@ -68,12 +68,12 @@ def _serve_coordinator(
 ) -> None:
     import uvloop
 
-    from penstock.cli.service_process import address
+    from penstock.cli.service_options import listen_address
     from penstock.dataflow.service.server import serve_dataflow
     from penstock.wire.auth import Audience, Verifier
 
     folder, config, endpoints = context
-    listen_host, listen_port = address(endpoints.dataflow, host, port)
+    listen_host, listen_port = listen_address(endpoints.dataflow, host, port)
     uvloop.run(
         serve_dataflow(
             config,
@@ -98,14 +98,17 @@ def _serve_partition(
 ) -> None:
     import uvloop
 
-    from penstock.cli.service_process import address, service_token
+    from penstock.cli.service_options import listen_address
     from penstock.dataflow.service.server import serve_partition
     from penstock.fleet.run_folder import free_port
+    from penstock.runs.service_process import service_token
     from penstock.wire.auth import Audience, Role, Verifier
 
     folder, config, endpoints = context
     chosen = dict(enumerate(endpoints.partitions, start=1)).get(index)
-    listen_host, listen_port = address(chosen or f"http://127.0.0.1:{free_port()}", host, port)
+    listen_host, listen_port = listen_address(
+        chosen or f"http://127.0.0.1:{free_port()}", host, port
+    )
     scheme = "https" if tls else "http"
     uvloop.run(
         serve_partition(

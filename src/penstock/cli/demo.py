@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock demo`: the built-in config, through exactly the path of `penstock run`."""
+"""`penstock demo`: the built-in config, run exactly as `penstock run` does."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ def demo(
     Parameters
     ----------
     overrides
-        Settings that win over the demo's, like training.steps=20.
+        Settings that override the demo's, such as training.steps=20.
     seed
-        Seeds everything random in the run.
+        Random seed of the run.
     dir
-        The run folder; by default a new one under the system's folder for temporary files.
+        Run folder; by default a new folder in the system's temporary directory.
     headless
-        Plain lines instead of the live panel.
+        Print plain progress lines instead of the live panel.
     json
         Print one JSON object as the last line.
     """
-    from penstock.cli.check import ensure_startable
-    from penstock.cli.output import note
+    from penstock.cli.launching import launch_and_show, print_result
+    from penstock.cli.output import print_note
     from penstock.config import load
     from penstock.fleet.processes import cpu_s
     from penstock.fleet.run_folder import RunFolder
-    from penstock.runs.launch import launch, print_result
+    from penstock.runs.preflight import ensure_startable
     from penstock.runs.target import RunTarget
 
     began_at = time.monotonic()
     folder = RunFolder(dir or Path(tempfile.mkdtemp(prefix="penstock-demo-")))
     with resources.as_file(resources.files("penstock.config") / "demo.yaml") as file:
         config = load(file, [f"seed={seed}", f"output_dir={folder.path.parent}", *overrides])
-    ensure_startable(RunTarget(config=config, folder=folder, python_path=()))
-    note(f"demo in {folder.path}")
-    result = launch(config, folder, python_path=(), headless=headless)
+    target = RunTarget(config=config, folder=folder, python_path=())
+    ensure_startable(target)
+    print_note(f"run folder: {folder.path}")
+    result = launch_and_show(target, headless=headless)
     seconds = time.monotonic() - began_at
     cpu_ms = 1000.0 * cpu_s()
     code = print_result(result)
@@ -55,16 +56,16 @@ def demo(
 
 
 def _audit_and_print(folder: Path, *, seconds: float, cpu_ms: float, json: bool) -> int:
-    """Read the ledger as a stranger would, and show what it says."""
+    """Audit the run from its files alone and print the result."""
     from penstock.audit import audit
-    from penstock.cli.output import note, print_json
+    from penstock.cli.output import print_json, print_note
 
     found = audit(folder)
     summary = found.summary
     for line in found.lines() if not found.ok else found.lines()[-1:]:
-        note(line)
+        print_note(line)
     if summary.reward_first is not None and summary.reward_last is not None:
-        note(f"reward went from {summary.reward_first:.3f} to {summary.reward_last:.3f}")
+        print_note(f"reward: {summary.reward_first:.3f} → {summary.reward_last:.3f}")
     if json:
         print_json(
             {

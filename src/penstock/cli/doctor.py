@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock doctor`: what this machine has for runs, and how to get the rest.
+"""`penstock doctor`: list installed components and how to add missing ones.
 
-Looks and never changes anything; imports neither torch nor vLLM, whose versions are read from
-their metadata.
+Changes nothing and imports neither torch nor vLLM; it reads their versions from metadata.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 
 VLLM = "0.32"
-"""The vLLM whose protocol penstock speaks."""
+"""The vLLM version that penstock supports."""
 SETUP = (
     "make setup-engine   # for CPUs, from a checkout of penstock; or:",
     "python3 -m venv {folder}",
-    "{folder}/bin/pip install 'vllm=={vllm}.*'   # for GPUs; scripts/setup_engine.py has the CPU's",
+    "{folder}/bin/pip install 'vllm=={vllm}.*'   # for GPUs; scripts/setup_engine.py for CPUs",
 )
 
 
@@ -33,12 +32,12 @@ class Requirement:
 
 
 def doctor(*, environment: Path | None = None, json: bool = False) -> int:
-    """Tell what is here, what is not, and how to get it.
+    """List the components installed on this machine and how to add missing ones.
 
     Parameters
     ----------
     environment
-        Virtual environment that should hold vLLM; by default the one of `make setup-engine`.
+        Virtual environment with vLLM; by default the one that `make setup-engine` creates.
     json
         Print one JSON object as the last line.
     """
@@ -47,9 +46,7 @@ def doctor(*, environment: Path | None = None, json: bool = False) -> int:
 
     folder = environment or default_environment()
     found = [
-        Requirement(
-            "python", True, f"{platform.python_version()} on {_cores()}", "all of penstock"
-        ),
+        Requirement("python", True, f"{platform.python_version()} on {_cores()}", "everything"),
         _package("torch", "training and the hf engine", "train"),
         _package("transformers", "training and the hf engine", "train"),
         _package("tokenizers", "the gateway", "tokens"),
@@ -60,26 +57,28 @@ def doctor(*, environment: Path | None = None, json: bool = False) -> int:
         print_json({"findings": [asdict(finding) for finding in found]})
         return 0
     for finding in found:
-        sign = "+" if finding.is_present else "-"
-        print(f"{sign} {finding.name:<12} {finding.detail}   ({finding.needed_for})")
+        mark = "+" if finding.is_present else "-"
+        print(f"{mark} {finding.name:<12} {finding.detail}   ({finding.needed_for})")
         for line in finding.fix:
             print(f"      {line}")
     return 0
 
 
 def check_vllm(folder: Path) -> Requirement:
-    """Whether an environment holds a vLLM that the engine can start."""
+    """Whether an environment has a vLLM that the engine can start."""
     needed_for = "engine: vllm"
     program = folder / "bin" / "vllm"
     setup = tuple(line.format(folder=folder, vllm=VLLM) for line in SETUP)
     if not os.access(program, os.X_OK):
-        return Requirement("vllm", False, f"no {program}", needed_for, setup)
+        return Requirement("vllm", False, f"{program} not found", needed_for, setup)
     paths = [str(path) for path in folder.glob("lib/python3*/site-packages")]
     known = {d.name: d.version for d in distributions(path=paths)}
     version = known.get("vllm", "")
     detail = f"{version or 'unknown version'} with torch {known.get('torch', '?')} in {folder}"
     if not version.startswith(f"{VLLM}."):
-        fix = (f"penstock speaks to vLLM {VLLM}; others may do, and are examined at start",)
+        fix = (
+            f"penstock supports vLLM {VLLM}; other versions are checked at startup and may work",
+        )
         return Requirement("vllm", True, detail, needed_for, fix)
     return Requirement("vllm", True, detail, needed_for)
 
@@ -95,7 +94,7 @@ def _package(name: str, needed_for: str, extra: str) -> Requirement:
 def _models(folder: Path) -> Requirement:
     names = sorted(path.parent.name for path in folder.glob("*/config.json"))
     detail = f"{', '.join(names) or 'none'} in {folder}"
-    return Requirement("models", bool(names), detail, "tests and benchmarks on a real model")
+    return Requirement("models", bool(names), detail, "tests and benchmarks with a real model")
 
 
 def _cores() -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock explain`: why a task, group, row, batch or version became what it is."""
+"""`penstock explain`: why a task, group, row, batch or version was used or dropped."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 def explain(run: Path, id: str, /, *, json: bool = False) -> int:
-    """Tell from the ledger why something was skipped, dropped or trained.
+    """Explain from the ledger why something was skipped, dropped or trained.
 
     Parameters
     ----------
     run
-        The run folder, or its config file; running or finished.
+        Run folder, or its config file; running or finished.
     id
-        A task key (or its beginning), a group (p0-17), a row (p0-17.2.1), a batch (POLICY.5) or a
-        version (POLICY@1.5).
+        Task key or its prefix, group (p0-17), row (p0-17.2.1), batch (POLICY.5) or version
+        (POLICY@1.5).
     json
         Print one JSON object as the last line.
     """
@@ -41,7 +41,7 @@ def explain(run: Path, id: str, /, *, json: bool = False) -> int:
 
 
 def lines(explanation: Explanation, width: int) -> list[str]:
-    """As text: the answer first, then what led to it, with the time since the first fact."""
+    """As text: the summary, then the events that led to it, timed from the first one."""
     import textwrap
     from datetime import UTC, datetime
 

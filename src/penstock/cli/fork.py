@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock fork`: a new run that begins where another one stood."""
+"""`penstock fork`: create a new run from a checkpoint of another run."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ def fork(
     name: str | None = None,
     json: bool = False,
 ) -> int:
-    """Make a new run folder beside RUN whose number 0 is RUN's number STEP; `penstock run` starts
-    it.
+    """Create a new run folder next to RUN that starts from step STEP of RUN.
 
-    Model, optimizer and random state come from the checkpoint of that step, if RUN still keeps it;
-    else the weights come from its weight store and the optimizer begins anew. The new run has a
-    ledger of its own: it begins with the first task of its data, and nothing in RUN changes.
+    Model, optimizer and random state come from the checkpoint of that step. If RUN no longer has
+    it, the weights come from the weight store and the optimizer starts fresh. The new run has its
+    own ledger and starts with the first task of its data. RUN does not change. Start the new run
+    with `penstock run`.
 
     Parameters
     ----------
     run
-        The run folder, or its config file; running or finished.
+        Run folder, or its config file; running or finished.
     overrides
-        Settings of the new run that differ, like training.learning_rate=1e-4.
+        Settings that differ in the new run, such as training.learning_rate=1e-4.
     at
-        The step to begin from.
+        Step to start from.
     name
         Name of the new run; by default NAME-fork-STEP.
     json
         Print one JSON object as the last line.
     """
-    from penstock.cli.output import note, print_json
+    from penstock.cli.output import print_json, print_note
     from penstock.runs.fork import fork_run
     from penstock.runs.target import find_run_folder
 
     parent = find_run_folder(run)
     fork_folder, weights_only = fork_run(parent, overrides, at, name)
     for policy, damage in weights_only.items():
-        because = f", because its checkpoint cannot be used: {damage}" if damage else ""
-        note(f"{policy}: weights alone, from the weight store; its optimizer begins anew{because}")
+        why = f"checkpoint of step {at} is unusable: {damage}" if damage else "no checkpoint"
+        print_note(f"{policy}: starting from weights only, with a fresh optimizer ({why})")
     print(
-        f"{fork_folder.path} begins at step {at} of {parent.path}; penstock run {fork_folder.path}"
+        f"created {fork_folder.path} from step {at} of {parent.path}; start it with: penstock run "
+        f"{fork_folder.path}"
     )
     if json:
         facts = {"folder": str(fork_folder.path), "parent": str(parent.path), "step": at}

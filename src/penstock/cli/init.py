@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock init`: a task, a reward and a config, ready to edit."""
+"""`penstock init`: create a task, a reward and a config to start from."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ from typing import Literal
 
 FILES = ("run.yaml", "task.py", "README.md")
 OUR_LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
-"""Of the template; what the user makes of it is the user's."""
-
-
+"""Licence of the template; the user's copy has none."""
 NAME = "{{name}}"
-"""Stands in the template where the run's name goes."""
+"""Placeholder for the run's name in the template."""
 
 
 def init(directory: Path, /, *, template: Literal["reverse"] = "reverse") -> int:
-    """Write a small run of your own into a folder; overwrites nothing.
+    """Create a task, a reward and a config in a folder. Existing files are never overwritten.
 
     Parameters
     ----------
     directory
-        The folder to write into; made if it does not exist.
+        Folder to write to; created if it does not exist.
     template
-        What to start from: reverse (write three letters backwards).
+        Template to copy: reverse (write three letters backwards).
     """
     from penstock.errors import ConfigError
 
     existing = [name for name in FILES if (directory / name).exists()]
     if existing:
         raise ConfigError(
-            f"{directory} already has {', '.join(existing)}; nothing was written. "
-            "Choose another folder, or remove them first"
+            f"{directory} already has {', '.join(existing)}; no file was written. Choose another "
+            "folder or delete them first"
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -42,9 +40,11 @@ def init(directory: Path, /, *, template: Literal["reverse"] = "reverse") -> int
             text = (source / name).read_text(encoding="utf-8").replace(NAME, run_name)
             (directory / name).write_text(text.removeprefix(OUR_LICENCE), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write into {directory}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot write to {directory}: {error.strerror}; choose another folder"
+        ) from None
     print(
-        f"wrote {', '.join(FILES)} into {directory}\n\n"
+        f"wrote {', '.join(FILES)} to {directory}\n\n"
         f"next:\n"
         f"  edit {directory / 'task.py'}\n"
         f"  penstock check {directory / 'run.yaml'}\n"
@@ -54,8 +54,8 @@ def init(directory: Path, /, *, template: Literal["reverse"] = "reverse") -> int
 
 
 def _run_name(directory: Path) -> str:
-    """The folder's name in the signs that a run's name may have."""
+    """The folder's name, reduced to characters that a run name may have."""
     import re
 
-    fitting = re.sub(r"[^A-Za-z0-9_-]+", "-", directory.resolve().name)
-    return fitting.strip("_-")[:64] or "my-run"
+    allowed = re.sub(r"[^A-Za-z0-9_-]+", "-", directory.resolve().name)
+    return allowed.strip("_-")[:64] or "my-run"

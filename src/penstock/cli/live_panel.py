@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live panel of `penstock run` on a terminal: one look tells whether a run is well.
+"""The live panel of `penstock run` on a terminal: shows at a glance whether a run is healthy.
 
-Draws a View; knows nothing of processes. Every number comes from the dataflow's status.
+Draws a RunView; knows nothing about processes. Every number comes from the dataflow's status.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from penstock.runs.monitor import RunView
 BLOCKS = "▁▂▃▄▅▆▇█"
 UNREACHABLE_S = 3.0
 STALL_S = 10.0
-"""Waits this long are shown as a warning."""
+"""Waits longer than this are shown as a warning."""
 MAX_NODES = 8
-LIVE_HINT = "Ctrl-C stops, a later run resumes"
+LIVE_HINT = "Ctrl-C stops; run again to resume"
 
 
-class Panel:
-    """A panel that redraws itself in place."""
+class LivePanel:
+    """A panel that redraws itself in place, from the first update on."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
-        self._terminal = _hide_control_characters()
-        self._live.start()
+        self._terminal: list[Any] | None = None
 
     def update(self, view: RunView) -> None:
+        if not self._live.is_started:
+            self._terminal = _hide_control_characters()
+            self._live.start()
         self._live.update(draw(view, self._console.width), refresh=True)
 
     def notify(self, text: str) -> None:
@@ -52,7 +54,7 @@ class Panel:
 
 
 def _hide_control_characters() -> list[Any] | None:
-    """Keep `^C` from being echoed into the panel; the terminal's settings before."""
+    """Keep `^C` from being echoed into the panel; returns the previous terminal settings."""
     try:
         before = termios.tcgetattr(sys.stdin)
     except (termios.error, ValueError):
@@ -64,11 +66,11 @@ def _hide_control_characters() -> list[Any] | None:
 
 
 def draw(view: RunView, width: int, hint: str = LIVE_HINT) -> RenderableType:
-    """`hint` says how to end the run from where this is shown."""
+    """`hint`: how to stop the run from where this is shown."""
     parts: list[RenderableType] = []
     status = view.status
     if status is None:
-        parts.append(Text("starting: services import and connect …", style="dim"))
+        parts.append(Text("starting: services are loading and connecting …", style="dim"))
     else:
         for policy in status.policies:
             parts.append(_policy(policy, view.curves.get(policy.policy, []), width))
@@ -77,7 +79,7 @@ def draw(view: RunView, width: int, hint: str = LIVE_HINT) -> RenderableType:
     if view.status is not None and view.unreachable_s > UNREACHABLE_S:
         parts.append(
             Text(
-                f"the dataflow has not answered for {format_duration(view.unreachable_s)}",
+                f"no response from the dataflow for {format_duration(view.unreachable_s)}",
                 style="yellow",
             )
         )
@@ -96,7 +98,7 @@ def draw(view: RunView, width: int, hint: str = LIVE_HINT) -> RenderableType:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The whole curve in `width` signs; each sign is the mean of its share of the steps."""
+    """The curve in `width` characters; each is the mean of its share of the steps."""
     if not values or width < 1:
         return ""
     num_chars = min(width, len(values))
@@ -163,7 +165,7 @@ def _flow(status: Status) -> RenderableType:
         if status.sampled_tokens
         else Text("–", style="dim"),
     )
-    grid.add_row(_label("waits"), _waiting(status))
+    grid.add_row(_label("waiting"), _waiting(status))
     return grid
 
 
@@ -172,7 +174,7 @@ def _nodes(status: Status) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     if not nodes:
         had_some = status.trajectories > 0
-        return Text("no node is there" if had_some else "no node has joined yet", style="dim")
+        return Text("no nodes connected" if had_some else "no node has joined yet", style="dim")
     for node in sorted(nodes, key=lambda node: node.node_id)[:MAX_NODES]:
         live = ", ".join(f"v{version.number}" for version in node.live) or "–"
         style = {"live": "green", "starting": "dim", "draining": "yellow"}.get(node.state, "red")
@@ -191,9 +193,9 @@ def _nodes(status: Status) -> RenderableType:
 
 
 def _waiting(status: Status) -> Text:
-    """Always one line, so that the panel keeps its height: who, for whom, how long."""
+    """Who waits, for what, how long. Always one line, so that the panel keeps its height."""
     if status.finished or not status.waiting:
-        return Text("nobody", style="dim")
+        return Text("none", style="dim")
     longest = max(status.waiting, key=lambda waiting: waiting.since_s)
     who = ", ".join(waiting.who for waiting in status.waiting if waiting.on == longest.on)
     style = "yellow" if longest.since_s >= STALL_S else "dim"

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands print: one JSON object as the last line, durations, sizes and numbers as people
-read them."""
+"""How commands print: JSON for programs; durations, sizes and tables for people."""
 
 from __future__ import annotations
 
@@ -9,15 +8,15 @@ from collections.abc import Sequence
 
 
 def print_json(value: object) -> None:
-    """The last line on stdout, for programs."""
+    """Print one JSON object as the last line on stdout, for programs."""
     from penstock.wire.codec import encode_json
 
     sys.stdout.write(encode_json(value).decode() + "\n")
     sys.stdout.flush()
 
 
-def note(text: str) -> None:
-    """A line for people; stdout stays for results."""
+def print_note(text: str) -> None:
+    """Print a line for people on stderr; stdout is for results."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -53,7 +52,7 @@ def format_bytes(num_bytes: int) -> str:
 def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], *, num_left_aligned: int = 1
 ) -> list[str]:
-    """Aligned lines under their heads, the first columns to the left; as wide as they need be."""
+    """Lines of a table with aligned columns; the first `num_left_aligned` align left."""
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     lines: list[str] = []
     for row in (headers, *rows):

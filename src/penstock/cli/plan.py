@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock plan`: what trainers will do with a batch, where, and in how much memory."""
+"""`penstock plan`: the training pipeline with stages, placement and memory."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 def plan(target: Path, /, *overrides: str, svg: Path | None = None, json: bool = False) -> int:
-    """Print the chain of stages of every gang, the services and their memory, and draw them.
+    """Show the training pipeline: stages, placement and memory. Also draws it as an SVG.
 
     Parameters
     ----------
     target
-        A config file, or a run folder.
+        Config file, or run folder.
     overrides
-        Settings that win over the file, like algorithm.name=ppo.
+        Settings that override the file, such as algorithm.name=ppo.
     svg
-        Where to draw the plan; by default beside the config, ending in .svg.
+        SVG file to write; by default next to the config.
     json
         Print one JSON object as the last line.
     """
-    from penstock.cli.output import note, print_json
+    from penstock.cli.output import print_json, print_note
     from penstock.errors import ConfigError
     from penstock.runs.target import read_target
     from penstock.trainer.pipeline.builtin import plan_of
@@ -37,23 +37,25 @@ def plan(target: Path, /, *overrides: str, svg: Path | None = None, json: bool =
     config = read_target(target, overrides).config
     found = plan_of(config)
     names = {name: config.for_policy(name).algorithm.name for name in config.models}
-    is_own = config.pipeline is not None and bool(config.pipeline.stages)
-    kind = "own pipeline" if is_own else ", ".join(dict.fromkeys(names.values()))
+    is_custom = config.pipeline is not None and bool(config.pipeline.stages)
+    kind = "custom pipeline" if is_custom else ", ".join(dict.fromkeys(names.values()))
     path = svg or (target / "pipeline.svg" if target.is_dir() else target.with_suffix(".svg"))
     try:
         path.write_text(to_svg(found, f"{config.name}: {kind}"), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}; give --svg FILE") from None
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; choose another file with --svg"
+        ) from None
     if json:
         print_json({"run": config.name, "svg": str(path), **as_json(found)})
     else:
         print("\n".join([f"{config.name}: {kind}", *lines(found)]))
-        note(f"drawn in {path}")
+        print_note(f"wrote {path}")
     return 0
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """As text: each gang's chain, then the services."""
+    """As text: the stages of each trainer, then the services."""
     from penstock.cli.output import pluralise, table
 
     for chain in plan.chains:
@@ -62,10 +64,10 @@ def lines(plan: Plan) -> Iterator[str]:
         headers = ("stage", "type", "role", "reads", "writes", "ranks")
         rows = [[f"{n}. {stage.id}", *_cells(stage)] for n, stage in enumerate(chain.stages, 1)]
         yield from (f"  {line}" for line in table(headers, rows, num_left_aligned=5))
-        yield f"  memory a rank: {_memory(chain.memory, chain.unknown_models)}"
+        yield f"  memory per rank: {_memory(chain.memory, chain.unknown_models)}"
     if plan.services:
         yield ""
-        yield "services, each a consumer of the ledger (`penstock stage RUN ID` runs a worker)"
+        yield "stages outside the trainers (`penstock stage RUN ID` runs a worker)"
         headers = ("stage", "type", "role", "reads", "writes", "ranks")
         rows = [[service.stage.id, *_cells(service.stage)] for service in plan.services]
         yield from (f"  {line}" for line in table(headers, rows, num_left_aligned=5))
@@ -94,11 +96,11 @@ def _memory(memory: MemoryEstimate, unknown_models: tuple[str, ...]) -> str:
     }
     named = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
     text = f"{size_text(memory.total_bytes)} ({named})" if named else "no model"
-    return text + "".join(f"; size of {model} not known here" for model in unknown_models)
+    return text + "".join(f"; size of {model} unknown" for model in unknown_models)
 
 
 def as_json(plan: Plan) -> dict[str, object]:
-    """The plan for programs."""
+    """The plan as JSON."""
     return {
         "chains": [
             {

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from penstock.cli.output import format_clock, format_duration, note
+from penstock.cli.output import format_clock, format_duration, print_note
 from penstock.dataflow.service.operators.messages import PolicyStatus
 from penstock.runs.monitor import RunView
 
 MIN_INTERVAL_S = 2.0
 IDLE_INTERVAL_S = 15.0
-"""How often a line is written when something but the step changed, and when nothing did."""
+"""Minimum time between lines when something other than the step changed, and when nothing did."""
 
 
 class ProgressLines:
-    """One line per step, or every two seconds while something else moves; trouble at once."""
+    """One line per step, or every two seconds while anything else changes; problems immediately."""
 
     def __init__(self) -> None:
         self._steps: tuple[int, ...] = ()
@@ -29,26 +29,26 @@ class ProgressLines:
         is_due = steps != self._steps or waited_s >= IDLE_INTERVAL_S
         if is_due or (text != self._text and waited_s >= MIN_INTERVAL_S):
             self._steps, self._text, self._written_s = steps, text, view.elapsed_s
-            note(f"{format_clock(view.elapsed_s):>7}  {text}")
+            print_note(f"{format_clock(view.elapsed_s):>7}  {text}")
         if view.note and view.note != self._note:
             self._note = view.note
-            note(f"{format_clock(view.elapsed_s):>7}  {view.note}")
+            print_note(f"{format_clock(view.elapsed_s):>7}  {view.note}")
 
     def notify(self, text: str) -> None:
-        self._note = text  # the next view brings it again
-        note(text)
+        self._note = text  # the next view repeats it
+        print_note(text)
 
     def close(self) -> None:
         return
 
 
 def progress_line(view: RunView) -> str:
-    """The run in one line, without the time."""
+    """The run in one line, without the elapsed time."""
     status = view.status
     if status is None:
-        return "starting: services import and connect"
+        return "starting: services are loading and connecting"
     if view.unreachable_s > 5.0:
-        return f"the dataflow has not answered for {format_duration(round(view.unreachable_s))}"
+        return f"no response from the dataflow for {format_duration(round(view.unreachable_s))}"
     parts = [_policy(policy, many=len(status.policies) > 1) for policy in status.policies]
     parts.append(f"{status.trajectories:,} trajectories")
     parts.append(f"{status.tokens_per_s:,.0f} tokens/s")
@@ -59,14 +59,14 @@ def progress_line(view: RunView) -> str:
     if status.waiting:
         longest = max(status.waiting, key=lambda waiting: waiting.since_s)
         if longest.since_s >= 2.0:
-            parts.append(f"{longest.who} waits for {longest.on}")
+            parts.append(f"{longest.who} is waiting for {longest.on}")
     return " · ".join(parts)
 
 
 def _policy(policy: PolicyStatus, *, many: bool) -> str:
-    words = [f"{policy.policy} " if many else "", f"step {policy.number}/{policy.steps}"]
+    parts = [f"{policy.policy} " if many else "", f"step {policy.number}/{policy.steps}"]
     if policy.reward_mean is not None:
-        words.append(f" · reward {policy.reward_mean:.3f}")
+        parts.append(f" · reward {policy.reward_mean:.3f}")
     if policy.staleness_mean is not None:
-        words.append(f" · staleness {policy.staleness_mean:.2f} (max {policy.staleness_max})")
-    return "".join(words)
+        parts.append(f" · staleness {policy.staleness_mean:.2f} (max {policy.staleness_max})")
+    return "".join(parts)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock replay`: a step computed again from the record, and compared bit for bit."""
+"""`penstock replay`: recompute a training step and compare it bit for bit."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,29 +12,28 @@ if TYPE_CHECKING:
     from penstock.runs.replay import ReplayComparison
 
 MAX_PRINTED = 10
-"""Differences that people are told; --json has all."""
+"""Differences to print; --json has all."""
 
 
 def replay(run: Path, step: int, /, *, policy: str | None = None, json: bool = False) -> int:
-    """Compute a step again from its sealed batch and the checkpoint before it.
+    """Recompute a training step from its sealed batch and the checkpoint before it.
 
-    Exit code 0 if and only if stats and weights come out bit for bit as they were published. Steps
-    between that checkpoint and this one are computed again too, by as many ranks as trained them.
-    What a run keeps reaches back to
-    its oldest retained checkpoint.
+    Exits with 0 only if statistics and weights match the published ones bit for bit. Steps between
+    that checkpoint and this step are recomputed too, with the same number of ranks. Steps before
+    the oldest checkpoint of the run cannot be recomputed.
 
     Parameters
     ----------
     run
-        The run folder, or its config file; running or finished.
+        Run folder, or its config file; running or finished.
     step
-        Number of the version to make again.
+        Step to recompute.
     policy
-        Which policy; may be left out when the run has one.
+        Policy to recompute; optional if the run has only one.
     json
         Print one JSON object as the last line.
     """
-    from penstock.cli.service_process import exit_now
+    from penstock.cli.service_options import exit_now
     from penstock.fleet.processes import exit_with_parent
     from penstock.runs.replay import num_trainer_ranks, replay_and_compare
     from penstock.runs.target import find_run_folder
@@ -53,20 +51,17 @@ def replay(run: Path, step: int, /, *, policy: str | None = None, json: bool = F
 
 
 def _start_ranks(num_ranks: int) -> int:
-    """This command once per rank; the first of them tells what it found."""
+    """Run this command once per rank; rank 0 prints the result."""
+    from penstock.cli.per_rank import run_per_rank
     from penstock.observe import logs
-    from penstock.trainer.ranks.supervisor import run_ranks
 
     logs.configure("replay")  # on stderr; the last line of stdout is for programs
-    command = [sys.executable, "-m", "penstock.cli.main", *sys.argv[1:]]
     any_failure = range(1, 256)
-    return run_ranks(
-        command, num_ranks, env=os.environ, is_stopping=lambda: False, final_codes=any_failure
-    )
+    return run_per_rank(num_ranks, final_codes=any_failure)
 
 
 def _print_result(found: ReplayComparison | None, *, json: bool) -> int:
-    """The exit code; None is for the first rank to tell."""
+    """Print the comparison; returns the exit code. Other ranks than 0 have None to print."""
     from penstock.cli.output import print_json
 
     if found is None:
@@ -80,17 +75,18 @@ def _print_result(found: ReplayComparison | None, *, json: bool) -> int:
 def _lines(found: ReplayComparison) -> Iterator[str]:
     replayed = found.replayed
     yield (
-        f"{found.policy}: computed again from number {replayed.started_at.number} to "
-        f"{replayed.ended_at.number}, batches {replayed.started_at.seq + 1} to "
-        f"{replayed.ended_at.seq}"
+        f"{found.policy}: recomputed from step {replayed.started_at.number} to "
+        f"{replayed.ended_at.number} (batches {replayed.started_at.seq + 1} to "
+        f"{replayed.ended_at.seq})"
     )
     for difference in replayed.differences[:MAX_PRINTED]:
         yield f"  {difference}"
     if found.has_equal_weights:
-        yield f"  weights {found.published[:16]} are equal bit for bit"
+        yield f"  weights {found.published_digest[:16]} match bit for bit"
     else:
-        yield f"  weights differ: published {found.published}, now {replayed.stored.weights_digest}"
-        yield f"  first tensor that differs: {found.tensor}"
+        yield f"  weights differ: published {found.published_digest}"
+        yield f"                 recomputed {replayed.stored.weights_digest}"
+        yield f"  first tensor that differs: {found.first_differing_tensor}"
 
 
 def _as_json(found: ReplayComparison) -> dict[str, object]:
@@ -99,7 +95,7 @@ def _as_json(found: ReplayComparison) -> dict[str, object]:
         "step": found.step,
         "begun_at": found.replayed.started_at.number,
         "weights_digest": found.replayed.stored.weights_digest,
-        "published": found.published,
-        "first_tensor": found.tensor,
+        "published": found.published_digest,
+        "first_tensor": found.first_differing_tensor,
         "differences": [str(difference) for difference in found.replayed.differences],
     }

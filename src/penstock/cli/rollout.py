@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock rollout`: one node of a run folder on this machine."""
+"""`penstock rollout`: a rollout node on the machine that has the run folder."""
 
 from __future__ import annotations
 
@@ -23,35 +23,31 @@ def rollout(
     Parameters
     ----------
     run_dir
-        The run folder.
+        Run folder.
     name
-        Names this node; kept over its restarts.
+        Name of this node; keep it across restarts.
     policy
-        Whose engine settings to use; may be left out when the run has one policy.
+        Policy whose engine settings to use; optional if the run has only one.
     capacity
-        Slots to work on at once; by default the config's.
+        Number of tasks to run in parallel; by default the config's value.
     relay
-        Address of a relay to ask for weights before the run's own front.
+        URL of a relay to fetch weights from before the run's weight server.
     serve_weights
-        HOST:PORT where this node is a relay to its neighbours; beyond this machine only with TLS.
+        HOST:PORT on which this node serves weights to other nodes; off loopback only with TLS.
     serve_gb
-        Most that weights kept for neighbours may take, in GB, beside the node's own.
+        Disk space for weights kept for other nodes, in GB.
     tls_cert
-        Certificate file for --serve-weights.
+        TLS certificate file for --serve-weights.
     tls_key
-        Its key file.
+        TLS key file for --serve-weights.
     """
     import uvloop
 
-    from penstock.cli.relay_options import check_url, parse_sharing, pop_relay_token
-    from penstock.cli.service_process import (
-        enter_run,
-        exit_now,
-        make_tls,
-        resolve_policy,
-        service_token,
-    )
+    from penstock.cli.relay_options import RELAY_EXAMPLE, parse_sharing, pop_relay_token
+    from penstock.cli.service_options import check_url, exit_now, make_tls
     from penstock.fleet.services import TOKEN_TTL_S
+    from penstock.runs.join import local_node_options
+    from penstock.runs.service_process import enter_run, resolve_policy, service_token
     from penstock.types import NodeId
     from penstock.wire.auth import Role
 
@@ -59,7 +55,7 @@ def rollout(
     relay_token = pop_relay_token()
     folder, config, endpoints = enter_run(run_dir, name)
     model = config.models[resolve_policy(config, policy)]
-    folder.acks.mkdir(exist_ok=True)
+    node_options = local_node_options(folder, model, name)
     if relay is not None and not relay_token:
         relay_token = folder.relay_token(config.name, Role.ROLLOUT, ttl_s=TOKEN_TTL_S)
     state_dir = folder.nodes / name
@@ -71,16 +67,10 @@ def rollout(
             endpoints.dataflow,
             service_token(folder, config, Role.ROLLOUT),
             node_id=NodeId(name),
-            state_dir=state_dir,
-            acks=folder.acks / f"{name}.txt",
             capacity=capacity or model.capacity,
-            engine=model.engine,
-            engine_url=model.engine_url,
-            vllm_environment=model.vllm.environment or "",
-            num_engines=model.engines,
-            max_paused=model.max_paused,
-            relay=None if relay is None else (check_url(relay), relay_token),
+            relay=None if relay is None else (check_url(relay, example=RELAY_EXAMPLE), relay_token),
             sharing=sharing,
+            **node_options,
         )
     )
     exit_now(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock run`: everything a config names, on this machine."""
+"""`penstock run`: start or resume a run on this machine."""
 
 from __future__ import annotations
 
@@ -14,34 +14,31 @@ def run(
     json: bool = False,
     accept_changes: bool = False,
 ) -> int:
-    """Start or resume a run and stay with it until its last step.
+    """Start or resume a run and supervise it until its last step.
 
     Parameters
     ----------
     target
-        A config file, or a run folder to resume.
+        Config file, or run folder to resume.
     overrides
-        Settings that win over the file, like training.steps=20.
+        Settings that override the file, such as training.steps=20.
     headless
-        Plain lines instead of the live panel.
+        Print plain progress lines instead of the live panel.
     json
         Print one JSON object as the last line.
     accept_changes
-        Resume although config or data set differ from those the run was started with.
+        Resume even if the config or dataset has changed since the run was started.
     """
-    from penstock.cli.check import ensure_startable
+    from penstock.cli.launching import launch_and_show, print_result
     from penstock.cli.output import print_json
-    from penstock.runs.launch import launch, print_result
+    from penstock.runs.preflight import ensure_startable
     from penstock.runs.target import read_target
 
     resolved = read_target(target, overrides)
-    sources = ensure_startable(resolved)
-    result = launch(
-        resolved.config,
-        resolved.folder,
-        python_path=resolved.python_path,
+    result = launch_and_show(
+        resolved,
         headless=headless,
-        sources=sources,
+        sources=ensure_startable(resolved),
         accept_changes=accept_changes,
     )
     code = print_result(result)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock status`: what a run does now."""
+"""`penstock status`: the state of a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def status(run: Path, /, *, json: bool = False) -> int:
-    """Show what a run does now, and who waits for whom.
+    """Show a run's state and what it is waiting for.
 
     Parameters
     ----------
     run
-        The run folder, or its config file.
+        Run folder, or its config file.
     json
         Print one JSON object as the last line.
     """
@@ -27,7 +27,7 @@ def status(run: Path, /, *, json: bool = False) -> int:
     folder = find_run_folder(run)
     pid = folder.launcher_pid()
     finish = folder.finish()
-    now, why = _fetch_status(folder) if pid is not None else (None, "")
+    now, why = _read_status(folder) if pid is not None else (None, "")
     if json:
         print_json(
             {
@@ -42,7 +42,7 @@ def status(run: Path, /, *, json: bool = False) -> int:
     if now is not None:
         _draw(folder, now, hint=f"`penstock stop {run}` stops it")
     elif pid is not None:
-        print(f"running (pid {pid}), but its dataflow does not answer: {why}")
+        print(f"running (pid {pid}), but the dataflow does not answer: {why}")
     elif finish is not None:
         print(f"finished: {finish.steps} steps, {finish.trajectories:,} trajectories")
     else:
@@ -50,21 +50,14 @@ def status(run: Path, /, *, json: bool = False) -> int:
     return 0
 
 
-def _fetch_status(folder: RunFolder) -> tuple[Status | None, str]:
-    from penstock.dataflow.client.dataflow import StatusClient
+def _read_status(folder: RunFolder) -> tuple[Status | None, str]:
     from penstock.errors import WireError
-    from penstock.wire.auth import Role
+    from penstock.runs.control import read_status
 
-    reader = StatusClient(
-        folder.endpoints().dataflow,
-        folder.token(folder.read_config().name, Role.READER, ttl_s=60.0),
-    )
     try:
-        return reader.status(), ""
+        return read_status(folder), ""
     except WireError as error:
         return None, str(error)
-    finally:
-        reader.close()
 
 
 def _draw(folder: RunFolder, now: Status, *, hint: str) -> None:
@@ -73,18 +66,6 @@ def _draw(folder: RunFolder, now: Status, *, hint: str) -> None:
     from penstock.cli.live_panel import draw
     from penstock.runs.monitor import RunView
 
-    curves = {
-        str(p.policy): [p.reward_mean] if p.reward_mean is not None else [] for p in now.policies
-    }
-    view = RunView(
-        name=now.run,
-        elapsed_s=now.uptime_s,
-        status=now,
-        unreachable_s=0.0,
-        curves=curves,
-        eta_s=None,
-        note="",
-    )
     console = Console()
-    console.print(draw(view, console.width, hint))
+    console.print(draw(RunView.from_status(now), console.width, hint))
     console.print(f"logs: {folder.logs / 'latest'}", highlight=False, soft_wrap=True)

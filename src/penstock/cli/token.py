@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock token`: mint a credential for somebody who joins a run."""
+"""`penstock token`: create an access token for a run."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ def token(
     ttl_h: float = 24.0,
     json: bool = False,
 ) -> int:
-    """Mint a token; one of role rollout is all that `penstock join` needs.
+    """Create an access token. `penstock join` needs one with role rollout.
 
     Parameters
     ----------
     run
-        The run folder, or its config file.
+        Run folder, or its config file.
     role
-        What its holder may do; relay is for `penstock relay`.
+        Role of the token: what its holder may do.
     for_relay
-        Make the token that is shown to relays and is worth nothing elsewhere, instead of the one
-        for the run's own services.
+        Create a token that only relays accept, instead of one for the run's services.
     ttl_h
-        Hours until it expires.
+        Hours until the token expires.
     json
-        Print one JSON object with the token and the URL to join; a relay's with the public key.
+        Print one JSON object with token and URL; for role relay also the public key.
     """
-    from penstock.cli.output import note, print_json
+    from penstock.cli.output import print_json, print_note
     from penstock.errors import ConfigError
     from penstock.runs.target import find_run_folder
     from penstock.wire.auth import Role
 
     if ttl_h <= 0:
-        raise ConfigError(f"--ttl-h {ttl_h:g} would be expired at once; give hours above 0")
+        raise ConfigError(f"--ttl-h {ttl_h:g}: must be greater than 0 hours")
     folder = find_run_folder(run)
     endpoints, name, ttl_s = folder.endpoints(), folder.read_config().name, ttl_h * 3600.0
     mint = folder.relay_token if for_relay else folder.token
@@ -55,21 +54,25 @@ def token(
     else:
         print(minted)
         if for_relay:
-            note("show it to relays: PENSTOCK_RELAY_TOKEN=<the line above> … --relay URL")
+            print_note(
+                "use it with: PENSTOCK_RELAY_TOKEN=<the line above> penstock join URL --relay RELAY"
+            )
         elif is_relay:
-            note(
-                f"start it with: PENSTOCK_TOKEN=<the line above> penstock relay {url} "
+            print_note(
+                f"start the relay with: PENSTOCK_TOKEN=<the line above> penstock relay {url} "
                 f"--public-key={folder.public_key()} --cache DIR --port PORT"
             )
         elif role == "gateway":
-            note(
-                f"serve agents with: PENSTOCK_TOKEN=<the line above> penstock gateway {url} "
+            print_note(
+                f"start the gateway with: PENSTOCK_TOKEN=<the line above> penstock gateway {url} "
                 f"--public-key={folder.public_key()} --port PORT"
             )
         elif role == "session":
-            note("an agent's api_key at `penstock gateway`; base_url is its address and /v1")
+            print_note(
+                "agents use it as api_key; their base_url is the URL of `penstock gateway` plus /v1"
+            )
         elif role == "rollout":
-            note(f"join with: PENSTOCK_TOKEN=<the line above> penstock join {url}")
+            print_note(f"join with: PENSTOCK_TOKEN=<the line above> penstock join {url}")
     if folder.launcher_pid() is None:
-        note(f"this run is not running now; `penstock run {run}` starts it")
+        print_note(f"the run is not running; `penstock run {run}` starts it")
     return 0

@@ -12,38 +12,36 @@ from types import FrameType
 
 
 def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = False) -> int:
-    """Train one policy until its last step; exit code 0 means that it is trained.
+    """Train one policy until its last step; exit code 0 means that training is complete.
 
-    SIGTERM lets it finish its step and save a checkpoint; it then exits with 143.
+    On SIGTERM it finishes its step, saves a checkpoint and exits with 143.
 
     Parameters
     ----------
     run_dir
-        The run folder.
+        Run folder.
     policy
-        Which policy; may be left out when the run has one.
+        Policy to train; optional if the run has only one.
     accept_changes
-        Go on from a checkpoint although the config differs from the one it was saved under.
+        Resume from a checkpoint even if the config has changed since it was saved.
     """
-    from penstock.cli.service_process import enter_run, exit_now, resolve_policy, service_token
+    from penstock.cli.per_rank import run_per_rank
+    from penstock.cli.service_options import exit_now
     from penstock.config import identity
     from penstock.errors import ResumeRejected
     from penstock.fleet.launchers.local import EXIT_FENCED, EXIT_RESUME_REJECTED
     from penstock.fleet.services import TOKEN_ENV
+    from penstock.runs.service_process import enter_run, resolve_policy, service_token
     from penstock.trainer.pipeline.builtin import chain_of
-    from penstock.trainer.ranks.supervisor import read_rank_env, run_ranks
+    from penstock.trainer.ranks.supervisor import read_rank_env
     from penstock.wire.auth import Role
 
     folder, config, endpoints = enter_run(
         run_dir, "trainer" if policy is None else f"trainer-{policy}"
     )
     name = resolve_policy(config, policy)
-    last_started_config = (
-        folder.last_started_config()
-    )  # what a launcher agreed to needs no second asking
-    is_adopted = last_started_config is not None and identity(last_started_config) == identity(
-        config
-    )
+    started = folder.last_started_config()
+    has_accepted = started is not None and identity(started) == identity(config)  # by the launcher
     token = service_token(folder, config, Role.TRAINER)
     stopping = threading.Event()
 
@@ -54,12 +52,13 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
     rank_env = read_rank_env(os.environ)
     num_ranks = chain_of(config, name).num_ranks
     if rank_env is None and num_ranks > 1:
-        command = [sys.executable, "-m", "penstock.cli.main", *sys.argv[1:]]
-        env = {**os.environ, TOKEN_ENV: token}
-        final = (EXIT_FENCED, EXIT_RESUME_REJECTED)
-        exit_now(
-            run_ranks(command, num_ranks, env=env, is_stopping=stopping.is_set, final_codes=final)
+        code = run_per_rank(
+            num_ranks,
+            final_codes=(EXIT_FENCED, EXIT_RESUME_REJECTED),
+            is_stopping=stopping.is_set,
+            env={TOKEN_ENV: token},
         )
+        exit_now(code)
     from penstock.trainer.service import run_trainer  # torch loads here
 
     try:
@@ -71,7 +70,7 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
             run_dir=folder.path,
             store_root=folder.weights,
             rank_env=rank_env,
-            accepts_changes=accept_changes or is_adopted,
+            accepts_changes=accept_changes or has_accepted,
             is_stopping=stopping.is_set,
         )
     except ResumeRejected as error:

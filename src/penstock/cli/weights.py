@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock weights`: what lies in a run's weight store, whether it is sound, and its HTTP front.
+"""`penstock weights`: inspect, verify and serve a run's weights.
 
-Looking needs no service: it reads the run folder, while the run goes on or after it.
+Only `serve` is a service. The other commands read the run folder, during a run or after it.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ def serve(
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
 ) -> int:
-    """Serve manifests and blobs of a run until SIGTERM, and keep its mirror, if it has one.
+    """Serve a run's weights over HTTP until SIGTERM, and update its mirror if it has one.
 
     Parameters
     ----------
     run_dir
-        The run folder; its weights/ is served.
+        Run folder.
     host
-        Address to listen on; beyond this machine only with TLS.
+        Address to listen on; off loopback only with TLS.
     port
-        Port to listen on; by default the one the run chose.
+        Port to listen on; by default the run's own.
     tls_cert
-        Certificate file, to listen beyond this machine.
+        TLS certificate file; required off loopback.
     tls_key
-        Its key file.
+        TLS key file.
     """
     import uvloop
 
-    from penstock.cli.service_process import address, enter_run, make_tls
+    from penstock.cli.service_options import listen_address, make_tls
+    from penstock.runs.service_process import enter_run
     from penstock.weights.serving.origin import Origin
     from penstock.weights.serving.server import build
     from penstock.weights.store import DirectoryStore
@@ -53,7 +54,7 @@ def serve(
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.WEIGHTS)
     store = DirectoryStore(folder.weights)
     app = build(Origin(store), verifier)
-    listen_host, listen_port = address(endpoints.weights, host, port)
+    listen_host, listen_port = listen_address(endpoints.weights, host, port)
     with _mirroring(store, config.weights.mirror):
         uvloop.run(serve_app(app, listen_host, listen_port, tls))
     return 0
@@ -74,11 +75,11 @@ def ls(run: Path, /, *, json: bool = False) -> int:
     Parameters
     ----------
     run
-        The run folder, or its config file; running or finished.
+        Run folder, or its config file; running or finished.
     json
         Print one JSON object as the last line.
     """
-    from penstock.cli.output import note, print_json
+    from penstock.cli.output import print_json, print_note
     from penstock.cli.weights_format import catalog_json, list_lines
 
     _, store, catalog = _open(run)
@@ -88,20 +89,22 @@ def ls(run: Path, /, *, json: bool = False) -> int:
     else:
         print("\n".join(list_lines(catalog, blobs)))
     if catalog.damaged:
-        note(f"{len(catalog.damaged)} manifests are damaged; `penstock weights verify {run}`")
+        print_note(
+            f"{len(catalog.damaged)} manifests are damaged; `penstock weights verify {run}` "
+            "lists them"
+        )
     return 0
 
 
 def show(run: Path, version: str, /, *, json: bool = False) -> int:
-    """Show one version: its files, how they are kept, and its tensors.
+    """Show one version: files, tensors and deltas.
 
     Parameters
     ----------
     run
-        The run folder, or its config file.
+        Run folder, or its config file.
     version
-        POLICY@NUMBER, the number alone if the run has one policy, or the first digits of a
-        manifest's digest.
+        POLICY@NUMBER, just NUMBER if the run has one policy, or the start of a manifest digest.
     json
         Print one JSON object as the last line.
     """
@@ -119,18 +122,18 @@ def show(run: Path, version: str, /, *, json: bool = False) -> int:
 
 
 def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> int:
-    """Digest every file, tensor and delta of one version, or of all; exit 1 if any is damaged.
+    """Verify the checksums of every file, tensor and delta; exits with 1 if any is damaged.
 
     Parameters
     ----------
     run
-        The run folder, or its config file.
+        Run folder, or its config file.
     version
-        POLICY@NUMBER, a number, or the first digits of a manifest's digest; all if left out.
+        POLICY@NUMBER, NUMBER or the start of a manifest digest; by default all versions.
     json
         Print one JSON object as the last line.
     """
-    from penstock.cli.output import format_bytes, note, pluralise, print_json
+    from penstock.cli.output import format_bytes, pluralise, print_json, print_note
     from penstock.cli.weights_format import damage_lines
     from penstock.weights.catalog import find_version
     from penstock.weights.verify import Verifier, damaged_manifest
@@ -141,7 +144,7 @@ def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> i
     with _scratch(root) as scratch:
 
         def on_file(name: str, file: str, num_bytes: int) -> None:
-            note(f"{name}  {file}  {format_bytes(num_bytes)}")
+            print_note(f"{name}  {file}  {format_bytes(num_bytes)}")
 
         verifier = Verifier(store, scratch, on_file)
         for each in versions:
@@ -156,28 +159,28 @@ def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> i
             }
         )
     for line in damage_lines(found):
-        note(line)
+        print_note(line)
     if found:
-        note(f"error: {pluralise(len(found), 'damage')} in {root}")
+        print_note(f"error: {pluralise(len(found), 'damaged item')} in {root}")
     elif not json:
         print(
-            f"{pluralise(len(versions), 'version')} sound, {format_bytes(verifier.num_bytes)} "
-            "digested"
+            f"{pluralise(len(versions), 'version')} intact, {format_bytes(verifier.num_bytes)} "
+            "checked"
         )
     return 1 if found else 0
 
 
 def diff(run: Path, old: str, new: str, /, *, json: bool = False) -> int:
-    """Show what changed from one version to another, tensor by tensor.
+    """Compare two versions tensor by tensor.
 
     Parameters
     ----------
     run
-        The run folder, or its config file.
+        Run folder, or its config file.
     old
-        POLICY@NUMBER, a number, or the first digits of a manifest's digest.
+        POLICY@NUMBER, NUMBER or the start of a manifest digest.
     new
-        The version to compare with it.
+        Version to compare with.
     json
         Print one JSON object as the last line, with every tensor.
     """
@@ -207,13 +210,15 @@ def _open(run: Path) -> tuple[Path, DirectoryStore, Catalog]:
     store = DirectoryStore(root)
     catalog = read_catalog(store)
     if not catalog.versions and not catalog.damaged:
-        raise WeightsError(f"no version in {root} yet; the trainer publishes number 0 first")
+        raise WeightsError(
+            f"no version in {root} yet; the trainer publishes version 0 when it starts"
+        )
     return root, store, catalog
 
 
 @contextmanager
 def _scratch(root: Path) -> Generator[Path]:
-    """Beside the store, where there is room for a model."""
+    """A temporary folder on the same disk as the store, where a model fits."""
     import os
     import tempfile
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `penstock weights` prints: lines for people, objects for programs. Formats only."""
+"""Formats the output of `penstock weights`: lines for people, objects for programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DASH = "–"
 MAX_ROWS = 30
-"""Tensors of a comparison that people are shown."""
+"""Tensors of a comparison to print."""
 NAME_WIDTH = 38
 
 
@@ -155,7 +155,7 @@ def _chain_lines(version: CatalogVersion, names: dict[str, str]) -> Iterator[str
             steps = pluralise(len(file.chain), "delta")
             base = _name(names, file.chain[0].base)
             yield ""
-            yield f"{file.entry.name}: made from {base}, {steps} of {cost}"
+            yield f"{file.entry.name}: rebuilt from {base} with {steps} of {cost}"
 
 
 def _delta_lines(
@@ -184,14 +184,14 @@ def _name(names: dict[str, str], blob: str) -> str:
 
 
 def _density(store: DirectoryStore, file: CatalogFile, step: DeltaEntry) -> str:
-    """Elements that the delta changes; one that cannot be read says so."""
+    """Share of elements that the delta changes; "damaged" if it cannot be read."""
     from penstock.errors import WeightsError
     from penstock.weights.deltas.density import count_changes
 
-    # Deltas keep the layout, so every file along the way has that of the last.
-    whole = (step.target, step.base, *(each.base for each in file.chain))
+    # Deltas keep the layout, so every file of the chain has the layout of the last.
+    same_layout = (step.target, step.base, *(each.base for each in file.chain))
     try:
-        found = count_changes(store, step, whole)
+        found = count_changes(store, step, same_layout)
     except (WeightsError, OSError):
         return "damaged"
     return DASH if found is None else percent(*found)
@@ -243,7 +243,7 @@ def diff_lines(old: CatalogVersion, new: CatalogVersion, found: Comparison) -> l
     for label, names in (
         (f"only in {old.name}", found.removed),
         (f"only in {new.name}", found.added),
-        ("of another shape or type", found.reshaped),
+        ("different shape or dtype", found.reshaped),
     ):
         lines += [f"{label}: {shorten(name)}" for name in names]
     return lines
@@ -260,16 +260,16 @@ def _row(change: TensorChange) -> tuple[str, ...]:
 
 
 def shorten(name: str) -> str:
-    """A long name without its middle: layers differ at the front, parameters at the back."""
+    """A long name without its middle: layers differ at the start, parameters at the end."""
     if len(name) <= NAME_WIDTH:
         return name
-    front = NAME_WIDTH // 2
-    return f"{name[:front]}…{name[front + 1 - NAME_WIDTH :]}"
+    head = NAME_WIDTH // 2
+    return f"{name[:head]}…{name[head + 1 - NAME_WIDTH :]}"
 
 
-def percent(part: int, whole: int) -> str:
-    """`0.84 %`, `12 %`; what is more than nothing never reads as nothing."""
-    share = 100 * part / whole if whole else 0.0
+def percent(part: int, total: int) -> str:
+    """`0.84 %`, `12 %`; a nonzero share is never shown as zero."""
+    share = 100 * part / total if total else 0.0
     if 0 < share < 0.01:
         return "<0.01 %"
     return f"{share:.2f} %" if share < 9.995 else f"{share:.0f} %"

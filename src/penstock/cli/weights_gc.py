@@ -1,46 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock weights gc`: delete what a run's weight store need not keep."""
+"""`penstock weights gc`: delete unreferenced versions from a run's weight store."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from penstock.config import RunConfig
-    from penstock.dataflow.service.trainers.messages import VersionInUse
-    from penstock.fleet.run_folder import RunFolder
 
 
 def gc(run: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
-    """Delete versions that no node, checkpoint or row refers to, and whole files that deltas lead
-    to. A running trainer does so by itself.
+    """Delete unreferenced versions, and full files that deltas can rebuild.
+
+    A version is referenced by nodes, checkpoints and rows. A running trainer cleans up by itself.
 
     Parameters
     ----------
     run
-        The run folder, or its config file; running or finished.
+        Run folder, or its config file; running or finished.
     dry_run
-        Only tell what would be deleted.
+        Only print what would be deleted.
     json
         Print one JSON object as the last line.
     """
     from penstock.cli.output import format_bytes, pluralise, print_json
     from penstock.dataflow.service.trainers.messages import VersionUser
     from penstock.errors import WeightsError
+    from penstock.runs.control import versions_in_use
     from penstock.runs.target import find_run_folder
     from penstock.weights.retention import execute_plan, plan_deletion
     from penstock.weights.store import DirectoryStore
 
     folder = find_run_folder(run)
     config = folder.read_config()
-    used = _in_use(folder, config)
+    used = versions_in_use(folder, config)
     if not used:
-        raise WeightsError(f"no version of {run} is published yet; there is nothing to delete")
+        raise WeightsError(f"nothing to delete: {run} has not published a version yet")
     store = DirectoryStore(folder.weights)
     with store.deleting() as has_lock:
         if not has_lock:
-            raise WeightsError(f"a trainer writes into {folder.weights} now; try again in a moment")
+            raise WeightsError(f"a trainer is writing to {folder.weights}; try again in a moment")
         found = plan_deletion(
             store,
             [version.manifest_digest for version in used],
@@ -61,7 +57,7 @@ def gc(run: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
             }
         )
     else:
-        verb = "would go" if dry_run else "deleted"
+        verb = "would be deleted" if dry_run else "deleted"
         print(
             f"{pluralise(len(found.manifests), 'version')} and "
             f"{pluralise(len(found.blobs), 'file')} "
@@ -69,28 +65,3 @@ def gc(run: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
         )
         print(f"{pluralise(found.num_versions, 'version')} kept, {format_bytes(found.kept_bytes)}")
     return 0
-
-
-def _in_use(folder: RunFolder, config: RunConfig) -> list[VersionInUse]:
-    """As the service says, which knows the nodes; of a run that is over, as its ledger says."""
-    from penstock.dataflow.client.dataflow import StatusClient
-    from penstock.dataflow.ledger.recorded import open_recorded_run
-    from penstock.dataflow.service.trainers.version_use import versions_in_use_on_disk
-    from penstock.types import PolicyName
-    from penstock.wire.auth import Role
-
-    if folder.launcher_pid() is not None:
-        token = folder.token(config.name, Role.READER, ttl_s=60.0)
-        reader = StatusClient(folder.endpoints().dataflow, token)
-        try:
-            return list(reader.versions_in_use().versions)
-        finally:
-            reader.close()
-    bounds = {
-        PolicyName(name): config.for_policy(name).training.max_staleness for name in config.models
-    }
-    recorded = open_recorded_run(folder.path / "ledger")
-    try:
-        return list(versions_in_use_on_disk(recorded, bounds))
-    finally:
-        recorded.close()

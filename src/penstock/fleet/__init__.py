@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gives processes to machines: run folders, plans of services, launchers. Starts commands,
-not objects."""
+"""Processes on machines: run folders, lists of services, launchers. Starts commands, not
+objects."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last one to leave: kills the process groups of a launcher that died without doing so itself.
+"""Kills the process groups that a crashed launcher left behind.
 
-A service's own children (reward workers, agents) do not notice when the launcher is killed; this
-process does, because its stdin closes. Reads `+PGID` and `-PGID` lines. Runs as a script with the
-standard library alone.
+Children of a service (reward workers, agents) do not notice when the launcher is killed; this
+process does, because its stdin closes. Reads `+PGID` and `-PGID` lines. Runs as a script and uses
+only the standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 
 def surviving_groups(lines: Iterable[str]) -> set[int]:
-    """The groups still alive when the lines end."""
+    """Process groups that were added but not removed."""
     groups: set[int] = set()
     for line in lines:
         number = line[1:].strip()

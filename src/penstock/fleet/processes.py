@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups and parenthood on Linux: start, look, end, and die with the parent.
+"""Process groups on Linux: start, reap, signal, and die with the parent.
 
-Owns the system calls. Decides nothing: what to start, restart or stop is the launcher's business.
+Owns the system calls. The launcher decides what to start, restart or stop.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ from pathlib import Path
 from penstock.fleet import orphan_reaper
 
 PARENT_PID_ENV = "PENSTOCK_PARENT_PID"
-"""Set by a launcher for its children: the process they must not outlive."""
+"""Set by a launcher for its children: the process whose death ends them."""
 _PR_SET_PDEATHSIG = 1
 
 
 def exit_with_parent() -> None:
-    """Called first by every service: the kernel kills it when its launcher is gone, even by
-    SIGKILL.
+    """Make the kernel kill this process when its launcher dies, even by SIGKILL.
 
-    Does nothing for a service started by hand."""
+    Every service calls it first. Does nothing in a service that was started by hand."""
     parent = os.environ.get(PARENT_PID_ENV, "")
     if not parent.isdigit():
         return
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it died before the line above
+    if os.getppid() != int(parent):  # the parent died before prctl
         os._exit(1)
 
 
 def start(
     command: Sequence[str], *, env: Mapping[str, str], cwd: Path | None, log: Path
 ) -> subprocess.Popen[bytes]:
-    """A child in a session and process group of its own, writing to the end of a log file."""
+    """Start a child in a new session and process group; its output is appended to a log file."""
     with log.open("ab") as out:
         return subprocess.Popen(
             command,
@@ -54,9 +53,9 @@ def start(
 
 
 def reap(child: subprocess.Popen[bytes]) -> int | None:
-    """Exit code if the child has ended; then all that it left in its group is dead too.
+    """The exit code if the child has exited, else None. Kills the rest of its process group.
 
-    The group is killed before the child is waited for: until then its number cannot be reused."""
+    The group is killed before the child is waited for: until then its id cannot be reused."""
     if child.returncode is None:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         if os.waitid(os.P_PID, child.pid, flags) is None:
@@ -73,7 +72,7 @@ def signal_group(group: int, number: signal.Signals) -> None:
 
 
 class OrphanReaper:
-    """Launcher's side of `guard.py`."""
+    """The launcher's end of the pipe to `orphan_reaper.py`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -101,11 +100,11 @@ class OrphanReaper:
             self._process.stdin.write(line)
             self._process.stdin.flush()
         except BrokenPipeError:
-            return  # somebody killed the guard; children still die with us by PDEATHSIG
+            return  # the reaper was killed; children still die with us by PDEATHSIG
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process and of all children it has waited for."""
+    """CPU seconds of this process and of its reaped children."""
     total = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)

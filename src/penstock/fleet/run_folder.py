@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run folder: where everything of a run lies, who holds it, and where its services listen.
+"""The run folder: its layout, its lock, and the addresses of the run's services.
 
-Owns the layout, the lock, the addresses chosen once, log folders and tokens of one run. Knows
-nothing of processes, and never opens the ledger, the weights or a checkpoint.
+Also owns log folders and tokens. Knows nothing about processes, and never opens the ledger, the
+weights or a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from penstock.wire.codec import JSON, decode, encode_json
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 PORTS = range(18_000, 32_000)
-"""Below the ports Linux gives to outgoing connections, so none of those takes ours during a
-restart."""
+"""Below Linux's range for outgoing connections, so that none takes our port during a restart."""
 LOCK_TIMEOUT_S = 1.0
-"""Whoever asks for the holder has the lock for a moment, so a refused lock is tried again."""
+"""A process that checks for the launcher takes the lock for a moment, so retry this long."""
 
 AUDIENCES: Mapping[Role, tuple[Audience, ...]] = {
     Role.READER: (Audience.DATAFLOW,),
@@ -40,29 +39,29 @@ AUDIENCES: Mapping[Role, tuple[Audience, ...]] = {
     Role.GATEWAY: (Audience.DATAFLOW, Audience.WEIGHTS, Audience.GATEWAY),
     Role.SESSION: (Audience.GATEWAY,),
 }
-"""Whom a token of these roles may be shown to; all others speak to the dataflow and the weights."""
+"""Services that accept a token of these roles; all other roles use dataflow and weights."""
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """`run/endpoints.json`: chosen at the first start and kept, so that whoever joined finds the
+    """`run/endpoints.json`: chosen at the first start and kept, so that nodes which joined find the
     run again."""
 
     dataflow: str
     weights: str
     work_dir: str
-    """Where `penstock run` was first started; relative paths of the config mean this folder."""
+    """Where `penstock run` was first started; relative paths in the config refer to it."""
     python_path: tuple[str, ...] = ()
-    """Folders of the user's own modules: the one of the config file."""
+    """Folders of the user's modules: the folder of the config file."""
     partitions: tuple[str, ...] = ()
-    """Of the further data partitions, number 1 first."""
+    """URLs of the additional data partitions, from number 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherRecord:
-    """`run/launcher.json`: the process that holds the run, and its children."""
+    """`run/launcher.json`: the launcher of the run and its child processes."""
 
     pid: int
     started_at: float
@@ -72,8 +71,7 @@ class LauncherRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRecord:
-    """`run/finished.json`: written once, when the last step is committed and all services have
-    ended."""
+    """`run/finished.json`: written when the last step is committed and all services have exited."""
 
     finished_at: float
     steps: int
@@ -82,19 +80,19 @@ class FinishRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkOrigin:
-    """`run/parent.json`: what a forked run began from."""
+    """`run/parent.json`: where a forked run comes from."""
 
     run: str
     """Folder of the other run."""
     step: int
-    """Its number, which is number 0 here."""
+    """The step of the other run that is step 0 here."""
     weights_only: tuple[str, ...] = ()
-    """Policies that began with their weights alone, and a new optimizer."""
+    """Policies that started from weights only, with a fresh optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceDigests:
-    """`run/sources.json`: what makes a changed data set known."""
+    """`run/sources.json`: detects a changed dataset."""
 
     digests: dict[str, str]
 
@@ -119,8 +117,8 @@ class RunFolder:
         folder = cls(path)
         if not folder.config_file.is_file():
             raise ConfigError(
-                f"{path} is no run folder: it has no config.yaml. `penstock run FILE` makes one at "
-                "OUTPUT_DIR/NAME of the config; give that folder"
+                f"{path} is not a run folder (no config.yaml); pass OUTPUT_DIR/NAME of the config, "
+                "which `penstock run` creates"
             )
         return folder
 
@@ -131,7 +129,7 @@ class RunFolder:
         _write_atomically(self.config_file, dump(config).encode())
 
     def last_started_config(self) -> RunConfig | None:
-        """The config that a launcher last started the run with, whatever config.yaml says now."""
+        """The config of the last launch, whatever config.yaml contains now."""
         stored = self._run / "adopted.yaml"
         return load(stored) if stored.exists() else None
 
@@ -139,7 +137,7 @@ class RunFolder:
         _write_atomically(self._run / "adopted.yaml", dump(config).encode())
 
     def sources(self) -> dict[str, str]:
-        """By source, a digest of the tasks it gave at the last start that looked at them all."""
+        """Digest of each source's tasks, from the last launch that checked them."""
         stored = _read(self._run / "sources.json", SourceDigests)
         return {} if stored is None else stored.digests
 
@@ -155,25 +153,25 @@ class RunFolder:
             self._run / "sources.json", encode_json(SourceDigests(digests=dict(digests)))
         )
 
-    # --- facts of a running run -------------------------------------------------------------------
+    # --- state of the run -------------------------------------------------------------------------
 
     def endpoints(self) -> Endpoints:
         found = _read(self._run / "endpoints.json", Endpoints)
         if found is None:
             raise ConfigError(
-                f"{self.path} was never started; `penstock run {self.path}` starts it"
+                f"{self.path} was never started; start it with `penstock run {self.path}`"
             )
         return found
 
     def python_path(self) -> tuple[str, ...]:
-        """Where the user's modules were found when the run was first started."""
+        """Folders of the user's modules, as of the first start."""
         stored = _read(self._run / "endpoints.json", Endpoints)
         return () if stored is None else stored.python_path
 
     def allocate_endpoints(
         self, work_dir: Path, python_path: tuple[str, ...], *, num_partitions: int = 1
     ) -> Endpoints:
-        """The addresses of this run; free ports are drawn once and kept."""
+        """The addresses of this run; free ports are picked once and kept."""
         stored = _read(self._run / "endpoints.json", Endpoints)
         if stored is None:
             first = free_port()
@@ -211,18 +209,17 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Generator[None]:
-        """Hold the run; a second launcher is refused with the pid of the first.
+        """Lock the run; a second launcher is rejected with the pid of the first.
 
-        The lock belongs to the open file, so it ends with the process, however that dies."""
+        The lock belongs to the open file, so it ends with the process, however that ends."""
         self._run.mkdir(parents=True, exist_ok=True)
         lock = os.open(self._run / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             if not _try_lock(lock, fcntl.LOCK_EX, timeout_s=LOCK_TIMEOUT_S):
                 launcher_pid = self.launcher_pid()
                 raise LaunchError(
-                    f"{self.path} is held by another `penstock run` (pid "
-                    f"{launcher_pid or 'unknown'}); "
-                    f"`penstock status {self.path}` shows it, `penstock stop {self.path}` ends it"
+                    f"{self.path} is already running (pid {launcher_pid or 'unknown'}); "
+                    f"`penstock status {self.path}` shows it, `penstock stop {self.path}` stops it"
                 )
             _write_pid(lock)
             yield
@@ -230,9 +227,9 @@ class RunFolder:
             os.close(lock)
 
     def launcher_pid(self) -> int | None:
-        """Pid of the launcher that holds the run now, or None.
+        """Pid of the launcher that has the lock, or None.
 
-        Asks by a shared lock, so that two who ask do not take each other for a launcher."""
+        Tests with a shared lock, so that two tests do not mistake each other for a launcher."""
         try:
             lock = (self._run / "lock").open("r")
         except FileNotFoundError:
@@ -246,7 +243,7 @@ class RunFolder:
     # --- logs, tokens -----------------------------------------------------------------------------
 
     def new_attempt(self) -> tuple[int, Path]:
-        """A fresh log folder for this start of the run; `logs/latest` points at it."""
+        """A new log folder for this start of the run; `logs/latest` points to it."""
         self.logs.mkdir(parents=True, exist_ok=True)
         numbers = [int(p.name[8:]) for p in self.logs.glob("attempt_*") if p.name[8:].isdigit()]
         number = max(numbers, default=0) + 1
@@ -259,12 +256,12 @@ class RunFolder:
         return number, attempt
 
     def token(self, run: str, role: Role, *, ttl_s: float, subject: str = "") -> str:
-        """A token for whoever plays this role; made only where the signing key is readable."""
+        """A token for this role; needs a readable signing key."""
         audiences = AUDIENCES.get(role, (Audience.DATAFLOW, Audience.WEIGHTS))
         return Signer.read(self.keys, run).mint(role, audiences, ttl_s=ttl_s, subject=subject)
 
     def relay_token(self, run: str, role: Role, *, ttl_s: float) -> str:
-        """What somebody of this role shows to relays; worth nothing elsewhere."""
+        """A token for this role that only relays accept."""
         return Signer.read(self.keys, run).mint(role, [Audience.RELAY], ttl_s=ttl_s)
 
     def public_key(self) -> str:
@@ -275,7 +272,7 @@ class RunFolder:
 
 
 def free_bytes(path: Path) -> int:
-    """Free disk space where this path is or will be."""
+    """Free disk space at this path, which need not exist yet."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
@@ -289,7 +286,9 @@ def free_port(*, exclude: Iterable[int] = ()) -> int:
     for port in random.sample(PORTS, k=200):
         if port not in taken and is_port_free(port):
             return port
-    raise LaunchError(f"no free port between {PORTS.start} and {PORTS.stop}; close some programs")
+    raise LaunchError(
+        f"no free port between {PORTS.start} and {PORTS.stop}; stop programs that listen there"
+    )
 
 
 def is_port_free(port: int) -> bool:
@@ -303,14 +302,14 @@ def is_port_free(port: int) -> bool:
 
 
 def wait_for_port(url: str, *, timeout_s: float, what: str) -> None:
-    """Wait until the last owner of this address is gone; a stranger's program is an error."""
+    """Wait for a previous service of this run to release its port; raise if it stays in use."""
     port = int(url.rpartition(":")[2])
     deadline = time.monotonic() + timeout_s
     while not is_port_free(port):
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"port {port}, where this run's {what} listens, is taken by another program; stop "
-                "it, or delete run/endpoints.json in the run folder to draw new ports"
+                f"port {port} of this run's {what} is in use by another program; stop it, or "
+                "delete run/endpoints.json in the run folder to pick new ports"
             )
         time.sleep(0.05)
 
@@ -336,7 +335,7 @@ def _write_pid(lock: int) -> None:
         os.pwrite(lock, text, 0)
         os.ftruncate(lock, len(text))
     except OSError as error:  # a full disk; the lock itself holds
-        _log.warning("the pid is not in the lock file", error=str(error))
+        _log.warning("pid not written to lock file", error=str(error))
 
 
 def _write_atomically(path: Path, content: bytes) -> None:

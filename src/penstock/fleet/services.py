@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes a run consists of, as commands with their environment.
+"""The processes of a run, as commands with their environment.
 
-Owns the list and its names. Starts nothing; a launcher does. A token never stands in a command,
-where every user of the machine could read it, only in an environment; nor does a password.
+Owns the list and its names. A launcher starts them. Tokens and passwords go into the environment,
+never into a command line, which every user of the machine can read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.wire.auth import Role
 
 TOKEN_ENV = "PENSTOCK_TOKEN"
 TOKEN_TTL_S = 7 * 24 * 3600.0
-"""A service that outlives its token is refused, ends, and is restarted with a new one."""
+"""A service whose token expires is rejected, exits, and is restarted with a new one."""
 THREAD_COUNT_ENVS = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -31,11 +31,11 @@ THREAD_COUNT_ENVS = (
 
 class ServiceKind(StrEnum):
     SERVER = "server"
-    """Never ends by itself; stopped last, in reverse order of the plan."""
+    """Runs until it is stopped; stopped last, in reverse order."""
     NODE = "node"
-    """Drains on SIGTERM; exit code 0 after the end of the run."""
+    """Drains on SIGTERM; exits with 0 when the run ends."""
     TRAINER = "trainer"
-    """Exit code 0: its policy is trained."""
+    """Exits with 0 when its policy is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,8 @@ class ServiceSpec:
 
 
 def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, ...]:
-    """Dataflow with its partitions, weights front, a worker of every pipeline stage that is placed
-    elsewhere, `replicas` nodes and one trainer per policy, all on this machine."""
+    """Every service of a run on this machine: dataflow and its partitions, weight server, a worker
+    for each pipeline stage outside the trainer, and per policy one trainer and `replicas` nodes."""
     run_dir_args = ("--run-dir", str(folder.path))
     services = [
         ServiceSpec(
@@ -139,7 +139,7 @@ def _token_env(
 
 
 def _store_env(config: RunConfig) -> Mapping[str, str]:
-    """The password of the store, which the config in the run's folder does not have."""
+    """The store's password, which the config in the run folder does not contain."""
     password = password_in(config.dataflow.store)
     return {PASSWORD_ENV: password} if password else {}
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a running penstock says about itself: logs, metrics lines, Prometheus samples."""
+"""Logs, metrics as JSON lines, and Prometheus metrics."""

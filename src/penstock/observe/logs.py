@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Structured logs: JSON lines on stderr, a readable form when stderr is a terminal.
 
-Owns the one place where structlog and the standard library's logging are set up. Refuses to open
-files: whoever starts a process decides where its stderr goes.
+The only place that sets up structlog and the standard library's logging. Opens no files: the
+launcher decides where stderr goes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ NOISY_LOGGERS = (
     "filelock",
     "asyncio",
 )
-"""Libraries whose INFO lines describe every request; only their warnings are worth a line."""
+"""Libraries that log every request at INFO; only their warnings are kept."""
 
 
 def configure(service: str, *, level: str = "info", stream: TextIO | None = None) -> None:
-    """Send every log line of this process, ours and the libraries', to one stream in one form."""
+    """Send every log line of this process, ours and the libraries', to one stream in one format."""
     out = sys.stderr if stream is None else stream
     number = logging.getLevelNamesMapping()[level.upper()]
     structlog.contextvars.clear_contextvars()

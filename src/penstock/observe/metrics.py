@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics as JSON lines: one append per record, whole lines only, readable while it grows.
+"""Metrics as JSON lines: one append per record, complete lines only, readable while it grows.
 
-An export for plots and scripts. The ledger stays the truth; nothing in penstock reads this back.
+An export for plots and scripts. Nothing in penstock reads it back; the ledger has the facts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Value = float | int | str | bool | None
 
 
 class MetricsFile:
-    """Appends records to one file; several processes may, because a line is one write."""
+    """Appends records to one file. Several processes may share it, because a line is one write."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

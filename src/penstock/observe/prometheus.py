@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Prometheus registry per service, and its text for a `/metrics` route.
 
-Each service owns a registry of its own, so two services in one test process never collide.
+Each service has a separate registry, so that two services in one test process do not collide.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ MEDIA_TYPE = CONTENT_TYPE_LATEST
 
 
 def new_registry(service: str, run: str) -> CollectorRegistry:
-    """A registry that already tells which process of which run it belongs to."""
+    """A registry labelled with service and run."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
-    info = Info("penstock", "The process that answers.", registry=registry)
+    info = Info("penstock", "Service and run of this process.", registry=registry)
     info.info({"service": service, "run": run})
     return registry
 

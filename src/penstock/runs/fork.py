@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The making of a fork: a run folder that begins with what a step of another one left."""
+"""Forks a run: a new run folder that starts from a step of another run."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WeightsOnly:
-    """All that is left of a policy at some step."""
+    """Weights of a policy at a step whose checkpoint is gone."""
 
     folder: Path
     """Temporary; an ordinary model folder."""
     damage: str
-    """Why the checkpoint of that step cannot be used; empty where there is none."""
+    """Why the checkpoint of that step is unusable; empty if there is none."""
 
 
 def fork_run(
     parent: RunFolder, overrides: Sequence[str], step: int, name: str | None
 ) -> tuple[RunFolder, Mapping[str, str]]:
-    """The new folder, and the policies of which only weights were left, with what is wrong with
-    their checkpoints, if they have one; made in a hidden folder that is renamed when all of it is
-    there."""
+    """Create a run folder next to `parent` that starts from its step `step`.
+
+    Returns the new folder, and the policies that start from weights only, each with the damage of
+    its checkpoint (empty if it has none). Built in a hidden folder and renamed when complete.
+    """
     from penstock.config import load
     from penstock.errors import ConfigError
     from penstock.fleet.run_folder import ForkOrigin, RunFolder
@@ -45,13 +47,13 @@ def fork_run(
     loaded = load(parent.config_file, [f"name={json.dumps(new_name)}", *overrides])
     if loaded.output_dir != old.output_dir:
         raise ConfigError(
-            f"a fork is made beside its parent, in {runs_dir}; leave output_dir out, and move the "
-            "folder afterwards"
+            f"a fork is created next to its parent, in {runs_dir}: remove the output_dir override, "
+            "and move the folder afterwards"
         )
-    config = loaded.model_copy(update={"output_dir": str(runs_dir)})  # it may hold what YAML reads
+    config = loaded.model_copy(update={"output_dir": str(runs_dir)})  # a path that YAML would parse
     folder = runs_dir / config.name
     if folder.exists():
-        raise ConfigError(f"{folder} exists; give the new run another name with --name")
+        raise ConfigError(f"{folder} already exists; choose another name for the new run (--name)")
     with tempfile.TemporaryDirectory(prefix=".fork-", dir=runs_dir) as temporary:
         staging = RunFolder(Path(temporary) / "run")
         staging.path.mkdir()
@@ -73,7 +75,7 @@ def fork_run(
 
 
 def _copy_python_path(parent: RunFolder, fork_folder: RunFolder, config: RunConfig) -> None:
-    """The user's modules and relative paths are those of the parent; addresses are its own."""
+    """The fork imports modules and resolves paths like its parent, but has its own addresses."""
     known = parent.endpoints()
     fork_folder.allocate_endpoints(
         Path(known.work_dir), known.python_path, num_partitions=config.dataflow.partitions
@@ -83,8 +85,8 @@ def _copy_python_path(parent: RunFolder, fork_folder: RunFolder, config: RunConf
 def _write_step_zero(
     config: RunConfig, policy: str, found: Checkpoint | _WeightsOnly, fork_folder: RunFolder
 ) -> None:
-    """Number 0 of the new run. Its config names the model that the parent began with, which is what
-    a reference or a critic begins with here too."""
+    """Write step 0 of the new run. The config still names the parent's initial model, from which a
+    reference or critic starts here too."""
     from penstock.trainer.service import make_checkpoints, save_initial_checkpoint
 
     checkpoints = make_checkpoints(config, policy, fork_folder.path)
@@ -97,7 +99,7 @@ def _write_step_zero(
 def _find_start(
     parent: RunFolder, config: RunConfig, policy: str, step: int, temporary: Path
 ) -> Checkpoint | _WeightsOnly:
-    """The checkpoint of this step, or the weights of that number."""
+    """The checkpoint of this step, or else its published weights."""
     from penstock.errors import ConfigError
     from penstock.trainer.checkpoint import format_unusable
     from penstock.trainer.service import make_checkpoints
@@ -124,18 +126,14 @@ def _find_start(
     kept = ", ".join(str(found.cursor.number) for found in complete) or "none"
     weights = ", ".join(str(version.manifest.number) for version in available) or "none"
     raise ConfigError(
-        f"{parent.path} keeps nothing of {policy} at step {step}: checkpoints {kept}; weights "
-        f"alone {weights}. Choose one of these with --at"
-        + (
-            f"\n  these checkpoints cannot be used:\n{format_unusable(unusable)}"
-            if unusable
-            else ""
-        )
+        f"no checkpoint or weights of {policy} at step {step} in {parent.path}. Available "
+        f"checkpoints: {kept}; weights only: {weights}. Choose one of these steps (--at)"
+        + (f"\n  unusable checkpoints:\n{format_unusable(unusable)}" if unusable else "")
     )
 
 
 def _published_digest(parent: RunFolder, policy: str, step: int) -> str:
-    """Digest of the manifest under this number on the surviving lineage; empty for none."""
+    """Manifest digest of the version published at this step; empty if there is none."""
     from penstock.dataflow.ledger.recorded import open_recorded_run
     from penstock.dataflow.ledger.sealed_batches import SealedBatches
     from penstock.types import PolicyName

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a config and a folder to a finished run: the one path that `run` and `demo` share.
+"""Launches or resumes a run on this machine and supervises it until it ends.
 
-Owns the order of things: lock, compare configs, start, watch, stop. Wires the launcher, the watch
-and the display together; each of them knows nothing of the others.
+Owns the order: lock the folder, compare configs, start services, watch, stop. Wires launcher,
+status poller and display together; none of them knows the others. Installs no signal handlers: a
+`StopRequest` ends the run.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Protocol
 
-from penstock.cli.output import note
 from penstock.config import RunConfig, changed, differences, identity
 from penstock.dataflow.client.dataflow import StatusClient
 from penstock.dataflow.sources import are_same_tasks, preferred_digest
@@ -26,21 +21,17 @@ from penstock.errors import ConfigError, LaunchError
 from penstock.fleet.launchers.local import POLL_S, LocalLauncher
 from penstock.fleet.run_folder import FinishRecord, LauncherRecord, RunFolder, wait_for_port
 from penstock.fleet.services import local_services
-from penstock.runs.monitor import ErrorTail, RunView, StatusPoller
-from penstock.wire.auth import Role, Signer
+from penstock.runs.control import make_status_client
+from penstock.runs.display import Display, NoDisplay
+from penstock.runs.monitor import ErrorTail, StatusPoller
+from penstock.wire.auth import Signer
 
 REDRAW_S = 0.5
 NODE_EXIT_TIMEOUT_S = 5.0
-"""Nodes leave by themselves when the run is complete; they get this long."""
+"""Maximum wait for nodes to exit by themselves after the run is complete."""
 FINISH_TIMEOUT_S = 60.0
-"""The dataflow must say `finished` so long after the last trainer ended."""
+"""Maximum wait for the dataflow to report `finished` after the last trainer exits."""
 READER_TTL_S = 3600.0
-
-
-class Display(Protocol):
-    def update(self, view: RunView) -> None: ...
-    def notify(self, text: str) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,36 +45,42 @@ class LaunchResult:
     reward: float | None
     seconds: float
     signal: int = 0
-    """The signal that stopped it, 0 for none."""
+    """The signal that stopped it; 0 for none."""
     was_finished: bool = False
-    """There was nothing left to do."""
+    """The run was already complete; nothing was started."""
 
 
 @dataclass(slots=True)
 class StopRequest:
-    """A request to stop, made by a signal."""
+    """Set by a signal handler or another thread to stop a run gracefully."""
 
     number: int = 0
+    """The signal; 0 while the run should continue."""
     is_final: bool = False
-    """Everything is being killed; further signals change nothing."""
+    """Everything is being killed; further requests have no effect."""
 
 
-class ForcedStop(Exception):
-    """A second signal: end everything at once."""
+class ForcedStop(KeyboardInterrupt):
+    """Raised by a signal handler in the launching thread: kill everything without waiting."""
 
 
 def launch(
     config: RunConfig,
     folder: RunFolder,
     *,
-    python_path: tuple[str, ...],
-    headless: bool,
+    python_path: tuple[str, ...] = (),
+    display: Display | None = None,
+    stop: StopRequest | None = None,
     sources: Mapping[str, str] | None = None,
     accept_changes: bool = False,
 ) -> LaunchResult:
-    """Run or resume until the last step, a signal, or an error that will not pass.
+    """Start or resume a run and supervise it until its last step, a stop request or a permanent
+    error.
 
-    sources: digests of the tasks of the user's own sources, as far as they are known."""
+    python_path: folders of the user's modules.
+    sources: digests of the tasks of user-defined sources, where known (`ensure_startable`).
+    accept_changes: resume although the config or dataset differs from the one it started with."""
+    display, stop = display or NoDisplay(), stop or StopRequest()
     began_at = time.monotonic()
     with folder.locked():
         finish = _claim_folder(config, folder, sources or {}, accept_changes=accept_changes)
@@ -105,14 +102,13 @@ def launch(
         wait_for_port(endpoints.weights, timeout_s=10.0, what="weight server")
 
         def make_reader() -> StatusClient:
-            token = folder.token(config.name, Role.READER, ttl_s=READER_TTL_S)
-            return StatusClient(endpoints.dataflow, token)
+            return make_status_client(folder, config.name, ttl_s=READER_TTL_S)
 
-        with _signals() as stop, StatusPoller(config.name, make_reader) as poller:
-            display = _display(headless=headless)
+        with StatusPoller(config.name, make_reader) as poller:
             try:
-                _supervise(config, folder, poller, display, stop)
-                display.update(poller.view())
+                if not stop.number:
+                    _supervise(config, folder, poller, display, stop)
+                    display.update(poller.view())
             finally:
                 display.close()
             result = _launch_result(folder, poller, stop, time.monotonic() - began_at)
@@ -128,15 +124,16 @@ def launch(
 def _claim_folder(
     config: RunConfig, folder: RunFolder, sources: Mapping[str, str], *, accept_changes: bool
 ) -> FinishRecord | None:
-    """Make the folder this config's own, or say why it is not; the finish, if nothing is left."""
+    """Claim the folder for this config, or raise if it belongs to another. Returns the finish
+    record if the run is already complete."""
     is_new = not folder.config_file.exists()
     known = config if is_new else folder.last_started_config() or folder.read_config()
     changes = [*changed(identity(known), identity(config)), *_changed_sources(folder, sources)]
     if changes and not accept_changes:
         listed = "\n".join(f"    {change}" for change in changes)
         raise ConfigError(
-            f"{folder.path} holds a run of another config or other data:\n{listed}\n"
-            "  give the new config another name, or resume with these changes by --accept-changes"
+            f"{folder.path} was started with a different config or dataset:\n{listed}\n"
+            "  Use another `name`, or pass --accept-changes to resume anyway"
         )
     if changes or differences(known, config):
         folder.clear_finish()  # first: killed between the two, the new config is not finished
@@ -153,7 +150,7 @@ def _changed_sources(folder: RunFolder, sources: Mapping[str, str]) -> Iterator[
     known = folder.sources()
     for name, digest in sources.items():
         if not are_same_tasks(known.get(name, digest), digest):
-            yield f"source {name}: its tasks are not those that the run began with"
+            yield f"source {name}: its tasks differ from those the run started with"
 
 
 def _supervise(
@@ -180,8 +177,8 @@ def _supervise(
         )
         try:
             folder.write_launcher(launcher_record)
-        except OSError as error:  # only people read it; a full disk must not end the run
-            notify(f"cannot record the pids of this run in {folder.path}: {error}; going on")
+        except OSError as error:  # for people only; a full disk must not end the run
+            notify(f"cannot record process ids in {folder.path}: {error}; the run continues")
 
     try:
         launcher.start()
@@ -189,7 +186,7 @@ def _supervise(
         tail = ErrorTail(launcher.logs())
         _supervise_loop(launcher, poller, display, tail, stop, record)
         if stop.number:
-            display.notify("stopping: nodes hand back their work (a second signal ends it at once)")
+            display.notify("stopping: nodes return their work (a second signal kills it)")
         else:
             launcher.wait_for_nodes(NODE_EXIT_TIMEOUT_S)
         launcher.stop()
@@ -209,8 +206,8 @@ def _supervise_loop(
     stop: StopRequest,
     record: Callable[[], None],
 ) -> None:
-    """consumes: deaths, errors in logs, status · produces: restarts, what is shown
-    waits for: the next twentieth of a second · woken by: nothing; ends at a signal or the last
+    """consumes: exits, errors in logs, status · produces: restarts, display updates
+    waits for: the next POLL_S · woken by: nothing; ends on a stop request or after the last
     step"""
     redraw_at = 0.0
     trained_at: float | None = None
@@ -224,8 +221,8 @@ def _supervise_loop(
                 return
             if now - trained_at > FINISH_TIMEOUT_S:
                 raise LaunchError(
-                    f"every trainer ended well, but the dataflow does not say that the run is "
-                    f"finished after {FINISH_TIMEOUT_S:.0f} s; see {launcher.logs()['dataflow']}"
+                    "every trainer exited with code 0, but the dataflow did not report the run as "
+                    f"finished within {FINISH_TIMEOUT_S:.0f} s; see {launcher.logs()['dataflow']}"
                 )
         if now >= redraw_at:
             redraw_at = now + REDRAW_S
@@ -233,40 +230,6 @@ def _supervise_loop(
                 poller.notify(error)
             display.update(poller.view())
         time.sleep(POLL_S)
-
-
-@contextmanager
-def _signals() -> Generator[StopRequest]:
-    """SIGINT, SIGTERM and SIGHUP ask for an orderly stop; a second one is not asked."""
-    stop = StopRequest()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if stop.is_final:
-            return
-        if stop.number:
-            stop.is_final = True
-            raise ForcedStop
-        stop.number = number
-
-    handled = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup penstock run`
-        handled.append(signal.SIGHUP)
-    before = {number: signal.signal(number, on_signal) for number in handled}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _display(*, headless: bool) -> Display:
-    if headless or not sys.stderr.isatty():
-        from penstock.cli.progress_lines import ProgressLines
-
-        return ProgressLines()
-    from penstock.cli.live_panel import Panel
-
-    return Panel()
 
 
 def _launch_result(
@@ -284,33 +247,3 @@ def _launch_result(
         seconds=round(seconds, 2),
         signal=stop.number,
     )
-
-
-def print_result(result: LaunchResult) -> int:
-    """Tell people how it ended and what they can do now; the exit code."""
-    where = _relative_to_cwd(Path(result.folder))
-    if result.was_finished:
-        note(
-            f"finished before: {result.steps} steps, {result.trajectories:,} trajectories in "
-            f"{where}"
-        )
-        return 0
-    if result.signal:
-        note(
-            f"stopped by {signal.Signals(result.signal).name} at step {result.steps}; nothing is "
-            f"lost. Resume with: penstock run {where}"
-        )
-        return 128 + result.signal
-    reward = "" if result.reward is None else f", reward {result.reward:.3f}"
-    note(
-        f"finished: {result.steps} steps, {result.trajectories:,} trajectories{reward} in "
-        f"{result.seconds:.0f} s; everything is in {where}"
-    )
-    return 0
-
-
-def _relative_to_cwd(path: Path) -> Path:
-    try:
-        return path.relative_to(Path.cwd())
-    except ValueError:
-        return path

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is to see of a run: the newest status, and what can only be known by having watched.
+"""Polls a run's status and derives reward curves and the ETA.
 
-Owns the thread that asks the dataflow once a second. Draws nothing.
+Owns the thread that polls the dataflow once a second. Draws nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from penstock.errors import WireError
 
 POLL_INTERVAL_S = 1.0
 ETA_WINDOW_STEPS = 20
-"""The time left is judged by the pace of so many last steps."""
+"""The ETA is estimated from the pace of this many recent steps."""
 ERROR_MARKERS = (b'"level": "error"', b'"level": "critical"', b'"msg": "rollout failed"')
-"""A failed rollout is a warning to its node; all of them failing is what a user must see."""
+"""To a node a failed rollout is a warning; a user should see it, since all may be failing."""
 
 
 @dataclass(slots=True)
@@ -38,11 +38,11 @@ class RewardCurve:
             self.rewards[policy.number] = policy.reward_mean
         if not self.times or self.times[-1][0] != policy.number:
             if self.times and policy.number < self.times[-1][0]:
-                self.times.clear()  # a trainer went back to its checkpoint
+                self.times.clear()  # the trainer resumed from a checkpoint
             self.times.append((policy.number, now))
 
     def eta_s(self, steps: int, now: float) -> float | None:
-        """Seconds to the last step, None before two steps were seen."""
+        """Seconds to the last step; None before two steps were observed."""
         if len(self.times) < 2:
             return None
         (first, since), (last, until) = self.times[0], self.times[-1]
@@ -52,26 +52,43 @@ class RewardCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """One look at a run."""
+    """The state of a run at one moment, for a display."""
 
     name: str
     elapsed_s: float
     status: Status | None
-    """The newest answer, None before the first."""
+    """The newest status; None before the first."""
     unreachable_s: float
     """Seconds since the dataflow last answered."""
     curves: dict[str, list[float]]
-    """Rewards in order of steps, by policy."""
+    """Rewards in step order, by policy."""
     eta_s: float | None
     note: str
-    """The last thing that went wrong: a death, or an error in a log."""
+    """The last problem: a service that exited, or an error in a log."""
+
+    @classmethod
+    def from_status(cls, status: Status) -> RunView:
+        """A single status, without the history that a poller collects."""
+        curves = {
+            str(policy.policy): [] if policy.reward_mean is None else [policy.reward_mean]
+            for policy in status.policies
+        }
+        return cls(
+            name=status.run,
+            elapsed_s=status.uptime_s,
+            status=status,
+            unreachable_s=0.0,
+            curves=curves,
+            eta_s=None,
+            note="",
+        )
 
 
 class StatusPoller:
-    """Asks for the status in a thread of its own; `view()` never waits."""
+    """Polls the status in a background thread; `view()` never blocks."""
 
     def __init__(self, name: str, make_reader: Callable[[], StatusClient]) -> None:
-        """`make_reader` is called again after a refusal, to get a fresh token."""
+        """`make_reader` is called again after an error, to get a fresh token."""
         self._name = name
         self._make_reader = make_reader
         self._began_at = time.monotonic()
@@ -92,7 +109,7 @@ class StatusPoller:
         self._thread.join(timeout=10.0)
 
     def progress(self) -> int:
-        """Grows whenever the run advances."""
+        """A number that grows as the run advances."""
         status = self._status
         if status is None:
             return 0
@@ -128,7 +145,7 @@ class StatusPoller:
 
     def _poll_loop(self) -> None:
         """consumes: the dataflow's status · produces: the newest view
-        waits for: the next second · woken by: the end of the run"""
+        waits for: POLL_INTERVAL_S · woken by: the end of the run"""
         reader = self._make_reader()
         while not self._ended.wait(POLL_INTERVAL_S):
             try:
@@ -148,7 +165,7 @@ class StatusPoller:
 
 
 class ErrorTail:
-    """The newest error line over a set of growing logs; reads each byte once."""
+    """Finds the newest error line in a set of growing logs; reads each byte once."""
 
     def __init__(self, logs: dict[str, Path]) -> None:
         self._logs = logs
@@ -169,9 +186,9 @@ class ErrorTail:
                 text = file.read(1 << 20)
         except OSError:
             return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read_bytes[name] = self._read_bytes.get(name, 0) + len(whole)
-        return whole.splitlines()
+        complete = text[: text.rfind(b"\n") + 1]
+        self._read_bytes[name] = self._read_bytes.get(name, 0) + len(complete)
+        return complete.splitlines()
 
 
 def _message(line: bytes) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What would make a run fail for sure, found without importing torch or the user's code.
+"""Checks whether a run can start here, and derives its sizes.
 
-Owns the list of such facts about this machine: packages, programs, model files, a folder to write
-into, disk.
+Owns the checks of this machine: packages, programs, model files, a writable folder, disk space.
+They import neither torch nor the user's code; a probe process runs that.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.config import CommandWorkflow, RunConfig
 from penstock.config.models import BUILTIN_MODELS
+from penstock.errors import ConfigError
 from penstock.fleet.run_folder import free_bytes
+from penstock.runs.probe import run_probe, user_stages, user_workflow
 from penstock.runs.target import RunTarget
 
 MIN_FREE_BYTES = 1 << 30
@@ -23,10 +26,64 @@ EXTRAS = {
     "train": ("torch", "transformers", "safetensors"),
     "tokens": ("tokenizers", "jinja2"),
 }
-"""Which packages each extra of penstock brings; every run that trains needs both."""
+"""The packages of each extra; every training run needs both."""
 
 
-def problems(target: RunTarget) -> Iterator[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySizes:
+    steps: int
+    rows_per_batch: int
+    trajectories: int
+    """In all steps together."""
+    updates_per_step: int
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSizes:
+    """Sizes that follow from a config."""
+
+    run: str
+    folder: str
+    policies: dict[str, PolicySizes]
+
+
+def derive_sizes(target: RunTarget) -> RunSizes:
+    config = target.config
+    policies: dict[str, PolicySizes] = {}
+    for name in config.models:
+        policy = config.for_policy(name)
+        has_tasks = any(source.task for source in config.sources)
+        num_members = policy.algorithm.num_generations if has_tasks else 1
+        rows = policy.training.groups_per_batch * num_members
+        policies[name] = PolicySizes(
+            steps=policy.training.steps,
+            rows_per_batch=rows,
+            trajectories=rows * policy.training.steps,
+            updates_per_step=policy.training.minibatches * policy.training.epochs,
+            nodes=policy.model.replicas,
+        )
+    return RunSizes(run=config.name, folder=str(target.folder.path), policies=policies)
+
+
+def ensure_startable(target: RunTarget) -> dict[str, str]:
+    """Raise ConfigError with every problem found; otherwise return the task digest of each source
+    that was probed. A run of built-in code only is not probed."""
+    config = target.config
+    workflow = user_workflow(config.workflow)
+    named = [*(source.task for source in config.sources), config.reward, workflow]
+    named += [str(stage["fn"]) for stage in user_stages(config) if stage["fn"]]
+    has_user_code = any(name and not name.startswith("penstock.") for name in named)
+    probed = run_probe(target) if has_user_code else None
+    found = [*find_problems(target), *(probed.problems if probed else ())]
+    if found:
+        listed = "\n".join(f"  - {text}" for text in found)
+        raise ConfigError(f"run {config.name} cannot start:\n{listed}")
+    return probed.digests if probed else {}
+
+
+def find_problems(target: RunTarget) -> Iterator[str]:
+    """What would make this run fail on this machine, one message per problem."""
     yield from _missing_extras()
     yield from _missing_models(target.config)
     yield from _vocabulary_mismatches(target.config)
@@ -45,8 +102,8 @@ def _missing_engines(config: RunConfig) -> Iterator[str]:
         program = (Path(own).expanduser() if own else default_environment()) / "bin" / "vllm"
         if not os.access(program, os.X_OK):
             yield (
-                f"policy {name} has engine: vllm, and there is no {program}; `penstock doctor` "
-                "tells how to get it"
+                f"models.{name}.engine is vllm, but {program} does not exist; `penstock doctor` "
+                "shows how to install it"
             )
 
 
@@ -67,15 +124,15 @@ def _missing_models(config: RunConfig) -> Iterator[str]:
             continue
         path = Path(init).expanduser()
         if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
-            fix = f"`hf download {init} --local-dir DIR` makes such a folder"
+            fix = f"download it with `hf download {init} --local-dir DIR` and set {where} to DIR"
             if init.startswith("builtin:"):
-                fix = f"built in is {', '.join(BUILTIN_MODELS)}"
-            yield f"{where}: no model with config.json and *.safetensors in {path}; {fix}"
+                fix = f"built-in models: {', '.join(BUILTIN_MODELS)}"
+            yield f"{where}: no config.json and *.safetensors in {path}; {fix}"
 
 
 def _configured_models(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(which key, the model it names) of all that trainers load. Stages placed elsewhere have their
-    models where they run, and beside own stages `algorithm.teacher` is not asked."""
+    """(config key, model) of every model that trainers load. Stages outside the trainer load their
+    models where they run, and custom stages replace `algorithm.teacher`."""
     stages = config.pipeline.stages if config.pipeline else ()
     for policy, model in config.models.items():
         yield f"models.{policy}.init", model.init
@@ -100,7 +157,7 @@ def _missing_program(config: RunConfig) -> Iterator[str]:
         return
     program = config.workflow.command[0]
     if shutil.which(program) is None:
-        yield f"workflow.command: no program {program!r} on this machine; give its full path"
+        yield f"workflow.command: program {program!r} not found; install it or use its full path"
 
 
 def _disk_problems(folder: Path) -> Iterator[str]:
@@ -108,8 +165,8 @@ def _disk_problems(folder: Path) -> Iterator[str]:
     while not nearest.exists():
         nearest = nearest.parent
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        yield f"output_dir: cannot write into {nearest}; set output_dir to a folder of yours"
+        yield f"output_dir: cannot write to {nearest}; set output_dir to a writable folder"
         return
     free = free_bytes(nearest)
     if free < MIN_FREE_BYTES:
-        yield f"only {free / 1e9:.1f} GB free at {nearest}; a run needs at least 1 GB"
+        yield f"output_dir: only {free / 1e9:.1f} GB free in {nearest}; a run needs at least 1 GB"

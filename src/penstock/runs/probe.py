@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's code, tried in a process of its own: what is asked of `probe`, and for how long."""
+"""Runs the user's code once in a separate process, with a time limit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from penstock.types import JsonObject
 
 DEADLINE_S = 30.0
-"""How long the user's modules may take to import and to answer once."""
+"""Time limit for importing the user's modules and calling each once."""
 
 
 def run_probe(target: RunTarget) -> ProbeResult:
-    """The user's code, tried in a process of its own."""
+    """Run the user's task, reward and workflow once and collect the problems."""
     from penstock.runs.probe_process import ProbeRequest, ProbeResult
     from penstock.wire.codec import JSON, decode, encode_json
 
@@ -42,20 +42,22 @@ def run_probe(target: RunTarget) -> ProbeResult:
     except subprocess.TimeoutExpired:
         return ProbeResult(
             problems=[
-                f"your task, reward, workflow or stages did not answer within {DEADLINE_S:.0f} s; "
-                "a node would wait as long for each of them"
+                f"your task, reward, workflow and stages took longer than {DEADLINE_S:.0f} s to "
+                "import and run once; make them faster, since every node imports them too"
             ]
         )
     if done.returncode != 0:
-        how = f"exit code {done.returncode}"
         return ProbeResult(
-            problems=[f"your task, reward, workflow or stage ended its process ({how})"]
+            problems=[
+                "your task, reward, workflow or stage ended its process (exit code "
+                f"{done.returncode}); remove calls such as sys.exit()"
+            ]
         )
     return decode(done.stdout, ProbeResult, media_type=JSON)
 
 
 def user_stages(config: RunConfig) -> list[JsonObject]:
-    """Stages of the user's pipeline that run a function, theirs or ours."""
+    """Stages of the config's pipeline that run a function, built-in or custom."""
     stages = config.pipeline.stages if config.pipeline else ()
     return [
         stage.model_dump(mode="json") for stage in stages if stage.fn or stage.type == "compute"
@@ -63,5 +65,5 @@ def user_stages(config: RunConfig) -> list[JsonObject]:
 
 
 def user_workflow(workflow: object) -> str:
-    """The user's own `module:function`; shipped workflows need no trying."""
+    """The `module:function` of a custom workflow; empty for a built-in one."""
     return workflow if isinstance(workflow, str) and ":" in workflow else ""

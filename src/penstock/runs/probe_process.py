@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the user's task, reward and workflow once, in a process that `penstock check` can kill.
 
-Started as `python -m penstock.runs.probe_process`: a Question as JSON on stdin, Findings as JSON
-on stdout.
-What the user's code prints goes to stderr. Uses the same loading and calling as dataflow and nodes,
-so what passes here passes there.
+Started as `python -m penstock.runs.probe_process`: a ProbeRequest as JSON on stdin, a ProbeResult
+as JSON on stdout. Output of the user's code goes to stderr. Loads and calls the code exactly as
+dataflow and nodes do, so code that passes here works there.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class ProbeRequest:
     workflow: str
     """Empty for a command, which is not run."""
     is_single_turn: bool
-    """The shipped workflow that asks for text under `prompt`."""
+    """The built-in workflow that needs text under `prompt`."""
     stages: list[JsonObject]
-    """Stages of the pipeline with functions of their own; these are looked at, not called."""
+    """Pipeline stages with custom functions; loaded but not called."""
     seed: int
     python_path: list[str]
 
@@ -48,9 +47,9 @@ class ProbeResult:
     tasks: dict[str, JsonObject] = field(default_factory=dict[str, JsonObject])
     """The first task of each source."""
     digests: dict[str, str] = field(default_factory=dict[str, str])
-    """Of the tasks of each source, so that a changed data set is noticed."""
+    """Digest of the tasks of each source, to detect a changed dataset."""
     reward: float | None = None
-    """What an empty answer to the first task earns."""
+    """Score of an empty completion of the first task."""
 
 
 def probe(request: ProbeRequest) -> ProbeResult:
@@ -84,14 +83,14 @@ def _try_source(
     else:
         if task != repeated:
             result.problems.append(
-                f"source {name!r}: make_task(0, {seed}) gave two different tasks; draw randomness "
-                "from the seed alone, so that a restart repeats it"
+                f"source {name!r}: two calls of make_task(0, {seed}) returned different tasks; "
+                "derive all randomness from the seed, so that a restart repeats the tasks"
             )
         if request.is_single_turn and not isinstance(task.payload.get("prompt"), str):
             maker = "its first line" if where.endswith(".jsonl") else "make_task"
             result.problems.append(
-                f'source {name!r}: {maker} gave no text under "prompt", which workflow single_turn '
-                f"asks; keys: {', '.join(map(str, task.payload)) or 'none'}"
+                f'source {name!r}: {maker} has no text under "prompt", which workflow single_turn '
+                f"needs; keys: {', '.join(map(str, task.payload)) or 'none'}"
             )
         result.tasks[name] = task.payload
 
@@ -109,9 +108,9 @@ def _try_reward(request: ProbeRequest, payload: JsonObject, result: ProbeResult)
         return
     answer = score(function, ScoreRequest(completions=[""], payloads=[payload]))
     if answer.error:
-        result.problems.append(f"reward {reward}, asked about an empty answer:\n{answer.error}")
+        result.problems.append(f"reward {reward} failed on an empty completion:\n{answer.error}")
     elif isinstance(answer.values[0], str):
-        result.problems.append(f"reward {reward} gave {answer.values[0]}, which is no number")
+        result.problems.append(f"reward {reward} returned {answer.values[0]}; expected a number")
     else:
         result.reward = answer.values[0]
 
@@ -136,19 +135,19 @@ def _try_stage(entry: JsonObject, request: ProbeRequest, result: ProbeResult) ->
 
 
 def _with_cause(text: str, error: ConfigError, request: ProbeRequest) -> str:
-    """Our message, and under it the user's own traceback when their module broke, or where we
-    looked when there is none."""
+    """Our message, followed by the user's traceback if their module failed, or by the folders we
+    searched if it does not exist."""
     cause = error.__cause__
     if cause is None:
         return text
     if isinstance(cause, ModuleNotFoundError) and _is_named_in_config(cause.name or "", request):
         folders = ", ".join([*request.python_path, "the installed packages"])
-        return f"{text}; looked in {folders}"
+        return f"{text}; searched {folders}"
     return f"{text}\n{_user_traceback(cause)}"
 
 
 def _is_named_in_config(module: str, request: ProbeRequest) -> bool:
-    """The config names this module (or one inside it), rather than the user's own code."""
+    """True if the config names this module or one inside it; False if only user code imports it."""
     functions = (request.reward, request.workflow, *(str(s["fn"]) for s in request.stages))
     named = [where for _, where, _ in request.sources] + [f.partition(":")[0] for f in functions]
     return any(f"{name}.".startswith(f"{module}.") for name in named)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step computed again: the ledger's record on one side, the trainer's arithmetic on the other."""
+"""Recomputes a training step from the ledger and compares it with the published version."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 class ReplayComparison:
     policy: str
     step: int
-    published: str
-    """Digest of the weights as published."""
+    published_digest: str
+    """Digest of the published weights."""
     replayed: ReplayResult
-    tensor: str
-    """The first that differs, empty for none."""
+    first_differing_tensor: str
+    """Empty if all tensors match."""
 
     @property
     def has_equal_weights(self) -> bool:
-        return self.replayed.stored.weights_digest == self.published
+        return self.replayed.stored.weights_digest == self.published_digest
 
     @property
     def is_equal(self) -> bool:
@@ -39,8 +39,8 @@ class ReplayComparison:
 
 
 def num_trainer_ranks(folder: RunFolder, policy: str | None) -> int:
-    """How many processes trained this policy: so many must compute a step again."""
-    from penstock.cli.service_process import add_import_paths, resolve_policy
+    """Number of ranks that trained this policy; a replay needs the same number."""
+    from penstock.runs.service_process import add_import_paths, resolve_policy
     from penstock.trainer.pipeline.builtin import chain_of
 
     config = folder.read_config()
@@ -51,10 +51,12 @@ def num_trainer_ranks(folder: RunFolder, policy: str | None) -> int:
 def replay_and_compare(
     folder: RunFolder, step: int, policy: str | None, rank_env: RankEnv | None = None
 ) -> ReplayComparison | None:
-    """What came of it; in a rank that is not the first, nothing."""
-    from penstock.cli.service_process import add_import_paths, resolve_policy
+    """Recompute `step` and compare it with the published version. None in ranks other than 0.
+
+    rank_env: needed if the policy was trained by several ranks; call this once in each of them."""
     from penstock.dataflow.ledger.recorded import open_recorded_run
     from penstock.dataflow.ledger.sealed_batches import SealedBatches
+    from penstock.runs.service_process import add_import_paths, resolve_policy
     from penstock.trainer.device import select_device
     from penstock.trainer.service import join_ranks, replay_step
     from penstock.types import PolicyName
@@ -93,9 +95,9 @@ def replay_and_compare(
     return ReplayComparison(
         policy=name,
         step=step,
-        published=published.weights_digest,
+        published_digest=published.weights_digest,
         replayed=replayed,
-        tensor=next(
+        first_differing_tensor=next(
             (
                 name
                 for name in replayed_tensors
@@ -111,14 +113,13 @@ def _not_published_error(batches: SealedBatches, policy: str, step: int) -> Stor
 
     numbers = sorted({version.number for version in batches.lineage.versions()})
     return StoreError(
-        f"{policy}: number {step} was never published on the surviving lineage, so nothing can be "
-        f"compared (published: {', '.join(map(str, numbers[-20:])) or 'none'}; when "
-        "publishing lags, numbers are left out)"
+        f"{policy}: step {step} was not published, so there is nothing to compare with. Published "
+        f"steps: {', '.join(map(str, numbers[-20:])) or 'none'} (a slow trainer skips some)"
     )
 
 
 def _tensors(store_root: Path, manifest_digest: str) -> dict[str, str]:
-    """Digest by tensor; empty when the store has let the version go."""
+    """Digest by tensor name; empty if the store has deleted the version."""
     from penstock.errors import WeightsError
     from penstock.weights.manifest import parse_manifest
     from penstock.weights.store import DirectoryStore
@@ -131,7 +132,7 @@ def _tensors(store_root: Path, manifest_digest: str) -> dict[str, str]:
 
 
 class _LedgerBatches:
-    """The ledger's words in those of the trainer."""
+    """Adapts recorded batches to the trainer's replay interface."""
 
     def __init__(self, batches: SealedBatches) -> None:
         self._batches = batches

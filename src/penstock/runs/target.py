@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user points at: a config file, or the folder of a run that has one."""
+"""Resolves what a user points to: a config file or a run folder."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class RunTarget:
     config: RunConfig
     folder: RunFolder
     python_path: tuple[str, ...]
-    """Where the user's own modules stand."""
+    """Folders of the user's modules."""
 
 
 def read_target(path: Path, overrides: Sequence[str] = ()) -> RunTarget:
-    """The config with overrides, its run folder, and the folder its modules are found in."""
+    """Load a config file, or the config of a run folder, with overrides."""
     if path.is_dir():
         folder = RunFolder.open_existing(path)
         config = load(folder.config_file, overrides)
@@ -31,7 +31,7 @@ def read_target(path: Path, overrides: Sequence[str] = ()) -> RunTarget:
 
 
 def find_run_folder(path: Path) -> RunFolder:
-    """The run folder meant by a folder, or by a config file."""
+    """The run folder itself, or the one that a config file describes."""
     return RunFolder.open_existing(
         path if path.is_dir() or not path.is_file() else run_dir(load(path))
     )

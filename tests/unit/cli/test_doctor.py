@@ -20,12 +20,12 @@ def write_environment(folder: Path, version: str) -> Path:
     return folder
 
 
-def test_an_environment_with_vllm_is_told_with_its_version(tmp_path: Path) -> None:
+def test_an_environment_with_vllm_is_shown_with_its_version(tmp_path: Path) -> None:
     found = check_vllm(write_environment(tmp_path, "0.32.1"))
     assert found.is_present and "0.32.1" in found.detail and not found.fix
 
 
-def test_another_version_is_told_with_a_word_of_caution(tmp_path: Path) -> None:
+def test_another_version_is_shown_with_a_warning(tmp_path: Path) -> None:
     found = check_vllm(write_environment(tmp_path, "0.29.0"))
     assert found.is_present and "vLLM 0.32" in found.fix[0]
 
@@ -35,10 +35,10 @@ def test_what_is_missing_comes_with_the_steps_to_get_it(
 ) -> None:
     assert doctor(environment=tmp_path / "none") == 0
     text = capsys.readouterr().out
-    assert f"- vllm         no {tmp_path / 'none'}/bin/vllm" in text
+    assert f"- vllm         {tmp_path / 'none'}/bin/vllm not found" in text
     assert "make setup-engine" in text
     doctor(environment=tmp_path / "none", json=True)
     findings = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
     by_name = {finding["name"]: finding for finding in findings}
-    assert not by_name["vllm"]["is_there"] and by_name["vllm"]["cure"]
-    assert by_name["python"]["is_there"]
+    assert not by_name["vllm"]["is_present"] and by_name["vllm"]["fix"]
+    assert by_name["python"]["is_present"]

@@ -23,7 +23,7 @@ def drawn(seen: RunView, width: int = 100, hint: str = LIVE_HINT) -> str:
     return capture.get()
 
 
-def test_the_panel_tells_what_the_status_says() -> None:
+def test_the_panel_shows_the_status() -> None:
     text = drawn(view(status()))
     for expected in (
         "penstock · reverse",
@@ -56,7 +56,7 @@ def test_the_panel_before_the_first_token_and_after_the_last_node() -> None:
     fresh = replace(status(), nodes=(), trajectories=0, sampled_tokens=0, wasted_tokens={})
     assert "no node has joined yet" in drawn(view(fresh))
     assert "never trained" not in drawn(view(fresh))
-    assert "no node is there" in drawn(view(replace(status(), nodes=())))
+    assert "no nodes connected" in drawn(view(replace(status(), nodes=())))
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -65,13 +65,13 @@ def test_the_panel_fits_the_terminal(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
 
 
-def test_an_alarm_is_told_whole() -> None:
+def test_an_alarm_is_shown_in_full() -> None:
     why = f"policy policy gets no batch: {'word ' * 60}the last word"
     text = drawn(view(replace(status(), alarms=(why,))))
     assert "policy policy gets no batch" in text and "the last word" in text
 
 
-def test_the_panel_keeps_its_height_while_nobody_waits() -> None:
+def test_the_panel_keeps_its_height_while_nothing_waits() -> None:
     busy = status()
     calm = status(since_s=0.0)
     assert len(drawn(view(busy)).splitlines()) == len(drawn(view(calm)).splitlines())
@@ -80,7 +80,7 @@ def test_the_panel_keeps_its_height_while_nobody_waits() -> None:
 def test_the_panel_says_when_the_dataflow_is_away_and_what_went_wrong() -> None:
     assert "starting" in drawn(view(None))
     text = drawn(view(status(), unreachable_s=7.0, note="node-1 was killed by SIGKILL"))
-    assert "has not answered for 7.0 s" in text
+    assert "no response from the dataflow for 7.0 s" in text
     assert "node-1 was killed by SIGKILL" in text
     assert "finished in 0:42" in drawn(view(status(finished=True)))
 
@@ -136,16 +136,16 @@ def test_lines_write_a_note_once_when_it_changes(capsys: pytest.CaptureFixture[s
     assert written[2][1] == "boom"
 
 
-def test_the_line_says_who_waits_for_whom() -> None:
+def test_the_line_says_who_waits_for_what() -> None:
     assert progress_line(view(status())) == (
         "step 3/10 · reward 0.500 · staleness 0.60 (max 1) · 3,072 trajectories · 2,145 tokens/s · "
-        "1 node live · trainer policy waits for 4 groups on node-0"
+        "1 node live · trainer policy is waiting for 4 groups on node-0"
     )
     assert progress_line(view(None)).startswith("starting")
     assert progress_line(view(status(finished=True))).endswith("2,145 tokens/s · finished")
     assert (
         progress_line(view(status(), unreachable_s=8.2))
-        == "the dataflow has not answered for 8.0 s"
+        == "no response from the dataflow for 8.0 s"
     )
     assert "reward" not in progress_line(view(status(policy_status(number=0, reward=None))))
 

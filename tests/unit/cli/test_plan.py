@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 from tests.unit.cli.test_commands import run_main
 
-from penstock.cli.stage import find_service_stage
 from penstock.config import load
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.fleet.services import TOKEN_ENV, ServiceKind, local_services
+from penstock.runs.service_process import find_service_stage
 from penstock.wire.auth import Audience, Role, Signer
 
 RUN = """\
@@ -54,7 +54,7 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_plan_is_printed_and_drawn(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     code, out, err = run_main(capsys, "plan", str(run_file))
     assert code == 0 and "run.svg" in err
-    for text in ("own: own pipeline", "trainer for policy: 1 rank", "1. shape", "3. train",
+    for text in ("own: custom pipeline", "trainer for policy: 1 rank", "1. shape", "3. train",
                  "weights 403 kB", "AdamW 806 kB", "judge on [gpu]: no model"):  # fmt: skip
         assert text in out
     drawn = run_file.with_suffix(".svg").read_text()
@@ -112,10 +112,10 @@ def test_check_looks_for_the_models_of_stages(
     run_file.write_text(text + reference)
     code, _, err = run_main(capsys, "check", str(run_file))
     assert code == 1 and "1 problem" in err
-    assert "pipeline.stages[4].model (stage ref): no model with config.json and" in err
+    assert "pipeline.stages[4].model (stage ref): no config.json and" in err
     run_file.write_text(text + reference.replace("models/Nowhere-7B", "builtin:tiny"))
     _, _, err = run_main(capsys, "check", str(run_file))
-    assert "in builtin:tiny; built in is builtin:tiny-qwen3" in err
+    assert "in builtin:tiny; built-in models: builtin:tiny-qwen3" in err
 
 
 def test_check_compares_the_vocabularies(
@@ -125,18 +125,18 @@ def test_check_compares_the_vocabularies(
     (run_file.parent / "other" / "config.json").write_text('{"vocab_size": 50257}')
     (run_file.parent / "other" / "model.safetensors").write_bytes(b"")
     teacher = "{name: opd, teacher: other}"
-    told = (f"algorithm={teacher}", "pipeline=null")
-    code, _, err = run_main(capsys, "check", str(run_file), *told)
+    overrides = (f"algorithm={teacher}", "pipeline=null")
+    code, _, err = run_main(capsys, "check", str(run_file), *overrides)
     assert code == 1 and "stage teacher: other has a vocabulary of 50,257 tokens and" in err
     assert "one of 16, so that the same numbers are other tokens to it; name a model wi" in err
     (run_file.parent / "other" / "config.json").write_text('{"text_config": {"vocab_size": 16}}')
-    assert run_main(capsys, "check", str(run_file), *told)[0] == 0
+    assert run_main(capsys, "check", str(run_file), *overrides)[0] == 0
 
 
 def test_check_looks_for_the_teacher(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     words = ("pipeline=null", "algorithm={name: opd, teacher: models/Nowhere-7B}")
     code, _, err = run_main(capsys, "check", str(run_file), *words)
-    assert code == 1 and "algorithm.teacher: no model with config.json and" in err
+    assert code == 1 and "algorithm.teacher: no config.json and" in err
     built_in = (words[0], words[1].replace("models/Nowhere-7B", "builtin:tiny-qwen3"))
     assert run_main(capsys, "check", str(run_file), *built_in)[0] == 0
 
@@ -157,5 +157,5 @@ def test_only_stages_placed_elsewhere_have_workers(run_file: Path) -> None:
     assert find_service_stage(config, "judge")[1].writes == ("score",)
     with pytest.raises(ConfigError, match='did you mean "judge"'):
         find_service_stage(config, "judg")
-    with pytest.raises(ConfigError, match="stages placed elsewhere: judge"):
+    with pytest.raises(ConfigError, match="available: judge"):
         find_service_stage(config, "train")

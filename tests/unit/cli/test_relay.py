@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock relay`, its tokens, and the options of nodes about relays: every mistake is told with
-its cure."""
+"""`penstock relay`, its tokens, and the relay options of nodes: every mistake gets a message that
+says how to fix it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def folder(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What a command that fails says."""
+def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The error message of a command that fails."""
     with pytest.raises(SystemExit) as ended:
         main([str(word) for word in words])
     assert ended.value.code != 0
@@ -73,7 +73,7 @@ def test_what_a_node_shows_to_a_relay_opens_relays_alone(
     assert "PENSTOCK_RELAY_TOKEN" in err
 
 
-def test_each_mistake_at_the_start_is_told(
+def test_each_mistake_at_the_start_has_a_message(
     capsys: pytest.CaptureFixture[str],
     folder: RunFolder,
     tmp_path: Path,
@@ -85,23 +85,25 @@ def test_each_mistake_at_the_start_is_told(
 
     def start(*words: object, shown: str = token) -> str:
         monkeypatch.setenv("PENSTOCK_TOKEN", shown)
-        return told(capsys, "relay", *words)
+        return error_of(capsys, "relay", *words)
 
     assert "penstock token RUN --role relay" in start(AWAY, key, *rest, shown="")
-    assert "is no address" in start("127.0.0.1:1", key, *rest)
+    assert "not a URL" in start("127.0.0.1:1", key, *rest)
     assert "no public key of a run" in start(AWAY, "--public-key=nonsense", *rest)
     other = Signer.create(tmp_path / "other", RUN).mint(Role.RELAY, [Audience.RELAY], ttl_s=60)
     assert "does not match this run's key" in start(AWAY, key, *rest, shown=other)
     expired = folder.token(RUN, Role.RELAY, ttl_s=-1)
     assert "has expired" in start(AWAY, key, *rest, shown=expired)
     assert "without TLS" in start(AWAY, key, *rest, "--host", "0.0.0.0")
-    assert "GB above 0" in start(AWAY, key, *rest, "--max-gb", "0")
+    assert "must be greater than 0 GB" in start(AWAY, key, *rest, "--max-gb", "0")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"port {port} is taken" in start(AWAY, key, *rest[:2], "--port", port)
+        assert f"port {port} on 127.0.0.1 is already in use" in start(
+            AWAY, key, *rest[:2], "--port", port
+        )
     assert "--public-key" in start(AWAY, *rest)
-    assert "give --cache" in start(AWAY, key, *rest[2:])
-    assert "neither --cache nor --upstream" in start("s3://bucket/run", key, *rest)
+    assert "--cache is required" in start(AWAY, key, *rest[2:])
+    assert "remove --cache and --upstream" in start("s3://bucket/run", key, *rest)
     (tmp_path / "cache").mkdir()
     file = folder.keys / "public.key"
     assert "no public key" not in start(AWAY, f"--public-key={file}", *rest, "--max-gb", "0")
@@ -114,9 +116,9 @@ def test_a_node_needs_its_own_token_for_a_relay(
 
     def start(*words: object) -> str:
         monkeypatch.setenv("PENSTOCK_TOKEN", folder.token(RUN, Role.ROLLOUT, ttl_s=60))
-        return told(capsys, "join", AWAY, *words)
+        return error_of(capsys, "join", AWAY, *words)
 
     assert "penstock token RUN --for-relay" in start("--relay", AWAY)
-    assert "give --public-key" in start("--serve-weights", "127.0.0.1:18999")
-    assert "give HOST:PORT" in start("--serve-weights", "18999")
+    assert "--public-key is required" in start("--serve-weights", "127.0.0.1:18999")
+    assert "expected HOST:PORT" in start("--serve-weights", "18999")
     assert "without TLS" in start("--serve-weights", "0.0.0.0:18999")

@@ -98,4 +98,4 @@ def test_a_dataflow_that_is_away_is_named(
 ) -> None:
     with folder.locked():
         code, _, err = run(capsys, "report", str(folder.path))
-    assert code == 1 and "its dataflow gives no report" in err
+    assert code == 1 and "its dataflow returned no report" in err

@@ -55,12 +55,12 @@ def test_other_rules_stand_beside_the_record(
     [
         ("- {admit: reward-sprad}", 'did you mean "reward-spread"?'),
         ("- {replay: newest, ratoi: 0.3}", 'did you mean "ratio"?'),
-        ("rule: []", "write one key `rules`"),
-        ("3", "must be a list of rules"),
-        ("[{", "no YAML"),
+        ("rule: []", "expected a single key `rules`"),
+        ("3", "expected a list of rules"),
+        ("[{", "not valid YAML"),
     ],
 )
-def test_a_bad_rules_file_is_named_with_its_cure(
+def test_a_bad_rules_file_is_named_with_its_fix(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, complaint: str
 ) -> None:
     rules = rules_file(tmp_path, text)
@@ -73,4 +73,4 @@ def test_a_missing_rules_file_is_an_error(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = run_main(capsys, "simulate", str(run_dir), "--rules", str(tmp_path / "none"))
-    assert code == 1 and "cannot be read" in err
+    assert code == 1 and "cannot read the rules file" in err

@@ -198,14 +198,14 @@ def test_a_number_alone_is_not_enough_for_two_policies(run: Run, weights: Any) -
 # --- show -----------------------------------------------------------------------------------------
 
 
-def test_show_tells_files_tensors_and_ways(run: Run, weights: Any) -> None:
+def test_show_prints_files_tensors_and_deltas(run: Run, weights: Any) -> None:
     code, out, _ = weights("show", "3")
     assert code == 0
     assert run.history.digest(3) in out
     assert "3 tensors of 100,300 elements (3 F32)" in out
     assert re.search(rf"{WEIGHTS} +{run.history.file(3).blob[:12]} +401 kB +deltas", out)
     assert re.search(r"config.json +\w{12} +23 B +whole", out)
-    assert f"{WEIGHTS}: made from policy@0, 3 deltas of 4.6 kB" in out
+    assert f"{WEIGHTS}: rebuilt from policy@0 with 3 deltas of 4.6 kB" in out
     assert re.search(rf"{WEIGHTS} +policy@2 +1.5 kB +0.38 % +0.99 %", out)
     assert "base" not in out
 
@@ -238,11 +238,13 @@ def test_show_for_programs_has_everything(run: Run, as_json: Any) -> None:
 # --- verify ---------------------------------------------------------------------------------------
 
 
-def test_a_sound_store_is_found_sound_and_left_alone(run: Run, weights: Any, as_json: Any) -> None:
+def test_an_intact_store_is_found_intact_and_left_alone(
+    run: Run, weights: Any, as_json: Any
+) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.folder.path.rglob("*")}
     code, out, err = weights("verify")
     assert code == 0
-    assert out == "5 versions sound, 2.0 MB digested\n"
+    assert out == "5 versions intact, 2.0 MB checked\n"
     assert err.count(WEIGHTS) == 5 and err.count("config.json") == 1, "shared files are read once"
     code, found = as_json("verify", "3")
     assert code == 0
@@ -252,7 +254,7 @@ def test_a_sound_store_is_found_sound_and_left_alone(run: Run, weights: Any, as_
     assert all(after[path] == before[path] for path in before if path.is_file())
 
 
-def test_a_flipped_bit_is_found_named_and_has_a_cure(run: Run, weights: Any, as_json: Any) -> None:
+def test_a_flipped_bit_is_found_named_and_has_a_fix(run: Run, weights: Any, as_json: Any) -> None:
     flip(run.blob(4), -1)
     code, out, err = weights("verify")
     assert (code, out) == (1, "")
@@ -260,7 +262,7 @@ def test_a_flipped_bit_is_found_named_and_has_a_cure(run: Run, weights: Any, as_
     assert "different bits in c.weight" in err
     assert str(run.blob(4)) in err
     assert "delete it; it is rebuilt from deltas" in err
-    assert "error: 1 damage in" in err
+    assert "error: 1 damaged item in" in err
     code, found = as_json("verify", "4")
     assert code == 1
     assert found["ok"] is False
@@ -273,7 +275,7 @@ def test_a_damaged_anchor_spoils_what_is_made_from_it(run: Run, as_json: Any) ->
     code, found = as_json("verify")
     assert code == 1
     assert [damage["version"] for damage in found["damage"]] == [f"policy@{n}" for n in range(4)]
-    assert "delete it and publish the version again" in found["damage"][0]["cure"]
+    assert "delete it and publish the version again" in found["damage"][0]["fix"]
     assert "(from deltas)" in found["damage"][1]["what"]
 
 

@@ -123,12 +123,14 @@ def test_back_off_doubles_and_ends_with_the_last_log_lines(
             launcher.poll()
             time.sleep(0.01)
 
-    with pytest.raises(LaunchError, match=r"node-0 ended with exit code 1, for the 8th time") as e:
+    with pytest.raises(
+        LaunchError, match=r"node-0 exited with code 1: 8 failures without progress"
+    ) as e:
         poll_for_ever()
     assert "no such model" in str(e.value)
     assert [death.delay_s for death in exits] == [0.2, *[0.3] * 6]
-    assert "node-0 ended with exit code 1 after 0." in str(exits[0])
-    assert ": no such model; starting it again in 0.2 s (log: " in str(exits[0])
+    assert "node-0 exited with code 1 after 0." in str(exits[0])
+    assert ": no such model; restarting in 0.2 s (log: " in str(exits[0])
 
 
 def test_failures_with_progress_between_them_never_end_the_run(
@@ -179,7 +181,7 @@ def test_a_trainer_whose_checkpoint_the_ledger_refuses_ends_the_run_and_says_why
     )
     launcher = launch(fake_service("trainer-a", code, kind=ServiceKind.TRAINER))
     with pytest.raises(
-        LaunchError, match=r"(?s)refuses to go on.*change nothing.*the ledger refuses"
+        LaunchError, match=r"(?s)cannot resume.*the ledger rejects.*the ledger refuses"
     ):
         wait_until(launcher.poll)
     assert exits == [] and launcher.pids() == {}
@@ -189,31 +191,31 @@ def test_a_run_that_only_goes_back_and_forth_makes_no_progress(
     launch: Launch, exits: list[ServiceExit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "MAX_BACKOFF_S", 0.01)
-    told = FakeMonitor(lambda: 7 - 2 * (len(exits) % 2))
+    monitor = FakeMonitor(lambda: 7 - 2 * (len(exits) % 2))
     launcher = launch(
-        fake_service("trainer-a", "raise SystemExit(1)", kind=ServiceKind.TRAINER), monitor=told
+        fake_service("trainer-a", "raise SystemExit(1)", kind=ServiceKind.TRAINER), monitor=monitor
     )
 
     def has_exited_repeatedly() -> bool:
         launcher.poll()
         return len(exits) > local.MAX_FAILURES
 
-    with pytest.raises(LaunchError, match="for the 8th time without any progress"):
+    with pytest.raises(LaunchError, match="8 failures without progress"):
         wait_until(has_exited_repeatedly, timeout_s=30.0)
 
 
-def test_nodes_that_leave_are_called_back_before_the_end_and_not_after_it(
+def test_nodes_that_exit_are_restarted_before_the_end_and_not_after_it(
     launch: Launch, exits: list[ServiceExit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "NODE_RESTART_DELAY_S", 0.2)
-    told = FakeMonitor()
+    monitor = FakeMonitor()
     node = fake_service("node-0", "import time; time.sleep(0.2)", kind=ServiceKind.NODE)
     launcher = launch(
-        node, fake_service("trainer-a", FOREVER, kind=ServiceKind.TRAINER), monitor=told
+        node, fake_service("trainer-a", FOREVER, kind=ServiceKind.TRAINER), monitor=monitor
     )
     wait_until(lambda: (launcher.poll(), "node-0" not in launcher.pids())[1])
     wait_until(lambda: (launcher.poll(), "node-0" in launcher.pids())[1])
-    told.is_over = True
+    monitor.is_over = True
     wait_until(lambda: (launcher.poll(), "node-0" not in launcher.pids())[1])
     give_up_at = time.monotonic() + 0.6
     while time.monotonic() < give_up_at:
@@ -278,13 +280,14 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {here!r})
 from penstock.fleet.launchers.local import LocalLauncher
-from penstock.fleet.services import Kind, Service
+from penstock.fleet.services import ServiceKind, ServiceSpec
 import os
 folder = Path({folder!r})
 code = {prologue!r} + {family!r}
 command = (sys.executable, "-c", code, str(folder / "pids"))
-service = ServiceSpec(name="node-0", kind=ServiceKind.NODE, command=command, build_env=lambda:
-dict(os.environ)) class FakeMonitor:
+env = lambda: dict(os.environ)
+service = ServiceSpec(name="node-0", kind=ServiceKind.NODE, command=command, build_env=env)
+class FakeMonitor:
     def progress(self): return 0
     def is_finished(self): return False
 launcher = LocalLauncher([service], log_dir=folder, on_exit=print, monitor=FakeMonitor())
@@ -321,7 +324,7 @@ def test_no_process_outlives_a_killed_launcher(
 
 
 def test_the_parent_death_signal_alone_ends_a_service(tmp_path: Path) -> None:
-    """The guard is killed first, so that only what the service asked of the kernel is left."""
+    """The orphan reaper is killed first, so that only the parent-death signal is left."""
     code = LAUNCHER.format(
         here=str(Path(__file__).parent),
         folder=str(tmp_path),
@@ -332,8 +335,8 @@ def test_the_parent_death_signal_alone_ends_a_service(tmp_path: Path) -> None:
     try:
         wait_until(lambda: read_lines(tmp_path / "pids"))
         service, grandchild = map(int, read_lines(tmp_path / "pids")[0].split())
-        (guard,) = [p for p in psutil.Process(launcher.pid).children() if p.pid != service]
-        guard.kill()
+        (reaper,) = [p for p in psutil.Process(launcher.pid).children() if p.pid != service]
+        reaper.kill()
     finally:
         launcher.kill()
         launcher.wait()
@@ -344,10 +347,10 @@ def test_the_parent_death_signal_alone_ends_a_service(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "text"),
     [
-        (1, "ended with exit code 1"),
+        (1, "exited with code 1"),
         (-11, "was killed by SIGSEGV"),
         (-63, "was killed by signal 63"),
     ],
 )
-def test_exit_codes_are_told_in_words(code: int, text: str) -> None:
+def test_exit_codes_are_described(code: int, text: str) -> None:
     assert describe_exit(code) == text

@@ -124,7 +124,7 @@ def test_each_start_has_logs_of_its_own(tmp_path: Path) -> None:
 
 def test_config_and_finish_are_kept(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
-    with pytest.raises(ConfigError, match="no run folder"):
+    with pytest.raises(ConfigError, match="not a run folder"):
         RunFolder.open_existing(tmp_path / "r")
     config = demo(3)
     folder.write_config(config)

@@ -74,9 +74,9 @@ def test_only_services_with_a_ledger_get_the_password_of_the_store(
     folder.write_config(config)
     assert "secret" not in folder.config_file.read_text()
     services = local_services(folder.read_config(), folder), local_services(config, folder)
-    told = [
+    with_password = [
         {service.name for service in found if service.build_env().get(PASSWORD_ENV) == "secret"}
         for found in services
     ]
-    assert told == [set(), {"dataflow", "partition-1"}]
+    assert with_password == [set(), {"dataflow", "partition-1"}]
     assert not any("secret" in word for found in services for s in found for word in s.command)

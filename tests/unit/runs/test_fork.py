@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock fork`, from a checkpoint and from weights alone: the same run but for the optimizer."""
+"""`penstock fork` from a checkpoint and from weights only: the same run but for the optimizer."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ def test_a_fork_of_weights_alone_has_the_reference_that_one_of_a_checkpoint_has(
 ) -> None:
     words = ("fork", str(parent.path), "--at", str(NUM_STEPS))
     code, _, err = run_main(capsys, *words, "--name", "whole")
-    assert code == 0 and "weights alone" not in err
+    assert code == 0 and "weights only" not in err
     kept = parent.checkpoints / f"step_{NUM_STEPS}"
     shutil.rmtree(kept)
     code, _, err = run_main(capsys, *words, "--name", "2")
-    assert code == 0 and "policy: weights alone" in err
+    assert code == 0 and "policy: starting from weights only" in err
     whole, bare = (RunFolder(parent.path.parent / name) for name in ("whole", "2"))
     configs = [folder.read_config() for folder in (whole, bare)]
     assert identity(configs[0]) == {**identity(configs[1]), "name": identity(configs[0])["name"]}
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_named_where_weights_alone_are_taken_or_nothing_
     path.write_bytes(data)
     fork = ("fork", str(parent.path), "--at")
     code, _, err = run_main(capsys, *fork, str(NUM_STEPS))
-    assert code == 0 and "begins anew, because its checkpoint" in err
+    assert code == 0 and f"fresh optimizer (checkpoint of step {NUM_STEPS} is unusable" in err
     assert "optimizer.safetensors is damaged" in err
     code, _, err = run_main(capsys, *fork, "9")
     assert code == 1 and f"step_{NUM_STEPS}: optimizer.safetensors is damaged" in err
@@ -161,4 +161,4 @@ def test_a_fork_lies_where_its_config_says_whatever_the_folder_is_called(
     assert run_dir(made.read_config()) == made.path
     words = ("fork", str(moved.path), "output_dir=elsewhere", "--at", str(NUM_STEPS))
     code, _, err = run_main(capsys, *words)
-    assert code == 1 and "beside its parent" in err
+    assert code == 1 and "next to its parent" in err

@@ -16,7 +16,8 @@ from penstock.config import RunConfig, demo
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import FinishRecord, LauncherRecord, RunFolder
 from penstock.fleet.services import ServiceKind, ServiceSpec
-from penstock.runs.launch import LaunchResult, launch
+from penstock.runs.launch import LaunchResult, StopRequest, launch
+from penstock.runs.monitor import RunView
 from penstock.wire.auth import Signer
 
 
@@ -25,7 +26,7 @@ class Started(Exception):
 
 
 def start(folder: RunFolder, config: RunConfig, *, accept_changes: bool = False) -> LaunchResult:
-    return launch(config, folder, python_path=(), headless=True, accept_changes=accept_changes)
+    return launch(config, folder, accept_changes=accept_changes)
 
 
 @pytest.mark.parametrize("moment", ["clear_finish", "write_config"])
@@ -47,7 +48,7 @@ def test_a_kill_while_changes_are_accepted_does_not_make_them_finished(
         patch.setattr(RunFolder, moment, die)
         start(folder, demo(1), accept_changes=True)
     monkeypatch.setattr(Signer, "create", started)
-    with pytest.raises(ConfigError, match="another config"):
+    with pytest.raises(ConfigError, match="different config or dataset"):
         start(folder, demo(1))
     with pytest.raises(Started):
         start(folder, demo(1), accept_changes=True)
@@ -100,51 +101,105 @@ def test_a_changed_data_set_is_refused_until_it_is_accepted(tmp_path: Path) -> N
 
     def begin(digest: str, *, accept_changes: bool = False) -> None:
         with pytest.raises(Started):
-            launch(
-                demo(0),
-                folder,
-                python_path=(),
-                headless=True,
-                sources={"train": digest},
-                accept_changes=accept_changes,
-            )
+            launch(demo(0), folder, sources={"train": digest}, accept_changes=accept_changes)
 
     begin("a")
     begin("a")
-    with pytest.raises(ConfigError, match="source train: its tasks are not those"):
+    with pytest.raises(ConfigError, match="source train: its tasks differ"):
         begin("b")
     begin("b", accept_changes=True)
     begin("b")
     begin("b/200:c")  # looked at further than before
     begin("b")  # had no time to look as far
-    with pytest.raises(ConfigError, match="source train: its tasks are not those"):
+    with pytest.raises(ConfigError, match="source train: its tasks differ"):
         begin("b/200:d")
     begin("b/300:e")  # another limit, from now on compared by that
-    with pytest.raises(ConfigError, match="source train: its tasks are not those"):
+    with pytest.raises(ConfigError, match="source train: its tasks differ"):
         begin("b/300:f")
     begin("x", accept_changes=True)
     assert folder.sources() == {"train": "x"}
 
 
-def test_pids_that_cannot_be_recorded_do_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ask_to_stop = f"import os, time; os.kill({os.getpid()}, {signal.SIGTERM:d}); time.sleep(600)"
+class StopAtFirstUpdate:
+    """A display that keeps what it is given, and stops the run once it is supervised."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        self.notes: list[str] = []
+        self.is_closed = False
+        self._stop = stop
+
+    def update(self, view: RunView) -> None:
+        self._stop.number = signal.SIGTERM
+
+    def notify(self, text: str) -> None:
+        self.notes.append(text)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def idle_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only service of a run is a process that sleeps."""
     service = ServiceSpec(
         name="dataflow",
         kind=ServiceKind.SERVER,
-        command=(sys.executable, "-S", "-c", ask_to_stop),
+        command=(sys.executable, "-S", "-c", "import time; time.sleep(600)"),
         build_env=lambda: dict(os.environ),
     )
 
     def services(config: RunConfig, folder: RunFolder) -> Sequence[ServiceSpec]:
         return [service]
 
+    monkeypatch.setattr("penstock.runs.launch.local_services", services)
+
+
+@pytest.mark.usefixtures("idle_service")
+def test_a_launch_installs_no_signal_handlers_and_prints_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    seen: list[object] = []
+
+    class Spy(StopAtFirstUpdate):
+        def update(self, view: RunView) -> None:
+            seen.append([signal.getsignal(number) for number in numbers])
+            super().update(view)
+
+    stop = StopRequest()
+    display = Spy(stop)
+    result = launch(demo(0), RunFolder(tmp_path / "r"), display=display, stop=stop)
+    assert (result.signal, result.finished) == (signal.SIGTERM, False)
+    assert seen and all(handlers == before for handlers in seen)
+    assert display.is_closed and any("stopping" in note for note in display.notes)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+def test_a_launch_that_is_stopped_before_it_starts_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a service was started")
+
+    monkeypatch.setattr("penstock.runs.launch.local_services", refuse)
+    stop = StopRequest(number=signal.SIGINT)
+    result = launch(demo(0), RunFolder(tmp_path / "r"), stop=stop)
+    assert (result.signal, result.finished) == (signal.SIGINT, False)
+
+
+@pytest.mark.usefixtures("idle_service")
+def test_pids_that_cannot_be_recorded_do_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
     def full(folder: RunFolder, launcher: LauncherRecord) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("penstock.runs.launch.local_services", services)
     monkeypatch.setattr(RunFolder, "write_launcher", full)
-    result = start(RunFolder(tmp_path / "r"), demo(0))
+    stop = StopRequest()
+    display = StopAtFirstUpdate(stop)
+    result = launch(demo(0), RunFolder(tmp_path / "r"), display=display, stop=stop)
     assert result.signal == signal.SIGTERM
-    assert "cannot record the pids" in capsys.readouterr().err
+    assert any("cannot record process ids" in note for note in display.notes)

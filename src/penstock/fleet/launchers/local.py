@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the processes of a run alive on this machine, and leaves none behind.
+"""Keeps the processes of a run alive on this machine and leaves none behind.
 
-Owns starting, restarting with back-off, giving up and stopping in order. Knows commands and exit
-codes; what a service does, and whether the run as a whole advances, it is told.
+Owns starting, restarting with back-off, giving up and stopping in order. Knows only commands and
+exit codes; a RunMonitor says whether the run advances.
 
-Only the thread that made a child keeps it alive (the kernel's parent-death signal belongs to the
-thread), so one thread makes all calls here.
+The kernel's parent-death signal is tied to the thread that started a child, so one thread makes
+all calls here.
 """
 
 from __future__ import annotations
@@ -25,53 +25,53 @@ from penstock.fleet.services import ServiceKind, ServiceSpec
 INITIAL_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
 BACKOFF_RESET_S = 30.0
-"""A child that lived so long starts again without delay."""
+"""A process that ran at least this long restarts without back-off."""
 MAX_FAILURES = 8
 FAILURE_WINDOW_S = 300.0
-"""So many failures within so long, and no progress of the run between them: it will not get better.
-Long enough for eight starts that import torch on a busy machine."""
+"""Give up after MAX_FAILURES failures within FAILURE_WINDOW_S if the run made no progress between
+them. The window is long enough for eight starts that import torch on a busy machine."""
 NODE_RESTART_DELAY_S = 3.0
-"""A node that ended well was told to leave. If the run is not over by then, it is called back."""
+"""A node that exits with code 0 is restarted after this delay, unless the run has ended."""
 NODE_STOP_TIMEOUT_S = 6.0
-"""Nodes promise to hand back what they hold within five seconds."""
+"""Nodes return their work within five seconds."""
 TRAINER_STOP_TIMEOUT_S = 20.0
-"""A trainer finishes the step it has begun, or is stopped: the batch comes again."""
+"""Time for a trainer to finish its step; a killed trainer gets the same batch after a restart."""
 SERVER_STOP_TIMEOUT_S = 8.0
 POLL_S = 0.05
 LOG_TAIL_LINES = 12
 EXIT_FENCED = 3
-"""Of a trainer: another one took over its policy. Starting it again would take the policy back, and
-the two would go on replacing each other."""
+"""A trainer's exit code: another trainer took over its policy. It is not restarted, or the two
+would keep replacing each other."""
 EXIT_RESUME_REJECTED = 4
-"""Of a trainer: the ledger refuses to go on from its newest checkpoint. To go back to an older one
-would be to throw work away, so people decide."""
+"""A trainer's exit code: the ledger rejects its newest checkpoint. Using an older one would discard
+work, so the user decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceExit:
-    """A service ended and is about to be started again."""
+    """A service exited and is about to be restarted."""
 
     service: str
     code: int
     uptime_s: float
     delay_s: float
     reason: str
-    """The last line it wrote, if it ended by itself."""
+    """The last line it logged, if it was not killed."""
     log: Path
 
     def __str__(self) -> str:
         reason = f": {self.reason}" if self.reason else ""
         return (
             f"{self.service} {describe_exit(self.code)} after {self.uptime_s:.1f} s{reason}; "
-            f"starting it again in {self.delay_s:.1f} s (log: {self.log})"
+            f"restarting in {self.delay_s:.1f} s (log: {self.log})"
         )
 
 
 class RunMonitor(Protocol):
-    """What the launcher is told of the run as a whole."""
+    """The state of the run, as far as the launcher needs it."""
 
     def progress(self) -> int:
-        """Any number that grows while the run advances."""
+        """A number that grows as the run advances."""
         ...
 
     def is_finished(self) -> bool: ...
@@ -79,18 +79,18 @@ class RunMonitor(Protocol):
 
 @dataclass(slots=True)
 class _Supervised:
-    """One service and its present child."""
+    """One service and its current process."""
 
     service: ServiceSpec
     log: Path
     child: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     restart_at: float = 0.0
-    """When to start it again."""
+    """When to restart it."""
     delay_s: float = INITIAL_BACKOFF_S
     failures: list[float] = field(default_factory=list[float])
     progress: int = 0
-    """The most the run had advanced at any failure; a trainer that rewinds gains nothing by it."""
+    """Highest progress at any failure, so that a trainer which rewinds does not count as such."""
     is_done: bool = False
 
 
@@ -114,17 +114,17 @@ class LocalLauncher:
         self._monitor = monitor
         self._reaper = processes.OrphanReaper()
         self.is_finishing = False
-        """Set when the run is complete: nodes that leave are not called back."""
+        """Set when the run is complete: nodes that exit are not restarted."""
 
     def start(self) -> None:
-        """Start everything at once: importing torch takes long, and clients wait for their
+        """Start all services together: importing torch is slow, and clients wait for their
         servers."""
         for entry in self._supervised:
             self._start(entry)
 
     def poll(self) -> bool:
-        """Restart what died; True when a child was started or ended. LaunchError when one cannot
-        live."""
+        """Restart services that exited. Returns True if a process started or exited; raises
+        LaunchError if a service keeps failing."""
         changed = False
         now = time.monotonic()
         for entry in self._supervised:
@@ -140,7 +140,7 @@ class LocalLauncher:
         return changed
 
     def has_finished_training(self) -> bool:
-        """Every trainer said that its policy is done."""
+        """Every trainer exited with code 0."""
         return all(
             entry.is_done for entry in self._supervised if entry.service.kind is ServiceKind.TRAINER
         )
@@ -156,13 +156,13 @@ class LocalLauncher:
         return {entry.service.name: entry.log for entry in self._supervised}
 
     def wait_for_nodes(self, timeout_s: float) -> None:
-        """Let nodes leave by themselves, as the end of a run tells them to."""
+        """Let nodes exit by themselves at the end of a run."""
         self.is_finishing = True
         self._wait(self._of_kind(ServiceKind.NODE), timeout_s)
 
     def stop(self) -> None:
-        """Nodes hand back and trainers finish their step while the servers answer; servers end
-        last."""
+        """Stop gracefully: nodes return their work and trainers finish their step, then servers
+        stop."""
         self.is_finishing = True
         workers = [*self._of_kind(ServiceKind.NODE), *self._of_kind(ServiceKind.TRAINER)]
         self._signal(workers, signal.SIGTERM)
@@ -176,13 +176,13 @@ class LocalLauncher:
         self.kill()
 
     def kill(self) -> None:
-        """End everything at once, whole groups; nothing of ours runs when this returns."""
+        """Kill all process groups; none is left when this returns."""
         running = [entry for entry in self._supervised if entry.child is not None]
         self._signal(running, signal.SIGKILL)
         self._wait(running, timeout_s=60.0)
         self._reaper.close()
 
-    # --- one child --------------------------------------------------------------------------------
+    # --- one process ------------------------------------------------------------------------------
 
     def _start(self, entry: _Supervised) -> None:
         try:
@@ -221,16 +221,13 @@ class LocalLauncher:
             return
         if code == EXIT_FENCED and kind is ServiceKind.TRAINER:
             raise LaunchError(
-                f"{entry.service.name} ended because another trainer took over its policy; this "
-                "run "
-                "does not take it back. Stop the other trainer, then run again (log: "
-                f"{entry.log})"
+                f"{entry.service.name} exited because another trainer took over its policy. Stop "
+                f"the other trainer, then run again (log: {entry.log})"
             )
         if code == EXIT_RESUME_REJECTED and kind is ServiceKind.TRAINER:
             raise LaunchError(
-                f"{entry.service.name} ended because the ledger refuses to go on from its newest "
-                "checkpoint; starting it again would change nothing. Its log, "
-                f"{entry.log}, ends:\n{log_tail(entry.log)}"
+                f"{entry.service.name} cannot resume: the ledger rejects its newest checkpoint. "
+                f"The end of {entry.log} says why:\n{log_tail(entry.log)}"
             )
         uptime_s = now - entry.started_at
         if uptime_s >= BACKOFF_RESET_S:
@@ -257,10 +254,8 @@ class LocalLauncher:
         entry.failures = [at for at in entry.failures if now - at < FAILURE_WINDOW_S] + [now]
         if len(entry.failures) >= MAX_FAILURES:
             raise LaunchError(
-                f"{entry.service.name} {describe_exit(code)}, for the {MAX_FAILURES}th time "
-                "without "
-                "any progress of the run between; it would not get better by itself. Its log, "
-                f"{entry.log}, ends:\n{log_tail(entry.log)}"
+                f"{entry.service.name} {describe_exit(code)}: {MAX_FAILURES} failures without "
+                f"progress of the run; giving up. The end of {entry.log}:\n{log_tail(entry.log)}"
             )
 
     def _is_run_over(self) -> bool:
@@ -268,32 +263,32 @@ class LocalLauncher:
         has_finished_training = has_trainers and self.has_finished_training()
         return self.is_finishing or has_finished_training or self._monitor.is_finished()
 
-    # --- many children ----------------------------------------------------------------------------
+    # --- all processes ----------------------------------------------------------------------------
 
     def _of_kind(self, kind: ServiceKind) -> list[_Supervised]:
         return [entry for entry in self._supervised if entry.service.kind is kind]
 
-    def _signal(self, slots: Iterable[_Supervised], number: signal.Signals) -> None:
-        for entry in slots:
+    def _signal(self, entries: Iterable[_Supervised], number: signal.Signals) -> None:
+        for entry in entries:
             if entry.child is None:
                 continue
             if number is signal.SIGKILL:
                 processes.signal_group(entry.child.pid, number)
             else:
-                entry.child.send_signal(number)  # the service itself tells its own children
+                entry.child.send_signal(number)  # the service stops its own children
 
-    def _wait(self, slots: Sequence[_Supervised], timeout_s: float) -> None:
+    def _wait(self, entries: Sequence[_Supervised], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while any(entry.child is not None and self._reap(entry) is None for entry in slots):
+        while any(entry.child is not None and self._reap(entry) is None for entry in entries):
             if time.monotonic() > deadline:
                 return
             time.sleep(POLL_S)
 
 
 def describe_exit(code: int) -> str:
-    """`ended with exit code 1`, or `was killed by SIGKILL`."""
+    """`exited with code 1`, or `was killed by SIGKILL`."""
     if code >= 0:
-        return f"ended with exit code {code}"
+        return f"exited with code {code}"
     try:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
@@ -309,4 +304,4 @@ def log_tail(log: Path, num_lines: int = LOG_TAIL_LINES) -> str:
     except OSError:
         text = ""
     lines = text.splitlines()[-num_lines:]
-    return "\n".join(f"    {line[:500]}" for line in lines) or "    (nothing)"
+    return "\n".join(f"    {line[:500]}" for line in lines) or "    (empty)"

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `penstock run` and `penstock demo` share: signals, the display, and the closing message."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from penstock.cli.output import print_note
+from penstock.runs.display import Display
+from penstock.runs.launch import ForcedStop, LaunchResult, StopRequest, launch
+from penstock.runs.target import RunTarget
+
+
+def launch_and_show(
+    target: RunTarget,
+    *,
+    headless: bool,
+    sources: Mapping[str, str] | None = None,
+    accept_changes: bool = False,
+) -> LaunchResult:
+    """Launch a run with a display on stderr; signals stop it."""
+    with stop_on_signals() as stop:
+        return launch(
+            target.config,
+            target.folder,
+            python_path=target.python_path,
+            display=choose_display(headless=headless),
+            stop=stop,
+            sources=sources,
+            accept_changes=accept_changes,
+        )
+
+
+@contextmanager
+def stop_on_signals() -> Generator[StopRequest]:
+    """The first SIGINT, SIGTERM or SIGHUP stops the run gracefully; a second one kills it."""
+    stop = StopRequest()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_final:
+            return
+        if stop.number:
+            stop.is_final = True
+            raise ForcedStop
+        stop.number = number
+
+    handled = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup penstock run`
+        handled.append(signal.SIGHUP)
+    before = {number: signal.signal(number, on_signal) for number in handled}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def choose_display(*, headless: bool) -> Display:
+    """The live panel on a terminal, plain lines elsewhere."""
+    if headless or not sys.stderr.isatty():
+        from penstock.cli.progress_lines import ProgressLines
+
+        return ProgressLines()
+    from penstock.cli.live_panel import LivePanel
+
+    return LivePanel()
+
+
+def print_result(result: LaunchResult) -> int:
+    """Print how the launch ended and what to do next; returns the exit code."""
+    where = _relative_to_cwd(Path(result.folder))
+    if result.was_finished:
+        print_note(
+            f"already finished: {result.steps} steps, {result.trajectories:,} trajectories in "
+            f"{where}"
+        )
+        return 0
+    if result.signal:
+        print_note(
+            f"stopped by {signal.Signals(result.signal).name} at step {result.steps}; no data is "
+            f"lost. Resume with: penstock run {where}"
+        )
+        return 128 + result.signal
+    reward = "" if result.reward is None else f", reward {result.reward:.3f}"
+    print_note(
+        f"finished: {result.steps} steps, {result.trajectories:,} trajectories{reward} in "
+        f"{result.seconds:.0f} s; results are in {where}"
+    )
+    return 0
+
+
+def _relative_to_cwd(path: Path) -> Path:
+    try:
+        return path.relative_to(Path.cwd())
+    except ValueError:
+        return path

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options shared by the commands that run a service: token, listen address, TLS files."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import ssl
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from penstock.errors import ConfigError
+from penstock.runs.service_process import pop_token
+from penstock.wire.serving import Tls
+
+
+def require_token(option: str | None, *, role: str) -> str:
+    """The token from --token or PENSTOCK_TOKEN."""
+    token = option or pop_token()
+    if not token:
+        raise ConfigError(
+            f"no token: set PENSTOCK_TOKEN or pass --token. On the machine that has the run "
+            f"folder, `penstock token RUN --role {role}` creates one"
+        )
+    return token
+
+
+def check_url(url: str, *, example: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"not a URL: {url!r} (expected e.g. {example})")
+    return url
+
+
+def listen_address(url: str, host: str | None, port: int | None) -> tuple[str, int]:
+    """Host and port to listen on: the options, else the run's own address."""
+    default_host, _, default_port = url.rpartition("//")[2].rpartition(":")
+    where = host or default_host, int(default_port) if port is None else port
+    _check_port_free(*where)
+    return where
+
+
+def _check_port_free(host: str, port: int) -> None:
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port}: must be between 0 and 65535")
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is already in use; choose another with --port"
+            ) from None
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+
+
+def make_tls(certificate: Path | None, key: Path | None) -> Tls | None:
+    """Both files, or neither."""
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        raise ConfigError("TLS needs both --tls-cert and --tls-key")
+    for option, path in (("--tls-cert", certificate), ("--tls-key", key)):
+        if not path.is_file():
+            raise ConfigError(f"{option} {path}: no such file")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(
+            f"cannot load {certificate} and {key} as a PEM certificate and its key: {error}"
+        ) from None
+    return Tls(certificate=certificate.absolute(), key=key.absolute())
+
+
+def exit_now(code: int) -> NoReturn:
+    """Exit immediately; normal interpreter shutdown takes seconds once torch is loaded."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

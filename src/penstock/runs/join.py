@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a node or gateway needs before it joins a run: a name, a state folder, engine options."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import tempfile
+from pathlib import Path
+from typing import TypedDict
+
+from penstock.config import ModelConfig
+from penstock.fleet.run_folder import RunFolder
+
+CONNECT_TIMEOUT_S = 20.0
+
+
+class NodeOptions(TypedDict, total=False):
+    """Keyword arguments shared by `run_node` and `run_online`."""
+
+    state_dir: Path
+    acks: Path
+    engine: str
+    engine_url: str
+    vllm_environment: str
+    num_engines: int
+    max_paused: float
+
+
+def local_node_options(folder: RunFolder, model: ModelConfig, node: str) -> NodeOptions:
+    """Options of a node on the machine that has the run folder."""
+    folder.acks.mkdir(exist_ok=True)
+    return NodeOptions(
+        state_dir=folder.nodes / node,
+        acks=folder.acks / f"{node}.txt",
+        engine=model.engine,
+        engine_url=model.engine_url,
+        vllm_environment=model.vllm.environment or "",
+        num_engines=model.engines,
+        max_paused=model.max_paused,
+    )
+
+
+def check_reachable(url: str, token: str) -> None:
+    """Fail fast on a wrong URL; later outages are retried."""
+    from penstock.wire.client import ServiceClient
+    from penstock.wire.routes import Health
+
+    client = ServiceClient(url, token)
+    try:
+        client.call("GET", "/healthz", None, Health, deadline_s=CONNECT_TIMEOUT_S)
+    finally:
+        client.close()
+
+
+def host_name() -> str:
+    """This machine's name, in characters that a node's name may have."""
+    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()).strip("-")[:40] or "node"
+
+
+def node_state_dir(node: str) -> Path:
+    """A folder in the user's cache, or a temporary one if that is not writable."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    try:
+        folder = Path(root) / "penstock" / "nodes" / node
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix=f"penstock-{node}-"))
+    return folder
