@@ -3,22 +3,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Generator
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy.exc import DBAPIError, ResourceClosedError
+from sqlalchemy.exc import DBAPIError
 
 from penstock.config.store_password import PASSWORD_ENV, password_in, without_password
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
 from penstock.dataflow.ledger.tables import (
-    METADATA,
     BundleMove,
     ColumnMove,
     RowMove,
@@ -26,11 +24,8 @@ from penstock.dataflow.ledger.tables import (
     open_tables,
 )
 from penstock.dataflow.records import (
-    FORMAT,
     BatchRecord,
     Deletion,
-    FateRecord,
-    FateState,
     MetaRecord,
     NodeRecord,
     RowRecord,
@@ -250,43 +245,6 @@ def test_what_is_committed_is_there_after_a_restart(open_store: Open) -> None:
         assert len(tables.read(RowRecord)) == life
         tables.commit([row(life)])
         tables.close()
-
-
-def test_columns_that_are_missing_are_added_with_their_defaults(open_store: Open) -> None:
-    """As a ledger of an older format lacks them; the rules of defaults are those of the records."""
-    tables = open_store()
-    fate = FateRecord(
-        consumer=PolicyName("p"),
-        group_id=GroupId("g"),
-        state=FateState.ADMITTED,
-        reason="",
-        rule="r",
-        seq=0,
-        tokens=1,
-        at=0.0,
-    )
-    tables.commit([row(0), fate, MetaRecord(key="format", value=str(FORMAT - 1))])
-    later = [(FateRecord, fields(FateRecord)), (RowRecord, fields(RowRecord))]
-    missing = [
-        (kind.TABLE, field.name)
-        for kind, found in later
-        for field in found
-        if field.default is not MISSING
-    ]
-    assert len(missing) >= 4
-    missing += [("fates", "checksum"), ("rows", "checksum")]
-    for table in (METADATA.tables["fates"], METADATA.tables["rows"]):
-        for index in table.indexes:
-            with contextlib.suppress(ResourceClosedError):
-                tables.rows(f'DROP INDEX "{index.name}"')
-    for table, column in missing:
-        with contextlib.suppress(ResourceClosedError):  # it answers without rows
-            tables.rows(f'ALTER TABLE {table} DROP COLUMN "{column}"')
-    tables.close()
-    tables = open_store()
-    assert tables.read(RowRecord) == [row(0)] and tables.read(FateRecord) == [fate]
-    tables.commit([row(1)])
-    tables.close()
 
 
 @pytest.mark.postgres

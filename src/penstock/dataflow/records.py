@@ -54,8 +54,8 @@ GONE = "gone/"
 """How the ledger begins the names of rows that nobody may be served any more."""
 _ROLES = msgspec.json.Decoder(dict[PolicyName, dict[str, int]])
 _COMPUTE_COST = msgspec.json.Decoder(dict[PolicyName, tuple[int, int]])
-FORMAT = 4
-"""Of the ledger on disk. A newer one is refused by name; N reads N - 1."""
+FORMAT = 1
+"""Format of the ledger on disk; any other is refused."""
 
 
 class GroupState(StrEnum):

@@ -80,7 +80,7 @@ def split_grants(run_dir: Path) -> None:
     with ledger(run_dir) as connection:
         connection.execute(
             "INSERT INTO grants WITH RECURSIVE one(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM one "
-            "WHERE n < 99) SELECT group_id, slot + n, epoch, 1, attempt, node_id, session, "
+            "WHERE n < 99) SELECT group_id, slot + n, epoch, 1, attempt, node_id, boot_id, "
             "request_id, granted_at, checksum FROM grants JOIN one ON n < num_slots"
         )
         connection.execute("UPDATE grants SET num_slots = 1")

@@ -25,16 +25,18 @@ from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord, ItemRecord
-from penstock.dataflow.ledger import formats
 from penstock.dataflow.ledger.postgres import array, connect
 from penstock.dataflow.ledger.read_pool import ReadPool
+from penstock.dataflow.ledger.schema import prepare
 from penstock.dataflow.ledger.wal import check_wal
 from penstock.dataflow.records import (
+    FORMAT,
     RECORDS,
     Deletion,
     FateRecord,
     GroupRecord,
     IssuedRecord,
+    MetaRecord,
     Record,
     RowRecord,
 )
@@ -48,7 +50,6 @@ record lacks. Items have none, since their bundle tells if one is wrong."""
 LOCATION_FIELDS = frozenset({"segment", "offset"})
 """Moved by compaction without the rest; what lies there has a checksum and a digest of its own."""
 MAX_ROWS_PER_STATEMENT = 64
-BACKFILL_ROWS = 10_000
 VERIFY_STEPS = 100_000
 """Of SQLite's machine, between two looks whether somebody waits for the end."""
 
@@ -317,8 +318,9 @@ class Tables:
         self._statements[BundleRecord] = _BundleStatement(engine.dialect)
         try:
             with self._begin() as connection:
-                if formats.prepare(connection, METADATA, RECORDS):
-                    self._backfill_checksums(connection)
+                if prepare(connection, METADATA):
+                    version = MetaRecord(key="format", value=str(FORMAT))
+                    self._statements[MetaRecord].execute(connection, [version])
         except BaseException:
             self.close()
             raise
@@ -340,16 +342,6 @@ class Tables:
             for erasure in deletions:
                 table = TABLES[erasure.kind]
                 connection.execute(table.delete().where(sa.text(erasure.where)), erasure.values)
-
-    def _backfill_checksums(self, connection: sa.Connection) -> None:
-        """Give records of an older format the checksums that this one asks for."""
-        for kind in RECORDS:
-            if _layout(kind).checked is None:
-                continue
-            query = f"{_layout(kind).select} WHERE checksum = 0 LIMIT {BACKFILL_ROWS}"
-            while found := connection.exec_driver_sql(query).all():
-                records = [_record(kind, fields) for *fields, _ in found]
-                self._statements[kind].execute(connection, records)
 
     @contextlib.contextmanager
     def _begin(self) -> Generator[sa.Connection]:
