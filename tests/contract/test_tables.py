@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Generator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from penstock.dataflow.records import (
     SourceRecord,
 )
 from penstock.errors import StoreError
-from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId
+from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId, RowSummary
 
 Open = Callable[[], Tables]
 _names = itertools.count()
@@ -57,22 +57,27 @@ def tables(open_store: Open) -> Generator[Tables]:
 
 def row(number: int, **changes: Any) -> RowRecord:
     record = RowRecord(
-        row_id=RowId(f"g{number}.0.1"),
+        summary=RowSummary(
+            row_id=RowId(f"g{number}.0.1"),
+            digest="d",
+            outcome=OutcomeKind.COMPLETED,
+            reward=0.5,
+            sampled={},
+            versions={},
+        ),
         group_id=GroupId(f"g{number}"),
         slot=0,
         epoch=1,
         node_id=NodeId("n"),
-        digest="d",
         segment=1,
         offset=number * 100,
         length=100,
-        outcome=OutcomeKind.COMPLETED,
-        reward=0.5,
-        sampled="{}",
-        versions="{}",
         delivered_at=1.25,
     )
-    return replace(record, **changes)
+    known = {field.name for field in fields(RowSummary)}
+    summary = {name: value for name, value in changes.items() if name in known}
+    rest = {name: value for name, value in changes.items() if name not in known}
+    return replace(record, summary=replace(record.summary, **summary), **rest)
 
 
 def by_id(tables: Tables) -> list[RowRecord]:
@@ -105,6 +110,9 @@ def test_every_value_comes_back_as_it_went_in(tables: Tables) -> None:
         row(101, reward=-1e-300, length=2**62),
         row(102, reward=math.inf, delivered_at=1e300),
         row(103, outcome=OutcomeKind.FAILED, reward=-math.inf),
+        row(104, sampled={PolicyName('é"'): 2}, versions={PolicyName("p"): ((1, 2), (3, 4))}),
+        row(105, roles={PolicyName("p"): {"": 1}}, compute_cost={PolicyName("p"): (2, 4)}),
+        row(106, columns={"scores": "d"}, values={"mark": 0.1 + 0.2}),
     ]
     tables.commit(rows)
     assert by_id(tables) == rows
@@ -143,7 +151,7 @@ def test_the_last_of_a_key_stands_in_one_commit_and_over_many(tables: Tables) ->
     tables.commit([row(n) for n in range(3000)])
     tables.commit([row(n, digest="new") for n in range(0, 3000, 2)])
     assert tables.read(SourceRecord) == [SourceRecord(name="a", next_ordinal=4)]
-    assert [r.digest for r in by_id(tables)] == ["new", "d"] * 1500
+    assert [r.summary.digest for r in by_id(tables)] == ["new", "d"] * 1500
 
 
 def test_a_commit_is_whole_or_not_at_all(tables: Tables) -> None:

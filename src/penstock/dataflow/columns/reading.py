@@ -137,8 +137,9 @@ class RowStoreReader:
         failed: FailedColumns,
     ) -> None:
         """What stands in the row itself."""
-        if row.reward is not None and (not names or REWARD in names):
-            values.setdefault(REWARD, row.reward)
+        reward = row.summary.reward
+        if reward is not None and (not names or REWARD in names):
+            values.setdefault(REWARD, reward)
         try:
             if not names or TURNS in names:
                 values[TURNS] = self._turns(row)

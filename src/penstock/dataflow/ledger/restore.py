@@ -52,7 +52,7 @@ from penstock.dataflow.records import (
     WasteRecord,
     quarantined,
 )
-from penstock.types import GroupId, NodeId, PolicyName, RowId
+from penstock.types import GroupId, NodeId, Outcome, PolicyName, RowId
 
 IN_OPEN_GROUPS = "group_id IN (SELECT group_id FROM groups WHERE state = 'open')"
 JUDGED_OPEN_GROUPS = (
@@ -98,7 +98,7 @@ def restore_completion(host: PartitionRuntime, tables: Tables) -> None:
     for group_id in sorted(waiting | {GroupId(group_id) for (group_id,) in opened}):
         for row in tables.read(RowRecord, "group_id = :group_id", group_id=group_id):
             row_ids.append(row.row_id)
-            if group_id in waiting and row.outcome in ("completed", "truncated"):
+            if group_id in waiting and Outcome(kind=row.summary.outcome).has_reward:
                 rows[group_id].append(row)
     completed: list[ColumnCompleted] = []
     for start in range(0, len(row_ids), 500):

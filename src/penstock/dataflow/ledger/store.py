@@ -220,7 +220,7 @@ class Ledger:
             if moved is None or _location(moved) == _location(row):
                 raise
             payload = self.payloads.read(_location(moved))
-        if blake3(payload).hexdigest() != row.digest:
+        if blake3(payload).hexdigest() != row.summary.digest:
             raise StoreError(f"row {row.row_id} is damaged: other bytes lie where it should be")
         return payload
 

@@ -37,14 +37,14 @@ EARLIER_ROWS = (
 )
 SCORED = frozenset({OutcomeKind.COMPLETED, OutcomeKind.TRUNCATED})
 
-Member = tuple[NodeId, Mapping[str, int]]
+Member = tuple[NodeId, Mapping[PolicyName, int]]
 """Who made a scored row, and its sampled tokens by policy."""
 EffectiveNumber = Callable[[PolicyName, int, int], int]
 """What (incarnation, number) of a policy counts as on the surviving lineage."""
 LoadEarlierRows = Callable[[GroupId], Sequence[Member]]
 """Scored rows of a group that an earlier life of the service took."""
 
-_sampled = msgspec.json.Decoder(dict[str, int])
+_sampled = msgspec.json.Decoder(dict[PolicyName, int])
 _rows = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
@@ -134,8 +134,8 @@ class FlowCounter:
         return made
 
     def _row(self, row: RowRecord) -> None:
-        sampled = _sampled.decode(row.sampled)
-        is_scored = row.outcome in SCORED
+        sampled = row.summary.sampled
+        is_scored = row.summary.outcome in SCORED
         for policy, tokens in sampled.items():
             counters = self.policies.get(PolicyName(policy))
             if counters is None or not tokens:
@@ -143,7 +143,7 @@ class FlowCounter:
             counters.produced.add(1, tokens)
             self.made(row.node_id).produced.add(1, tokens)
             if not is_scored:
-                counters.waste(row.outcome, 1, tokens)
+                counters.waste(row.summary.outcome, 1, tokens)
         if is_scored:
             members = self._members.get(row.group_id)
             if members is None:
