@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType, Protocol
@@ -415,36 +415,55 @@ class SourceShare:
     served: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedGroup:
+class JudgedGroup(Protocol):
     """A closed group as rules judge it and learn from it, for one policy."""
 
-    group_id: GroupId
-    task_key: str
-    source: str
-    policy: PolicyName
-    number: int
-    """Committed version of the policy when it was judged."""
-    rows: tuple[RowSummary, ...]
-    """Members of which the policy's trainer sees any turn, each with a reward."""
+    @property
+    def group_id(self) -> GroupId: ...
+    @property
+    def task_key(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def policy(self) -> PolicyName: ...
+    @property
+    def number(self) -> int:
+        """Committed version of the policy when it was judged."""
+        ...
 
     @property
-    def rewards(self) -> tuple[float, ...]:
-        return tuple(row.score for row in self.rows)
+    def rows(self) -> Sequence[RowSummary]:
+        """Members of which the policy's trainer sees any turn, each with a reward."""
+        ...
+
+    @property
+    def rewards(self) -> Sequence[float]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A group that may go into the next batch, fresh or served before."""
+class Candidate(Protocol):
+    """A group that may go into the next batch, fresh or from the replay pool."""
 
-    group_id: GroupId
-    task_key: str
-    oldest: int
-    """Oldest version of its tokens, on the surviving lineage."""
-    arrival: int
-    """Order in which it was admitted."""
-    tokens: int
-    num_rows: int
-    rewards: tuple[float, ...]
-    uses: int = 0
-    """How many batches it was in."""
+    @property
+    def group_id(self) -> GroupId: ...
+    @property
+    def task_key(self) -> str: ...
+    @property
+    def oldest(self) -> int:
+        """Oldest version of its tokens, on the surviving lineage."""
+        ...
+
+    @property
+    def arrival(self) -> int:
+        """Order in which it was admitted."""
+        ...
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def rewards(self) -> Sequence[float]: ...
+    @property
+    def uses(self) -> int:
+        """Batches that it was in."""
+        ...

@@ -23,7 +23,7 @@ from tests.sim.slot_invariants import require
 from tests.sim.stages import Stages
 from tests.sim.trainers import Trainer
 
-from penstock.dataflow.core.home import PartitionState
+from penstock.dataflow.core.coordinator import PartitionState
 from penstock.dataflow.records import PartitionRecord, RowRecord
 from penstock.errors import Fenced, WireError
 

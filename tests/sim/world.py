@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from tests.sim.disk import borrow_tables, return_tables
 
 from penstock.dataflow.core.consumers import Consumer, PolicySpec
+from penstock.dataflow.core.coordinator import IssueSpec
 from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
-from penstock.dataflow.core.home import IssueSpec
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
 from penstock.dataflow.core.rulebook import RuleSpec

@@ -19,8 +19,8 @@ import msgspec
 
 from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.core.completion import ColumnCompleted, Stage
-from penstock.dataflow.core.consumers import Consumer, ReadyGroup
-from penstock.dataflow.core.home import Coordinator, yield_key
+from penstock.dataflow.core.consumers import Consumer, ReadyGroup, yield_key
+from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.links import Link
 from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.core.partition_host import PartitionRuntime
@@ -159,9 +159,7 @@ def restore_coordinator(coordinator: Coordinator, tables: Tables) -> None:
         for (key,) in tables.rows("SELECT key FROM meta WHERE key LIKE :keys", keys=f"{GONE}%")
     }
     coordinator.quarantined = _quarantined(tables)
-    coordinator.wasted_tokens = {
-        record.reason: record.tokens for record in tables.read(WasteRecord)
-    }
+    coordinator.waste.tokens = {record.reason: record.tokens for record in tables.read(WasteRecord)}
 
 
 def restore_ready_groups(coordinator: Coordinator, tables: Tables) -> list[GroupId]:
@@ -239,6 +237,7 @@ def _restore_waiting(consumer: Consumer, tables: Tables, state: FateState) -> No
         if versions is None:  # few differ, and one tuple serves all that do not
             versions = seen[text] = _VERSIONS.decode(text)
         group = ReadyGroup(
+            policy=consumer.terms.policy,
             group_id=group_id,
             task_key=task_key,
             source=source,
@@ -246,7 +245,7 @@ def _restore_waiting(consumer: Consumer, tables: Tables, state: FateState) -> No
             tokens=tokens,
             rewards=array("d", rewards),
             versions=versions,
-            rows=b"",
+            packed_rows=b"",
             uses=uses,
             last_seq=seq,
         )
