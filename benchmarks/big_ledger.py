@@ -6,7 +6,7 @@ reads it before a trainer fetches it."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from penstock.dataflow.records import (
     row_id,
 )
 from penstock.dataflow.sources import open_source
-from penstock.types import GroupId, OutcomeKind, RowSummary
+from penstock.types import GroupId, OutcomeKind, PolicyName, RowSummary
 
 SOURCE, TASK = "train", "penstock.tasks.reverse"
 SESSION = "a life before"
@@ -84,7 +84,7 @@ def _facts(num_groups: int, group_size: int, incarnation: int) -> list[Record]:
 
 def _groups(num_groups: int, group_size: int, incarnation: int) -> Iterator[Record]:
     source = open_source(SOURCE, TASK)
-    versions = f'{{"{POLICY}":[[{incarnation},0]]}}'
+    versions = {POLICY: ((incarnation, 0),)}
     for index in range(num_groups):
         task = source.task(index, seed=0, workflow="single_turn")
         group_id = GroupId(f"p0-{index + 1}")
@@ -124,22 +124,29 @@ def _groups(num_groups: int, group_size: int, incarnation: int) -> Iterator[Reco
         yield _fate(group_id, index, task.key, rows, incarnation)
 
 
-def _row(group_id: GroupId, slot: int, number: int, versions: str) -> RowRecord:
+def _row(
+    group_id: GroupId,
+    slot: int,
+    number: int,
+    versions: Mapping[PolicyName, tuple[tuple[int, int], ...]],
+) -> RowRecord:
     segment, position = divmod(number, ROWS_PER_SEGMENT)
     return RowRecord(
-        row_id=row_id(group_id, slot, 1),
+        summary=RowSummary(
+            row_id=row_id(group_id, slot, 1),
+            digest=f"{number:064x}",
+            outcome=OutcomeKind.COMPLETED,
+            reward=float(slot % 2),
+            sampled={POLICY: TOKENS},
+            versions=versions,
+        ),
         group_id=group_id,
         slot=slot,
         epoch=1,
         node_id=NODE,
-        digest=f"{number:064x}",
         segment=segment + 1,
         offset=position * PAYLOAD_BYTES,
         length=PAYLOAD_BYTES,
-        outcome=OutcomeKind.COMPLETED,
-        reward=float(slot % 2),
-        sampled=f'{{"{POLICY}":{TOKENS}}}',
-        versions=versions,
         delivered_at=AT + 20,
         arrival=number + 1,
     )
@@ -162,18 +169,6 @@ def _grant(group_id: GroupId, num_slots: int) -> GrantRecord:
 def _fate(
     group_id: GroupId, index: int, task_key: str, rows: Sequence[RowRecord], incarnation: int
 ) -> FateRecord:
-    version = (incarnation, 0)
-    summaries = [
-        RowSummary(
-            row_id=row.row_id,
-            digest=row.digest,
-            reward=row.reward,
-            outcome=row.outcome,
-            sampled={POLICY: TOKENS},
-            versions={POLICY: (version,)},
-        )
-        for row in rows
-    ]
     return FateRecord(
         consumer=POLICY,
         group_id=group_id,
@@ -184,9 +179,9 @@ def _fate(
         tokens=TOKENS * len(rows),
         at=AT + 20,
         arrival=index + 1,
-        rows=msgspec.msgpack.encode(summaries),
+        rows=msgspec.msgpack.encode([row.summary for row in rows]),
         task_key=task_key,
         source=SOURCE,
-        rewards=array("d", (row.reward or 0.0 for row in rows)).tobytes(),
+        rewards=array("d", (row.summary.reward or 0.0 for row in rows)).tobytes(),
         versions=f"[[{incarnation},0]]",
     )

@@ -115,7 +115,7 @@ async def train(setting: Setting, rules: Rules, seed: int, folder: Path) -> Reac
                 continue
             learner.train(batch, [task_of[group.task_key] for group in batch.groups])
             await trainer.commit()
-        wasted = sum(service.coordinator.wasted_tokens.values())
+        wasted = sum(service.coordinator.waste.tokens.values())
         return Reached(
             rollouts=node.num_rollouts,
             steps=trainer.number,

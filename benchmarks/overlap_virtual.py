@@ -11,8 +11,8 @@ from benchmarks.overlap_workload import BusyInterval, Window, Workload, bound_s
 from benchmarks.staleness import POLICY, rules
 from benchmarks.virtual_run import TOKEN_S, Answer, VirtualRun
 from penstock.dataflow.core.consumers import PolicySpec
+from penstock.dataflow.core.coordinator import IssueSpec
 from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
-from penstock.dataflow.core.home import IssueSpec
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.ledger.assemble import CoreSpec
 from penstock.dataflow.sources import Source

@@ -19,8 +19,8 @@ from statistics import NormalDist
 from benchmarks.harness import log_line, result
 from benchmarks.virtual_run import TOKEN_S, Answer, VirtualRun
 from penstock.dataflow.core.consumers import Consumer, PolicySpec
+from penstock.dataflow.core.coordinator import IssueSpec
 from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
-from penstock.dataflow.core.home import IssueSpec
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.core.rulebook import RuleSpec
 from penstock.dataflow.ledger.assemble import CoreSpec
@@ -164,10 +164,7 @@ class Trainer:
         ready = self.consumer.ready
         for group in [*ready.values()]:
             if self.consumer.staleness(group) > self._workload.max_staleness:
-                del ready[group.group_id]
-                self._run.coordinator.drop(
-                    self.consumer, group, DropReason.STALE, "at consume", self._run.now
-                )
+                self.consumer.drop(group, DropReason.STALE, "at consume", self._run.now)
 
 
 def observe(workload: Workload, seed: int, *, paced: bool) -> Observed:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import sqlalchemy as sa
 
 from penstock.dataflow.core.consumers import Consumer
@@ -22,7 +21,7 @@ from penstock.dataflow.ledger.assemble import CoreSpec, build_coordinator_core
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import Deletion, FateRecord, LeaseRecord, Record, RowRecord, row_id
 from penstock.dataflow.sources import Source
-from penstock.types import GroupId, NodeId, Outcome, OutcomeKind, PolicyName
+from penstock.types import GroupId, NodeId, Outcome, OutcomeKind, PolicyName, RowSummary
 
 TOKEN_S = 0.01
 """Seconds that one token takes, whoever else is being served."""
@@ -171,7 +170,7 @@ class VirtualRun:
 
     def _start(self, node_id: NodeId, grant: Grant) -> None:
         answer, live, began_at = self._answer(grant), self._live, self.now
-        versions = {str(v.policy): [(v.incarnation, v.number)] for v in live}
+        versions = {v.policy: ((v.incarnation, v.number),) for v in live}
 
         def finish() -> None:
             if not self.partition.holds(node_id, grant.group_id, grant.slot, grant.epoch):
@@ -181,7 +180,7 @@ class VirtualRun:
             self.tally.tokens_of.setdefault(grant.group_id, []).append(answer.tokens)
             row = _row(node_id, grant, answer, versions, self.now)
             outcome = Outcome(kind=OutcomeKind.COMPLETED)
-            self.partition.deliver(row, row.summary, outcome, self.now)
+            self.partition.deliver(row, outcome, self.now)
             self._idle[node_id] += 1
 
         self.at(self.now + answer.tokens * TOKEN_S + self.call_s, finish)
@@ -240,22 +239,24 @@ def _row(
     node_id: NodeId,
     grant: Grant,
     answer: Answer,
-    versions: Mapping[str, list[tuple[int, int]]],
+    versions: Mapping[PolicyName, tuple[tuple[int, int], ...]],
     now: float,
 ) -> RowRecord:
     return RowRecord(
-        row_id=row_id(grant.group_id, grant.slot, grant.epoch),
+        summary=RowSummary(
+            row_id=row_id(grant.group_id, grant.slot, grant.epoch),
+            digest="",
+            outcome=OutcomeKind.COMPLETED,
+            reward=answer.reward,
+            sampled=dict.fromkeys(versions, answer.tokens),
+            versions=versions,
+        ),
         group_id=grant.group_id,
         slot=grant.slot,
         epoch=grant.epoch,
         node_id=node_id,
-        digest="",
         segment=0,
         offset=0,
         length=0,
-        outcome=OutcomeKind.COMPLETED,
-        reward=answer.reward,
-        sampled=msgspec.json.encode(dict.fromkeys(versions, answer.tokens)).decode(),
-        versions=msgspec.json.encode(versions).decode(),
         delivered_at=now,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType, Protocol
@@ -420,22 +420,29 @@ class SourceShare:
     """Tasks issued from it so far."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedGroup:
-    """A closed group as rules see it, for one policy."""
-
-    group_id: GroupId
-    task_key: str
-    source: str
-    policy: PolicyName
-    number: int
-    """Number of the policy's committed version when the group was judged."""
-    rows: tuple[RowSummary, ...]
-    """Scored members with at least one turn that the policy's trainer trains."""
+class JudgedGroup(Protocol):
+    """A closed group as rules judge it and learn from it, for one policy."""
 
     @property
-    def rewards(self) -> tuple[float, ...]:
-        return tuple(row.score for row in self.rows)
+    def group_id(self) -> GroupId: ...
+    @property
+    def task_key(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def policy(self) -> PolicyName: ...
+    @property
+    def number(self) -> int:
+        """Committed version of the policy when it was judged."""
+        ...
+
+    @property
+    def rows(self) -> Sequence[RowSummary]:
+        """Members of which the policy's trainer sees any turn, each with a reward."""
+        ...
+
+    @property
+    def rewards(self) -> Sequence[float]: ...
 
 
 class Hook(StrEnum):
@@ -455,18 +462,30 @@ class Hook(StrEnum):
     """Which consumers see which turns?"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A group that may go into the next batch: a new one, or a replay."""
+class Candidate(Protocol):
+    """A group that may go into the next batch, fresh or from the replay pool."""
 
-    group_id: GroupId
-    task_key: str
-    oldest: int
-    """Number of the oldest version among its tokens, on the current lineage."""
-    arrival: int
-    """Order of admission."""
-    tokens: int
-    num_rows: int
-    rewards: tuple[float, ...]
-    uses: int = 0
-    """Number of batches that already used it."""
+    @property
+    def group_id(self) -> GroupId: ...
+    @property
+    def task_key(self) -> str: ...
+    @property
+    def oldest(self) -> int:
+        """Oldest version of its tokens, on the surviving lineage."""
+        ...
+
+    @property
+    def arrival(self) -> int:
+        """Order in which it was admitted."""
+        ...
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def rewards(self) -> Sequence[float]: ...
+    @property
+    def uses(self) -> int:
+        """Batches that it was in."""
+        ...

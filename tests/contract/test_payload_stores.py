@@ -23,7 +23,7 @@ from penstock.dataflow.ledger.segments import Location, PlacedPayload
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import FreedRecord, RowRecord
 from penstock.errors import ConfigError, StoreError
-from penstock.types import GroupId, NodeId, OutcomeKind, RowId
+from penstock.types import GroupId, NodeId, OutcomeKind, RowId, RowSummary
 
 SEGMENT_BYTES = 4000
 Open = Callable[[], PayloadStore]
@@ -233,19 +233,21 @@ async def test_acknowledged_only_after_the_put(
 
 def row(number: int, at: Location, payload: bytes) -> RowRecord:
     return RowRecord(
-        row_id=RowId(f"g{number}.0.1"),
+        summary=RowSummary(
+            row_id=RowId(f"g{number}.0.1"),
+            digest=blake3(payload).hexdigest(),
+            outcome=OutcomeKind.COMPLETED,
+            reward=0.0,
+            sampled={},
+            versions={},
+        ),
         group_id=GroupId(f"g{number}"),
         slot=0,
         epoch=1,
         node_id=NodeId("n"),
-        digest=blake3(payload).hexdigest(),
         segment=at.segment,
         offset=at.offset,
         length=at.length,
-        outcome=OutcomeKind.COMPLETED,
-        reward=0.0,
-        sampled="{}",
-        versions="{}",
         delivered_at=0.0,
     )
 

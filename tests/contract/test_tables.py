@@ -3,22 +3,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Generator
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy.exc import DBAPIError, ResourceClosedError
+from sqlalchemy.exc import DBAPIError
 
 from penstock.config.store_password import PASSWORD_ENV, password_in, without_password
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
 from penstock.dataflow.ledger.tables import (
-    METADATA,
     BundleMove,
     ColumnMove,
     RowMove,
@@ -26,18 +24,15 @@ from penstock.dataflow.ledger.tables import (
     open_tables,
 )
 from penstock.dataflow.records import (
-    FORMAT,
     BatchRecord,
     Deletion,
-    FateRecord,
-    FateState,
     MetaRecord,
     NodeRecord,
     RowRecord,
     SourceRecord,
 )
 from penstock.errors import StoreError
-from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId
+from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId, RowSummary
 
 Open = Callable[[], Tables]
 _names = itertools.count()
@@ -62,22 +57,27 @@ def tables(open_store: Open) -> Generator[Tables]:
 
 def row(number: int, **changes: Any) -> RowRecord:
     record = RowRecord(
-        row_id=RowId(f"g{number}.0.1"),
+        summary=RowSummary(
+            row_id=RowId(f"g{number}.0.1"),
+            digest="d",
+            outcome=OutcomeKind.COMPLETED,
+            reward=0.5,
+            sampled={},
+            versions={},
+        ),
         group_id=GroupId(f"g{number}"),
         slot=0,
         epoch=1,
         node_id=NodeId("n"),
-        digest="d",
         segment=1,
         offset=number * 100,
         length=100,
-        outcome=OutcomeKind.COMPLETED,
-        reward=0.5,
-        sampled="{}",
-        versions="{}",
         delivered_at=1.25,
     )
-    return replace(record, **changes)
+    known = {field.name for field in fields(RowSummary)}
+    summary = {name: value for name, value in changes.items() if name in known}
+    rest = {name: value for name, value in changes.items() if name not in known}
+    return replace(record, summary=replace(record.summary, **summary), **rest)
 
 
 def by_id(tables: Tables) -> list[RowRecord]:
@@ -110,6 +110,9 @@ def test_every_value_comes_back_as_it_went_in(tables: Tables) -> None:
         row(101, reward=-1e-300, length=2**62),
         row(102, reward=math.inf, delivered_at=1e300),
         row(103, outcome=OutcomeKind.FAILED, reward=-math.inf),
+        row(104, sampled={PolicyName('é"'): 2}, versions={PolicyName("p"): ((1, 2), (3, 4))}),
+        row(105, roles={PolicyName("p"): {"": 1}}, compute_cost={PolicyName("p"): (2, 4)}),
+        row(106, columns={"scores": "d"}, values={"mark": 0.1 + 0.2}),
     ]
     tables.commit(rows)
     assert by_id(tables) == rows
@@ -148,7 +151,7 @@ def test_the_last_of_a_key_stands_in_one_commit_and_over_many(tables: Tables) ->
     tables.commit([row(n) for n in range(3000)])
     tables.commit([row(n, digest="new") for n in range(0, 3000, 2)])
     assert tables.read(SourceRecord) == [SourceRecord(name="a", next_ordinal=4)]
-    assert [r.digest for r in by_id(tables)] == ["new", "d"] * 1500
+    assert [r.summary.digest for r in by_id(tables)] == ["new", "d"] * 1500
 
 
 def test_a_commit_is_whole_or_not_at_all(tables: Tables) -> None:
@@ -250,43 +253,6 @@ def test_what_is_committed_is_there_after_a_restart(open_store: Open) -> None:
         assert len(tables.read(RowRecord)) == life
         tables.commit([row(life)])
         tables.close()
-
-
-def test_columns_that_are_missing_are_added_with_their_defaults(open_store: Open) -> None:
-    """As a ledger of an older format lacks them; the rules of defaults are those of the records."""
-    tables = open_store()
-    fate = FateRecord(
-        consumer=PolicyName("p"),
-        group_id=GroupId("g"),
-        state=FateState.ADMITTED,
-        reason="",
-        rule="r",
-        seq=0,
-        tokens=1,
-        at=0.0,
-    )
-    tables.commit([row(0), fate, MetaRecord(key="format", value=str(FORMAT - 1))])
-    later = [(FateRecord, fields(FateRecord)), (RowRecord, fields(RowRecord))]
-    missing = [
-        (kind.TABLE, field.name)
-        for kind, found in later
-        for field in found
-        if field.default is not MISSING
-    ]
-    assert len(missing) >= 4
-    missing += [("fates", "checksum"), ("rows", "checksum")]
-    for table in (METADATA.tables["fates"], METADATA.tables["rows"]):
-        for index in table.indexes:
-            with contextlib.suppress(ResourceClosedError):
-                tables.rows(f'DROP INDEX "{index.name}"')
-    for table, column in missing:
-        with contextlib.suppress(ResourceClosedError):  # it answers without rows
-            tables.rows(f'ALTER TABLE {table} DROP COLUMN "{column}"')
-    tables.close()
-    tables = open_store()
-    assert tables.read(RowRecord) == [row(0)] and tables.read(FateRecord) == [fate]
-    tables.commit([row(1)])
-    tables.close()
 
 
 @pytest.mark.postgres

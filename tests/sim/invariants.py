@@ -188,7 +188,7 @@ class Invariants(SlotInvariants):
         need = self.plan.needs.get(policy)
         for row in group.rows:
             stored = disk.of(RowRecord).get((row.row_id,))
-            known = stored is not None and stored.digest == row.digest
+            known = stored is not None and stored.summary.digest == row.digest
             require(known, f"{name}: row {row.row_id} is not durable")
             born = min(branch.effective_number(*version) for version in row.versions[policy])
             age = trains_from - born

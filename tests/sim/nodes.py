@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import msgspec
 from tests.sim.events import Actor, Call, Command, EventLoop, Network, Sleep, Task
 from tests.sim.invariants import Invariants
 from tests.sim.plans import Plan
@@ -27,7 +26,15 @@ from penstock.dataflow.core.leasing import (
 )
 from penstock.dataflow.records import RowRecord, row_id
 from penstock.errors import Busy, Fenced, NotFound, WireError
-from penstock.types import NodeId, Outcome, OutcomeKind, PolicyName, PublishedVersion, RowId
+from penstock.types import (
+    NodeId,
+    Outcome,
+    OutcomeKind,
+    PolicyName,
+    PublishedVersion,
+    RowId,
+    RowSummary,
+)
 
 HEARTBEAT_S = 3.5
 WORD = {
@@ -249,7 +256,7 @@ class Node:
         elif self._engine.fault_chance(plan.faults.cut):
             kind = rng.choice((OutcomeKind.TRUNCATED, OutcomeKind.CANCELLED))
         outcome = Outcome(kind=kind, reason=WORD[kind])
-        versions: dict[str, list[tuple[int, int]]] = {}
+        versions: dict[PolicyName, list[tuple[int, int]]] = {}
         for version in (*work.started_with, *self._versions()):
             found = versions.setdefault(version.policy, [])
             if (version.incarnation, version.number) not in found:
@@ -260,21 +267,23 @@ class Node:
         if plan.judge and plan.num_policies > 1 and outcome.has_reward:
             reward = rng.choice((0.0, 1.0))
         row = RowRecord(
-            row_id=name,
+            summary=RowSummary(
+                row_id=name,
+                digest=f"{rng.getrandbits(64):x}",
+                outcome=kind,
+                reward=reward,
+                sampled=dict.fromkeys(versions, 3),
+                versions={policy: tuple(found) for policy, found in versions.items()},
+                compute_cost=dict.fromkeys(versions, (5, 25)),
+            ),
             group_id=work.grant.group_id,
             slot=work.grant.slot,
             epoch=work.grant.epoch,
             node_id=self.name,
-            digest=f"{rng.getrandbits(64):x}",
             segment=1,
             offset=0,
             length=1,
-            outcome=kind,
-            reward=reward,
-            sampled=msgspec.json.encode(dict.fromkeys(versions, 3)).decode(),
-            versions=msgspec.json.encode(versions).decode(),
             delivered_at=0.0,
-            compute_cost=msgspec.json.encode(dict.fromkeys(versions, (5, 25))).decode(),
         )
         return Result(row=row, outcome=outcome)
 
@@ -351,7 +360,7 @@ def _deliver(result: Result) -> Command:
                 return Busy("home may know its version")
             partition.reject(row.group_id, row.slot, "version unknown here", now)
             return DeliveryStatus.INVALID
-        return partition.deliver(row, row.summary, result.outcome, now)
+        return partition.deliver(row, result.outcome, now)
 
     return Command(run=run)
 
@@ -361,5 +370,5 @@ def _look(machine: SimProcess, row: RowRecord) -> DeliveryStatus:
     known = machine.disk.of(RowRecord).get((row.row_id,))
     if known is None:
         return DeliveryStatus.FENCED
-    same = known.digest == row.digest
+    same = known.summary.digest == row.summary.digest
     return DeliveryStatus.DUPLICATE if same else DeliveryStatus.CONFLICT

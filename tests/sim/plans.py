@@ -10,8 +10,8 @@ from functools import cached_property
 
 from penstock.dataflow.core.completion import RequiredColumns
 from penstock.dataflow.core.consumers import PolicySpec
+from penstock.dataflow.core.coordinator import IssueSpec
 from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
-from penstock.dataflow.core.home import IssueSpec
 from penstock.dataflow.core.rulebook import RuleSpec
 from penstock.dataflow.ledger.assemble import CoreSpec
 from penstock.dataflow.sources import Source

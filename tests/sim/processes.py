@@ -18,7 +18,7 @@ from tests.sim.plans import Plan
 
 from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.core.completion import ColumnCompleted
-from penstock.dataflow.core.home import Coordinator, PartitionState
+from penstock.dataflow.core.coordinator import Coordinator, PartitionState
 from penstock.dataflow.core.links import Link
 from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
 from penstock.dataflow.core.partition_host import PartitionRuntime

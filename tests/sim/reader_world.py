@@ -28,7 +28,7 @@ from penstock.dataflow.ledger.payloads import MemoryPayloads
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import Deletion, FreedRecord, Record, RowRecord
-from penstock.types import GroupId, NodeId, OutcomeKind, RowId
+from penstock.types import GroupId, NodeId, OutcomeKind, RowId, RowSummary
 
 
 def memory_tables() -> Tables:
@@ -56,19 +56,21 @@ def rollout_row(
 ) -> RowRecord:
     group_id, slot, epoch = row_id.split(".")
     return RowRecord(
-        row_id=row_id,
+        summary=RowSummary(
+            row_id=row_id,
+            digest="d",
+            outcome=OutcomeKind.COMPLETED,
+            reward=reward,
+            sampled={},
+            versions={},
+        ),
         group_id=GroupId(group_id),
         slot=int(slot),
         epoch=int(epoch),
         node_id=NodeId("n"),
-        digest="d",
         segment=location.segment,
         offset=location.offset,
         length=location.length,
-        outcome=OutcomeKind.COMPLETED,
-        reward=reward,
-        sampled="{}",
-        versions="{}",
         delivered_at=now,
         arrival=arrival,
     )

@@ -23,7 +23,7 @@ from tests.sim.slot_invariants import require
 from tests.sim.stages import Stages
 from tests.sim.trainers import Trainer
 
-from penstock.dataflow.core.home import PartitionState
+from penstock.dataflow.core.coordinator import PartitionState
 from penstock.dataflow.records import PartitionRecord, RowRecord
 from penstock.errors import Fenced, WireError
 
@@ -236,7 +236,7 @@ class Simulation:
 
     def _is_read(self, link: str) -> bool:
         """Neither lost nor switched off."""
-        name = link.replace("home", "").strip(">")
+        name = link.replace("coordinator", "").strip(">")
         is_off = any(machine.is_off for machine in self.machines if machine.name == name)
         return not is_off and name not in self.laws.lost
 
@@ -244,10 +244,10 @@ class Simulation:
         """What was acknowledged is in the tables that the next life will read."""
         for row_id, digest in self.laws.acked.items():
             found = self.laws.disk_of(_group_of(row_id)).of(RowRecord).get((row_id,))
-            require(found is not None and found.digest == digest, f"row {row_id} is lost")
+            require(found is not None and found.summary.digest == digest, f"row {row_id} is lost")
         for machine in self.machines:
             rows = machine.disk.tables.rows("SELECT row_id, digest FROM rows")
-            kept = {(r.row_id, r.digest) for r in machine.disk.of(RowRecord).values()}
+            kept = {(r.row_id, r.summary.digest) for r in machine.disk.of(RowRecord).values()}
             require(kept == {tuple(row) for row in rows}, f"tables of {machine.name} differ")
 
     def close(self) -> None:

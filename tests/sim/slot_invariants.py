@@ -132,7 +132,7 @@ class SlotInvariants:
         running = self.running.get((new.group_id, new.slot))
         holds = running is not None and (running.epoch, running.node_id) == (new.epoch, new.node_id)
         require(holds, f"row {new.row_id} of {new.node_id} stands under no running lease")
-        if new.outcome in GOOD:
+        if new.summary.outcome in GOOD:
             slot = (new.group_id, new.slot)
             require(slot not in self.results, f"slot {slot} has two results")
             self.results[slot] = new.row_id
@@ -201,9 +201,9 @@ class SlotInvariants:
         require(status is not DeliveryStatus.CONFLICT, f"{row.row_id} conflicts with itself")
         require(status is not DeliveryStatus.INVALID, f"{row.row_id} is sound and was refused")
         if status in (DeliveryStatus.STORED, DeliveryStatus.DUPLICATE):
-            same = stored is not None and stored.digest == row.digest
+            same = stored is not None and stored.summary.digest == row.summary.digest
             require(same, f"{row.row_id} was acknowledged and is not durable")
-            self.acked[row.row_id] = row.digest
+            self.acked[row.row_id] = row.summary.digest
         elif status is DeliveryStatus.FENCED:
             require(stored is None, f"{row.row_id} was refused and is stored")
             self.fenced.add(row.row_id)

@@ -46,7 +46,7 @@ class Stages:
             if record.state == "training"
         }
         for row in machine.disk.of(RowRecord).values():
-            if row.outcome not in ("completed", "truncated"):
+            if row.summary.outcome not in ("completed", "truncated"):
                 continue
             if self._plan.judge:
                 wanted.append((row.row_id, "reward"))

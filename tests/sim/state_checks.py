@@ -148,7 +148,7 @@ def _coordinator_facts(machine: CoordinatorProcess) -> Facts:
         "open at": {index: set(groups) for index, groups in coordinator.open_by_partition.items()},
         "served": dict(private(coordinator.supply, "_served")),
         "issued": private(coordinator, "_num_issued"),
-        "waste": {reason: n for reason, n in coordinator.wasted_tokens.items() if n},
+        "waste": {reason: n for reason, n in coordinator.waste.tokens.items() if n},
         "links": {
             index: (link.num_received, link.unacknowledged(0))
             for index, link in machine.router.links.items()

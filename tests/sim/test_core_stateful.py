@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -23,7 +22,7 @@ from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, Regist
 from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
 from penstock.dataflow.records import BatchRecord, RowRecord, row_id
 from penstock.errors import Fenced, WireError
-from penstock.types import GroupId, Manifest, NodeId, Outcome, OutcomeKind
+from penstock.types import GroupId, Manifest, NodeId, Outcome, OutcomeKind, RowSummary
 from penstock.wire.codec import decode
 
 
@@ -62,26 +61,28 @@ class CoreSubject:
         if word != "failed":
             outcome = Outcome(kind=OutcomeKind.COMPLETED)
         row = RowRecord(
-            row_id=name,
+            summary=RowSummary(
+                row_id=name,
+                digest=word,
+                outcome=outcome.kind,
+                reward=reward_of(word, grant.slot) if outcome.has_reward else None,
+                sampled={POLICY: 3},
+                versions={POLICY: ((live.incarnation, live.number),)},
+            ),
             group_id=grant.group_id,
             slot=grant.slot,
             epoch=grant.epoch,
             node_id=node,
-            digest=word,
             segment=1,
             offset=0,
             length=1,
-            outcome=outcome.kind,
-            reward=reward_of(word, grant.slot) if outcome.has_reward else None,
-            sampled=msgspec.json.encode({POLICY: 3}).decode(),
-            versions=msgspec.json.encode({POLICY: [(live.incarnation, live.number)]}).decode(),
             delivered_at=world.now,
         )
-        status = world.partition.deliver(row, row.summary, outcome, world.now)
+        status = world.partition.deliver(row, outcome, world.now)
         world.settle()
         known = world.tables.read(RowRecord, "row_id = :name", name=name)
         if status.value == "fenced" and known:
-            return "duplicate" if known[0].digest == word else "conflict"
+            return "duplicate" if known[0].summary.digest == word else "conflict"
         return status.value
 
     def release(self, node: NodeId, boot_id: str, grant: Grant) -> str:

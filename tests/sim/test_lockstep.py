@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 from tests.sim.world import COMPLETED, FAILED, Settings, World
 
-from penstock.dataflow.core.consumers import issue_number
 from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy
+from penstock.dataflow.core.ids import issue_number
 
 DROP = ClosingPolicy(kind=ClosingKind.DROP)
 """One failed member ends its group."""

@@ -13,19 +13,18 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import msgspec
 from tests.sim.disk import borrow_tables, return_tables
 
 from penstock.dataflow.core.consumers import Consumer, PolicySpec
+from penstock.dataflow.core.coordinator import IssueSpec
 from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
-from penstock.dataflow.core.home import IssueSpec
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
 from penstock.dataflow.core.rulebook import RuleSpec
 from penstock.dataflow.ledger.assemble import CoreSpec, build_coordinator_core
 from penstock.dataflow.records import CommandJournal, RowRecord, row_id
 from penstock.dataflow.sources import open_source
-from penstock.types import NodeId, Outcome, OutcomeKind, PolicyName
+from penstock.types import NodeId, Outcome, OutcomeKind, PolicyName, RowSummary
 
 POLICY = PolicyName("policy")
 COMPLETE = ClosingPolicy(kind=ClosingKind.COMPLETE)
@@ -249,22 +248,24 @@ class World:
     ) -> str:
         live = self.live[node_id]
         row = RowRecord(
-            row_id=row_id(grant.group_id, grant.slot, grant.epoch),
+            summary=RowSummary(
+                row_id=row_id(grant.group_id, grant.slot, grant.epoch),
+                digest="d",
+                outcome=outcome.kind,
+                reward=reward if outcome.has_reward else None,
+                sampled={POLICY: 3},
+                versions={POLICY: ((live.incarnation, live.number),)},
+            ),
             group_id=grant.group_id,
             slot=grant.slot,
             epoch=grant.epoch,
             node_id=node_id,
-            digest="d",
             segment=1,
             offset=0,
             length=1,
-            outcome=outcome.kind,
-            reward=reward if outcome.has_reward else None,
-            sampled=msgspec.json.encode({POLICY: 3}).decode(),
-            versions=msgspec.json.encode({POLICY: [(live.incarnation, live.number)]}).decode(),
             delivered_at=self.now,
         )
-        status = self.partition.deliver(row, row.summary, outcome, self.now)
+        status = self.partition.deliver(row, outcome, self.now)
         self.settle()
         return status.value
 

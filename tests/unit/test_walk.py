@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk names real code: each `file.py:Name` of docs/concepts/walk.md is defined in that file."""
+"""The walk names real code: each `file.py:Name` of docs/concepts/walk.md is defined there."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One ledger database, read as of one moment.
 
-Owns how it is opened, without writing a byte, and which tables and columns an older format lacks.
-Knows no law.
+Owns how it is opened, without writing a byte. Knows no law.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from penstock.audit.records import (
 )
 from penstock.errors import StoreError
 
-FORMATS = ("1", "2", "3", "4")
-"""Of ledgers this auditor can read."""
+FORMAT = "1"
+"""The ledger format this auditor reads."""
 RecordT = TypeVar("RecordT", bound=TableRecord)
 
 
@@ -109,8 +108,8 @@ class LedgerReader:
         )
 
     def _leases(self) -> list[Lease]:
-        """Those that ended, and for every other slot of a grant one that runs; before format 3 all
-        are in one table. A slot granted twice under one epoch comes twice."""
+        """Leases that ended, and a running one for every other slot of a grant. A slot granted
+        twice under one epoch appears twice."""
         found = self._table(Lease, "leases", "group_id")
         ended = {(lease.group_id, lease.slot, lease.epoch) for lease in found}
         for grant in self._table(Grant, "grants", "group_id"):
@@ -130,7 +129,7 @@ class LedgerReader:
 
     def replicated(self) -> ReplicatedTables:
         return ReplicatedTables(
-            issued={one.group_id: one for one in self._issued()},
+            issued={one.group_id: one for one in self._table(Issued, "issued", "issue")},
             fates=self._table(Fate, "fates", "consumer, group_id"),
             freed=self.freed(),
             commits=self._table(Commit, "commits", "consumer, incarnation, seq"),
@@ -148,42 +147,13 @@ class LedgerReader:
             partitions=self._table(Partition, "partitions", '"index"'),
         )
 
-    def _issued(self) -> list[Issued]:
-        if self._columns("issued"):
-            return self._table(Issued, "issued", "issue")
-        groups = self._table(Group, "groups", "issue")  # format 1: groups are all there is
-        return [
-            Issued(
-                g.group_id, g.partition, g.issue, g.source, g.ordinal, g.task_key, g.state != "open"
-            )
-            for g in groups
-        ]
-
     def _table(self, kind: type[RecordT], name: str, order: str, where: str = "1") -> list[RecordT]:
-        known = self._columns(name)
-        if not known and name not in FORMAT_1:
-            return []
-        fields = kind.__struct_fields__
-        optional = fields[len(fields) - len(kind.__struct_defaults__) :]
-        columns = ", ".join(f'"{x}"' for x in fields if x in known or x not in optional)
+        columns = ", ".join(f'"{field}"' for field in kind.__struct_fields__)
         try:
             query = f"SELECT {columns} FROM {name} WHERE {where} ORDER BY {order}"
             return msgspec.convert(self._connection.execute(query).fetchall(), list[kind])
         except (sqlite3.DatabaseError, msgspec.ValidationError) as error:
             raise StoreError(f"table {name} of the ledger is damaged: {error}") from error
-
-    def _columns(self, table: str) -> set[str]:
-        query = "SELECT name FROM pragma_table_info(?)"
-        return {name for (name,) in self._connection.execute(query, (table,))}
-
-
-FORMAT_1 = frozenset(
-    {
-        *("groups", "leases", "rows", "fates", "batches", "commits", "incarnations"),
-        *("versions", "sources", "checkpoints"),
-    }
-)
-"""Tables without which there is no ledger; those that came later may be missing."""
 
 
 @contextmanager
@@ -214,9 +184,9 @@ def _check_format(connection: sqlite3.Connection) -> None:
         found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
     except sqlite3.DatabaseError as error:
         raise StoreError(f"the ledger cannot be read: {error}; is this a run folder?") from error
-    if found is not None and found[0] not in FORMATS:
+    if found is None or found[0] != FORMAT:
         raise StoreError(
-            f"this ledger has format {found[0]}, this auditor reads {', '.join(FORMATS)}; "
+            f"this ledger has format {found and found[0]}, this auditor reads {FORMAT}; "
             "audit it with the penstock that wrote it"
         )
 

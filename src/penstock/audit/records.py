@@ -19,8 +19,7 @@ SCORED = ("completed", "truncated")
 
 
 class TableRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A row of one table; the fields are the columns read, in this order. One with a default may be
-    missing in an older ledger."""
+    """A row of one table; the fields are the columns read, in this order."""
 
 
 # --- what partitions keep -------------------------------------------------------------------------
@@ -72,11 +71,11 @@ class Row(TableRecord, frozen=True, gc=False):
     """As delivered; a stage may write one later, as a column."""
     sampled: str
     versions: str
-    blob: str = ""
+    blob: str
     """Digest of the blob that holds the payload, when it lies in no segment."""
-    roles: str = ""
+    roles: str
     """Of policies that acted in named roles, their tokens by role; empty for none."""
-    compute_cost: str = ""
+    compute_cost: str
     """By policy, what its trainer computes; empty for none."""
 
 
@@ -152,7 +151,7 @@ class Batch(TableRecord, frozen=True, gc=False):
 class Source(TableRecord, frozen=True, gc=False):
     name: str
     next_ordinal: int
-    skipped: int = 0
+    skipped: int
     """Tasks before that ordinal which rules found not worth a group."""
 
 

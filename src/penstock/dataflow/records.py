@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import ClassVar, Protocol, cast
-
-import msgspec
+from typing import ClassVar, Protocol
 
 from penstock.dataflow.column_records import (
     BundleRecord,
@@ -27,7 +25,6 @@ from penstock.dataflow.column_records import (
 from penstock.types import (
     GroupId,
     NodeId,
-    OutcomeKind,
     PolicyName,
     RowId,
     RowSummary,
@@ -52,10 +49,8 @@ QUARANTINE_PREFIX = "quarantined/"
 """Before a node's name and one of its lives: the value is the session that gets no more work."""
 GONE = "gone/"
 """How the ledger begins the names of rows that nobody may be served any more."""
-_ROLES = msgspec.json.Decoder(dict[PolicyName, dict[str, int]])
-_COMPUTE_COST = msgspec.json.Decoder(dict[PolicyName, tuple[int, int]])
-FORMAT = 4
-"""Of the ledger on disk. A newer one is refused by name; N reads N - 1."""
+FORMAT = 1
+"""Format of the ledger on disk; any other is refused."""
 
 
 class GroupState(StrEnum):
@@ -260,49 +255,30 @@ class LeaseRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRecord:
+    """A delivered row: its summary, whose it is, and where its payload lies."""
+
     TABLE: ClassVar[str] = "rows"
     KEY: ClassVar[tuple[str, ...]] = ("row_id",)
 
-    row_id: RowId
+    summary: RowSummary
+    """Each of its fields is a column of the table; maps are JSON text."""
     group_id: GroupId
     slot: int
     epoch: int
     node_id: NodeId
-    digest: str
     segment: int
     offset: int
     length: int
-    outcome: OutcomeKind
-    reward: float | None
-    sampled: str
-    """JSON: trainable sampled tokens by policy."""
-    versions: str
-    """JSON: every [incarnation, number] that sampled them, by policy."""
     delivered_at: float
     arrival: int = 0
     """Order of arrival at its partition; readers' cursors count in it."""
     space: str = "train"
     blob: str = ""
     """Digest of the claim-checked blob that holds the payload, empty when it lies in a segment."""
-    roles: str = ""
-    """JSON: of policies that acted in named roles, their tokens by role; empty for none."""
-    compute_cost: str = ""
-    """JSON: by policy, what its trainer computes: [tokens, squared lengths] of the samples; empty
-    for none."""
 
     @property
-    def summary(self) -> RowSummary:
-        versions = msgspec.json.decode(self.versions, type=dict[str, tuple[tuple[int, int], ...]])
-        return RowSummary(
-            row_id=self.row_id,
-            digest=self.digest,
-            reward=self.reward,
-            outcome=OutcomeKind(self.outcome),
-            sampled=cast(Mapping[PolicyName, int], msgspec.json.decode(self.sampled)),
-            versions=cast(Mapping[PolicyName, tuple[tuple[int, int], ...]], versions),
-            roles=_ROLES.decode(self.roles) if self.roles else {},
-            compute_cost=_COMPUTE_COST.decode(self.compute_cost) if self.compute_cost else {},
-        )
+    def row_id(self) -> RowId:
+        return self.summary.row_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.unit.audit.ledgers import FakeNode, Run, always_completed, small_config
 
 from penstock.config import RunConfig
-from penstock.dataflow.core.home import PartitionState
+from penstock.dataflow.core.coordinator import PartitionState
 from penstock.dataflow.ledger.sealed_batches import partition_folder
 from penstock.dataflow.service.build import build_partition
 from penstock.dataflow.service.messages import Ack

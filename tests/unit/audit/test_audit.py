@@ -10,8 +10,6 @@ from tests.unit.audit.corrupt_freed import free_batch
 from tests.unit.audit.ledgers import Run, always_completed, eventful_run, small_config
 from tests.unit.audit.tampering import (
     ADMITTED_GROUPS,
-    LEASE_IS_RUNNING,
-    Record,
     change,
     fetch_record,
     forget_acknowledgement,
@@ -19,9 +17,7 @@ from tests.unit.audit.tampering import (
     ledger,
     one,
     payload,
-    rewrite_manifest,
     row_in_batch,
-    running_lease,
     segment,
     split_grants,
     store,
@@ -174,36 +170,6 @@ def test_freed_payload_may_be_deleted(run_dir: Path) -> None:
     assert gone >= (12,), "their segment is deleted"
     assert_passes(run_dir)
     assert summary(run_dir).lost == 0
-
-
-def test_a_ledger_of_format_1_is_read(run_dir: Path) -> None:
-    """Without the tables, columns and manifest fields that were added later."""
-
-    def as_it_was(body: Record) -> None:
-        for group in body["groups"]:
-            for row in group["rows"]:
-                del row["compute_cost"]
-
-    (last,) = one(run_dir, "SELECT max(seq) FROM batches")
-    for seq in range(1, last + 1):
-        rewrite_manifest(run_dir, seq, as_it_was)
-    tables = ("freed", "issued", "columns", "completions", "partitions", "links", "messages")
-    running_lease(run_dir)
-    with ledger(run_dir) as connection:
-        connection.execute(
-            "INSERT INTO leases SELECT group_id, slot, epoch, attempt, node_id, boot_id, "
-            f"request_id, granted_at, '', 0.0, '', 0 FROM grants WHERE {LEASE_IS_RUNNING}"
-        )
-        connection.execute("DROP TABLE grants")
-        for table in tables:
-            connection.execute(f"DROP TABLE {table}")
-        for column in ("blob", "roles", "compute_cost"):
-            connection.execute(f"ALTER TABLE rows DROP COLUMN {column}")
-        connection.execute("ALTER TABLE sources DROP COLUMN skipped")
-        connection.execute("UPDATE meta SET value = '1' WHERE key = 'format'")
-    assert_passes(run_dir)
-    change(run_dir, "DELETE FROM groups WHERE issue = 1")
-    assert not audit(run_dir).ok
 
 
 def test_survivors_may_close_without_all(run_dir: Path) -> None:

@@ -26,7 +26,7 @@ from tests.unit.trainer.doubles import (
 from tests.unit.trainer.stage_makers import of, stage
 
 from penstock.config.builtin_stages import declaration_of
-from penstock.dataflow.service.nodes.validate import TrajectorySummary, digest
+from penstock.dataflow.service.nodes.validate import summarise
 from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.pipeline import credits
@@ -84,8 +84,8 @@ def seal(groups: Sequence[Sequence[Attempt]]) -> Sealed:
         for slot, attempt in enumerate(members):
             name = f"p0-{index}.{slot}.1"
             record = make_trajectory(*attempt.turns, name=name)
-            found = digest(record, lambda *_: True)
-            assert isinstance(found, TrajectorySummary), found
+            found = summarise(record, "d", lambda *_: True)
+            assert isinstance(found, RowSummary), found
             payload = encode(record)
             served = None if attempt.is_gone else payload
             rows.append(RowPayload(row_id=RowId(name), payload=served))

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from tests.unit.trainer.doubles import POLICY, make_trajectory, make_turn
 
-from penstock.dataflow.service.nodes.validate import TrajectorySummary, digest
+from penstock.dataflow.service.nodes.validate import summarise
 from penstock.trainer.samples import Samples, make_samples
 from penstock.types import (
     FinishReason,
     PolicyName,
+    RowSummary,
     SamplingSpec,
     Trajectory,
     VersionSpan,
@@ -146,8 +147,8 @@ def test_the_judge_of_deliveries_knows_what_will_be_computed(seed: int) -> None:
         greedy = SamplingSpec(temperature=0.0)
         turns = [replace(t, sampling=greedy) if draw.random() < 0.2 else t for t in tree.turns]
         tree = replace(tree, turns=tuple(turns))
-        known = digest(tree, is_published)
-        assert isinstance(known, TrajectorySummary)
+        known = summarise(tree, "d", is_published)
+        assert isinstance(known, RowSummary)
         for policy in (POLICY, OTHER):
             samples = make_samples([(0, tree)], policy)
             lengths_S = samples.ends_S - samples.starts_S

@@ -140,8 +140,9 @@ class RowStoreReader:
         failed: FailedColumns,
     ) -> None:
         """Add the columns that are part of the row record."""
-        if row.reward is not None and (not names or REWARD in names):
-            values.setdefault(REWARD, row.reward)
+        reward = row.summary.reward
+        if reward is not None and (not names or REWARD in names):
+            values.setdefault(REWARD, reward)
         try:
             if not names or TURNS in names:
                 values[TURNS] = self._turns(row)

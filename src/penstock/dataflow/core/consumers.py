@@ -1,22 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One policy's reader of the ledger: what it asks for, what is ready for it, what is sealed, and
-what came to nothing since."""
+"""One policy's consumer of groups: which are admitted, ready, sealed, kept for replay or dropped.
+
+Owns the fate of every group for its policy: each change of it is journaled here and nowhere else.
+Decides nothing about other policies, issue or partitions.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import inf
 
 import msgspec
 
 from penstock.dataflow.core import pacing
-from penstock.dataflow.core.rulebook import ReplaySpec
+from penstock.dataflow.core.ids import partition_of
+from penstock.dataflow.core.messages import (
+    Admitted,
+    ColumnsCompleted,
+    GroupEnded,
+    SendToPartition,
+)
+from penstock.dataflow.core.retention import Retention
+from penstock.dataflow.core.rulebook import ReplaySpec, RuleRunner
 from penstock.dataflow.core.versions import Lineage
-from penstock.dataflow.records import BatchRecord
-from penstock.types import Candidate, DropReason, GroupId, OutcomeKind, PolicyName, RowSummary
+from penstock.dataflow.records import (
+    FATE_TRANSITIONS,
+    BatchRecord,
+    FateRecord,
+    FateState,
+    IssuedRecord,
+    Journal,
+    MetaRecord,
+    WasteRecord,
+)
+from penstock.types import DropReason, GroupId, OutcomeKind, PolicyName, RowId, RowSummary
 
+POOL_GROUPS = 10_000
+"""Groups a replay pool holds; beyond it the oldest leave."""
 _ROWS = msgspec.msgpack.Decoder(tuple[RowSummary, ...])
 
 
@@ -35,10 +57,12 @@ class PolicySpec:
     `max_staleness` batches behind: nothing depends on who is fast."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class ReadyGroup:
-    """An admitted group: what decisions need of it, and its rows still encoded."""
+    """A closed group as one policy holds it, from its verdict until no batch needs it. Rules read
+    it as a JudgedGroup or a Candidate."""
 
+    policy: PolicyName
     group_id: GroupId
     task_key: str
     source: str
@@ -48,20 +72,23 @@ class ReadyGroup:
     versions: tuple[tuple[int, int], ...]
     """Every version that sampled tokens of this policy in it; none if its trainer only sees what
     others sampled."""
-    rows: bytes
-    """msgpack list of RowSummary; decoded when it is sealed. Empty after a restart: the ledger has
-    them."""
+    packed_rows: bytes
+    """msgpack list of RowSummary, to save memory. Empty after a restart: the ledger has them."""
     uses: int = 0
     last_seq: int = 0
     """Newest batch it was in."""
+    number: int = 0
+    """Committed version of the policy when it was judged; not kept over a restart."""
+    oldest: int = 0
+    """Oldest version of its tokens when rules last chose from it."""
 
-    def decoded(self) -> tuple[RowSummary, ...]:
-        return _ROWS.decode(self.rows)
+    @property
+    def rows(self) -> tuple[RowSummary, ...]:
+        return _ROWS.decode(self.packed_rows)
 
-
-def issue_number(group_id: GroupId) -> int:
-    """Its place in the order of issue, from 1, which is part of its name."""
-    return int(group_id.rpartition("-")[2])
+    @property
+    def num_rows(self) -> int:
+        return len(self.rewards)
 
 
 def ready_group(
@@ -74,6 +101,7 @@ def ready_group(
     visible_roles: Collection[tuple[PolicyName, str]] | None = None,
 ) -> ReadyGroup:
     return ReadyGroup(
+        policy=policy,
         group_id=group_id,
         task_key=task_key,
         source=source,
@@ -81,7 +109,7 @@ def ready_group(
         tokens=sum(row.tokens_for(policy, visible_roles) for row in rows),
         rewards=array("d", (row.reward for row in rows if row.reward is not None)),
         versions=tuple(sorted({v for row in rows for v in row.versions.get(policy, ())})),
-        rows=msgspec.msgpack.encode(rows),
+        packed_rows=msgspec.msgpack.encode(rows),
     )
 
 
@@ -123,9 +151,7 @@ class Starvation:
         if reason is DropReason.UNIFORM_REWARD and group.rewards:
             self.low = min(self.low, *group.rewards)
             self.high = max(self.high, *group.rewards)
-            self.num_truncated += all(
-                row.outcome is OutcomeKind.TRUNCATED for row in group.decoded()
-            )
+            self.num_truncated += all(row.outcome is OutcomeKind.TRUNCATED for row in group.rows)
 
     def reset_after_batch(self, num_fresh: int, expected_yield: float) -> Starvation:
         """Anew, because a batch with so many fresh groups was sealed."""
@@ -133,34 +159,64 @@ class Starvation:
         return Starvation(has_participated=True, baseline_yield=min(share, expected_yield))
 
 
-@dataclass(slots=True)
-class Consumer:
-    """One policy's reader: its lineage, its ready groups, its sealed batches."""
+class Waste:
+    """Tokens that were generated and are never trained, by reason."""
 
-    terms: PolicySpec
-    lineage: Lineage
-    ready: dict[GroupId, ReadyGroup] = field(default_factory=dict[GroupId, ReadyGroup])
-    incomplete: dict[GroupId, ReadyGroup] = field(default_factory=dict[GroupId, ReadyGroup])
-    """Admitted, waiting for columns its trainer needs."""
-    pool: dict[GroupId, ReadyGroup] = field(default_factory=dict[GroupId, ReadyGroup])
-    """Served before and, for the replay rule, worth serving again."""
-    has_pool: bool = False
-    """A replay rule is in force."""
-    num_undecided: int = 0
-    """Groups issued that this consumer has not decided about."""
-    sealed: dict[int, int] = field(default_factory=dict[int, int])
-    """Fresh groups by batch, of batches after the last committed one."""
-    last_sealed: int = 0
-    expected_yield: float = 1.0
-    num_arrived: int = 0
-    newest_batch: BatchRecord | None = None
-    num_replayable: int = 0
-    """Groups of the next batch that would be served again."""
-    last_expiry_check: tuple[int, int] = (-1, -1)
-    """Next number and incarnation when stale groups were last looked for."""
-    missing_stages: str = ""
-    """A stage it needs that has no live worker: nothing starts for this policy meanwhile."""
-    starvation: Starvation = field(default_factory=Starvation)
+    def __init__(self, journal: Journal) -> None:
+        self.tokens: dict[str, int] = {}
+        self._journal = journal
+
+    def add(self, reason: DropReason, tokens: int) -> None:
+        if tokens:
+            total = self.tokens[reason] = self.tokens.get(reason, 0) + tokens
+            self._journal(WasteRecord(reason=reason, tokens=total))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerDeps:
+    """What the consumers of a run share."""
+
+    rules: RuleRunner
+    retention: Retention
+    waste: Waste
+    journal: Journal
+    send: SendToPartition
+    free: Callable[[Sequence[GroupId], float], None]
+    """Reports groups whose payload no policy needs any more."""
+
+
+class Consumer:
+    """One policy: its lineage, its ready groups, its sealed batches."""
+
+    def __init__(self, terms: PolicySpec, deps: ConsumerDeps) -> None:
+        self.terms = terms
+        self.lineage = Lineage(terms.policy)
+        self.lineage.is_deterministic = terms.is_lockstep
+        self.ready: dict[GroupId, ReadyGroup] = {}
+        self.incomplete: dict[GroupId, ReadyGroup] = {}
+        """Admitted, waiting for columns its trainer needs."""
+        self.pool: dict[GroupId, ReadyGroup] = {}
+        """Sealed before and, for the replay rule, worth another batch."""
+        self.has_pool = deps.rules.replay(terms.policy) is not None
+        """A replay rule is in force."""
+        self.num_undecided = 0
+        """Groups issued that this consumer has not decided about."""
+        self.sealed: dict[int, int] = {}
+        """Fresh groups by batch, of batches after the last committed one."""
+        self.last_sealed = 0
+        self.expected_yield = 1.0
+        self.num_arrived = 0
+        self.newest_batch: BatchRecord | None = None
+        self.num_replayable = 0
+        """Groups of the next batch that would come from the pool."""
+        self.missing_stages = ""
+        """A stage it needs that has no live worker: nothing starts for this policy meanwhile."""
+        self.starvation = Starvation()
+        self._last_expiry_check = (-1, -1)
+        """Next number and incarnation when stale groups were last searched for."""
+        self._deps = deps
+
+    # --- levels and age -----------------------------------------------------------------------
 
     @property
     def next_number(self) -> int:
@@ -228,17 +284,272 @@ class Consumer:
             if group.uses < replay.max_uses and self.staleness(group) <= bound
         ]
 
-    def candidates(self, groups: Iterable[ReadyGroup]) -> list[Candidate]:
-        return [
-            Candidate(
-                group_id=group.group_id,
-                task_key=group.task_key,
-                oldest=self.oldest(group),
-                arrival=group.arrival,
-                tokens=group.tokens,
-                num_rows=len(group.rewards),
-                rewards=tuple(group.rewards),
-                uses=group.uses,
-            )
-            for group in groups
+    def candidates(self, groups: Iterable[ReadyGroup]) -> list[ReadyGroup]:
+        """These groups for a rule to choose from, each with its present age."""
+        found = [*groups]
+        for group in found:
+            group.oldest = self.oldest(group)
+        return found
+
+    # --- pacing -------------------------------------------------------------------------------
+
+    def room(self) -> float:
+        """Groups that may start now; not positive for none."""
+        if self.missing_stages:
+            return 0.0
+        terms, levels = self.terms, self.levels()
+        return min(
+            pacing.room(
+                levels,
+                fresh=self.num_fresh_needed,
+                max_staleness=terms.max_staleness,
+                expected_yield=self.expected_yield,
+            ),
+            pacing.room_to_end(
+                levels,
+                groups_per_batch=terms.groups_per_batch,
+                batches_left=terms.steps - self.lineage.number,
+                expected_yield=self.expected_yield,
+            ),
+        )
+
+    def due_number(self, num_issued: int) -> int:
+        """What the next group to be issued waits for: batches before its own in lockstep, else the
+        number that its batch is expected to train from."""
+        if self.terms.is_lockstep:
+            return num_issued // self.terms.groups_per_batch
+        return pacing.due_number(
+            self.levels(),
+            committed=self.lineage.number,
+            groups_per_batch=self.terms.groups_per_batch,
+        )
+
+    def update_num_replayable(self) -> None:
+        """Groups of the next batch that would come from the pool: the ratio, or all eligible."""
+        replay = self._deps.rules.replay(self.terms.policy)
+        if replay is not None:
+            share = int(replay.ratio * self.terms.groups_per_batch)
+            self.num_replayable = min(share, len(self.eligible(replay)))
+
+    def _update_yield(self, *, passed: bool) -> None:
+        """Kept over restarts: a service that forgot it would start too little for many groups."""
+        before = self.expected_yield
+        self.expected_yield = pacing.next_yield(before, passed=passed)
+        if self.expected_yield != before:
+            key = yield_key(self.terms.policy)
+            self._deps.journal(MetaRecord(key=key, value=repr(self.expected_yield)))
+
+    # --- admission ----------------------------------------------------------------------------
+
+    def judge(
+        self, issued: IssuedRecord, ended: GroupEnded, forgotten: Set[RowId], now: float
+    ) -> None:
+        """Admit an ended group or drop it."""
+        policy = self.terms.policy
+        visible_roles = self._deps.rules.seen(policy, ended.rows, now)
+        rows = tuple(row for row in ended.rows if row.tokens_for(policy, visible_roles) > 0)
+        self.num_arrived += 1
+        group = ready_group(
+            issued.group_id,
+            issued.task_key,
+            issued.source,
+            rows,
+            policy,
+            self.num_arrived,
+            visible_roles,
+        )
+        if ended.dropped is not None or not rows:
+            reason = ended.dropped or DropReason.ABSENT
+            if reason in (DropReason.FAILED_SLOTS, DropReason.ABSENT):
+                self._update_yield(passed=False)
+            self.drop(group, reason, "closing", now)
+        elif forgotten and any(row.row_id in forgotten for row in rows):
+            self.drop(group, DropReason.FORGOTTEN, "forget", now)
+        elif self.has_trained_all:
+            self.drop(group, DropReason.REMAINDER, "end", now)
+        elif self.is_stale(group):
+            self.drop(group, DropReason.STALE, "staleness", now)
+        elif not self.terms.is_lockstep and pacing.is_outpaced(
+            self.levels(),
+            groups_per_batch=self.terms.groups_per_batch,
+            max_staleness=self.terms.max_staleness,
+        ):
+            self.drop(group, DropReason.OUTPACED, "pacing", now)
+        else:
+            self._apply_rules(group, now)
+
+    def _apply_rules(self, group: ReadyGroup, now: float) -> None:
+        rules = self._deps.rules
+        group.number = self.lineage.number
+        rule, reason = rules.judge(group, now)
+        rules.learn(group, reason, now)
+        rules.save_state()
+        self._update_yield(passed=reason is None)
+        if reason is None:
+            self._admit(group, rule, now)
+        else:
+            self.drop(group, reason, rule, now)
+
+    def _admit(self, group: ReadyGroup, rule: str, now: float) -> None:
+        waits = bool(self.terms.train_columns)
+        (self.incomplete if waits else self.ready)[group.group_id] = group
+        self._write_fate(group, FateState.ADMITTED, now, rule=rule)
+        if waits:
+            admitted = Admitted(group_id=group.group_id, policy=self.terms.policy)
+            self._deps.send(partition_of(group.group_id), admitted)
+
+    def complete(self, message: ColumnsCompleted, now: float) -> None:
+        """The columns that the trainer needs are there, or will never be."""
+        group = self.incomplete.pop(message.group_id, None)
+        if group is None:
+            return
+        policy = self.terms.policy
+        visible_roles = self._deps.rules.seen(policy, message.rows, now)
+        rows = tuple(row for row in message.rows if row.tokens_for(policy, visible_roles) > 0)
+        if message.dropped is not None or not rows:
+            self.drop(group, message.dropped or DropReason.COLUMN_FAILED, "columns", now)
+            return
+        full = ready_group(
+            group.group_id, group.task_key, group.source, rows, policy, group.arrival, visible_roles
+        )
+        self.ready[group.group_id] = full
+        self._write_fate(full, FateState.ADMITTED, now, rule="columns")
+
+    # --- fates --------------------------------------------------------------------------------
+
+    def drop(self, group: ReadyGroup, reason: DropReason, rule: str, now: float) -> None:
+        """No batch gets this group; it need not be among those that wait."""
+        self.ready.pop(group.group_id, None)
+        self.incomplete.pop(group.group_id, None)
+        self._deps.waste.add(reason, group.tokens)
+        self.starvation.add(group, reason)
+        self._write_fate(group, FateState.DROPPED, now, rule=rule, reason=reason)
+        self._deps.free(self._deps.retention.dropped(group.group_id), now)
+
+    def expire(self, now: float) -> None:
+        """Drop groups that exceed max_staleness: at every report, commit and fork."""
+        moment = (self.next_number, self.lineage.incarnation)
+        if self._last_expiry_check == moment:
+            return  # nothing moved since, and what was not stale then is not stale now
+        self._last_expiry_check = moment
+        for group in [g for g in self._waiting() if self.is_stale(g)]:
+            self.drop(group, DropReason.STALE, "staleness", now)
+
+    def drop_remainder(self, now: float) -> None:
+        """The policy has trained all its steps: drop the groups left over."""
+        for group in [*self._waiting()]:
+            self.drop(group, DropReason.REMAINDER, "end", now)
+
+    def drop_lost(self, partition: int, now: float) -> None:
+        """The partition was declared lost: its waiting groups have no rows any more, and its
+        groups in the pool cannot be replayed."""
+        for group in [g for g in self._waiting() if partition_of(g.group_id) == partition]:
+            self.drop(group, DropReason.PARTITION_LOST, "partition", now)
+        for group in [g for g in self.pool.values() if partition_of(g.group_id) == partition]:
+            self.remove_from_pool(group, now)
+        self.update_num_replayable()
+
+    def _waiting(self) -> Iterator[ReadyGroup]:
+        yield from self.ready.values()
+        yield from self.incomplete.values()
+
+    def seal(
+        self,
+        record: BatchRecord,
+        fresh: Sequence[ReadyGroup],
+        replayed: Sequence[ReadyGroup],
+        rule: str,
+        now: float,
+    ) -> None:
+        """These groups are in this batch; `rule` chose the fresh ones."""
+        policy, retention = self.terms.policy, self._deps.retention
+        replay = None if self.terms.is_lockstep else self._deps.rules.replay(policy)
+        retention.sealed(policy, record.seq, [g.group_id for g in (*fresh, *replayed)])
+        for group in (*fresh, *replayed):
+            group.uses += 1
+            group.last_seq = record.seq
+            self.ready.pop(group.group_id, None)
+            keeps = replay is not None and group.uses < replay.max_uses
+            if keeps and group.group_id not in self.pool:
+                self.pool[group.group_id] = group
+                retention.pooled(group.group_id, policy)
+            by = "replay" if group.uses > 1 else rule
+            self._write_fate(group, FateState.SEALED, now, rule=by, keep_rows=keeps)
+        self.sealed[record.seq] = len(fresh)
+        self.last_sealed = record.seq
+        self.newest_batch = record
+        self.starvation = self.starvation.reset_after_batch(len(fresh), self.expected_yield)
+        self._trim_pool(replay, now)
+        self.update_num_replayable()
+
+    def _trim_pool(self, replay: ReplaySpec | None, now: float) -> None:
+        """Remove groups that can never be replayed, and the oldest beyond POOL_GROUPS."""
+        if replay is None:
+            return
+        bound = replay.max_staleness
+        if bound is None:
+            bound = self.terms.max_staleness
+        leaving = [
+            group
+            for group in self.pool.values()
+            if group.uses >= replay.max_uses or self.staleness(group) > bound
         ]
+        staying = len(self.pool) - len(leaving)
+        gone: set[GroupId] = {group.group_id for group in leaving}
+        spare = (group for group in self.pool.values() if group.group_id not in gone)
+        leaving += [next(spare) for _ in range(max(0, staying - POOL_GROUPS))]
+        for group in leaving:
+            self.remove_from_pool(group, now)
+
+    def remove_from_pool(self, group: ReadyGroup, now: float) -> None:
+        del self.pool[group.group_id]
+        self._write_fate(group, FateState.SEALED, now, rule="replay", keep_rows=False)
+        self._deps.free(self._deps.retention.unpooled(group.group_id, self.terms.policy), now)
+
+    def cursor_moved(self, num_groups: Mapping[int, int], now: float) -> None:
+        """The committed cursor changed, forwards by a commit or backwards by a fork."""
+        policy, seq = self.terms.policy, self.lineage.seq
+        self.sealed = {sealed: n for sealed, n in num_groups.items() if sealed > seq}
+        self.expire(now)
+        self._deps.free(self._deps.retention.committed(policy, seq), now)
+        if self.has_trained_all:
+            self.drop_remainder(now)
+        self.update_num_replayable()
+
+    def _write_fate(
+        self,
+        group: ReadyGroup,
+        state: FateState,
+        now: float,
+        *,
+        rule: str,
+        reason: str = "",
+        keep_rows: bool = True,
+    ) -> None:
+        assert state in FATE_TRANSITIONS[FateState.ADMITTED] | {FateState.ADMITTED}
+        is_over = state is FateState.DROPPED or not keep_rows
+        self._deps.journal(
+            FateRecord(
+                consumer=self.terms.policy,
+                group_id=group.group_id,
+                state=state,
+                reason=reason,
+                rule=rule,
+                seq=group.last_seq,
+                tokens=group.tokens,
+                at=now,
+                arrival=group.arrival,
+                uses=group.uses,
+                is_complete=group.group_id not in self.incomplete,
+                rows=b"" if is_over else group.packed_rows,
+                task_key=group.task_key,
+                source=group.source,
+                rewards=group.rewards.tobytes(),
+                versions=msgspec.json.encode(group.versions).decode(),
+            )
+        )
+
+
+def yield_key(policy: PolicyName) -> str:
+    """Key in `meta` of the share of groups that a policy's rules admit."""
+    return f"yield/{policy}"

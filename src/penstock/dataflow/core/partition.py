@@ -50,7 +50,7 @@ from penstock.dataflow.records import (
 )
 from penstock.dataflow.records import row_id as name_of
 from penstock.dataflow.sources import slot_seeds
-from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, RowId, RowSummary
+from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, RowId
 
 ENDS_COSTING_ATTEMPT = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
 """Ends of a lease that cost its slot an attempt."""
@@ -435,9 +435,7 @@ class Partition:
     def holds(self, node_id: NodeId, group_id: GroupId, index: int, epoch: int) -> bool:
         return self._leased(node_id, group_id, index, epoch) is not None
 
-    def deliver(
-        self, row: RowRecord, summary: RowSummary, outcome: Outcome, now: float
-    ) -> DeliveryStatus:
+    def deliver(self, row: RowRecord, outcome: Outcome, now: float) -> DeliveryStatus:
         """Take the result of a held lease; under an older epoch it is refused and changes
         nothing."""
         slot = self._leased(row.node_id, row.group_id, row.slot, row.epoch)
@@ -453,7 +451,7 @@ class Partition:
         if outcome.has_reward:
             self._end_lease(group, row.slot, slot, LeaseEnd.DELIVERED, now)
             slot.move(SlotState.DONE)
-            slot.row = summary
+            slot.row = row.summary
             self._close_if_terminal(group, now)
         elif outcome.kind is OutcomeKind.CANCELLED:
             self._end_lease(group, row.slot, slot, LeaseEnd.RELEASED, now)
@@ -517,7 +515,7 @@ class Partition:
             running = [slot for slot in grant.slots if (group_id, slot, epoch) not in ended]
             self._restore_running(grant, running, now)
         for row in rows:
-            if Outcome(kind=row.outcome).has_reward:
+            if Outcome(kind=row.summary.outcome).has_reward:
                 slot = self.groups[row.group_id].slot(row.slot)
                 slot.state, slot.row = SlotState.DONE, row.summary
         for letter in dead:

@@ -27,6 +27,7 @@ from penstock.types import (
 )
 
 T = TypeVar("T")
+CandidateT = TypeVar("CandidateT", bound=Candidate)
 DEFAULT_ROUTE = "by-policy"
 """The route rule that needs no asking."""
 _DRAWS = "#draws"
@@ -157,12 +158,12 @@ class RuleRunner:
             self._call_rule(rule, group.group_id, now, ask, None)
 
     def choose(
-        self, policy: PolicyName, ready: Sequence[Candidate], count: int, now: float
-    ) -> tuple[str, list[Candidate]]:
+        self, policy: PolicyName, ready: Sequence[CandidateT], count: int, now: float
+    ) -> tuple[str, list[CandidateT]]:
         [rule] = self._rules(policy, "select")
         wanted = min(count, len(ready))
 
-        def ask() -> list[Candidate]:
+        def ask() -> list[CandidateT]:
             return _expect_groups(rule.rule.choose(ready, count), ready, wanted)
 
         in_order = sorted(ready, key=lambda candidate: candidate.arrival)[:wanted]
@@ -182,14 +183,14 @@ class RuleRunner:
         return None
 
     def choose_replayed(
-        self, policy: PolicyName, pool: Sequence[Candidate], count: int, now: float
-    ) -> list[Candidate]:
+        self, policy: PolicyName, pool: Sequence[CandidateT], count: int, now: float
+    ) -> list[CandidateT]:
         if not pool or count <= 0:
             return []
         [rule] = self._rules(policy, "replay")
         wanted = min(count, len(pool))
 
-        def ask() -> list[Candidate]:
+        def ask() -> list[CandidateT]:
             return _expect_groups(rule.rule.choose(pool, wanted, rule.draw), pool, wanted)
 
         return self._call_rule(rule, f"{policy} batch", now, ask, [])
@@ -270,10 +271,10 @@ def _expect(value: T, is_known: Callable[[T], bool]) -> T:
 
 
 def _expect_groups(
-    chosen: Sequence[Candidate], offered: Sequence[Candidate], count: int
-) -> list[Candidate]:
-    known = {candidate.group_id for candidate in offered}
+    chosen: Sequence[Candidate], offered: Sequence[CandidateT], count: int
+) -> list[CandidateT]:
+    known = {candidate.group_id: candidate for candidate in offered}
     names = [candidate.group_id for candidate in chosen]
-    if len(names) != count or len(set(names)) != count or not known.issuperset(names):
+    if len(names) != count or len(set(names)) != count or not known.keys() >= set(names):
         raise ValueError(f"the rule chose {len(names)} groups where {count} of those offered go in")
-    return list(chosen)
+    return [known[name] for name in names]

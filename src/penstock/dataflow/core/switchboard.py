@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from penstock.dataflow.core.home import Coordinator
+from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.links import Link
 from penstock.dataflow.core.messages import GroupEnded, ToCoordinator, ToPartition
 from penstock.dataflow.core.partition_host import PartitionRuntime

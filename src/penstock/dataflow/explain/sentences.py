@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import (
     BatchRecord,
@@ -131,20 +129,19 @@ def lease(record: LeaseRecord, row: RowRecord | None) -> ExplainStep:
     facts: dict[str, Any] = {"slot": record.slot, "node": record.node_id, "ended": record.ended}
     if row is not None and record.ended == LeaseEnd.DELIVERED:
         text += f"; {_result(row)}"
-        facts |= {"row": row.row_id, "reward": row.reward, "outcome": row.outcome}
+        facts |= {"row": row.row_id, "reward": row.summary.reward, "outcome": row.summary.outcome}
     return ExplainStep(at=record.granted_at, what="leased", text=text, facts=facts)
 
 
 def _result(row: RowRecord) -> str:
-    sampled: dict[str, int] = msgspec.json.decode(row.sampled)
-    versions: dict[str, list[tuple[int, int]]] = msgspec.json.decode(row.versions)
+    summary = row.summary
     tokens = ", ".join(
         f"{_plural(num, 'token')} of "
-        + " and ".join(f"{policy}@{i}.{n}" for i, n in versions.get(policy, []))
-        for policy, num in sampled.items()
+        + " and ".join(f"{policy}@{i}.{n}" for i, n in summary.versions.get(policy, ()))
+        for policy, num in summary.sampled.items()
     )
-    reward = "no reward yet" if row.reward is None else f"reward {row.reward:g}"
-    return f"row {row.row_id} {row.outcome}, {reward}, {tokens or 'no trainable tokens'}"
+    reward = "no reward yet" if summary.reward is None else f"reward {summary.reward:g}"
+    return f"row {row.row_id} {summary.outcome}, {reward}, {tokens or 'no trainable tokens'}"
 
 
 def dead_slot(record: DeadSlotRecord) -> ExplainStep:
@@ -182,7 +179,7 @@ def fate(record: FateRecord, rows: Sequence[RowRecord]) -> ExplainStep:
         f"{record.consumer} dropped {record.group_id} by rule {record.rule}: "
         f"{_reason(record.reason)}"
     )
-    rewards = [row.reward for row in rows if row.reward is not None]
+    rewards = [row.summary.reward for row in rows if row.summary.reward is not None]
     if rewards:
         text += f"; rewards {', '.join(f'{reward:g}' for reward in rewards)}"
     if record.tokens:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from penstock.dataflow.core.consumers import Consumer, Starvation
-from penstock.dataflow.core.home import Coordinator
+from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.explain.sentences import describe_drop
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import DeadSlotRecord

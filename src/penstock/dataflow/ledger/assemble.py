@@ -12,9 +12,9 @@ from functools import partial
 
 from penstock.dataflow.core.completion import Completion, RequiredColumns
 from penstock.dataflow.core.consumers import PolicySpec
+from penstock.dataflow.core.coordinator import Coordinator, IssueSpec, PartitionState
 from penstock.dataflow.core.gate import VersionGate
 from penstock.dataflow.core.groups import ClosingPolicy, LeaseSpec
-from penstock.dataflow.core.home import Coordinator, IssueSpec, PartitionState
 from penstock.dataflow.core.links import link_to_coordinator, link_to_partition
 from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.core.partition_host import PartitionRuntime
@@ -134,7 +134,7 @@ def finish_coordinator_restore(core: CoordinatorCore, freed: Sequence[GroupId], 
     """Go on with home, all of which is back; `freed` is what nobody holds any more."""
     core.coordinator.free(freed, now)
     for consumer in core.coordinator.consumers.values():
-        core.coordinator.update_num_replayable(consumer)
+        consumer.update_num_replayable()
         core.coordinator.broadcast_horizon(consumer)
     core.router.run(now)
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's ledger as a reader sees it: opened read-only, running or finished, never changed. One of
-an older format is copied, and the copy brought up to date.
+"""A run's ledger as a reader sees it: opened read-only, running or finished, never changed.
 
 Owns finding the tables of home and of further partitions, and single facts in them. Interprets
 nothing."""
@@ -8,20 +7,18 @@ nothing."""
 from __future__ import annotations
 
 import sqlite3
-import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DatabaseError, OperationalError
+from sqlalchemy.exc import DatabaseError
 
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.ledger.restore import restore_lineage
-from penstock.dataflow.ledger.tables import Tables, open_tables
+from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import (
-    FORMAT,
     BatchRecord,
     CommitRecord,
     FateRecord,
@@ -111,7 +108,7 @@ def _open_tables(path: Path, opened: ExitStack) -> Tables:
     mode = "mode=ro" if is_open else "mode=ro&immutable=1"
     uri = f"{path.absolute().as_uri()}?{mode}"
     try:
-        tables = _open_current_format(uri, opened)
+        tables = Tables(sa.create_engine(f"sqlite:///{uri}&uri=true"))
     except (DatabaseError, sqlite3.DatabaseError) as error:
         why = error.orig if isinstance(error, DatabaseError) else error
         raise StoreError(
@@ -120,26 +117,3 @@ def _open_tables(path: Path, opened: ExitStack) -> Tables:
         ) from error
     opened.callback(tables.close)
     return tables
-
-
-def _open_current_format(uri: str, opened: ExitStack) -> Tables:
-    with closing(sqlite3.connect(uri, uri=True)) as ledger:
-        if not _has_older_format(ledger):
-            return Tables(sa.create_engine(f"sqlite:///{uri}&uri=true"))
-        scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="penstock-ledger-")))
-        try:
-            with closing(sqlite3.connect(scratch / "ledger.db")) as copy:
-                ledger.backup(copy)
-            return open_tables(scratch)
-        except (OperationalError, sqlite3.OperationalError) as error:
-            raise StoreError(
-                f"a ledger of an older format is read in a copy, and none could be made in "
-                f"{scratch}: {error}; set TMPDIR to a folder with room for the whole ledger"
-            ) from error
-
-
-def _has_older_format(ledger: sqlite3.Connection) -> bool:
-    with suppress(sqlite3.OperationalError):  # of a first start that was cut off
-        found = ledger.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
-        return found is not None and int(found[0]) < FORMAT
-    return False

@@ -19,8 +19,8 @@ import msgspec
 
 from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.core.completion import ColumnCompleted, Stage
-from penstock.dataflow.core.consumers import Consumer, ReadyGroup
-from penstock.dataflow.core.home import Coordinator, yield_key
+from penstock.dataflow.core.consumers import Consumer, ReadyGroup, yield_key
+from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.links import Link
 from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.core.partition_host import PartitionRuntime
@@ -52,7 +52,7 @@ from penstock.dataflow.records import (
     WasteRecord,
     quarantined,
 )
-from penstock.types import GroupId, NodeId, PolicyName, RowId
+from penstock.types import GroupId, NodeId, Outcome, PolicyName, RowId
 
 IN_OPEN_GROUPS = "group_id IN (SELECT group_id FROM groups WHERE state = 'open')"
 JUDGED_OPEN_GROUPS = (
@@ -98,7 +98,7 @@ def restore_completion(host: PartitionRuntime, tables: Tables) -> None:
     for group_id in sorted(waiting | {GroupId(group_id) for (group_id,) in opened}):
         for row in tables.read(RowRecord, "group_id = :group_id", group_id=group_id):
             row_ids.append(row.row_id)
-            if group_id in waiting and row.outcome in ("completed", "truncated"):
+            if group_id in waiting and Outcome(kind=row.summary.outcome).has_reward:
                 rows[group_id].append(row)
     completed: list[ColumnCompleted] = []
     for start in range(0, len(row_ids), 500):
@@ -159,9 +159,7 @@ def restore_coordinator(coordinator: Coordinator, tables: Tables) -> None:
         for (key,) in tables.rows("SELECT key FROM meta WHERE key LIKE :keys", keys=f"{GONE}%")
     }
     coordinator.quarantined = _quarantined(tables)
-    coordinator.wasted_tokens = {
-        record.reason: record.tokens for record in tables.read(WasteRecord)
-    }
+    coordinator.waste.tokens = {record.reason: record.tokens for record in tables.read(WasteRecord)}
 
 
 def restore_ready_groups(coordinator: Coordinator, tables: Tables) -> list[GroupId]:
@@ -239,6 +237,7 @@ def _restore_waiting(consumer: Consumer, tables: Tables, state: FateState) -> No
         if versions is None:  # few differ, and one tuple serves all that do not
             versions = seen[text] = _VERSIONS.decode(text)
         group = ReadyGroup(
+            policy=consumer.terms.policy,
             group_id=group_id,
             task_key=task_key,
             source=source,
@@ -246,7 +245,7 @@ def _restore_waiting(consumer: Consumer, tables: Tables, state: FateState) -> No
             tokens=tokens,
             rewards=array("d", rewards),
             versions=versions,
-            rows=b"",
+            packed_rows=b"",
             uses=uses,
             last_seq=seq,
         )

@@ -28,7 +28,7 @@ from penstock.dataflow.ledger.bounds import RESERVE_BYTES, DiskReserve, Usage
 from penstock.dataflow.ledger.payloads import Durability, PayloadStore, SegmentPayloads
 from penstock.dataflow.ledger.segments import DiskFull, Location, PlacedPayload
 from penstock.dataflow.ledger.tables import open_tables
-from penstock.dataflow.records import FORMAT, Deletion, MetaRecord, Record, RowRecord
+from penstock.dataflow.records import Deletion, MetaRecord, Record, RowRecord
 from penstock.errors import StoreError
 from penstock.types import RowId
 
@@ -220,19 +220,16 @@ class Ledger:
             if moved is None or _location(moved) == _location(row):
                 raise
             payload = self.payloads.read(_location(moved))
-        if blake3(payload).hexdigest() != row.digest:
+        if blake3(payload).hexdigest() != row.summary.digest:
             raise StoreError(f"row {row.row_id} is damaged: other bytes lie where it should be")
         return payload
 
     def start_records(self) -> list[MetaRecord]:
-        """Format and service epoch for this start, to be written before anything else."""
+        """The service epoch of this start, to be written before anything else."""
         epoch = (
             int(self.tables.scalar("SELECT value FROM meta WHERE key = 'service_epoch'") or 0) + 1
         )
-        return [
-            MetaRecord(key="format", value=str(FORMAT)),
-            MetaRecord(key="service_epoch", value=str(epoch)),
-        ]
+        return [MetaRecord(key="service_epoch", value=str(epoch))]
 
 
 def _transactions(group: list[_PendingWrite]) -> list[list[Record | Deletion]]:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import sqlite3
 import types
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -25,16 +25,18 @@ from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
 
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord, ItemRecord
-from penstock.dataflow.ledger import formats
 from penstock.dataflow.ledger.postgres import array, connect
 from penstock.dataflow.ledger.read_pool import ReadPool
+from penstock.dataflow.ledger.schema import prepare
 from penstock.dataflow.ledger.wal import check_wal
 from penstock.dataflow.records import (
+    FORMAT,
     RECORDS,
     Deletion,
     FateRecord,
     GroupRecord,
     IssuedRecord,
+    MetaRecord,
     Record,
     RowRecord,
 )
@@ -48,7 +50,6 @@ record lacks. Items have none, since their bundle tells if one is wrong."""
 LOCATION_FIELDS = frozenset({"segment", "offset"})
 """Moved by compaction without the rest; what lies there has a checksum and a digest of its own."""
 MAX_ROWS_PER_STATEMENT = 64
-BACKFILL_ROWS = 10_000
 VERIFY_STEPS = 100_000
 """Of SQLite's machine, between two looks whether somebody waits for the end."""
 
@@ -65,21 +66,46 @@ def _column_type(hint: Any) -> type[sa.types.TypeEngine[Any]]:
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
     hint = getattr(hint, "__supertype__", hint)
-    return sa.Text if issubclass(hint, StrEnum) else _COLUMN_TYPES[hint]
+    return sa.Text if _is_map(hint) or issubclass(hint, StrEnum) else _COLUMN_TYPES[hint]
 
 
-def _field_names(kind: type[Any]) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]
+def _is_map(hint: Any) -> bool:
+    return get_origin(hint) is Mapping
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    name: str
+    path: str
+    """The attribute of the record; `summary.reward` for a field of a record that it holds."""
+    hint: Any
+
+
+@functools.cache
+def _columns(kind: type[Any]) -> tuple[_Column, ...]:
+    """One column per field; a record in a field gives one for each of its own fields."""
+    found: list[_Column] = []
+    for name, hint in _fields(kind):
+        if dataclasses.is_dataclass(hint):
+            inner = _fields(cast(type[Any], hint))
+            found += [_Column(name=n, path=f"{name}.{n}", hint=h) for n, h in inner]
+        else:
+            found.append(_Column(name=name, path=name, hint=hint))
+    return tuple(found)
+
+
+def _fields(kind: type[Any]) -> list[tuple[str, Any]]:
+    hints = get_type_hints(kind)
+    return [(field.name, hints[field.name]) for field in dataclasses.fields(kind)]
 
 
 def _table(metadata: sa.MetaData, kind: type[Record]) -> sa.Table:
-    hints = get_type_hints(kind)
     return sa.Table(
         kind.TABLE,
         metadata,
         *(
-            sa.Column(name, _column_type(hints[name]), primary_key=name in kind.KEY)
-            for name in _field_names(kind)
+            sa.Column(column.name, _column_type(column.hint), primary_key=column.name in kind.KEY)
+            for column in _columns(kind)
         ),
         sa.Column(CHECKSUM, sa.BigInteger, server_default="0"),
         sqlite_with_rowid=kind is not ItemRecord,  # small and many: one tree holds key and row
@@ -184,7 +210,7 @@ class _Statement:
         self._head, _, rest = self._sql.partition(" VALUES ")
         self._placeholders, _, self._tail = rest.partition(" ON CONFLICT ")
         self._by_size: dict[int, str] = {}
-        self._values: Callable[[Record], tuple[Any, ...]] = attrgetter(*_field_names(kind))
+        self._values = _encoder(kind)
         self._checked = None if kind in MOVE_RECORDS else _checked_fields(kind)
         # SQLite is a call away; to a server all records go in one round trip, an array per column.
         self._is_columnwise = dialect.name == "postgresql" and kind not in MOVE_RECORDS
@@ -201,7 +227,7 @@ class _Statement:
         else:
             self._execute_rows(connection, rows)
 
-    def _execute_rows(self, connection: sa.Connection, rows: list[tuple[Any, ...]]) -> None:
+    def _execute_rows(self, connection: sa.Connection, rows: Sequence[Sequence[Any]]) -> None:
         """Many rows to a statement: SQLite's driver lets other threads run after each statement
         and then waits for its turn, up to 5 ms, so `executemany` would wait once per row. Straight
         to the driver, because the layer above costs more than a small statement."""
@@ -217,6 +243,21 @@ class _Statement:
                 self._by_size[size] = f"{self._head} VALUES {marks} ON CONFLICT {self._tail}"
             cursor.execute(self._by_size[size], tuple(chain(*rows[start : start + size])))
             start += size
+
+
+def _encoder(kind: type[Any]) -> Callable[[Record], Sequence[Any]]:
+    """The values of a record, one per column; maps become JSON text."""
+    columns = _columns(kind)
+    values: Callable[[Record], Sequence[Any]] = attrgetter(*(column.path for column in columns))
+    maps = [index for index, column in enumerate(columns) if _is_map(column.hint)]
+
+    def encoded(record: Record) -> Sequence[Any]:
+        row = [*values(record)]
+        for index in maps:
+            row[index] = msgspec.json.encode(row[index]).decode()
+        return row
+
+    return encoded if maps else values
 
 
 _KEYS = {
@@ -250,11 +291,11 @@ class _BundleStatement(_Statement):
 def _checked_fields(kind: type[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """What a record's checksum covers. A whole number in a column of floats comes back as a float,
     so it counts as one."""
-    hints = get_type_hints(kind)
-    names = [name for name in _field_names(kind) if name not in LOCATION_FIELDS]
-    chosen = itemgetter(*(i for i, n in enumerate(_field_names(kind)) if n not in LOCATION_FIELDS))
-    floats = [i for i, name in enumerate(names) if _column_type(hints[name]) is sa.Float]
-    is_single = len(names) == 1
+    columns = _columns(kind)
+    checked_columns = [column for column in columns if column.name not in LOCATION_FIELDS]
+    chosen = itemgetter(*(i for i, c in enumerate(columns) if c.name not in LOCATION_FIELDS))
+    floats = [i for i, c in enumerate(checked_columns) if _column_type(c.hint) is sa.Float]
+    is_single = len(checked_columns) == 1
 
     def checked(row: Sequence[Any]) -> Sequence[Any]:
         values = [chosen(row)] if is_single else list(chosen(row))
@@ -275,31 +316,64 @@ class _RecordLayout:
     """How the records of one kind are read."""
 
     select: str
-    names: tuple[str, ...]
-    bool_fields: tuple[int, ...]
-    """Fields that are true or false; SQLite keeps numbers."""
+    fields: tuple[tuple[str, type[Any] | None, slice], ...]
+    """Name of each field, the record it holds if any, and its columns."""
+    bool_columns: tuple[int, ...]
+    """Columns that are true or false; SQLite keeps numbers."""
+    decoders: tuple[tuple[int, Callable[[str], Any]], ...]
+    """Of columns of a held record that are not plain values."""
     checked: Callable[[Sequence[Any]], Sequence[Any]] | None
     """None for records without a checksum."""
 
 
 @functools.cache
 def _layout(kind: type[Any]) -> _RecordLayout:
-    names, hints = tuple(_field_names(kind)), get_type_hints(kind)
-    columns = ", ".join(f'"{name}"' for name in (*names, CHECKSUM))
+    columns = _columns(kind)
+    names = ", ".join(f'"{name}"' for name in (*(column.name for column in columns), CHECKSUM))
     return _RecordLayout(
-        select=f"SELECT {columns} FROM {kind.TABLE}",
-        names=names,
-        bool_fields=tuple(i for i, name in enumerate(names) if hints[name] is bool),
+        select=f"SELECT {names} FROM {kind.TABLE}",
+        fields=_field_slices(kind),
+        bool_columns=tuple(i for i, column in enumerate(columns) if column.hint is bool),
+        decoders=tuple(
+            (index, _decoder(column.hint))
+            for index, column in enumerate(columns)
+            if column.path != column.name and (_is_map(column.hint) or _is_enum(column.hint))
+        ),
         checked=None if kind is ItemRecord else _checked_fields(kind),
     )
 
 
-def _record(kind: type[R], fields: list[Any]) -> R:
-    """Makes numbers flags where they stand."""
+def _field_slices(kind: type[Any]) -> tuple[tuple[str, type[Any] | None, slice], ...]:
+    found: list[tuple[str, type[Any] | None, slice]] = []
+    start = 0
+    for name, hint in _fields(kind):
+        held = cast(type[Any], hint) if dataclasses.is_dataclass(hint) else None
+        width = 1 if held is None else len(_fields(held))
+        found.append((name, held, slice(start, start + width)))
+        start += width
+    return tuple(found)
+
+
+def _is_enum(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, StrEnum)
+
+
+def _decoder(hint: Any) -> Callable[[str], Any]:
+    return msgspec.json.Decoder(hint).decode if _is_map(hint) else hint
+
+
+def _record(kind: type[R], row: list[Any]) -> R:
     shape = _layout(kind)
-    for index in shape.bool_fields:
-        fields[index] = bool(fields[index])
-    return kind(**dict(zip(shape.names, fields, strict=True)))
+    for index, decode in shape.decoders:
+        row[index] = decode(row[index])
+    values: dict[str, Any] = {}
+    for name, held, columns in shape.fields:
+        if held is None:
+            values[name] = row[columns.start]
+        else:
+            names = (field.name for field in dataclasses.fields(held))
+            values[name] = held(**dict(zip(names, row[columns], strict=True)))
+    return kind(**values)
 
 
 class Tables:
@@ -317,8 +391,9 @@ class Tables:
         self._statements[BundleRecord] = _BundleStatement(engine.dialect)
         try:
             with self._begin() as connection:
-                if formats.prepare(connection, METADATA, RECORDS):
-                    self._backfill_checksums(connection)
+                if prepare(connection, METADATA):
+                    version = MetaRecord(key="format", value=str(FORMAT))
+                    self._statements[MetaRecord].execute(connection, [version])
         except BaseException:
             self.close()
             raise
@@ -341,16 +416,6 @@ class Tables:
                 table = TABLES[erasure.kind]
                 connection.execute(table.delete().where(sa.text(erasure.where)), erasure.values)
 
-    def _backfill_checksums(self, connection: sa.Connection) -> None:
-        """Give records of an older format the checksums that this one asks for."""
-        for kind in RECORDS:
-            if _layout(kind).checked is None:
-                continue
-            query = f"{_layout(kind).select} WHERE checksum = 0 LIMIT {BACKFILL_ROWS}"
-            while found := connection.exec_driver_sql(query).all():
-                records = [_record(kind, fields) for *fields, _ in found]
-                self._statements[kind].execute(connection, records)
-
     @contextlib.contextmanager
     def _begin(self) -> Generator[sa.Connection]:
         if self._writer.invalidated:
@@ -366,13 +431,14 @@ class Tables:
         shape = _layout(kind)
         query = f"{shape.select} WHERE {where}" if where else shape.select
         found: list[R] = []
-        for *fields, checksum in self._reads(query, values):
-            record = _record(kind, fields)
-            if shape.checked is not None and checksum != _checksum(shape.checked(fields)):
-                which = ", ".join(map(str, fields[:3]))
+        for *row, checksum in self._reads(query, values):
+            for index in shape.bool_columns:
+                row[index] = bool(row[index])
+            if shape.checked is not None and checksum != _checksum(shape.checked(row)):
+                which = ", ".join(map(str, row[:3]))
                 table = cast(type[Record], kind).TABLE
                 raise StoreError(f"a record of table {table} is damaged: {which}, …")
-            found.append(record)
+            found.append(_record(kind, row))
         return found
 
     def verify(self) -> None:

@@ -37,14 +37,14 @@ EARLIER_ROWS = (
 )
 SCORED = frozenset({OutcomeKind.COMPLETED, OutcomeKind.TRUNCATED})
 
-Member = tuple[NodeId, Mapping[str, int]]
+Member = tuple[NodeId, Mapping[PolicyName, int]]
 """The node of a scored row, and its sampled tokens by policy."""
 EffectiveNumber = Callable[[PolicyName, int, int], int]
 """Maps (policy, incarnation, number) to the version number on the current lineage."""
 LoadEarlierRows = Callable[[GroupId], Sequence[Member]]
 """Scored rows of a group that were stored before the service started."""
 
-_sampled = msgspec.json.Decoder(dict[str, int])
+_sampled = msgspec.json.Decoder(dict[PolicyName, int])
 _rows = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
@@ -135,8 +135,8 @@ class FlowCounter:
         return counters
 
     def _row(self, row: RowRecord) -> None:
-        sampled = _sampled.decode(row.sampled)
-        is_scored = row.outcome in SCORED
+        sampled = row.summary.sampled
+        is_scored = row.summary.outcome in SCORED
         for policy, tokens in sampled.items():
             counters = self.policies.get(PolicyName(policy))
             if counters is None or not tokens:
@@ -144,7 +144,7 @@ class FlowCounter:
             counters.produced.add(1, tokens)
             self.node_counters(row.node_id).produced.add(1, tokens)
             if not is_scored:
-                counters.waste(row.outcome, 1, tokens)
+                counters.waste(row.summary.outcome, 1, tokens)
         if is_scored:
             members = self._members.get(row.group_id)
             if members is None:

@@ -13,8 +13,8 @@ from penstock.config.dataflow import SHARED_HOOKS, SurvivorsClosing
 from penstock.dataflow.columns.row_leases import ReaderSpec, RowTrigger
 from penstock.dataflow.core.completion import RequiredColumns
 from penstock.dataflow.core.consumers import PolicySpec
+from penstock.dataflow.core.coordinator import IssueSpec
 from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
-from penstock.dataflow.core.home import IssueSpec
 from penstock.dataflow.core.rulebook import RuleSpec
 from penstock.dataflow.ledger.assemble import CoreSpec, begin_coordinator_core, build_partition_core
 from penstock.dataflow.ledger.blobs import BlobStore

@@ -99,7 +99,7 @@ def read_recorded_tasks(recorded: RecordedRun, policies: Iterable[PolicyName]) -
     for tables in (coordinator, *recorded.partitions.values()):
         groups |= {group.group_id: group for group in tables.read(GroupRecord)}
         for row in tables.read(RowRecord, "space = 'train'"):
-            if Outcome(kind=row.outcome).has_reward:
+            if Outcome(kind=row.summary.outcome).has_reward:
                 rows[row.group_id].append(row)
     arrivals = {fate.group_id: fate.arrival for fate in coordinator.read(FateRecord)}
     rewards = _reward_columns(recorded)
@@ -134,9 +134,13 @@ def _recorded_group(
     arrival: int,
 ) -> RecordedGroup:
     dropped = DropReason(group.reason) if group.reason else None
-    scored = [rewards[row.row_id] for row in rows if row.reward is None and row.row_id in rewards]
+    scored = [
+        rewards[row.row_id] for row in rows if row.summary.reward is None and row.row_id in rewards
+    ]
     is_over = group.state != GroupState.OPEN and dropped not in UNFINISHED_REASONS
-    is_over = is_over and all(row.reward is not None or row.row_id in rewards for row in rows)
+    is_over = is_over and all(
+        row.summary.reward is not None or row.row_id in rewards for row in rows
+    )
     return RecordedGroup(
         issued=issued,
         ended_at=max([group.ended_at, *(column.at for column in scored)]) if is_over else None,
@@ -149,7 +153,7 @@ def _recorded_group(
 
 def _summary(row: RowRecord, rewards: Mapping[RowId, ColumnRecord]) -> RowSummary:
     column = rewards.get(row.row_id)
-    if row.reward is not None or column is None:
+    if row.summary.reward is not None or column is None:
         return row.summary
     return replace(row.summary, reward=column.value)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import sqlalchemy as sa
 
 from penstock.dataflow.core.consumers import Consumer
-from penstock.dataflow.core.home import Coordinator
+from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.messages import DropGroup, GroupEnded, IssueGroup, ToPartition
 from penstock.dataflow.core.retention import Retention
 from penstock.dataflow.core.rulebook import RuleRunner

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
-import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +20,6 @@ from penstock.dataflow.records import (
     DecisionRecord,
     FateRecord,
     IssuedRecord,
-    RowRecord,
 )
 from penstock.dataflow.service.build import build
 from penstock.errors import NotFound, StoreError
@@ -167,51 +162,6 @@ def test_reading_changes_nothing(eventful: RecordedRun, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no ledger"):
         open_recorded_run(tmp_path)
     assert not [*tmp_path.iterdir()], "a missing ledger is not created"
-
-
-@pytest.mark.parametrize("is_running", [False, True])
-async def test_a_ledger_of_an_older_format_is_read_in_a_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_running: bool
-) -> None:
-    await record(tmp_path, PICKY)
-    ledger, scratch = tmp_path / "ledger", tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    with closing(open_recorded_run(ledger)) as recorded:
-        rows, story = recorded.coordinator.read(RowRecord), explain(recorded, "p0-1")
-    with closing(sqlite3.connect(ledger / "ledger.db")) as writer:
-        writer.execute("PRAGMA journal_mode=WAL")
-        writer.execute("ALTER TABLE rows DROP COLUMN compute_cost")
-        writer.execute("UPDATE meta SET value = '3' WHERE key = 'format'")
-        writer.commit()
-        if not is_running:
-            writer.close()
-        before = {path.name: path.read_bytes() for path in ledger.glob("ledger.db*")}
-        assert ("ledger.db-wal" in before) is is_running
-        with closing(open_recorded_run(ledger)) as recorded:
-            found = recorded.coordinator.read(RowRecord)
-            assert explain(recorded, "p0-1") == story
-        assert [*scratch.iterdir()] == []
-        before.pop("ledger.db-shm", None)  # readers write their marks there
-        assert {name: (ledger / name).read_bytes() for name in before} == before
-    assert [replace(row, compute_cost="") for row in rows] == found != []
-
-
-async def test_a_copy_that_cannot_be_made_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await record(tmp_path, PICKY)
-    with closing(sqlite3.connect(tmp_path / "ledger" / "ledger.db")) as writer:
-        writer.execute("UPDATE meta SET value = '3' WHERE key = 'format'")
-        writer.commit()
-    (tmp_path / "scratch" / "ledger.db").mkdir(parents=True)  # no file can be made there
-
-    def full(prefix: str) -> AbstractContextManager[str]:
-        return nullcontext(str(tmp_path / "scratch"))
-
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
-    with pytest.raises(StoreError, match=r"none could be made in .*scratch: .*; set TMPDIR"):
-        open_recorded_run(tmp_path / "ledger")
 
 
 async def test_a_ledger_can_be_read_while_it_is_written(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import Deletion, FreedRecord, RowRecord
 from penstock.errors import StoreError
-from penstock.types import GroupId, NodeId, OutcomeKind, RowId
+from penstock.types import GroupId, NodeId, OutcomeKind, RowId, RowSummary
 
 PER_SEGMENT = 10
 SIZE = 1000
@@ -39,19 +39,21 @@ def row_id(number: int) -> RowId:
 
 def row(number: int, at: Location) -> RowRecord:
     return RowRecord(
-        row_id=row_id(number),
+        summary=RowSummary(
+            row_id=row_id(number),
+            digest=blake3(payload(number)).hexdigest(),
+            outcome=OutcomeKind.COMPLETED,
+            reward=0.0,
+            sampled={},
+            versions={},
+        ),
         group_id=GroupId(f"g{number}"),
         slot=0,
         epoch=1,
         node_id=NodeId("n"),
-        digest=blake3(payload(number)).hexdigest(),
         segment=at.segment,
         offset=at.offset,
         length=at.length,
-        outcome=OutcomeKind.COMPLETED,
-        reward=0.0,
-        sampled="{}",
-        versions="{}",
         delivered_at=0.0,
     )
 

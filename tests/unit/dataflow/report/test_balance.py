@@ -23,7 +23,7 @@ from penstock.dataflow.report.balance import (
     PolicyObservation,
 )
 from penstock.dataflow.report.figures import BalanceSettings, Counts, NodeActivity
-from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId
+from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId, RowSummary
 
 A, B = PolicyName("a"), PolicyName("b")
 N0, N1 = NodeId("n0"), NodeId("n1")
@@ -72,21 +72,25 @@ def commit(policy: PolicyName, seq: int, at: float, skipped: str = "", stats: st
     )
 
 
-def row(group: str, node_id: NodeId, sampled: str, outcome: OutcomeKind) -> RowRecord:
+def row(
+    group: str, node_id: NodeId, sampled: dict[PolicyName, int], outcome: OutcomeKind
+) -> RowRecord:
     return RowRecord(
-        row_id=RowId(f"{group}.0.1"),
+        summary=RowSummary(
+            row_id=RowId(f"{group}.0.1"),
+            digest="",
+            outcome=outcome,
+            reward=None,
+            sampled=sampled,
+            versions={},
+        ),
         group_id=GroupId(group),
         slot=0,
         epoch=1,
         node_id=node_id,
-        digest="",
         segment=0,
         offset=0,
         length=0,
-        outcome=outcome,
-        reward=None,
-        sampled=sampled,
-        versions="{}",
         delivered_at=0.0,
     )
 
@@ -156,10 +160,10 @@ def test_the_first_policy_to_train_enough_closes_the_window_for_all() -> None:
 def test_counts_belong_to_their_window_and_totals_to_the_run() -> None:
     watched = balance()
     done = OutcomeKind.COMPLETED
-    watched.on_records([row("g1", N0, '{"a":5}', done), fate(A, "g1", FateState.ADMITTED, 5)])
+    watched.on_records([row("g1", N0, {A: 5}, done), fate(A, "g1", FateState.ADMITTED, 5)])
     watched.on_records([commit(A, 1, 1.0), commit(A, 2, 2.0)])
     watched.look(observed(node()), 3.0)
-    watched.on_records([row("g2", N0, '{"a":7}', done), fate(A, "g1", FateState.SEALED, 5, uses=1)])
+    watched.on_records([row("g2", N0, {A: 7}, done), fate(A, "g1", FateState.SEALED, 5, uses=1)])
     policy = watched.report(observed(node()), 4.0).policies[0]
     assert policy.window.production.produced.tokens == 5
     assert policy.window.production.consumed.tokens == 0
@@ -176,9 +180,9 @@ def test_two_policies_count_their_own_tokens() -> None:
     watched = balance(A, B)
     watched.on_records(
         [
-            row("g1", N0, '{"a":5,"b":3}', OutcomeKind.COMPLETED),
-            row("g1", N1, '{"a":4}', OutcomeKind.COMPLETED),
-            row("g1", N1, '{"b":9}', OutcomeKind.FAILED),
+            row("g1", N0, {A: 5, B: 3}, OutcomeKind.COMPLETED),
+            row("g1", N1, {A: 4}, OutcomeKind.COMPLETED),
+            row("g1", N1, {B: 9}, OutcomeKind.FAILED),
             fate(A, "g1", FateState.DROPPED, 9, "uniform_reward"),
             fate(B, "g1", FateState.ADMITTED, 3),
             judged("g1"),
@@ -199,7 +203,7 @@ def test_two_policies_count_their_own_tokens() -> None:
 
 def test_a_group_that_lost_rows_to_a_failed_column_enters_with_the_rest() -> None:
     watched = balance()
-    made = [row("g1", N0, '{"a":5}', OutcomeKind.COMPLETED) for _ in range(2)]
+    made = [row("g1", N0, {A: 5}, OutcomeKind.COMPLETED) for _ in range(2)]
     both = fate(A, "g1", FateState.ADMITTED, 10)
     watched.on_records([*made, both, fate(A, "g1", FateState.ADMITTED, 5)])
     watched.on_records([fate(A, "g1", FateState.SEALED, 5, uses=1)])
@@ -252,7 +256,7 @@ def test_evaluation_is_reported_in_a_commit() -> None:
     watched.on_records([commit(A, 1, 10.0)])
     watched.batch_requested(A, 2, 10.0)
     watched.served(A, 2, 11.0)
-    watched.on_records([commit(A, 2, 20.0, stats='{"seconds/eval":4.5,"loss":0.1}')])
+    watched.on_records([commit(A, 2, 20.0, stats={"seconds/eval": 4.5, "loss": 0.1})])
     watched.look(observed(node()), 21.0)
     assert watched.report(observed(node()), 21.0).policies[0].window.eval_time_s == 4.5
 

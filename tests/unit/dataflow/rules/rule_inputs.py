@@ -4,8 +4,10 @@
 import json
 import random
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from penstock.dataflow.core.consumers import ready_group
 from penstock.types import (
     Candidate,
     GroupId,
@@ -82,14 +84,20 @@ def judged(
     policy: PolicyName = POLICY,
     outcome: OutcomeKind = OutcomeKind.COMPLETED,
 ) -> JudgedGroup:
-    return JudgedGroup(
-        group_id=GroupId(group),
-        task_key=key,
-        source=source,
-        policy=policy,
-        number=number,
-        rows=tuple(row(reward, outcome) for reward in rewards),
-    )
+    rows = [row(reward, outcome) for reward in rewards]
+    return group_of(rows, GroupId(group), key=key, source=source, number=number, policy=policy)
+
+
+def group_of(
+    rows: Sequence[RowSummary],
+    group_id: GroupId,
+    *,
+    key: str = "t",
+    source: str = "train",
+    number: int = 0,
+    policy: PolicyName = POLICY,
+) -> JudgedGroup:
+    return replace(ready_group(group_id, key, source, rows, policy, arrival=1), number=number)
 
 
 def candidate(
@@ -100,13 +108,6 @@ def candidate(
     rewards: Sequence[float] = (0.0, 1.0),
     uses: int = 0,
 ) -> Candidate:
-    return Candidate(
-        group_id=GroupId(f"p0-{arrival}"),
-        task_key=f"t{arrival}",
-        oldest=oldest,
-        arrival=arrival,
-        tokens=tokens,
-        num_rows=len(rewards),
-        rewards=tuple(rewards),
-        uses=uses,
-    )
+    rows = [row(reward) for reward in rewards]
+    group = ready_group(GroupId(f"p0-{arrival}"), f"t{arrival}", "train", rows, POLICY, arrival)
+    return replace(group, oldest=oldest, tokens=tokens, uses=uses)

@@ -5,11 +5,11 @@ import random
 from typing import Any
 
 import pytest
-from tests.unit.dataflow.rules.rule_inputs import POLICY, Assigned, judged, row
+from tests.unit.dataflow.rules.rule_inputs import Assigned, group_of, judged, row
 
 from penstock.dataflow.rules import make_rule
 from penstock.dataflow.rules.dedup import Dedup
-from penstock.types import DropReason, JudgedGroup, OutcomeKind
+from penstock.types import DropReason, GroupId, JudgedGroup, OutcomeKind
 
 CUT = OutcomeKind.TRUNCATED
 
@@ -20,15 +20,7 @@ def verdict(name: str, options: dict[str, Any], group: JudgedGroup) -> DropReaso
 
 def mixed(num_truncated: int, num_rows: int) -> JudgedGroup:
     rows = [row(1.0, CUT) if n < num_truncated else row(0.0) for n in range(num_rows)]
-    group = judged("p0-1", ())
-    return JudgedGroup(
-        group_id=group.group_id,
-        task_key="t",
-        source="train",
-        policy=POLICY,
-        number=0,
-        rows=tuple(rows),
-    )
+    return group_of(rows, GroupId("p0-1"))
 
 
 @pytest.mark.parametrize(

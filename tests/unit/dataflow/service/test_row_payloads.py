@@ -19,7 +19,7 @@ from penstock.dataflow.records import Record, RowRecord
 from penstock.dataflow.service import row_payloads
 from penstock.dataflow.service.row_payloads import RowPayloads, RowsQuery
 from penstock.dataflow.service.trainers.messages import RowsAnswer
-from penstock.types import GroupId, NodeId, OutcomeKind, RowId
+from penstock.types import GroupId, NodeId, OutcomeKind, RowId, RowSummary
 from penstock.wire.codec import decode
 
 SIZES = (40_000, 100, 70_000, 200, 30_000, 5_000, 90_000)
@@ -32,19 +32,21 @@ PAYLOADS = {
 
 def row(row_id: RowId, at: Location, blob: str = "") -> RowRecord:
     return RowRecord(
-        row_id=row_id,
+        summary=RowSummary(
+            row_id=row_id,
+            digest=blake3(PAYLOADS[row_id]).hexdigest(),
+            outcome=OutcomeKind.COMPLETED,
+            reward=0.0,
+            sampled={},
+            versions={},
+        ),
         group_id=GroupId(row_id.partition(".")[0]),
         slot=0,
         epoch=1,
         node_id=NodeId("n"),
-        digest=blake3(PAYLOADS[row_id]).hexdigest(),
         segment=at.segment,
         offset=at.offset,
         length=at.length,
-        outcome=OutcomeKind.COMPLETED,
-        reward=0.0,
-        sampled="{}",
-        versions="{}",
         delivered_at=0.0,
         blob=blob,
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.dataflow.service.nodes.validate import TrajectorySummary, digest
+from penstock.dataflow.service.nodes.validate import summarise
 from penstock.types import (
     FinishReason,
     GroupId,
@@ -17,6 +17,7 @@ from penstock.types import (
     OutcomeKind,
     PolicyName,
     RowId,
+    RowSummary,
     SamplingSpec,
     Trajectory,
     Turn,
@@ -69,7 +70,11 @@ def is_published(policy: PolicyName, incarnation: int, number: int) -> bool:
 def test_a_sound_record_tells_tokens_and_age() -> None:
     later = turn(parent=0, spans=(span(0, 3, 4),))
     unread = turn(spans=(span(0, 3, 0),), reached_agent=False)
-    assert digest(trajectory(turn(), later, unread), is_published) == TrajectorySummary(
+    assert summarise(trajectory(turn(), later, unread), "d", is_published) == RowSummary(
+        row_id=RowId("g.0.1"),
+        digest="d",
+        reward=1.0,
+        outcome=OutcomeKind.COMPLETED,
         sampled={POLICY: 6},
         versions={POLICY: ((1, 1), (1, 2), (1, 4))},
         compute_cost={POLICY: (10, 100)},
@@ -83,8 +88,8 @@ def test_tokens_are_counted_by_role_only_where_one_is_named() -> None:
     def always(policy: PolicyName, incarnation: int, number: int) -> bool:
         return True
 
-    verdict = digest(trajectory(*turns), always)
-    assert isinstance(verdict, TrajectorySummary)
+    verdict = summarise(trajectory(*turns), "d", always)
+    assert isinstance(verdict, RowSummary)
     assert verdict.sampled == {POLICY: 6, other: 3}
     assert verdict.roles == {POLICY: {"solve": 3, "": 3}}
     assert verdict.compute_cost == {POLICY: (10, 50), other: (5, 25)}
@@ -114,5 +119,5 @@ def test_tokens_are_counted_by_role_only_where_one_is_named() -> None:
     ],
 )
 def test_what_breaks_the_contract_is_named(record: Trajectory, complaint: str) -> None:
-    verdict = digest(record, is_published)
+    verdict = summarise(record, "d", is_published)
     assert isinstance(verdict, str) and complaint in verdict

@@ -299,7 +299,9 @@ class NodeHandlers:
             return
         self.turns.on_delivery(item)
         if not item.is_failure:
-            columns = INITIAL_COLUMNS_SCORED if item.row.reward is not None else INITIAL_COLUMNS
+            columns = (
+                INITIAL_COLUMNS_SCORED if item.row.summary.reward is not None else INITIAL_COLUMNS
+            )
             add_row = self._rows.row_window.add_row
             add_row(item.row.space, item.row.row_id, item.row.arrival, columns, now)
         self.trajectories += 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import msgspec
 from blake3 import blake3
 
 from penstock.dataflow.core.leasing import DeliveryStatus
@@ -76,9 +75,7 @@ class DeliveryIntake:
             return _refused(delivery, DeliveryStatus.INVALID, str(judged))
         return self._store(delivery, *judged, now)
 
-    def _judge(
-        self, node_id: NodeId, delivery: Delivery
-    ) -> tuple[Trajectory, validate.TrajectorySummary] | str:
+    def _judge(self, node_id: NodeId, delivery: Delivery) -> tuple[Trajectory, RowSummary] | str:
         """The sound record behind these bytes, or what is wrong with it."""
         try:
             trajectory = decode_zero_copy(delivery.payload, Trajectory)
@@ -89,14 +86,17 @@ class DeliveryIntake:
             return f"the record is {named} of {trajectory.node_id}, not what the lease names"
         if trajectory.boot_id not in ("", self._partition.nodes[node_id].record.boot_id):
             return f"the record is of session {trajectory.boot_id[:128]}, not of the lease's"
-        summary = validate.digest(trajectory, self._is_published, is_scored=self._is_scored)
+        digest = blake3(delivery.payload).hexdigest()
+        summary = validate.summarise(
+            trajectory, digest, self._is_published, is_scored=self._is_scored
+        )
         return summary if isinstance(summary, str) else (trajectory, summary)
 
     def _store(
         self,
         delivery: Delivery,
         trajectory: Trajectory,
-        summary: validate.TrajectorySummary,
+        summary: RowSummary,
         now: float,
     ) -> IntakeResult:
         if delivery.blob:
@@ -104,38 +104,19 @@ class DeliveryIntake:
         else:
             location = self._ledger.place(delivery.payload)
         row = RowRecord(
-            row_id=delivery.row_id,
+            summary=summary,
             group_id=trajectory.group_id,
             slot=trajectory.slot,
             epoch=trajectory.epoch,
             node_id=trajectory.node_id,
-            digest=blake3(delivery.payload).hexdigest(),
             segment=location.segment,
             offset=location.offset,
             length=location.length,
-            outcome=trajectory.outcome.kind,
-            reward=trajectory.reward,
-            sampled=msgspec.json.encode(summary.sampled).decode(),
-            versions=msgspec.json.encode(summary.versions).decode(),
             delivered_at=now,
             arrival=self._next_arrival(),
             blob=delivery.blob,
-            roles=msgspec.json.encode(summary.roles).decode() if summary.roles else "",
-            compute_cost=msgspec.json.encode(summary.compute_cost).decode()
-            if summary.compute_cost
-            else "",
         )
-        known = RowSummary(
-            row_id=row.row_id,
-            digest=row.digest,
-            reward=row.reward,
-            outcome=row.outcome,
-            sampled=summary.sampled,
-            versions=summary.versions,
-            roles=summary.roles,
-            compute_cost=summary.compute_cost,
-        )
-        status = self._partition.deliver(row, known, trajectory.outcome, now)
+        status = self._partition.deliver(row, trajectory.outcome, now)
         return IntakeResult(
             result=DeliveryResult(row_id=delivery.row_id, status=status),
             row=row,
@@ -163,7 +144,7 @@ class DeliveryIntake:
         known = None if payload is None else self._ledger.row(result.row_id)
         if result.status is not DeliveryStatus.FENCED or payload is None or known is None:
             return result
-        is_same = known.digest == blake3(payload).hexdigest()
+        is_same = known.summary.digest == blake3(payload).hexdigest()
         status = DeliveryStatus.DUPLICATE if is_same else DeliveryStatus.CONFLICT
         return replace(result, status=status)
 

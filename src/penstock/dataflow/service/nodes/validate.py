@@ -5,11 +5,18 @@ nothing a node says."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.types import MAX_ROLE_CHARS, PolicyName, Trajectory, Turn, is_trainable, is_usable
+from penstock.types import (
+    MAX_ROLE_CHARS,
+    PolicyName,
+    RowSummary,
+    Trajectory,
+    Turn,
+    is_trainable,
+    is_usable,
+)
 
 MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0; engines round."""
@@ -30,25 +37,12 @@ class UnknownVersion(str):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectorySummary:
-    sampled: dict[PolicyName, int]
-    versions: dict[PolicyName, tuple[tuple[int, int], ...]]
-    roles: dict[PolicyName, dict[str, int]] = field(
-        default_factory=dict[PolicyName, dict[str, int]]
-    )
-    """Of policies that acted in named roles, the same tokens by role."""
-    compute_cost: dict[PolicyName, tuple[int, int]] = field(
-        default_factory=dict[PolicyName, tuple[int, int]]
-    )
-    """What a trainer of the policy computes: tokens of its samples, and their squared lengths."""
+def summarise(
+    trajectory: Trajectory, digest: str, is_published: IsPublished, *, is_scored: bool = True
+) -> RowSummary | str:
+    """The summary of a valid trajectory, or what is wrong with it.
 
-
-def digest(
-    trajectory: Trajectory, is_published: IsPublished, *, is_scored: bool = True
-) -> TrajectorySummary | str:
-    """The summary of a sound record, or what is wrong with it. `is_scored`: the node gives the
-    reward, no stage does."""
+    digest: BLAKE3 of its payload. is_scored: the node gives the reward, no stage does."""
     turns = trajectory.turns
     if (
         wrong := _check_outcome(trajectory, is_scored)
@@ -73,7 +67,11 @@ def digest(
     lengths, leaves = _lengths(turns), _leaves(turns)
     if (tokens := sum(lengths[leaf] for leaf in leaves)) > MAX_TOKENS:
         return f"its branches unfold to {tokens} tokens; at most {MAX_TOKENS}"
-    return TrajectorySummary(
+    return RowSummary(
+        row_id=trajectory.row_id,
+        digest=digest,
+        reward=trajectory.reward,
+        outcome=trajectory.outcome.kind,
         sampled=sampled,
         versions={p: tuple(sorted(made)) for p, made in versions.items()},
         roles=_by_role(turns) if any(turn.role for turn in turns) else {},

@@ -14,7 +14,8 @@ import msgspec
 import structlog
 
 from penstock.dataflow.core.consumers import Consumer, ReadyGroup
-from penstock.dataflow.core.home import Coordinator, partition_of
+from penstock.dataflow.core.coordinator import Coordinator
+from penstock.dataflow.core.ids import partition_of
 from penstock.dataflow.core.messages import RowForgotten
 from penstock.dataflow.ledger.restore import load_group_rows
 from penstock.dataflow.records import (
@@ -94,7 +95,7 @@ class SessionEraser:
         if group is None:
             return None
         policy, tables = consumer.terms.policy, self._process.ledger.tables
-        body = group.rows or load_group_rows(tables, policy, [group_id])[group_id]
+        body = group.packed_rows or load_group_rows(tables, policy, [group_id])[group_id]
         return group if any(row.row_id == row_id for row in _rows.decode(body)) else None
 
     def _drop(self, row_id: RowId, group_id: GroupId) -> None:
@@ -102,10 +103,8 @@ class SessionEraser:
         for consumer in self._consumers():
             group = self._waiting(consumer, row_id, group_id)
             if group is not None:
-                consumer.ready.pop(group_id, None)
-                consumer.incomplete.pop(group_id, None)
-                self._coordinator.drop(consumer, group, DropReason.FORGOTTEN, "forget", now)
+                consumer.drop(group, DropReason.FORGOTTEN, "forget", now)
             pooled = consumer.pool.get(group_id)
             if pooled is not None:
-                self._coordinator.remove_from_pool(consumer, pooled, now)
-                self._coordinator.update_num_replayable(consumer)
+                consumer.remove_from_pool(pooled, now)
+                consumer.update_num_replayable()

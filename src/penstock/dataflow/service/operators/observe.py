@@ -11,8 +11,8 @@ from functools import lru_cache
 import msgspec
 
 from penstock.config.report import ReportConfig
+from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.groups import Node
-from penstock.dataflow.core.home import Coordinator
 from penstock.dataflow.core.leasing import NodeState
 from penstock.dataflow.core.partition_host import PartitionRuntime
 from penstock.dataflow.report.balance import (

@@ -59,7 +59,7 @@ def status(service: DataflowService, run: str) -> Status:
 
 def _wasted(service: DataflowService, remote: Sequence[PartitionStatus]) -> dict[str, int]:
     failed = service.nodes.failed_tokens + sum(p.figures.failed_tokens for p in remote)
-    return {**service.coordinator.wasted_tokens, **({"failed": failed} if failed else {})}
+    return {**service.coordinator.waste.tokens, **({"failed": failed} if failed else {})}
 
 
 def _policy(service: DataflowService, consumer: Consumer) -> PolicyStatus:
@@ -74,7 +74,7 @@ def _policy(service: DataflowService, consumer: Consumer) -> PolicyStatus:
         issued=consumer.num_undecided,
         ready=consumer.num_admitted,
         sealed=len(consumer.sealed),
-        room=max(0, int(service.coordinator.room(consumer))),
+        room=max(0, int(consumer.room())),
         reward_mean=None if batch is None else batch.reward_mean,
         staleness_mean=None if batch is None else batch.staleness_mean,
         staleness_max=None if batch is None else batch.staleness_max,

@@ -13,7 +13,7 @@ from functools import partial
 
 import structlog
 
-from penstock.dataflow.core.home import Coordinator, PartitionState
+from penstock.dataflow.core.coordinator import Coordinator, PartitionState
 from penstock.dataflow.core.links import link_to_partition
 from penstock.dataflow.core.messages import (
     Committed,

@@ -14,7 +14,7 @@ import structlog
 from blake3 import blake3
 
 from penstock.dataflow.core.consumers import Consumer
-from penstock.dataflow.core.home import Coordinator
+from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.leasing import LiveVersion
 from penstock.dataflow.core.manifests import manifest_of
 from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published, Quarantined

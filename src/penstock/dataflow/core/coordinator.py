@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Home: everything global of a run. What to issue where, what to admit, who trains. A pure state
-machine.
+"""The coordinator: the global state of a run. What to issue to which partition, which groups are
+open, when a policy has ended. A pure state machine.
 
-Home holds about 100 bytes per row and never a token. It talks to partitions in messages, and to
-the world through records in its journal. Batches are sealed in `sealing.py`.
+It holds about 100 bytes per row and never a token. It sends messages to partitions, and writes
+records to its journal. A policy's groups belong to its Consumer; `sealing.py` seals batches.
 """
 
 from __future__ import annotations
@@ -14,17 +14,9 @@ from enum import StrEnum
 
 import msgspec
 
-from penstock.dataflow.core import pacing
-from penstock.dataflow.core.consumers import (
-    Consumer,
-    PolicySpec,
-    ReadyGroup,
-    issue_number,
-    ready_group,
-)
+from penstock.dataflow.core.consumers import Consumer, ConsumerDeps, PolicySpec, Waste
+from penstock.dataflow.core.ids import issue_number, partition_of
 from penstock.dataflow.core.messages import (
-    Admitted,
-    ColumnsCompleted,
     DropGroup,
     GroupEnded,
     GroupsFreed,
@@ -37,28 +29,20 @@ from penstock.dataflow.core.messages import (
 from penstock.dataflow.core.retention import Retention
 from penstock.dataflow.core.rulebook import RuleRunner
 from penstock.dataflow.core.supply import TaskSupply
-from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import (
-    FATE_TRANSITIONS,
-    FateRecord,
-    FateState,
     FreedRecord,
     GroupRecord,
     GroupState,
     IssuedRecord,
     Journal,
-    MetaRecord,
-    WasteRecord,
 )
 from penstock.errors import NotFound
 from penstock.types import (
     DropReason,
     GroupId,
-    JudgedGroup,
     NodeId,
     PolicyName,
     RowId,
-    RowSummary,
 )
 
 
@@ -96,10 +80,16 @@ class Coordinator:
         journal: Journal,
         send: SendToPartition,
     ) -> None:
-        self.consumers = {p.policy: Consumer(p, Lineage(p.policy)) for p in policies}
-        for consumer in self.consumers.values():
-            consumer.has_pool = rules.replay(consumer.terms.policy) is not None
-            consumer.lineage.is_deterministic = consumer.terms.is_lockstep
+        self.waste = Waste(journal)
+        deps = ConsumerDeps(
+            rules=rules,
+            retention=retention,
+            waste=self.waste,
+            journal=journal,
+            send=send,
+            free=self.free,
+        )
+        self.consumers = {p.policy: Consumer(p, deps) for p in policies}
         self.supply = supply
         self.rules = rules
         self.retention = retention
@@ -114,7 +104,6 @@ class Coordinator:
         """Rows that nobody may be served any more."""
         self.quarantined: set[tuple[NodeId, str]] = set()
         """Lives of nodes that get no work; a partition that joins is told."""
-        self.wasted_tokens: dict[str, int] = {}
         self._undecided_by: dict[GroupId, set[PolicyName]] = {}
         """Who has not judged an open group; only where that is not everybody."""
         self._issue_spec = issue_spec
@@ -150,68 +139,25 @@ class Coordinator:
         """Declared lost: what was open there ends, and home does not listen to it any more."""
         self.partition_states[index] = PartitionState.LOST
         for group_id in sorted(self.open_by_partition[index]):
-            self._report(
+            self._group_ended(
                 GroupEnded(
                     group_id=group_id, policies=(), rows=(), dropped=DropReason.PARTITION_LOST
                 ),
                 now,
             )
         for consumer in self.consumers.values():
-            self._drop_lost_rows(consumer, index, now)
-
-    def _drop_lost_rows(self, consumer: Consumer, index: int, now: float) -> None:
-        """Groups there that no batch has yet have no rows any more, and those of the replay pool
-        cannot be served again."""
-        for groups in (consumer.ready, consumer.incomplete):
-            for group in [g for g in groups.values() if partition_of(g.group_id) == index]:
-                del groups[group.group_id]
-                self.drop(consumer, group, DropReason.PARTITION_LOST, "partition", now)
-        for group in [g for g in consumer.pool.values() if partition_of(g.group_id) == index]:
-            self.remove_from_pool(consumer, group, now)
-        self.update_num_replayable(consumer)
-
-    def remove_from_pool(self, consumer: Consumer, group: ReadyGroup, now: float) -> None:
-        del consumer.pool[group.group_id]
-        self.fate(consumer, group, FateState.SEALED, now, rule="replay", keep_rows=False)
-        self.free(self.retention.unpooled(group.group_id, consumer.terms.policy), now)
+            consumer.drop_lost(index, now)
 
     def is_empty(self, index: int) -> bool:
         return not self.open_by_partition[index]
 
     # --- pacing -------------------------------------------------------------------------------
 
-    def room(self, consumer: Consumer) -> float:
-        terms = consumer.terms
-        if consumer.missing_stages:
-            return 0.0
-        levels = consumer.levels()
-        return min(
-            pacing.room(
-                levels,
-                fresh=consumer.num_fresh_needed,
-                max_staleness=terms.max_staleness,
-                expected_yield=consumer.expected_yield,
-            ),
-            pacing.room_to_end(
-                levels,
-                groups_per_batch=terms.groups_per_batch,
-                batches_left=terms.steps - consumer.lineage.number,
-                expected_yield=consumer.expected_yield,
-            ),
-        )
-
-    def update_num_replayable(self, consumer: Consumer) -> None:
-        """Groups of the next batch that would be served again: the ratio, or what is eligible."""
-        replay = self.rules.replay(consumer.terms.policy)
-        if replay is not None:
-            share = int(replay.ratio * consumer.terms.groups_per_batch)
-            consumer.num_replayable = min(share, len(consumer.eligible(replay)))
-
     def _has_room(self) -> bool:
         """Does the pace let another group start? Nothing does before a first version exists, and
         a policy that has trained all its steps holds no other back."""
         rooms = {
-            policy: consumer.lineage.newest is not None and self.room(consumer) > 0
+            policy: consumer.lineage.newest is not None and consumer.room() > 0
             for policy, consumer in self.consumers.items()
             if not consumer.has_trained_all
         }
@@ -242,7 +188,7 @@ class Coordinator:
             return None
         task, why = chosen
         num_slots = self._issue_spec.num_slots
-        due = {policy: self._due(consumer) for policy, consumer in self.consumers.items()}
+        due = {policy: c.due_number(self._num_issued) for policy, c in self.consumers.items()}
         self._num_issued += 1
         group_id = GroupId(f"p{partition}-{self._num_issued}")
         self._open(
@@ -272,17 +218,6 @@ class Coordinator:
             reason="",
             issued_at=now,
             ended_at=0.0,
-        )
-
-    def _due(self, consumer: Consumer) -> int:
-        """What the next group to be issued waits for: batches before its own in lockstep, else the
-        number that its batch is expected to train from."""
-        if consumer.terms.is_lockstep:
-            return self._num_issued // consumer.terms.groups_per_batch
-        return pacing.due_number(
-            consumer.levels(),
-            committed=consumer.lineage.number,
-            groups_per_batch=consumer.terms.groups_per_batch,
         )
 
     def has_decided_batch(self, consumer: Consumer, seq: int) -> bool:
@@ -329,13 +264,13 @@ class Coordinator:
     # --- admission ----------------------------------------------------------------------------
 
     def apply(self, message: ToCoordinator, now: float) -> None:
-        """A partition says something; saying it again changes nothing."""
+        """Apply a message from a partition; idempotent."""
         if isinstance(message, GroupEnded):
-            self._report(message, now)
+            self._group_ended(message, now)
         else:
-            self._completed(message, now)
+            self.consumers[message.policy].complete(message, now)
 
-    def _report(self, report: GroupEnded, now: float) -> None:
+    def _group_ended(self, report: GroupEnded, now: float) -> None:
         """Judge an ended group for every consumer; one consumer's verdict delays no other."""
         issued = self.open.get(report.group_id)
         if issued is None:
@@ -347,8 +282,8 @@ class Coordinator:
             undecided = undecided - {policy}
             consumer = self.consumers[policy]
             consumer.num_undecided -= 1
-            self.expire(consumer, now)
-            self._judge(consumer, issued, report, now)
+            consumer.expire(now)
+            consumer.judge(issued, report, self.gone, now)
         if undecided:
             self._undecided_by[report.group_id] = undecided
             return
@@ -357,157 +292,6 @@ class Coordinator:
         self._num_open[issued.source] -= 1
         self.open_by_partition[issued.partition].discard(report.group_id)
         self._journal(replace(issued, judged=True))
-
-    def _judge(
-        self, consumer: Consumer, issued: IssuedRecord, report: GroupEnded, now: float
-    ) -> None:
-        policy = consumer.terms.policy
-        visible_roles = self.rules.seen(policy, report.rows, now)
-        rows = tuple(row for row in report.rows if row.tokens_for(policy, visible_roles) > 0)
-        consumer.num_arrived += 1
-        group = ready_group(
-            issued.group_id,
-            issued.task_key,
-            issued.source,
-            rows,
-            policy,
-            consumer.num_arrived,
-            visible_roles,
-        )
-        if report.dropped is not None or not rows:
-            reason = report.dropped or DropReason.ABSENT
-            if reason in (DropReason.FAILED_SLOTS, DropReason.ABSENT):
-                self._update_yield(consumer, passed=False)
-            self.drop(consumer, group, reason, "closing", now)
-        elif self.gone and any(row.row_id in self.gone for row in rows):
-            self.drop(consumer, group, DropReason.FORGOTTEN, "forget", now)
-        elif consumer.has_trained_all:
-            self.drop(consumer, group, DropReason.REMAINDER, "end", now)
-        elif consumer.is_stale(group):
-            self.drop(consumer, group, DropReason.STALE, "staleness", now)
-        elif not consumer.terms.is_lockstep and pacing.is_outpaced(
-            consumer.levels(),
-            groups_per_batch=consumer.terms.groups_per_batch,
-            max_staleness=consumer.terms.max_staleness,
-        ):
-            self.drop(consumer, group, DropReason.OUTPACED, "pacing", now)
-        else:
-            self._apply_rules(consumer, group, rows, now)
-
-    def _apply_rules(
-        self, consumer: Consumer, group: ReadyGroup, rows: tuple[RowSummary, ...], now: float
-    ) -> None:
-        judged = JudgedGroup(
-            group_id=group.group_id,
-            task_key=group.task_key,
-            source=group.source,
-            policy=consumer.terms.policy,
-            number=consumer.lineage.number,
-            rows=rows,
-        )
-        rule, reason = self.rules.judge(judged, now)
-        self.rules.learn(judged, reason, now)
-        self.rules.save_state()
-        self._update_yield(consumer, passed=reason is None)
-        if reason is not None:
-            self.drop(consumer, group, reason, rule, now)
-            return
-        waits = bool(consumer.terms.train_columns)
-        (consumer.incomplete if waits else consumer.ready)[group.group_id] = group
-        self.fate(consumer, group, FateState.ADMITTED, now, rule=rule)
-        if waits:
-            admitted = Admitted(group_id=group.group_id, policy=consumer.terms.policy)
-            self._send(partition_of(group.group_id), admitted)
-
-    def _update_yield(self, consumer: Consumer, *, passed: bool) -> None:
-        """Kept over restarts: a service that forgot it would start too little for many groups."""
-        before = consumer.expected_yield
-        consumer.expected_yield = pacing.next_yield(before, passed=passed)
-        if consumer.expected_yield != before:
-            key = yield_key(consumer.terms.policy)
-            self._journal(MetaRecord(key=key, value=repr(consumer.expected_yield)))
-
-    def _completed(self, message: ColumnsCompleted, now: float) -> None:
-        """The columns that the trainer needs are there, or will never be."""
-        consumer = self.consumers[message.policy]
-        group = consumer.incomplete.pop(message.group_id, None)
-        if group is None:
-            return
-        policy = consumer.terms.policy
-        visible_roles = self.rules.seen(policy, message.rows, now)
-        rows = tuple(row for row in message.rows if row.tokens_for(policy, visible_roles) > 0)
-        if message.dropped is not None or not rows:
-            reason = message.dropped or DropReason.COLUMN_FAILED
-            self.drop(consumer, group, reason, "columns", now)
-            return
-        full = ready_group(
-            group.group_id, group.task_key, group.source, rows, policy, group.arrival, visible_roles
-        )
-        consumer.ready[group.group_id] = full
-        self.fate(consumer, full, FateState.ADMITTED, now, rule="columns")
-
-    def expire(self, consumer: Consumer, now: float) -> None:
-        """Drop what no batch can use any more: at every report, commit and fork."""
-        moment = (consumer.next_number, consumer.lineage.incarnation)
-        if consumer.last_expiry_check == moment:
-            return  # nothing moved since, and what was not stale then is not stale now
-        consumer.last_expiry_check = moment
-        for groups in (consumer.ready, consumer.incomplete):
-            for group in [g for g in groups.values() if consumer.is_stale(g)]:
-                del groups[group.group_id]
-                self.drop(consumer, group, DropReason.STALE, "staleness", now)
-
-    def drop_remainder(self, consumer: Consumer, now: float) -> None:
-        """The policy has trained all its steps; what is left over is named and counted."""
-        for groups in (consumer.ready, consumer.incomplete):
-            for group in groups.values():
-                self.drop(consumer, group, DropReason.REMAINDER, "end", now)
-            groups.clear()
-
-    def drop(
-        self, consumer: Consumer, group: ReadyGroup, reason: DropReason, rule: str, now: float
-    ) -> None:
-        if group.tokens:
-            wasted = self.wasted_tokens.get(reason, 0) + group.tokens
-            self.wasted_tokens[reason] = wasted
-            self._journal(WasteRecord(reason=reason, tokens=wasted))
-        consumer.starvation.add(group, reason)
-        self.fate(consumer, group, FateState.DROPPED, now, rule=rule, reason=reason)
-        self.free(self.retention.dropped(group.group_id), now)
-
-    def fate(
-        self,
-        consumer: Consumer,
-        group: ReadyGroup,
-        state: FateState,
-        now: float,
-        *,
-        rule: str,
-        reason: str = "",
-        keep_rows: bool = True,
-    ) -> None:
-        assert state in FATE_TRANSITIONS[FateState.ADMITTED] | {FateState.ADMITTED}
-        is_over = state is FateState.DROPPED or not keep_rows
-        self._journal(
-            FateRecord(
-                consumer=consumer.terms.policy,
-                group_id=group.group_id,
-                state=state,
-                reason=reason,
-                rule=rule,
-                seq=group.last_seq,
-                tokens=group.tokens,
-                at=now,
-                arrival=group.arrival,
-                uses=group.uses,
-                is_complete=group.group_id not in consumer.incomplete,
-                rows=b"" if is_over else group.rows,
-                task_key=group.task_key,
-                source=group.source,
-                rewards=group.rewards.tobytes(),
-                versions=msgspec.json.encode(group.versions).decode(),
-            )
-        )
 
     def free(self, group_ids: Sequence[GroupId], now: float) -> None:
         """Nobody needs these any more: their partitions may delete the payload."""
@@ -547,13 +331,7 @@ class Coordinator:
 
     def cursor_moved(self, consumer: Consumer, num_groups: Mapping[int, int], now: float) -> None:
         """The committed cursor changed, forwards by a commit or backwards by a fork."""
-        lineage = consumer.lineage
-        consumer.sealed = {seq: n for seq, n in num_groups.items() if seq > lineage.seq}
-        self.expire(consumer, now)
-        self.free(self.retention.committed(consumer.terms.policy, lineage.seq), now)
-        if consumer.has_trained_all:
-            self.drop_remainder(consumer, now)
-        self.update_num_replayable(consumer)
+        consumer.cursor_moved(num_groups, now)
         self.broadcast_horizon(consumer)
 
     def broadcast_horizon(self, consumer: Consumer) -> None:
@@ -581,13 +359,3 @@ class Coordinator:
                 self._undecided_by[record.group_id] = undecided
             for policy in undecided:
                 self.consumers[policy].num_undecided += 1
-
-
-def yield_key(policy: PolicyName) -> str:
-    """Under which the ledger keeps what a policy's rules let through."""
-    return f"yield/{policy}"
-
-
-def partition_of(group_id: GroupId) -> int:
-    """Its partition is part of a group's name for ever."""
-    return int(group_id[1:].partition("-")[0])
