@@ -64,7 +64,7 @@ def load_function(name: str) -> Callable[..., Any]:
     return _load(name, "function", callable)
 
 
-def load_class(name: str) -> type:
+def load_class(name: str) -> type[object]:
     """The class called `module:Class`."""
     return _load(name, "class", _is_class)
 
