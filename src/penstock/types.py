@@ -433,6 +433,23 @@ class JudgedGroup:
         return tuple(row.score for row in self.rows)
 
 
+class Hook(StrEnum):
+    """The point at which a rule decides."""
+
+    MIX = "mix"
+    """Which source next?"""
+    CURATE = "curate"
+    """Is this task worth rolling out now?"""
+    ADMIT = "admit"
+    """May this closed group enter?"""
+    SELECT = "select"
+    """Which ready groups go into the next batch?"""
+    REPLAY = "replay"
+    """Which trained groups may be trained again?"""
+    ROUTE = "route"
+    """Which consumers see which turns?"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A group that may go into the next batch, fresh or served before."""

@@ -26,7 +26,7 @@ from tests.unit.rollout.snapshot_files import write_snapshot
 from tests.unit.rollout.test_node import FolderFetch
 
 from penstock.config import AlgorithmConfig, RunConfig, SourceConfig
-from penstock.config.run import SessionConfig
+from penstock.config.sources import SessionConfig
 from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.service.operators.messages import ForgetSessionAnswer
 from penstock.dataflow.service.trainers.messages import BatchRequest

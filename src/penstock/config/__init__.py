@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run file: strict schemas, and a loader that names file, line and cure of every mistake.
+"""The run file: strict schemas, and a loader whose messages name file, line and fix.
 
 Owns the shape of run.yaml, its defaults and its stored form. Builds nothing, imports no user code
 and no torch; every other folder takes plain values from here through its own `build`."""
@@ -16,18 +16,13 @@ from penstock.config.dataflow import (
 )
 from penstock.config.loader import demo, load
 from penstock.config.lora import LoraConfig
+from penstock.config.models import ModelConfig
 from penstock.config.pipeline import HostConfig, PipelineConfig, PipelineStageConfig
 from penstock.config.resolved import changed, differences, digest, dump, identity, run_dir
-from penstock.config.rule_options import Hook
 from penstock.config.rules import RuleConfig
-from penstock.config.run import (
-    CommandWorkflow,
-    ModelConfig,
-    PolicyConfig,
-    RunConfig,
-    SourceConfig,
-    WorkflowConfig,
-)
+from penstock.config.run import RunConfig
+from penstock.config.run_sections import PolicyConfig
+from penstock.config.sources import CommandWorkflow, SourceConfig, WorkflowConfig
 from penstock.config.stages import StageConfig
 from penstock.config.trainer import (
     AlgorithmConfig,
@@ -36,6 +31,7 @@ from penstock.config.trainer import (
     TrainingConfig,
 )
 from penstock.config.weights import WeightsConfig
+from penstock.types import Hook
 
 __all__ = [
     "AlgorithmConfig",

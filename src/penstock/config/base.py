@@ -32,11 +32,13 @@ __all__ = [
     "OBJECT_STORES",
     "Contradiction",
     "KeyPath",
+    "Options",
     "Section",
     "did_you_mean",
     "is_url",
     "matching",
     "nested_error",
+    "non_blank",
     "non_empty",
     "one_of",
     "only_supported",
@@ -99,3 +101,10 @@ def matching(pattern: re.Pattern[str], fix: str) -> Callable[[str], str]:
         return value
 
     return check
+
+
+def non_blank(value: str) -> str:
+    """Reject empty text."""
+    if not value.strip():
+        raise ValueError("is empty; give a value")
+    return value

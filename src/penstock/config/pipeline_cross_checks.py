@@ -1,35 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pipeline and the rest of the run file say of each other.
+"""Contradictions between the pipeline and the rest of the run file.
 
-Owns which stages the ledger has in all: those of the dataflow, and those of the pipeline that are
-placed elsewhere; and which settings mean nothing beside own stages. Holds no default and changes no
-value."""
+Owns which key declares each stage that works on rows, and which settings have no effect with custom
+stages. Sets no default and changes no value."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from penstock.config.algorithms import PRESETS
-from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
+from penstock.config.base import Contradiction, KeyPath, unknown
 from penstock.config.builtin_stages import builtin_stage_for
+from penstock.config.pipeline import PipelineStageConfig
 from penstock.config.pipeline_checks import (
     ADVANTAGE_COLUMN,
     BATCH_COLUMNS,
     CRITIC_COLUMNS,
     missing_column_text,
 )
-from penstock.config.stage_graph import Edge, draw_path
-from penstock.config.stages import StageConfig, stage_contradictions
-
-if TYPE_CHECKING:
-    from penstock.config.pipeline import PipelineStageConfig
-    from penstock.config.run import PolicyConfig, RunConfig
-    from penstock.config.trainer import AlgorithmConfig, TrainingConfig
+from penstock.config.row_stage_checks import row_stage_problems
+from penstock.config.run_sections import PolicyConfig, RunSections
+from penstock.config.stage_graph import Edge, draw_path, unknown_reads
+from penstock.config.stages import StageConfig
+from penstock.config.trainer import AlgorithmConfig, TrainingConfig
 
 BUILTIN_GRAPH_KEYS = ("gamma", "lam")
-"""Keys of `algorithm` that are options of a stage, where the stages are written out."""
+"""Keys of `algorithm` that are options of a stage if the file has stages."""
 
 BUILTIN_LOSS_KEYS = (
     "epsilon",
@@ -40,28 +36,36 @@ BUILTIN_LOSS_KEYS = (
     "ratio_against",
     "correction",
 )
-"""Keys of `algorithm` that a loss of one's own takes no notice of. Not `entropy_coef`: above 0 it
-makes the entropy carry a gradient for any loss."""
+"""Keys of `algorithm` that a custom loss ignores. Not `entropy_coef`: above 0, the entropy has a
+gradient with any loss."""
 
 
-def ledger_stages(config: RunConfig) -> list[tuple[KeyPath, StageConfig]]:
-    """Every stage that works on rows, and where the file says so."""
-    found: list[tuple[KeyPath, StageConfig]] = [
-        (("dataflow", "stages", index), stage) for index, stage in enumerate(config.dataflow.stages)
-    ]
-    declared = {stage.name for stage in config.dataflow.stages}
-    services = config.pipeline.services if config.pipeline else ()
-    return found + [
-        (("pipeline", "stages", index), stage.to_stage_config())
-        for index, stage in services
-        if stage.id not in declared
-    ]
+def row_stages(config: RunSections) -> list[tuple[KeyPath, StageConfig]]:
+    """Every stage that works on rows, with the key that declares it."""
+    services = dict[str, tuple[int, StageConfig]]()
+    for index, stage in config.pipeline.services if config.pipeline else ():
+        if stage.writes:
+            services[stage.id] = index, stage.to_stage_config()
+    found: list[tuple[KeyPath, StageConfig]] = []
+    for position, declared in enumerate(config.dataflow.stages):
+        index, derived = services.get(declared.name, (0, None))
+        place = ("pipeline", index) if declared == derived else ("dataflow", position)
+        found.append(((place[0], "stages", place[1]), declared))
+    return found
 
 
-def group_comparer(config: RunConfig, policy: str) -> str | None:
-    """Who compares the members of this policy's groups: its algorithm or, where the stages are
-    written out, the one that makes the advantages. None where nobody does, or a function of the
-    user's, of which nothing is known."""
+def row_stage_checks(config: RunSections) -> Iterator[Contradiction]:
+    """What cannot work among the stages that work on rows."""
+    places = [at for at, _ in row_stages(config)]
+    for problem in row_stage_problems(config.dataflow.stages):
+        at = places[problem.index]
+        keys = ((*at, *problem.key), (*at, problem.key[0]), at)
+        yield Contradiction(text=problem.text, keys=keys)
+
+
+def group_comparer(config: RunSections, policy: str) -> str | None:
+    """What compares the members of this policy's groups: its algorithm or, if the file has stages,
+    the stage that writes the advantages. None if nothing does, or an unknown custom function."""
     stages = config.pipeline.of_policy(policy) if config.pipeline else ()
     if not stages:
         algorithm = config.for_policy(policy).algorithm
@@ -73,19 +77,16 @@ def group_comparer(config: RunConfig, policy: str) -> str | None:
     return None
 
 
-def pipeline_cross_checks(config: RunConfig) -> Iterator[Contradiction]:
-    """Everything that the pipeline cannot say beside the other sections."""
+def pipeline_cross_checks(config: RunSections) -> Iterator[Contradiction]:
+    """Every contradiction between the pipeline and other sections."""
     if config.pipeline is None:
         return
-    yield from _ledger(config)
     yield from _conflicting_declarations(config)
     stages = config.pipeline.stages
     for index, stage in enumerate(stages):
         at: KeyPath = ("pipeline", "stages", index)
         if stage.policy is not None and stage.policy not in config.models:
-            closest = did_you_mean(stage.policy, tuple(config.models))
-            fix = f'did you mean "{closest}"?' if closest else f"use {' | '.join(config.models)}"
-            text = f"stage {stage.id}: there is no policy {quoted(stage.policy)}; {fix}"
+            text = f"stage {stage.id}: {unknown('policy', stage.policy, config.models)}"
             yield Contradiction(text=text, keys=((*at, "policy"), at))
         if not stage.is_service:
             yield from _missing_columns(config, at, stage)
@@ -99,17 +100,7 @@ def pipeline_cross_checks(config: RunConfig) -> Iterator[Contradiction]:
         yield from dict.fromkeys(_ineffective_settings(config))
 
 
-def _ledger(config: RunConfig) -> Iterator[Contradiction]:
-    """What holds for stages of the ledger holds for services, wherever they are written."""
-    places, stages = zip(*found, strict=True) if (found := ledger_stages(config)) else ((), ())
-    for problem in stage_contradictions(stages):
-        keys = tuple((*places[int(key[1])], *key[2:]) for key in problem.keys)
-        if any(key[0] == "pipeline" for key in keys):  # the dataflow has judged its own
-            name = stages[int(problem.keys[0][1])].name
-            yield replace(problem, text=f"stage {name}: {problem.text}", keys=keys)
-
-
-def _conflicting_declarations(config: RunConfig) -> Iterator[Contradiction]:
+def _conflicting_declarations(config: RunSections) -> Iterator[Contradiction]:
     """An entry under dataflow.stages may give a service its deadlines, not other columns."""
     declared = {stage.name: (i, stage) for i, stage in enumerate(config.dataflow.stages)}
     for index, stage in config.pipeline.services if config.pipeline else ():
@@ -119,18 +110,18 @@ def _conflicting_declarations(config: RunConfig) -> Iterator[Contradiction]:
         for key in ("reads", "writes", "on"):
             if getattr(stage, key) != getattr(other, key):
                 yield Contradiction(
-                    text=f"stage {stage.id} stands under dataflow.stages too, with other {key}; "
-                    "write the same in both, or take it out there",
+                    text=f"stage {stage.id} is also under dataflow.stages, with other {key}; "
+                    "write the same in both, or remove it there",
                     keys=(("pipeline", "stages", index, key), ("dataflow", "stages", position)),
                 )
 
 
 def _missing_columns(
-    config: RunConfig, at: KeyPath, stage: PipelineStageConfig
+    config: RunSections, at: KeyPath, stage: PipelineStageConfig
 ) -> Iterator[Contradiction]:
-    """Columns that nobody writes for one of the policies that run this stage."""
+    """Columns that no stage writes for one of the policies that run this stage."""
     assert config.pipeline is not None, "the stage is one of its stages"
-    writer = {column: other for _, other in ledger_stages(config) for column in other.writes}
+    writer = {column: other for _, other in row_stages(config) for column in other.writes}
     sent = {column for column, other in writer.items() if other.required}
     for policy in (stage.policy,) if stage.policy else config.models:
         policy_stages = [
@@ -141,36 +132,28 @@ def _missing_columns(
             *sent,
             *(column for sibling in policy_stages for column in sibling.writes),
         }
-        missing = [(i, column) for i, column in enumerate(stage.reads) if column not in known]
-        for position, column in missing:
-            yield Contradiction(
-                text=f"stage {stage.id} reads {column}, which "
-                f"{_missing_column_reason(column, stage.id, writer.get(column), sorted(known))}",
-                keys=((*at, "reads", position), (*at, "reads"), at),
-            )
+        missing = [*unknown_reads((stage,), known)]
+        for problem in missing:
+            column = stage.reads[int(problem.key[1])]
+            text = _unsent_column(stage, column, writer.get(column)) or problem.text
+            yield Contradiction(text=text, keys=((*at, *problem.key), (*at, "reads"), at))
         if missing:
             return
 
 
-def _missing_column_reason(
-    column: str, reader: str, writer: StageConfig | None, known: list[str]
-) -> str:
-    """What is wrong with the column, and the cure."""
-    drawing = draw_path(
-        (Edge(source=writer.name if writer else "?", target=reader, columns=(column,)),)
+def _unsent_column(stage: PipelineStageConfig, column: str, writer: StageConfig | None) -> str:
+    """Why trainers do not get a column that a stage of the dataflow writes."""
+    if writer is None:
+        return ""
+    drawing = draw_path((Edge(source=writer.name, target=stage.id, columns=(column,)),))
+    return (
+        f"stage {stage.id} reads {column}, which stage {writer.name} of the dataflow writes with "
+        f"required: false, so trainers do not get it: {drawing}; set required: true there"
     )
-    if writer is not None:
-        return (
-            f"stage {writer.name} of the dataflow writes with required: false, so that trainers "
-            f"are not sent it: {drawing}; set required: true there"
-        )
-    closest = did_you_mean(column, known)
-    fix = f'did you mean "{closest}"?' if closest else "add a stage that writes it"
-    return f"no stage writes and no batch has: {drawing}; {fix}"
 
 
-def _redundant_parallel(config: RunConfig) -> Iterator[Contradiction]:
-    """Own stages say how they are spread; what stands beside them would be without effect."""
+def _redundant_parallel(config: RunSections) -> Iterator[Contradiction]:
+    """`training.parallel` has no effect if the file has stages."""
     places: list[tuple[KeyPath, TrainingConfig]] = [(("training", "parallel"), config.training)]
     for name, model in config.models.items():
         if model.training is not None:
@@ -178,26 +161,26 @@ def _redundant_parallel(config: RunConfig) -> Iterator[Contradiction]:
     for at, training in places:
         if training.parallel.num_ranks > 1:
             yield Contradiction(
-                text="the pipeline has stages of its own, and each says its own parallel; write "
-                "it at the stages that have a model, and take it out here",
+                text="parallel has no effect here because the pipeline has custom stages; write it "
+                "at the stages that have a model, and remove it here",
                 keys=(at, ("training", "parallel")),
             )
             return
 
 
 def _stages_by_policy(
-    config: RunConfig,
+    config: RunSections,
 ) -> Iterator[tuple[KeyPath, PipelineStageConfig, PolicyConfig]]:
     """Each stage with every policy whose trainer runs it."""
-    assert config.pipeline is not None, "asked of pipelines only"
+    assert config.pipeline is not None, "only called with a pipeline"
     for index, stage in enumerate(config.pipeline.stages):
         for policy in (stage.policy,) if stage.policy else config.models:
             if policy in config.models:
                 yield ("pipeline", "stages", index), stage, config.for_policy(policy)
 
 
-def _missing_columns_for_loss(config: RunConfig) -> Iterator[Contradiction]:
-    """Columns that the algorithm's own loss cannot do without."""
+def _missing_columns_for_loss(config: RunSections) -> Iterator[Contradiction]:
+    """Columns that the algorithm's built-in loss needs."""
     for at, stage, policy in _stages_by_policy(config):
         if (stage.type, stage.role, stage.fn) != ("train", "actor", None):
             continue
@@ -207,7 +190,9 @@ def _missing_columns_for_loss(config: RunConfig) -> Iterator[Contradiction]:
         if algorithm.beta > 0:
             needed["reference_logprobs"] = f"beta {algorithm.beta:g} weighs the distance to"
         if algorithm.needs_proximal:
-            needed["proximal_logprobs"] = f"the loss of {algorithm.name}, as set, compares with"
+            needed["proximal_logprobs"] = (
+                f"the loss of {algorithm.name} with these settings compares with"
+            )
         for column, why in needed.items():
             if column not in stage.reads:
                 fix = ", or set algorithm.beta: 0.0" if why.startswith("beta") else ""
@@ -217,33 +202,33 @@ def _missing_columns_for_loss(config: RunConfig) -> Iterator[Contradiction]:
                 )
 
 
-def _conflicting_teacher(config: RunConfig) -> Iterator[Contradiction]:
-    """The stage asks the model that stands beside it; `algorithm.teacher` is for the built-in
-    graph, and must not say otherwise."""
+def _conflicting_teacher(config: RunSections) -> Iterator[Contradiction]:
+    """`algorithm.teacher` is for the built-in graph; a stage has its own `model`, and the two must
+    agree."""
     for at, stage, policy in _stages_by_policy(config):
         teacher = policy.algorithm.teacher
-        is_asked = (stage.type, stage.role, stage.fn) == ("infer", "teacher", None)
-        if teacher is None or not is_asked or stage.model == teacher:
+        is_builtin_teacher = (stage.type, stage.role, stage.fn) == ("infer", "teacher", None)
+        if teacher is None or not is_builtin_teacher or stage.model == teacher:
             continue
-        asked = f"asks {stage.model}" if stage.model else "has no model and asks the policy's own"
+        used = f"uses {stage.model}" if stage.model else "has no model and uses the policy"
         yield Contradiction(
-            text=f"stage {stage.id} {asked}, so that algorithm.teacher would be without effect; "
+            text=f"stage {stage.id} {used}, so algorithm.teacher has no effect; "
             f"write model: {teacher} at the stage",
             keys=((*at, "model"), at),
         )
 
 
-def _ineffective_settings(config: RunConfig) -> Iterator[Contradiction]:
-    """Numbers of the algorithm that nothing reads. What its name stands for is not written."""
-    assert config.pipeline is not None, "asked of pipelines only"
+def _ineffective_settings(config: RunSections) -> Iterator[Contradiction]:
+    """Settings of the algorithm that nothing reads; its presets do not count as written."""
+    assert config.pipeline is not None, "only called with a pipeline"
     for name, model in config.models.items():
         algorithm = config.for_policy(name).algorithm
         at: KeyPath = ("models", name, "algorithm") if model.algorithm else ("algorithm",)
         for key, why in _ineffective_keys(algorithm, config.pipeline.of_policy(name)):
             yield Contradiction(
-                text=f"{why}, and {key} would be without effect here; write options: "
+                text=f"{why}, so {key} has no effect here; write options: "
                 f"{{{key}: {getattr(algorithm, key)}}} at that stage, if its function takes it, "
-                "and take it out here",
+                "and remove it here",
                 keys=((*at, key), ("algorithm", key)),
             )
 
@@ -252,15 +237,15 @@ def _ineffective_keys(
     algorithm: AlgorithmConfig, stages: Sequence[PipelineStageConfig]
 ) -> Iterator[tuple[str, str]]:
     for key in _written(algorithm, BUILTIN_GRAPH_KEYS):
-        yield key, "the pipeline has a stage of its own that makes the advantages"
+        yield key, "the pipeline has a custom stage that writes the advantages"
     for stage in stages:
         if (stage.type, stage.role) == ("train", "actor") and stage.fn is not None:
             for key in _written(algorithm, BUILTIN_LOSS_KEYS):
-                yield key, f"stage {stage.id} has a loss of its own"
+                yield key, f"stage {stage.id} has a custom loss"
 
 
 def _written(algorithm: AlgorithmConfig, keys: Sequence[str]) -> Iterator[str]:
-    """Keys with another value than they have by themselves; a resolved file writes all of them."""
+    """Keys whose value is not the default; a resolved file has all keys."""
     preset = PRESETS[algorithm.name].algorithm
     for key in keys:
         default = type(algorithm).model_fields[key].default
@@ -268,8 +253,8 @@ def _written(algorithm: AlgorithmConfig, keys: Sequence[str]) -> Iterator[str]:
             yield key
 
 
-def _untrained_policies(config: RunConfig) -> Iterator[Contradiction]:
-    assert config.pipeline is not None, "asked of pipelines only"
+def _untrained_policies(config: RunSections) -> Iterator[Contradiction]:
+    assert config.pipeline is not None, "only called with a pipeline"
     for name in config.models:
         policy_stages = config.pipeline.of_policy(name)
         if not any(stage.type == "train" and stage.role == "actor" for stage in policy_stages):
@@ -279,22 +264,22 @@ def _untrained_policies(config: RunConfig) -> Iterator[Contradiction]:
             )
 
 
-def _untrained_critic(config: RunConfig) -> Iterator[Contradiction]:
-    """Only training gives a critic the head that says values."""
+def _untrained_critic(config: RunSections) -> Iterator[Contradiction]:
+    """Only a trained critic has a value head."""
     asking = [
         (at, stage, policy.name)
         for at, stage, policy in _stages_by_policy(config)
         if (stage.type, stage.role, stage.fn) == ("infer", "critic", None)
     ]
-    assert config.pipeline is not None, "asked of pipelines only"
+    assert config.pipeline is not None, "only called with a pipeline"
     for at, stage, name in asking:
         policy_stages = config.pipeline.of_policy(name)
         if not any(
             (sibling.type, sibling.role) == ("train", "critic") for sibling in policy_stages
         ):
             yield Contradiction(
-                text=f"stage {stage.id} asks the critic for {', '.join(stage.writes)}, and no "
-                f"stage trains that of policy {name}; add one with type: train, role: critic and "
-                f"reads: [turns, {', '.join(CRITIC_COLUMNS)}], or give fn",
+                text=f"stage {stage.id} uses the critic for {', '.join(stage.writes)}, but no "
+                f"stage trains the critic of policy {name}; add one with type: train, role: critic "
+                f"and reads: [turns, {', '.join(CRITIC_COLUMNS)}], or give fn",
                 keys=((*at, "role"), at),
             )

@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages: workers that lease rows and add columns to them.
+"""The schema of stages: of the dataflow, which lease rows, and of pipelines, which read batches.
 
-Owns which columns a row is born with, and the contradictions between stages. Knows nothing of
-what a stage computes or where it runs."""
+Owns which columns exist on delivery and in a batch. How stages fit together is checked in
+`stage_graph`, `row_stage_checks` and `pipeline_checks`."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt, ValidationInfo, field_validator
 
 from penstock.config.base import (
     COLUMN,
+    FUNCTION,
     NAME,
-    Contradiction,
-    KeyPath,
     Section,
-    did_you_mean,
     matching,
     non_empty,
     one_of,
-    quoted,
 )
+from penstock.config.builtin_stages import builtin_stage_for, check_options
 
 INITIAL_COLUMNS = ("turns", "reward")
 """Columns a row has when it is delivered; `reward` only while no stage writes it."""
@@ -29,6 +27,11 @@ Column = Annotated[
     str, AfterValidator(matching(COLUMN, "use up to 64 letters, digits, _ - . or @"))
 ]
 Columns = Annotated[tuple[Column, ...], Field(strict=False), non_empty()]
+StageName = Annotated[
+    str, AfterValidator(matching(NAME, "use up to 64 letters, digits, _ or -, no dots"))
+]
+Tag = Annotated[str, AfterValidator(matching(NAME, "a tag has up to 64 letters, digits, _ or -"))]
+Tags = Annotated[tuple[Tag, ...], Field(strict=False), non_empty()]
 
 
 class StageConfig(Section):
@@ -39,81 +42,100 @@ class StageConfig(Section):
     reads: Columns
     """Columns a row must have before the stage gets it."""
     writes: Columns
-    """Columns it adds, each once and for ever."""
+    """Columns it adds, each written once."""
     on: Annotated[Literal["delivered", "admitted"], one_of("delivered", "admitted")] = "delivered"
-    """Which rows it works on: all that were delivered, or only those of admitted groups."""
+    """Rows it works on: all delivered ones, or only rows of admitted groups."""
     deadline_s: float = Field(default=600.0, gt=0)
-    """Seconds a row waits for its columns; then they are failed(overdue)."""
+    """Seconds a row waits for its columns before they fail as overdue."""
     ttl_s: float = Field(default=12.0, gt=0)
     """Seconds a worker may hold a row without a heartbeat."""
     max_attempts: PositiveInt = 3
-    """Attempts at one row before its columns are failed."""
+    """Attempts at one row before its columns fail."""
     required: bool = True
     """Trainers wait for its columns; false for a stage whose columns are for other readers."""
 
+    @property
+    def id(self) -> str:
+        """Its name in the graph of stages."""
+        return self.name
 
-def stage_contradictions(stages: Sequence[StageConfig]) -> Iterator[Contradiction]:
-    """What cannot work whatever the rest of the file says."""
-    writer = {column: stage for stage in reversed(stages) for column in stage.writes}
-    for index, stage in enumerate(stages):
-        at: KeyPath = ("stages", index)
-        if stage.name in [other.name for other in stages[:index]]:
-            text = f"a stage named {quoted(stage.name)} stands above; give each its own name"
-            yield Contradiction(text=text, keys=((*at, "name"),))
-            continue
-        for position, column in enumerate(stage.writes):
-            if text := _write_problem(column, stage, writer[column]):
-                yield Contradiction(text=text, keys=((*at, "writes", position), (*at, "writes")))
-        for position, column in enumerate(stage.reads):
-            if text := _read_problem(column, stage, writer.get(column), tuple(writer)):
-                yield Contradiction(text=text, keys=((*at, "reads", position), (*at, "reads")))
-    yield from _cycles(stages)
+    @property
+    def after(self) -> tuple[str, ...]:
+        """Stages to wait for in addition to columns: none."""
+        return ()
 
 
-def _write_problem(column: str, stage: StageConfig, first: StageConfig) -> str:
-    if column == "turns":
-        return "every row is born with turns, and a column is written once; give it another name"
-    if column == "reward" and stage.on == "admitted":
-        return "reward decides what is admitted, so it must come before; set on: delivered"
-    if first is not stage:
-        return (
-            f"stage {first.name} writes {column} too, and a column is written once; "
-            "rename one of them"
-        )
-    return ""
+class ParallelConfig(Section):
+    """How many ranks a stage's model is spread over."""
+
+    dp: PositiveInt = 1
+    """Data-parallel ranks; parameters and optimizer state are sharded over them."""
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks that share each row."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Total number of ranks."""
+        return self.dp * self.tp
 
 
-def _read_problem(
-    column: str, stage: StageConfig, writer: StageConfig | None, written: tuple[str, ...]
-) -> str:
-    if writer is None and column not in INITIAL_COLUMNS:
-        closest = did_you_mean(column, (*INITIAL_COLUMNS, *written))
-        fix = f'did you mean "{closest}"?' if closest else "add a stage that writes it"
-        return f"no row is born with {column} and no stage writes it; {fix}"
-    if writer is not None and writer.on == "admitted" and stage.on == "delivered":
-        return (
-            f"stage {writer.name} writes {column} on admitted groups only, so this stage cannot "
-            "work on delivered ones; set on: admitted"
-        )
-    return ""
+class PipelineStageConfig(Section):
+    """One stage: a function over columns of the batch, or of rows if it runs as a service."""
 
+    id: StageName
+    """Names the stage in plans, messages and metrics."""
+    type: Annotated[Literal["infer", "compute", "train"], one_of("infer", "compute", "train")]
+    """infer runs a model or a scorer, compute a pure function over complete groups, train updates
+    a model."""
+    role: StageName
+    """Its role: actor, critic, reference, teacher, reward, advantage, or a custom one."""
+    reads: Columns
+    """Columns it needs: `turns`, `reward`, or columns that other stages write."""
+    writes: Annotated[tuple[Column, ...], Field(strict=False)] = ()
+    """Columns it adds, each once; a train stage adds none."""
+    rename: Mapping[str, str] = Field(default_factory=dict[str, str])
+    """Columns that fn receives under another name, like {shaped_reward: reward}."""
+    after: Annotated[tuple[StageName, ...], Field(strict=False)] = ()
+    """Stages to wait for although no column flows from them."""
+    fn: (
+        Annotated[
+            str, AfterValidator(matching(FUNCTION, "write module:function, like my_dag:shape"))
+        ]
+        | None
+    ) = None
+    """The function it runs, as module:function; null: the built-in for its type and role."""
+    policy: StageName | None = None
+    """The policy whose trainer runs it; null: all policies."""
+    place: Tags | None = None
+    """Tags of the hosts where it runs as a separate service; null: in the trainer."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Ranks of its model."""
+    on: Annotated[Literal["delivered", "admitted"], one_of("delivered", "admitted")] = "delivered"
+    """Rows that a service works on: all delivered ones, or only rows of admitted groups."""
+    options: Mapping[str, Any] = Field(default_factory=dict[str, Any], validate_default=True)
+    """Keyword arguments of fn in addition to the columns."""
+    model: str | None = None
+    """Initial weights of its model (reference, critic, teacher, reward); null: as the policy."""
 
-def _cycles(stages: Sequence[StageConfig]) -> Iterator[Contradiction]:
-    """Stages that wait for each other: those left when all that can run have run."""
-    left = dict(enumerate(stages))
-    while runnable := [
-        index for index, stage in left.items() if not _written(left.values()) & {*stage.reads}
-    ]:
-        for index in runnable:
-            del left[index]
-    if left:
-        names = ", ".join(stage.name for stage in left.values())
-        index = next(iter(left))
-        yield Contradiction(
-            text=f"circle of stages {names}: none can ever start; take one column out of reads",
-            keys=(("stages", index, "reads"), ("stages", index)),
-        )
+    @field_validator("options")
+    @classmethod
+    def _check_builtin_options(
+        cls, options: Mapping[str, Any], info: ValidationInfo
+    ) -> Mapping[str, Any]:
+        """Check options of built-in stages; a custom function declares its own in its signature."""
+        written = info.data
+        if not {"type", "role", "fn"} <= written.keys():
+            return options  # one of them is invalid
+        builtin = builtin_stage_for(written["type"], written["role"], written["fn"])
+        if builtin is not None:
+            check_options(builtin, options)
+        return options
 
+    @property
+    def is_service(self) -> bool:
+        """Whether it is a separate service that consumes the ledger."""
+        return self.place is not None
 
-def _written(stages: Iterable[StageConfig]) -> set[str]:
-    return {column for stage in stages for column in stage.writes} - {"turns"}
+    def to_stage_config(self) -> StageConfig:
+        """This service as a stage of the dataflow."""
+        return StageConfig(name=self.id, reads=self.reads, writes=self.writes, on=self.on)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.config import CommandWorkflow, RunConfig
-from penstock.config.run import BUILTIN_MODELS
+from penstock.config.models import BUILTIN_MODELS
 from penstock.fleet.run_folder import free_bytes
 from penstock.runs.target import RunTarget
 

@@ -85,8 +85,8 @@ def test_of_stages_that_can_run_the_first_in_the_list_runs() -> None:
         ([stage("a", "aa", "aa")], "a ─[aa]─► a"),
         ([stage("a", "turns", "x"), stage("b", "turns", "x")], "stages a and b both write x"),
         ([stage("a", "nothing", "x")], "stage a reads nothing, which no stage writes"),
-        ([stage("a", "turns", "x", after=["z"])], "a waits for z, and there is no such stage"),
-        ([stage("a", "turns", "x"), stage("a", "turns", "y")], "two stages are called a"),
+        ([stage("a", "turns", "x", after=["z"])], 'a waits for the unknown stage "z"'),
+        ([stage("a", "turns", "x"), stage("a", "turns", "y")], 'duplicate stage "a"'),
         (
             [
                 stage("a", "turns", "x", after=["c"]),

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""route: by-policy. A trainer sees the turns that its own policy sampled."""
+"""route: by-policy. A trainer sees the turns of its own policy."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any
-
-from penstock.types import PolicyName
+from penstock.dataflow.rules.rule import Rule
+from penstock.types import Hook, PolicyName
 
 
-class ByPolicy:
-    def __init__(self, state: MutableMapping[str, Any]) -> None:
-        pass
+class ByPolicy(Rule):
+    """A policy's trainer sees the policy's own turns."""
+
+    hook = Hook.ROUTE
+    name = "by-policy"
 
     def sees(self, policy: PolicyName, turn_policy: PolicyName, role: str) -> bool:
         return turn_policy == policy
+
+
+RULE = ByPolicy

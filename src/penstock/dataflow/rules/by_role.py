@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""route: by-role. A trainer sees its own policy's turns in the roles declared for it; a policy
-that is not declared sees all of its own."""
+"""route: by-role. A trainer sees the turns of its own policy in certain roles."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated
 
-from penstock.types import PolicyName
+from pydantic import Field
+
+from penstock.dataflow.rules.rule import Rule
+from penstock.options import non_empty
+from penstock.types import Hook, PolicyName
+
+Roles = Annotated[tuple[str, ...], Field(strict=False), non_empty()]
 
 
-class ByRole:
-    def __init__(
-        self, state: MutableMapping[str, Any], *, roles: Mapping[str, Sequence[str]]
-    ) -> None:
-        self._roles = roles
+class ByRole(Rule):
+    """A policy's trainer sees the policy's own turns in the given roles."""
+
+    hook = Hook.ROUTE
+    name = "by-role"
+
+    roles: Annotated[Mapping[str, Roles], non_empty()]
+    """Roles by policy; a policy without an entry sees all of its own turns."""
 
     def sees(self, policy: PolicyName, turn_policy: PolicyName, role: str) -> bool:
-        return turn_policy == policy and role in self._roles.get(policy, (role,))
+        return turn_policy == policy and role in self.roles.get(policy, (role,))
+
+
+RULE = ByRole

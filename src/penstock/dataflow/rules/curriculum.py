@@ -1,35 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mix: curriculum. Most tasks from where success is neither rare nor certain.
+"""mix: curriculum. Most tasks from sources where success is neither rare nor certain.
 
 p is a moving average of the mean reward, which should lie in [0, 1]; a source is picked with
-probability proportional to weight · (p (1 − p) + floor). Sources with one declared difficulty share
-one p."""
+probability proportional to weight · (p (1 − p) + floor)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
 
-from penstock.types import DropReason, JudgedGroup, RandomDraw, SourceShare
+from pydantic import Field
+
+from penstock.dataflow.rules.rule import Rule
+from penstock.types import DropReason, Hook, JudgedGroup, RandomDraw, SourceShare
 
 UNKNOWN = 0.5
-"""Success of what was never tried: the most attractive value, so that it is tried."""
+"""p of an untried source: the most attractive value, so that it is tried."""
 
 
-class Curriculum:
-    def __init__(
-        self,
-        state: MutableMapping[str, Any],
-        *,
-        decay: float = 0.9,
-        floor: float = 0.05,
-        difficulty: Mapping[str, str] | None = None,
-    ) -> None:
-        self._success = state
-        self._decay = decay
-        self._floor = floor
-        self._difficulty = difficulty or {}
+class Curriculum(Rule):
+    """Prefer sources of medium difficulty."""
+
+    hook = Hook.MIX
+    name = "curriculum"
+
+    decay: float = Field(default=0.9, ge=0, lt=1)
+    """Share of p that remains after a judged group."""
+    floor: float = Field(default=0.05, gt=0, le=1)
+    """Priority of a source that always or never succeeds."""
+    difficulty: Mapping[str, str | int] | None = None
+    """Level of each source; sources with the same level share p. Null: one p per source."""
 
     def pick(self, sources: Sequence[SourceShare], draw: RandomDraw) -> str:
         bounds = list(accumulate(source.weight * self._priority(source.name) for source in sources))
@@ -41,17 +41,20 @@ class Curriculum:
         if not group.rows:
             return
         key = self._key(group.source)
-        last = self._success.get(key, {"p": UNKNOWN, "group": ""})
+        last = self._state.get(key, {"p": UNKNOWN, "group": ""})
         if last["group"] == group.group_id:  # another policy's view of the same rollouts
             return
         mean = sum(group.rewards) / len(group.rows)
-        p = self._decay * last["p"] + (1 - self._decay) * min(1.0, max(0.0, mean))
-        self._success[key] = {"p": p, "group": group.group_id}
+        p = self.decay * last["p"] + (1 - self.decay) * min(1.0, max(0.0, mean))
+        self._state[key] = {"p": p, "group": group.group_id}
 
     def _priority(self, source: str) -> float:
-        p = self._success.get(self._key(source), {"p": UNKNOWN})["p"]
-        return p * (1 - p) + self._floor
+        p = self._state.get(self._key(source), {"p": UNKNOWN})["p"]
+        return p * (1 - p) + self.floor
 
     def _key(self, source: str) -> str:
-        level = self._difficulty.get(source)
+        level = (self.difficulty or {}).get(source)
         return f"source {source}" if level is None else f"difficulty {level}"
+
+
+RULE = Curriculum

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""admit: all. Every closed group may enter."""
+"""admit: all. Admits every closed group."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any
-
-from penstock.types import DropReason, JudgedGroup
+from penstock.dataflow.rules.rule import Rule
+from penstock.types import DropReason, Hook, JudgedGroup
 
 
-class EveryGroup:
-    def __init__(self, state: MutableMapping[str, Any]) -> None:
-        pass
+class EveryGroup(Rule):
+    """Admit every group."""
+
+    hook = Hook.ADMIT
+    name = "all"
 
     def judge(self, group: JudgedGroup) -> DropReason | None:
         return None
+
+
+RULE = EveryGroup

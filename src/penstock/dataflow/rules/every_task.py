@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""curate: all. Every task is worth rolling out."""
+"""curate: all. Rolls out every task."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any
-
-from penstock.types import RandomDraw, Task
+from penstock.dataflow.rules.rule import Rule
+from penstock.types import Hook, RandomDraw, Task
 
 
-class EveryTask:
-    def __init__(self, state: MutableMapping[str, Any]) -> None:
-        pass
+class EveryTask(Rule):
+    """Roll out every task."""
+
+    hook = Hook.CURATE
+    name = "all"
 
     def wants(self, task: Task, draw: RandomDraw) -> bool:
         return True
+
+
+RULE = EveryTask

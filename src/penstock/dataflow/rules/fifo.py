@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""select: fifo. In the order of admission."""
+"""select: fifo. In order of admission."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from penstock.types import Candidate
+from penstock.dataflow.rules.rule import Rule
+from penstock.types import Candidate, Hook
 
 
-class Fifo:
-    def __init__(self, state: MutableMapping[str, Any]) -> None:
-        pass
+class Fifo(Rule):
+    """First admitted first."""
+
+    hook = Hook.SELECT
+    name = "fifo"
 
     def choose(self, ready: Sequence[Candidate], count: int) -> Sequence[Candidate]:
         return sorted(ready, key=lambda group: group.arrival)[:count]
+
+
+RULE = Fifo

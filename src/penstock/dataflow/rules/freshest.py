@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""select: freshest. Youngest tokens first; the rest may expire, which is counted as waste."""
+"""select: freshest. Youngest tokens first; the rest may expire."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from penstock.types import Candidate
+from penstock.dataflow.rules.rule import Rule
+from penstock.types import Candidate, Hook
 
 
-class Freshest:
-    def __init__(self, state: MutableMapping[str, Any]) -> None:
-        pass
+class Freshest(Rule):
+    """Youngest tokens first."""
+
+    hook = Hook.SELECT
+    name = "freshest"
 
     def choose(self, ready: Sequence[Candidate], count: int) -> Sequence[Candidate]:
         return sorted(ready, key=lambda group: (-group.oldest, group.arrival))[:count]
+
+
+RULE = Freshest

@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""replay: newest. Serves the last admitted groups again."""
+"""replay: newest. Replays the last admitted groups first."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from penstock.dataflow.rules.replay import ReplayRule
 from penstock.types import Candidate, RandomDraw
 
 
-class Newest:
-    def __init__(
-        self,
-        state: MutableMapping[str, Any],
-        *,
-        ratio: float = 0.3,
-        max_uses: int = 4,
-        max_staleness: int | None = None,
-    ) -> None:
-        self.ratio = ratio
-        self.max_uses = max_uses
-        self.max_staleness = max_staleness
+class Newest(ReplayRule):
+    """Replay the last admitted groups first."""
+
+    name = "newest"
 
     def choose(
         self, pool: Sequence[Candidate], count: int, draw: RandomDraw
     ) -> Sequence[Candidate]:
         return sorted(pool, key=lambda group: -group.arrival)[:count]
+
+
+RULE = Newest

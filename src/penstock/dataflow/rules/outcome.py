@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""admit: outcome. Every member must have ended in one of the allowed ways."""
+"""admit: outcome. Admits groups whose members all have one of the allowed outcomes."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from typing import Any
+from typing import Annotated, Literal
 
-from penstock.types import DropReason, JudgedGroup
+from pydantic import Field
+
+from penstock.dataflow.rules.rule import Rule
+from penstock.options import non_empty, one_of
+from penstock.types import DropReason, Hook, JudgedGroup
+
+Outcome = Annotated[Literal["completed", "truncated"], one_of("completed", "truncated")]
 
 
-class Outcomes:
-    def __init__(
-        self, state: MutableMapping[str, Any], *, allow: Sequence[str] = ("completed",)
-    ) -> None:
-        self._allow = frozenset(allow)
+class Outcomes(Rule):
+    """Admit groups by the outcomes of their members."""
+
+    hook = Hook.ADMIT
+    name = "outcome"
+
+    allow: Annotated[tuple[Outcome, ...], Field(strict=False), non_empty()] = ("completed",)
+    """Allowed outcomes."""
 
     def judge(self, group: JudgedGroup) -> DropReason | None:
-        is_clean = all(row.outcome in self._allow for row in group.rows)
-        return None if is_clean else DropReason.OUTCOME
+        is_allowed = all(row.outcome in self.allow for row in group.rows)
+        return None if is_allowed else DropReason.OUTCOME
+
+
+RULE = Outcomes

@@ -1,36 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""replay: prioritised. Groups whose rewards differ more are served again more often.
+"""replay: prioritised. Groups whose rewards differ more are replayed more often.
 
 A group is drawn with probability proportional to (mean |reward − group mean| + epsilon)^alpha,
-without putting it back."""
+without replacement."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from statistics import fmean
-from typing import Any
 
+from pydantic import Field
+
+from penstock.dataflow.rules.replay import ReplayRule
 from penstock.types import Candidate, RandomDraw
 
 
-class Prioritised:
-    def __init__(
-        self,
-        state: MutableMapping[str, Any],
-        *,
-        ratio: float = 0.3,
-        max_uses: int = 4,
-        max_staleness: int | None = None,
-        alpha: float = 0.6,
-        epsilon: float = 1e-3,
-    ) -> None:
-        self.ratio = ratio
-        self.max_uses = max_uses
-        self.max_staleness = max_staleness
-        self._alpha = alpha
-        self._epsilon = epsilon
+class Prioritised(ReplayRule):
+    """Replay groups by the spread of their rewards."""
+
+    name = "prioritised"
+
+    alpha: float = Field(default=0.6, ge=0, le=10)
+    """0 draws evenly, 1 in proportion."""
+    epsilon: float = Field(default=1e-3, gt=0)
+    """Weight of a group with equal rewards."""
 
     def choose(
         self, pool: Sequence[Candidate], count: int, draw: RandomDraw
@@ -47,4 +42,7 @@ class Prioritised:
 
     def _weight(self, rewards: Sequence[float]) -> float:
         mean = fmean(rewards)
-        return (fmean(abs(reward - mean) for reward in rewards) + self._epsilon) ** self._alpha
+        return (fmean(abs(reward - mean) for reward in rewards) + self.epsilon) ** self.alpha
+
+
+RULE = Prioritised

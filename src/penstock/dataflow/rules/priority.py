@@ -1,25 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""select: priority. The most instructive groups first; equal ones by deadline.
-
-`by: spread` prefers a large standard deviation of the rewards, `by: middle` a mean reward near
-0.5."""
+"""select: priority. The most instructive groups first; equal ones by deadline."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Annotated, Literal
 
-from penstock.types import Candidate
+from penstock.dataflow.rules.rule import Rule
+from penstock.options import one_of
+from penstock.types import Candidate, Hook
 
 
-class Priority:
-    def __init__(self, state: MutableMapping[str, Any], *, by: str = "spread") -> None:
-        self._cost = _distance_from_middle if by == "middle" else _negative_spread
+class Priority(Rule):
+    """Most instructive groups first."""
+
+    hook = Hook.SELECT
+    name = "priority"
+
+    by: Annotated[Literal["spread", "middle"], one_of("spread", "middle")] = "spread"
+    """spread: largest standard deviation of the rewards first; middle: mean reward nearest to 0.5
+    first."""
 
     def choose(self, ready: Sequence[Candidate], count: int) -> Sequence[Candidate]:
+        cost = _distance_from_middle if self.by == "middle" else _negative_spread
+
         def order(group: Candidate) -> tuple[float, int, int]:
-            return self._cost(group.rewards), group.oldest, group.arrival
+            return cost(group.rewards), group.oldest, group.arrival
 
         return sorted(ready, key=order)[:count]
 
@@ -30,3 +37,6 @@ def _negative_spread(rewards: Sequence[float]) -> float:
 
 def _distance_from_middle(rewards: Sequence[float]) -> float:
     return abs(fmean(rewards) - 0.5)
+
+
+RULE = Priority

@@ -1,65 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules by name: the shipped ones, and a user's own as `module:Class`.
+"""Rules by name: built-in ones, and custom ones as `module:Class`.
 
-Owns building a rule from its name, options and state, and every reason why that cannot be done.
-Decides nothing about data."""
+Owns building a rule from its name, options and state, and every reason why that fails. A built-in
+rule is one file of this package that defines `RULE`; there is no list of them. Decides nothing."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Iterator, Mapping, MutableMapping
-from difflib import get_close_matches
+from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal, cast, overload
 
-from penstock.dataflow.rules.by_policy import ByPolicy
-from penstock.dataflow.rules.by_role import ByRole
-from penstock.dataflow.rules.curriculum import Curriculum
-from penstock.dataflow.rules.dedup import Dedup
-from penstock.dataflow.rules.edf import EarliestDeadline
-from penstock.dataflow.rules.every_group import EveryGroup
-from penstock.dataflow.rules.every_task import EveryTask
-from penstock.dataflow.rules.fifo import Fifo
-from penstock.dataflow.rules.freshest import Freshest
-from penstock.dataflow.rules.greso import Greso
-from penstock.dataflow.rules.hooks import Admit, Curate, Mix, Replay, Route, Select
-from penstock.dataflow.rules.length_balanced import LengthBalanced
-from penstock.dataflow.rules.newest import Newest
-from penstock.dataflow.rules.outcome import Outcomes
-from penstock.dataflow.rules.overlong import Overlong
-from penstock.dataflow.rules.prioritised import Prioritised
-from penstock.dataflow.rules.priority import Priority
-from penstock.dataflow.rules.reward_range import RewardRange
-from penstock.dataflow.rules.reward_spread import RewardSpread
-from penstock.dataflow.rules.round_robin import RoundRobin
-from penstock.dataflow.rules.shared import Shared
-from penstock.dataflow.rules.solved_filter import SolvedFilter
-from penstock.dataflow.rules.uniform import Uniform
-from penstock.dataflow.rules.weights import Weights
-from penstock.errors import ConfigError
+from pydantic import ValidationError
 
-RULES: Mapping[str, Mapping[str, type]] = {
-    "mix": {"weights": Weights, "round-robin": RoundRobin, "curriculum": Curriculum},
-    "curate": {"all": EveryTask, "solved-filter": SolvedFilter, "greso": Greso},
-    "admit": {
-        "all": EveryGroup,
-        "reward-spread": RewardSpread,
-        "overlong": Overlong,
-        "outcome": Outcomes,
-        "reward-range": RewardRange,
-        "dedup": Dedup,
-    },
-    "select": {
-        "edf": EarliestDeadline,
-        "fifo": Fifo,
-        "freshest": Freshest,
-        "priority": Priority,
-        "length-balanced": LengthBalanced,
-    },
-    "replay": {"newest": Newest, "uniform": Uniform, "prioritised": Prioritised},
-    "route": {"by-policy": ByPolicy, "by-role": ByRole, "shared": Shared},
-}
-"""By hook and name."""
+from penstock.dataflow.rules.hooks import Admit, Curate, Mix, Replay, Route, Select
+from penstock.dataflow.rules.rule import Rule, State
+from penstock.errors import ConfigError
+from penstock.plugins import builtin_plugins, load_class, unknown
+from penstock.types import Hook
 
 METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "mix": ("pick", ("sources", "draw")),
@@ -69,10 +27,18 @@ METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "replay": ("choose", ("pool", "count", "draw")),
     "route": ("sees", ("policy", "turn_policy", "role")),
 }
-"""What a rule at each hook is asked, and with what."""
+"""The method that a rule at each hook needs, and its arguments."""
 
 Options = Mapping[str, Any]
-State = MutableMapping[str, Any]
+
+
+@cache
+def builtin_rules() -> Mapping[Hook, Mapping[str, type[Rule]]]:
+    """The built-in rules by hook and name."""
+    rules: dict[Hook, dict[str, type[Rule]]] = {hook: {} for hook in Hook}
+    for kind in builtin_plugins("penstock.dataflow.rules", "RULE").values():
+        rules[kind.hook][kind.name] = kind
+    return rules
 
 
 @overload
@@ -90,75 +56,70 @@ def make_rule(hook: Literal["route"], name: str, options: Options, state: State)
 @overload
 def make_rule(hook: str, name: str, options: Options, state: State) -> Any: ...
 def make_rule(hook: str, name: str, options: Options, state: State) -> Any:
-    """The rule of this name, with its memory. ConfigError says what does not fit and the cure."""
+    """The rule with this name, its options and its memory; ConfigError says what is wrong."""
     label = f"rule {hook}: {name}"
     kind = _find(hook, name, label)
     method, arguments = METHODS[hook]
     if not _accepts(getattr(kind, method, None), (None, *arguments), {}):
-        wanted = f"def {method}(self, {', '.join(arguments)})"
-        raise ConfigError(f"{label}: {kind.__name__} has no `{wanted}`; a {hook} rule needs it")
-    if problem := next(_option_errors(kind, options), None):
+        signature = f"def {method}(self, {', '.join(arguments)})"
+        raise ConfigError(f"{label}: {kind.__name__} needs `{signature}` to be a {hook} rule")
+    if problem := _option_problem(kind, options):
         raise ConfigError(f"{label}: {problem}")
-    try:
-        rule: object = kind(state, **options)
-    except Exception as error:
-        raise ConfigError(
-            f"{label}: {kind.__name__}({_format_options(options)}) raised {type(error).__name__}: "
-            f"{error}; change the options or the rule"
-        ) from error
+    rule = _build(kind, options, state, label)
     if hook == "replay":
         _check_replay(rule, label)
     return rule
 
 
-def _find(hook: str, name: str, label: str) -> type:
+def _find(hook: str, name: str, label: str) -> type[object]:
     if ":" not in name:
-        shipped = RULES[hook]
-        if name not in shipped:
-            near = get_close_matches(name, shipped, n=1)
-            fix = f'did you mean "{near[0]}"?' if near else f"use {' | '.join(shipped)}"
-            raise ConfigError(f"{label}: no such rule; {fix} (or module:Class for your own)")
-        return shipped[name]
-    module_name, _, class_name = name.partition(":")
+        known = builtin_rules()[Hook(hook)]
+        if name not in known:
+            text = unknown(f"{hook} rule", name, known, also="module:Class")
+            raise ConfigError(f"{label}: {text}")
+        return known[name]
     try:
-        module = importlib.import_module(module_name)
+        return load_class(name)
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from error
+
+
+def _build(kind: type[object], options: Options, state: State, label: str) -> object:
+    try:
+        return kind.build(state, options) if issubclass(kind, Rule) else kind(state, **options)
+    except ValidationError as error:
+        problems = [(".".join(map(str, found["loc"])), found["msg"]) for found in error.errors()]
+        text = "; ".join(f"{key}: {message}" if key else message for key, message in problems)
+        raise ConfigError(f"{label}: {text}") from error
     except Exception as error:
         raise ConfigError(
-            f"{label}: cannot import {module_name}: {type(error).__name__}: {error}; "
-            "run from the folder that holds it, or install it"
+            f"{label}: {kind.__name__}({_format_options(options)}) raised {type(error).__name__}: "
+            f"{error}; change the options or the rule"
         ) from error
-    found: object = getattr(module, class_name, None)
-    if not isinstance(found, type):
-        near = get_close_matches(class_name, [n for n, v in vars(module).items() if _is_class(v)])
-        fix = f'did you mean "{near[0]}"?' if near else "define the class there"
-        where = getattr(module, "__file__", None) or module_name
-        raise ConfigError(f"{label}: {where} has no class {class_name}; {fix}")
-    return found
 
 
-def _is_class(value: object) -> bool:
-    return isinstance(value, type)
-
-
-def _option_errors(kind: type, options: Options) -> Iterator[str]:
-    """Why this class cannot be built from its state and these options."""
-    parameters = [*inspect.signature(kind).parameters.values()]
-    named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    if _accepts(kind, (None,), options):
-        return
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        for option in options:
-            if option not in named:
-                near = get_close_matches(option, named, n=1)
-                known = f"known: {', '.join(named)}" if named else "it takes none; delete it"
-                fix = f'did you mean "{near[0]}"?' if near else known
-                yield f"{kind.__name__} has no option {option!r}; {fix}"
-    for parameter in parameters:
-        is_needed = parameter.kind is parameter.KEYWORD_ONLY
-        if is_needed and parameter.default is parameter.empty and parameter.name not in options:
-            yield f"{kind.__name__} needs the option {parameter.name!r}; write it beside the rule"
-    yield (
-        f"{kind.__name__} cannot be built from its state and options; "
+def _option_problem(kind: type[object], options: Options) -> str:
+    """Why this class cannot be built from a state and these options; empty if it can."""
+    if issubclass(kind, Rule):
+        required = {name: field.is_required() for name, field in kind.model_fields.items()}
+    else:
+        if _accepts(kind, (None,), options):
+            return ""
+        parameters = inspect.signature(kind).parameters.values()
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        required = {p.name: p.default is p.empty for p in named}
+        required |= {name: False for name in options if takes_any}
+    for option in options:
+        if option not in required:
+            return unknown("option", option, required, of=kind.__name__, none="remove it")
+    for option, is_required in required.items():
+        if is_required and option not in options:
+            return f"{kind.__name__} needs the option {option!r}; write it next to the rule"
+    if issubclass(kind, Rule):
+        return ""
+    return (
+        f"{kind.__name__} cannot be built from a state and options; "
         "write `def __init__(self, state, *, option=default)`"
     )
 
@@ -174,7 +135,7 @@ def _accepts(function: object, positional: tuple[object, ...], named: Options) -
 
 
 def _check_replay(rule: object, label: str) -> None:
-    """A user's class may hold anything; the host divides and compares by these three."""
+    """Check the three values of a custom class that the dataflow computes with."""
     values = cast(Any, rule)
     ratio = getattr(values, "ratio", None)
     uses = getattr(values, "max_uses", None)
@@ -185,8 +146,8 @@ def _check_replay(rule: object, label: str) -> None:
         raise ConfigError(f"{label}: max_uses is {uses!r}; set self.max_uses to 2 or more")
     if bound is not None and (not isinstance(bound, int) or bound < 1):
         raise ConfigError(
-            f"{label}: max_staleness is {bound!r}, and a group that was trained is at least 1 "
-            "version old; set self.max_staleness to 1 or more, or to None for the policy's own"
+            f"{label}: max_staleness is {bound!r}, but a trained group is at least 1 version "
+            "old; set self.max_staleness to 1 or more, or to None for the policy's bound"
         )
 
 

@@ -3,24 +3,39 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterator
 from math import inf
-from typing import Any
 
-from penstock.types import DropReason, JudgedGroup
+from penstock.dataflow.rules.rule import Rule
+from penstock.options import Contradiction
+from penstock.types import DropReason, Hook, JudgedGroup
 
 
-class RewardRange:
-    def __init__(
-        self,
-        state: MutableMapping[str, Any],
-        *,
-        low: float | None = None,
-        high: float | None = None,
-    ) -> None:
-        self._low = -inf if low is None else low
-        self._high = inf if high is None else high
+class RewardRange(Rule):
+    """Admit groups by their mean reward."""
+
+    hook = Hook.ADMIT
+    name = "reward-range"
+
+    low: float | None = None
+    """Smallest mean reward; null for no bound."""
+    high: float | None = None
+    """Largest mean reward; null for no bound."""
+
+    def _contradictions(self) -> Iterator[Contradiction]:
+        if self.low is None and self.high is None:
+            text = "low and high are both null, so nothing is refused; set one of them"
+        elif self.low is not None and self.high is not None and self.low > self.high:
+            text = f"low {self.low} is above high {self.high}; set low <= high"
+        else:
+            return
+        yield Contradiction(text=text, keys=(("low",), ("high",), ()))
 
     def judge(self, group: JudgedGroup) -> DropReason | None:
         mean = sum(group.rewards) / max(1, len(group.rows))
-        return None if self._low <= mean <= self._high else DropReason.REWARD_RANGE
+        low = -inf if self.low is None else self.low
+        high = inf if self.high is None else self.high
+        return None if low <= mean <= high else DropReason.REWARD_RANGE
+
+
+RULE = RewardRange

@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""admit: reward-spread. Dynamic sampling: only groups whose members differ teach anything.
+"""admit: reward-spread. Dynamic sampling: only groups whose rewards differ carry a learning signal.
 
-What it refuses is made up for by pacing, whose yield counts it: there is no loop that refills."""
+Nothing refills the batch: pacing counts refused groups in its yield and starts more work."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any
+from pydantic import Field
 
-from penstock.types import DropReason, JudgedGroup
+from penstock.dataflow.rules.rule import Rule
+from penstock.types import DropReason, Hook, JudgedGroup
 
 
-class RewardSpread:
-    def __init__(self, state: MutableMapping[str, Any], *, same_reward: float = 1e-6) -> None:
-        self._same_reward = same_reward
+class RewardSpread(Rule):
+    """Refuse groups with a uniform reward."""
+
+    hook = Hook.ADMIT
+    name = "reward-spread"
+
+    same_reward: float = Field(default=1e-6, ge=0)
+    """Largest difference at which rewards count as equal."""
 
     def judge(self, group: JudgedGroup) -> DropReason | None:
         spread = max(group.rewards, default=0.0) - min(group.rewards, default=0.0)
-        return None if spread > self._same_reward else DropReason.UNIFORM_REWARD
+        return None if spread > self.same_reward else DropReason.UNIFORM_REWARD
+
+
+RULE = RewardSpread

@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""route: shared. A trainer sees the turns of every policy declared for it, such as a teacher's; a
-policy that is not declared sees its own."""
+"""route: shared. A trainer also sees turns of other policies, such as a teacher."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated
 
-from penstock.types import PolicyName
+from pydantic import Field
+
+from penstock.dataflow.rules.rule import Rule
+from penstock.options import non_empty
+from penstock.types import Hook, PolicyName
+
+Policies = Annotated[tuple[str, ...], Field(strict=False), non_empty()]
 
 
-class Shared:
-    def __init__(
-        self, state: MutableMapping[str, Any], *, turns_of: Mapping[str, Sequence[str]]
-    ) -> None:
-        self._turns_of = turns_of
+class Shared(Rule):
+    """A policy's trainer sees the turns of the given policies."""
+
+    hook = Hook.ROUTE
+    name = "shared"
+
+    turns_of: Annotated[Mapping[str, Policies], non_empty()]
+    """Sampling policies by trained policy; a policy without an entry sees its own turns."""
 
     def sees(self, policy: PolicyName, turn_policy: PolicyName, role: str) -> bool:
-        return turn_policy in self._turns_of.get(policy, (policy,))
+        return turn_policy in self.turns_of.get(policy, (policy,))
+
+
+RULE = Shared

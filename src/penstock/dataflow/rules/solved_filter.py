@@ -1,43 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""curate: solved-filter. Tasks that nearly always succeed are tried again only now and then.
+"""curate: solved-filter. Tasks that nearly always succeed are revisited only occasionally.
 
 Success is a moving average of the mean reward, which should lie in [0, 1]; the first outcome
 counts in full. A revisit that fails brings the task back."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any
+from pydantic import Field
 
-from penstock.types import DropReason, JudgedGroup, RandomDraw, Task
+from penstock.dataflow.rules.rule import Rule
+from penstock.types import DropReason, Hook, JudgedGroup, RandomDraw, Task
 
 
-class SolvedFilter:
-    def __init__(
-        self,
-        state: MutableMapping[str, Any],
-        *,
-        solved_at: float = 0.95,
-        decay: float = 0.9,
-        revisit: float = 0.05,
-    ) -> None:
-        self._tasks = state
-        self._solved_at = solved_at
-        self._decay = decay
-        self._revisit = revisit
+class SolvedFilter(Rule):
+    """Revisit solved tasks only occasionally."""
+
+    hook = Hook.CURATE
+    name = "solved-filter"
+
+    solved_at: float = Field(default=0.95, gt=0, le=1)
+    """Moving average of the mean reward from which a task counts as solved."""
+    decay: float = Field(default=0.9, ge=0, lt=1)
+    """Share of the average that remains after a judged group."""
+    revisit: float = Field(default=0.05, gt=0, le=1)
+    """Probability of a solved task; above 0, or a solved source would never give a task again."""
 
     def wants(self, task: Task, draw: RandomDraw) -> bool:
-        known = self._tasks.get(task.key)
-        if known is None or known["p"] < self._solved_at:
+        known = self._state.get(task.key)
+        if known is None or known["p"] < self.solved_at:
             return True
-        return draw() < self._revisit
+        return draw() < self.revisit
 
     def learn(self, group: JudgedGroup, verdict: DropReason | None) -> None:
         if not group.rows:
             return
         mean = sum(group.rewards) / len(group.rows)
-        last = self._tasks.get(group.task_key, {"p": mean, "group": ""})
+        last = self._state.get(group.task_key, {"p": mean, "group": ""})
         if last["group"] == group.group_id:  # another policy's view of the same rollouts
             return
-        p = self._decay * last["p"] + (1 - self._decay) * mean
-        self._tasks[group.task_key] = {"p": p, "group": group.group_id}
+        p = self.decay * last["p"] + (1 - self.decay) * mean
+        self._state[group.task_key] = {"p": p, "group": group.group_id}
+
+
+RULE = SolvedFilter

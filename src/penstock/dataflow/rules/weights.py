@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mix: weights. Stride scheduling over declared weights: deterministic, and never further off a
-source's share than there are sources."""
+"""mix: weights. Stride scheduling over the declared weights: deterministic, and each source's share
+is off by at most the number of sources."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from penstock.types import RandomDraw, SourceShare
+from penstock.dataflow.rules.rule import Rule
+from penstock.types import Hook, RandomDraw, SourceShare
 
 
-class Weights:
-    def __init__(self, state: MutableMapping[str, Any]) -> None:
-        pass
+class Weights(Rule):
+    """Pick sources in proportion to their weights."""
+
+    hook = Hook.MIX
+    name = "weights"
 
     def pick(self, sources: Sequence[SourceShare], draw: RandomDraw) -> str:
         return min(sources, key=lambda source: (source.served + 1) / source.weight).name
+
+
+RULE = Weights

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which stages can run: edges by column and by `after`, earliest in the list first.
 
-Owns the order, and the refusal of lists that have none. What an edge is, and how a path is drawn,
-is said once, for the run file too.
+Owns the order. Edges, and the reasons why stages cannot be ordered, are in `config.stage_graph`.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ from typing import TypeVar
 from penstock.config.stage_graph import (
     Edge,
     GraphStage,
-    draw_arrow,
-    draw_path,
-    find_cycle,
+    cycles,
+    duplicate_ids,
+    duplicate_writers,
     find_edges,
+    unknown_after,
+    unknown_reads,
 )
 from penstock.errors import ConfigError
 
@@ -53,33 +54,13 @@ def depths(stages: Sequence[GraphStage]) -> dict[str, int]:
 
 
 def check_graph(stages: Sequence[GraphStage], given_columns: Collection[str]) -> None:
-    """ConfigError for what has no order: two writers, unknown names, nobody's columns, circles."""
-    writers: dict[str, str] = {}
-    known = [stage.id for stage in stages]
-    for stage in stages:
-        if known.count(stage.id) > 1:
-            raise ConfigError(f"two stages are called {stage.id}; give each its own id")
-        for column in stage.writes:
-            if column in writers:
-                other = writers[column]
-                raise ConfigError(
-                    f"stages {other} and {stage.id} both write {column}: {other} "
-                    f"{draw_arrow([column])} ◄─[{column}]─ {stage.id}; rename one of them"
-                )
-            writers[column] = stage.id
-    for stage in stages:
-        for column in stage.reads:
-            if column not in writers and column not in given_columns:
-                raise ConfigError(
-                    f"stage {stage.id} reads {column}, which no stage writes: ? "
-                    f"{draw_arrow([column])} "
-                    f"{stage.id}; add a stage that writes it"
-                )
-        for name in stage.after:
-            if name not in known:
-                raise ConfigError(
-                    f"stage {stage.id} waits for {name}, and there is no such stage: {name}? ─► "
-                    f"{stage.id}; use one of {', '.join(known)}"
-                )
-    if way := find_cycle(find_edges(stages)):
-        raise ConfigError(f"circle of stages: {draw_path(way)}: none can ever start; break it")
+    """Raise ConfigError for stages that cannot be ordered, with the first reason."""
+    problems = (
+        *duplicate_ids(stages),
+        *duplicate_writers(stages),
+        *unknown_reads(stages, given_columns),
+        *unknown_after(stages),
+        *cycles(stages),
+    )
+    if problems:
+        raise ConfigError(problems[0].text)

@@ -92,7 +92,7 @@ def test_dedup_against_a_list() -> None:
     refused = 0
     for issue in range(3_000):
         group = judged(f"p0-{issue}", (0.0, 1.0), key=f"t{chance.randrange(15)}")
-        rule = Dedup(state, window=window)
+        rule = Dedup.build(state, {"window": window})
         answer = rule.judge(group)
         is_recent = group.task_key in admitted[-window:]
         assert answer == (DropReason.DUPLICATE if is_recent else None)
@@ -107,17 +107,17 @@ def test_dedup_against_a_list() -> None:
 
 def test_dedup_without_restarts_gives_the_same() -> None:
     chance = random.Random(6)
-    kept, state = Dedup(Assigned(), window=3), Assigned()
+    kept, state = Dedup.build(Assigned(), {"window": 3}), Assigned()
     for issue in range(2_000):
         group = judged(f"p0-{issue}", (0.0,), key=f"t{chance.randrange(6)}")
-        answer = Dedup(state, window=3).judge(group)
+        answer = Dedup.build(state, {"window": 3}).judge(group)
         assert kept.judge(group) == answer
         kept.learn(group, answer)
-        Dedup(state, window=3).learn(group, answer)
+        Dedup.build(state, {"window": 3}).learn(group, answer)
 
 
 def test_a_group_is_no_duplicate_of_itself() -> None:
-    rule = Dedup(Assigned())
+    rule = Dedup.build(Assigned(), {})
     group = judged("p0-1", (0.0, 1.0))
     rule.learn(group, None)
     assert rule.judge(group) is None

@@ -28,7 +28,7 @@ def test_scripted_outcomes_give_the_exact_trace_of_z() -> None:
     script = [EASY, EASY, HARD, HARD, HARD, MIXED, EASY, MIXED, MIXED, HARD]
     trace: list[tuple[str, int]] = []
     for issue, rewards in enumerate(script):
-        rule = Greso(state)  # a restart before every step changes nothing
+        rule = Greso.build(state, {})  # a restart before every step changes nothing
         submit(rule)
         rule.learn(judged(f"p0-{issue}", rewards), None)
         trace.append(of_task(state))
@@ -41,7 +41,7 @@ def test_scripted_outcomes_give_the_exact_trace_of_z() -> None:
 def adapt(options: dict[str, Any], shares: list[tuple[int, int, int]]) -> list[tuple[float, float]]:
     """p of easy and hard tasks after each version of (easy, hard, mixed) groups."""
     state = Assigned()
-    rule = Greso(state, **options)
+    rule = Greso.build(state, options)
     submit(rule, "first", ordinal=0)
     submit(rule, "first", ordinal=100)
     trace: list[tuple[float, float]] = []
@@ -70,7 +70,7 @@ def test_p_stays_within_its_range() -> None:
 
 def test_p_rests_until_a_source_has_been_passed_over_once() -> None:
     state = Assigned()
-    rule = Greso(state)
+    rule = Greso.build(state, {})
     submit(rule, "a", ordinal=0)
     submit(rule, "b", ordinal=1)
     submit(rule, "a", ordinal=0)  # asked again, not passed over
@@ -88,14 +88,14 @@ def test_original_thresholds_leave_the_middle_alone() -> None:
     kinds: list[tuple[str, int]] = []
     for reward in (0.98, 0.979, 0.5, 0.111, 0.11):
         state = Assigned()
-        Greso(state, **options).learn(judged("p0-1", [reward] * 7), None)
+        Greso.build(state, options).learn(judged("p0-1", [reward] * 7), None)
         kinds.append(of_task(state))
     assert kinds == [("easy", 1), ("", 0), ("", 0), ("", 0), ("hard", 1)]
 
 
 def test_copies_in_flight_raise_z_once() -> None:
     state = Assigned()
-    rule = Greso(state)
+    rule = Greso.build(state, {})
     submit(rule)
     submit(rule)
     submit(rule)
@@ -109,7 +109,7 @@ def test_copies_in_flight_raise_z_once() -> None:
 
 def test_a_second_policys_view_counts_nothing() -> None:
     state = Assigned()
-    rule = Greso(state)
+    rule = Greso.build(state, {})
     for issue in range(3):
         submit(rule)
         for policy in ("solver", "judge"):
@@ -124,7 +124,7 @@ def test_submit_rate_is_p_to_the_z(rewards: tuple[float, ...], floor: str, z: in
     """Chi-square of one degree of freedom; 10.83 is its 0.999 quantile."""
     p, num_draws = 0.6, 20_000
     state = Assigned()
-    rule = Greso(state, p=p, **{floor: 0.001})
+    rule = Greso.build(state, {"p": p, floor: 0.001})
     for issue in range(z):
         submit(rule)
         rule.learn(judged(f"p0-{issue}", rewards), None)
@@ -137,7 +137,7 @@ def test_submit_rate_is_p_to_the_z(rewards: tuple[float, ...], floor: str, z: in
 
 def test_the_floor_holds_however_long_the_run() -> None:
     state = Assigned()
-    rule = Greso(state)
+    rule = Greso.build(state, {})
     for issue in range(50):
         submit(rule)
         rule.learn(judged(f"p0-{issue}", HARD), None)
@@ -147,7 +147,7 @@ def test_the_floor_holds_however_long_the_run() -> None:
 
 def test_fresh_tasks_are_submitted_without_chance() -> None:
     state = Assigned()
-    rule = Greso(state)
+    rule = Greso.build(state, {})
     assert rule.wants(task("t"), no_draw)
     rule.learn(judged("p0-1", MIXED), None)
     assert rule.wants(task("t"), no_draw)
@@ -155,16 +155,19 @@ def test_fresh_tasks_are_submitted_without_chance() -> None:
 
 def test_after_256_rejections_in_a_row_one_is_submitted() -> None:
     state = Assigned()
-    rule = Greso(state)
+    rule = Greso.build(state, {})
     rule.learn(judged("p0-1", EASY), None)
-    answers = [Greso(state).wants(task("t"), lambda: 0.999) for _ in range(2 * MAX_REJECTIONS + 2)]
+    answers = [
+        Greso.build(state, {}).wants(task("t"), lambda: 0.999)
+        for _ in range(2 * MAX_REJECTIONS + 2)
+    ]
     assert MAX_REJECTIONS == 256
     assert [at for at, is_wanted in enumerate(answers) if is_wanted] == [256, 513]
 
 
 def test_solved_tasks_come_back_at_the_rate_of_revisits() -> None:
     state = Assigned()
-    rule = SolvedFilter(state, revisit=0.2)
+    rule = SolvedFilter.build(state, {"revisit": 0.2})
     assert rule.wants(task("t"), no_draw)
     rule.learn(judged("p0-1", EASY), None)
     draw = draws(3)
@@ -174,8 +177,8 @@ def test_solved_tasks_come_back_at_the_rate_of_revisits() -> None:
 
 def test_a_failed_revisit_brings_a_solved_task_back() -> None:
     state = Assigned()
-    SolvedFilter(state).learn(judged("p0-1", EASY), None)
-    SolvedFilter(state).learn(judged("p0-2", HARD), None)
-    SolvedFilter(state).learn(judged("p0-2", HARD), None)
+    SolvedFilter.build(state, {}).learn(judged("p0-1", EASY), None)
+    SolvedFilter.build(state, {}).learn(judged("p0-2", HARD), None)
+    SolvedFilter.build(state, {}).learn(judged("p0-2", HARD), None)
     assert state["t"]["p"] == pytest.approx(0.9)
-    assert SolvedFilter(state).wants(task("t"), no_draw)
+    assert SolvedFilter.build(state, {}).wants(task("t"), no_draw)

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import pytest
 from tests.unit.dataflow.rules.rule_inputs import Assigned, candidate, draws, no_draw
 
-from penstock.dataflow.rules import RULES, Replay, make_rule
-from penstock.types import Candidate
+from penstock.dataflow.rules import Replay, builtin_rules, make_rule
+from penstock.types import Candidate, Hook
 
 
 def replay(name: str, **options: object) -> Replay:
     return make_rule("replay", name, options, Assigned())
 
 
-@pytest.mark.parametrize("name", RULES["replay"])
+@pytest.mark.parametrize("name", builtin_rules()[Hook.REPLAY])
 def test_carries_its_bounds(name: str) -> None:
     default = replay(name)
     assert (default.ratio, default.max_uses, default.max_staleness) == (0.3, 4, None)
@@ -24,7 +24,7 @@ def test_carries_its_bounds(name: str) -> None:
     assert (given.ratio, given.max_uses, given.max_staleness) == (0.5, 2, 8)
 
 
-@pytest.mark.parametrize("name", RULES["replay"])
+@pytest.mark.parametrize("name", builtin_rules()[Hook.REPLAY])
 @pytest.mark.parametrize("count", [0, 1, 5, 10, 30])
 def test_gives_that_many_each_once(name: str, count: int) -> None:
     pool = [candidate(n, rewards=(0.0, n / 10)) for n in range(10)]
@@ -82,7 +82,7 @@ def test_prioritised_survives_the_largest_draw() -> None:
     assert len(replay("uniform").choose(pool, 3, lambda: 1 - 2**-53)) == 3
 
 
-@pytest.mark.parametrize("name", RULES["replay"])
+@pytest.mark.parametrize("name", builtin_rules()[Hook.REPLAY])
 def test_no_group_breaks_its_bounds_in_a_long_run(name: str) -> None:
     """A naive host filters by uses and staleness, the rule chooses; a list keeps the count."""
     chance, draw = random.Random(12), draws(3)

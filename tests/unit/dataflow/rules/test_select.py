@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.dataflow.rules.rule_inputs import Assigned, candidate
 
-from penstock.dataflow.rules import RULES, Select, make_rule
-from penstock.types import Candidate
+from penstock.dataflow.rules import Select, builtin_rules, make_rule
+from penstock.types import Candidate, Hook
 
 CANDIDATES = st.lists(
     st.tuples(
@@ -36,7 +36,7 @@ def arrivals(chosen: Sequence[Candidate]) -> list[int]:
     return [group.arrival for group in chosen]
 
 
-@pytest.mark.parametrize("name", RULES["select"])
+@pytest.mark.parametrize("name", builtin_rules()[Hook.SELECT])
 @given(ready=CANDIDATES, count=st.integers(1, 25))
 def test_gives_that_many_each_once(name: str, ready: list[Candidate], count: int) -> None:
     chosen = select(name).choose(ready, count)

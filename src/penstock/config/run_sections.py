@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sections of a run file, and the settings of one policy.
+
+Owns the shape of run.yaml, each section valid by itself. Whether the sections fit together is
+checked in `run`. Plain data: reads no file, imports no user code and builds nothing."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from penstock.config.algorithms import PRESETS, with_minibatches
+from penstock.config.base import (
+    FUNCTION,
+    NAME,
+    Section,
+    matching,
+    non_blank,
+    non_empty,
+    one_of,
+    only_supported,
+    quoted,
+    unknown,
+)
+from penstock.config.dataflow import DataflowConfig
+from penstock.config.models import ModelConfig
+from penstock.config.pipeline import PipelineConfig
+from penstock.config.rules import RuleConfig, effective_rules
+from penstock.config.service_stages import with_service_stages
+from penstock.config.sources import Name, SourceConfig, WorkflowConfig
+from penstock.config.trainer import AlgorithmConfig, SamplingConfig, TrainingConfig
+from penstock.config.weights import WeightsConfig
+from penstock.errors import ConfigError
+
+
+def _run_name(value: str) -> str:
+    if not all(NAME.fullmatch(part) for part in value.split(".")) or len(value) > 100:
+        raise ValueError(
+            f"{quoted(value)} is not a valid run name (it names the run folder); use up to 100 "
+            "letters, digits, _, - and single dots, starting with a letter or digit"
+        )
+    return value
+
+
+def _report_to(value: object) -> object:
+    if isinstance(value, str | list | tuple) and value:
+        trackers = quoted(cast(object, value))
+        raise ValueError(
+            f"{trackers} is not supported yet; set report_to: [] (metrics.jsonl is always written)"
+        )
+    return cast(object, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConfig:
+    """The effective settings of one policy."""
+
+    name: str
+    """The policy."""
+    model: ModelConfig
+    """Its entry in the file."""
+    algorithm: AlgorithmConfig
+    """Its effective algorithm."""
+    training: TrainingConfig
+    """Its effective training."""
+    sampling: SamplingConfig
+    """How its tokens are sampled."""
+    rules: tuple[RuleConfig, ...]
+    """Its effective rules, hook by hook, defaults included."""
+
+
+class RunSections(Section):
+    """All sections of a run file, each valid by itself."""
+
+    name: Annotated[str, AfterValidator(_run_name)]
+    """Names the run and its folder."""
+    output_dir: Annotated[str, AfterValidator(non_blank)] = "outputs"
+    """Folder of the run folders; relative to the working directory."""
+    launcher: Annotated[
+        Literal["local"], one_of("local", planned=("ray", "kubernetes", "slurm"))
+    ] = "local"
+    """What starts the processes."""
+    seed: int = Field(default=0, ge=0, le=2**32 - 1)
+    """Seeds everything random in the run."""
+    deterministic: bool = False
+    """Make the run a function of config and data, with crashes, on any number of nodes: batches
+    in order of issue, a fixed lag of max_staleness, one answer at a time in each engine. Slow."""
+    models: Annotated[Mapping[Name, ModelConfig], non_empty()]
+    """One entry per policy."""
+    sources: Annotated[tuple[SourceConfig, ...], Field(strict=False), non_empty()]
+    """Where tasks come from."""
+    workflow: WorkflowConfig = "single_turn"
+    """What attempts a task."""
+    reward: (
+        Annotated[
+            str, AfterValidator(matching(FUNCTION, "write module:function, like my_task:reward"))
+        ]
+        | None
+    ) = None
+    """What scores a trajectory; null if the workflow does."""
+    dataflow: DataflowConfig = DataflowConfig()
+    """The dataflow service."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How tokens are sampled."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """The algorithm of every policy without another."""
+    training: TrainingConfig
+    """The training of every policy without another."""
+    weights: WeightsConfig = WeightsConfig()
+    """How weights reach the nodes."""
+    pipeline: PipelineConfig | None = None
+    """What trainers do with a batch, as a graph of stages; null: the algorithm's graph."""
+    eval: Annotated[None, only_supported(None, "leave eval null")] = None
+    """Evaluations during training; not supported yet."""
+    report_to: Annotated[
+        tuple[str, ...],
+        Field(strict=False),
+        BeforeValidator(_report_to),
+    ] = ()
+    """Trackers in addition to metrics.jsonl; none is supported yet."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        """Fill in what follows from other sections: each policy inherits algorithm and training,
+        and each service of the pipeline is a stage of the dataflow."""
+        if not isinstance(data, Mapping):
+            return data
+        written = cast(Mapping[str, Any], data)
+        whole = with_service_stages(with_minibatches(written))
+        models = whole.get("models")
+        if isinstance(models, Mapping):
+            entries = cast(Mapping[str, Any], models)
+            whole["models"] = {
+                n: _with_inherited_keys(entry, written) for n, entry in entries.items()
+            }
+        return whole
+
+    @property
+    def session_source(self) -> SourceConfig | None:
+        """The source of sessions of external agents, if there is one."""
+        return next((source for source in self.sources if source.session is not None), None)
+
+    def for_policy(self, name: str) -> PolicyConfig:
+        """The settings of this policy: its own where it has any, else the shared ones."""
+        if name not in self.models:
+            raise ConfigError(unknown("policy", name, self.models))
+        model = self.models[name]
+        algorithm = model.algorithm or self.algorithm
+        return PolicyConfig(
+            name=name,
+            model=model,
+            algorithm=algorithm,
+            training=model.training or self.training,
+            sampling=self.sampling,
+            rules=effective_rules(
+                model.dataflow.rules if model.dataflow else (),
+                self.dataflow.rules,
+                PRESETS[algorithm.name].rules,
+            ),
+        )
+
+
+def _with_inherited_keys(entry: Any, whole: Mapping[str, Any]) -> Any:
+    """A model's entry, completed with the keys that its own sections leave out."""
+    if not isinstance(entry, Mapping):
+        return entry
+    completed = dict(cast(Mapping[str, Any], entry))
+    for section in ("algorithm", "training"):
+        own, shared = completed.get(section), whole.get(section)
+        if isinstance(shared, Section):
+            shared = shared.model_dump()
+        if isinstance(own, Mapping) and isinstance(shared, Mapping):
+            completed[section] = {**cast(Mapping[str, Any], shared), **cast(Mapping[str, Any], own)}
+    return completed | _own_minibatches(completed, whole)
+
+
+def _own_minibatches(entry: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """A policy's own training, if it has any or if its algorithm has another default number of
+    minibatches than the shared one."""
+    sections = {name: entry.get(name) or whole.get(name) for name in ("algorithm", "training")}
+    own, shared = (with_minibatches(given).get("training") for given in (sections, whole))
+    return {"training": own} if entry.get("training") or own != shared else {}
