@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from penstock.plugins import did_you_mean, quoted, unknown
+from penstock.plugins import quoted, suggest, unknown
 
 KeyPath = tuple[str | int, ...]
 """Where a value is: mapping keys and list indices from the top of the file or section."""
@@ -101,8 +101,7 @@ def unknown_choice(
     choices = " | ".join(supported)
     if value in planned:
         return ValueError(f"{quoted(value)} is not supported yet; use {choices}")
-    closest = did_you_mean(value, supported) if isinstance(value, str) else None
-    fix = f'did you mean "{closest}"?' if closest else f"use {choices}"
+    fix = suggest(value, supported, f"use {choices}")
     return ValueError(f"{quoted(value)} is not one of {choices}; {fix}")
 
 

@@ -64,7 +64,7 @@ def load_function(name: str) -> Callable[..., Any]:
     return _load(name, "function", callable)
 
 
-def load_class(name: str) -> type:
+def load_class(name: str) -> type[object]:
     """The class called `module:Class`."""
     return _load(name, "class", _is_class)
 
@@ -76,8 +76,7 @@ def _load(name: str, kind: str, fits: Callable[[object], bool]) -> Any:
     module = load_module(module_name)
     found: object = getattr(module, attribute, None)
     if found is None or not fits(found):
-        closest = did_you_mean(attribute, [n for n, value in vars(module).items() if fits(value)])
-        fix = f'did you mean "{closest}"?' if closest else "define it there"
+        fix = suggest(attribute, [n for n, v in vars(module).items() if fits(v)], "define it there")
         where = getattr(module, "__file__", None) or "built-in"
         raise ConfigError(f"module {module_name!r} has no {kind} {attribute!r} ({where}); {fix}")
     return found
@@ -115,6 +114,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     return folded[closest[0]] if closest else None
 
 
+def suggest(word: object, known: Iterable[str], otherwise: str) -> str:
+    """`did you mean "X"?` for the closest known name, or else the other advice."""
+    closest = did_you_mean(word, known) if isinstance(word, str) else None
+    return f'did you mean "{closest}"?' if closest else otherwise
+
+
 def unknown(
     kind: str, name: object, known: Iterable[str], *, of: str = "", none: str = "", also: str = ""
 ) -> str:
@@ -123,10 +128,6 @@ def unknown(
     `of` says whose name it is, `none` what to do where no name is known, and `also` which form is
     accepted in addition to the known names."""
     names = tuple(known)
-    closest = did_you_mean(name, names) if isinstance(name, str) else None
     choices = [*names, *([also] if also else [])]
-    if closest:
-        fix = f'did you mean "{closest}"?'
-    else:
-        fix = f"use {' | '.join(choices)}" if choices else none
+    fix = suggest(name, names, f"use {' | '.join(choices)}" if choices else none)
     return f"unknown {kind} {quoted(name)}{f' of {of}' if of else ''}; {fix}"

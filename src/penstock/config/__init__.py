@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run file: strict schemas, and a loader that names file, line and cure of every mistake.
+"""The run file: strict schemas, and a loader whose messages name file, line and fix.
 
 Owns the shape of run.yaml, its defaults and its stored form. Builds nothing, imports no user code
 and no torch; every other folder takes plain values from here through its own `build`."""

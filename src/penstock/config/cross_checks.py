@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contradictions between sections of the run file, and names that point at nothing.
+"""Contradictions between sections of the run file, and references to unknown names.
 
-Owns what no section can see alone. Holds no default and changes no value."""
+Owns the checks that need more than one section. Sets no default and changes no value."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
+from penstock.config.base import Contradiction, KeyPath, quoted, unknown
 from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.dataflow import SurvivorsClosing
 from penstock.config.engines import is_reproducible, serves_adapters
@@ -26,7 +26,7 @@ VLLM_TEMPERATURE_RANGE = (0.01, 2.0)
 
 
 def cross_checks(config: RunSections) -> Iterator[Contradiction]:
-    """Everything that two sections cannot say together."""
+    """Every contradiction between sections."""
     yield from _repeated_sources(config)
     yield from _temperatures(config)
     yield from row_stage_checks(config)
@@ -62,29 +62,29 @@ def _temperatures(config: RunSections) -> Iterator[Contradiction]:
 
 
 def _determinism(config: RunSections) -> Iterator[Contradiction]:
-    """What would make a deterministic run depend on who is fast."""
+    """Settings that would make a deterministic run depend on timing."""
     if not config.deterministic:
         return
     at: KeyPath = ("deterministic",)
     for name, model in config.models.items():
         if not is_reproducible(model.engine):
-            text = f"engine {model.engine} of {name} promises no bits; use hf or scripted"
+            text = f"engine {model.engine} of {name} is not deterministic; use hf or scripted"
             yield Contradiction(text=text, keys=(("models", name, "engine"), at))
     if len(config.models) > 1 or config.dataflow.partitions > 1:
-        text = "a deterministic run has one policy and one partition; leave deterministic out"
+        text = "a deterministic run has one policy and one partition; remove deterministic"
         yield Contradiction(text=text, keys=(at,))
     if config.session_source is not None:
-        text = "agents from outside come when they like; leave deterministic out"
+        text = "external agents connect at any time; remove deterministic"
         yield Contradiction(text=text, keys=(at,))
     for name in config.models:
         for rule in config.for_policy(name).rules:
             if rule.hook in (Hook.ADMIT, Hook.CURATE, Hook.REPLAY) and rule.name != "all":
-                text = f"{rule.hook} {rule.name} decides by what came so far; leave it out"
+                text = f"{rule.hook} {rule.name} depends on the order of arrival; remove it"
                 yield Contradiction(text=text, keys=(at,))
 
 
 def _groups_too_small(config: RunSections) -> Iterator[Contradiction]:
-    """What teaches nothing where each task is attempted once."""
+    """Settings without a learning signal if each task is attempted once."""
     for name, model in config.models.items():
         policy = config.for_policy(name)
         num_generations = policy.algorithm.num_generations
@@ -93,11 +93,11 @@ def _groups_too_small(config: RunSections) -> Iterator[Contradiction]:
         at: KeyPath = ("models", name, "algorithm") if model.algorithm else ("algorithm",)
         text = ""
         if who := group_comparer(config, name):
-            text = f"{who} compares the members of a group, and a group of {num_generations} has "
-            text += "none to compare; set num_generations >= 2"
+            text = f"{who} needs at least two generations per group, got {num_generations}; "
+            text += "set num_generations >= 2"
         elif _requires_reward_spread(policy):
-            text = f"reward-spread drops every group without spread, and one of {num_generations} "
-            text += "has none; set num_generations >= 2, or take the rule out (admit: all)"
+            text = f"reward-spread needs at least two generations per group, got {num_generations}"
+            text += "; set num_generations >= 2, or remove the rule (admit: all)"
         if text:
             keys = ((*at, "num_generations"), ("algorithm", "num_generations"))
             yield Contradiction(text=text, keys=keys)
@@ -130,10 +130,7 @@ def _unknown_pace_policy(config: RunSections) -> Iterator[Contradiction]:
 
 
 def _unknown(kind: str, name: str, known: Iterable[str], at: KeyPath) -> Contradiction:
-    listed = tuple(known)
-    closest = did_you_mean(name, listed)
-    fix = f'did you mean "{closest}"?' if closest else f"use {' | '.join(listed)}"
-    return Contradiction(text=f"there is no {kind} {quoted(name)}; {fix}", keys=(at, at[:-1]))
+    return Contradiction(text=unknown(kind, name, known), keys=(at, at[:-1]))
 
 
 def _written_rules(config: RunSections) -> Iterator[tuple[KeyPath, RuleConfig]]:
@@ -145,7 +142,7 @@ def _written_rules(config: RunSections) -> Iterator[tuple[KeyPath, RuleConfig]]:
 
 
 def _unknown_names_in_rules(config: RunSections) -> Iterator[Contradiction]:
-    """Policies and sources that options of shipped rules speak of."""
+    """Unknown policies and sources in options of built-in rules."""
     sources = [source.name for source in config.sources]
     for at, rule in _written_rules(config):
         options = rule.options if rule.is_builtin else {}
@@ -172,9 +169,8 @@ def _replay_without_staleness(config: RunSections) -> Iterator[Contradiction]:
                 continue
             at = next(path for path, written in _written_rules(config) if written == rule)
             yield Contradiction(
-                text=f"policy {name} has max_staleness 0, so nothing it trained on may be served "
-                "again; set max_staleness >= 1 in training or beside this rule, "
-                "or delete the rule",
+                text=f"policy {name} has max_staleness 0, so nothing can be replayed; "
+                "set max_staleness >= 1 in training or in this rule, or delete the rule",
                 keys=(at,),
             )
 
@@ -183,42 +179,42 @@ def _duplicate_reward(config: RunSections) -> Iterator[Contradiction]:
     for at, stage in row_stages(config):
         if config.reward is not None and "reward" in stage.writes:
             yield Contradiction(
-                text=f"stage {stage.name} writes reward, and the nodes score with "
-                f"{config.reward} already; set reward: null, or take reward out of writes",
+                text=f"stage {stage.name} writes reward, but the nodes already score with "
+                f"{config.reward}; set reward: null, or remove reward from writes",
                 keys=((*at, "writes"), at, ("reward",)),
             )
 
 
 def _sessions(config: RunSections) -> Iterator[Contradiction]:
-    """What groups of one, whose reward comes from outside and late, cannot go with."""
+    """Settings that do not work with sessions: groups of one with late, external rewards."""
     found = [i for i, source in enumerate(config.sources) if source.session is not None]
     if not found:
         return
     at: KeyPath = ("sources", found[0], "session")
     if len(found) > 1:
         yield Contradiction(
-            text="a run has one source of sessions; take the others out",
+            text="a run can have one source of sessions; remove the others",
             keys=(("sources", found[1], "session"),),
         )
     yield from _session_groups(config, at)
     for name in ("schedule_to_start_s", "schedule_to_close_s"):
         if getattr(config.dataflow.lease, name) is not None:
             yield Contradiction(
-                text=f"sessions begin and end when their agents like, so {name} would end what "
-                "nobody is late with; leave it null",
+                text=f"external agents start and end sessions at any time, so {name} would end "
+                "sessions that are not late; set it to null",
                 keys=(("dataflow", "lease", name), at),
             )
     for place, stage in row_stages(config):
         if "reward" in stage.writes:
             yield Contradiction(
-                text=f"stage {stage.name} writes reward, and that of a session comes through the "
-                "gateway; take reward out of writes",
+                text=f"stage {stage.name} writes reward, but sessions get their reward through the "
+                "gateway; remove reward from writes",
                 keys=((*place, "writes"), at),
             )
 
 
 def _session_groups(config: RunSections, at: KeyPath) -> Iterator[Contradiction]:
-    """A session has no fellows in its group."""
+    """Settings that need groups of more than one."""
     for name in config.models:
         policy = config.for_policy(name)
         if who := group_comparer(config, name):
@@ -226,41 +222,41 @@ def _session_groups(config: RunSections, at: KeyPath) -> Iterator[Contradiction]
             if who.startswith("stage "):
                 fix = f"give it fn: {STAGE_FUNCTIONS_MODULE}:batch_advantage"
             yield Contradiction(
-                text=f"{who} compares the members of a group, and a session is a group of one: "
-                f"policy {name} would learn nothing from it; {fix}",
+                text=f"{who} compares the members of a group, but a session is a group of one: "
+                f"policy {name} would not learn from it; {fix}",
                 keys=(at, ("algorithm", "name")),
             )
         if _requires_reward_spread(policy):
             yield Contradiction(
-                text=f"reward-spread drops every group without spread, and a session is a group "
-                f"of one: policy {name} would never see it; take the rule out",
+                text=f"reward-spread drops groups with a uniform reward, but a session is a group "
+                f"of one: policy {name} would never train on it; remove the rule",
                 keys=(at,),
             )
     if isinstance(config.dataflow.closing, SurvivorsClosing):
         yield Contradiction(
-            text="survivors wants several good members, and a session is a group of one; "
+            text="survivors needs several successful members, but a session is a group of one; "
             "set closing: complete",
             keys=(("dataflow", "closing"), at),
         )
 
 
 def _lora(config: RunSections) -> Iterator[Contradiction]:
-    """What an adapter cannot go with."""
+    """Settings that do not work with an adapter."""
     for name, model in config.models.items():
         if model.lora is None:
             continue
         at: KeyPath = ("models", name, "lora")
         if not serves_adapters(model.engine):
             yield Contradiction(
-                text=f"engine {model.engine} does not serve adapters yet; use hf or vllm, or leave "
-                "lora out",
+                text=f"engine {model.engine} does not support adapters yet; use hf or vllm, or "
+                "remove lora",
                 keys=(("models", name, "engine"), at),
             )
         yield from _tensor_parallel_lora(config, name, at)
 
 
 def _tensor_parallel_lora(config: RunSections, name: str, at: KeyPath) -> Iterator[Contradiction]:
-    """Tensor parallelism cuts the layers that adapters stand beside."""
+    """Tensor parallelism splits the layers that have adapters."""
     own: KeyPath = ("models", name, "training", "parallel", "tp")
     places: list[tuple[KeyPath, int]] = []
     if not (config.pipeline and config.pipeline.stages):
@@ -276,7 +272,7 @@ def _tensor_parallel_lora(config: RunSections, name: str, at: KeyPath) -> Iterat
     for place, tp in places:
         if tp > 1:
             yield Contradiction(
-                text=f"tp {tp} would cut the layers beside which adapters of {name} stand, which "
-                "is not supported yet; set tp: 1 and raise dp, or leave lora out",
+                text=f"tp {tp} would split layers with adapters of {name}, which is not supported "
+                "yet; set tp: 1 and raise dp, or remove lora",
                 keys=(place, place[:-1], at),
             )

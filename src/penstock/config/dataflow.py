@@ -5,7 +5,7 @@ Owns their defaults and the contradictions inside the section. Builds nothing.""
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -15,7 +15,6 @@ from pydantic import (
     Field,
     PositiveInt,
     Tag,
-    model_validator,
 )
 
 from penstock.config.base import (
@@ -27,12 +26,10 @@ from penstock.config.base import (
     is_url,
     matching,
     quoted,
-    raise_contradictions,
     unknown_choice,
 )
 from penstock.config.report import ReportConfig
 from penstock.config.rules import SHARED_HOOKS, Rules, rule_contradictions
-from penstock.config.rules import RuleConfig as RuleConfig
 from penstock.config.stages import StageConfig
 
 
@@ -46,20 +43,20 @@ class LeaseConfig(Section):
     start_to_close_s: float = Field(default=600.0, gt=0)
     """Seconds one attempt may run before it is truncated."""
     schedule_to_start_s: float | None = Field(default=None, gt=0)
-    """Seconds a slot may wait for a node; null for ever."""
+    """Seconds a slot may wait for a node; null for no limit."""
     schedule_to_close_s: float | None = Field(default=None, gt=0)
-    """Seconds from issue in which a slot must end, all its attempts included; null for ever."""
+    """Seconds from issue in which a slot must end, including all attempts; null for no limit."""
 
 
 class SurvivorsConfig(Section):
     """When a group with failed members still counts."""
 
     min: int = Field(ge=2)
-    """Fewest good members with which a group is kept (two, or there is nothing to compare)."""
+    """Smallest number of successful members for a group to be kept; at least two to compare."""
 
 
 class SurvivorsClosing(Section):
-    """Keep a group whose failed members are few, comparing those that are left."""
+    """Keep a group with few failed members, and compare the others."""
 
     survivors: SurvivorsConfig
     """Written `{survivors: {min: 4}}` or, shorter, `survivors(4)`."""
@@ -88,7 +85,7 @@ ClosingConfig = Annotated[
     Discriminator(_closing_kind),
     BeforeValidator(_read_closing),
 ]
-"""What becomes of a group when all its slots are terminal; `<…>` tags never reach a message."""
+"""How a group closes once all its slots are terminal; `<…>` tags never appear in messages."""
 
 
 def _read_store(value: object) -> object:
@@ -97,7 +94,9 @@ def _read_store(value: object) -> object:
     if isinstance(value, str) and value.startswith("postgres"):
         if is_url(value, "postgresql") and urlsplit(value).path.strip("/"):
             return value
-        raise ValueError(f"{quoted(value)} names no database; write postgresql://host/database")
+        raise ValueError(
+            f"{quoted(value)} does not name a database; write postgresql://host/database"
+        )
     raise unknown_choice(value, ("sqlite", "postgresql://host/database"))
 
 
@@ -112,95 +111,86 @@ def _read_payload(value: object) -> object:
             return value
         raise unknown_choice(value, _PAYLOADS)
     if not is_url(value, *OBJECT_STORES, "file"):
-        raise ValueError(f"{quoted(value)} names no store; use {' | '.join(_PAYLOADS)}")
+        raise ValueError(f"{quoted(value)} does not name a store; use {' | '.join(_PAYLOADS)}")
     return value
 
 
 class BoundsConfig(Section):
-    """What the service may fill before it stops taking work."""
+    """Memory and disk the service may use before it refuses work."""
 
     memory_mb: PositiveInt = 2048
-    """Memory of one process; above it no new leases are given."""
+    """Memory of one process; above it, new leases are refused."""
     disk_free_mb: PositiveInt = 1024
-    """Free disk below which no new leases are given."""
+    """Free disk below which new leases are refused."""
     disk_reserve_mb: PositiveInt = 64
-    """Free disk below which deliveries of leased work are refused too, with 507."""
+    """Free disk below which deliveries are refused too, with status 507."""
 
-    @model_validator(mode="after")
-    def _check_consistency(self) -> Self:
+    def _contradictions(self) -> Iterator[Contradiction]:
         if self.disk_reserve_mb >= self.disk_free_mb:
             text = (
                 f"disk_reserve_mb {self.disk_reserve_mb} is not below disk_free_mb "
                 f"{self.disk_free_mb}, so leased work could not be delivered; set it lower"
             )
-            keys = (("disk_reserve_mb",), ("disk_free_mb",))
-            raise_contradictions([Contradiction(text=text, keys=keys)])
-        return self
+            yield Contradiction(text=text, keys=(("disk_reserve_mb",), ("disk_free_mb",)))
 
 
 class SpaceConfig(Section):
-    """Rows kept apart from all others, and cleared alone."""
+    """Rows kept separate from all others, and cleared separately."""
 
     name: Annotated[str, AfterValidator(matching(NAME, "use up to 64 letters, digits, _ or -"))]
     """Names the space, such as eval."""
     quota_mb: PositiveInt | None = None
-    """Most payload it may hold; null for no bound of its own."""
+    """Largest payload it may hold; null for no separate limit."""
 
 
 class DataflowConfig(Section):
     """The dataflow service of a run."""
 
     store: Annotated[str, BeforeValidator(_read_store)] = "sqlite"
-    """Where the ledger's metadata lives: sqlite, or a postgresql:// URL."""
+    """Where the ledger's metadata is: sqlite, or a postgresql:// URL."""
     payload: Annotated[str, BeforeValidator(_read_payload)] = "segments"
-    """Where trajectories lie: segments (files on this disk), memory (gone with the process), a URL
+    """Where trajectories are: segments (files on this disk), memory (lost with the process), a URL
     of an object store or shared folder, or `module:Class`."""
     partitions: PositiveInt = 1
     """Processes that hold slots, leases and payload."""
     lease: LeaseConfig = LeaseConfig()
     """How long work may be held."""
     closing: ClosingConfig = "complete"
-    """What becomes of a group whose slots are all terminal: complete | drop | survivors(min)."""
+    """How a group closes once all its slots are terminal: complete | drop | survivors(min)."""
     pace: str = "any"
-    """Whose room starts work: any policy's, all policies', or one policy's by name."""
+    """Whose free capacity starts work: any policy, all policies, or one policy by name."""
     rules: Rules = ()
-    """Data decisions; a hook without a rule has its default."""
+    """Data decisions; a hook without a rule uses its default."""
     stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
-    """Workers that add columns to rows."""
+    """Workers that add columns to rows; services of the pipeline are added to this list."""
     spaces: Annotated[tuple[SpaceConfig, ...], Field(strict=False)] = ()
     """Named spaces with quotas."""
     bounds: BoundsConfig = BoundsConfig()
-    """Memory and disk the service may fill."""
+    """Memory and disk the service may use."""
     report: ReportConfig = ReportConfig()
     """When the balance report calls the rollout pool too small or too large."""
     retain_batches: PositiveInt = 8
-    """Last batches whose rows are kept until a trainer names a checkpoint."""
+    """Number of last batches whose rows are kept until a trainer names a checkpoint."""
 
-    @model_validator(mode="after")
-    def _check_consistency(self) -> Self:
-        raise_contradictions(
-            [
-                *rule_contradictions(self.rules),
-                *self._mixed_durability(),
-                *self._repeated_spaces(),
-            ]
-        )
-        return self
+    def _contradictions(self) -> Iterator[Contradiction]:
+        yield from rule_contradictions(self.rules)
+        yield from self._mixed_durability()
+        yield from self._repeated_spaces()
 
     def _mixed_durability(self) -> Iterator[Contradiction]:
-        """Surviving a host takes both halves of what an acknowledgement promised."""
+        """To survive the loss of a host, metadata and payload must both be elsewhere."""
         is_remote_store = self.store != "sqlite" and not _is_local(self.store)
         is_local_payload = self.payload in ("segments", "memory")
         if is_remote_store and is_local_payload:
             text = (
-                f"payload {self.payload} dies with this machine while its metadata in PostgreSQL "
-                "lives on; set payload to s3://bucket/prefix or a shared file:///folder, "
-                "or store: sqlite"
+                f"payload {self.payload} is local but the metadata is in PostgreSQL: losing this "
+                "machine would lose the trajectories; set payload to s3://bucket/prefix or a "
+                "shared file:///folder, or store: sqlite"
             )
         elif self.store == "sqlite" and urlsplit(self.payload).scheme in OBJECT_STORES:
             text = (
-                "sqlite dies with this machine while its payload in object storage lives on, "
-                "unreadable; set store to postgresql://host/database, or payload: segments"
+                "sqlite is local but the payload is in object storage: losing this machine would "
+                "make it unreadable; set store to postgresql://host/database, or payload: segments"
             )
         else:
             return
@@ -211,7 +201,7 @@ class DataflowConfig(Section):
         for index, name in enumerate(names):
             if name in names[:index]:
                 yield Contradiction(
-                    text=f"a space named {quoted(name)} stands above; give each its own name",
+                    text=f"duplicate space name {quoted(name)}; names must be unique",
                     keys=(("spaces", index, "name"),),
                 )
 
@@ -221,21 +211,17 @@ def _is_local(url: str) -> bool:
 
 
 class PolicyDataflowConfig(Section):
-    """What of the dataflow may differ by policy."""
+    """Dataflow settings that may differ by policy."""
 
     rules: Rules = ()
-    """Win over the shared rules, hook by hook."""
+    """Take priority over the shared rules, hook by hook."""
 
-    @model_validator(mode="after")
-    def _check_consistency(self) -> Self:
-        raise_contradictions([*rule_contradictions(self.rules), *self._misplaced()])
-        return self
-
-    def _misplaced(self) -> Iterator[Contradiction]:
+    def _contradictions(self) -> Iterator[Contradiction]:
+        yield from rule_contradictions(self.rules)
         for index, rule in enumerate(self.rules):
             if rule.hook in SHARED_HOOKS:
                 yield Contradiction(
-                    text=f"{rule.hook} decides before any policy is known; "
+                    text=f"{rule.hook} decides before the policy is known; "
                     "move this entry to dataflow.rules",
                     keys=(("rules", index), ("rules",)),
                 )

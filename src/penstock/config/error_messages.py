@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a value, in words, and the nearest right thing.
+"""Messages for invalid values, with a suggested fix.
 
-Owns the translation of pydantic's errors into (key path, text with its cure). Knows nothing of
-files and lines; the loader adds those."""
+Owns the translation of pydantic's errors into key paths and texts. Knows nothing of files and
+lines; the loader adds those."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import NoneType
 from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -30,19 +29,19 @@ _KEYS_ELSEWHERE: Mapping[str, str] = {
     "model": "models",
     "dataset": "sources",
 }
-"""Words of other frameworks that no spelling distance would find."""
+"""Names from other frameworks that are not similar in spelling."""
 
 _TYPES: Mapping[str, str] = {
-    "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
-    "string_type": "must be text",
-    "bool_type": "must be true or false",
-    "tuple_type": "must be a list",
-    "model_type": "must be a mapping of keys",
-    "mapping_type": "must be a mapping of keys",
-    "none_required": "must be null",
-    "finite_number": "must be a finite number",
+    "int_type": "expected an integer",
+    "int_from_float": "expected an integer",
+    "float_type": "expected a number",
+    "string_type": "expected text",
+    "bool_type": "expected true or false",
+    "tuple_type": "expected a list",
+    "model_type": "expected a mapping of keys",
+    "mapping_type": "expected a mapping of keys",
+    "none_required": "expected null",
+    "finite_number": "expected a finite number",
 }
 
 _BOUNDS: Mapping[str, tuple[str, str]] = {
@@ -54,21 +53,21 @@ _BOUNDS: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One thing wrong with the values, whatever they were read from."""
+class ConfigProblem:
+    """One problem with the values, independent of their origin."""
 
     keys: tuple[KeyPath, ...]
-    """The keys involved, the likeliest culprit first; never empty."""
+    """The keys involved, the most likely culprit first; never empty."""
     text: str
-    """What is wrong and the cure."""
+    """What is wrong and how to fix it."""
     is_missing: bool = False
-    """The key itself is not there, so the place to point at is its parent."""
+    """The key is missing, so the message points at its parent."""
     suggested_key: KeyPath | None = None
-    """The key of the same section that an unknown one was probably meant to be."""
+    """The key of the same section that was probably meant."""
 
 
-def problems_of(error: ValidationError) -> list[Problem]:
-    """Every problem pydantic found, in our words; a mistyped key is not also called missing."""
+def problems_of(error: ValidationError) -> list[ConfigProblem]:
+    """Every problem that pydantic found; a mistyped key is not reported as missing too."""
     found = [problem for details in error.errors() for problem in _problems(details)]
     suggested_key = {problem.suggested_key for problem in found}
     return [
@@ -79,28 +78,28 @@ def problems_of(error: ValidationError) -> list[Problem]:
 
 
 def path_text(path: KeyPath) -> str:
-    """A path as overrides write it: `sources[0].task`."""
+    """A path in the syntax of overrides: `sources[0].task`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
     return text.removeprefix(".")
 
 
-def _problems(details: ErrorDetails) -> Iterator[Problem]:
+def _problems(details: ErrorDetails) -> Iterator[ConfigProblem]:
     path = tuple(part for part in details["loc"] if not _is_schema_branch(part))
     kind, value, context = details["type"], cast(object, details["input"]), details.get("ctx", {})
     if kind == "contradictions":
         for found in cast(Sequence[Contradiction], context["problems"]):
-            yield Problem(keys=tuple((*path, *key) for key in found.keys), text=found.text)
+            yield ConfigProblem(keys=tuple((*path, *key) for key in found.keys), text=found.text)
     elif kind == "nested":
         for inner in cast(ValidationError, context["error"]).errors():
             yield from _problems({**inner, "loc": (*path, *inner["loc"])})
     elif kind == "missing":
-        yield Problem(keys=(path,), text=_missing(path), is_missing=True)
+        yield ConfigProblem(keys=(path,), text=_missing(path), is_missing=True)
     elif kind == "extra_forbidden":
         yield _unknown(path)
     else:
-        yield Problem(keys=(path,), text=_value_problem(kind, value, context, details["msg"]))
+        yield ConfigProblem(keys=(path,), text=_value_problem(kind, value, context, details["msg"]))
 
 
 def _is_schema_branch(part: str | int) -> bool:
@@ -112,37 +111,37 @@ def _value_problem(kind: str, value: object, context: Mapping[str, Any], message
     if kind == "value_error":
         return str(context["error"])
     if kind in _BOUNDS:
-        words, key = _BOUNDS[kind]
-        return f"{quoted(value)} is out of range; must be {words} {context[key]}"
+        relation, key = _BOUNDS[kind]
+        return f"{quoted(value)} is out of range; must be {relation} {context[key]}"
     if kind in _TYPES:
-        wanted = _TYPES[kind]
-        return f"{quoted(value)} is {_type_name(value)}; {wanted}{_type_fix(kind, value)}"
+        expected = _TYPES[kind]
+        got = quoted(value) if value is None else f"{_type_name(value)} ({quoted(value)})"
+        return f"{expected}, got {got}{_type_fix(kind, value)}"
     return f"{quoted(value)}: {message[:1].lower()}{message[1:]}"
 
 
 def _type_fix(kind: str, value: object) -> str:
-    """How to write what was probably meant."""
+    """How to write the value that was probably meant."""
     if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
         if value.replace(".", "", 1).isdigit() or value in ("true", "false"):
-            return ", so remove the quotes"
+            return "; remove the quotes"
     elif kind == "tuple_type":
-        return f", so write [{value}]" if isinstance(value, str) else ", like [a, b]"
+        return f"; write [{value}]" if isinstance(value, str) else "; write it like [a, b]"
     elif kind == "string_type" and isinstance(value, bool | int | float):
-        return ", so put quotes around it"
+        return "; put quotes around it"
     return ""
 
 
 def _type_name(value: object) -> str:
     kinds: Sequence[tuple[type, str]] = (
-        (NoneType, "null"),
-        (bool, "a truth value"),
-        (int, "a whole number"),
+        (bool, "a boolean"),
+        (int, "an integer"),
         (float, "a number"),
         (str, "text"),
         (list, "a list"),
         (dict, "a mapping"),
     )
-    return next((words for kind, words in kinds if isinstance(value, kind)), "of another kind")
+    return next((words for kind, words in kinds if isinstance(value, kind)), "another type")
 
 
 def _missing(path: KeyPath) -> str:
@@ -151,7 +150,7 @@ def _missing(path: KeyPath) -> str:
     return f'missing required key "{path[-1]}"{meaning}; add it here'
 
 
-def _unknown(path: KeyPath) -> Problem:
+def _unknown(path: KeyPath) -> ConfigProblem:
     word = str(path[-1])
     here = [name for fields in _fields_at(path[:-1]) for name in fields]
     sections_by_key = _sections_by_key()
@@ -164,7 +163,7 @@ def _unknown(path: KeyPath) -> Problem:
         fix = f'did you mean "{sections_by_key[closest]}"?'
     else:
         fix = f"known here: {', '.join(here)}"
-    return Problem(keys=(path,), text=f"unknown key; {fix}", suggested_key=suggested_key)
+    return ConfigProblem(keys=(path,), text=f"unknown key; {fix}", suggested_key=suggested_key)
 
 
 def _fields_at(path: KeyPath) -> list[dict[str, FieldInfo]]:
@@ -197,7 +196,7 @@ def _is_section(kind: Any) -> bool:
 
 @cache
 def _sections_by_key() -> Mapping[str, str]:
-    """Each key of a section of its own, and where it belongs."""
+    """Each key of a top-level section, and its full path."""
     found: dict[str, str] = {}
     for name, field in RunConfig.model_fields.items():
         found[name] = name

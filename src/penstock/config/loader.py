@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a run file: YAML and overrides in, `RunConfig` or a complete list of mistakes out.
+"""Reads a run file: YAML and overrides in, `RunConfig` or a complete list of mistakes out.
 
 Owns files, lines, interpolation and dotted overrides. Holds no schema and no defaults; every
-mistake leaves as `ConfigError`, one line each: `FILE:LINE: path.to.key: what; fix`."""
+mistake becomes one line of a `ConfigError`: `FILE:LINE: path.to.key: what; fix`."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -17,14 +17,14 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from penstock.config.base import KeyPath, did_you_mean
-from penstock.config.error_messages import Problem, path_text, problems_of
+from penstock.config.error_messages import ConfigProblem, path_text, problems_of
 from penstock.config.run import RunConfig
 from penstock.config.yaml_positions import KeyPositions, locate_keys
 from penstock.errors import ConfigError
 
 _OVERRIDE_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+|\[[0-9]+\])*", re.ASCII)
 _PARSE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, ValueError, OverflowError)
-"""What OmegaConf raises for a text it cannot take: its own errors, PyYAML's, and number parsing."""
+"""What OmegaConf raises for invalid text: its own errors, PyYAML's, and number parsing."""
 _OVERRIDE_ERRORS = (OmegaConfBaseException, ValueError, IndexError, TypeError)
 """What OmegaConf raises for a dotted key that does not fit the tree."""
 
@@ -43,16 +43,16 @@ class _Override:
 
 @dataclass(slots=True)
 class _ErrorReport:
-    """Mistakes, each with where it stands."""
+    """Mistakes, each with its position."""
 
     origin: str
     positions: KeyPositions
     given: Sequence[str]
     """Overrides as the user wrote them."""
     overrides: list[_Override] = field(default_factory=list[_Override])
-    """Those that could be applied, in order."""
+    """Overrides that were applied, in order."""
     lines: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
-    """Messages and what to sort them by: file lines first, then overrides in order."""
+    """Messages with their sort key: file lines first, then overrides in order."""
 
     def add_file_error(self, line: int, path: KeyPath, text: str) -> None:
         where = f"{path_text(path)}: " if path else ""
@@ -62,7 +62,7 @@ class _ErrorReport:
         after_the_file = 1_000_000_000 + self.given.index(override)
         self.lines.append((after_the_file, _one_line(f'override "{override}": {text}')))
 
-    def add(self, problem: Problem) -> None:
+    def add(self, problem: ConfigProblem) -> None:
         """Point at the override that wrote one of the keys, else at the first key in the file."""
         for path in problem.keys:
             override = self._override_for(path, is_missing=problem.is_missing)
@@ -74,8 +74,7 @@ class _ErrorReport:
         self.add_file_error(self.positions.line_of(path), path, problem.text)
 
     def _override_for(self, path: KeyPath, *, is_missing: bool) -> _Override | None:
-        """The last override that wrote this key, or that made the section which is this key, or
-        which it is missing from."""
+        """The last override that wrote this key, or created the section that has or lacks it."""
         section = path[:-1] if is_missing else path
         is_from_override = bool(section) and section not in self.positions.lines
         for override in reversed(self.overrides):
@@ -84,7 +83,7 @@ class _ErrorReport:
         return None
 
     def is_written(self, path: KeyPath) -> bool:
-        """Whether the file or an override says anything at this key."""
+        """Whether the file or an override has this key."""
         return path in self.positions.lines or any(o.covers(path) for o in self.overrides)
 
     def fail(self) -> NoReturn:
@@ -93,7 +92,7 @@ class _ErrorReport:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file, apply `a.b=c` overrides in order, and validate the whole."""
+    """Read a run file, apply `a.b=c` overrides in order, and validate the result."""
     return parse(_read(path), origin=str(path), overrides=overrides)
 
 
@@ -104,7 +103,7 @@ def demo(seed: int) -> RunConfig:
 
 
 def parse(text: str, *, origin: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """As `load`, for a text that is already in hand; `origin` is its name in messages."""
+    """As `load`, for text; `origin` is its name in messages."""
     positions = locate_keys(text)
     report = _ErrorReport(origin, positions, overrides)
     for problem in positions.problems:
@@ -114,7 +113,9 @@ def parse(text: str, *, origin: str, overrides: Sequence[str] = ()) -> RunConfig
             1, (), "the file is empty; `penstock init DIR` writes one to start from"
         )
     elif not positions.problems and not positions.is_mapping:
-        report.add_file_error(1, (), "must be a mapping at its top, starting like `name: my-run`")
+        report.add_file_error(
+            1, (), "the top level must be a mapping, starting like `name: my-run`"
+        )
     if report.lines:
         report.fail()
     tree = _tree(text, report)
@@ -131,8 +132,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        beside = [entry.name for entry in path.parent.glob("*.y*ml")]
-        closest = did_you_mean(path.name, beside)
+        others = [entry.name for entry in path.parent.glob("*.y*ml")]
+        closest = did_you_mean(path.name, others)
         fix = (
             f'did you mean "{path.with_name(closest)}"?'
             if closest
@@ -161,7 +162,7 @@ def _tree(text: str, report: _ErrorReport) -> DictConfig:
 
 
 def _restore_on_key(value: Any) -> Any:
-    """The tree with the key `on` as text; no other truth value passes the scan as a key."""
+    """The tree with the key `on` as text; no other boolean passes the scan as a key."""
     if isinstance(value, dict):
         entries = cast(dict[Any, Any], value).items()
         return {"on" if key is True else key: _restore_on_key(child) for key, child in entries}
@@ -174,7 +175,9 @@ def _apply(text: str, tree: DictConfig, report: _ErrorReport) -> None:
     key, sign, value_text = text.partition("=")
     key = key.strip()
     if not sign or not _OVERRIDE_KEY.fullmatch(key):
-        report.add_override_error(text, "cannot be read; write a dotted key, = and a value: a.b=c")
+        report.add_override_error(
+            text, "cannot be parsed; write a dotted key, = and a value: a.b=c"
+        )
         return
     if problems := locate_keys(value_text).problems:
         report.add_override_error(text, f"{key}: {problems[0].text}")
@@ -188,23 +191,23 @@ def _apply(text: str, tree: DictConfig, report: _ErrorReport) -> None:
     try:
         OmegaConf.update(tree, key, value, merge=False, force_add=True)
     except _OVERRIDE_ERRORS as error:
-        report.add_override_error(text, f"{key}: no such place in the file ({_reason(error)})")
+        report.add_override_error(text, f"{key}: no such key in the file ({_reason(error)})")
         return
     path = tuple(re.findall(r"[^.\[\]]+", key))
     report.overrides.append(_Override(text=text, path=path))
 
 
 def _resolve_interpolation(tree: DictConfig, report: _ErrorReport) -> Any:
-    """The plain values, every `${}` replaced; fails with all that cannot be."""
+    """The plain values with every `${}` resolved; fails with all that cannot be."""
     num_before = len(report.lines)
     for path, leaf in _leaves(OmegaConf.to_container(tree), ()):
         if leaf == "???":
-            report.add(Problem(keys=(path,), text="??? stands for a missing value; give one"))
+            report.add(ConfigProblem(keys=(path,), text="??? marks a missing value; set one"))
         elif isinstance(leaf, str) and "${" in leaf:
             try:
                 _at(tree, path)
             except (OmegaConfBaseException, RecursionError) as error:
-                report.add(Problem(keys=(path,), text=_reason(error)))
+                report.add(ConfigProblem(keys=(path,), text=_reason(error)))
     if len(report.lines) > num_before:
         report.fail()
     try:
@@ -244,8 +247,8 @@ def _validate(values: Any, report: _ErrorReport) -> RunConfig | None:
         return None
 
 
-def _is_repeated(problem: Problem, reported: set[KeyPath], report: _ErrorReport) -> bool:
-    """A mistake of a shared section, seen again in a policy that takes the key from there."""
+def _is_repeated(problem: ConfigProblem, reported: set[KeyPath], report: _ErrorReport) -> bool:
+    """A mistake of a shared section that a policy inherits."""
     for path in problem.keys:
         is_own = len(path) > 3 and path[0] == "models" and path[2] in ("algorithm", "training")
         if not is_own or path[2:] not in reported or report.is_written(path):
@@ -254,7 +257,7 @@ def _is_repeated(problem: Problem, reported: set[KeyPath], report: _ErrorReport)
 
 
 def _one_line(text: str) -> str:
-    """Line ends and control characters, from keys and overrides, written as escapes."""
+    """Escape line ends and control characters of keys and overrides."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
@@ -265,7 +268,7 @@ def _path_of(error: BaseException) -> KeyPath:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error of OmegaConf, with what to do about it."""
+    """The first line of an error of OmegaConf, with a fix."""
     if isinstance(error, RecursionError):
         return "refers to itself; write the value out"
     what = str(error).partition("\n")[0] or type(error).__name__

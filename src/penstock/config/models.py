@@ -24,14 +24,14 @@ def _init(value: str) -> str:
 
 
 class VllmConfig(Section):
-    """Where vLLM is; what `engine: vllm` needs to know."""
+    """Where vLLM is, for `engine: vllm`."""
 
     url: str | None = None
-    """A server that runs already, like http://127.0.0.1:8000; null starts one inside each node."""
+    """A running server, like http://127.0.0.1:8000; null starts one inside each node."""
     environment: str | None = None
-    """Virtual environment that holds vLLM; null is the one that `make setup-engine` makes."""
+    """Virtual environment with vLLM; null for the one that `make setup-engine` creates."""
     options: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """More words for `vllm serve`, like [--dtype, float32]."""
+    """More arguments for `vllm serve`, like [--dtype, float32]."""
 
 
 class SglangConfig(Section):
@@ -42,53 +42,53 @@ class SglangConfig(Section):
 
 
 class ModelConfig(Section):
-    """One policy: its model, who serves it, and what it does differently from the others."""
+    """One policy: its model, its engine, and settings that differ from the shared ones."""
 
     init: Annotated[str, AfterValidator(_init)]
-    """Initial weights: `builtin:NAME`, or a folder in Hugging Face form."""
+    """Initial weights: `builtin:NAME`, or a folder in Hugging Face format."""
     lora: LoraConfig | None = None
-    """Train an adapter on these weights, which stay as they are; null trains all of them."""
+    """Train an adapter on frozen weights; null trains all weights."""
     engine: EngineName = "hf"
-    """What generates: transformers in process, vLLM or SGLang in a process of its own, a table of
+    """What generates: transformers in the node, vLLM or SGLang in a separate process, a table of
     answers, or a simulation of timing."""
     vllm: VllmConfig = VllmConfig()
-    """Where vLLM is, for that engine."""
+    """Settings of vLLM."""
     sglang: SglangConfig = SglangConfig()
-    """Where SGLang is, for that engine."""
+    """Settings of SGLang."""
     replicas: NonNegativeInt = 1
-    """Rollout nodes the launcher starts; 0 leaves generating to nodes that join."""
+    """Rollout nodes that the launcher starts; 0 for only nodes that join."""
     frozen: Annotated[
         Literal[False], only_supported(False, "set frozen: false, or leave it out")
     ] = False
-    """Served and never trained (judges, teachers); only false is served yet."""
+    """Used and never trained (judges, teachers); only false is supported yet."""
     capacity: PositiveInt = 256
-    """Slots one node works on at once."""
+    """Slots that one node works on concurrently."""
     engines: PositiveInt = 1
-    """Engines inside each node; requests of a lost one go on at the others."""
+    """Engines inside each node; requests of a lost one continue on the others."""
     max_paused: float = Field(default=0.25, gt=0, le=1)
-    """Share of a node's engines that may take new weights at once; one always may."""
+    """Share of a node's engines that may load new weights at the same time; always at least one."""
     torch_threads: PositiveInt = 1
     """CPU threads of torch in each process of this policy."""
     algorithm: AlgorithmConfig | None = None
-    """This policy's algorithm; keys not written here come from the shared section."""
+    """This policy's algorithm; missing keys come from the shared section."""
     training: TrainingConfig | None = None
-    """This policy's training; keys not written here come from the shared section."""
+    """This policy's training; missing keys come from the shared section."""
     dataflow: PolicyDataflowConfig | None = None
     """This policy's rules."""
 
     @model_validator(mode="after")
     def _check_engine_server(self) -> Self:
         if self.engine == "sglang" and not self.sglang.url:
-            raise ValueError("engine sglang needs a server that runs; set sglang: {url: ...}")
+            raise ValueError("engine sglang needs a running server; set sglang: {url: ...}")
         if self.engine_url and self.replicas * self.engines > 1:
             raise ValueError(
-                f"{self.engine}.url names one server, and an engine swaps weights in its own; "
+                f"{self.engine}.url names one server, and each engine needs a separate one; "
                 "set replicas: 1 and engines: 1"
             )
         return self
 
     @property
     def engine_url(self) -> str:
-        """Where the engine's server runs already; empty when it is to be started."""
+        """URL of the engine's running server; empty if penstock starts it."""
         urls = {"vllm": self.vllm.url, "sglang": self.sglang.url}
         return urls.get(self.engine) or ""

@@ -18,32 +18,32 @@ __all__ = ["HostConfig", "ParallelConfig", "PipelineConfig", "PipelineStageConfi
 
 
 class HostConfig(Section):
-    """Something to place stages on: one device, or one machine without any."""
+    """A place for stages: one device, or one machine without devices."""
 
     tags: Tags
-    """What it can be asked by; trainers go where `train` stands."""
+    """Tags that stages can request; trainers go to hosts with `train`."""
     memory_gb: float = Field(gt=0)
     """Memory for models, in GB (10^9 bytes)."""
     count: PositiveInt = 1
-    """So many of the same kind."""
+    """Number of identical hosts."""
 
 
 class PipelineConfig(Section):
-    """Stages of training, and what there is to place them on."""
+    """Stages of training, and the hosts to place them on."""
 
     stages: Annotated[tuple[PipelineStageConfig, ...], Field(strict=False)] = ()
-    """The graph; empty: the algorithm's own."""
+    """The graph; empty: the algorithm's graph."""
     hosts: Annotated[tuple[HostConfig, ...], Field(strict=False)] = ()
-    """What stages are placed on; empty: no plan is refused for tags or memory."""
+    """Hosts for stages; empty: plans are not checked for tags and memory."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         return pipeline_contradictions(self.stages)
 
     def of_policy(self, policy: str) -> tuple[PipelineStageConfig, ...]:
-        """The stages that this policy's trainer knows of."""
+        """The stages of this policy."""
         return tuple(stage for stage in self.stages if stage.policy in (None, policy))
 
     @property
     def services(self) -> Iterator[tuple[int, PipelineStageConfig]]:
-        """Stages placed elsewhere, with where they stand in the list."""
+        """Stages that run as services, with their positions in the list."""
         return ((i, stage) for i, stage in enumerate(self.stages) if stage.is_service)

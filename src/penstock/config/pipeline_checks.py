@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contradictions between the stages of a pipeline, each with the stages named and drawn.
+"""Contradictions between the stages of a pipeline.
 
-Owns what the stages alone can tell. Columns that come from elsewhere, and policies, are judged in
-`pipeline_cross_checks`; what holds for any stage of the ledger is judged by `stages`, and options
-of what is shipped by `builtin`."""
+Owns the checks that need only the stages. Columns from elsewhere and policies are checked in
+`pipeline_cross_checks`, stages that work on rows in `row_stage_checks`, options of built-in stages
+in `builtin_stages`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from penstock.config.stage_graph import (
 from penstock.config.stages import INITIAL_COLUMNS, PipelineStageConfig
 
 BATCH_COLUMNS = (*INITIAL_COLUMNS, "length", "truncated", "sampling_logprobs")
-"""Columns that every batch has: of its rows also the tokens each one sampled and whether it was cut
-short, of its tokens the log-probs of the engine."""
+"""Columns of every batch: also the number of sampled tokens of each row, whether it was truncated,
+and the engine's log-prob of each token."""
 
 TRAINED_ROLES = ("actor", "critic")
-"""Roles whose weights a trainer changes, so that no other process has them."""
+"""Roles whose weights a trainer changes, so no other process has them."""
 
 ADVANTAGE_COLUMN = "advantage"
-"""What says of an update whether it teaches anything, whatever its loss is."""
+"""The column that every actor needs, whatever its loss."""
 
 CRITIC_COLUMNS = ("values", "returns")
-"""What the shipped loss of a critic compares."""
+"""Columns that the built-in loss of a critic compares."""
 
 
 def pipeline_contradictions(stages: Sequence[PipelineStageConfig]) -> Iterator[Contradiction]:
@@ -77,37 +77,37 @@ def _check_stage(at: KeyPath, stage: PipelineStageConfig) -> Iterator[Contradict
 def _kind_problems(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
     kind = (stage.type, stage.role)
     if stage.type == "train" and stage.writes:
-        yield "writes", "a train stage changes a model and writes no column; leave writes empty"
+        yield "writes", "a train stage writes no column; remove writes"
     if stage.type != "train" and not stage.writes:
-        yield "writes", f"{stage.type} stages are for the columns they write; name at least one"
+        yield "writes", f"{stage.type} stages must write at least one column; name it"
     if stage.type == "train" and stage.role not in TRAINED_ROLES:
         yield "role", f"a train stage has the role {' or '.join(TRAINED_ROLES)}; choose one"
     if stage.fn is None and kind not in builtin_stages() and not stage.is_service:
         roles = ", ".join(role for type_, role in builtin_stages() if type_ == stage.type)
         fix = f"give fn: module:function, or one of the roles {roles}"
-        yield "role", f"nothing is shipped for type {stage.type} and role {stage.role}; {fix}"
+        yield "role", f"there is no built-in for type {stage.type} and role {stage.role}; {fix}"
     builtin = builtin_stage_for(stage.type, stage.role, stage.fn)
     is_other = builtin and stage.writes and {*stage.writes} != {*builtin.writes}
     if builtin and is_other and stage.type != "train":
         own, given = ", ".join(builtin.writes), ", ".join(stage.writes)
-        fix = f"set writes: [{own}], or give a fn of your own"
-        yield "writes", f"what is shipped for it writes {own}, not {given}; {fix}"
+        fix = f"set writes: [{own}], or give a custom fn"
+        yield "writes", f"the built-in for it writes {own}, not {given}; {fix}"
 
 
 def _name_problems(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
     for column in stage.rename:
         if column not in stage.reads:
-            yield "rename", f"{column} is renamed and not read; add it to reads"
+            yield "rename", f"{column} is renamed but not read; add it to reads"
     names = [stage.rename.get(column, column) for column in stage.reads]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
-            yield "rename", f"two columns are given as {name}; rename one of them"
+            yield "rename", f"two columns are passed as {name}; rename one of them"
         if name in stage.options:
-            yield "options", f"{name} is a column it reads and an option; name the option otherwise"
+            yield "options", f"{name} is both a column it reads and an option; rename the option"
 
 
 def _missing_columns_for_loss(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
-    """What a model cannot learn without."""
+    """Columns that a model cannot learn without."""
     if stage.type == "train" and stage.role == "actor" and ADVANTAGE_COLUMN not in stage.reads:
         yield "reads", missing_column_text("an actor learns from", ADVANTAGE_COLUMN)
     if stage.type == "train" and stage.role == "critic" and stage.fn is None:
@@ -117,61 +117,61 @@ def _missing_columns_for_loss(stage: PipelineStageConfig) -> Iterator[tuple[str,
 
 
 def missing_column_text(why: str, column: str) -> str:
-    """What is wrong with a stage that leaves a column out which it needs, and the cure."""
+    """The message for a stage that does not read a column it needs."""
     type_, role = next(kind for kind, ours in builtin_stages().items() if column in ours.writes)
-    fix = f"where no stage writes it, add one with type: {type_} and role: {role}"
+    fix = f"if no stage writes it, add one with type: {type_} and role: {role}"
     return f"{why} {column}, which it does not read; add it to reads; {fix}"
 
 
 def _ineffective_settings(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
-    """Settings of things that a stage in the gang does not have."""
+    """Settings that have no effect on a stage inside the trainer."""
     if stage.is_service:
         return
     runs_model = stage.type == "train" or (stage.type == "infer" and stage.fn is None)
     if stage.model is not None and (found := _ignored_model(stage, runs_model)):
         why, fix = found
-        yield "model", f"{why}, so that model would be without effect; {fix}"
+        yield "model", f"{why}, so model has no effect; {fix}"
     if stage.parallel.num_ranks > 1 and not runs_model:
-        text = "it runs a function on every rank's own rows, and no model"
-        yield "parallel", f"{text}, so that parallel would be without effect; take it out"
+        text = "it runs a function on each rank's rows, and no model"
+        yield "parallel", f"{text}, so parallel has no effect; remove it"
     if stage.rename and runs_model:
         text = "models and losses take columns by their own names"
-        yield "rename", f"{text}, so that rename would be without effect; write these names"
+        yield "rename", f"{text}, so rename has no effect; use these names"
     if stage.on != "delivered":
-        text = "it sees whole batches"
-        yield "on", f"{text}, so that on would be without effect; take it out, or give place"
+        text = "it works on complete batches"
+        yield "on", f"{text}, so on has no effect; remove it, or set place"
 
 
 def _ignored_model(stage: PipelineStageConfig, runs_model: bool) -> tuple[str, str] | None:
-    """(whose model it runs, the cure), where that is not the one it names."""
+    """(reason, fix) if it does not run the model it names."""
     if stage.type == "compute":
-        return "compute stages run no model", "take it out"
+        return "compute stages run no model", "remove it"
     if not runs_model:
-        return "it runs fn, which loads what it needs itself", "take it out, or make it an option"
+        return "it runs fn, which loads its own model", "remove it, or make it an option"
     if runs_model and stage.role == "actor":
         return "the actor is the policy itself", "set models.<policy>.init instead"
     if runs_model and (stage.type, stage.role) == ("infer", "critic"):
-        return "the critic is the one in training", "write it at the stage that trains it"
+        return "the critic is the one being trained", "write it at the stage that trains it"
     return None
 
 
 def _service_problems(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
-    """Why it cannot run away from the trainer."""
+    """Why it cannot run as a service."""
     if stage.type != "infer":
         why = {
-            "compute": "compute stages see whole groups, and a service single rows",
-            "train": "the model it trains lives in the trainer's gang",
+            "compute": "compute stages need complete groups, and a service gets single rows",
+            "train": "the model it trains is in the trainer",
         }[stage.type]
         yield "place", f"{why}; leave place null"
     elif stage.role in TRAINED_ROLES:
-        text = f"the {stage.role}'s weights change with every batch, in the trainer's gang only"
+        text = f"the {stage.role}'s weights change with every batch, in the trainer only"
         yield "place", f"{text}; leave place null"
     elif stage.fn is None:
-        yield "fn", "a stage placed elsewhere runs a scorer row by row; give fn: module:function"
+        yield "fn", "a service runs a function row by row; give fn: module:function"
     if stage.policy is not None:
-        yield "policy", "a service works on the rows of all policies; leave policy null"
+        yield "policy", "a service works on rows of all policies; leave policy null"
     if stage.after:
-        yield "after", "a service waits for columns only; leave after empty"
+        yield "after", "a service waits only for columns; remove after"
 
 
 def _check_policy_stages(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
@@ -198,7 +198,7 @@ def _rewritten_batch_columns(seen: dict[int, PipelineStageConfig]) -> Iterator[C
 
 
 def _service_reads(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradiction]:
-    """A service sees the ledger, never what the gang has computed."""
+    """A service reads the ledger, never columns from inside the trainer."""
     inside = {
         column: stage.id
         for stage in seen.values()
@@ -211,9 +211,9 @@ def _service_reads(seen: dict[int, PipelineStageConfig]) -> Iterator[Contradicti
                 edge = Edge(source=inside[column], target=stage.id, columns=(column,))
                 at: KeyPath = ("stages", index, "reads")
                 yield Contradiction(
-                    text=f"stage {stage.id} is placed elsewhere and reads {column}, which stage "
-                    f"{inside[column]} writes in the trainer's gang: {draw_path((edge,))}; place "
-                    "both elsewhere, or neither",
+                    text=f"stage {stage.id} is a service and reads {column}, which stage "
+                    f"{inside[column]} writes inside the trainer: {draw_path((edge,))}; set place "
+                    "for both, or for neither",
                     keys=((*at, position), at),
                 )
 
@@ -226,7 +226,7 @@ def _duplicate_train_stages(seen: dict[int, PipelineStageConfig]) -> Iterator[Co
         if stage.role in first:
             yield Contradiction(
                 text=f"stages {first[stage.role]} and {stage.id} both train the {stage.role}; "
-                "one batch is one version: keep one of them",
+                "a batch makes one version: keep one of them",
                 keys=(("stages", index, "role"), ("stages", index)),
             )
         first.setdefault(stage.role, stage.id)

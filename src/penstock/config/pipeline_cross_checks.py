@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pipeline and the rest of the run file say of each other.
+"""Contradictions between the pipeline and the rest of the run file.
 
-Owns which stages the ledger has in all: those of the dataflow, and those of the pipeline that are
-placed elsewhere; and which settings mean nothing beside own stages. Holds no default and changes no
-value."""
+Owns which key declares each stage that works on rows, and which settings have no effect with custom
+stages. Sets no default and changes no value."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
+from penstock.config.base import Contradiction, KeyPath, unknown
 from penstock.config.builtin_stages import builtin_stage_for
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.config.pipeline_checks import (
@@ -25,7 +24,7 @@ from penstock.config.stages import StageConfig
 from penstock.config.trainer import AlgorithmConfig, TrainingConfig
 
 BUILTIN_GRAPH_KEYS = ("gamma", "lam")
-"""Keys of `algorithm` that are options of a stage, where the stages are written out."""
+"""Keys of `algorithm` that are options of a stage if the file has stages."""
 
 BUILTIN_LOSS_KEYS = (
     "epsilon",
@@ -36,8 +35,8 @@ BUILTIN_LOSS_KEYS = (
     "ratio_against",
     "correction",
 )
-"""Keys of `algorithm` that a loss of one's own takes no notice of. Not `entropy_coef`: above 0 it
-makes the entropy carry a gradient for any loss."""
+"""Keys of `algorithm` that a custom loss ignores. Not `entropy_coef`: above 0, the entropy has a
+gradient with any loss."""
 
 
 def row_stages(config: RunSections) -> list[tuple[KeyPath, StageConfig]]:
@@ -64,9 +63,8 @@ def row_stage_checks(config: RunSections) -> Iterator[Contradiction]:
 
 
 def group_comparer(config: RunSections, policy: str) -> str | None:
-    """Who compares the members of this policy's groups: its algorithm or, where the stages are
-    written out, the one that makes the advantages. None where nobody does, or a function of the
-    user's, of which nothing is known."""
+    """What compares the members of this policy's groups: its algorithm or, if the file has stages,
+    the stage that writes the advantages. None if nothing does, or an unknown custom function."""
     stages = config.pipeline.of_policy(policy) if config.pipeline else ()
     if not stages:
         algorithm = config.for_policy(policy).algorithm
@@ -79,7 +77,7 @@ def group_comparer(config: RunSections, policy: str) -> str | None:
 
 
 def pipeline_cross_checks(config: RunSections) -> Iterator[Contradiction]:
-    """Everything that the pipeline cannot say beside the other sections."""
+    """Every contradiction between the pipeline and other sections."""
     if config.pipeline is None:
         return
     yield from _conflicting_declarations(config)
@@ -87,9 +85,7 @@ def pipeline_cross_checks(config: RunSections) -> Iterator[Contradiction]:
     for index, stage in enumerate(stages):
         at: KeyPath = ("pipeline", "stages", index)
         if stage.policy is not None and stage.policy not in config.models:
-            closest = did_you_mean(stage.policy, tuple(config.models))
-            fix = f'did you mean "{closest}"?' if closest else f"use {' | '.join(config.models)}"
-            text = f"stage {stage.id}: there is no policy {quoted(stage.policy)}; {fix}"
+            text = f"stage {stage.id}: {unknown('policy', stage.policy, config.models)}"
             yield Contradiction(text=text, keys=((*at, "policy"), at))
         if not stage.is_service:
             yield from _missing_columns(config, at, stage)
@@ -113,8 +109,8 @@ def _conflicting_declarations(config: RunSections) -> Iterator[Contradiction]:
         for key in ("reads", "writes", "on"):
             if getattr(stage, key) != getattr(other, key):
                 yield Contradiction(
-                    text=f"stage {stage.id} stands under dataflow.stages too, with other {key}; "
-                    "write the same in both, or take it out there",
+                    text=f"stage {stage.id} is also under dataflow.stages, with other {key}; "
+                    "write the same in both, or remove it there",
                     keys=(("pipeline", "stages", index, key), ("dataflow", "stages", position)),
                 )
 
@@ -122,7 +118,7 @@ def _conflicting_declarations(config: RunSections) -> Iterator[Contradiction]:
 def _missing_columns(
     config: RunSections, at: KeyPath, stage: PipelineStageConfig
 ) -> Iterator[Contradiction]:
-    """Columns that nobody writes for one of the policies that run this stage."""
+    """Columns that no stage writes for one of the policies that run this stage."""
     assert config.pipeline is not None, "the stage is one of its stages"
     writer = {column: other for _, other in row_stages(config) for column in other.writes}
     sent = {column for column, other in writer.items() if other.required}
@@ -156,7 +152,7 @@ def _unsent_column(stage: PipelineStageConfig, column: str, writer: StageConfig 
 
 
 def _redundant_parallel(config: RunSections) -> Iterator[Contradiction]:
-    """Own stages say how they are spread; what stands beside them would be without effect."""
+    """`training.parallel` has no effect if the file has stages."""
     places: list[tuple[KeyPath, TrainingConfig]] = [(("training", "parallel"), config.training)]
     for name, model in config.models.items():
         if model.training is not None:
@@ -164,8 +160,8 @@ def _redundant_parallel(config: RunSections) -> Iterator[Contradiction]:
     for at, training in places:
         if training.parallel.num_ranks > 1:
             yield Contradiction(
-                text="the pipeline has stages of its own, and each says its own parallel; write "
-                "it at the stages that have a model, and take it out here",
+                text="parallel has no effect here because the pipeline has custom stages; write it "
+                "at the stages that have a model, and remove it here",
                 keys=(at, ("training", "parallel")),
             )
             return
@@ -175,7 +171,7 @@ def _stages_by_policy(
     config: RunSections,
 ) -> Iterator[tuple[KeyPath, PipelineStageConfig, PolicyConfig]]:
     """Each stage with every policy whose trainer runs it."""
-    assert config.pipeline is not None, "asked of pipelines only"
+    assert config.pipeline is not None, "only called with a pipeline"
     for index, stage in enumerate(config.pipeline.stages):
         for policy in (stage.policy,) if stage.policy else config.models:
             if policy in config.models:
@@ -183,7 +179,7 @@ def _stages_by_policy(
 
 
 def _missing_columns_for_loss(config: RunSections) -> Iterator[Contradiction]:
-    """Columns that the algorithm's own loss cannot do without."""
+    """Columns that the algorithm's built-in loss needs."""
     for at, stage, policy in _stages_by_policy(config):
         if (stage.type, stage.role, stage.fn) != ("train", "actor", None):
             continue
@@ -193,7 +189,9 @@ def _missing_columns_for_loss(config: RunSections) -> Iterator[Contradiction]:
         if algorithm.beta > 0:
             needed["reference_logprobs"] = f"beta {algorithm.beta:g} weighs the distance to"
         if algorithm.needs_proximal:
-            needed["proximal_logprobs"] = f"the loss of {algorithm.name}, as set, compares with"
+            needed["proximal_logprobs"] = (
+                f"the loss of {algorithm.name} with these settings compares with"
+            )
         for column, why in needed.items():
             if column not in stage.reads:
                 fix = ", or set algorithm.beta: 0.0" if why.startswith("beta") else ""
@@ -204,32 +202,32 @@ def _missing_columns_for_loss(config: RunSections) -> Iterator[Contradiction]:
 
 
 def _conflicting_teacher(config: RunSections) -> Iterator[Contradiction]:
-    """The stage asks the model that stands beside it; `algorithm.teacher` is for the built-in
-    graph, and must not say otherwise."""
+    """`algorithm.teacher` is for the built-in graph; a stage has its own `model`, and the two must
+    agree."""
     for at, stage, policy in _stages_by_policy(config):
         teacher = policy.algorithm.teacher
-        is_asked = (stage.type, stage.role, stage.fn) == ("infer", "teacher", None)
-        if teacher is None or not is_asked or stage.model == teacher:
+        is_builtin_teacher = (stage.type, stage.role, stage.fn) == ("infer", "teacher", None)
+        if teacher is None or not is_builtin_teacher or stage.model == teacher:
             continue
-        asked = f"asks {stage.model}" if stage.model else "has no model and asks the policy's own"
+        used = f"uses {stage.model}" if stage.model else "has no model and uses the policy"
         yield Contradiction(
-            text=f"stage {stage.id} {asked}, so that algorithm.teacher would be without effect; "
+            text=f"stage {stage.id} {used}, so algorithm.teacher has no effect; "
             f"write model: {teacher} at the stage",
             keys=((*at, "model"), at),
         )
 
 
 def _ineffective_settings(config: RunSections) -> Iterator[Contradiction]:
-    """Numbers of the algorithm that nothing reads. What its name stands for is not written."""
-    assert config.pipeline is not None, "asked of pipelines only"
+    """Settings of the algorithm that nothing reads; its presets do not count as written."""
+    assert config.pipeline is not None, "only called with a pipeline"
     for name, model in config.models.items():
         algorithm = config.for_policy(name).algorithm
         at: KeyPath = ("models", name, "algorithm") if model.algorithm else ("algorithm",)
         for key, why in _ineffective_keys(algorithm, config.pipeline.of_policy(name)):
             yield Contradiction(
-                text=f"{why}, and {key} would be without effect here; write options: "
+                text=f"{why}, so {key} has no effect here; write options: "
                 f"{{{key}: {getattr(algorithm, key)}}} at that stage, if its function takes it, "
-                "and take it out here",
+                "and remove it here",
                 keys=((*at, key), ("algorithm", key)),
             )
 
@@ -238,15 +236,15 @@ def _ineffective_keys(
     algorithm: AlgorithmConfig, stages: Sequence[PipelineStageConfig]
 ) -> Iterator[tuple[str, str]]:
     for key in _written(algorithm, BUILTIN_GRAPH_KEYS):
-        yield key, "the pipeline has a stage of its own that makes the advantages"
+        yield key, "the pipeline has a custom stage that writes the advantages"
     for stage in stages:
         if (stage.type, stage.role) == ("train", "actor") and stage.fn is not None:
             for key in _written(algorithm, BUILTIN_LOSS_KEYS):
-                yield key, f"stage {stage.id} has a loss of its own"
+                yield key, f"stage {stage.id} has a custom loss"
 
 
 def _written(algorithm: AlgorithmConfig, keys: Sequence[str]) -> Iterator[str]:
-    """Keys with another value than they have by themselves; a resolved file writes all of them."""
+    """Keys whose value is not the default; a resolved file has all keys."""
     preset = algorithm.declaration.preset
     for key in keys:
         default = type(algorithm).model_fields[key].default
@@ -255,7 +253,7 @@ def _written(algorithm: AlgorithmConfig, keys: Sequence[str]) -> Iterator[str]:
 
 
 def _untrained_policies(config: RunSections) -> Iterator[Contradiction]:
-    assert config.pipeline is not None, "asked of pipelines only"
+    assert config.pipeline is not None, "only called with a pipeline"
     for name in config.models:
         policy_stages = config.pipeline.of_policy(name)
         if not any(stage.type == "train" and stage.role == "actor" for stage in policy_stages):
@@ -266,21 +264,21 @@ def _untrained_policies(config: RunSections) -> Iterator[Contradiction]:
 
 
 def _untrained_critic(config: RunSections) -> Iterator[Contradiction]:
-    """Only training gives a critic the head that says values."""
+    """Only a trained critic has a value head."""
     asking = [
         (at, stage, policy.name)
         for at, stage, policy in _stages_by_policy(config)
         if (stage.type, stage.role, stage.fn) == ("infer", "critic", None)
     ]
-    assert config.pipeline is not None, "asked of pipelines only"
+    assert config.pipeline is not None, "only called with a pipeline"
     for at, stage, name in asking:
         policy_stages = config.pipeline.of_policy(name)
         if not any(
             (sibling.type, sibling.role) == ("train", "critic") for sibling in policy_stages
         ):
             yield Contradiction(
-                text=f"stage {stage.id} asks the critic for {', '.join(stage.writes)}, and no "
-                f"stage trains that of policy {name}; add one with type: train, role: critic and "
-                f"reads: [turns, {', '.join(CRITIC_COLUMNS)}], or give fn",
+                text=f"stage {stage.id} uses the critic for {', '.join(stage.writes)}, but no "
+                f"stage trains the critic of policy {name}; add one with type: train, role: critic "
+                f"and reads: [turns, {', '.join(CRITIC_COLUMNS)}], or give fn",
                 keys=((*at, "role"), at),
             )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The resolved config as a run keeps it: its text, its digest, and what changed between two.
+"""The resolved config as a run stores it: its text, its digest, and changes between two configs.
 
-Owns the stored form, the meaning of "the same config", and the list of what may change on the way.
-Reads and writes no file."""
+Owns the stored form, the meaning of "the same config", and the list of keys that may change on
+resume. Reads and writes no file."""
 
 import hashlib
 import json
@@ -28,21 +28,21 @@ def run_dir(config: RunConfig) -> Path:
 
 
 def dump(config: RunConfig) -> str:
-    """The resolved config as YAML; reading it gives an equal config, but for the password of its
+    """The resolved config as YAML; reading it gives an equal config, except for the password of the
     store."""
     return OmegaConf.to_yaml(OmegaConf.create(_escape_interpolation(_public_values(config))))
 
 
 def digest(config: RunConfig) -> str:
-    """Equal for two configs that describe the same run: only what may change freely differs."""
+    """Equal for two configs that differ only in keys which may change on resume."""
     text = json.dumps(identity(config), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def identity(config: RunConfig) -> dict[str, str]:
-    """What a run is, by key: it cannot go on when one of these changes, unless somebody says so.
-    A learning rate that falls is one over so many steps: with more of them, or fewer, every step
-    has another."""
+    """The keys that identify a run: it does not resume if one of them changed, unless the user
+    accepts the change. A learning rate schedule includes the number of steps, because the rate of
+    every step depends on it."""
     flat_values = _flat_values(config)
     for path, shape in flat_values.items():
         if path[-2:] == ("training", "lr_scheduler_type") and shape != _CONSTANT:
@@ -55,7 +55,7 @@ def identity(config: RunConfig) -> dict[str, str]:
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
-    """Every key that changed, free or not; empty if none did."""
+    """Every key that changed, whether it may change or not."""
     before, after = (
         {path_text(path): text for path, text in _flat_values(config).items()}
         for config in (old, new)
@@ -64,7 +64,7 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def changed(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """What makes one identity differ from another: one `path.to.key: old -> new` per key."""
+    """The differences between two identities: one `path.to.key: old -> new` per key."""
     return [
         f"{key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
         for key in {**old, **new}
@@ -73,14 +73,14 @@ def changed(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
 
 def may_change_on_resume(path: KeyPath) -> bool:
-    """Whether a run may go on with another value of this key."""
+    """Whether a run may resume with another value of this key."""
     return any(_matches(path, pattern) for pattern in MUTABLE_ON_RESUME)
 
 
 def _matches(path: KeyPath, pattern: tuple[str, ...]) -> bool:
-    begins = path[: len(pattern)]
-    return len(begins) == len(pattern) and all(
-        want in ("*", have) for want, have in zip(pattern, begins, strict=True)
+    start = path[: len(pattern)]
+    return len(start) == len(pattern) and all(
+        expected in ("*", part) for expected, part in zip(pattern, start, strict=True)
     )
 
 
@@ -104,20 +104,20 @@ MUTABLE_ON_RESUME: tuple[tuple[str, ...], ...] = (
     ("launcher",),
     ("report_to",),
 )
-"""What a resumed run may change without being told: how long it goes on, how many work on it, how
-long they may take and what is kept; never what is learned from what. A `*` stands for any name, and
-a section for all of its keys. Where the learning rate falls over the steps, they are part of it."""
+"""Keys that may change on resume without confirmation: duration, scale, time limits and retention;
+never what is learned, or from what. `*` matches any name, and a section all of its keys. With a
+learning rate schedule, the number of steps is part of the identity."""
 
 
 def _flat_values(config: RunConfig) -> dict[KeyPath, str]:
-    """All that says what the run is; `output_dir` only says where, and a run may be moved."""
+    """All values except `output_dir`, because a run may be moved."""
     values = _public_values(config)
     del values["output_dir"]
     return dict(_flatten(values, ()))
 
 
 def _public_values(config: RunConfig) -> dict[str, Any]:
-    """What anybody who reads the run's folder may know."""
+    """The values without secrets, for the run folder."""
     values = config.model_dump(mode="json")
     values["dataflow"]["store"] = without_password(config.dataflow.store)
     return values
@@ -135,7 +135,7 @@ def _flatten(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _escape_interpolation(value: Any) -> Any:
-    """Text that holds `${` literally, written so that reading does not resolve it again."""
+    """Escape a literal `${`, so that reading does not resolve it."""
     if isinstance(value, dict):
         return {
             key: _escape_interpolation(child) for key, child in cast(dict[str, Any], value).items()

@@ -37,8 +37,8 @@ from penstock.errors import ConfigError
 def _run_name(value: str) -> str:
     if not all(NAME.fullmatch(part) for part in value.split(".")) or len(value) > 100:
         raise ValueError(
-            f"{quoted(value)} does not fit; it names the run folder: use up to 100 letters, "
-            "digits, _, - and single dots, starting with a letter or digit"
+            f"{quoted(value)} is not a valid run name (it names the run folder); use up to 100 "
+            "letters, digits, _, - and single dots, starting with a letter or digit"
         )
     return value
 
@@ -54,20 +54,20 @@ def _report_to(value: object) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
-    """Everything that holds for one policy, after its own settings have won."""
+    """The effective settings of one policy."""
 
     name: str
     """The policy."""
     model: ModelConfig
     """Its entry in the file."""
     algorithm: AlgorithmConfig
-    """Its algorithm in force."""
+    """Its effective algorithm."""
     training: TrainingConfig
-    """Its training in force."""
+    """Its effective training."""
     sampling: SamplingConfig
     """How its tokens are sampled."""
     rules: tuple[RuleConfig, ...]
-    """Its rules in force, hook by hook, defaults included."""
+    """Its effective rules, hook by hook, defaults included."""
 
 
 class RunSections(Section):
@@ -76,7 +76,7 @@ class RunSections(Section):
     name: Annotated[str, AfterValidator(_run_name)]
     """Names the run and its folder."""
     output_dir: Annotated[str, AfterValidator(non_blank)] = "outputs"
-    """Holds the run folders; relative to the working directory."""
+    """Folder of the run folders; relative to the working directory."""
     launcher: Annotated[
         Literal["local"], one_of("local", planned=("ray", "kubernetes", "slurm"))
     ] = "local"
@@ -84,7 +84,7 @@ class RunSections(Section):
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seeds everything random in the run."""
     deterministic: bool = False
-    """Make the whole run a function of config and data, killed or not, on one node or many: batches
+    """Make the run a function of config and data, with crashes, on any number of nodes: batches
     in order of issue, a fixed lag of max_staleness, one answer at a time in each engine. Slow."""
     models: Annotated[Mapping[Name, ModelConfig], non_empty()]
     """One entry per policy."""
@@ -98,27 +98,27 @@ class RunSections(Section):
         ]
         | None
     ) = None
-    """What scores a trajectory; null when the workflow does it itself."""
+    """What scores a trajectory; null if the workflow does."""
     dataflow: DataflowConfig = DataflowConfig()
     """The dataflow service."""
     sampling: SamplingConfig = SamplingConfig()
     """How tokens are sampled."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
-    """The algorithm of every policy that names no other."""
+    """The algorithm of every policy without another."""
     training: TrainingConfig
-    """The training of every policy that names no other."""
+    """The training of every policy without another."""
     weights: WeightsConfig = WeightsConfig()
-    """Weights on their way to the nodes."""
+    """How weights reach the nodes."""
     pipeline: PipelineConfig | None = None
-    """What trainers do with a batch, as a graph of stages; null: the algorithm's own."""
+    """What trainers do with a batch, as a graph of stages; null: the algorithm's graph."""
     eval: Annotated[None, only_supported(None, "leave eval null")] = None
-    """Scored runs beside training; not served yet."""
+    """Evaluations during training; not supported yet."""
     report_to: Annotated[
         tuple[str, ...],
         Field(strict=False),
         BeforeValidator(_report_to),
     ] = ()
-    """Trackers beside metrics.jsonl; none is served yet."""
+    """Trackers in addition to metrics.jsonl; none is supported yet."""
 
     @model_validator(mode="before")
     @classmethod
@@ -139,11 +139,11 @@ class RunSections(Section):
 
     @property
     def session_source(self) -> SourceConfig | None:
-        """The one through which agents from outside come, if they may."""
+        """The source of sessions of external agents, if there is one."""
         return next((source for source in self.sources if source.session is not None), None)
 
     def for_policy(self, name: str) -> PolicyConfig:
-        """What holds for this policy: its own settings where it has any, else the shared ones."""
+        """The settings of this policy: its own where it has any, else the shared ones."""
         if name not in self.models:
             raise ConfigError(unknown("policy", name, self.models))
         model = self.models[name]
@@ -163,7 +163,7 @@ class RunSections(Section):
 
 
 def _with_inherited_keys(entry: Any, whole: Mapping[str, Any]) -> Any:
-    """A model's entry with the keys that its own sections leave out."""
+    """A model's entry, completed with the keys that its own sections leave out."""
     if not isinstance(entry, Mapping):
         return entry
     completed = dict(cast(Mapping[str, Any], entry))
@@ -177,8 +177,8 @@ def _with_inherited_keys(entry: Any, whole: Mapping[str, Any]) -> Any:
 
 
 def _own_minibatches(entry: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """A policy's own training where its own algorithm stands for other mini-batches than the shared
-    one does, or where it has own training anyway."""
+    """A policy's own training, if it has any or if its algorithm has another default number of
+    minibatches than the shared one."""
     sections = {name: entry.get(name) or whole.get(name) for name in ("algorithm", "training")}
     own, shared = (with_minibatches(given).get("training") for given in (sections, whole))
     return {"training": own} if entry.get("training") or own != shared else {}

@@ -37,7 +37,7 @@ def _task(value: str) -> str:
         fix = f"name the module alone: {value.partition(':')[0]}"
     else:
         fix = "use a module like penstock.tasks.reverse or a path ending in .jsonl"
-    raise ValueError(f"{quoted(value)} names no source of tasks; {fix}")
+    raise ValueError(f"{quoted(value)} does not name a source of tasks; {fix}")
 
 
 def _workflow(value: str) -> str:
@@ -48,42 +48,42 @@ def _workflow(value: str) -> str:
 
 
 class SessionConfig(Section):
-    """Sessions of agents outside the run, which come to `penstock gateway` when they like."""
+    """Sessions of external agents, which connect to `penstock gateway` at any time."""
 
     reward_deadline_s: float = Field(default=3600.0, gt=0)
-    """Seconds from the opening of a session in which its reward must come."""
+    """Seconds from the start of a session in which its reward must arrive."""
     idle_s: float = Field(default=600.0, gt=0)
-    """Seconds without a call after which a session has ended."""
+    """Seconds without a call after which a session ends."""
     default_reward: float | None = Field(default=None, ge=-1e9, le=1e9)
-    """Reward of a session for which none came in time; null: it is never trained."""
+    """Reward of a session that got none in time; null: it is never trained."""
 
 
 class SourceConfig(Section):
-    """A named, ordered supplier of tasks, or the door for agents from outside."""
+    """A named, ordered supplier of tasks, or sessions of external agents."""
 
     name: Name
     """Names the source in ids and metrics."""
     task: Annotated[str, AfterValidator(_task)] | None = None
     """A module with tasks, or a .jsonl file, relative to the working directory."""
     session: SessionConfig | None = None
-    """Instead of tasks: sessions of agents outside the run, each a group of one."""
+    """Instead of tasks: sessions of external agents, each a group of one."""
     weight: float = Field(default=1.0, gt=0)
     """Share of this source in the mix, relative to the others."""
     limit: PositiveInt | None = None
-    """Use the first tasks only, so many; all when null."""
+    """Use only this many tasks, the first ones; null for all."""
 
     @model_validator(mode="after")
     def _check_single_supply(self) -> Self:
         if (self.task is None) is (self.session is None):
             raise ValueError(
                 f"source {self.name} needs either task: (a module or a .jsonl file) or session: "
-                "({} for sessions of agents from outside)"
+                "({} for sessions of external agents)"
             )
         return self
 
 
 class CommandWorkflow(Section):
-    """A program of any kind, trained through the gateway's address in its environment."""
+    """Any program, trained through the gateway whose address is in its environment."""
 
     command: Annotated[tuple[str, ...], Field(strict=False), non_empty()]
     """The program and its arguments, without a shell."""
@@ -98,4 +98,4 @@ WorkflowConfig = Annotated[
     | Annotated[CommandWorkflow, Tag("<mapping>")],
     Discriminator(_workflow_kind),
 ]
-"""A shipped name, `module:function`, or a command."""
+"""A built-in name, `module:function`, or a command."""

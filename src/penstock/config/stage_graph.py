@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.plugins import did_you_mean, quoted
+from penstock.plugins import quoted, suggest
 
 
 class GraphStage(Protocol):
@@ -119,8 +119,7 @@ def unknown_reads(
     for index, stage in enumerate(stages):
         for position, column in enumerate(stage.reads):
             if column not in known:
-                closest = did_you_mean(column, sorted(known))
-                fix = f'did you mean "{closest}"?' if closest else "add a stage that writes it"
+                fix = suggest(column, sorted(known), "add a stage that writes it")
                 drawing = draw_path((Edge(source="?", target=stage.id, columns=(column,)),))
                 text = f"stage {stage.id} reads {column}, which no stage writes: {drawing}; {fix}"
                 yield GraphProblem(index=index, key=("reads", position), text=text)
@@ -132,8 +131,7 @@ def unknown_after(stages: Sequence[GraphStage]) -> Iterator[GraphProblem]:
     for index, stage in enumerate(stages):
         for position, name in enumerate(stage.after):
             if name not in known:
-                closest = did_you_mean(name, known)
-                fix = f'did you mean "{closest}"?' if closest else f"use {' | '.join(known)}"
+                fix = suggest(name, known, f"use {' | '.join(known)}")
                 text = f"stage {stage.id} waits for the unknown stage {quoted(name)} "
                 text += f"({name}? ─► {stage.id}); {fix}"
                 yield GraphProblem(index=index, key=("after", position), text=text)

@@ -42,15 +42,15 @@ class StageConfig(Section):
     reads: Columns
     """Columns a row must have before the stage gets it."""
     writes: Columns
-    """Columns it adds, each once and for ever."""
+    """Columns it adds, each written once."""
     on: Annotated[Literal["delivered", "admitted"], one_of("delivered", "admitted")] = "delivered"
-    """Which rows it works on: all that were delivered, or only those of admitted groups."""
+    """Rows it works on: all delivered ones, or only rows of admitted groups."""
     deadline_s: float = Field(default=600.0, gt=0)
-    """Seconds a row waits for its columns; then they are failed(overdue)."""
+    """Seconds a row waits for its columns before they fail as overdue."""
     ttl_s: float = Field(default=12.0, gt=0)
     """Seconds a worker may hold a row without a heartbeat."""
     max_attempts: PositiveInt = 3
-    """Attempts at one row before its columns are failed."""
+    """Attempts at one row before its columns fail."""
     required: bool = True
     """Trainers wait for its columns; false for a stage whose columns are for other readers."""
 
@@ -66,7 +66,7 @@ class StageConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Over how many ranks a stage's model is spread."""
+    """How many ranks a stage's model is spread over."""
 
     dp: PositiveInt = 1
     """Data-parallel ranks; parameters and optimizer state are sharded over them."""
@@ -75,57 +75,57 @@ class ParallelConfig(Section):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.dp * self.tp
 
 
 class PipelineStageConfig(Section):
-    """One stage: a function over columns of the batch, or of rows when it is placed elsewhere."""
+    """One stage: a function over columns of the batch, or of rows if it runs as a service."""
 
     id: StageName
     """Names the stage in plans, messages and metrics."""
     type: Annotated[Literal["infer", "compute", "train"], one_of("infer", "compute", "train")]
-    """infer runs a model or a scorer, compute a pure function over whole groups, train updates a
-    model."""
+    """infer runs a model or a scorer, compute a pure function over complete groups, train updates
+    a model."""
     role: StageName
-    """Whose part it plays: actor, critic, reference, teacher, reward, advantage, or your own."""
+    """Its role: actor, critic, reference, teacher, reward, advantage, or a custom one."""
     reads: Columns
-    """Columns it needs: `turns` and `reward`, or what other stages write."""
+    """Columns it needs: `turns`, `reward`, or columns that other stages write."""
     writes: Annotated[tuple[Column, ...], Field(strict=False)] = ()
     """Columns it adds, each once; a train stage adds none."""
     rename: Mapping[str, str] = Field(default_factory=dict[str, str])
-    """Columns that fn takes under another name, like {shaped_reward: reward}."""
+    """Columns that fn receives under another name, like {shaped_reward: reward}."""
     after: Annotated[tuple[StageName, ...], Field(strict=False)] = ()
-    """Stages to wait for although nothing flows from them."""
+    """Stages to wait for although no column flows from them."""
     fn: (
         Annotated[
             str, AfterValidator(matching(FUNCTION, "write module:function, like my_dag:shape"))
         ]
         | None
     ) = None
-    """What it runs, as module:function; null: what is shipped for its type and role."""
+    """The function it runs, as module:function; null: the built-in for its type and role."""
     policy: StageName | None = None
-    """Whose trainer runs it; null: every policy's."""
+    """The policy whose trainer runs it; null: all policies."""
     place: Tags | None = None
-    """Tags of the hosts where it runs as a service of its own; null: in the trainer's gang."""
+    """Tags of the hosts where it runs as a separate service; null: in the trainer."""
     parallel: ParallelConfig = ParallelConfig()
     """Ranks of its model."""
     on: Annotated[Literal["delivered", "admitted"], one_of("delivered", "admitted")] = "delivered"
-    """Rows that a service works on: all that were delivered, or only those of admitted groups."""
+    """Rows that a service works on: all delivered ones, or only rows of admitted groups."""
     options: Mapping[str, Any] = Field(default_factory=dict[str, Any], validate_default=True)
-    """Keyword arguments of fn beside the columns."""
+    """Keyword arguments of fn in addition to the columns."""
     model: str | None = None
-    """Initial weights of its model (reference, critic, teacher, reward); null: the policy's."""
+    """Initial weights of its model (reference, critic, teacher, reward); null: as the policy."""
 
     @field_validator("options")
     @classmethod
     def _check_builtin_options(
         cls, options: Mapping[str, Any], info: ValidationInfo
     ) -> Mapping[str, Any]:
-        """Options of what is ours; those of the user's function are in its signature."""
+        """Check options of built-in stages; a custom function declares its own in its signature."""
         written = info.data
         if not {"type", "role", "fn"} <= written.keys():
-            return options  # one of them is wrong itself
+            return options  # one of them is invalid
         builtin = builtin_stage_for(written["type"], written["role"], written["fn"])
         if builtin is not None:
             check_options(builtin, options)
@@ -133,9 +133,9 @@ class PipelineStageConfig(Section):
 
     @property
     def is_service(self) -> bool:
-        """A consumer of the ledger, on hosts of its own."""
+        """Whether it is a separate service that consumes the ledger."""
         return self.place is not None
 
     def to_stage_config(self) -> StageConfig:
-        """The stage of the dataflow that stands for this service."""
+        """This service as a stage of the dataflow."""
         return StageConfig(name=self.id, reads=self.reads, writes=self.writes, on=self.on)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The password in a store's URL: told apart from the address, so that no file of a run keeps it.
+"""The password in a store's URL: separated from the address, so that no file of a run has it.
 
-Owns where a password may stand in a URL. Stores nothing; a service gets the password from its
+Owns where a URL may have a password. Stores nothing; a service gets the password from its
 environment."""
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 PASSWORD_ENV = "PGPASSWORD"
-"""Where PostgreSQL's own tools look for it too."""
+"""The variable that PostgreSQL's own tools read too."""
 _KEY = "password"
 
 
 def password_in(store: str) -> str:
-    """Empty when the URL has none, and for a store that is no URL."""
+    """The password; empty if the URL has none, or if the store is not a URL."""
     parts = urlsplit(store)
     return unquote(parts.password or "") or dict(parse_qsl(parts.query)).get(_KEY, "")
 
 
 def without_password(store: str) -> str:
-    """The same address; a URL without a password stays as it is written."""
+    """The same address without its password; other URLs are returned unchanged."""
     if not password_in(store):
         return store
     parts = urlsplit(store)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of weights on their way from trainers to nodes."""
+"""Settings of weight transfer from trainers to nodes."""
 
 from typing import Annotated, Literal
 
@@ -12,18 +12,18 @@ def _read_mirror(value: object) -> object:
     if value == "" or (isinstance(value, str) and is_url(value, *OBJECT_STORES, "file")):
         return value
     raise ValueError(
-        f"{quoted(value)} names no object store; write s3://bucket/run, gs://… or az://…"
+        f"{quoted(value)} does not name an object store; write s3://bucket/run, gs://… or az://…"
     )
 
 
 class WeightsConfig(Section):
-    """How versions are kept and travel."""
+    """How versions are stored and transferred."""
 
     transfer: Annotated[Literal["auto", "delta", "full"], one_of("auto", "delta", "full")] = "auto"
-    """What nodes fetch: auto takes what is there sooner by the measured speed of the link, delta
-    what changed whenever that is smaller, full always whole files."""
+    """What nodes fetch: auto picks the faster one by the measured speed of the link, delta fetches
+    changes whenever they are smaller, full always fetches complete files."""
     mirror: Annotated[str, BeforeValidator(_read_mirror)] = ""
-    """Object storage that is kept equal to the store, for relays far away: s3://bucket/run, with a
-    prefix for this run alone. Credentials come from the environment."""
+    """Object storage that mirrors the store, for remote relays: s3://bucket/run, with a prefix for
+    this run only. Credentials come from the environment."""
     anchor_every: int = Field(default=25, ge=1, le=32)
-    """So many versions apart the store keeps one whole; the others between are made from deltas."""
+    """The store keeps one complete version in this many; the others are rebuilt from deltas."""

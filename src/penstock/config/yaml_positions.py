@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of a YAML text: where each key stands, and what the text may not contain.
+"""Lines of a YAML text: the position of each key, and what the text may not contain.
 
 Owns the refusal of duplicate keys, explicit tags, self-references and texts too deep or too large
-to be a config. Knows no schema; it never constructs a value from the text."""
+to be a config. Knows no schema, and never constructs a value from the text."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from penstock.config.base import KeyPath, quoted
 MAX_DEPTH = 32
 """Deepest nesting; the schema needs seven levels."""
 MAX_NODES = 100_000
-"""Most nodes once aliases are written out, so that a short text cannot stand for a huge one."""
+"""Largest number of nodes after expanding aliases, so that a short text cannot become huge."""
 
 _STR = "tag:yaml.org,2002:str"
 _MERGE = "tag:yaml.org,2002:merge"
@@ -23,31 +23,31 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YamlProblem:
-    """Something that no schema needs to be asked about."""
+    """A problem that does not depend on the schema."""
 
     line: int
     """Line in the text, from 1."""
     path: KeyPath
-    """The key concerned; empty when the text as a whole is."""
+    """The key concerned; empty for the full text."""
     text: str
-    """What is wrong and the cure."""
+    """What is wrong and how to fix it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPositions:
-    """Where each key of a text stands."""
+    """The line of each key of a text."""
 
     lines: Mapping[KeyPath, int]
-    """Line of each key and list item, from 1; the empty path is the text's first."""
+    """Line of each key and list item, from 1; the empty path is the first line of the text."""
     problems: tuple[YamlProblem, ...]
     """Why the text cannot be read, in order of lines."""
     is_mapping: bool
     """Whether the text is one mapping at its top."""
     is_empty: bool
-    """Whether there is nothing but comments."""
+    """Whether there are only comments."""
 
     def line_of(self, path: KeyPath) -> int:
-        """Line of a key, or of the nearest thing above it that is written."""
+        """Line of a key, or of its nearest parent that is written."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
@@ -115,13 +115,13 @@ def _syntax(error: yaml.YAMLError) -> YamlProblem:
 
 
 def _is_text(key: yaml.ScalarNode) -> bool:
-    """Text as a key; `on` is a key of stages, although YAML takes it for a truth value."""
+    """Text as a key; `on` is a key of stages, although YAML reads it as a boolean."""
     return key.tag == _STR or key.value == "on"
 
 
 @dataclass(slots=True)
 class _NodeVisitor:
-    """One pass over the nodes, aliases written out."""
+    """One pass over the nodes, with aliases expanded."""
 
     lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
     problems: list[YamlProblem] = field(default_factory=list[YamlProblem])

@@ -6,7 +6,6 @@ Reads task modules and JSONL files, and derives task keys from content. Knows no
 
 from __future__ import annotations
 
-import importlib
 import json
 import struct
 import time
@@ -19,6 +18,7 @@ from typing import Any, cast
 from blake3 import blake3
 
 from penstock.errors import ConfigError
+from penstock.plugins import load_module
 from penstock.types import JsonObject, Task
 from penstock.wire.codec import encode
 
@@ -138,11 +138,9 @@ def open_source(name: str, where: str, *, weight: float = 1.0, limit: int | None
 
         return Source(name=name, weight=weight, make=from_rows, limit=limit, num_distinct=len(rows))
     try:
-        module = importlib.import_module(where)
-    except ImportError as error:
-        raise ConfigError(
-            f"source {name!r}: cannot import task module {where!r}: {error}"
-        ) from error
+        module = load_module(where)
+    except ConfigError as error:
+        raise ConfigError(f"source {name!r}: {error}") from error.__cause__
     make = getattr(module, "make_task", None)
     if not callable(make):
         raise ConfigError(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Task sets that need no download. Each module offers `make_task(ordinal, seed)` and a reward."""
+"""Task sets without a download. Each module has `make_task(ordinal, seed)` and a reward."""

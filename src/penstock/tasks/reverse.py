@@ -11,13 +11,13 @@ LETTERS = "abcdefghij"
 
 
 def make_task(ordinal: int, seed: int) -> dict[str, Any]:
-    """Task number `ordinal` of the endless stream that `seed` names."""
+    """Task number `ordinal` of the endless stream for `seed`."""
     letters = "".join(random.Random(f"{seed}/{ordinal}").choices(LETTERS, k=3))
     return {"prompt": f"{letters}>", "answer": letters[::-1]}
 
 
 def reward(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """Share of positions that are right."""
+    """Share of correct positions."""
     return [
         sum(a == b for a, b in zip(text, truth, strict=False)) / len(truth)
         for text, truth in zip(completions, answer, strict=True)

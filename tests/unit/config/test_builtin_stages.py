@@ -37,17 +37,17 @@ def credit(name: str, options: str, reads: str = "reward") -> str:
     [
         (credit("step_advantage", "{how: weight}", "reward, length"), "how",
          'is not one of weighted | return | shaping | min | outcome; did you mean "weighted"?'),
-        (credit("group_advantage", "{std_ddof: one}"), "std_ddof", "must be a whole number"),
+        (credit("group_advantage", "{std_ddof: one}"), "std_ddof", "expected an integer"),
         (ADVANTAGE.replace("type", "options: {std_ddof: 2}, type"), "std_ddof", "at most 1"),
         (credit("role_advantage", "{leave_one_ot: true}"), "leave_one_ot",
          'is not an option of the built-in stage (leave_one_out); did you mean "leave_one_out"?'),
         (credit("role_advantage", "{leave_one_out: 1}"), "leave_one_out", "true or false"),
-        (credit("discounted_advantage", "{discount: x}"), "discount", "must be a number"),
+        (credit("discounted_advantage", "{discount: x}"), "discount", "expected a number"),
         (credit("discounted_advantage", "{}"), "discount", "missing required key"),
         (OVERLONG.replace("9,", "9, how: maskk,"), "how", 'did you mean "mask"?'),
         (OVERLONG.replace("margin: 3", "margin: 10"), "margin", "must be within the 9"),
         (OVERLONG.replace("margin: 3", "margin: 0"), "margin", "must be greater than 0"),
-        (OVERLONG.replace("margin: 3", "margin: '3'"), "margin", "so remove the quotes"),
+        (OVERLONG.replace("margin: 3", "margin: '3'"), "margin", "; remove the quotes"),
     ],
 )  # fmt: skip
 def test_options_that_a_shipped_function_would_refuse_at_its_first_batch(
@@ -61,7 +61,7 @@ def test_options_that_a_shipped_function_would_refuse_at_its_first_batch(
 
 @pytest.mark.parametrize(
     ("rate", "expected_text"),
-    [("fast", '"fast" is text; must be a number'), ("-1", "must be at least 0")],
+    [("fast", 'expected a number, got text ("fast")'), ("-1", "must be at least 0")],
 )
 def test_the_learning_rate_of_a_critic_is_a_number(
     load_stages: LoadStages, rate: str, expected_text: str
@@ -83,7 +83,7 @@ def test_what_is_shipped_writes_all_its_columns(load_stages: LoadStages, how: st
     assert load_stages(long, advantage, TRAIN)
     message = load_error(load_stages, long.replace(", excluded", ""), advantage, TRAIN)
     assert (
-        "run.yaml:27: pipeline.stages[0].writes: stage long: what is shipped for it writ" in message
+        "run.yaml:27: pipeline.stages[0].writes: stage long: the built-in for it writes " in message
     )
     assert "set writes: [shaped_reward, excluded]" in message
     named = long.replace("role: overlong", f"role: own, fn: '{STAGE_FUNCTIONS_MODULE}:overlong'")
@@ -107,7 +107,7 @@ def test_groups_of_one_with_a_critic_under_any_loss(load_stages: LoadStages, nam
     told = (SINGLE_GENERATION.format(name), NO_RULES)
     assert load_stages(*stages, overrides=told).algorithm.num_generations == 1
     message = load_error(load_stages, PROXIMAL, ADVANTAGE, train, overrides=told)
-    assert "algorithm.num_generations: stage advantage compares the members of a grou" in message
+    assert "algorithm.num_generations: stage advantage needs at least two generations" in message
     own = ADVANTAGE.replace("type", "fn: 'm:credit', type", 1)
     assert load_stages(PROXIMAL, own, train, overrides=told), "nothing is known of it"
 
@@ -115,7 +115,7 @@ def test_groups_of_one_with_a_critic_under_any_loss(load_stages: LoadStages, nam
 def test_no_group_of_one_has_a_spread(load_stages: LoadStages) -> None:
     told = (SINGLE_GENERATION.format("ppo"),)
     message = load_error(load_stages, VALUES, GAE, TRAIN_CRITIC, TRAIN, overrides=told)
-    assert "reward-spread drops every group without spread, and one of 1 has none" in message
+    assert "reward-spread needs at least two generations per group, got 1" in message
 
 
 def test_sessions_with_stages_of_ones_own(load_stages: LoadStages) -> None:
@@ -123,7 +123,7 @@ def test_sessions_with_stages_of_ones_own(load_stages: LoadStages) -> None:
     told = (live, NO_RULES, "algorithm={name: grpo}")
     assert load_stages(VALUES, GAE, TRAIN_CRITIC, TRAIN, overrides=told).session_source
     message = load_error(load_stages, ADVANTAGE, TRAIN, overrides=told)
-    assert "stage advantage compares the members of a group, and a session is a group of" in message
+    assert "stage advantage compares the members of a group, but a session is a group of" in message
     assert f"give it fn: {STAGE_FUNCTIONS_MODULE}:batch_advantage" in message
     assert load_stages(credit("batch_advantage", "{}"), TRAIN, overrides=told)
 

@@ -165,15 +165,15 @@ def test_overrides_win_in_order(example: str, load_text: LoadText) -> None:
         ("trainng.steps=3", "trainng: ", 'did you mean "training"?'),
         ("models.policy.trainng.steps=3", "models.policy.trainng: ", 'did you mean "training"?'),
         ("sources[0].tsk.a=1", "sources[0].tsk: ", "unknown key"),
-        ("training.steps=many", "training.steps: ", "must be a whole number"),
+        ("training.steps=many", "training.steps: ", "expected an integer"),
         ("training.steps=", "training.steps: ", "null"),
         ("steps=5", "steps: ", 'did you mean "training.steps"?'),
         ("training.minibatches=65", "training.minibatches: ", "set minibatches <= 64"),
         ("training={steps: 1, groups_per_batch: 1, minibatches: 2}", "training.minibatches: ", ""),
         ("algorithm.num_generations=1", "algorithm.num_generations: ", ">= 2"),
         ("models.second.replicas=1", "models.second.init: ", "missing required key"),
-        ("sources.3.weight=1", "sources.3.weight: ", "no such place in the file"),
-        ("sources.x.weight=1", "sources.x.weight: ", "no such place in the file"),
+        ("sources.3.weight=1", "sources.3.weight: ", "no such key in the file"),
+        ("sources.x.weight=1", "sources.x.weight: ", "no such key in the file"),
         ("seed", "", "write a dotted key"),
         ("=5", "", "write a dotted key"),
         ("a..b=5", "", "write a dotted key"),
@@ -243,7 +243,7 @@ def test_empty_file(text: str, load_text: LoadText) -> None:
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "hello\n", "3\n", "[]"])
 def test_not_a_mapping(text: str, load_text: LoadText) -> None:
-    assert load_error(load_text, text).startswith("run.yaml:1: must be a mapping at its top")
+    assert load_error(load_text, text).startswith("run.yaml:1: the top level must be a mapping")
 
 
 @pytest.mark.parametrize(

@@ -92,12 +92,12 @@ def test_a_pipeline_is_kept_as_it_was_written(load_stages: LoadStages) -> None:
         (
             (ADVANTAGE, SHAPE.replace("READS", "reward").replace("fn: 'm:shape', ", ""), TRAIN),
             "run.yaml:28: pipeline.stages[1].role: ",
-            "stage shape: nothing is shipped for type compute and role shaping; give fn",
+            "stage shape: there is no built-in for type compute and role shaping; give fn",
         ),
         (
             (ADVANTAGE.replace("writes: [advantage]", "writes: [credit]"), TRAIN),
             "run.yaml:27: pipeline.stages[0].writes: ",
-            "what is shipped for it writes advantage, not credit",
+            "the built-in for it writes advantage, not credit",
         ),
         (
             (ADVANTAGE, TRAIN.replace("reads", "options: {lr: 1}, reads")),
@@ -112,12 +112,12 @@ def test_a_pipeline_is_kept_as_it_was_written(load_stages: LoadStages) -> None:
         (
             (SHAPE.replace("READS", "reward").replace("type", "rename: {x: y}, type"), TRAIN),
             "run.yaml:27: pipeline.stages[0].rename: ",
-            "x is renamed and not read",
+            "x is renamed but not read",
         ),
         (
             (ADVANTAGE, TRAIN.replace("role", "policy: polici, role")),
             "run.yaml:28: pipeline.stages[1].policy: ",
-            'there is no policy "polici"; did you mean "policy"?',
+            'unknown policy "polici"; did you mean "policy"?',
         ),
     ],
 )  # fmt: skip
@@ -162,8 +162,8 @@ def test_a_critic_reads_values_and_returns(load_stages: LoadStages) -> None:
 
 def test_a_critic_that_nobody_trains_says_nothing(load_stages: LoadStages) -> None:
     message = load_error(load_stages, VALUES, GAE, TRAIN)
-    assert "run.yaml:27: pipeline.stages[0].role: stage values asks the critic for val" in message
-    assert "no stage trains that of policy policy; add one with type: train, role: c" in message
+    assert "run.yaml:27: pipeline.stages[0].role: stage values uses the critic for val" in message
+    assert "no stage trains the critic of policy policy; add one with type: train" in message
     own = VALUES.replace("role: critic", "role: critic, fn: 'm:values'")
     assert load_stages(own, GAE, TRAIN).pipeline is not None
 
@@ -171,9 +171,7 @@ def test_a_critic_that_nobody_trains_says_nothing(load_stages: LoadStages) -> No
 def test_the_critic_of_another_policy_says_nothing_here(example: str, load_text: LoadText) -> None:
     own = TRAIN_CRITIC.replace("type", "policy: a, type")
     message = load_error(two_policies(example, load_text), VALUES, GAE, own, TRAIN)
-    assert (
-        "stage values asks the critic for values, and no stage trains that of policy b" in message
-    )
+    assert "stage values uses the critic for values, but no stage trains the critic of" in message
     assert "policy a" not in message
     shared = two_policies(example, load_text)(VALUES, GAE, TRAIN_CRITIC, TRAIN)
     assert shared.pipeline is not None
@@ -207,16 +205,16 @@ def test_a_loss_around_the_start_of_the_step_reads_it(
     assert load_stages(look, ADVANTAGE, train, overrides=(f"algorithm={algorithm}",))
 
 
-# --- what would be without effect -----------------------------------------------------------------
+# --- settings without effect ----------------------------------------------------------------------
 
 
 def test_the_teacher_is_the_stages_model(load_stages: LoadStages) -> None:
     message = load_error(load_stages, TEACHER, ADVANTAGE, TRAIN_WITH_TEACHER, overrides=OPD)
-    assert "stage teacher has no model and asks the policy's own, so that algorithm.t" in message
+    assert "stage teacher has no model and uses the policy, so algorithm.teacher has no" in message
     assert "write model: builtin:tiny-qwen3 at the stage" in message
     other = TEACHER.replace("role", "model: other, role")
     message = load_error(load_stages, other, ADVANTAGE, TRAIN_WITH_TEACHER, overrides=OPD)
-    assert "stage teacher asks other, so that algorithm.teacher would be without" in message
+    assert "stage teacher uses other, so algorithm.teacher has no effect" in message
     own = TEACHER.replace("role", "fn: 'm:teach', role")
     assert load_stages(own, ADVANTAGE, TRAIN_WITH_TEACHER, overrides=OPD)
 
@@ -224,7 +222,7 @@ def test_the_teacher_is_the_stages_model(load_stages: LoadStages) -> None:
 def test_numbers_of_the_algorithm_that_are_options_of_stages(load_stages: LoadStages) -> None:
     ppo = "algorithm={name: ppo, beta: 0.0, gamma: 1.0, lam: 0.5}"
     message = load_error(load_stages, VALUES, GAE, TRAIN_CRITIC, TRAIN, overrides=(ppo,))
-    assert "algorithm.lam: the pipeline has a stage of its own" in message
+    assert "algorithm.lam: the pipeline has a custom stage" in message
     assert "write options: {lam: 0.5} at that stage" in message and "algorithm.gamma" not in message
 
 
@@ -232,8 +230,8 @@ def test_beside_an_own_loss_no_ratio_is_set(load_stages: LoadStages) -> None:
     own = TRAIN.replace("type: train", "type: train, fn: 'm:loss'")
     chosen = "algorithm={ratio_against: proximal, correction: {}}"
     message = load_error(load_stages, ADVANTAGE, own, overrides=(chosen,))
-    assert "ratio_against would be without effect" in message
-    assert "correction would be without effect" in message
+    assert "ratio_against has no effect" in message
+    assert "correction has no effect" in message
 
 
 @pytest.mark.parametrize("key", ["epsilon", "epsilon_high", "delta", "beta"])
@@ -242,7 +240,7 @@ def test_numbers_of_the_algorithm_beside_a_loss_of_ones_own(
 ) -> None:
     told = (f"algorithm.{key}={3.0 if key == 'delta' else 0.3}",)
     message = load_error(load_stages, ADVANTAGE, OWN_LOSS, overrides=told)
-    assert f"algorithm.{key}: stage train has a loss of its own, and {key} would be with" in message
+    assert f"algorithm.{key}: stage train has a custom loss, so {key} has no" in message
     if key != "beta":
         assert load_stages(ADVANTAGE, TRAIN, overrides=told)
 
@@ -253,7 +251,7 @@ def test_what_a_name_stands_for_is_not_refused_beside_own_stages(load_stages: Lo
         assert parse(dump(config), origin="config.yaml") == config, "where all keys are written"
     own = "models.policy.algorithm={name: m2po, tau: 0.5}"
     message = load_error(load_stages, ADVANTAGE, OWN_LOSS, overrides=(own,))
-    assert "tau would be without effect here" in message
+    assert "tau has no effect here" in message
 
 
 @pytest.mark.parametrize(
@@ -261,12 +259,12 @@ def test_what_a_name_stands_for_is_not_refused_beside_own_stages(load_stages: Lo
     [
         (ADVANTAGE, "model: x", "compute stages run no model"),
         (TRAIN, "model: x", "the actor is the policy itself"),
-        (VALUES, "model: x", "the critic is the one in training"),
-        (VALUES, "fn: 'm:f', model: x", "it runs fn, which loads what it needs itself"),
-        (ADVANTAGE, "parallel: {dp: 4}", "it runs a function on every rank's own rows"),
-        (VALUES, "fn: 'm:f', parallel: {tp: 2}", "it runs a function on every rank's own rows"),
+        (VALUES, "model: x", "the critic is the one being trained"),
+        (VALUES, "fn: 'm:f', model: x", "it runs fn, which loads its own model"),
+        (ADVANTAGE, "parallel: {dp: 4}", "it runs a function on each rank's rows"),
+        (VALUES, "fn: 'm:f', parallel: {tp: 2}", "it runs a function on each rank's rows"),
         (TRAIN, "rename: {advantage: credit}", "models and losses take columns by their own names"),
-        (VALUES, "on: admitted", "it sees whole batches"),
+        (VALUES, "on: admitted", "it works on complete batches"),
     ],
 )
 def test_settings_of_what_a_stage_does_not_have(
@@ -277,7 +275,7 @@ def test_settings_of_what_a_stage_does_not_have(
         stages = [ADVANTAGE, TRAIN]
     stages[stages.index(stage)] = stage.replace("type", f"{key}, type", 1)
     message = load_error(load_stages, *stages)
-    assert expected_text in message and "would be without effect" in message
+    assert expected_text in message and "has no effect" in message
 
 
 def test_models_that_stages_do_have(load_stages: LoadStages) -> None:
@@ -289,19 +287,18 @@ def test_models_that_stages_do_have(load_stages: LoadStages) -> None:
 
 def test_what_is_far_from_the_trainer_cannot_have_what_is_inside(load_stages: LoadStages) -> None:
     reading = SCORE.replace("[turns]", "[turns, advantage]")
-    assert (
-        "score is placed elsewhere and reads advantage, which stage advantage writes in the "
-        in (load_error(load_stages, ADVANTAGE, reading, TRAIN))
+    assert "score is a service and reads advantage, which stage advantage writes inside the " in (
+        load_error(load_stages, ADVANTAGE, reading, TRAIN)
     )
     critic = SCORE.replace("role: reward", "role: critic")
     assert "the critic's weights change with every batch" in load_error(
         load_stages, ADVANTAGE, critic, TRAIN
     )
     compute = SCORE.replace("type: infer", "type: compute")
-    assert "compute stages see whole groups, and a service single rows" in load_error(
+    assert "compute stages need complete groups, and a service gets single rows" in load_error(
         load_stages, ADVANTAGE, compute, TRAIN
     )
-    assert "runs a scorer row by row; give fn" in load_error(
+    assert "runs a function row by row; give fn" in load_error(
         load_stages, ADVANTAGE, SCORE.replace("fn: 'm:score', ", ""), TRAIN
     )
 
@@ -309,7 +306,7 @@ def test_what_is_far_from_the_trainer_cannot_have_what_is_inside(load_stages: Lo
 @pytest.mark.parametrize("where", ["training", "models.policy.training"])
 def test_own_stages_say_how_they_are_spread(load_stages: LoadStages, where: str) -> None:
     message = load_error(load_stages, ADVANTAGE, TRAIN, overrides=(f"{where}.parallel.dp=2",))
-    assert "each says its own parallel; write it at the stages" in message
+    assert "parallel has no effect here because the pipeline has custom stages" in message
     spread = TRAIN.replace("role: actor", "role: actor, parallel: {dp: 2}")
     assert load_stages(ADVANTAGE, spread).pipeline is not None
 
@@ -330,7 +327,7 @@ def test_the_ledger_judges_a_service_as_any_of_its_stages(load_stages: LoadStage
     message = load_error(load_stages, late, ADVANTAGE, TRAIN, overrides=("reward=null",))
     assert "stage score: admission depends on reward" in message
     twice = SCORE.replace("[score]", "[reward]")
-    assert "the nodes score with penstock.tasks.reverse:reward already" in load_error(
+    assert "the nodes already score with penstock.tasks.reverse:reward" in load_error(
         load_stages, twice, ADVANTAGE, TRAIN
     )
 
@@ -342,7 +339,7 @@ def test_an_entry_of_the_dataflow_gives_a_service_its_deadline(load_stages: Load
     message = load_error(
         load_stages, SCORE, ADVANTAGE, TRAIN, overrides=(entry.replace("[score]", "[mark]"),)
     )
-    assert "stage score stands under dataflow.stages too, with other writes" in message
+    assert "stage score is also under dataflow.stages, with other writes" in message
 
 
 def test_trainers_are_not_sent_columns_that_they_do_not_require(load_stages: LoadStages) -> None:
@@ -472,7 +469,7 @@ def test_every_name_has_a_preset_and_grpo_stays_plain(example: str, load_text: L
         ("grpo", ", tau: 0.1", "tau belongs to m2po, and the algorithm is grpo"),
         ("m2po", ", tau: null", "m2po needs tau"),
         ("opd", "", "opd needs teacher"),
-        ("rloo", ", num_generations: 1", "a group of 1 has none to compare"),
+        ("rloo", ", num_generations: 1", "needs at least two generations per group, got 1"),
         ("gspo", ", epsilon: 0.2, epsilon_high: 0.2", "set epsilon and epsilon_high <= 0.01"),
         ("grpo", ", lam: 0.95", "lam belongs to ppo"),
         ("dapo", ", epsilon: 0.3", "epsilon_high 0.28, the default of dapo, is"),

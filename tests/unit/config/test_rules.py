@@ -59,7 +59,7 @@ def test_replay_with_a_zero_bound_is_refused(own: str, example: str, load_text: 
     shared = "[]" if "replay" in own else "[{replay: newest}]"
     overrides = ["training.max_staleness=0", f"dataflow.rules={shared}"]
     overrides.append(f"models.policy.dataflow={own}")
-    with pytest.raises(ConfigError, match="nothing it trained on may be served again; set max_s"):
+    with pytest.raises(ConfigError, match="so nothing can be replayed; set max_s"):
         load_text(example, overrides)
     given = [text.replace("newest", "newest, max_staleness: 2") for text in overrides]
     assert load_text(example, given).training.max_staleness == 0

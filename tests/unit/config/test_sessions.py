@@ -38,10 +38,10 @@ def test_runs_without_sessions_have_no_such_source(example: str, load_text: Load
     ("old", "new", "expected_text"),
     [
         ("name: reinforce", "name: grpo", "set algorithm.name: reinforce"),
-        ("rules: [", "rules: [{admit: reward-spread}, ", "take the rule out"),
+        ("rules: [", "rules: [{admit: reward-spread}, ", "remove the rule"),
         ("closing: complete", "closing: survivors(2)", "set closing: complete"),
         (LIVE, f"{LIVE}\n{LIVE.replace('live', 'more')}", "one source of sessions"),
-        ("ttl_s: 12", "ttl_s: 12, schedule_to_close_s: 60", "leave it null"),
+        ("ttl_s: 12", "ttl_s: 12, schedule_to_close_s: 60", "set it to null"),
         ("session: {", "task: a.b, session: {", "needs either task:"),
         ("reward_deadline_s: 60", "reward_deadline_s: 0", "greater than 0"),
     ],

@@ -9,7 +9,6 @@ by the word in a config: a name, a URL, or a class of the user's own.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import threading
 from bisect import bisect_right
@@ -29,6 +28,7 @@ from penstock.dataflow.ledger.payloads import (
 )
 from penstock.dataflow.ledger.segments import HEADER, MAGIC, Location, PlacedPayload
 from penstock.errors import ConfigError, StoreError
+from penstock.plugins import load_function
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -50,14 +50,13 @@ def open_payloads(store: str, folder: Path) -> PayloadStore:
 
 
 def _load_user_store(store: str, folder: Path) -> PayloadStore:
-    module, _, name = store.partition(":")
     try:
-        kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        kind = load_function(store)  # a class, or a function that makes a store
+    except ConfigError as error:
         raise ConfigError(
             f"payload store {store!r} cannot be loaded: {error}; "
             "write segments, memory, a URL such as s3://bucket/run, or module:Class"
-        ) from error
+        ) from error.__cause__
     made = kind(folder)
     wanted = ("durability", "place", "append", "read", "sizes", "delete")
     if missing := [name for name in wanted if not hasattr(made, name)]:

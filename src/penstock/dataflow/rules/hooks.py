@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The six hooks at which a rule decides, and the one at which it may learn.
 
-A rule is built as `Rule(state, **options)`. `state` is its whole memory: text keys, JSON values.
-A changed value is assigned anew (`state[key] = value`), never altered in place and never deleted:
-the host stores assigned keys in the same commit as the fact that changed them. Keys that begin
-with # are the host's.
+A custom rule is built as `Class(state, **options)`. `state` is its entire memory: text keys, JSON
+values. To change a value, assign it (`state[key] = value`); never modify it in place or delete it:
+assigned keys are stored in the same commit as the fact that changed them. Keys that start with #
+are reserved.
 
-Rules of mix and curate exist once per run; those of the other hooks once per policy."""
+Rules of mix and curate exist once per run; rules of the other hooks once per policy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.types import (
 
 class Mix(Protocol):
     def pick(self, sources: Sequence[SourceShare], draw: RandomDraw) -> str:
-        """Which source next? `sources` are those with tasks left, in declared order."""
+        """Which source next? `sources` have tasks left, and are in declared order."""
         ...
 
 
@@ -38,8 +38,8 @@ class Curate(Protocol):
 
 class Admit(Protocol):
     def judge(self, group: JudgedGroup) -> DropReason | None:
-        """May this closed group enter? None lets it in. Remember nothing here: another rule may
-        still refuse; `learn` tells the verdict."""
+        """May this closed group enter? None admits it. Remember nothing here: another rule may
+        still refuse; `learn` receives the verdict."""
         ...
 
 
@@ -52,24 +52,24 @@ class Select(Protocol):
 class Replay(Protocol):
     @property
     def ratio(self) -> float:
-        """Share of a batch that may be served again, in groups, rounded down."""
+        """Share of a batch that may be replayed, in groups, rounded down."""
         ...
 
     @property
     def max_uses(self) -> int:
-        """Batches that one group may be in, its first one included."""
+        """Batches that one group may be in, including the first."""
         ...
 
     @property
     def max_staleness(self) -> int | None:
-        """Bound for what is served again; None for the policy's own."""
+        """Versions a replayed group may be behind; None for the policy's bound."""
         ...
 
     def choose(
         self, pool: Sequence[Candidate], count: int, draw: RandomDraw
     ) -> Sequence[Candidate]:
-        """Up to `count` groups of the pool, each once. The host has left out what is too old or
-        used up."""
+        """Up to `count` groups of the pool, each once. Groups that are too old or used up are
+        already removed."""
         ...
 
 
@@ -81,8 +81,8 @@ class Route(Protocol):
 
 @runtime_checkable
 class LearningRule(Protocol):
-    """Any rule may have this too."""
+    """Any rule may also learn."""
 
     def learn(self, group: JudgedGroup, verdict: DropReason | None) -> None:
-        """Told once per judged group and policy, whatever the verdict (None: admitted)."""
+        """Called once per judged group and policy, whatever the verdict (None: admitted)."""
         ...

@@ -71,7 +71,7 @@ def make_rule(hook: str, name: str, options: Options, state: State) -> Any:
     return rule
 
 
-def _find(hook: str, name: str, label: str) -> type:
+def _find(hook: str, name: str, label: str) -> type[object]:
     if ":" not in name:
         known = builtin_rules()[Hook(hook)]
         if name not in known:
@@ -84,7 +84,7 @@ def _find(hook: str, name: str, label: str) -> type:
         raise ConfigError(f"{label}: {error}") from error
 
 
-def _build(kind: type, options: Options, state: State, label: str) -> object:
+def _build(kind: type[object], options: Options, state: State, label: str) -> object:
     try:
         return kind.build(state, options) if issubclass(kind, Rule) else kind(state, **options)
     except ValidationError as error:
@@ -98,7 +98,7 @@ def _build(kind: type, options: Options, state: State, label: str) -> object:
         ) from error
 
 
-def _option_problem(kind: type, options: Options) -> str:
+def _option_problem(kind: type[object], options: Options) -> str:
     """Why this class cannot be built from a state and these options; empty if it can."""
     if issubclass(kind, Rule):
         required = {name: field.is_required() for name, field in kind.model_fields.items()}
