@@ -7,7 +7,7 @@ rule is one file of this package that defines `RULE`; there is no list of them. 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal, cast, overload
 
@@ -86,7 +86,9 @@ def _find(hook: str, name: str, label: str) -> type[object]:
 
 def _build(kind: type[object], options: Options, state: State, label: str) -> object:
     try:
-        return kind.build(state, options) if issubclass(kind, Rule) else kind(state, **options)
+        if issubclass(kind, Rule):
+            return kind.build(state, options)
+        return cast(Callable[..., object], kind)(state, **options)
     except ValidationError as error:
         problems = [(".".join(map(str, found["loc"])), found["msg"]) for found in error.errors()]
         text = "; ".join(f"{key}: {message}" if key else message for key, message in problems)
