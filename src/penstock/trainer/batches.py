@@ -22,7 +22,7 @@ from blake3 import blake3
 from penstock.errors import StoreError
 from penstock.trainer.ranks.balance import manifest_costs
 from penstock.trainer.ranks.group import RankReductions, SingleRank
-from penstock.trainer.samples import Samples, is_seen, make_samples
+from penstock.trainer.samples import Samples, is_trained_role, make_samples
 from penstock.types import (
     FinishReason,
     Manifest,
@@ -65,7 +65,7 @@ class Roles:
             (index, role)
             for index, row in enumerate(manifest.rows)
             for (made_by, role), _ in row.parts
-            if is_seen(made_by, role, policy, visible_roles)
+            if is_trained_role(made_by, role, policy, visible_roles)
         ]
         names = tuple(sorted({role for _, role in parts}))
         numbers = {name: number for number, name in enumerate(names)}
@@ -219,7 +219,7 @@ def _row_lengths(
         turns = [
             len(turn.sampled_ids) // 4
             for turn in trajectory.turns
-            if is_usable(turn) and is_seen(turn.policy, turn.role, policy, visible_roles)
+            if is_usable(turn) and is_trained_role(turn.policy, turn.role, policy, visible_roles)
         ]
         own[:, index] = _is_truncated(trajectory), max(turns, default=0)
     truncated_R, longest_R = ranks.sum_over_ranks(own)
