@@ -8,10 +8,11 @@ A stage function declares itself once, with the decorator `stage_function` and i
         layout: Layout, *, reward: RowValues, std_ddof: Annotated[int, Field(ge=0, le=1)] = 1
     ) -> Columns: ...
 
-Keywords annotated with an axis are columns it reads; all others are options, with their types,
-bounds and defaults. Built-in functions are the modules of `BUILTIN_PACKAGE`, found by the plug-in
-loader: to add one, add one file. They import no torch, so a run file can be checked without it.
-User functions may carry the same decorator. This module calls no stage function."""
+Keywords annotated with an axis (`RowValues`, `TokenValues` of `trainer.pipeline.layout`) are the
+columns it reads; all others are options, with their types, bounds and defaults. Built-in functions
+are the modules of `BUILTIN_PACKAGE`, found by the plug-in loader: to add one, add one file. They
+import no torch, so that a run file can be checked without it. User functions may carry the same
+decorator. This module calls no stage function."""
 
 from __future__ import annotations
 
@@ -22,8 +23,6 @@ from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from penstock.config.base import (
@@ -51,12 +50,6 @@ class Axis(StrEnum):
     """Each row of the batch, on every rank."""
     TOKEN = "token"
     """Each token of the rows that this rank holds."""
-
-
-RowValues = Annotated[npt.NDArray[np.float64], Axis.ROW]
-"""A column that a stage function reads by row."""
-TokenValues = Annotated[npt.NDArray[np.float64], Axis.TOKEN]
-"""A column that a stage function reads by token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -315,9 +315,9 @@ class TrainingConfig(Section):
 
     def _contradictions(self) -> Iterator[Contradiction]:
         if self.mode is not None and not self._matches_mode:
-            wanted = ">= 1" if self.mode == "async" else str(STALENESS_BY_MODE[self.mode])
+            expected = ">= 1" if self.mode == "async" else str(STALENESS_BY_MODE[self.mode])
             yield Contradiction(
-                text=f"mode {self.mode} means max_staleness {wanted}, not {self.max_staleness}; "
+                text=f"mode {self.mode} means max_staleness {expected}, not {self.max_staleness}; "
                 "remove one of the two",
                 keys=(("max_staleness",), ("mode",)),
             )

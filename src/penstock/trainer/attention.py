@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 PACKED = "penstock_packed"
 SHORT = 16
-"""Rows up to here are of like length whatever they are: a call costs more than their padding."""
+"""Rows up to this length are grouped whatever they are: a call costs more than their padding."""
 MIN_FILL = 0.75
 """Rows of a run are at least this long, relative to its longest."""
 _WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "cache_position", "is_causal"}
@@ -91,13 +91,13 @@ def _attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query, key and value are 1×H×P×D; the answer is 1×P×H×D."""
+    """query, key and value are 1×H×P×D; the result is 1×P×H×D."""
     assert attention_mask is None and query.shape[0] == 1, "samples come packed, in one line"
     given = {name for name, value in others.items() if value is not None}
     if unknown := sorted(given - _WITHOUT_EFFECT):
         raise ConfigError(
             f"{type(module).__name__} needs attention with {', '.join(unknown)}, which packed "
-            "samples do not have: its log-probs would be others. Take a model of plain attention"
+            "samples do not have: its log-probs would be wrong. Use a model with standard attention"
         )
     if not rows.buckets:
         return query.transpose(1, 2), None
@@ -110,8 +110,8 @@ def _attend(
         )
         out = _causal_attention(q, k, v, scaling, sliding_window)
         attended.append(out.transpose(1, 2).flatten(0, 1))
-    whole = attended[0] if len(attended) == 1 else torch.cat(attended)
-    return whole.index_select(0, rows.unbucket_P)[None], None
+    rows_out = attended[0] if len(attended) == 1 else torch.cat(attended)
+    return rows_out.index_select(0, rows.unbucket_P)[None], None
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

@@ -22,7 +22,7 @@ from blake3 import blake3
 from penstock.errors import StoreError
 from penstock.trainer.ranks.balance import manifest_costs
 from penstock.trainer.ranks.group import RankReductions, SingleRank
-from penstock.trainer.samples import Samples, is_seen, make_samples
+from penstock.trainer.samples import Samples, is_trained_role, make_samples
 from penstock.types import (
     FinishReason,
     Manifest,
@@ -65,7 +65,7 @@ class Roles:
             (index, role)
             for index, row in enumerate(manifest.rows)
             for (made_by, role), _ in row.parts
-            if is_seen(made_by, role, policy, visible_roles)
+            if is_trained_role(made_by, role, policy, visible_roles)
         ]
         names = tuple(sorted({role for _, role in parts}))
         numbers = {name: number for number, name in enumerate(names)}
@@ -164,11 +164,11 @@ def assemble(
     columns cover all of them."""
     sizes = [len(group.rows) for group in manifest.groups]
     groups_R = np.repeat(np.arange(len(sizes)), np.array(sizes, np.int64))
-    served = dict(_trajectories(manifest, rows))
+    received = dict(_trajectories(manifest, rows))
     roles = Roles.of(manifest)
     numbers = {name: number for number, name in enumerate(roles.names)}
-    samples = make_samples(served.items(), policy, manifest.visible_roles, numbers)
-    truncated_R, longest_R = _row_lengths(manifest, served, ranks or SingleRank())
+    samples = make_samples(received.items(), policy, manifest.visible_roles, numbers)
+    truncated_R, longest_R = _row_lengths(manifest, received, ranks or SingleRank())
     batch = Batch(
         seq=manifest.seq,
         trains_from=manifest.trains_from,
@@ -179,7 +179,7 @@ def assemble(
         row_columns=_row_columns(manifest, truncated_R),
         longest_R=longest_R,
         roles=roles,
-        nodes={index: _boot_key(trajectory) for index, trajectory in served.items()},
+        nodes={index: _boot_key(trajectory) for index, trajectory in received.items()},
     )
     return _with_token_columns(batch, rows, manifest)
 
@@ -208,18 +208,18 @@ def _trajectories(
 
 
 def _row_lengths(
-    manifest: Manifest, served: Mapping[int, Trajectory], ranks: RankReductions
+    manifest: Manifest, received: Mapping[int, Trajectory], ranks: RankReductions
 ) -> tuple[Floats, Ints]:
     """(whether each row was truncated, tokens of its longest turn), reduced over the ranks that
     hold the rows. A missing row counts as one turn."""
     policy, visible_roles = PolicyName(manifest.consumer), manifest.visible_roles
     lengths_R = np.array([manifest.tokens(row) for row in manifest.rows], np.int64)
     own = np.zeros((2, lengths_R.size))
-    for index, trajectory in served.items():
+    for index, trajectory in received.items():
         turns = [
             len(turn.sampled_ids) // 4
             for turn in trajectory.turns
-            if is_usable(turn) and is_seen(turn.policy, turn.role, policy, visible_roles)
+            if is_usable(turn) and is_trained_role(turn.policy, turn.role, policy, visible_roles)
         ]
         own[:, index] = _is_truncated(trajectory), max(turns, default=0)
     truncated_R, longest_R = ranks.sum_over_ranks(own)

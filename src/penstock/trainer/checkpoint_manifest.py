@@ -90,9 +90,9 @@ class Checkpoint:
         return open_state([self.folder / name for name in state_names(self.state.num_ranks)])
 
 
-def weights_name(beside: Iterable[str]) -> str:
+def weights_name(other_names: Iterable[str]) -> str:
     """The name of the weights file, given the names of the others."""
-    return ADAPTER_WEIGHTS if ADAPTER_CONFIG in beside else WEIGHTS
+    return ADAPTER_WEIGHTS if ADAPTER_CONFIG in other_names else WEIGHTS
 
 
 def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs that an older penstock wrote down, as this one would have.
+"""Upgrades configs that an older penstock recorded.
 
-Owns what is made of keys that there were not then. Compares nothing."""
+Owns the values of keys that did not exist then. Compares nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _is_now(saved: str | None, text: str) -> bool:
 
 
 def _defaults(config: RunConfig, absent: Set[str]) -> dict[str, str]:
-    """What the config is without these keys; empty where it is none without them."""
+    """The config without these keys; empty if it is invalid without them."""
     try:
         rest = RunConfig.model_validate(_without(config.model_dump(mode="json"), (), absent))
     except ValidationError:

@@ -20,7 +20,7 @@ def select_device(local_rank: int = 0) -> torch.device:
         raise ConfigError(
             f"rank {local_rank} of this host has no GPU: there are {num_devices}; lower "
             "training.parallel, start ranks on more hosts, or show more of them in "
-            "CUDA_VISIBLE_DEVICES (empty: train on the processor)"
+            "CUDA_VISIBLE_DEVICES (empty: train on the CPU)"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

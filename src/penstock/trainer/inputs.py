@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From samples to what one forward pass takes: micro-batches and their packed tensors.
+"""From samples to the inputs of a forward pass: micro-batches and their packed tensors.
 
 All reshaping is vectorised NumPy; tensors appear only at the end.
 
@@ -49,7 +49,7 @@ class Inputs:
     advantages_K: Tensor
     sequences_K: Tensor
     weights_K: Tensor
-    """What each token's loss is multiplied with."""
+    """The factor of each token's loss."""
     staleness_K: Tensor
     temperature_K: Tensor | None
     kept: Truncation | None
@@ -218,7 +218,7 @@ def _truncation(samples: Samples, token_K: Ints) -> Truncation | None:
 
 
 def trained_tokens(samples: Samples) -> Ints:
-    """How many each sample has."""
+    """Number of trained tokens of each sample."""
     sums = np.concatenate([[0], np.cumsum(samples.mask_T)])
     return sums[samples.ends_S] - sums[samples.starts_S]
 

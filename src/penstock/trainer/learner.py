@@ -251,13 +251,13 @@ def _by_token(loss: TokenLoss, tokens: Tokens) -> TokenLoss:
             f"the loss returned a {type(loss).__name__}; return TokenLoss(loss_K=..., "
             "metrics={}) with one number per trained token"
         )
-    wanted = tokens.logprobs_K.shape
+    expected = tokens.logprobs_K.shape
     for name, values_K in {"loss_K": loss.loss_K, **loss.metrics}.items():
-        if values_K.shape != wanted:
+        if values_K.shape != expected:
             raise ConfigError(
                 f"the loss returned {name} of shape {tuple(values_K.shape)} instead of "
-                f"{tuple(wanted)}: one number per trained token, as in tokens.logprobs_K; take no "
-                "mean and no sum over tokens: algorithm.aggregation does that"
+                f"{tuple(expected)}: one number per trained token, as in tokens.logprobs_K; do not "
+                "average or sum over tokens: algorithm.aggregation does that"
             )
     return loss
 
@@ -301,8 +301,8 @@ def reduce_sums(tallies: Sequence[MetricSums], ranks: RankReductions) -> list[di
         return []
     names = sorted(tallies[0])
     local = np.array([[float(one[name]) for name in names] for one in tallies])
-    whole = ranks.sum_over_ranks(local)
-    return [dict(zip(names, sums, strict=True)) for sums in whole.tolist()]
+    totals = ranks.sum_over_ranks(local)
+    return [dict(zip(names, sums, strict=True)) for sums in totals.tolist()]
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -31,7 +31,7 @@ from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """What an adapter is, apart from its weights."""
+    """An adapter, apart from its weights."""
 
     rank: int
     alpha: int
@@ -44,7 +44,7 @@ class Adapter:
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with an adapter; its own weight is the very parameter of the layer before."""
+    """A linear layer with an adapter; its own weight is the same parameter object as before."""
 
     lora_A: nn.Linear
     lora_B: nn.Linear
@@ -65,10 +65,10 @@ class LoraLinear(nn.Linear):
         return plain + self.scale * self.lora_B(self.lora_A(input)) if self.is_on else plain
 
 
-def attach_adapter(model: PreTrainedModel, folder: Path, wanted: LoraConfig) -> None:
+def attach_adapter(model: PreTrainedModel, folder: Path, config: LoraConfig) -> None:
     """Give the model the adapter of this folder and freeze everything else."""
     adapter = read_adapter(folder)
-    _check_wanted(adapter, wanted, folder)
+    _check_adapter(adapter, config, folder)
     model.requires_grad_(False)
     for name, layer in _layers(model, adapter.targets).items():
         parent, _, own = name.rpartition(".")
@@ -95,7 +95,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def adapter_disabled(model: nn.Module) -> Generator[None]:
-    """Inside, the model is what it was before its adapter."""
+    """Inside the block, the model runs without its adapter."""
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     for layer in layers:
         layer.is_on = False
@@ -106,14 +106,14 @@ def adapter_disabled(model: nn.Module) -> Generator[None]:
             layer.is_on = True
 
 
-def init_adapter(folder: Path, wanted: LoraConfig, seed: int) -> None:
+def init_adapter(folder: Path, config: LoraConfig, seed: int) -> None:
     """Write the adapter of number 0 next to the model in this folder, unless there is one: then the
     policy continues with that."""
     if (folder / ADAPTER_CONFIG).exists():
         return
     model = _meta_model(folder)
-    targets = wanted.targets or tuple({name.rpartition(".")[2] for name in _linears(model)})
-    adapter = Adapter(rank=wanted.rank, alpha=wanted.alpha, targets=tuple(sorted(set(targets))))
+    targets = config.targets or tuple({name.rpartition(".")[2] for name in _linears(model)})
+    adapter = Adapter(rank=config.rank, alpha=config.alpha, targets=tuple(sorted(set(targets))))
     draw = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, layer in sorted(_layers(model, adapter.targets).items()):
@@ -157,9 +157,9 @@ def _peft_config(adapter: Adapter) -> dict[str, Any]:
     }
 
 
-def _check_wanted(adapter: Adapter, wanted: LoraConfig, folder: Path) -> None:
-    is_same = (adapter.rank, adapter.alpha) == (wanted.rank, wanted.alpha)
-    if not is_same or (wanted.targets and {*adapter.targets} != {*wanted.targets}):
+def _check_adapter(adapter: Adapter, config: LoraConfig, folder: Path) -> None:
+    is_same = (adapter.rank, adapter.alpha) == (config.rank, config.alpha)
+    if not is_same or (config.targets and {*adapter.targets} != {*config.targets}):
         raise ConfigError(
             f"{folder} holds an adapter of rank {adapter.rank}, alpha {adapter.alpha} for "
             f"{', '.join(adapter.targets)}, and the config has other values under lora; an adapter "

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TINY_QWEN3 = "builtin:tiny-qwen3"
 WEIGHTS = "model.safetensors"
-"""The one file of weights in every folder that the trainer writes; under an adapter, as it came."""
+"""The one weights file in every folder that the trainer writes; with an adapter, as it came."""
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
 
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -38,7 +38,7 @@ _PAD, _EOS = 0, 1
 _LAYERS, _HIDDEN, _INTERMEDIATE = 2, 64, 128
 _HEADS, _KEY_VALUE_HEADS, _HEAD_DIM = 4, 2, 32  # vLLM on a CPU has no smaller heads
 _INIT_STD = 0.02
-"""Narrower learns sooner and then, on data one version old, is thrown back by single batches."""
+"""A narrower model learns sooner, but on data one version old single batches throw it back."""
 _ROPE_THETA = 100.0
 """Low, because positions are few: more of the 8 frequencies distinguish neighbours."""
 
@@ -87,7 +87,7 @@ def set_config_dtype(folder: Path, name: str) -> None:
 
 
 def static_files(folder: Path) -> list[Path]:
-    """What travels unchanged from the initial model into every snapshot: config, tokenizer, …"""
+    """Files copied unchanged from the initial model into every snapshot: config, tokenizer, …"""
     return sorted(
         path
         for path in folder.iterdir()
@@ -120,7 +120,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 @contextmanager
 def _without_adapter(folder: Path) -> Generator[Path]:
-    """Where PEFT is installed, transformers would put the adapter on by itself."""
+    """Without this, transformers would load the adapter by itself if PEFT is installed."""
     if not has_adapter(folder):
         yield folder
         return
@@ -156,7 +156,7 @@ def _load(folder: Path) -> PreTrainedModel:
     if wrong:
         raise WeightsError(
             f"{folder}: {len(wrong)} tensors are missing or do not have the shape of config.json, "
-            f"first {wrong[0]}; a part drawn at random must not be trained: repair the folder"
+            f"first {wrong[0]}; randomly initialized tensors must not be trained: repair the folder"
         )
     return model
 

@@ -50,8 +50,8 @@ class Models:
         return self._actor.model
 
     def step(self, batch: Batch) -> Stats:
-        """Train on one batch, all stages of it; an empty one, of which every group was lost, is
-        skipped before any of them."""
+        """Train on one batch, through all stages; an empty one, whose groups were all lost, is
+        skipped before any stage."""
         if not batch.groups_R.size:
             values = {"tokens/trained": 0.0, "seconds/train": 0.0}
             return Stats(skipped=SkipReason.NO_TOKENS, values=values)
@@ -66,8 +66,8 @@ class Models:
             return gather(adapter, self._ranks)
         if isinstance(self._ranks, SingleRank):
             return weights_of(self.model)
-        whole = gather(self.model.state_dict(keep_vars=True), self._ranks)
-        return weights_of(self.model, whole) if whole else {}
+        gathered = gather(self.model.state_dict(keep_vars=True), self._ranks)
+        return weights_of(self.model, gathered) if gathered else {}
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What the next step depends on in addition to the actor's weights; with several ranks,

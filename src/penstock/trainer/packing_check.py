@@ -26,7 +26,7 @@ from penstock.trainer.attention import make_attention_layout, use_packed_attenti
 LENGTHS = (5, 12)
 """Lengths of the test samples, packed one after another."""
 MAX_DIFFERENCE = 1e-3
-"""Of log-probs in float32; models that fit stay below a tenth of it."""
+"""Largest difference of log-probs in float32; models that fit stay below a tenth of it."""
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary encodings that depend on the longest sample in the line."""
 _STRIDE = 7919
@@ -35,8 +35,8 @@ _STRIDE = 7919
 
 @torch.no_grad()
 def require_packable(model: PreTrainedModel) -> None:
-    """Refuse a model of which packed samples would be trained on log-probs that are not its own.
-    It has packed attention afterwards."""
+    """Refuse a model whose log-probs change when samples are packed. Installs packed attention in
+    it."""
     _check_rope_type(model)
     ids_P = torch.arange(1, sum(LENGTHS) + 1, device=model.device) * _STRIDE % _vocab_size(model)
     samples = ids_P.split(LENGTHS)
@@ -71,8 +71,8 @@ def _check_rope_type(model: PreTrainedModel) -> None:
 
 def _refused(model: PreTrainedModel, why: str) -> ConfigError:
     return ConfigError(
-        f"{type(model).__name__} cannot be trained packed: {why}; take a model of plain attention, "
-        "such as Qwen3, Llama, Mistral, SmolLM or Phi-3 without longrope"
+        f"{type(model).__name__} cannot be trained packed: {why}; use a model with standard "
+        "attention, such as Qwen3, Llama, Mistral, SmolLM or Phi-3 without longrope"
     )
 
 

@@ -22,7 +22,7 @@ from penstock.types import Manifest, PolicyName, RowPayload
 from penstock.weights.publish import StoredVersion
 
 _REFUSED = -1
-"""The first rank's word for no checkpoint at all."""
+"""Rank 0's value for no checkpoint at all."""
 _MACHINE_METRICS = frozenset({"seconds", "memory"})
 
 
@@ -52,7 +52,7 @@ class RunRecord(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRows:
-    """A record as ranks draw their rows from it."""
+    """A record as ranks fetch their rows from it."""
 
     record: RunRecord
 
@@ -66,7 +66,7 @@ class RecordedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One thing that came out otherwise than it was recorded."""
+    """One value that differs from its record."""
 
     seq: int
     what: str
@@ -84,14 +84,14 @@ class ReplayResult:
     ended_at: Cursor
     differences: Sequence[Difference]
     stored: StoredVersion
-    """The weights that came out."""
+    """The resulting weights."""
 
 
 def check_num_ranks(have: int, trained: int) -> None:
     if have != trained:
         raise StoreError(
             f"{trained} ranks trained this, and {have} would compute it again: sums over other "
-            "parts of a batch are rounded otherwise, so no bits could be compared. Replay it with "
+            "parts of a batch are rounded differently, so bits cannot be compared. Replay it with "
             "as many ranks, as `penstock replay` does"
         )
 
@@ -114,7 +114,7 @@ def choose_start_checkpoint(
 
 
 def _last_before(checkpoints: Checkpoints, number: int) -> Checkpoint:
-    """The newest before this number, if the step was trained under the config of today."""
+    """The newest before this number, if the step was trained under the current config."""
     complete, unusable = checkpoints.scan()
     before = [found for found in complete if found.cursor.number < number]
     if not before:
@@ -124,8 +124,8 @@ def _last_before(checkpoints: Checkpoints, number: int) -> Checkpoint:
             "a step can be computed again only after the oldest of them"
             + (f"\n  these cannot be used:\n{format_unusable(unusable)}" if unusable else "")
         )
-    # A life restores one and trains until it saves the next, which holds that life's config; what
-    # none was saved after was trained under the config of the run.
+    # A process restores one and trains until it saves the next, which records its config; steps
+    # after the last one were trained under the config of the run.
     after = next((found for found in complete if found.cursor.number >= number), None)
     if after is not None and (changes := checkpoints.changes(after)):
         lines = "\n".join(f"    {change}" for change in changes)
@@ -144,7 +144,7 @@ def replay(
     *,
     step: Callable[[Manifest], Stats],
 ) -> tuple[Cursor, list[Difference]]:
-    """Train again from `cursor` until `number`; where that ends, and what differs on the way."""
+    """Train again from `cursor` to `number`; return where that ends, and the differences."""
     found: list[Difference] = []
     while cursor.number < number:
         seq = cursor.seq + 1

@@ -22,7 +22,7 @@ from penstock.types import PolicyName, Trajectory, Turn, is_trainable
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-Seen = Collection[tuple[PolicyName, str]]
+TrainedRoles = Collection[tuple[PolicyName, str]]
 """The (policy, role) pairs whose turns are trained."""
 NO_ROLES: Mapping[str, int] = {}
 
@@ -118,7 +118,7 @@ _CONTEXT = (False, 1.0, 0, 1.0, 0.0)
 def make_samples(
     rows: Iterable[tuple[int, Trajectory]],
     policy: PolicyName,
-    visible_roles: Seen | None = None,
+    visible_roles: TrainedRoles | None = None,
     roles: Mapping[str, int] = NO_ROLES,
 ) -> Samples:
     """Samples of these (manifest index, trajectory) pairs, in their order. `roles` numbers the
@@ -143,18 +143,20 @@ def make_samples(
     return _join(pieces)
 
 
-def is_seen(made_by: PolicyName, role: str, policy: PolicyName, visible_roles: Seen | None) -> bool:
+def is_trained_role(
+    made_by: PolicyName, role: str, policy: PolicyName, visible_roles: TrainedRoles | None
+) -> bool:
     """Whether the trainer of `policy` trains on turns of `made_by` in this role."""
     return made_by == policy if visible_roles is None else (made_by, role) in visible_roles
 
 
-def is_trained(turn: Turn, policy: PolicyName, visible_roles: Seen | None = None) -> bool:
+def is_trained(turn: Turn, policy: PolicyName, visible_roles: TrainedRoles | None = None) -> bool:
     """Whether this policy learns from the turn's answer."""
-    return is_seen(turn.policy, turn.role, policy, visible_roles) and is_trainable(turn)
+    return is_trained_role(turn.policy, turn.role, policy, visible_roles) and is_trainable(turn)
 
 
 def _paths(
-    turns: Sequence[Turn], policy: PolicyName, visible_roles: Seen | None
+    turns: Sequence[Turn], policy: PolicyName, visible_roles: TrainedRoles | None
 ) -> Iterator[tuple[Sequence[int], frozenset[int]]]:
     """Each root-to-leaf path with the turns to train in it, cut after the last of these.
 

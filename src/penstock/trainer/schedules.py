@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The learning rate as a pure function of the version a step trains from.
 
-Nothing to save and nothing to restore: a trainer that comes back finds the same rate."""
+Nothing to save and nothing to restore: a restarted trainer computes the same rate."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Snapshots:
         }
 
     def put(self, weights: Mapping[str, Tensor], number: int) -> StoredVersion:
-        """Store such a copy as a version; publishing it is the ledger's business."""
+        """Store such a copy as a version; the ledger publishes it."""
         folder = self._write(weights)
         self._last = put_snapshot(
             self._store_root,
@@ -97,7 +97,7 @@ class Snapshots:
         return self._last
 
     def collect_garbage(self, in_use: Collection[str], newest: Collection[str]) -> None:
-        """Let go of what the store need not keep: these are the manifests that it must."""
+        """Delete versions from the store, except those of these manifests."""
         delete_unreferenced(self._store_root, in_use, newest, anchor_every=self._anchor_every)
 
     def _write(self, weights: Mapping[str, Tensor]) -> Path:
@@ -122,7 +122,7 @@ _NOT_SERVED = ("trainer.json",)
 
 
 def unchanged_files(folder: Path) -> list[Path]:
-    """What is the same in all versions: the static files, and under an adapter its model."""
+    """Files that are the same in all versions: static ones, and an adapter's base model."""
     return static_files(folder) + _frozen_files(folder)
 
 

@@ -173,30 +173,30 @@ class ShardedState(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.pieces)
 
-    def part(self, name: str, wanted: TensorRegion) -> Tensor:
+    def part(self, name: str, target: TensorRegion) -> Tensor:
         """One region of a tensor, from all files that hold some of it."""
         pieces = self.pieces[name]
         if pieces[0].region is None:
-            return self._own(pieces).read(wanted)
+            return self._own(pieces).read(target)
         made: Tensor | None = None
         num_read = 0
         for piece in pieces:
             assert piece.region is not None, (
                 "every rank writes its region, or every rank the full tensor"
             )
-            intersect = piece.region.intersect(wanted)
+            intersect = piece.region.intersect(target)
             if intersect is None:
                 continue
             found = piece.read(intersect)
-            made = torch.empty(wanted.shape, dtype=found.dtype) if made is None else made
-            made[intersect.slices_in(wanted)] = found
+            made = torch.empty(target.shape, dtype=found.dtype) if made is None else made
+            made[intersect.slices_in(target)] = found
             num_read += found.numel()
-        if num_read != math.prod(wanted.shape):
+        if num_read != math.prod(target.shape):
             raise StoreError(
                 f"{name} is incomplete in {pieces[0].path.parent}: its shards hold {num_read} "
-                f"of {math.prod(wanted.shape)} elements; restore another checkpoint"
+                f"of {math.prod(target.shape)} elements; restore another checkpoint"
             )
-        return torch.empty(wanted.shape) if made is None else made
+        return torch.empty(target.shape) if made is None else made
 
     def for_rank(self, rank: int) -> ShardedState:
         return ShardedState(pieces=self.pieces, rank=rank)

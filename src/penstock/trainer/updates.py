@@ -33,7 +33,7 @@ class Update:
 
     samples: Ints
     weights_T: Floats
-    """What each token's loss is multiplied with."""
+    """The factor of each token's loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class UpdateSpec:
     """Parts of a batch, one update each."""
     weights: LossWeights = field(default_factory=LossWeights)
     correction: Correction | None = None
-    """What of the data is rejected."""
+    """Which data is rejected."""
     needs_advantage: bool = True
     """Whether an update without any advantage has no learning signal; false for a critic or a
     student."""
@@ -55,10 +55,12 @@ def plan_updates(batch: Batch, update_spec: UpdateSpec, ranks: RankReductions) -
     is_kept_T = _survivors(batch, update_spec.correction)
     shares = list(_shares(batch, update_spec.minibatches))
     local = [_count(batch, samples, is_kept_T) for samples in shares]
-    whole = ranks.sum_over_ranks(np.array(local, np.float64)).astype(np.int64)
+    totals = ranks.sum_over_ranks(np.array(local, np.float64)).astype(np.int64)
     return [
         _update(batch, samples, counts, update_spec.weights, is_kept_T)
-        for samples, counts, num_credited in zip(shares, _counts(whole), whole[:, -1], strict=True)
+        for samples, counts, num_credited in zip(
+            shares, _counts(totals), totals[:, -1], strict=True
+        )
         if not counts.is_empty and (num_credited > 0 or not update_spec.needs_advantage)
     ]
 
@@ -70,7 +72,8 @@ def updates_of(num_groups: int, minibatches: int) -> Ints:
 
 
 def _shares(batch: Batch, num_parts: int) -> Iterator[Ints]:
-    """Samples with a token, by part. Of a rank's own rows: one may be empty here and not there."""
+    """Samples with a token, by part. Counts this rank's rows only: a part may be empty here and not
+    on another rank."""
     updates_S = updates_of(batch.num_groups, num_parts)[batch.groups_R[batch.samples.rows_S]]
     has_tokens_S = trained_tokens(batch.samples) > 0
     for update in range(num_parts):
@@ -84,7 +87,7 @@ def _count(batch: Batch, samples: Ints, is_kept_T: Bools | None) -> tuple[int, .
     return (*astuple(counts), int(np.count_nonzero(advantages_of(batch)[token_K])))
 
 
-def _counts(whole: Ints) -> Sequence[Counts]:
+def _counts(totals: Ints) -> Sequence[Counts]:
     return [
         Counts(
             num_tokens=int(one[0]),
@@ -92,7 +95,7 @@ def _counts(whole: Ints) -> Sequence[Counts]:
             num_surviving_tokens=int(one[2]),
             num_surviving_sequences=int(one[3]),
         )
-        for one in whole
+        for one in totals
     ]
 
 

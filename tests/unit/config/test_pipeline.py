@@ -484,11 +484,11 @@ def test_every_name_has_a_preset_and_grpo_stays_plain(example: str, load_text: L
         ("decoupled", ", correction: {}", "count twice; only reject tokens (weighting: none)"),
         ("grpo", ", correction: {low: 3.0, weighting: mask}", "no token is left"),
         ("grpo", ", correction: {low: 0.5}", "low has no effect with weighting truncate"),
-        ("grpo", ", correction: {weighting: none}", "weighting none alone corrects nothing"),
+        ("grpo", ", correction: {weighting: none}", "weighting none by itself corrects nothing"),
         (
             "grpo",
             ", correction: {weighting: none, veto: 1e-4, high: 5.0}",
-            "high has no effect with weighting none; take it out",
+            "high has no effect with weighting none; remove it",
         ),
         ("grpo", ", correction: {sequence: sum}", "set sequence_low or sequence_high"),
     ],

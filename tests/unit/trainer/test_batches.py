@@ -48,7 +48,7 @@ def test_a_row_that_is_gone_changes_nobody_elses_credit() -> None:
 def test_other_bytes_than_sealed_are_refused() -> None:
     sealed = uneven()
     other = replace(sealed.rows[0], payload=uneven().rows[1].payload)
-    with pytest.raises(StoreError, match="other bytes than those"):
+    with pytest.raises(StoreError, match="the bytes received for"):
         assemble(sealed.manifest, [other, *sealed.rows[1:]], POLICY, VOCAB_SIZE)
 
 

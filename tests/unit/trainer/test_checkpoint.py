@@ -202,7 +202,7 @@ def test_a_checkpoint_from_before_they_had_digests_of_themselves_still_counts(
     )
     assert "digest" in json.loads(state.read_bytes())
     state.write_text(json.dumps(old))
-    with pytest.raises(UnusableCheckpoint, match="does not begin with its digest"):
+    with pytest.raises(UnusableCheckpoint, match="does not start with its digest"):
         read_checkpoint_manifest(state.parent)
 
 
@@ -387,7 +387,7 @@ def test_one_that_is_let_go_while_another_run_copies_it_is_named_with_those_left
     first = save(checkpoints, learner, at(1), model_folder)
     for number in (2, 3):
         save(checkpoints, learner, at(number), model_folder)
-    with pytest.raises(StoreError, match=r"step_1 was let go .*choose one .*: step_2, step_3$"):
+    with pytest.raises(StoreError, match=r"step_1 was pruned .*choose one .*: step_2, step_3$"):
         open_checkpoints(tmp_path / "fork").fork_from(first)
 
 

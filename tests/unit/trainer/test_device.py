@@ -37,7 +37,7 @@ def test_without_a_gpu_it_is_the_processor() -> None:
 def test_each_rank_of_a_host_has_a_gpu_of_its_own(two_gpus: list[torch.device]) -> None:
     assert [select_device(rank) for rank in (0, 1)] == two_gpus
     assert two_gpus == [torch.device("cuda:0"), torch.device("cuda:1")]
-    with pytest.raises(ConfigError, match="rank 2 of this host has no GPU of its own"):
+    with pytest.raises(ConfigError, match="rank 2 of this host has no GPU"):
         select_device(2)
 
 

@@ -100,5 +100,5 @@ def test_what_would_be_trained_on_other_log_probs_is_refused(
 
 def test_attention_with_bent_scores_is_refused_however_little_it_shows() -> None:
     model = make_tiny("gemma2", {"query_pre_attn_scalar": 8, "final_logit_softcapping": None})
-    with pytest.raises(ConfigError, match="Gemma2Attention asks for attention with softcap"):
+    with pytest.raises(ConfigError, match="Gemma2Attention needs attention with softcap"):
         require_packable(model)

@@ -5,13 +5,13 @@ One rule for denominators:
 
 - A token that is not trained (prompt, tool output, another policy's, overlong and filtered) is in
   neither numerator nor denominator: it never gets here.
-- A token that a trust region silences (PPO's clip, M2PO) is out of the numerator only.
+- A token that a trust region suppresses (PPO's clip, M2PO) is out of the numerator only.
 - A token rejected as data (engine mismatch) is out of the numerator, and with
-  `Denominator.SURVIVING` out of the denominator, which stays at least half of what it was: few
-  survivors are not blown up.
+  `Denominator.SURVIVING` out of the denominator, which stays at least half of its size: few
+  survivors are not scaled up without bound.
 
-Counts are of a whole update: added over micro-batches and ranks first. A sequence counts if it has
-a token. Pure NumPy.
+Counts are of a complete update: added over micro-batches and ranks first. A sequence counts if it
+has a token. Pure NumPy.
 
 S = sequences, K = trained tokens, sequence after sequence.
 """
@@ -35,9 +35,9 @@ class Aggregation(StrEnum):
     """What is averaged over what."""
 
     TOKEN_MEAN = "token-mean"
-    """Every token counts alike: PPO, DAPO."""
+    """Every token has the same weight: PPO, DAPO."""
     SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
-    """Every sequence counts alike: GRPO as published, GSPO."""
+    """Every sequence has the same weight: GRPO as published, GSPO."""
     SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
     FIXED_CONSTANT = "fixed-constant"
     """Sum over tokens / (sequences × a constant length): Dr.GRPO."""

@@ -44,7 +44,7 @@ def sampling_log_softmax(
 
 
 def _truncated_mask(logits_KV: Tensor, kept: Truncation) -> Tensor:
-    """True for the tokens that min-p and top-k, then top-p over what is left, take away."""
+    """True for the tokens that min-p and top-k, then top-p over the rest, remove."""
     num_tokens = logits_KV.shape[1]
     sorted_KV, order_KV = logits_KV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(num_tokens, device=logits_KV.device)

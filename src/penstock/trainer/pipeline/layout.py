@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.config.builtin_stages import Axis
 from penstock.trainer.advantages.baselines import Moments, moments, normalised
 from penstock.trainer.advantages.credit import Turns, spread_to_tokens
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+RowValues = Annotated[Floats, Axis.ROW]
+"""A column that a stage function reads by row."""
+TokenValues = Annotated[Floats, Axis.TOKEN]
+"""A column that a stage function reads by token."""
 Columns = Mapping[str, Floats]
 """What a stage function returns, by column name."""
 Sum = Callable[[Floats], Floats]

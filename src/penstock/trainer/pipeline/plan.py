@@ -92,11 +92,11 @@ class _HostPool:
         if not self.hosts:
             return []
         fitting = [host for host in self.hosts if set(tags) <= host.tags]
-        wanted = f"{who} needs {_hosts(num_ranks)} tagged {', '.join(tags)}"
+        need = f"{who} needs {_hosts(num_ranks)} tagged {', '.join(tags)}"
         if len(fitting) < num_ranks:
             short = num_ranks - len(fitting)
             raise ConfigError(
-                f"{wanted}, and {len(fitting)} of the {_hosts(len(self.hosts))} have these tags: "
+                f"{need}, and {len(fitting)} of the {_hosts(len(self.hosts))} have these tags: "
                 f"{short} short; tag more under pipeline.hosts, or lower parallel"
             )
         roomy = [host for host in fitting if host.free_bytes >= each_bytes][:num_ranks]
@@ -104,7 +104,7 @@ class _HostPool:
             most = sorted((host.free_bytes for host in fitting), reverse=True)[num_ranks - 1]
             needed, short = size_text(each_bytes), size_text(each_bytes - most)
             raise ConfigError(
-                f"{wanted} with {needed} free on each for its models, and the last of these has "
+                f"{need} with {needed} free on each for its models, and the last of these has "
                 f"{size_text(most)}: {short} short; raise parallel.dp, place a stage elsewhere, "
                 "or use larger hosts"
             )

@@ -193,11 +193,11 @@ def _compute(
     given: dict[str, Floats] = {}
     for keyword, column in keywords(stage).items():
         axis, given[keyword] = column_of(batch, column, stage.id)
-        wanted = declared and declared.reads.get(keyword, declared.extra_reads)
-        if wanted not in (None, axis):
+        required = declared and declared.reads.get(keyword, declared.extra_reads)
+        if required not in (None, axis):
             raise ConfigError(
-                f"stage {stage.id}: {keyword} must be a {wanted} column, and {column} is a {axis} "
-                f"column; read a column with one number per {wanted}"
+                f"stage {stage.id}: {keyword} must be a {required} column, and {column} is a "
+                f"{axis} column; read a column with one number per {required}"
             )
     return function(Layout.of(batch, sum_over_ranks), **given, **stage.options)
 

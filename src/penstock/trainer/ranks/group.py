@@ -182,8 +182,8 @@ class StagedRanks(_WorldBroadcasts):
     def gather_over_ranks(self, terms: Tensor) -> Tensor:
         own = self._group.gather_over_ranks(terms) if self._group else terms
         [length] = self.broadcast_from_rank0([own.numel()])
-        heard = own.cpu() if self._group else own.new_empty(length, device="cpu")
-        return self._broadcast(heard).to(terms.device)
+        received = own.cpu() if self._group else own.new_empty(length, device="cpu")
+        return self._broadcast(received).to(terms.device)
 
     def broadcast_in_tp_group(self, payload: bytes) -> bytes:
         return self._group.broadcast_in_tp_group(payload) if self._group else payload

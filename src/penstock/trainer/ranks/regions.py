@@ -31,7 +31,7 @@ class TensorRegion:
         """The intersection; None if it is empty."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = map(min, self._ends, other._ends)
-        shape = tuple(end - begin for end, begin in zip(ends, offset, strict=True))
+        shape = tuple(end - start for end, start in zip(ends, offset, strict=True))
         is_empty = min(shape, default=1) <= 0
         return (
             None
@@ -42,8 +42,8 @@ class TensorRegion:
     def slices_in(self, other: TensorRegion) -> tuple[slice, ...]:
         """This region's slices in another one that contains it."""
         return tuple(
-            slice(offset - begins, offset - begins + size)
-            for offset, begins, size in zip(self.offset, other.offset, self.shape, strict=True)
+            slice(offset - start, offset - start + size)
+            for offset, start, size in zip(self.offset, other.offset, self.shape, strict=True)
         )
 
     @property
@@ -65,9 +65,9 @@ def region_of(tensor: Tensor) -> TensorRegion | None:
         if not placement.is_replicate():
             dim = int(cast(Any, placement).dim)
             each = -(-shape[dim] // num_parts)
-            begins = min(part * each, shape[dim])
-            offset[dim] += begins
-            shape[dim] = min(each, shape[dim] - begins)
+            start = min(part * each, shape[dim])
+            offset[dim] += start
+            shape[dim] = min(each, shape[dim] - start)
     region = TensorRegion(offset=tuple(offset), shape=tuple(shape), full_shape=tuple(tensor.shape))
     assert region.shape == tuple(tensor.to_local().shape), (
         "this rank holds another region than its placement"

@@ -88,8 +88,8 @@ def repartition(
 ) -> tuple[RowBytes, TransferStats]:
     """This rank's rows in the next stage. Every rank of the group calls it with the same plan."""
     moves = plan_transfers(before, after)
-    wanted = after.rows_of(rank)
-    kept = {row: rows[row] for row in wanted if row in rows}
+    needed = after.rows_of(rank)
+    kept = {row: rows[row] for row in needed if row in rows}
     if not moves:
         return kept, TransferStats()
     outgoing = [move for move in moves if move.source == rank]
@@ -100,7 +100,7 @@ def repartition(
         received_bytes=sum(map(len, received.values())),
     )
     found = kept | received
-    return {row: found[row] for row in wanted}, moved
+    return {row: found[row] for row in needed}, moved
 
 
 def _exchange(

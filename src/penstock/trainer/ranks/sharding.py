@@ -37,26 +37,26 @@ _HEAD_DIM = 2
 """In batch × tokens × heads × width: the dimension that tensor parallelism cuts."""
 
 
-def shard(whole: M, model: PreTrainedModel, ranks: Ranks, device: torch.device = CPU) -> M:
+def shard(root: M, model: PreTrainedModel, ranks: Ranks, device: torch.device = CPU) -> M:
     """Keep this rank's shard of every parameter, on its device; the modules are changed in place.
 
-    `whole` is what is called in a forward pass: the model, or a module around it. With several
+    `root` is what is called in a forward pass: the model, or a module around it. With several
     ranks, layer after layer is moved to the device and cut there, so the device never holds the
     full model. Nothing is sent between ranks: each cuts its own copy."""
     if not isinstance(ranks, RankGroup):
-        return whole.to(device)
+        return root.to(device)
     if ranks.position.parallel.tp > 1:
         styles = _styles(model, ranks.position.parallel.tp)
         parallelize_module(model, ranks.mesh["tp"], styles, src_data_rank=None)
     over_parts = ranks.mesh["dp"]
     for layer in _decoder_layers(model):
         fully_shard(layer, mesh=over_parts)
-    fully_shard(whole, mesh=over_parts)
-    for module in whole.modules():
+    fully_shard(root, mesh=over_parts)
+    for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return whole
+    return root
 
 
 def gather(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
@@ -69,19 +69,19 @@ def gather(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
         names.setdefault(id(tensor), []).append(name)
     kept: dict[str, Tensor] = {}
     for shared in names.values():
-        whole = _whole(tensors[shared[0]].detach())
+        full = _full_tensor(tensors[shared[0]].detach())
         if ranks.position.is_rank0:
-            kept |= dict.fromkeys(shared, whole.cpu())
-        del whole
+            kept |= dict.fromkeys(shared, full.cpu())
+        del full
     return {name: kept[name] for name in tensors if name in kept}
 
 
-def shard_like(whole: Tensor, like: Tensor) -> Tensor:
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
     """This rank's shard of a full tensor that every rank has, placed like another tensor."""
     if not isinstance(like, DTensor):
-        return whole.to(like.device)
+        return full.to(like.device)
     return distribute_tensor(
-        whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+        full.to(like.device), like.device_mesh, like.placements, src_data_rank=None
     )
 
 
@@ -93,7 +93,7 @@ def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
     norms = [
-        _whole(get_total_norm([cast(Tensor, parameter.grad) for parameter in group]))
+        _full_tensor(get_total_norm([cast(Tensor, parameter.grad) for parameter in group]))
         for group in by_mesh.values()
     ]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.tensor(norms))
@@ -102,7 +102,7 @@ def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
     return float(norm)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

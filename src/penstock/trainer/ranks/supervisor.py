@@ -96,7 +96,7 @@ def run_ranks(
         )
         if num_fast_failures >= MAX_FAST_FAILURES:
             _log.error(
-                "ranks keep crashing on startup; giving up", lives=num_fast_failures, code=code
+                "ranks keep crashing on startup; giving up", failures=num_fast_failures, code=code
             )
             return code
         pause_s = min(INITIAL_BACKOFF_S * 2 ** (num_fast_failures - 1), MAX_BACKOFF_S)

@@ -38,28 +38,28 @@ def load_meta_model(folder: Path) -> PreTrainedModel:
 
 
 def load_weight_slices(
-    whole: nn.Module, model: PreTrainedModel, folder: Path, ranks: Ranks, device: torch.device = CPU
+    root: nn.Module, model: PreTrainedModel, folder: Path, ranks: Ranks, device: torch.device = CPU
 ) -> None:
     """Load the content of a sharded meta model; every rank calls it, rank 0 for the others.
 
-    `whole` is the sharded module: the model, or a module around it."""
+    `root` is the sharded module: the model, or a module around it."""
     if not isinstance(ranks, RankGroup):
         return
-    if any(parameter.is_meta for parameter in whole.parameters()):
-        _read(whole, model, folder, device)
-    for buffer in whole.buffers():
+    if any(parameter.is_meta for parameter in root.parameters()):
+        _read(root, model, folder, device)
+    for buffer in root.buffers():
         ranks.broadcast_tensor_from_rank0(buffer)
 
 
 @torch.no_grad()
-def _read(whole: nn.Module, model: PreTrainedModel, folder: Path, device: torch.device) -> None:
+def _read(root: nn.Module, model: PreTrainedModel, folder: Path, device: torch.device) -> None:
     """Tensors that are not in the folder, of an adapter or a head, stay."""
     empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}
-    beside = {n: local(p).clone() for n, p in whole.named_parameters() if not p.is_meta}
-    whole.to_empty(device=device)
-    for name, parameter in whole.named_parameters():
-        if name in beside:
-            local(parameter).copy_(beside[name])
+    existing = {n: local(p).clone() for n, p in root.named_parameters() if not p.is_meta}
+    root.to_empty(device=device)
+    for name, parameter in root.named_parameters():
+        if name in existing:
+            local(parameter).copy_(existing[name])
     files = _files(folder)
     for name, parameter in model.named_parameters():
         if name in empty:

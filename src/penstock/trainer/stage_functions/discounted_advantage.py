@@ -7,10 +7,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from penstock.config.builtin_stages import Axis, RowValues, stage_function
+from penstock.config.builtin_stages import Axis, stage_function
 from penstock.trainer.advantages.baselines import group_advantages
 from penstock.trainer.advantages.credit import discounted, last_turn
-from penstock.trainer.pipeline.layout import Columns, Layout, TrainedTurns
+from penstock.trainer.pipeline.layout import Columns, Layout, RowValues, TrainedTurns
 
 
 @stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True)

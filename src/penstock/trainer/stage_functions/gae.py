@@ -8,9 +8,16 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from penstock.config.builtin_stages import Axis, RowValues, TokenValues, stage_function
+from penstock.config.builtin_stages import Axis, stage_function
 from penstock.trainer.advantages.baselines import final_rewards, last_trained
-from penstock.trainer.pipeline.layout import Columns, Floats, Layout, normalised_over_batch
+from penstock.trainer.pipeline.layout import (
+    Columns,
+    Floats,
+    Layout,
+    RowValues,
+    TokenValues,
+    normalised_over_batch,
+)
 
 
 @stage_function(writes={"advantage": Axis.TOKEN, "returns": Axis.TOKEN}, default_role="critic")

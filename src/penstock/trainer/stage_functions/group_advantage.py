@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from penstock.config.builtin_stages import Axis, RowValues, stage_function
+from penstock.config.builtin_stages import Axis, stage_function
 from penstock.trainer.advantages.baselines import group_advantages
-from penstock.trainer.pipeline.layout import Columns, Layout
+from penstock.trainer.pipeline.layout import Columns, Layout, RowValues
 
 
 @stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True, default_role="advantage")

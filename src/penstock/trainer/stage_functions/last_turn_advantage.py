@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from penstock.config.builtin_stages import Axis, RowValues, stage_function
-from penstock.trainer.pipeline.layout import Columns, Layout
+from penstock.config.builtin_stages import Axis, stage_function
+from penstock.trainer.pipeline.layout import Columns, Layout, RowValues
 from penstock.trainer.stage_functions.discounted_advantage import discounted_advantage
 
 

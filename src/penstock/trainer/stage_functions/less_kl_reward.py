@@ -8,9 +8,9 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from penstock.config.builtin_stages import Axis, RowValues, TokenValues, stage_function
+from penstock.config.builtin_stages import Axis, stage_function
 from penstock.trainer.advantages.baselines import subtract_kl, token_kl
-from penstock.trainer.pipeline.layout import Columns, Layout
+from penstock.trainer.pipeline.layout import Columns, Layout, RowValues, TokenValues
 
 
 @stage_function(writes={"less_kl_reward": Axis.ROW})

@@ -10,9 +10,9 @@ import numpy as np
 from pydantic import PositiveInt
 
 from penstock.config.base import Contradiction, one_of
-from penstock.config.builtin_stages import Axis, RowValues, stage_function
+from penstock.config.builtin_stages import Axis, stage_function
 from penstock.trainer.advantages.overlong import Overlong, OverlongPenalty
-from penstock.trainer.pipeline.layout import Columns, Layout
+from penstock.trainer.pipeline.layout import Columns, Layout, RowValues
 
 How = Annotated[Literal["mask", "punish", "both"], one_of(*Overlong)]
 

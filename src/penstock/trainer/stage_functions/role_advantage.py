@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.config.builtin_stages import Axis, RowValues, stage_function
+from penstock.config.builtin_stages import Axis, stage_function
 from penstock.trainer.advantages.baselines import group_advantages, leave_one_out_advantages
 from penstock.trainer.advantages.credit import by_role
-from penstock.trainer.pipeline.layout import Columns, Layout, TrainedTurns
+from penstock.trainer.pipeline.layout import Columns, Layout, RowValues, TrainedTurns
 
 
 @stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True)

@@ -9,9 +9,9 @@ import numpy as np
 from pydantic import Field
 
 from penstock.config.base import one_of
-from penstock.config.builtin_stages import Axis, RowValues, TokenValues, stage_function
+from penstock.config.builtin_stages import Axis, stage_function
 from penstock.trainer.advantages.credit import Combine, Turns, combine_returns, compare_turns
-from penstock.trainer.pipeline.layout import Columns, Layout, TrainedTurns
+from penstock.trainer.pipeline.layout import Columns, Layout, RowValues, TokenValues, TrainedTurns
 
 How = Annotated[Literal["weighted", "return", "shaping", "min", "outcome"], one_of(*Combine)]
 

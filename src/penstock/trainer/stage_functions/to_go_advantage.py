@@ -7,9 +7,15 @@ from typing import Annotated
 
 from pydantic import Field
 
-from penstock.config.builtin_stages import Axis, RowValues, TokenValues, stage_function
+from penstock.config.builtin_stages import Axis, stage_function
 from penstock.trainer.advantages.baselines import final_rewards, returns_to_go, token_kl
-from penstock.trainer.pipeline.layout import Columns, Layout, normalised_over_batch
+from penstock.trainer.pipeline.layout import (
+    Columns,
+    Layout,
+    RowValues,
+    TokenValues,
+    normalised_over_batch,
+)
 
 
 @stage_function(writes={"advantage": Axis.TOKEN})

@@ -301,7 +301,7 @@ def test_shares_with_a_gap_are_no_tensor(tmp_path: Path) -> None:
     write_shard(tmp_path, 1, 2, StateShard(tensors={"own": second.tensors["own"]}, regions={}))
     state = open_state(paths)
     assert state.part("m", first.regions["m"]).equal(first.tensors["m"])
-    with pytest.raises(StoreError, match=r"m is not whole in .*hold 8 of 12 elements"):
+    with pytest.raises(StoreError, match=r"m is incomplete in .*hold 8 of 12 elements"):
         state["m"]
 
 
