@@ -273,7 +273,7 @@ def test_a_damaged_anchor_spoils_what_is_made_from_it(run: Run, as_json: Any) ->
     code, found = as_json("verify")
     assert code == 1
     assert [damage["version"] for damage in found["damage"]] == [f"policy@{n}" for n in range(4)]
-    assert "delete it and publish the version again" in found["damage"][0]["cure"]
+    assert "delete it and publish the version again" in found["damage"][0]["fix"]
     assert "(from deltas)" in found["damage"][1]["what"]
 
 
