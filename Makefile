@@ -1,7 +1,7 @@
 # The verbs of this repository. CI runs the same ones, and nothing else: see .ci/run.
 #
 #   make setup          .venv with all that the tests need; does nothing when nothing changed
-#   make check          format, lint, types, imports, forbidden calls, spelling
+#   make check          format, lint, types, imports, cycles, forbidden calls, words, spelling, files
 #   make test           unit, contract and simulated tests, on a CPU
 #   make e2e            the whole system as processes, small configs, and one full demo
 #   make e2e-long       the end-to-end tests too slow for CI
@@ -9,6 +9,7 @@
 #   make chaos          faults under load: kills, power loss, bit flips, full disks, failed fsyncs
 #                       KILLS=1000 IMAGES=300 FLIPS=20000 FILLS=20 SYNC_FAULTS=50 DEMO_KILLS=20 CHAINS=20000 WEIGHTS_FAULTS=1000 SESSIONS=1000
 #                       SWAPS=200 ENGINE_KILLS=20 VLLM_SESSIONS=200 TRAINER_KILLS=200 ONLINE_S=600
+#   make chaos-quick    the same campaigns with the counts of CI
 #   make mutants        plant each bug of tests/mutants and see its named tests fail
 #   make docs           build the documentation into site/
 #   make constraints    refresh constraints/*.txt from fresh environments
@@ -18,7 +19,7 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := check
-.PHONY: setup check test e2e e2e-long sim mutants bench chaos docs setup-engine constraints
+.PHONY: setup check test e2e e2e-long sim mutants bench chaos chaos-quick docs setup-engine constraints
 
 PYTHON ?= python3
 VENV := .venv
@@ -91,10 +92,14 @@ $(STAMP): pyproject.toml constraints/dev.txt
 check:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
-	$(BIN)/lint-imports --cache-dir .cache/import-linter
 	$(BIN)/python scripts/check_forbidden.py
+	$(BIN)/python scripts/check_words.py
+	$(BIN)/python scripts/check_cycles.py
+	$(BIN)/python scripts/draw_imports.py --check
+	$(BIN)/python scripts/check_files.py
 	$(BIN)/codespell
+	$(BIN)/lint-imports --cache-dir .cache/import-linter
+	$(BIN)/pyright --threads
 
 # Tests of one file stay on one worker, so what a file's fixtures build is built once.
 test:
@@ -118,6 +123,11 @@ chaos:
 	  PENSTOCK_VLLM_SESSIONS=$(VLLM_SESSIONS) PENSTOCK_VLLM_SCHEMAS=$(VLLM_SESSIONS) \
 	  $(PYTEST) $(if $(HAS_VLLM),,-m "not vllm") tests/chaos tests/unit/gateway/test_exactness.py \
 	  tests/contract/test_vllm_real.py $(PYTEST_ARGS)
+
+# What CI has time for; see the counts of `make chaos` above.
+chaos-quick:
+	$(MAKE) chaos KILLS=30 IMAGES=20 FLIPS=500 FILLS=3 SYNC_FAULTS=4 DEMO_KILLS=4 CHAINS=300 WEIGHTS_FAULTS=50 SWAPS=10 ENGINE_KILLS=2 \
+	  SESSIONS=60 ONLINE_S=120 TRAINER_KILLS=10 PYTEST_ARGS="-m 'not vllm' $(PYTEST_ARGS)"
 
 docs:
 	$(BIN)/zensical build --clean --strict

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The habits of this repository hold: hooks refuse faults, hosted CI runs what .ci/run runs, the
+checks find what they are for."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from scripts.check_words import check_code, check_page, read_list
+from scripts.import_graph import find_cycles, read_graph
+
+ROOT = Path(__file__).parents[2]
+LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with our hooks and nothing else."""
+    for name in (".pre-commit-config.yaml", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__py*"))
+    (tmp_path / ".venv").symlink_to(ROOT / ".venv")
+    (tmp_path / "src" / "penstock").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", "--all")
+    identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    git(tmp_path, *identity, "commit", "--quiet", "--message", "hooks")
+    return tmp_path
+
+
+def git(folder: Path, *args: str) -> None:
+    subprocess.run(["git", *args], cwd=folder, check=True, capture_output=True)
+
+
+FAULTS = {
+    "ruff-check": {"src/penstock/planted.py": LICENCE + "import os\n"},
+    "ruff-format": {"src/penstock/planted.py": LICENCE + "x=[1,2]\n"},
+    "spelling": {"docs/planted.md": "A page with teh usual mistake.\n"},
+    "files": {"planted.toml": "key = [1,\n"},
+    "forbidden": {"src/penstock/planted.py": LICENCE + "import pickle  # noqa: F401\n"},
+    "words": {"src/penstock/planted.py": LICENCE + '"""The caller is told so."""\n'},
+    "cycles": {
+        "src/penstock/one.py": LICENCE + "import penstock.two\n",
+        "src/penstock/two.py": LICENCE + "import penstock.one\n",
+    },
+}
+
+
+@pytest.mark.parametrize("hook", FAULTS)
+def test_a_hook_refuses_a_planted_fault(hook: str, repository: Path) -> None:
+    def run() -> int:
+        git(repository, "add", "--all")
+        environment = {**os.environ, "PRE_COMMIT_HOME": str(repository / ".git" / "hooks-cache")}
+        command = [str(ROOT / ".venv" / "bin" / "pre-commit"), "run", hook]
+        done = subprocess.run(command, cwd=repository, env=environment, capture_output=True)
+        return done.returncode
+
+    harmless = repository / "src" / "penstock" / "harmless.py"
+    harmless.write_text(LICENCE + '"""Nothing wrong here."""\n')
+    assert run() == 0
+    for name, text in FAULTS[hook].items():
+        (repository / name).write_text(text)
+    assert run() == 1
+
+
+def test_every_hook_is_local() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert {entry["repo"] for entry in config["repos"]} == {"local"}
+
+
+def test_hosted_ci_runs_what_our_ci_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    steps = workflow["jobs"]["ci"]["steps"]
+    hosted = [step["run"] for step in steps if "run" in step]
+    ours = re.findall(r"^run (make .+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert hosted == ours
+    actions = [step["uses"] for step in steps if "uses" in step]
+    assert all(re.search(r"@[0-9a-f]{40}$", action) for action in actions)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert find_cycles(read_graph()) == []
+
+
+def test_a_cycle_for_type_checkers_only_is_found(tmp_path: Path) -> None:
+    package = tmp_path / "penstock"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text("def later():\n    from penstock import b\n")
+    (package / "b.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from penstock.a import later\n"
+    )
+    assert find_cycles(read_graph(tmp_path)) == [("penstock.a", "penstock.b")]
+
+
+def test_words_are_found_in_prose_and_names_and_not_in_code_spans() -> None:
+    banned = read_list()
+    found = list(check_code('"""It begins\nanew."""\nfruitless = 1\n', banned))
+    assert [line for line, _ in found] == [2, 3]
+    assert not list(check_page("`anew` is a name here.\n\n```\ntold\n```\n", banned))
+    assert len(list(check_page("A row is told\nanew.\n", banned))) == 2
