@@ -327,7 +327,7 @@ async def test_without_upstream_only_cached_blobs_are_available(
 async def test_retry_after_of_upstream_is_passed_on(tmp_path: Path) -> None:
     class Making(TamperingSource):
         async def blob(self, digest: str) -> Blob:
-            raise Unreachable("it is being made", retry_after_s=0.25)
+            raise Unreachable("it is being rebuilt", retry_after_s=0.25)
 
     digest, data = put_blob(tmp_path / "store", SIZE)
     making, weight_server = Making(origin(tmp_path / "store")), origin(tmp_path / "store")
