@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launching: claims, kills, full disks, stop requests. The services are stand-ins or never start."""
+"""Launching: claims, kills, full disks, stop requests. Services are stand-ins or never start."""
 
 from __future__ import annotations
 
