@@ -55,7 +55,7 @@ def run_folder(tmp_path: Path) -> RunFolder:
 # --- help, errors, exit codes ---------------------------------------------------------------------
 
 
-def test_help_answers_at_once_and_names_every_command() -> None:
+def test_help_is_fast_and_names_every_command() -> None:
     durations: list[float] = []
     for _ in range(3):
         began_at = cpu_s()
@@ -172,7 +172,7 @@ def my_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
-def test_check_lists_every_problem_at_once(
+def test_check_lists_every_problem_in_one_go(
     capsys: pytest.CaptureFixture[str], my_run: Path
 ) -> None:
     code, out, err = run_main(
@@ -226,7 +226,7 @@ def test_check_shows_the_users_error_and_no_frame_of_ours(
     assert "importlib" not in err
 
 
-def test_check_says_where_it_looked_for_a_module(
+def test_check_lists_the_folders_it_searched_for_a_module(
     capsys: pytest.CaptureFixture[str], my_run: Path
 ) -> None:
     words = ["sources[0].task=tsk", "reward=scores:reward"]
@@ -238,7 +238,7 @@ def test_check_says_where_it_looked_for_a_module(
     assert f"searched {my_run.parent}, the installed packages" in err
 
 
-def test_check_catches_a_reward_that_gives_no_number(
+def test_check_rejects_a_reward_that_returns_no_number(
     capsys: pytest.CaptureFixture[str], my_run: Path
 ) -> None:
     task = my_run.parent / "task.py"
@@ -248,7 +248,7 @@ def test_check_catches_a_reward_that_gives_no_number(
     assert "'good' (str); expected a number" in err
 
 
-def test_check_does_not_hang_with_the_users_code(
+def test_check_does_not_hang_when_user_code_hangs(
     capsys: pytest.CaptureFixture[str], my_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.runs.probe.DEADLINE_S", 1.5)
@@ -261,7 +261,7 @@ def test_check_does_not_hang_with_the_users_code(
 # --- runs that need no service --------------------------------------------------------------------
 
 
-def test_a_finished_run_exits_0_at_once_and_says_so(
+def test_a_finished_run_exits_0_immediately_and_says_so(
     capsys: pytest.CaptureFixture[str], run_folder: RunFolder
 ) -> None:
     run_folder.write_finish(FinishRecord(finished_at=1.0, steps=70, trajectories=71_680))
@@ -273,7 +273,7 @@ def test_a_finished_run_exits_0_at_once_and_says_so(
     assert (code, out) == (0, "finished: 70 steps, 71,680 trajectories\n")
 
 
-def test_a_changed_config_is_refused_with_the_differences(
+def test_a_changed_config_is_rejected_with_the_differences(
     capsys: pytest.CaptureFixture[str], run_folder: RunFolder
 ) -> None:
     code, _, err = run_main(capsys, "run", str(run_folder.path), "training.epochs=2")
@@ -283,7 +283,7 @@ def test_a_changed_config_is_refused_with_the_differences(
     assert run_folder.read_config() == demo(0)
 
 
-def test_a_held_run_is_refused_with_the_pid_of_its_holder(
+def test_a_running_run_is_rejected_with_the_pid_of_its_launcher(
     capsys: pytest.CaptureFixture[str], run_folder: RunFolder
 ) -> None:
     with run_folder.locked():
@@ -292,7 +292,7 @@ def test_a_held_run_is_refused_with_the_pid_of_its_holder(
     assert f"pid {os.getpid()}" in err
 
 
-def test_status_and_stop_of_a_run_that_does_not_run(
+def test_status_and_stop_of_a_run_that_is_not_running(
     capsys: pytest.CaptureFixture[str], run_folder: RunFolder
 ) -> None:
     code, out, _ = run_main(capsys, "status", str(run_folder.path))
@@ -304,7 +304,7 @@ def test_status_and_stop_of_a_run_that_does_not_run(
     assert "is not running" in err
 
 
-def test_status_of_a_run_whose_dataflow_is_away(
+def test_status_of_a_run_whose_dataflow_is_unreachable(
     capsys: pytest.CaptureFixture[str], run_folder: RunFolder
 ) -> None:
     with run_folder.locked():
@@ -360,7 +360,7 @@ def taken_port() -> Iterator[int]:
 @pytest.mark.parametrize(
     "command", [["dataflow"], ["weights", "serve"], ["conformance", "rollout"]]
 )
-def test_a_port_that_cannot_be_had_is_a_message(
+def test_a_port_in_use_is_an_error_message(
     run_folder: RunFolder, taken_port: int, command: list[str]
 ) -> None:
     folder = [] if command[0] == "conformance" else ["--run-dir", str(run_folder.path)]
@@ -374,7 +374,7 @@ def test_a_port_that_cannot_be_had_is_a_message(
         assert "Traceback" not in done.stderr
 
 
-def test_missing_and_broken_tls_files_are_messages(
+def test_missing_and_broken_tls_files_are_error_messages(
     capsys: pytest.CaptureFixture[str], run_folder: RunFolder, tmp_path: Path
 ) -> None:
     key, absent = tmp_path / "key.pem", tmp_path / "no.pem"
@@ -389,7 +389,7 @@ def test_missing_and_broken_tls_files_are_messages(
         assert expected in err
 
 
-def test_commands_for_runs_refuse_other_folders(
+def test_run_commands_reject_other_folders(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for words in (["status"], ["stop"], ["token", "--role", "reader"], ["run"]):

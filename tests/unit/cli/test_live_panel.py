@@ -77,7 +77,7 @@ def test_the_panel_keeps_its_height_while_nothing_waits() -> None:
     assert len(drawn(view(busy)).splitlines()) == len(drawn(view(calm)).splitlines())
 
 
-def test_the_panel_says_when_the_dataflow_is_away_and_what_went_wrong() -> None:
+def test_the_panel_shows_an_unreachable_dataflow_and_the_last_problem() -> None:
     assert "starting" in drawn(view(None))
     text = drawn(view(status(), unreachable_s=7.0, note="node-1 was killed by SIGKILL"))
     assert "no response from the dataflow for 7.0 s" in text
@@ -150,7 +150,7 @@ def test_the_line_says_who_waits_for_what() -> None:
     assert "reward" not in progress_line(view(status(policy_status(number=0, reward=None))))
 
 
-def test_times_and_counts_as_people_read_them() -> None:
+def test_times_and_counts_are_readable() -> None:
     assert (format_clock(42.4), format_clock(3723)) == ("0:42", "1:02:03")
     assert (format_duration(0.42), format_duration(42.2), format_duration(600)) == (
         "0.4 s",

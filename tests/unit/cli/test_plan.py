@@ -43,7 +43,7 @@ def loss(tokens, *, scale): raise AssertionError("looked at, never called")
 
 @pytest.fixture
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with a pipeline of one's own, and its module beside it."""
+    """A run with a custom pipeline, and its module next to it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_dag.py").write_text(MODULE)
     path = tmp_path / "run.yaml"

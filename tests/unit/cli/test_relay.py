@@ -51,7 +51,7 @@ def audiences(folder: RunFolder, token: str) -> set[Audience]:
     return {Audience(each) for each in credential.audiences}
 
 
-def test_a_relay_token_opens_weights_and_relays_alone(
+def test_a_relay_token_is_only_valid_for_weights_and_relays(
     capsys: pytest.CaptureFixture[str], folder: RunFolder
 ) -> None:
     token, err = minted(capsys, folder.path, "--role", "relay")
@@ -65,7 +65,7 @@ def test_a_relay_token_opens_weights_and_relays_alone(
     )
 
 
-def test_what_a_node_shows_to_a_relay_opens_relays_alone(
+def test_a_token_for_relays_is_only_valid_for_relays(
     capsys: pytest.CaptureFixture[str], folder: RunFolder
 ) -> None:
     token, err = minted(capsys, folder.path, "--for-relay")

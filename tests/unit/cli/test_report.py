@@ -85,7 +85,7 @@ def test_programs_get_json_of_the_schema(
     assert value["decision"]["branch"] == "scale_up" and value["schema_version"] == 1
 
 
-def test_a_run_that_does_not_run_has_none(
+def test_a_run_that_is_not_running_has_no_report(
     capsys: pytest.CaptureFixture[str], folder: RunFolder
 ) -> None:
     code, out, err = run(capsys, "report", str(folder.path), "--json")
@@ -93,7 +93,7 @@ def test_a_run_that_does_not_run_has_none(
     assert "not running" in err and "error" in json.loads(out)
 
 
-def test_a_dataflow_that_is_away_is_named(
+def test_an_unreachable_dataflow_is_an_error(
     capsys: pytest.CaptureFixture[str], folder: RunFolder
 ) -> None:
     with folder.locked():

@@ -37,7 +37,7 @@ def test_the_rules_of_the_record_change_nothing(
     assert answer["recorded"]["policies"]["policy"]["wasted"]["failed_slots"]["groups"] == 1
 
 
-def test_other_rules_stand_beside_the_record(
+def test_other_rules_are_compared_with_the_record(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rules = rules_file(tmp_path, "- {admit: reward-range, low: 0.5, high: 1.0}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock weights ls | show | verify | diff` on the files of a run that nobody serves."""
+"""`penstock weights ls | show | verify | diff` on the files of a run that is not running."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_a_flipped_bit_is_found_named_and_has_a_fix(run: Run, weights: Any, as_j
     assert weights("verify", "0")[0] == 0
 
 
-def test_a_damaged_anchor_spoils_what_is_made_from_it(run: Run, as_json: Any) -> None:
+def test_a_damaged_snapshot_damages_versions_rebuilt_from_it(run: Run, as_json: Any) -> None:
     flip(run.blob(0), -1)
     code, found = as_json("verify")
     assert code == 1

@@ -146,7 +146,7 @@ def test_failures_with_progress_between_them_never_end_the_run(
     wait_until(has_restarted_repeatedly, timeout_s=30.0)
 
 
-def test_a_trainer_that_ends_well_is_done_and_one_that_fails_is_not(launch: Launch) -> None:
+def test_a_trainer_that_exits_with_0_is_done_and_one_that_fails_is_not(launch: Launch) -> None:
     launcher = launch(
         fake_service("trainer-a", "", kind=ServiceKind.TRAINER), fake_service("dataflow", FOREVER)
     )
@@ -159,7 +159,7 @@ def test_a_trainer_that_ends_well_is_done_and_one_that_fails_is_not(launch: Laun
     assert not failing.has_finished_training()
 
 
-def test_a_trainer_that_was_replaced_ends_the_run_instead_of_coming_back(
+def test_a_trainer_that_was_replaced_ends_the_run_and_is_not_restarted(
     launch: Launch, exits: list[ServiceExit]
 ) -> None:
     launcher = launch(
@@ -172,7 +172,7 @@ def test_a_trainer_that_was_replaced_ends_the_run_instead_of_coming_back(
     assert exits == [] and launcher.pids() == {}
 
 
-def test_a_trainer_whose_checkpoint_the_ledger_refuses_ends_the_run_and_says_why(
+def test_a_trainer_whose_checkpoint_is_rejected_ends_the_run_with_the_reason(
     launch: Launch, exits: list[ServiceExit]
 ) -> None:
     code = (
@@ -224,7 +224,7 @@ def test_nodes_that_exit_are_restarted_before_the_end_and_not_after_it(
     assert exits == []
 
 
-def test_what_a_dead_service_left_behind_dies_before_it_comes_back(
+def test_orphans_of_a_dead_service_are_killed_before_it_restarts(
     launch: Launch, tmp_path: Path
 ) -> None:
     pids = tmp_path / "pids"
@@ -259,7 +259,7 @@ def test_stop_ends_workers_before_servers_and_the_dataflow_last(
     assert launcher.pids() == {}
 
 
-def test_stop_does_not_wait_for_ever(
+def test_stop_does_not_wait_forever(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("NODE_STOP_TIMEOUT_S", "TRAINER_STOP_TIMEOUT_S", "SERVER_STOP_TIMEOUT_S"):

@@ -37,7 +37,7 @@ with RunFolder(Path(sys.argv[1])).locked():
 """
 
 
-def test_a_second_launcher_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
+def test_a_second_launcher_is_rejected_with_the_pid_of_the_first(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     assert folder.launcher_pid() is None
     with folder.locked():
@@ -61,7 +61,7 @@ def test_the_lock_ends_with_its_process_however_that_dies(tmp_path: Path) -> Non
         pass
 
 
-def test_to_ask_who_holds_a_run_keeps_nobody_from_holding_it(tmp_path: Path) -> None:
+def test_checking_for_a_launcher_does_not_block_one(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with folder.locked():
         pass
@@ -74,7 +74,7 @@ def test_to_ask_who_holds_a_run_keeps_nobody_from_holding_it(tmp_path: Path) -> 
         answered.join()
 
 
-def test_two_who_ask_do_not_take_each_other_for_the_holder(tmp_path: Path) -> None:
+def test_two_checks_do_not_mistake_each_other_for_a_launcher(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with folder.locked():
         pass
@@ -104,7 +104,7 @@ def test_endpoints_are_chosen_once(tmp_path: Path) -> None:
     assert folder.endpoints() == first
 
 
-def test_a_taken_port_is_named_with_the_cure(tmp_path: Path) -> None:
+def test_a_port_in_use_is_named_with_the_fix(tmp_path: Path) -> None:
     port = free_port()
     with socket.socket() as stranger:
         stranger.bind((LOOPBACK, port))
@@ -115,7 +115,7 @@ def test_a_taken_port_is_named_with_the_cure(tmp_path: Path) -> None:
     wait_for_port(f"http://{LOOPBACK}:{port}", timeout_s=0.1, what="dataflow")
 
 
-def test_each_start_has_logs_of_its_own(tmp_path: Path) -> None:
+def test_each_start_has_separate_logs(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.new_attempt() == (1, tmp_path / "logs" / "attempt_1")
     assert folder.new_attempt() == (2, tmp_path / "logs" / "attempt_2")

@@ -32,7 +32,7 @@ def test_the_demo_has_two_servers_a_trainer_and_two_nodes(folder: RunFolder) -> 
     ]
 
 
-def test_every_policy_has_a_trainer_and_nodes_of_its_own(folder: RunFolder) -> None:
+def test_every_policy_has_its_own_trainer_and_nodes(folder: RunFolder) -> None:
     config = demo(0)
     model = config.models["policy"]
     two = RunConfig.model_validate(

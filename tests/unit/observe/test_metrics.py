@@ -13,7 +13,7 @@ from penstock.observe.metrics import MetricsFile
 from penstock.observe.prometheus import exposition, new_registry
 
 
-def test_records_are_whole_lines_of_strict_json(tmp_path: Path) -> None:
+def test_records_are_complete_lines_of_strict_json(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     metrics = MetricsFile(path)
     metrics.append({"step": 1, "reward": 0.5, "ratio": float("nan"), "note": "ä"})
@@ -49,7 +49,7 @@ def test_writers_never_tear_a_line(tmp_path: Path) -> None:
     }
 
 
-def test_two_services_in_one_process_have_registries_of_their_own() -> None:
+def test_two_services_in_one_process_have_separate_registries() -> None:
     first, second = new_registry("dataflow", "r"), new_registry("weights", "r")
     Counter("rows", "Rows.", registry=first).inc(3)
     assert b"rows_total 3.0" in exposition(first)

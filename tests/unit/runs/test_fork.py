@@ -95,7 +95,7 @@ def write_ledger(folder: Path, versions: list[StoredVersion]) -> None:
     tables.close()
 
 
-def test_a_fork_of_weights_alone_has_the_reference_that_one_of_a_checkpoint_has(
+def test_a_fork_from_weights_only_has_the_same_reference_as_one_from_a_checkpoint(
     parent: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("fork", str(parent.path), "--at", str(NUM_STEPS))
@@ -124,7 +124,7 @@ def test_a_fork_of_weights_alone_has_the_reference_that_one_of_a_checkpoint_has(
 
 
 @pytest.mark.parametrize("name", ["out/x", "../x", ".x", ""])
-def test_a_name_that_names_no_folder_is_refused_before_anything_is_made(
+def test_an_invalid_name_is_rejected_before_anything_is_created(
     parent: RunFolder, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     before = sorted(parent.path.parent.rglob("*"))
@@ -133,7 +133,7 @@ def test_a_name_that_names_no_folder_is_refused_before_anything_is_made(
     assert sorted(parent.path.parent.rglob("*")) == before
 
 
-def test_a_damaged_checkpoint_is_named_where_weights_alone_are_taken_or_nothing_is_left(
+def test_a_damaged_checkpoint_is_named_in_the_message(
     parent: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = parent.checkpoints / f"step_{NUM_STEPS}" / "optimizer.safetensors"
@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_named_where_weights_alone_are_taken_or_nothing_
 
 
 @pytest.mark.parametrize("where", ["exp #1", "lr: 1e-3", "${HOME}x"])
-def test_a_fork_lies_where_its_config_says_whatever_the_folder_is_called(
+def test_a_fork_is_created_next_to_its_parent_whatever_the_folder_is_called(
     parent: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
 ) -> None:
     moved = RunFolder((tmp_path / where).absolute() / parent.path.name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kill or a full disk leaves of a launch. The services are stand-ins, or never start."""
+"""Launching: claims, kills, full disks, stop requests. Services are stand-ins or never start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start(folder: RunFolder, config: RunConfig, *, accept_changes: bool = False)
 
 
 @pytest.mark.parametrize("moment", ["clear_finish", "write_config"])
-def test_a_kill_while_changes_are_accepted_does_not_make_them_finished(
+def test_a_kill_while_changes_are_accepted_does_not_mark_the_run_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     folder = RunFolder(tmp_path / "r")
@@ -67,7 +67,7 @@ def with_changes(config: RunConfig, **training: object) -> RunConfig:
 
 
 @pytest.mark.usefixtures("started")
-def test_what_a_run_may_change_freely_is_not_asked_about(tmp_path: Path) -> None:
+def test_settings_that_may_change_on_resume_are_accepted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     folder.write_config(demo(0))
     folder.write_finish(FinishRecord(finished_at=1.0, steps=2, trajectories=3))
@@ -96,7 +96,7 @@ def test_a_config_edited_by_hand_in_the_run_folder_is_noticed(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("started")
-def test_a_changed_data_set_is_refused_until_it_is_accepted(tmp_path: Path) -> None:
+def test_a_changed_dataset_is_rejected_until_it_is_accepted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
 
     def begin(digest: str, *, accept_changes: bool = False) -> None:

@@ -67,7 +67,7 @@ def signer(tmp_path: Path) -> Signer:
     return Signer.create(tmp_path / "keys", "reverse")
 
 
-def test_the_watch_follows_the_dataflow_over_its_death(
+def test_the_poller_recovers_when_the_dataflow_restarts(
     signer: Signer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor, "POLL_INTERVAL_S", 0.05)
@@ -94,7 +94,7 @@ def test_the_watch_follows_the_dataflow_over_its_death(
         second.stop()
 
 
-def test_the_curve_is_in_order_of_steps_and_knows_the_time_left() -> None:
+def test_the_curve_is_in_step_order_and_has_an_eta() -> None:
     curve = RewardCurve()
     assert curve.eta_s(10, now=0.0) is None
     for number in range(5):
@@ -104,7 +104,7 @@ def test_the_curve_is_in_order_of_steps_and_knows_the_time_left() -> None:
     assert curve.eta_s(10, now=19.0) == pytest.approx(11.0)
 
 
-def test_a_trainer_that_went_back_starts_the_clock_again() -> None:
+def test_a_trainer_that_rewinds_resets_the_eta() -> None:
     curve = RewardCurve()
     curve.add(policy_status(number=30), now=0.0)
     curve.add(policy_status(number=31), now=1.0)
