@@ -299,7 +299,7 @@ def _live(version: PublishedVersion) -> LiveVersion:
 
 def _orders(machine: SimProcess, node_id: NodeId) -> tuple[Any, ...]:
     assert machine.host is not None
-    return machine.host.gate.wanted, machine.host.partition.roster.revoked(node_id)
+    return machine.host.partition.target_versions, machine.host.partition.roster.revoked(node_id)
 
 
 def _register(body: RegisterRequest) -> Command:

@@ -212,9 +212,9 @@ class World:
         return node_id
 
     def load(self, node_id: NodeId) -> None:
-        if not self.gate.wanted:
+        if not self.partition.target_versions:
             return
-        [wanted] = self.gate.wanted
+        [wanted] = self.partition.target_versions
         self.live[node_id] = LiveVersion(
             policy=POLICY, incarnation=wanted.incarnation, number=wanted.number
         )

@@ -9,7 +9,7 @@ or cancelled.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -50,7 +50,15 @@ from penstock.dataflow.records import (
 )
 from penstock.dataflow.records import row_id as name_of
 from penstock.dataflow.sources import slot_seeds
-from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, RowId
+from penstock.types import (
+    DropReason,
+    GroupId,
+    NodeId,
+    Outcome,
+    OutcomeKind,
+    PublishedVersion,
+    RowId,
+)
 
 ENDS_COSTING_ATTEMPT = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
 """Ends of a lease that cost its slot an attempt."""
@@ -89,10 +97,12 @@ class Partition:
         self._session_queue: deque[GroupId] = deque()
         """The same for slots of sessions."""
         self._timers = Timers(terms)
-        gate.oldest_due = self._oldest_due
 
-    def _oldest_due(self) -> Mapping[str, int] | None:
-        return next((group.due for group in self.groups.values()), None)
+    @property
+    def target_versions(self) -> tuple[PublishedVersion, ...]:
+        """The versions nodes should load."""
+        groups = self.groups.values() if self.gate.is_lockstep else ()
+        return self.gate.target_versions(next((group.due for group in groups), None))
 
     @property
     def nodes(self) -> dict[NodeId, Node]:

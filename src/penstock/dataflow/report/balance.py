@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.dataflow.core.manifests import ManifestCache
 from penstock.dataflow.records import (
     CommitRecord,
     IncarnationRecord,
@@ -105,9 +106,10 @@ class BalanceMonitor:
         policies: Iterable[PolicyName],
         terms: BalanceSettings,
         number_of: EffectiveNumber,
+        manifests: ManifestCache,
         now: float,
     ) -> None:
-        self.flow_counter = FlowCounter(policies, number_of)
+        self.flow_counter = FlowCounter(policies, number_of, manifests)
         """Restore it before anything else is told."""
         self.clocks = {policy: TrainerClock(now) for policy in self.flow_counter.policies}
         self.memory = RuleMemory()
