@@ -323,7 +323,7 @@ class RowSummary:
     )
     """What a trainer of the policy computes of the row, prompts and context included: tokens of the
     samples it is cut into, and the squares of their lengths, both summed. Empty where it trains
-    nothing, and of a row that an older penstock delivered."""
+    nothing."""
 
     @property
     def parts(self) -> Iterable[tuple[tuple[PolicyName, str], int]]:

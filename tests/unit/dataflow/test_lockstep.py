@@ -5,10 +5,10 @@ life of a trainer must make the same versions again."""
 from __future__ import annotations
 
 import pytest
-from tests.unit.dataflow.core.test_gate import A, lineage, live
+from tests.unit.dataflow.core.test_version_gate import A, lineage, live
 
 from penstock.config import RunConfig, demo
-from penstock.dataflow.core.gate import VersionGate
+from penstock.dataflow.core.version_gate import VersionGate
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import IncarnationRecord
 from penstock.errors import Conflict

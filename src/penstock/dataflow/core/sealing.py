@@ -15,7 +15,7 @@ from penstock.dataflow.core.consumers import Consumer, ReadyGroup
 from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.ids import issue_number
 from penstock.dataflow.core.manifests import ManifestCache
-from penstock.dataflow.core.rulebook import ReplaySpec
+from penstock.dataflow.core.rule_runner import ReplaySpec
 from penstock.dataflow.records import BatchRecord, Journal
 from penstock.errors import Conflict
 from penstock.types import GroupId, Manifest, PolicyName, SealedGroup

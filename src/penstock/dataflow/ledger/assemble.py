@@ -13,17 +13,17 @@ from functools import partial
 from penstock.dataflow.core.completion import Completion, RequiredColumns
 from penstock.dataflow.core.consumers import PolicySpec
 from penstock.dataflow.core.coordinator import Coordinator, IssueSpec, PartitionState
-from penstock.dataflow.core.gate import VersionGate
 from penstock.dataflow.core.groups import ClosingPolicy, LeaseSpec
 from penstock.dataflow.core.links import link_to_coordinator, link_to_partition
 from penstock.dataflow.core.manifests import ManifestCache
+from penstock.dataflow.core.message_router import MessageRouter
 from penstock.dataflow.core.partition import Partition
-from penstock.dataflow.core.partition_host import PartitionRuntime, RowReaders
+from penstock.dataflow.core.partition_runtime import PartitionRuntime, RowReaders
 from penstock.dataflow.core.retention import Retention
-from penstock.dataflow.core.rulebook import RuleRunner, RuleSpec
+from penstock.dataflow.core.rule_runner import RuleRunner, RuleSpec
 from penstock.dataflow.core.sealing import Sealing
-from penstock.dataflow.core.supply import TaskSupply
-from penstock.dataflow.core.switchboard import MessageRouter
+from penstock.dataflow.core.task_supply import TaskSupply
+from penstock.dataflow.core.version_gate import VersionGate
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.ledger.restore import (
     load_group_rows,

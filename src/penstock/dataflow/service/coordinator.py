@@ -15,7 +15,7 @@ from functools import partial
 import structlog
 
 from penstock.dataflow.core.partition import Partition
-from penstock.dataflow.core.partition_host import RowReaders
+from penstock.dataflow.core.partition_runtime import RowReaders
 from penstock.dataflow.explain.starvation import is_starving, starvation
 from penstock.dataflow.ledger.assemble import CoordinatorCore, finish_coordinator_restore
 from penstock.dataflow.ledger.compaction import Compactor

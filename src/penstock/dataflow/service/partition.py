@@ -16,9 +16,9 @@ from typing import Protocol
 
 import structlog
 
+from penstock.dataflow.core.message_router import MessageRouter
 from penstock.dataflow.core.messages import NumberedMessage
-from penstock.dataflow.core.partition_host import PartitionRuntime, RowReaders
-from penstock.dataflow.core.switchboard import MessageRouter
+from penstock.dataflow.core.partition_runtime import PartitionRuntime, RowReaders
 from penstock.dataflow.ledger.compaction import Compactor
 from penstock.dataflow.service.coordinator import run_ticks, sweep_blobs, verify_once
 from penstock.dataflow.service.messages import Ack

@@ -21,7 +21,7 @@ from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.manifests import ManifestCache
 from penstock.dataflow.core.messages import DropGroup, GroupEnded, IssueGroup, ToPartition
 from penstock.dataflow.core.retention import Retention
-from penstock.dataflow.core.rulebook import RuleRunner
+from penstock.dataflow.core.rule_runner import RuleRunner
 from penstock.dataflow.core.sealing import Sealing
 from penstock.dataflow.ledger.assemble import CoreSpec
 from penstock.dataflow.ledger.recorded import RecordedRun

@@ -14,7 +14,7 @@ import structlog
 
 from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, RegisterRequest
 from penstock.dataflow.core.names import REWARD, TURNS
-from penstock.dataflow.core.partition_host import PartitionRuntime
+from penstock.dataflow.core.partition_runtime import PartitionRuntime
 from penstock.dataflow.service.nodes.intake import DeliveryIntake, IntakeResult
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
@@ -93,7 +93,7 @@ class NodeHandlers:
             wanted=self._sent_versions[node_id],
             drain=finished,
             finished=finished,
-            stop=self._partition.roster.revoked(node_id),
+            stop=self._partition.node_registry.revoked(node_id),
         )
 
     async def register(self, body: RegisterRequest) -> NodeDirectives:

@@ -14,7 +14,7 @@ from penstock.config.report import ReportConfig
 from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.groups import Node
 from penstock.dataflow.core.leasing import NodeState
-from penstock.dataflow.core.partition_host import PartitionRuntime
+from penstock.dataflow.core.partition_runtime import PartitionRuntime
 from penstock.dataflow.ledger.assemble import CoordinatorCore
 from penstock.dataflow.report.balance import (
     BalanceMonitor,

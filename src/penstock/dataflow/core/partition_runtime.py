@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from penstock.dataflow.core.completion import ColumnCompleted, Completion
-from penstock.dataflow.core.gate import VersionGate
 from penstock.dataflow.core.messages import (
     Admitted,
     Committed,
@@ -25,6 +24,7 @@ from penstock.dataflow.core.messages import (
 )
 from penstock.dataflow.core.names import TRAIN
 from penstock.dataflow.core.partition import Partition
+from penstock.dataflow.core.version_gate import VersionGate
 from penstock.dataflow.records import FreedRecord, Journal, MetaRecord, gone_key
 from penstock.types import DropReason, RowId
 
