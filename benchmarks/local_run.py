@@ -141,7 +141,7 @@ class LocalNode:
     async def _load(self) -> None:
         self._live = tuple(
             LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number)
-            for v in self.service.host.gate.wanted
+            for v in self.service.partition.target_versions
         )
         state = NodeState.LIVE if self._live else NodeState.STARTING
         body = Heartbeat(boot_id="first", state=state, live=self._live)

@@ -22,7 +22,7 @@ from penstock.dataflow.core.consumers import Consumer, PolicySpec
 from penstock.dataflow.core.coordinator import IssueSpec
 from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
 from penstock.dataflow.core.leasing import Grant
-from penstock.dataflow.core.rulebook import RuleSpec
+from penstock.dataflow.core.rule_runner import RuleSpec
 from penstock.dataflow.ledger.assemble import CoreSpec
 from penstock.dataflow.sources import Source
 from penstock.types import DropReason, PolicyName

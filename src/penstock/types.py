@@ -307,8 +307,7 @@ class RowSummary:
         default_factory=dict[PolicyName, tuple[int, int]]
     )
     """Cost of training on the row, by policy: the summed lengths of its samples (prompt and context
-    included), and the sum of their squares. Empty if nothing is trainable, and for rows delivered
-    by older versions of penstock."""
+    included), and the sum of their squares. Empty if nothing is trainable."""
 
     @property
     def parts(self) -> Iterable[tuple[tuple[PolicyName, str], int]]:

@@ -36,8 +36,12 @@ class RowServiceHost:
     def __init__(self, folder: Path, now: float = 1000.0) -> None:
         self.now = now
         self.ledger = Ledger(folder)
-        self.process = Process(self.ledger, CommandJournal(), lambda: self.now)
-        self.process.on_command = lambda now: self.rows.row_window.pop_completed().clear()
+        self.process = Process(
+            self.ledger,
+            CommandJournal(),
+            lambda: self.now,
+            on_command=lambda now: self.rows.row_window.pop_completed().clear(),
+        )
         self.rows = RowService(self.process, BlobStore(folder / "blobs"))
         self.rows.restore()
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -53,7 +57,8 @@ class RowServiceHost:
         location = self.ledger.place(payload)
         arrival = self.rows.row_window.next_arrival()
         row = rollout_row(RowId(row_id), arrival, self.now, reward, location)
-        row = replace(row, digest=blake3(payload).hexdigest())
+        summary = replace(row.summary, digest=blake3(payload).hexdigest())
+        row = replace(row, summary=summary)
         self.process.journal(row)
         initial_columns = {"turns"} if reward is None else {"turns", "reward"}
         self.rows.row_window.add_row("train", row.row_id, arrival, initial_columns, self.now)

@@ -154,8 +154,8 @@ def test_a_run_is_not_finished_because_its_last_groups_are_not_read_yet(
 async def test_a_ledger_that_cannot_be_read_ends_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service, failures = begin(small_config(), tmp_path), list[StoreError]()
-    service.process.ledger.on_failure = failures.append
+    failures: list[StoreError] = []
+    service = begin(small_config(), tmp_path, on_failure=failures.append)
 
     def damaged() -> list[GroupId]:
         raise StoreError("a record of table fates is damaged")

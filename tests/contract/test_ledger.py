@@ -64,9 +64,8 @@ async def test_acknowledged_means_synced(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 async def test_a_failed_sync_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = Ledger(tmp_path)
     failures: list[StoreError] = []
-    ledger.on_failure = failures.append
+    ledger = Ledger(tmp_path, on_failure=failures.append)
 
     def broken(descriptor: int) -> None:
         raise OSError(5, "Input/output error")
@@ -174,9 +173,8 @@ def full_after(times: int, real: Callable[..., int]) -> Callable[..., int]:
 async def test_a_full_disk_is_waited_out(
     times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger = Ledger(tmp_path, reserve_bytes=MB)
     failures: list[StoreError] = []
-    ledger.on_failure = failures.append
+    ledger = Ledger(tmp_path, reserve_bytes=MB, on_failure=failures.append)
     first = ledger.place(b"first")
     await ledger.write([source("a", 1)])
     monkeypatch.setattr(os, "pwritev", full_after(times, os.pwritev))
@@ -284,10 +282,9 @@ def small_disk(tmp_path: Path) -> Generator[Path]:
 @pytest.mark.root
 async def test_a_disk_that_fills_and_is_freed(small_disk: Path) -> None:
     """507 at the door, small writes go on with the reserve, and all without a restart."""
-    ledger = Ledger(small_disk, reserve_bytes=4 * MB)
-    bounds = StorageLimits(min_free_bytes=4 * MB, low_water_free_bytes=8 * MB)
     failures: list[StoreError] = []
-    ledger.on_failure = failures.append
+    ledger = Ledger(small_disk, reserve_bytes=4 * MB, on_failure=failures.append)
+    bounds = StorageLimits(min_free_bytes=4 * MB, low_water_free_bytes=8 * MB)
     places = {n: ledger.place(bytes([n]) * MB) for n in range(4)}
     await ledger.write([source("a", 1)])
     bounds.check_delivery(ledger.usage(), MB)

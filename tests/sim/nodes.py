@@ -299,7 +299,8 @@ def _live(version: PublishedVersion) -> LiveVersion:
 
 def _orders(machine: SimProcess, node_id: NodeId) -> tuple[Any, ...]:
     assert machine.host is not None
-    return machine.host.gate.wanted, machine.host.partition.roster.revoked(node_id)
+    partition = machine.host.partition
+    return partition.target_versions, partition.node_registry.revoked(node_id)
 
 
 def _register(body: RegisterRequest) -> Command:

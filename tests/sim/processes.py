@@ -20,9 +20,9 @@ from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.core.completion import ColumnCompleted
 from penstock.dataflow.core.coordinator import Coordinator, PartitionState
 from penstock.dataflow.core.links import Link
+from penstock.dataflow.core.message_router import MessageRouter
 from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
-from penstock.dataflow.core.partition_host import PartitionRuntime
-from penstock.dataflow.core.switchboard import MessageRouter
+from penstock.dataflow.core.partition_runtime import PartitionRuntime
 from penstock.dataflow.ledger.assemble import (
     CoordinatorCore,
     build_coordinator_core,

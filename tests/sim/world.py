@@ -20,7 +20,7 @@ from penstock.dataflow.core.coordinator import IssueSpec
 from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
-from penstock.dataflow.core.rulebook import RuleSpec
+from penstock.dataflow.core.rule_runner import RuleSpec
 from penstock.dataflow.ledger.assemble import CoreSpec, build_coordinator_core
 from penstock.dataflow.records import CommandJournal, RowRecord, row_id
 from penstock.dataflow.sources import open_source
@@ -212,9 +212,9 @@ class World:
         return node_id
 
     def load(self, node_id: NodeId) -> None:
-        if not self.gate.wanted:
+        if not self.partition.target_versions:
             return
-        [wanted] = self.gate.wanted
+        [wanted] = self.partition.target_versions
         self.live[node_id] = LiveVersion(
             policy=POLICY, incarnation=wanted.incarnation, number=wanted.number
         )

@@ -13,11 +13,11 @@ from benchmarks.local_run import LocalNode, LocalTrainer, run_config, write_task
 
 from penstock.config import RunConfig
 from penstock.dataflow.core.leasing import Grant, LiveVersion
-from penstock.dataflow.core.manifests import manifest_of
 from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.records import BatchRecord, FateRecord, IssuedRecord
 from penstock.dataflow.service.build import build
-from penstock.types import DropReason, GroupId, PolicyName, Task
+from penstock.types import DropReason, GroupId, Manifest, PolicyName, Task
+from penstock.wire.codec import decode
 
 POLICY = PolicyName("policy")
 NUM_TASKS, GROUP_SIZE, GROUPS_PER_BATCH, STEPS = 4, 4, 3, 24
@@ -86,7 +86,7 @@ def read_tries(folder: Path, sampled_by: Mapping[GroupId, int]) -> list[Try]:
     finally:
         recorded.close()
     assert [batch.num_groups for batch in batches] == [GROUPS_PER_BATCH] * STEPS, "always full"
-    trained = {group.group_id for b in batches for group in manifest_of(b.manifest).groups}
+    trained = {group.group_id for b in batches for group in decode(b.manifest, Manifest).groups}
     known = sorted((g for g in sampled_by if g in fates), key=lambda g: issued[g])
     return [
         Try(

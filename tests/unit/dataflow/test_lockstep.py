@@ -5,10 +5,10 @@ life of a trainer must make the same versions again."""
 from __future__ import annotations
 
 import pytest
-from tests.unit.dataflow.core.test_gate import A, lineage, live
+from tests.unit.dataflow.core.test_version_gate import A, lineage, live
 
 from penstock.config import RunConfig, demo
-from penstock.dataflow.core.gate import VersionGate
+from penstock.dataflow.core.version_gate import VersionGate
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import IncarnationRecord
 from penstock.errors import Conflict
@@ -53,29 +53,24 @@ def test_a_group_is_for_one_version_alone(lag: int) -> None:
 
 def test_nodes_keep_the_version_of_the_oldest_open_group_until_it_has_ended() -> None:
     gate = lockstep(lineage(A, committed=6, published=6))
-    gate.oldest_due = lambda: {A: 5}
-    assert [version.number for version in gate.wanted] == [4]
-    gate.oldest_due = lambda: {A: 7}
-    assert [version.number for version in gate.wanted] == [6]
-    gate.oldest_due = lambda: None
-    assert [version.number for version in gate.wanted] == [6]
+    assert [version.number for version in gate.target_versions({A: 5})] == [4]
+    assert [version.number for version in gate.target_versions({A: 7})] == [6]
+    assert [version.number for version in gate.target_versions(None)] == [6]
 
 
 def test_a_rewind_changes_nothing_for_an_answer_that_is_being_sampled() -> None:
     found = lineage(A, committed=6, published=6)
     gate = lockstep(found)
-    gate.oldest_due = lambda: {A: 7}
-    before = gate.wanted
+    before = gate.target_versions({A: 7})
     rewind(found, 2)
     publish(found, 2)
-    assert gate.wanted == before, "not to the restore point"
+    assert gate.target_versions({A: 7}) == before, "not to the restore point"
     assert not gate.can_lease({A: 7}, live(a=6)), "number 6 is not made again yet"
     repeated = lineage(A, committed=6, published=6)
     rewind(repeated, 6)
     publish(repeated, 6)
     gate = lockstep(repeated)
-    gate.oldest_due = lambda: {A: 7}
-    assert gate.wanted == before, "nor to its twin, whose bits are the same"
+    assert gate.target_versions({A: 7}) == before, "nor to its twin, whose bits are the same"
     assert gate.can_lease({A: 7}, live(a=6))
 
 

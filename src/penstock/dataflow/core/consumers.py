@@ -23,7 +23,7 @@ from penstock.dataflow.core.messages import (
     SendToPartition,
 )
 from penstock.dataflow.core.retention import Retention
-from penstock.dataflow.core.rulebook import ReplaySpec, RuleRunner
+from penstock.dataflow.core.rule_runner import ReplaySpec, RuleRunner
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import (
     FATE_TRANSITIONS,

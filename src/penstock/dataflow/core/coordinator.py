@@ -27,8 +27,8 @@ from penstock.dataflow.core.messages import (
     ToPartition,
 )
 from penstock.dataflow.core.retention import Retention
-from penstock.dataflow.core.rulebook import RuleRunner
-from penstock.dataflow.core.supply import TaskSupply
+from penstock.dataflow.core.rule_runner import RuleRunner
+from penstock.dataflow.core.task_supply import TaskSupply
 from penstock.dataflow.records import (
     FreedRecord,
     GroupRecord,

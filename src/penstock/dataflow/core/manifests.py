@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests and their sealed bytes. A batch is asked for by every rank, and counted by the report,
-right after it is sealed: for all of them the newest are kept as they were, and decoded no more."""
+"""Manifests and their sealed bytes."""
 
 from __future__ import annotations
 
@@ -9,21 +8,25 @@ from collections import deque
 from penstock.types import Manifest
 from penstock.wire.codec import decode, encode
 
-_newest: deque[tuple[bytes, Manifest]] = deque(maxlen=2)
 
+class ManifestCache:
+    """The newest manifests of one process, with their bytes. Every rank requests a batch, and the
+    report counts it, right after it is sealed; none of them decodes it again."""
 
-def seal(manifest: Manifest) -> bytes:
-    """Its bytes, for ever."""
-    body = encode(manifest)
-    _newest.append((body, manifest))
-    return body
+    def __init__(self) -> None:
+        self._newest: deque[tuple[bytes, Manifest]] = deque(maxlen=2)
 
+    def encode(self, manifest: Manifest) -> bytes:
+        """Its bytes, for ever."""
+        body = encode(manifest)
+        self._newest.append((body, manifest))
+        return body
 
-def manifest_of(body: bytes) -> Manifest:
-    """Shared by all who ask: read it, and change nothing in it."""
-    for known, manifest in _newest:
-        if known == body:
-            return manifest
-    manifest = decode(body, Manifest)
-    _newest.append((body, manifest))
-    return manifest
+    def decode(self, body: bytes) -> Manifest:
+        """Shared by all callers: read it, and change nothing in it."""
+        for known, manifest in self._newest:
+            if known == body:
+                return manifest
+        manifest = decode(body, Manifest)
+        self._newest.append((body, manifest))
+        return manifest

@@ -9,13 +9,12 @@ or cancelled.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
 import msgspec
 
-from penstock.dataflow.core.gate import VersionGate
 from penstock.dataflow.core.groups import (
     ClosingKind,
     ClosingPolicy,
@@ -34,8 +33,9 @@ from penstock.dataflow.core.leasing import (
     RegisterRequest,
 )
 from penstock.dataflow.core.messages import GroupEnded, SendGroupEnded
-from penstock.dataflow.core.roster import Roster
+from penstock.dataflow.core.node_registry import NodeRegistry
 from penstock.dataflow.core.timers import SCHEDULE_TO_CLOSE, SCHEDULE_TO_START, Timer, Timers
+from penstock.dataflow.core.version_gate import VersionGate
 from penstock.dataflow.records import (
     GROUP_TRANSITIONS,
     DeadSlotRecord,
@@ -50,7 +50,15 @@ from penstock.dataflow.records import (
 )
 from penstock.dataflow.records import row_id as name_of
 from penstock.dataflow.sources import slot_seeds
-from penstock.types import DropReason, GroupId, NodeId, Outcome, OutcomeKind, RowId
+from penstock.types import (
+    DropReason,
+    GroupId,
+    NodeId,
+    Outcome,
+    OutcomeKind,
+    PublishedVersion,
+    RowId,
+)
 
 ENDS_COSTING_ATTEMPT = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
 """Ends of a lease that cost its slot an attempt."""
@@ -72,7 +80,7 @@ class Partition:
         self.index = index
         self.groups: dict[GroupId, OpenGroup] = {}
         """Open ones only; the ledger answers for the rest."""
-        self.roster = Roster(journal)
+        self.node_registry = NodeRegistry(journal)
         self.gate = gate
         self.num_waiting = 0
         """Slots that could be leased now."""
@@ -89,14 +97,16 @@ class Partition:
         self._session_queue: deque[GroupId] = deque()
         """The same for slots of sessions."""
         self._timers = Timers(terms)
-        gate.oldest_due = self._oldest_due
 
-    def _oldest_due(self) -> Mapping[str, int] | None:
-        return next((group.due for group in self.groups.values()), None)
+    @property
+    def target_versions(self) -> tuple[PublishedVersion, ...]:
+        """The versions nodes should load."""
+        groups = self.groups.values() if self.gate.is_lockstep else ()
+        return self.gate.target_versions(next((group.due for group in groups), None))
 
     @property
     def nodes(self) -> dict[NodeId, Node]:
-        return self.roster.nodes
+        return self.node_registry.nodes
 
     # --- groups -------------------------------------------------------------------------------
 
@@ -179,10 +189,10 @@ class Partition:
 
     def register(self, body: RegisterRequest, now: float) -> None:
         """A known node under a new session is a new life: what its old life held is free again."""
-        node_to_replace = self.roster.node_to_replace(body)
+        node_to_replace = self.node_registry.node_to_replace(body)
         if node_to_replace is not None:
             self._end_all(node_to_replace, LeaseEnd.EXPIRED, "its node began a new life", now)
-        self.roster.register(body, now)
+        self.node_registry.register(body, now)
 
     def heartbeat(
         self,
@@ -194,10 +204,10 @@ class Partition:
         live: tuple[LiveVersion, ...],
     ) -> bool:
         """Does the node say anything new?"""
-        return self.roster.record_heartbeat(node_id, boot_id, now, state=state, live=live)
+        return self.node_registry.record_heartbeat(node_id, boot_id, now, state=state, live=live)
 
     def leave(self, node_id: NodeId, boot_id: str, now: float) -> None:
-        node = self.roster.get(node_id, boot_id)
+        node = self.node_registry.get(node_id, boot_id)
         self._end_all(node, LeaseEnd.RELEASED, "", now)
         self._journal(replace(node.record, left=True, at=now))
         del self.nodes[node_id]
@@ -205,7 +215,7 @@ class Partition:
     def quarantine(self, node_id: NodeId, boot_id: str, now: float) -> None:
         """No more work for this life of the node; what it holds goes to others at no cost of an
         attempt, and its late results are fenced. Another life of it goes on."""
-        node = self.roster.quarantine(node_id, boot_id)
+        node = self.node_registry.quarantine(node_id, boot_id)
         if node is None:
             return
         held = [one for granted in node.granted.values() for one in self._running(granted)]
@@ -214,13 +224,13 @@ class Partition:
 
     def extend_deadlines(self, gap_s: float) -> None:
         """The service itself stood still: nobody could be heard meanwhile, so nobody was silent."""
-        self.roster.extend_deadlines(gap_s)
+        self.node_registry.extend_deadlines(gap_s)
         self._timers.extend_deadlines(gap_s)
 
     # --- leases -------------------------------------------------------------------------------
 
     def ask(self, node_id: NodeId, boot_id: str, request_id: str, now: float) -> None:
-        self.roster.ask(node_id, boot_id, request_id, now)
+        self.node_registry.ask(node_id, boot_id, request_id, now)
 
     def lease(
         self,
@@ -231,12 +241,12 @@ class Partition:
         live: Sequence[LiveVersion],
         now: float,
     ) -> list[Grant]:
-        node = self.roster.get(node_id, boot_id)
+        node = self.node_registry.get(node_id, boot_id)
         if request_id in node.granted:
             return self._granted_before(node, request_id)
         if request_id != node.current_request or node.state is not NodeState.LIVE:
             return []
-        free = min(max_slots, self.roster.max_leases(node) - node.num_leases)
+        free = min(max_slots, self.node_registry.max_leases(node) - node.num_leases)
         queue = self._session_queue if node.is_session_gateway else self._queue
         grants: list[Grant] = []
         num_groups, due = 0, ""
@@ -273,7 +283,7 @@ class Partition:
         )
         self._journal(record)
         group.lease(record)
-        self.roster.add_leases(node, record, len(slots))
+        self.node_registry.add_leases(node, record, len(slots))
         self._timers.start_slot_timers(record, now, is_session=self._is_session(group))
         return record
 
@@ -329,7 +339,7 @@ class Partition:
 
     def tick(self, now: float) -> None:
         """Expire nodes that fell silent, attempts that overran and groups out of time."""
-        for node in self.roster.expire_silent(self._terms.ttl_s, now):
+        for node in self.node_registry.expire_silent(self._terms.ttl_s, now):
             self._end_all(node, LeaseEnd.EXPIRED, "its node fell silent", now)
         for timer in self._timers.due(now):
             group = self.groups.get(timer.group_id)
@@ -411,7 +421,7 @@ class Partition:
         lease = slot.grant.lease(index, end, now, _abbreviate(why))
         self._journal(lease)
         slot.grant = None
-        self.roster.end_lease(lease)
+        self.node_registry.end_lease(lease)
 
     def _requeue(self, group: OpenGroup, index: int, slot: Slot, now: float) -> None:
         slot.move(SlotState.WAITING)
@@ -447,7 +457,7 @@ class Partition:
         if node is not None:
             node.last_seen, node.is_expired = now, False
             node.num_delivered += 1
-            self.roster.finished(node, slot.grant, now)
+            self.node_registry.finished(node, slot.grant, now)
         if outcome.has_reward:
             self._end_lease(group, row.slot, slot, LeaseEnd.DELIVERED, now)
             slot.move(SlotState.DONE)
@@ -505,7 +515,7 @@ class Partition:
     ) -> None:
         """Rebuild open groups and give every live lease a full ttl; `leases`, which ended, come in
         order of epoch."""
-        self.roster.restore(nodes, quarantined, now)
+        self.node_registry.restore(nodes, quarantined, now)
         opened = [self._open(g, now) for g in sorted(groups, key=lambda record: record.issue)]
         ended = {(lease.group_id, lease.slot, lease.epoch): lease for lease in leases}
         for lease in ended.values():
@@ -555,7 +565,7 @@ class Partition:
             slot.state, slot.epoch, slot.grant = SlotState.LEASED, grant.epoch, grant
         node = self.nodes.get(grant.node_id)
         assert node is not None, "a running lease names a registered node"
-        self.roster.add_leases(node, grant, len(slots))
+        self.node_registry.add_leases(node, grant, len(slots))
         self._timers.start_slot_timers(grant, now, is_session=self._is_session(group))
 
 

@@ -14,8 +14,8 @@ from blake3 import blake3
 from penstock.dataflow.core.consumers import Consumer, ReadyGroup
 from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.ids import issue_number
-from penstock.dataflow.core.manifests import seal
-from penstock.dataflow.core.rulebook import ReplaySpec
+from penstock.dataflow.core.manifests import ManifestCache
+from penstock.dataflow.core.rule_runner import ReplaySpec
 from penstock.dataflow.records import BatchRecord, Journal
 from penstock.errors import Conflict
 from penstock.types import GroupId, Manifest, PolicyName, SealedGroup
@@ -25,10 +25,17 @@ RowsOf = Callable[[PolicyName, Sequence[GroupId]], Mapping[GroupId, bytes]]
 
 
 class Sealing:
-    def __init__(self, coordinator: Coordinator, journal: Journal, rows_of: RowsOf) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        journal: Journal,
+        rows_of: RowsOf,
+        manifests: ManifestCache,
+    ) -> None:
         self._coordinator = coordinator
         self._journal = journal
         self._rows_of = rows_of
+        self._manifests = manifests
 
     def seal(self, consumer: Consumer, seq: int, now: float) -> BatchRecord | None:
         """Fix batch number `seq`, when enough groups are ready; None: not yet."""
@@ -122,7 +129,7 @@ class Sealing:
         )
         ages = [trains_from - number for number in consumer.oldest_versions(manifest.rows)]
         assert all(not consumer.is_stale(group) for group in fresh), "expire() ran just before"
-        body = seal(manifest)
+        body = self._manifests.encode(manifest)
         return BatchRecord(
             consumer=policy,
             seq=seq,

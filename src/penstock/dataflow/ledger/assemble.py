@@ -13,16 +13,17 @@ from functools import partial
 from penstock.dataflow.core.completion import Completion, RequiredColumns
 from penstock.dataflow.core.consumers import PolicySpec
 from penstock.dataflow.core.coordinator import Coordinator, IssueSpec, PartitionState
-from penstock.dataflow.core.gate import VersionGate
 from penstock.dataflow.core.groups import ClosingPolicy, LeaseSpec
 from penstock.dataflow.core.links import link_to_coordinator, link_to_partition
+from penstock.dataflow.core.manifests import ManifestCache
+from penstock.dataflow.core.message_router import MessageRouter
 from penstock.dataflow.core.partition import Partition
-from penstock.dataflow.core.partition_host import PartitionRuntime
+from penstock.dataflow.core.partition_runtime import PartitionRuntime, RowReaders
 from penstock.dataflow.core.retention import Retention
-from penstock.dataflow.core.rulebook import RuleRunner, RuleSpec
+from penstock.dataflow.core.rule_runner import RuleRunner, RuleSpec
 from penstock.dataflow.core.sealing import Sealing
-from penstock.dataflow.core.supply import TaskSupply
-from penstock.dataflow.core.switchboard import MessageRouter
+from penstock.dataflow.core.task_supply import TaskSupply
+from penstock.dataflow.core.version_gate import VersionGate
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.ledger.restore import (
     load_group_rows,
@@ -63,6 +64,7 @@ class CoordinatorCore:
     router: MessageRouter
     coordinator: Coordinator
     sealing: Sealing
+    manifests: ManifestCache
     host: PartitionRuntime | None
     """The partition beside home, number 0; None when all are in other processes."""
 
@@ -88,6 +90,7 @@ def begin_coordinator_core(
     tables: Tables,
     journal: Journal,
     now: float,
+    row_window: RowReaders | None = None,
     *,
     has_partition: bool = True,
 ) -> CoordinatorCore:
@@ -116,7 +119,9 @@ def begin_coordinator_core(
     host = None
     if has_partition:
         lineages = {policy: consumer.lineage for policy, consumer in coordinator.consumers.items()}
-        host = router.runtimes[0] = _host(0, terms, lineages, journal, router, is_colocated=True)
+        host = router.runtimes[0] = _host(
+            0, terms, lineages, journal, router, row_window, is_colocated=True
+        )
         coordinator.add_partition(0)
     for record in tables.read(PartitionRecord):
         coordinator.add_partition(record.index, PartitionState(record.state))
@@ -126,8 +131,14 @@ def begin_coordinator_core(
     if host is not None:
         restore_completion(host, tables)
         restore_partition(host.partition, tables, now)
-    sealing = Sealing(coordinator, journal, partial(load_group_rows, tables))
-    return CoordinatorCore(router=router, coordinator=coordinator, sealing=sealing, host=host)
+    manifests = ManifestCache()
+    return CoordinatorCore(
+        router=router,
+        coordinator=coordinator,
+        sealing=Sealing(coordinator, journal, partial(load_group_rows, tables), manifests),
+        manifests=manifests,
+        host=host,
+    )
 
 
 def finish_coordinator_restore(core: CoordinatorCore, freed: Sequence[GroupId], now: float) -> None:
@@ -140,7 +151,12 @@ def finish_coordinator_restore(core: CoordinatorCore, freed: Sequence[GroupId], 
 
 
 def build_partition_core(
-    index: int, terms: CoreSpec, tables: Tables, journal: Journal, now: float
+    index: int,
+    terms: CoreSpec,
+    tables: Tables,
+    journal: Journal,
+    now: float,
+    row_window: RowReaders | None = None,
 ) -> tuple[MessageRouter, PartitionRuntime]:
     """A partition in a process of its own, as its last life left it."""
     router = MessageRouter()
@@ -150,7 +166,7 @@ def build_partition_core(
     for lineage in lineages.values():
         restore_lineage(lineage, tables)
     host = router.runtimes[index] = _host(
-        index, terms, lineages, journal, router, is_colocated=False
+        index, terms, lineages, journal, router, row_window, is_colocated=False
     )
     restore_completion(host, tables)
     restore_partition(host.partition, tables, now)
@@ -164,6 +180,7 @@ def _host(
     lineages: Mapping[PolicyName, Lineage],
     journal: Journal,
     router: MessageRouter,
+    row_window: RowReaders | None,
     *,
     is_colocated: bool,
 ) -> PartitionRuntime:
@@ -185,4 +202,6 @@ def _host(
         journal=journal,
         send=lambda report: router.ended(index, report),
     )
-    return PartitionRuntime(partition, completion, gate, journal, is_colocated=is_colocated)
+    return PartitionRuntime(
+        partition, completion, gate, journal, row_window, is_colocated=is_colocated
+    )

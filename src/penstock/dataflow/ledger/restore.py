@@ -23,7 +23,7 @@ from penstock.dataflow.core.consumers import Consumer, ReadyGroup, yield_key
 from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.links import Link
 from penstock.dataflow.core.partition import Partition
-from penstock.dataflow.core.partition_host import PartitionRuntime
+from penstock.dataflow.core.partition_runtime import PartitionRuntime
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.ledger.pinned import read_retained_batches
 from penstock.dataflow.ledger.tables import Tables

@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 
 from penstock.dataflow.column_records import STORED_COLUMNS_SQL, ColumnRecord
-from penstock.dataflow.core.manifests import manifest_of
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.ledger import segments
 from penstock.dataflow.ledger.blobs import BlobStore
@@ -23,6 +22,7 @@ from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import GONE, CommitRecord, RowRecord, VersionRecord
 from penstock.errors import NotFound, StoreError
 from penstock.types import Manifest, PolicyName, RowId, RowPayload
+from penstock.wire.codec import decode
 
 
 def partition_folder(ledger_folder: Path, index: int) -> Path:
@@ -53,7 +53,7 @@ class SealedBatches:
 
     def manifest(self, seq: int) -> Manifest | None:
         found = self._recorded.batch(self._policy, seq)
-        return None if found is None else manifest_of(found.manifest)
+        return None if found is None else decode(found.manifest, Manifest)
 
     def commit(self, seq: int) -> CommitRecord | None:
         """What became of a batch; None when the surviving lineage has not come so far."""

@@ -50,6 +50,14 @@ class _ClosedWhileFull(Exception):
     """The ledger is closed while its disk is full; what was not acknowledged stays so."""
 
 
+OnFailure = Callable[[StoreError], None]
+"""Called on the event loop when storage failed for good."""
+
+
+def ignore_failure(error: StoreError) -> None:
+    """For callers that read the error from their own write."""
+
+
 class Ledger:
     """Opened by one process at a time; a second one is refused."""
 
@@ -61,6 +69,7 @@ class Ledger:
         store: str = "sqlite",
         name: str = "penstock",
         reserve_bytes: int = RESERVE_BYTES,
+        on_failure: OnFailure = ignore_failure,
     ) -> None:
         """`store` is `sqlite` or a PostgreSQL URL; `name` tells the ledgers in it apart."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,14 +83,13 @@ class Ledger:
         self.payloads = SegmentPayloads(self.segments_folder) if payloads is None else payloads
         self._reserve = DiskReserve(folder, reserve_bytes)
         self._reserve.take()
+        self.on_failure = on_failure
         self._placed: list[PlacedPayload] = []
         self._queued_bytes = 0
         self._queue: queue.SimpleQueue[_PendingWrite | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._writer = threading.Thread(target=self._write_groups, name="ledger", daemon=True)
         self._writer.start()
-        self.on_failure: Callable[[StoreError], None] = lambda error: None
-        """Called on the event loop when storage failed for good."""
 
     # --- writing ------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.dataflow.core.manifests import ManifestCache
 from penstock.dataflow.records import (
     CommitRecord,
     IncarnationRecord,
@@ -106,9 +107,10 @@ class BalanceMonitor:
         policies: Iterable[PolicyName],
         terms: BalanceSettings,
         number_of: EffectiveNumber,
+        manifests: ManifestCache,
         now: float,
     ) -> None:
-        self.flow_counter = FlowCounter(policies, number_of)
+        self.flow_counter = FlowCounter(policies, number_of, manifests)
         """Restore it before any other call."""
         self.clocks = {policy: TrainerClock(now) for policy in self.flow_counter.policies}
         self.memory = RuleMemory()

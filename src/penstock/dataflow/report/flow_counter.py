@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from penstock.dataflow.core.manifests import manifest_of
+from penstock.dataflow.core.manifests import ManifestCache
 from penstock.dataflow.records import (
     BatchRecord,
     FateRecord,
@@ -99,12 +99,18 @@ def has_entered(fate: FateRecord) -> bool:
 
 
 class FlowCounter:
-    def __init__(self, policies: Iterable[PolicyName], number_of: EffectiveNumber) -> None:
+    def __init__(
+        self,
+        policies: Iterable[PolicyName],
+        number_of: EffectiveNumber,
+        manifests: ManifestCache,
+    ) -> None:
         self.policies = {policy: PolicyCounters() for policy in policies}
         self.nodes: dict[NodeId, NodeCounters] = {}
         self.staleness: dict[PolicyName, dict[int, MutableCounts]] = {p: {} for p in self.policies}
         """Rows by staleness, of batches sealed since the window opened."""
         self._number_of = number_of
+        self._manifests = manifests
         self._load_earlier_rows: LoadEarlierRows = lambda group_id: ()
         self._issued_since_start: set[GroupId] = set()
         """Groups issued since the service started and not judged by all policies; they have no
@@ -204,7 +210,7 @@ class FlowCounter:
         policy, counters = batch.consumer, self.policies.get(batch.consumer)
         if counters is None:
             return
-        manifest = manifest_of(batch.manifest)
+        manifest = self._manifests.decode(batch.manifest)
         # Most rows of a batch were sampled by the same versions, so their staleness is cached.
         by_versions: dict[tuple[tuple[int, int], ...], MutableCounts] = {}
         histogram = self.staleness[policy]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -15,12 +16,12 @@ from penstock.dataflow.core.completion import RequiredColumns
 from penstock.dataflow.core.consumers import PolicySpec
 from penstock.dataflow.core.coordinator import IssueSpec
 from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
-from penstock.dataflow.core.rulebook import RuleSpec
+from penstock.dataflow.core.rule_runner import RuleSpec
 from penstock.dataflow.ledger.assemble import CoreSpec, begin_coordinator_core, build_partition_core
 from penstock.dataflow.ledger.blobs import BlobStore
 from penstock.dataflow.ledger.bounds import StorageLimits
 from penstock.dataflow.ledger.objects import open_payloads
-from penstock.dataflow.ledger.store import Ledger
+from penstock.dataflow.ledger.store import Ledger, OnFailure, ignore_failure
 from penstock.dataflow.records import CommandJournal
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import RunInfo, SessionSpec, SharedBaseModel
@@ -33,25 +34,28 @@ from penstock.errors import ConfigError
 from penstock.types import PolicyName, SamplingSpec
 
 
-def build(config: RunConfig, ledger_folder: Path) -> DataflowService:
-    """Home and one partition over one ledger, as the last life left them."""
-    service = begin(config, ledger_folder)
+def build(
+    config: RunConfig, ledger_folder: Path, *, on_failure: OnFailure = ignore_failure
+) -> DataflowService:
+    """The coordinator and one partition over one ledger, as the last process left them."""
+    service = begin(config, ledger_folder, on_failure=on_failure)
     service.complete(service.restore())
     return service
 
 
-def begin(config: RunConfig, ledger_folder: Path) -> DataflowService:
+def begin(
+    config: RunConfig, ledger_folder: Path, *, on_failure: OnFailure = ignore_failure
+) -> DataflowService:
     """As `build`, but not whole yet: it leases slots, and comes to the rest when it runs."""
     clock = monotonic_clock()
     journal = CommandJournal()
-    ledger = _open(config, ledger_folder, "home")
+    ledger = _open(config, ledger_folder, "home", on_failure)
     sources = [_source(source) for source in config.sources]
-    core = begin_coordinator_core(core_spec(config), sources, ledger.tables, journal, clock())
-    process = Process(ledger, journal, clock, _bounds(config))
+    spec = core_spec(config)
     service = DataflowService(
-        process,
-        core,
-        _rows(config, process, ledger_folder),
+        partial(Process, ledger, journal, clock, _bounds(config)),
+        partial(_rows, config, ledger_folder),
+        partial(begin_coordinator_core, spec, sources, ledger.tables, journal, clock()),
         run=config.name,
         stages=dict.fromkeys(map(PolicyName, config.models), _required(config)),
         report=balance_settings(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
@@ -68,21 +72,25 @@ def _source(source: SourceConfig) -> Source:
 
 
 def build_partition(
-    config: RunConfig, folder: Path, index: int, coordinator: CoordinatorApi, *, url: str
+    config: RunConfig,
+    folder: Path,
+    index: int,
+    coordinator: CoordinatorApi,
+    *,
+    url: str,
+    on_failure: OnFailure = ignore_failure,
 ) -> PartitionService:
     """Partition `index` over a ledger of its own, as its last life left it."""
     clock = monotonic_clock()
     journal = CommandJournal()
-    ledger = _open(config, folder, f"p{index}")
-    router, host = build_partition_core(index, core_spec(config), ledger.tables, journal, clock())
+    ledger = _open(config, folder, f"p{index}", on_failure)
     stamped = ledger.start_records()
     epoch = next(int(r.value) for r in stamped if r.key == "service_epoch")
-    process = Process(ledger, journal, clock, _bounds(config))
+    spec = core_spec(config)
     service = PartitionService(
-        process,
-        router,
-        host,
-        _rows(config, process, folder),
+        partial(Process, ledger, journal, clock, _bounds(config)),
+        partial(_rows, config, folder),
+        partial(build_partition_core, index, spec, ledger.tables, journal, clock()),
         coordinator,
         stages=_required(config),
         url=url,
@@ -94,7 +102,7 @@ def build_partition(
     return service
 
 
-def _open(config: RunConfig, folder: Path, part: str) -> Ledger:
+def _open(config: RunConfig, folder: Path, part: str, on_failure: OnFailure) -> Ledger:
     flow = config.dataflow
     return Ledger(
         folder,
@@ -102,6 +110,7 @@ def _open(config: RunConfig, folder: Path, part: str) -> Ledger:
         store=flow.store,
         name=f"{config.name}-{part}",
         reserve_bytes=flow.bounds.disk_reserve_mb << 20,
+        on_failure=on_failure,
     )
 
 
@@ -117,7 +126,7 @@ def _bounds(config: RunConfig) -> StorageLimits:
     )
 
 
-def _rows(config: RunConfig, process: Process, folder: Path) -> RowService:
+def _rows(config: RunConfig, folder: Path, process: Process) -> RowService:
     """Columns, readers and spaces as the last life left them, and the stages of the config."""
     rows = RowService(process, BlobStore(folder / "blobs"))
     rows.restore()

@@ -15,17 +15,19 @@ from functools import partial
 import structlog
 
 from penstock.dataflow.core.partition import Partition
+from penstock.dataflow.core.partition_runtime import RowReaders
 from penstock.dataflow.explain.starvation import is_starving, starvation
 from penstock.dataflow.ledger.assemble import CoordinatorCore, finish_coordinator_restore
 from penstock.dataflow.ledger.compaction import Compactor
 from penstock.dataflow.ledger.restore import restore_ready_groups
 from penstock.dataflow.ledger.store import Ledger
+from penstock.dataflow.records import Deletion, Record
 from penstock.dataflow.report.figures import BalanceSettings
 from penstock.dataflow.service.nodes.handlers import NodeHandlers
 from penstock.dataflow.service.operators.forget import SessionEraser
 from penstock.dataflow.service.operators.observe import make_monitor, observe_service
 from penstock.dataflow.service.partitions.handlers import PartitionHandlers
-from penstock.dataflow.service.process import Process
+from penstock.dataflow.service.process import OnCommand, OnWrite, Process
 from penstock.dataflow.service.row_payloads import RowPayloads
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.dataflow.service.trainers.handlers import TrainerHandlers
@@ -43,37 +45,40 @@ STALL_S = 1.0
 class DataflowService:
     def __init__(
         self,
-        process: Process,
-        core: CoordinatorCore,
-        rows: RowService,
+        make_process: Callable[[OnCommand, OnWrite], Process],
+        make_rows: Callable[[Process], RowService],
+        make_core: Callable[[RowReaders], CoordinatorCore],
         *,
         run: str,
         stages: Mapping[PolicyName, tuple[str, ...]],
         report: BalanceSettings,
     ) -> None:
-        """`stages` are those that each policy's trainer waits for."""
-        assert core.host is not None, "one process serves home and a partition"
+        """stages: those that each policy's trainer waits for."""
+        self.is_restored = asyncio.Event()
+        """Set when all groups that wait for a batch are read; until then only slots are leased."""
+        process = make_process(self._on_command, self._on_write)
+        rows = make_rows(process)
+        core = make_core(rows.row_window)
+        assert core.host is not None, "this process has a partition"
         coordinator, host, router = core.coordinator, core.host, core.router
         self.process = process
         self.coordinator = coordinator
         self.host = host
         self.partition: Partition = host.partition
         self.router = router
-        self.is_restored = asyncio.Event()
-        """Home has all that waits for a batch. Before that slots are leased, and nothing else."""
         self._core = core
         self.nodes = NodeHandlers(
             process, host, rows, lambda: self.is_restored.is_set() and coordinator.is_finished
         )
         self.rows = rows
         self._stages = stages
-        host.row_window = rows.row_window
-        self.balance = make_monitor(process, coordinator, run, report)
+        self.balance = make_monitor(process, core, run, report)
         self.partitions = PartitionHandlers(process, coordinator, router)
         self.trainers = TrainerHandlers(
             process,
             coordinator,
             core.sealing,
+            core.manifests,
             RowPayloads(process.ledger, rows.blobs),
             self.balance,
             self.partitions.address_of,
@@ -83,7 +88,6 @@ class DataflowService:
         """What a user's source raised when it was asked for the next task."""
         self._may_issue = True
         """Look for room at the next command whatever it is: at the start, then at each tick."""
-        process.on_command = self._on_command
         self._update_missing_stages()
 
     def restore(self) -> list[GroupId]:
@@ -98,7 +102,6 @@ class DataflowService:
     def complete(self, freed: Sequence[GroupId]) -> None:
         """All is there: act on what happened meanwhile, and serve everybody."""
         finish_coordinator_restore(self._core, freed, self.process.clock())
-        self.process.on_write = self.balance.on_records
         self.is_restored.set()
 
     def _on_command(self, now: float) -> None:
@@ -115,6 +118,10 @@ class DataflowService:
             self.router.run(now)
         else:
             self.process.defer(partial(self._issue, now))
+
+    def _on_write(self, records: Sequence[Record | Deletion]) -> Sequence[Record]:
+        """The report counts what is written, once it has counted what was there before."""
+        return self.balance.on_records(records) if self.is_restored.is_set() else ()
 
     def _issue(self, now: float) -> None:
         """Start what has room. A user's source may raise: that stops new work, and nothing else."""

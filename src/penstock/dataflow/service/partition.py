@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
 import structlog
 
+from penstock.dataflow.core.message_router import MessageRouter
 from penstock.dataflow.core.messages import NumberedMessage
-from penstock.dataflow.core.partition_host import PartitionRuntime
-from penstock.dataflow.core.switchboard import MessageRouter
+from penstock.dataflow.core.partition_runtime import PartitionRuntime, RowReaders
 from penstock.dataflow.ledger.compaction import Compactor
 from penstock.dataflow.service.coordinator import run_ticks, sweep_blobs, verify_once
 from penstock.dataflow.service.messages import Ack
@@ -31,7 +32,7 @@ from penstock.dataflow.service.partitions.messages import (
     PartitionBoot,
     PartitionJoin,
 )
-from penstock.dataflow.service.process import Process
+from penstock.dataflow.service.process import OnCommand, Process
 from penstock.dataflow.service.rows.handlers import RowService
 
 log = structlog.get_logger(__name__)
@@ -57,16 +58,18 @@ class CoordinatorApi(Protocol):
 class PartitionService:
     def __init__(
         self,
-        process: Process,
-        router: MessageRouter,
-        host: PartitionRuntime,
-        rows: RowService,
+        make_process: Callable[[OnCommand], Process],
+        make_rows: Callable[[Process], RowService],
+        make_core: Callable[[RowReaders], tuple[MessageRouter, PartitionRuntime]],
         coordinator: CoordinatorApi,
         *,
         stages: tuple[str, ...],
         url: str,
         epoch: int,
     ) -> None:
+        process = make_process(self._on_command)
+        rows = make_rows(process)
+        router, host = make_core(rows.row_window)
         self.process = process
         self.host = host
         self.partition = host.partition
@@ -80,8 +83,6 @@ class PartitionService:
         self.rows = rows
         self._stages = stages
         self._router = router
-        host.row_window = rows.row_window
-        process.on_command = self._on_command
         self._has_outgoing = asyncio.Event()
         process.on_wake.append(self._on_wake)
 

@@ -30,7 +30,18 @@ async def never_disconnected() -> bool:
     return False
 
 
+OnCommand = Callable[[float], None]
+"""Acts on what the commands of a turn changed, before it is written."""
 OnWrite = Callable[[Sequence[Record | Deletion]], Sequence[Record]]
+"""Sees all that is written, and may add to the same commit: running totals."""
+
+
+def _ignore_command(now: float) -> None:
+    pass
+
+
+def _add_no_records(records: Sequence[Record | Deletion]) -> Sequence[Record]:
+    return ()
 
 
 class Process:
@@ -40,16 +51,16 @@ class Process:
         outbox: CommandJournal,
         clock: Callable[[], float],
         bounds: StorageLimits | None = None,
+        on_command: OnCommand = _ignore_command,
+        on_write: OnWrite = _add_no_records,
     ) -> None:
         self.ledger = ledger
         self._bounds = bounds or StorageLimits()
         self.journal = outbox
         self.clock = clock
         self.started_at = clock()
-        self.on_command: Callable[[float], None] = lambda now: None
-        """Let the machines of this process act on what the command changed."""
-        self.on_write: OnWrite = lambda records: ()
-        """Sees all that is written, and may add to the same commit: running totals."""
+        self._on_command = on_command
+        self._on_write = on_write
         self.waiting_since: dict[tuple[str, str], float] = {}
         """(who, on what) to since when: polls that are held open."""
         self._changed = asyncio.Event()
@@ -82,11 +93,11 @@ class Process:
     def _end_turn(self) -> None:
         settling, self._pending = self._pending, []
         try:
-            self.on_command(self.clock())
+            self._on_command(self.clock())
             records = self.journal.take()
             if not records:
                 return self._answer(settling, None)
-            durable = self.ledger.write([*records, *self.on_write(records)])
+            durable = self.ledger.write([*records, *self._on_write(records)])
         except Exception as error:
             if not settling:
                 raise  # nobody to tell but the log

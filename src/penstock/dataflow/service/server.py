@@ -239,10 +239,11 @@ async def serve_dataflow(
     tls: Tls | None = None,
 ) -> None:
     """Serve one run until told to stop; raises StoreError when storage failed."""
-    service = begin(config, run_dir / "ledger")
+    failures = _StorageFailures()
+    service = begin(config, run_dir / "ledger", on_failure=failures)
     app = build_server(surface(service, config, weights_url), verifier)
     log.info("dataflow serves", run=config.name, host=host, port=port)
-    await _serve(service, server(app, host, port, tls))
+    await _serve(failures, server(app, host, port, tls))
 
 
 async def serve_partition(
@@ -262,23 +263,37 @@ async def serve_partition(
     """Serve one further partition of a run until told to stop."""
     coordinator = CoordinatorClient(coordinator_url, token)
     folder = partition_folder(run_dir / "ledger", index)
-    service = build_partition(config, folder, index, coordinator, url=url)
+    failures = _StorageFailures()
+    service = build_partition(config, folder, index, coordinator, url=url, on_failure=failures)
     app = build_partition_server(service, config, weights_url, verifier)
     log.info("partition serves", run=config.name, index=index, host=host, port=port)
-    await _serve(service, server(app, host, port, tls))
+    await _serve(failures, server(app, host, port, tls))
 
 
-async def _serve(service: DataflowService | PartitionService, listener: uvicorn.Server) -> None:
-    failures: list[StoreError] = []
+class _StorageFailures:
+    """Errors of the ledger after which this process must end."""
 
-    def stop(error: StoreError) -> None:
+    def __init__(self) -> None:
+        self.errors: list[StoreError] = []
+        self.has_failed = asyncio.Event()
+
+    def __call__(self, error: StoreError) -> None:
         log.error("storage failed; this service ends and acknowledges nothing more", why=str(error))
-        failures.append(error)
+        self.errors.append(error)
+        self.has_failed.set()
+
+
+async def _serve(failures: _StorageFailures, listener: uvicorn.Server) -> None:
+    async def stop() -> None:
+        await failures.has_failed.wait()
         listener.should_exit = True
 
-    service.process.ledger.on_failure = stop
     tune_memory()
     gc.enable()
-    await listener.serve()
-    if failures:
-        raise failures[0]
+    stopper = asyncio.create_task(stop(), name="storage failures")
+    try:
+        await listener.serve()
+    finally:
+        stopper.cancel()
+    if failures.errors:
+        raise failures.errors[0]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from penstock.dataflow.column_records import ColumnRecord
-from penstock.dataflow.core.supply import TaskSupply
+from penstock.dataflow.core.task_supply import TaskSupply
 from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.records import (
     CommitRecord,

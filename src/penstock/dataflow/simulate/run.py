@@ -18,9 +18,10 @@ import sqlalchemy as sa
 
 from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.coordinator import Coordinator
+from penstock.dataflow.core.manifests import ManifestCache
 from penstock.dataflow.core.messages import DropGroup, GroupEnded, IssueGroup, ToPartition
 from penstock.dataflow.core.retention import Retention
-from penstock.dataflow.core.rulebook import RuleRunner
+from penstock.dataflow.core.rule_runner import RuleRunner
 from penstock.dataflow.core.sealing import Sealing
 from penstock.dataflow.ledger.assemble import CoreSpec
 from penstock.dataflow.ledger.recorded import RecordedRun
@@ -138,7 +139,7 @@ class _Simulation:
         )
         for index in partitions:
             self._coordinator.add_partition(index)
-        self._sealing = Sealing(self._coordinator, self._outbox, _no_stored_rows)
+        self._sealing = Sealing(self._coordinator, self._outbox, _no_stored_rows, ManifestCache())
         self._now = 0.0
         self._reports: deque[GroupEnded] = deque()
         self._running: dict[GroupId, _SimulatedGroup] = {}

@@ -74,9 +74,8 @@ async def test_a_service_that_finds_such_damage_ends(tmp_path: Path) -> None:
     service.process.ledger.tables.commit(SOURCES)
     service.close()
     drop_records(tmp_path, "sources", keep=len(SOURCES) - 4)
-    service = build(config, tmp_path)
     ended = asyncio.get_running_loop().create_future()
-    service.process.ledger.on_failure = ended.set_result
+    service = build(config, tmp_path, on_failure=ended.set_result)
     loops = asyncio.create_task(service.run_timers())
     async with asyncio.timeout(60):
         assert "damaged" in str(await ended)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.dataflow.core.manifests import ManifestCache
 from penstock.dataflow.records import (
     CommitRecord,
     FateRecord,
@@ -32,7 +33,12 @@ TERMS = BalanceSettings(window_versions=2)
 
 def balance(*policies: PolicyName) -> BalanceMonitor:
     return BalanceMonitor(
-        "run", policies or (A,), TERMS, lambda policy, incarnation, number: number, 0.0
+        "run",
+        policies or (A,),
+        TERMS,
+        lambda policy, incarnation, number: number,
+        ManifestCache(),
+        0.0,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.unit.dataflow.core.test_gate import A, gate, lineage
+from tests.unit.dataflow.core.test_version_gate import A, gate, lineage
 
 from penstock.dataflow.service.nodes.salvage import Salvage
 from penstock.types import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.dataflow.core.rulebook import RuleRunner, RuleSpec
+from penstock.dataflow.core.rule_runner import RuleRunner, RuleSpec
 from penstock.dataflow.records import CommandJournal
 from penstock.dataflow.simulate.recorded_tasks import RecordedSource, RecordedSupply
 from penstock.types import Task

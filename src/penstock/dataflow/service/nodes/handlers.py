@@ -14,7 +14,7 @@ import structlog
 
 from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, RegisterRequest
 from penstock.dataflow.core.names import REWARD, TURNS
-from penstock.dataflow.core.partition_host import PartitionRuntime
+from penstock.dataflow.core.partition_runtime import PartitionRuntime
 from penstock.dataflow.service.nodes.intake import DeliveryIntake, IntakeResult
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
@@ -87,13 +87,13 @@ class NodeHandlers:
     # --- membership ---------------------------------------------------------------------------
 
     def orders(self, node_id: NodeId) -> NodeDirectives:
-        self._sent_versions[node_id] = self._host.gate.wanted
+        self._sent_versions[node_id] = self._host.partition.target_versions
         finished = self._is_finished()
         return NodeDirectives(
             wanted=self._sent_versions[node_id],
             drain=finished,
             finished=finished,
-            stop=self._partition.roster.revoked(node_id),
+            stop=self._partition.node_registry.revoked(node_id),
         )
 
     async def register(self, body: RegisterRequest) -> NodeDirectives:
@@ -141,7 +141,7 @@ class NodeHandlers:
                     return answer
                 if answer.orders.drain or answer.orders.stop:
                     return answer
-                if self._sent_versions.get(body.node_id) != self._host.gate.wanted:
+                if self._sent_versions.get(body.node_id) != self._host.partition.target_versions:
                     return replace(answer, orders=self.orders(body.node_id))
                 now = process.clock()
                 if now >= give_up_at:
@@ -158,7 +158,7 @@ class NodeHandlers:
 
     def _on_wake(self) -> None:
         """A command changed something: call the polls that it may concern."""
-        orders = (self._host.gate.wanted, self._is_finished())
+        orders = (self._host.partition.target_versions, self._is_finished())
         if orders != self._last_orders:
             self._last_orders = orders
             self._polls.wake_all()

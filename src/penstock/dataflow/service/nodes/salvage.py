@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
-from penstock.dataflow.core.gate import VersionGate
+from penstock.dataflow.core.version_gate import VersionGate
 from penstock.types import GroupId, OutcomeKind, RowId, RowSummary, Turn
 from penstock.wire.codec import encode
 

@@ -14,7 +14,8 @@ from penstock.config.report import ReportConfig
 from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.groups import Node
 from penstock.dataflow.core.leasing import NodeState
-from penstock.dataflow.core.partition_host import PartitionRuntime
+from penstock.dataflow.core.partition_runtime import PartitionRuntime
+from penstock.dataflow.ledger.assemble import CoordinatorCore
 from penstock.dataflow.report.balance import (
     BalanceMonitor,
     NodeObservation,
@@ -43,18 +44,19 @@ def balance_settings(config: ReportConfig, *, ttl_s: float) -> BalanceSettings:
 
 
 def make_monitor(
-    process: Process, coordinator: Coordinator, run: str, terms: BalanceSettings
+    process: Process, core: CoordinatorCore, run: str, terms: BalanceSettings
 ) -> BalanceMonitor:
-    """A balance; its tally has yet to be restored."""
+    """The monitor of a service; its flow counter has yet to be restored."""
+    consumers = core.coordinator.consumers
 
     def number_of(policy: PolicyName, incarnation: int, number: int) -> int:
-        return coordinator.consumer(policy).lineage.effective_number(incarnation, number)
+        return consumers[policy].lineage.effective_number(incarnation, number)
 
-    return BalanceMonitor(run, coordinator.consumers, terms, number_of, process.clock())
+    return BalanceMonitor(run, consumers, terms, number_of, core.manifests, process.clock())
 
 
 def observe_service(coordinator: Coordinator, host: PartitionRuntime) -> Observation:
-    wanted = {version.policy: version for version in host.gate.wanted}
+    wanted = {version.policy: version for version in host.partition.target_versions}
     return Observation(
         nodes=tuple(observe_nodes(host.partition.nodes.values(), wanted)),
         policies={

@@ -15,6 +15,7 @@ import structlog
 
 from penstock.dataflow.core.coordinator import Coordinator, PartitionState
 from penstock.dataflow.core.links import link_to_partition
+from penstock.dataflow.core.message_router import MessageRouter
 from penstock.dataflow.core.messages import (
     Committed,
     HorizonMoved,
@@ -23,7 +24,6 @@ from penstock.dataflow.core.messages import (
     Quarantined,
     ToPartition,
 )
-from penstock.dataflow.core.switchboard import MessageRouter
 from penstock.dataflow.records import (
     CommitRecord,
     IncarnationRecord,

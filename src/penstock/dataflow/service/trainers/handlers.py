@@ -16,7 +16,7 @@ from blake3 import blake3
 from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.leasing import LiveVersion
-from penstock.dataflow.core.manifests import manifest_of
+from penstock.dataflow.core.manifests import ManifestCache
 from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published, Quarantined
 from penstock.dataflow.core.sealing import Sealing
 from penstock.dataflow.records import BatchRecord, CheckpointRecord, quarantine
@@ -53,6 +53,7 @@ class TrainerHandlers:
         process: Process,
         coordinator: Coordinator,
         sealing: Sealing,
+        manifests: ManifestCache,
         payloads: RowPayloads,
         balance: BalanceMonitor,
         address_of: Callable[[RowId], str | None],
@@ -62,6 +63,7 @@ class TrainerHandlers:
         self._process = process
         self._coordinator = coordinator
         self._sealing = sealing
+        self._manifests = manifests
         self.payloads = payloads
         self._durable: dict[PolicyName, int] = {}
         """The newest batch that is known to be on disk, by policy."""
@@ -149,13 +151,13 @@ class TrainerHandlers:
 
     async def _try_batch(self, consumer: Consumer, seq: int) -> BatchAnswer:
         if seq <= consumer.last_sealed:
-            return _serve(await self._sealed(consumer, seq))
+            return self._serve(await self._sealed(consumer, seq))
         if self._coordinator.has_ended(consumer):
             return BatchAnswer(manifest=None, end=True)
         self._process.run_deferred()
         record = self._sealing.seal(consumer, seq, self._process.clock())
         await self._process.settle()
-        return BatchAnswer(manifest=None) if record is None else _serve(record)
+        return BatchAnswer(manifest=None) if record is None else self._serve(record)
 
     async def _sealed(self, consumer: Consumer, seq: int) -> BatchRecord:
         newest = consumer.newest_batch
@@ -182,7 +184,7 @@ class TrainerHandlers:
         consumer = self._seen(policy)
         if not 0 < seq <= consumer.last_sealed:
             raise NotFound(f"batch {policy}.{seq} is not sealed yet")
-        manifest = manifest_of((await self._sealed(consumer, seq)).manifest)
+        manifest = self._manifests.decode((await self._sealed(consumer, seq)).manifest)
         row_ids = _at(indexes, [row.row_id for row in manifest.rows], f"{policy}.{seq}")
         places = {
             row_id: None if row_id in self._coordinator.gone else self._address_of(row_id)
@@ -283,12 +285,14 @@ class TrainerHandlers:
         self._coordinator.free(self._coordinator.retention.retained(policy_name, oldest), now)
         await self._process.settle()
 
-
-def _serve(record: BatchRecord) -> BatchAnswer:
-    if blake3(record.manifest).hexdigest() != record.digest:
-        name = f"{record.consumer}.{record.seq}"
-        raise StoreError(f"the manifest of batch {name} is damaged; restore the ledger from a copy")
-    return BatchAnswer(manifest=manifest_of(record.manifest), digest=record.digest)
+    def _serve(self, record: BatchRecord) -> BatchAnswer:
+        if blake3(record.manifest).hexdigest() != record.digest:
+            name = f"{record.consumer}.{record.seq}"
+            raise StoreError(
+                f"the manifest of batch {name} is damaged; restore the ledger from a copy"
+            )
+        manifest = self._manifests.decode(record.manifest)
+        return BatchAnswer(manifest=manifest, digest=record.digest)
 
 
 def _at(indexes: Sequence[int] | None, row_ids: Sequence[RowId], batch: str) -> Sequence[RowId]:

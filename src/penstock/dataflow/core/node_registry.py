@@ -32,7 +32,7 @@ ATTEMPT_WEIGHT = 0.2
 """Of one attempt in a node's moving average."""
 
 
-class Roster:
+class NodeRegistry:
     def __init__(self, journal: Journal) -> None:
         self.nodes: dict[NodeId, Node] = {}
         self._journal = journal

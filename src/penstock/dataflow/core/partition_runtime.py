@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from penstock.dataflow.core.completion import ColumnCompleted, Completion
-from penstock.dataflow.core.gate import VersionGate
 from penstock.dataflow.core.messages import (
     Admitted,
     Committed,
@@ -25,6 +24,7 @@ from penstock.dataflow.core.messages import (
 )
 from penstock.dataflow.core.names import TRAIN
 from penstock.dataflow.core.partition import Partition
+from penstock.dataflow.core.version_gate import VersionGate
 from penstock.dataflow.records import FreedRecord, Journal, MetaRecord, gone_key
 from penstock.types import DropReason, RowId
 
@@ -44,14 +44,15 @@ class PartitionRuntime:
         completion: Completion,
         gate: VersionGate,
         journal: Journal,
+        row_window: RowReaders | None = None,
         *,
         is_colocated: bool,
     ) -> None:
+        """row_window: rows in front of readers; a simulated partition may do without."""
         self.partition = partition
         self.completion = completion
         self.gate = gate
-        self.row_window: RowReaders | None = None
-        """Rows in front of readers; a simulated partition may do without."""
+        self._row_window = row_window
         self._journal = journal
         self._shares_home = is_colocated
         """Home is in this process, with the same lineages and the same ledger."""
@@ -66,8 +67,8 @@ class PartitionRuntime:
                 self.partition.policies_advanced(now)
             case Admitted():
                 self.completion.admitted(message.group_id, message.policy, now)
-                if self.row_window is not None:
-                    self.row_window.admitted(self.completion.rows_of(message.group_id), now)
+                if self._row_window is not None:
+                    self._row_window.admitted(self.completion.rows_of(message.group_id), now)
             case DropGroup():
                 self.partition.drop(message.group_id, message.reason, now)
             case GroupsFreed():
@@ -81,8 +82,8 @@ class PartitionRuntime:
 
     def apply_completed_columns(self, now: float) -> None:
         """Columns that stages wrote complete the groups that waited for them."""
-        if self.row_window is not None:
-            self.completion.completed(self.row_window.pop_completed(), now)
+        if self._row_window is not None:
+            self.completion.completed(self._row_window.pop_completed(), now)
 
     def _moved(self, message: IncarnationStarted | Committed | Published, now: float) -> None:
         """A fact of a policy's lineage: home in this process has applied it already."""
@@ -107,6 +108,6 @@ class PartitionRuntime:
     def _forget(self, row_id: RowId, now: float) -> None:
         if not self._shares_home:
             self._journal(MetaRecord(key=gone_key(row_id), value=DropReason.FORGOTTEN))
-        if self.row_window is not None:
-            self.row_window.forget(TRAIN, [row_id])
+        if self._row_window is not None:
+            self._row_window.forget(TRAIN, [row_id])
         self.partition.forget(row_id, now)

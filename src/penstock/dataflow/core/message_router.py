@@ -12,7 +12,7 @@ from collections.abc import Callable
 from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.links import Link
 from penstock.dataflow.core.messages import GroupEnded, ToCoordinator, ToPartition
-from penstock.dataflow.core.partition_host import PartitionRuntime
+from penstock.dataflow.core.partition_runtime import PartitionRuntime
 
 
 class MessageRouter:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from penstock.dataflow.core.gate import VersionGate
 from penstock.dataflow.core.leasing import LiveVersion
+from penstock.dataflow.core.version_gate import VersionGate
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import CommitRecord, IncarnationRecord, VersionRecord
 from penstock.types import PolicyName

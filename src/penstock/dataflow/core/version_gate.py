@@ -6,7 +6,7 @@ nothing of groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.dataflow.core import pacing
@@ -24,10 +24,8 @@ class VersionGate:
     """Number that the next unsealed batch trains from; the committed one until home says more."""
     is_lockstep: bool = False
     """Each group is sampled by one version alone, `max_staleness` batches behind its own."""
-    oldest_due: Callable[[], Mapping[str, int] | None] = field(default=lambda: None)
-    """Due date of the group issued first among those that are open; None when there is none."""
     _newest: tuple[VersionRecord, ...] = ()
-    _wanted: tuple[PublishedVersion, ...] = ()
+    _targets: tuple[PublishedVersion, ...] = ()
     """Made of them."""
 
     def can_lease(self, due: Mapping[str, int], live: Sequence[LiveVersion]) -> bool:
@@ -63,14 +61,14 @@ class VersionGate:
                 return False  # a younger one is there for it to load
         return is_useful
 
-    @property
-    def wanted(self) -> tuple[PublishedVersion, ...]:
-        """What nodes should serve."""
-        found = self._in_lockstep() if self.is_lockstep else self._newest_of_all()
+    def target_versions(self, oldest_due: Mapping[str, int] | None) -> tuple[PublishedVersion, ...]:
+        """The versions nodes should load. oldest_due: due date of the oldest open group, None when
+        no group is open; only read in lockstep."""
+        found = self._in_lockstep(oldest_due) if self.is_lockstep else self._newest_of_all()
         newest = tuple(version for version in found if version is not None)
         if newest != self._newest:  # asked at every command
             self._newest = newest
-            self._wanted = tuple(
+            self._targets = tuple(
                 PublishedVersion(
                     policy=version.policy,
                     incarnation=version.incarnation,
@@ -79,15 +77,14 @@ class VersionGate:
                 )
                 for version in newest
             )
-        return self._wanted
+        return self._targets
 
     def _newest_of_all(self) -> Iterator[VersionRecord | None]:
         yield from (lineage.newest for lineage in self.lineages.values())
 
-    def _in_lockstep(self) -> Iterator[VersionRecord | None]:
-        """What the oldest open group needs; what it was before while that is not committed, so
-        that nobody's answer sees a change."""
-        due = self.oldest_due()
+    def _in_lockstep(self, due: Mapping[str, int] | None) -> Iterator[VersionRecord | None]:
+        """The version that the oldest open group needs; the previous answer until that version is
+        committed."""
         before = {version.policy: version for version in self._newest}
         for policy, lineage in self.lineages.items():
             number = lineage.number if due is None else self._due_number(policy, due)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from penstock.dataflow.core.rulebook import RuleRunner
+from penstock.dataflow.core.rule_runner import RuleRunner
 from penstock.dataflow.records import Journal, SourceRecord
 from penstock.dataflow.sources import Source
 from penstock.types import SourceShare, Task
