@@ -4,6 +4,7 @@
 Owns the shape of run.yaml, its defaults and its stored form. Builds nothing, imports no user code
 and no torch; every other folder takes plain values from here through its own `build`."""
 
+from penstock.config.algorithms import AlgorithmConfig, CorrectionConfig
 from penstock.config.dataflow import (
     BoundsConfig,
     ClosingConfig,
@@ -24,12 +25,7 @@ from penstock.config.run import RunConfig
 from penstock.config.run_sections import PolicyConfig
 from penstock.config.sources import CommandWorkflow, SourceConfig, WorkflowConfig
 from penstock.config.stages import StageConfig
-from penstock.config.trainer import (
-    AlgorithmConfig,
-    CorrectionConfig,
-    SamplingConfig,
-    TrainingConfig,
-)
+from penstock.config.trainer import SamplingConfig, TrainingConfig
 from penstock.config.weights import WeightsConfig
 from penstock.types import Hook
 

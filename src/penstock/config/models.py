@@ -7,11 +7,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
+from penstock.config.algorithms import AlgorithmConfig
 from penstock.config.base import Section, non_blank, only_supported, unknown
 from penstock.config.dataflow import PolicyDataflowConfig
 from penstock.config.engines import EngineName
 from penstock.config.lora import LoraConfig
-from penstock.config.trainer import AlgorithmConfig, TrainingConfig
+from penstock.config.trainer import TrainingConfig
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3",)
 """Models that penstock builds itself, without a download."""

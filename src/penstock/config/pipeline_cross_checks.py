@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from penstock.config.algorithms import AlgorithmConfig
 from penstock.config.base import Contradiction, KeyPath, unknown
 from penstock.config.builtin_stages import builtin_stage_for
 from penstock.config.pipeline import PipelineStageConfig
@@ -21,7 +22,7 @@ from penstock.config.row_stage_checks import row_stage_problems
 from penstock.config.run_sections import PolicyConfig, RunSections
 from penstock.config.stage_graph import Edge, draw_path, unknown_reads
 from penstock.config.stages import StageConfig
-from penstock.config.trainer import AlgorithmConfig, TrainingConfig
+from penstock.config.trainer import TrainingConfig
 
 BUILTIN_GRAPH_KEYS = ("gamma", "lam")
 """Keys of `algorithm` that are options of a stage if the file has stages."""

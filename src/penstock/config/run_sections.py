@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from penstock.config.algorithms import with_minibatches
+from penstock.config.algorithms import AlgorithmConfig, with_minibatches
 from penstock.config.base import (
     FUNCTION,
     NAME,
@@ -29,7 +29,7 @@ from penstock.config.pipeline import PipelineConfig
 from penstock.config.rules import RuleConfig, effective_rules
 from penstock.config.service_stages import with_service_stages
 from penstock.config.sources import Name, SourceConfig, WorkflowConfig
-from penstock.config.trainer import AlgorithmConfig, SamplingConfig, TrainingConfig
+from penstock.config.trainer import SamplingConfig, TrainingConfig
 from penstock.config.weights import WeightsConfig
 from penstock.errors import ConfigError
 
