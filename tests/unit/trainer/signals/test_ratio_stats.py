@@ -90,7 +90,7 @@ def test_two_ranks_add_up_to_one() -> None:
         measure_ratios(now_K[part], then_K[part], advantages_K[part], **CLIP)
         for part in (slice(0, 300), slice(300, None))
     ]
-    added = RatioStats.from_vector(parts[0].numbers + parts[1].numbers)
+    added = RatioStats.from_vector(parts[0].vector + parts[1].vector)
     assert added.metrics() == pytest.approx(whole.metrics())
 
 
