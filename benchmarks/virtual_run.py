@@ -141,7 +141,7 @@ class VirtualRun:
         """Every node serves the newest version from the moment it is published."""
         return tuple(
             LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number)
-            for v in self.gate.wanted
+            for v in self.partition.target_versions
         )
 
     def _heartbeat(self, node_id: NodeId) -> None:

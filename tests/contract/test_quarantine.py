@@ -29,7 +29,7 @@ from penstock.dataflow.core.leasing import (
     NodeState,
     RegisterRequest,
 )
-from penstock.dataflow.records import MetaRecord, quarantine, quarantined
+from penstock.dataflow.records import parse_quarantine, quarantine_record
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.messages import Ack
@@ -198,10 +198,9 @@ async def test_only_the_one_trainer_says_it_and_a_stranger_changes_nothing(tmp_p
     service.close()
 
 
-def test_what_an_earlier_release_wrote_is_read() -> None:
+def test_a_quarantine_record_is_parsed() -> None:
     life = (DRIFTS, "s")
-    assert quarantined(quarantine(*life)) == life
-    assert quarantined(MetaRecord(key=f"quarantined/{DRIFTS}", value="s")) == life
+    assert parse_quarantine(quarantine_record(*life)) == life
 
 
 def test_every_partition_hears_of_it_and_no_node_may_say_it(tmp_path: Path) -> None:

@@ -91,9 +91,11 @@ def check_partition(laws: Invariants, machine: SimProcess, partition: Partition)
         fresh = group.record.num_slots - group.next_fresh
         waiting = group.num_waiting
         num_waiting += waiting
-        require(states[SlotState.WAITING] == len(group.again), f"{group_id}: waiting slots")
+        require(states[SlotState.WAITING] == len(group.retry_slots), f"{group_id}: waiting slots")
         require(sum(states.values()) == group.next_fresh, f"{group_id}: untouched slots")
-        require(len(set(group.again)) == len(group.again), f"{group_id}: a slot waits twice")
+        require(
+            len(set(group.retry_slots)) == len(group.retry_slots), f"{group_id}: a slot waits twice"
+        )
         require(fresh >= 0 and not states[SlotState.TRUNCATED], f"{group_id}: cut and still open")
         require(not waiting or group_id in queue, f"{group_id} waits where nobody looks")
         require(
@@ -189,7 +191,7 @@ def _partition_facts(partition: Partition) -> Facts:
         "groups": {
             group_id: (
                 group.rows,
-                sorted(group.again),
+                sorted(group.retry_slots),
                 group.next_fresh,
                 {
                     index: (slot.state, slot.attempt, slot.epoch, slot.grant)

@@ -47,7 +47,7 @@ class CommandJournal:
 
 QUARANTINE_PREFIX = "quarantined/"
 """Before a node's name and one of its lives: the value is the session that gets no more work."""
-GONE = "gone/"
+FORGOTTEN_PREFIX = "gone/"
 """How the ledger begins the names of rows that nobody may be served any more."""
 FORMAT = 1
 """Format of the ledger on disk; any other is refused."""
@@ -558,18 +558,18 @@ RECORDS: tuple[type[Record], ...] = (
 )
 
 
-def quarantine(node_id: NodeId, boot_id: str) -> MetaRecord:
+def quarantine_record(node_id: NodeId, boot_id: str) -> MetaRecord:
     return MetaRecord(key=f"{QUARANTINE_PREFIX}{node_id}/{boot_id}", value=boot_id)
 
 
-def quarantined(record: MetaRecord) -> tuple[NodeId, str]:
-    """Which life of which node this says to be in quarantine."""
+def parse_quarantine(record: MetaRecord) -> tuple[NodeId, str]:
+    """The node and boot id in quarantine."""
     return NodeId(record.key.removeprefix(QUARANTINE_PREFIX).partition("/")[0]), record.value
 
 
 def gone_key(row_id: RowId) -> str:
     """Under which the ledger keeps that nobody may be served this row any more."""
-    return f"{GONE}{row_id}"
+    return f"{FORGOTTEN_PREFIX}{row_id}"
 
 
 def row_id(group_id: GroupId, slot: int, epoch: int) -> RowId:

@@ -110,7 +110,7 @@ class FakeNode:
 
     async def load(self) -> None:
         """Load the current target version."""
-        wanted = self.service.host.gate.wanted
+        wanted = self.service.partition.target_versions
         self.earlier = self.live
         self.live = tuple(
             LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number) for v in wanted

@@ -14,7 +14,7 @@ import msgspec
 from penstock.dataflow.column_records import ReaderRecord, RowLeaseRecord
 from penstock.dataflow.core.names import REWARD, TRAIN, TURNS
 from penstock.dataflow.ledger.tables import Tables
-from penstock.dataflow.records import GONE
+from penstock.dataflow.records import FORGOTTEN_PREFIX
 from penstock.types import RowId
 
 _LEASE_COLUMNS = "t.epoch, t.attempt, t.worker, t.request_id, t.state, t.error"
@@ -31,7 +31,7 @@ ROWS = (
     f"FROM rows r {_UNFINISHED} "
     "AND r.outcome IN ('completed', 'truncated') "
     "AND NOT EXISTS (SELECT 1 FROM freed f WHERE f.group_id = r.group_id) "
-    f"AND NOT EXISTS (SELECT 1 FROM meta m WHERE m.key = '{GONE}' || r.row_id) "
+    f"AND NOT EXISTS (SELECT 1 FROM meta m WHERE m.key = '{FORGOTTEN_PREFIX}' || r.row_id) "
     "ORDER BY r.arrival LIMIT :num"
 )
 ITEMS = (

@@ -346,7 +346,7 @@ class Consumer:
     ) -> None:
         """Admit an ended group or drop it."""
         policy = self.terms.policy
-        visible_roles = self._deps.rules.seen(policy, ended.rows, now)
+        visible_roles = self._deps.rules.visible_turns(policy, ended.rows, now)
         rows = tuple(row for row in ended.rows if row.tokens_for(policy, visible_roles) > 0)
         self.num_arrived += 1
         group = ready_group(
@@ -404,7 +404,7 @@ class Consumer:
         if group is None:
             return
         policy = self.terms.policy
-        visible_roles = self._deps.rules.seen(policy, message.rows, now)
+        visible_roles = self._deps.rules.visible_turns(policy, message.rows, now)
         rows = tuple(row for row in message.rows if row.tokens_for(policy, visible_roles) > 0)
         if message.dropped is not None or not rows:
             self.drop(group, message.dropped or DropReason.COLUMN_FAILED, "columns", now)

@@ -109,7 +109,7 @@ class OpenGroup:
     known_slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
     next_fresh: int = 0
     """Slots from this index on were never leased."""
-    again: list[int] = field(default_factory=list[int])
+    retry_slots: list[int] = field(default_factory=list[int])
     """Slots to be leased again, before any fresh one."""
     waiting_since: float = 0.0
     """When the oldest of its waiting slots could have been leased."""
@@ -144,16 +144,16 @@ class OpenGroup:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.again) + self.record.num_slots - self.next_fresh
+        return len(self.retry_slots) + self.record.num_slots - self.next_fresh
 
-    def take(self, most: int) -> range:
+    def pop_waiting(self, max_slots: int) -> range:
         """Waiting slots, which wait no more: one to be leased again, or fresh ones, which are all
         alike."""
-        if self.again:
-            index = self.again.pop()
+        if self.retry_slots:
+            index = self.retry_slots.pop()
             return range(index, index + 1)
         first = self.next_fresh
-        self.next_fresh = min(first + most, self.record.num_slots)
+        self.next_fresh = min(first + max_slots, self.record.num_slots)
         return range(first, self.next_fresh)
 
     @property

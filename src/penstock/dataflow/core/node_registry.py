@@ -20,7 +20,7 @@ from penstock.dataflow.records import (
     LeaseEnd,
     LeaseRecord,
     NodeRecord,
-    quarantine,
+    quarantine_record,
     row_id,
 )
 from penstock.errors import Fenced, NotFound
@@ -129,7 +129,7 @@ class NodeRegistry:
         if not boot[1] or boot in self._quarantined:
             return None
         self._quarantined.add(boot)
-        self._journal(quarantine(*boot))
+        self._journal(quarantine_record(*boot))
         if node is None or node.record.boot_id != boot[1]:
             return None
         node.is_quarantined = True

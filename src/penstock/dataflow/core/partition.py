@@ -159,9 +159,9 @@ class Partition:
     def _truncate(self, group: OpenGroup, end: LeaseEnd, now: float) -> None:
         """Stop what runs and what waits: these slots get no result any more."""
         self._add_waiting(group, -group.num_waiting)
-        for index in (*group.again, *range(group.next_fresh, group.record.num_slots)):
+        for index in (*group.retry_slots, *range(group.next_fresh, group.record.num_slots)):
             group.slot(index).move(SlotState.TRUNCATED)
-        group.again, group.next_fresh = [], group.record.num_slots
+        group.retry_slots, group.next_fresh = [], group.record.num_slots
         for index, slot in group.running():
             self._end_lease(group, index, slot, end, now)
             slot.move(SlotState.TRUNCATED)
@@ -267,7 +267,7 @@ class Partition:
     def _grant(
         self, node: Node, group: OpenGroup, request_id: str, most: int, now: float
     ) -> GrantRecord:
-        slots = group.take(most)
+        slots = group.pop_waiting(most)
         self._add_waiting(group, -len(slots))
         first = group.known_slots.get(slots.start)
         record = GrantRecord(
@@ -372,7 +372,7 @@ class Partition:
             return
         why = f"nobody took it within schedule-to-start ({start_s:g} s)"
         while group.num_waiting:
-            [index] = group.take(1)
+            [index] = group.pop_waiting(1)
             self._add_waiting(group, -1)
             self._give_up(group, index, group.slot(index), why, now)
         self._close_if_terminal(group, now)
@@ -428,7 +428,7 @@ class Partition:
         if not group.num_waiting:
             group.waiting_since = now
             self._timers.start_wait_timer(group.record.group_id, now)
-        group.again.append(index)
+        group.retry_slots.append(index)
         self._add_waiting(group, 1)
         self.num_enqueued += 1
         self._queue_of(group).appendleft(group.record.group_id)  # older than all that wait
@@ -538,7 +538,7 @@ class Partition:
 
     def _restore_queue(self, group: OpenGroup) -> None:
         group.next_fresh = max(group.known_slots, default=-1) + 1
-        group.again = [
+        group.retry_slots = [
             index
             for index in range(group.next_fresh)
             if group.slot(index).state is SlotState.WAITING

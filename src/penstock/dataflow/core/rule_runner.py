@@ -195,7 +195,7 @@ class RuleRunner:
 
         return self._call_rule(rule, f"{policy} batch", now, ask, [])
 
-    def seen(
+    def visible_turns(
         self, policy: PolicyName, rows: Iterable[RowSummary], now: float
     ) -> frozenset[tuple[PolicyName, str]] | None:
         """The (policy, role) pairs of these rows that the policy's trainer sees; None: every turn

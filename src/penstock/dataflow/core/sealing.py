@@ -119,7 +119,7 @@ class Sealing:
             for g in (*fresh, *replayed)
         )
         rows = (row for group in groups for row in group.rows)
-        visible_roles = self._coordinator.rules.seen(policy, rows, now)
+        visible_roles = self._coordinator.rules.visible_turns(policy, rows, now)
         manifest = Manifest(
             consumer=policy,
             seq=seq,

@@ -28,7 +28,7 @@ from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.ledger.pinned import read_retained_batches
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import (
-    GONE,
+    FORGOTTEN_PREFIX,
     QUARANTINE_PREFIX,
     BatchRecord,
     CommitRecord,
@@ -50,7 +50,7 @@ from penstock.dataflow.records import (
     SourceRecord,
     VersionRecord,
     WasteRecord,
-    quarantined,
+    parse_quarantine,
 )
 from penstock.types import GroupId, NodeId, Outcome, PolicyName, RowId
 
@@ -82,7 +82,10 @@ def restore_partition(partition: Partition, tables: Tables, now: float) -> None:
 
 def _quarantined(tables: Tables) -> set[tuple[NodeId, str]]:
     return {
-        *map(quarantined, tables.read(MetaRecord, "key LIKE :keys", keys=f"{QUARANTINE_PREFIX}%"))
+        *map(
+            parse_quarantine,
+            tables.read(MetaRecord, "key LIKE :keys", keys=f"{QUARANTINE_PREFIX}%"),
+        )
     }
 
 
@@ -155,8 +158,10 @@ def restore_coordinator(coordinator: Coordinator, tables: Tables) -> None:
             consumer.expected_yield = float(kept.value)
         _restore_sealed(consumer, tables)
     coordinator.gone = {
-        RowId(key.removeprefix(GONE))
-        for (key,) in tables.rows("SELECT key FROM meta WHERE key LIKE :keys", keys=f"{GONE}%")
+        RowId(key.removeprefix(FORGOTTEN_PREFIX))
+        for (key,) in tables.rows(
+            "SELECT key FROM meta WHERE key LIKE :keys", keys=f"{FORGOTTEN_PREFIX}%"
+        )
     }
     coordinator.quarantined = _quarantined(tables)
     coordinator.waste.tokens = {record.reason: record.tokens for record in tables.read(WasteRecord)}

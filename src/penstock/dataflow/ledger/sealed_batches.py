@@ -19,7 +19,7 @@ from penstock.dataflow.ledger.blobs import BlobStore
 from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.tables import Tables
-from penstock.dataflow.records import GONE, CommitRecord, RowRecord, VersionRecord
+from penstock.dataflow.records import FORGOTTEN_PREFIX, CommitRecord, RowRecord, VersionRecord
 from penstock.errors import NotFound, StoreError
 from penstock.types import Manifest, PolicyName, RowId, RowPayload
 from penstock.wire.codec import decode
@@ -47,9 +47,9 @@ class SealedBatches:
         self.lineage: Lineage = recorded.lineage(policy, int(newest or 0))
         """As it stands now."""
         marked = recorded.coordinator.rows(
-            "SELECT key FROM meta WHERE key LIKE :keys", keys=f"{GONE}%"
+            "SELECT key FROM meta WHERE key LIKE :keys", keys=f"{FORGOTTEN_PREFIX}%"
         )
-        self._gone = {RowId(key.removeprefix(GONE)) for (key,) in marked}
+        self._gone = {RowId(key.removeprefix(FORGOTTEN_PREFIX)) for (key,) in marked}
 
     def manifest(self, seq: int) -> Manifest | None:
         found = self._recorded.batch(self._policy, seq)

@@ -262,7 +262,7 @@ def test_evaluation_is_reported_in_a_commit() -> None:
     watched.on_records([commit(A, 1, 10.0)])
     watched.batch_requested(A, 2, 10.0)
     watched.served(A, 2, 11.0)
-    watched.on_records([commit(A, 2, 20.0, stats={"seconds/eval": 4.5, "loss": 0.1})])
+    watched.on_records([commit(A, 2, 20.0, stats='{"seconds/eval":4.5,"loss":0.1}')])
     watched.look(observed(node()), 21.0)
     assert watched.report(observed(node()), 21.0).policies[0].window.eval_time_s == 4.5
 

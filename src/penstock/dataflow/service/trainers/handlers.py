@@ -19,7 +19,7 @@ from penstock.dataflow.core.leasing import LiveVersion
 from penstock.dataflow.core.manifests import ManifestCache
 from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published, Quarantined
 from penstock.dataflow.core.sealing import Sealing
-from penstock.dataflow.records import BatchRecord, CheckpointRecord, quarantine
+from penstock.dataflow.records import BatchRecord, CheckpointRecord, quarantine_record
 from penstock.dataflow.report.balance import BalanceMonitor
 from penstock.dataflow.service.process import Process
 from penstock.dataflow.service.row_payloads import RowPayloads, RowsQuery
@@ -223,7 +223,7 @@ class TrainerHandlers:
         boot = (node_id, body.boot_id)
         if boot not in self._coordinator.quarantined:
             if body.boot_id:
-                self._process.journal(quarantine(*boot))
+                self._process.journal(quarantine_record(*boot))
                 self._coordinator.quarantined.add(boot)
             self._coordinator.broadcast(Quarantined(node_id=node_id, boot_id=body.boot_id))
             log.warning(
