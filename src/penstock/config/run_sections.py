@@ -128,14 +128,14 @@ class RunSections(Section):
         if not isinstance(data, Mapping):
             return data
         written = cast(Mapping[str, Any], data)
-        whole = with_service_stages(with_minibatches(written))
-        models = whole.get("models")
+        run_file = with_service_stages(with_minibatches(written))
+        models = run_file.get("models")
         if isinstance(models, Mapping):
             entries = cast(Mapping[str, Any], models)
-            whole["models"] = {
+            run_file["models"] = {
                 n: _with_inherited_keys(entry, written) for n, entry in entries.items()
             }
-        return whole
+        return run_file
 
     @property
     def session_source(self) -> SourceConfig | None:
@@ -162,23 +162,23 @@ class RunSections(Section):
         )
 
 
-def _with_inherited_keys(entry: Any, whole: Mapping[str, Any]) -> Any:
+def _with_inherited_keys(entry: Any, run_file: Mapping[str, Any]) -> Any:
     """A model's entry, completed with the keys that its own sections leave out."""
     if not isinstance(entry, Mapping):
         return entry
     completed = dict(cast(Mapping[str, Any], entry))
     for section in ("algorithm", "training"):
-        own, shared = completed.get(section), whole.get(section)
+        own, shared = completed.get(section), run_file.get(section)
         if isinstance(shared, Section):
             shared = shared.model_dump()
         if isinstance(own, Mapping) and isinstance(shared, Mapping):
             completed[section] = {**cast(Mapping[str, Any], shared), **cast(Mapping[str, Any], own)}
-    return completed | _own_minibatches(completed, whole)
+    return completed | _own_minibatches(completed, run_file)
 
 
-def _own_minibatches(entry: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+def _own_minibatches(entry: Mapping[str, Any], run_file: Mapping[str, Any]) -> dict[str, Any]:
     """A policy's own training, if it has any or if its algorithm has another default number of
     minibatches than the shared one."""
-    sections = {name: entry.get(name) or whole.get(name) for name in ("algorithm", "training")}
-    own, shared = (with_minibatches(given).get("training") for given in (sections, whole))
+    sections = {name: entry.get(name) or run_file.get(name) for name in ("algorithm", "training")}
+    own, shared = (with_minibatches(given).get("training") for given in (sections, run_file))
     return {"training": own} if entry.get("training") or own != shared else {}

@@ -15,10 +15,10 @@ from penstock.config.pipeline import PipelineConfig
 from penstock.config.stages import PipelineStageConfig, StageConfig
 
 
-def with_service_stages(whole: Mapping[str, Any]) -> dict[str, Any]:
+def with_service_stages(run_file: Mapping[str, Any]) -> dict[str, Any]:
     """The run file as written, with every service added to `dataflow.stages`."""
-    completed = dict(whole)
-    section: object = whole.get("dataflow", {})
+    completed = dict(run_file)
+    section: object = run_file.get("dataflow", {})
     if not isinstance(section, Mapping | DataflowConfig):
         return completed  # not valid; the section says so
     dataflow = dict[str, Any](cast(Mapping[str, Any], section))
@@ -26,7 +26,7 @@ def with_service_stages(whole: Mapping[str, Any]) -> dict[str, Any]:
         return completed
     written = [*cast(Sequence[object], dataflow.get("stages", ()))]
     names = {_name(entry) for entry in written}
-    services = [stage for stage in _services(whole.get("pipeline")) if stage.name not in names]
+    services = [stage for stage in _services(run_file.get("pipeline")) if stage.name not in names]
     if services:
         completed["dataflow"] = {**dataflow, "stages": [*written, *services]}
     return completed
