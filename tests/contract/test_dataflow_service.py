@@ -13,7 +13,7 @@ import pytest
 from blake3 import blake3
 from tests.contract.dataflow_server import POLICY, small_config, trajectory
 
-from penstock.config.dataflow import RuleConfig
+from penstock.config import RuleConfig
 from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.records import Record
 from penstock.dataflow.service.build import build
