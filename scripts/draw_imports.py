@@ -2,12 +2,14 @@
 """Draw the packages of penstock, and the layers of its dataflow, from the imports in src.
 
 Writes docs/img/packages.svg and docs/img/dataflow-layers.svg; with `--check` it only fails when a
-drawing is out of date. A row holds parts that do not import one another; arrows go down only. An
-arrow that longer ones imply is left out, so that the picture stays readable."""
+drawing is out of date. A row is a layer of the import contracts: its parts do not import one
+another, and arrows go down only. An arrow that longer ones imply is left out, to keep the picture
+readable."""
 
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -20,23 +22,17 @@ DRAWINGS = {"penstock": "packages.svg", "penstock.dataflow": "dataflow-layers.sv
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 132, 36, 28, 54, 24
 
 Edges = Mapping[str, set[str]]
+Point = tuple[float, float]
 
 
-def layers(edges: Edges) -> list[list[str]]:
-    """Top row first: each part is above everything it imports."""
-    height: dict[str, int] = {}
-
-    def measure(part: str) -> int:
-        if part not in height:
-            height[part] = 1 + max((measure(below) for below in edges[part]), default=-1)
-        return height[part]
-
-    for part in edges:
-        measure(part)
-    rows = [
-        sorted(p for p in edges if height[p] == level) for level in range(max(height.values()) + 1)
-    ]
-    return rows[::-1]
+def layers(container: str) -> list[list[str]]:
+    """Top row first, as the import contracts in pyproject.toml declare them."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for contract in settings["tool"]["importlinter"]["contracts"]:
+        if contract["type"] == "layers" and contract["containers"] == [container]:
+            names = [[name.strip() for name in row.split("|")] for row in contract["layers"]]
+            return [[f"{container}.{n}" for n in row if not n.startswith("(")] for row in names]
+    raise ValueError(f"pyproject.toml declares no layers for {container}")
 
 
 def without_implied(edges: Edges) -> dict[str, set[str]]:
@@ -52,7 +48,7 @@ def without_implied(edges: Edges) -> dict[str, set[str]]:
 
 
 def draw(container: str, edges: Edges) -> str:
-    rows = layers(edges)
+    rows = layers(container)
     width = 2 * MARGIN + max(len(row) for row in rows) * (BOX_WIDTH + GAP_X) - GAP_X
     height = 2 * MARGIN + len(rows) * (BOX_HEIGHT + GAP_Y) - GAP_Y
     at: dict[str, tuple[float, float]] = {}
@@ -76,12 +72,7 @@ def draw(container: str, edges: Edges) -> str:
             (x1, y1), (x2, y2) = at[part], at[target]
             start = (x1 + BOX_WIDTH / 2, y1 + BOX_HEIGHT)
             end = (x2 + BOX_WIDTH / 2, y2)
-            bend = GAP_Y * 0.6
-            lines.append(
-                f'<path d="M{start[0]:g} {start[1]:g}C{start[0]:g} {start[1] + bend:g} '
-                f'{end[0]:g} {end[1] - bend:g} {end[0]:g} {end[1] - 2:g}" fill="none" '
-                'stroke="#64748b" stroke-width="1.2" marker-end="url(#head)"/>'
-            )
+            lines.append(_arrow(start, end, _is_blocked(start, end, at)))
     for part, (x, y) in sorted(at.items()):
         name = escape(part.removeprefix(f"{container}."))
         lines.append(
@@ -91,6 +82,27 @@ def draw(container: str, edges: Edges) -> str:
             f'text-anchor="middle" fill="#0f172a">{name}</text>'
         )
     return "\n".join([*lines, "</svg>", ""])
+
+
+def _is_blocked(start: Point, end: Point, at: Mapping[str, Point]) -> bool:
+    """Whether a straight arrow would pass behind a box."""
+    for x, y in at.values():
+        if start[1] < y + BOX_HEIGHT / 2 < end[1]:
+            share = (y + BOX_HEIGHT / 2 - start[1]) / (end[1] - start[1])
+            if x - GAP_X / 2 < start[0] + share * (end[0] - start[0]) < x + BOX_WIDTH + GAP_X / 2:
+                return True
+    return False
+
+
+def _arrow(start: Point, end: Point, is_blocked: bool) -> str:
+    """A curve from box to box; around the boxes between them if one is in the way."""
+    bend = GAP_Y * 0.6
+    side = (BOX_WIDTH + GAP_X) * (0.75 if end[0] >= start[0] else -0.75) if is_blocked else 0.0
+    points = f"{start[0] + side:g} {start[1] + bend:g} {end[0] + side:g} {end[1] - bend:g}"
+    return (
+        f'<path d="M{start[0]:g} {start[1]:g}C{points} {end[0]:g} {end[1] - 2:g}" fill="none" '
+        'stroke="#64748b" stroke-width="1.2" marker-end="url(#head)"/>'
+    )
 
 
 def main() -> int:
