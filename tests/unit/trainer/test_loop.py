@@ -48,7 +48,7 @@ from penstock.wire.codec import decode
 @pytest.fixture(autouse=True)
 def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that calls have one order; `test_publisher` and `test_saving` are about the other ones."""
-    submit, save, move = Publisher.submit, Saver.submit, Saver.move
+    submit, save, move = Publisher.submit, Saver.submit, Saver.advance_cursor
 
     def at_once(publisher: Publisher, weights: Mapping[str, Tensor], number: int) -> None:
         submit(publisher, weights, number)
