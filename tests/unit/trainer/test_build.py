@@ -222,7 +222,7 @@ def only_half(tokens: Tokens, *, factor: float) -> TokenLoss:
     )
 
 
-def doubled(layout: Any, *, reward: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+def doubled(layout: Any, *, reward: np.ndarray[Any, Any]) -> dict[str, RowColumn]:
     return {"doubled_reward": RowColumn(2 * reward)}
 
 
