@@ -36,6 +36,7 @@ from penstock.trainer.losses.tokens import TokenLoss, Tokens
 from penstock.trainer.model_folders import load_model
 from penstock.trainer.models import Models
 from penstock.trainer.pipeline.builtin import pipeline_of
+from penstock.trainer.pipeline.layout import RowColumn
 from penstock.trainer.signals.alarms import EXCLUDED
 from penstock.trainer.snapshots import weights_of
 from penstock.types import FinishReason
@@ -221,8 +222,8 @@ def only_half(tokens: Tokens, *, factor: float) -> TokenLoss:
     )
 
 
-def doubled(layout: Any, *, reward: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    return {"doubled_reward": 2 * reward}
+def doubled(layout: Any, *, reward: np.ndarray[Any, Any]) -> dict[str, RowColumn]:
+    return {"doubled_reward": RowColumn(2 * reward)}
 
 
 def test_a_users_graph_with_its_own_reward_and_loss(model_folder: Path) -> None:

@@ -37,6 +37,7 @@ from penstock.trainer.lora import (
 )
 from penstock.trainer.model_folders import load_model
 from penstock.trainer.models import Models
+from penstock.trainer.pipeline.layout import TokenColumn
 from penstock.trainer.ranks.group import SingleRank
 
 LORA = {"rank": 2, "alpha": 8}
@@ -185,10 +186,10 @@ def test_without_its_adapter_the_model_is_the_base_bit_for_bit(
 SEEN: list[Floats] = []
 
 
-def remember(layout: Any, *, reference_logprobs: Floats) -> dict[str, Floats]:
+def remember(layout: Any, *, reference_logprobs: Floats) -> dict[str, TokenColumn]:
     """A stage that lets the test see a column."""
     SEEN.append(reference_logprobs)
-    return {"seen": reference_logprobs}
+    return {"seen": TokenColumn(reference_logprobs)}
 
 
 def near_reference(**reference: Any) -> dict[str, Any]:
