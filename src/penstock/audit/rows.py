@@ -59,7 +59,7 @@ def _against_payload(row: Row, content: PayloadSummary) -> str:
         return f"its payload identifies itself as {content.name}"
     if (content.outcome, content.reward) != (row.outcome, row.reward):
         return (
-            f"{row.outcome} with reward {row.reward}; its record says {content.outcome} with "
+            f"{row.outcome} with reward {row.reward}; its payload says {content.outcome} with "
             f"{content.reward}"
         )
     return ""
@@ -104,6 +104,6 @@ def check_sampled(evidence: Evidence) -> Check:
                     )
         if content.sampled != decode_map(row.sampled, dict[str, int], counts):
             violations.add(
-                row.row_id, f"counted as {row.sampled}; its record holds {content.sampled}"
+                row.row_id, f"counted as {row.sampled}; its payload has {content.sampled}"
             )
     return violations.result(len(evidence.rows))
