@@ -57,7 +57,7 @@ class PartitionRuntime:
         """The coordinator is in this process and shares the lineages and the ledger."""
 
     def apply(self, message: ToPartition, now: float) -> None:
-        """Apply a message from the coordinator; idempotent."""
+        """Apply a message from the coordinator."""
         match message:
             case IssueGroup():
                 self.partition.issue(message.record, now)
