@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One ledger database, read as of one moment.
 
-Owns how it is opened, without writing a byte. Knows no law.
+Opens it without writing a byte. Checks no invariants.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ RecordT = TypeVar("RecordT", bound=TableRecord)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionTables:
-    """What a partition did itself; home's ledger holds that of partition 0."""
+    """A partition's own work; the coordinator's ledger holds this for partition 0."""
 
     groups: list[Group]
     leases: list[Lease]
     """In order of group, slot and epoch."""
     rows: list[Row]
-    """In order of place."""
+    """In order of location."""
     columns: list[Column]
-    """Of rollout rows."""
+    """Columns of rollout rows."""
     completions: list[Completion]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicatedTables:
-    """What home decides and partitions repeat, with the messages that tell them. Only grows, but
-    for messages that arrived."""
+    """The coordinator's decisions that partitions replicate, and the messages that carry them.
+    Append-only, except for messages that were received."""
 
     issued: dict[str, Issued]
-    """By group, in order of issue; home's only, as are fates."""
+    """By group, in order of issue; like fates, only in the coordinator's ledger."""
     fates: list[Fate]
     freed: frozenset[str]
     commits: list[Commit]
@@ -71,19 +71,19 @@ class ReplicatedTables:
     forks: list[Fork]
     versions: list[Version]
     progress: dict[str, int]
-    """By direction of a link: acknowledged where it is sent from, received at its other end."""
+    """By direction of a link: acknowledged at the sender, received at the other end."""
     messages: list[Message]
     """Kept for the other side, in order of link and number."""
 
     def sent(self, link: str) -> int:
-        """The newest message of this direction, by its sender's own ledger."""
+        """The newest message in this direction, according to the sender's own ledger."""
         kept = [message.number for message in self.messages if message.link == link]
         return max([self.progress.get(link, 0), *kept])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorTables:
-    """What home alone keeps."""
+    """Tables that only the coordinator keeps."""
 
     batches: list[Batch]
     """In order of consumer and seq."""
@@ -93,7 +93,7 @@ class CoordinatorTables:
 
 
 class LedgerReader:
-    """An open ledger, all of whose answers are of the same moment."""
+    """An open ledger; all reads see the same moment."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -108,8 +108,8 @@ class LedgerReader:
         )
 
     def _leases(self) -> list[Lease]:
-        """Leases that ended, and a running one for every other slot of a grant. A slot granted
-        twice under one epoch appears twice."""
+        """Ended leases, and a running lease for every other slot of a grant. A slot granted twice
+        under one epoch appears twice."""
         found = self._table(Lease, "leases", "group_id")
         ended = {(lease.group_id, lease.slot, lease.epoch) for lease in found}
         for grant in self._table(Grant, "grants", "group_id"):
@@ -165,7 +165,7 @@ def open_ledger(folder: Path) -> Generator[LedgerReader]:
             f"there is no ledger at {path}; give the folder of a run that was started, "
             "OUTPUT_DIR/NAME of its config, with the folders of all its partitions"
         )
-    # Without a write-ahead log nobody has the ledger open, and none need be made to read it.
+    # Without a write-ahead log no process has the ledger open; reading it must not create one.
     is_open = path.with_name(path.name + "-wal").exists()
     mode = "mode=ro" if is_open else "mode=ro&immutable=1"
     uri = f"{path.absolute().as_uri()}?{mode}"
@@ -192,7 +192,7 @@ def _check_format(connection: sqlite3.Connection) -> None:
 
 
 def _check_pages(connection: sqlite3.Connection) -> None:
-    """A record that fell out of its page would only look as if it had never been."""
+    """Detect page damage: a record lost with its page would look as if it had never existed."""
     [found] = connection.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
         raise StoreError(f"the ledger's database is damaged: {found}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The auditor's own idea of the ledger's tables, of manifests and of messages.
+"""The auditor's own definition of the ledger's tables, of manifests and of messages.
 
-Judges nothing: a value of the wrong type is the only thing refused. The records are msgspec
-Structs, not dataclasses, because those check a table row's types while they take it.
+Checks nothing but types. The records are msgspec Structs, not dataclasses, because msgspec checks
+the types of a table row while it converts it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TableRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A row of one table; the fields are the columns read, in this order."""
 
 
-# --- what partitions keep -------------------------------------------------------------------------
+# --- kept by partitions ---------------------------------------------------------------------------
 
 
 class Group(TableRecord, frozen=True, gc=False):
@@ -37,7 +37,7 @@ class Group(TableRecord, frozen=True, gc=False):
 
 
 class Grant(TableRecord, frozen=True, gc=False):
-    """Leases of neighbouring slots that began together."""
+    """Leases of adjacent slots that started together."""
 
     group_id: str
     slot: int
@@ -72,11 +72,11 @@ class Row(TableRecord, frozen=True, gc=False):
     sampled: str
     versions: str
     blob: str
-    """Digest of the blob that holds the payload, when it lies in no segment."""
+    """Digest of the blob that holds the payload; empty if it is in a segment."""
     roles: str
-    """Of policies that acted in named roles, their tokens by role; empty for none."""
+    """Tokens by role, for policies that acted in named roles; empty for none."""
     compute_cost: str
-    """By policy, what its trainer computes; empty for none."""
+    """Cost of the trainer's computation by policy; empty for none."""
 
 
 class Column(TableRecord, frozen=True, gc=False):
@@ -86,13 +86,13 @@ class Column(TableRecord, frozen=True, gc=False):
     row_id: str
     name: str
     failed: str
-    """Kind of failure, empty for a value."""
+    """Kind of failure; empty for a value."""
     value: float | None
     digest: str
 
 
 class Completion(TableRecord, frozen=True, gc=False):
-    """A closed group on its way to a policy that needs columns of its rows."""
+    """A closed group that waits for columns a policy needs."""
 
     group_id: str
     policy: str
@@ -100,16 +100,16 @@ class Completion(TableRecord, frozen=True, gc=False):
 
 
 class Freed(TableRecord, frozen=True, gc=False):
-    """A group whose payload may be gone."""
+    """A group whose payload may have been deleted."""
 
     group_id: str
 
 
-# --- what home keeps ------------------------------------------------------------------------------
+# --- kept by the coordinator ----------------------------------------------------------------------
 
 
 class Issued(TableRecord, frozen=True, gc=False):
-    """A group as home knows it, wherever its slots and rows are."""
+    """A group as the coordinator sees it, on whichever partition its slots and rows are."""
 
     group_id: str
     partition: int
@@ -118,7 +118,7 @@ class Issued(TableRecord, frozen=True, gc=False):
     ordinal: int
     task_key: str
     judged: int
-    """1 when every consumer has decided about it."""
+    """1 if every consumer has judged it."""
 
 
 class Fate(TableRecord, frozen=True, gc=False):
@@ -152,11 +152,11 @@ class Source(TableRecord, frozen=True, gc=False):
     name: str
     next_ordinal: int
     skipped: int
-    """Tasks before that ordinal which rules found not worth a group."""
+    """Tasks before that ordinal that rules found not worth rolling out."""
 
 
 class Checkpoints(TableRecord, frozen=True, gc=False):
-    """What a trainer can still go back to."""
+    """The checkpoints a trainer can still return to."""
 
     policy: str
     retained: str
@@ -164,14 +164,14 @@ class Checkpoints(TableRecord, frozen=True, gc=False):
 
 
 class Partition(TableRecord, frozen=True, gc=False):
-    """A further data partition, with a ledger of its own."""
+    """An additional data partition, with a separate ledger."""
 
     index: int
     state: str
     """`serving`, `draining`, `gone`, `lost`."""
 
 
-# --- what both keep -------------------------------------------------------------------------------
+# --- kept by both ---------------------------------------------------------------------------------
 
 
 class Commit(TableRecord, frozen=True, gc=False):
@@ -183,7 +183,7 @@ class Commit(TableRecord, frozen=True, gc=False):
 
 
 class Fork(TableRecord, frozen=True, gc=False):
-    """One incarnation: the life of a trainer, and where it starts from."""
+    """One incarnation: a trainer process and its starting point."""
 
     policy: str
     incarnation: int
@@ -205,25 +205,26 @@ class Version(TableRecord, frozen=True, gc=False):
 
 
 class Progress(TableRecord, frozen=True, gc=False):
-    """How far one direction of a link got: acknowledged at its sender, received at its end."""
+    """Progress of one direction of a link: acknowledged at the sender, received at the other
+    end."""
 
     link: str
     number: int
 
 
 class Message(TableRecord, frozen=True, gc=False):
-    """Kept by its sender until the other side has it."""
+    """Kept by its sender until the other side acknowledges it."""
 
     link: str
     number: int
     body: bytes
 
 
-# --- what is packed into them ---------------------------------------------------------------------
+# --- encoded inside the records -------------------------------------------------------------------
 
 
 class ManifestRow(msgspec.Struct, frozen=True, gc=False):
-    """A row as a manifest names it."""
+    """A row as listed in a manifest."""
 
     row_id: str
     digest: str
@@ -234,11 +235,11 @@ class ManifestRow(msgspec.Struct, frozen=True, gc=False):
     columns: dict[str, str] = {}
     """Digests of columns of bytes."""
     values: dict[str, float] = {}
-    """Columns that are one number."""
+    """Columns that are a single number."""
     roles: dict[str, dict[str, int]] = {}
-    """Of policies that acted in named roles, their tokens by role."""
+    """Tokens by role, for policies that acted in named roles."""
     compute_cost: dict[str, tuple[int, int]] = {}
-    """By policy, what its trainer computes: tokens and squared lengths of the samples."""
+    """Cost of the trainer's computation by policy: tokens and squared lengths of the samples."""
 
 
 class ManifestGroup(msgspec.Struct, frozen=True):
@@ -253,7 +254,7 @@ class Manifest(msgspec.Struct, frozen=True):
     trains_from: int
     groups: tuple[ManifestGroup, ...]
     visible_roles: tuple[tuple[str, str], ...] | None = None
-    """The (policy, role) pairs that its consumer trains; None: its own policy's."""
+    """The (policy, role) pairs that its consumer trains; None: only its own policy."""
 
 
 class _GroupRef(msgspec.Struct, frozen=True):
@@ -261,17 +262,17 @@ class _GroupRef(msgspec.Struct, frozen=True):
 
 
 class MessageBody(msgspec.Struct, frozen=True):
-    """Of a message between home and a partition, only which group it is about."""
+    """A message between the coordinator and a partition, reduced to the group it is about."""
 
     type: str
     group_id: str = ""
     policies: tuple[str, ...] = ()
-    """Whose verdict a Report asks for; empty for all."""
+    """Policies that a GroupEnded message asks to judge; empty for all."""
     record: _GroupRef = _GroupRef()
 
 
 def decode_map(text: str, kind: type[T], known: dict[str, T]) -> T | None:
-    """A JSON column; the few distinct texts of a run are decoded once."""
+    """Decode a JSON column; the few distinct texts of a run are decoded once."""
     if text not in known:
         try:
             known[text] = msgspec.json.decode(text, type=kind)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of single trajectories: acknowledged ones are there, each answers its lease, and its tokens
-were sampled by the policy it is counted for.
+"""Invariants of single trajectories: acknowledged ones exist, each matches its lease, and its
+tokens were sampled by the policy they count for.
 
-A payload that cannot be read is told once: as lost when a node was promised it, else as a damaged
-row. The other laws then pass over what it would have said. Freed payload may be gone: the law of
-freed groups says when.
+An unreadable payload is reported once: as lost if its delivery was acknowledged, otherwise as a
+damaged row. The other checks then skip it. Freed payload may be deleted: the check of freed groups
+covers when.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ LEASE_END_BY_OUTCOME = {
     "failed": "failed",
     "cancelled": "released",
 }
-"""How the lease of a row ended, by the row's outcome."""
+"""The expected end of a row's lease, by the row's outcome."""
 
 
 def check_lost(evidence: Evidence) -> Check:
-    """Every acknowledged id is a row whose payload is readable and has the row's digest; rows of a
-    partition that was declared lost are excused."""
+    """Every acknowledged id is a row whose payload is readable and has the row's digest. Rows of a
+    partition that was declared lost are exempt."""
     violations = Violations("lost")
     for row_id in sorted(evidence.acknowledged):
         content = evidence.contents.get(row_id)
         if content is None:
             if not evidence.is_exempt(row_id.partition(".")[0]):
-                violations.add(row_id, "acknowledged, and not in the ledger")
+                violations.add(row_id, "acknowledged, but not in the ledger")
         elif content.damage:
-            violations.add(row_id, f"acknowledged, and {content.damage}")
+            violations.add(row_id, f"acknowledged, but {content.damage}")
     return violations.result(len(evidence.acknowledged))
 
 
 def check_rows(evidence: Evidence) -> Check:
-    """Every row stands in a group and under one lease that ended as the row says."""
+    """Every row belongs to a group and to one lease that ended as the row's outcome requires."""
     violations = Violations("rows")
     leases = {(lease.group_id, lease.slot, lease.epoch): lease for lease in evidence.leases}
     for row in evidence.rows.values():
@@ -56,10 +56,10 @@ def check_rows(evidence: Evidence) -> Check:
 
 def _against_payload(row: Row, content: PayloadSummary) -> str:
     if content.name != (row.row_id, row.group_id, row.slot, row.epoch, row.node_id):
-        return f"its record names itself {content.name}"
+        return f"its payload identifies itself as {content.name}"
     if (content.outcome, content.reward) != (row.outcome, row.reward):
         return (
-            f"{row.outcome} with reward {row.reward}; its record says {content.outcome} with "
+            f"{row.outcome} with reward {row.reward}; its payload says {content.outcome} with "
             f"{content.reward}"
         )
     return ""
@@ -68,11 +68,11 @@ def _against_payload(row: Row, content: PayloadSummary) -> str:
 def _against_lease(evidence: Evidence, row: Row, lease: Lease | None) -> str:
     group = evidence.groups.get(row.group_id)
     if row.row_id != f"{row.group_id}.{row.slot}.{row.epoch}":
-        return "is not named by its group, slot and epoch"
+        return "its id does not match its group, slot and epoch"
     if group is None or not 0 <= row.slot < group.num_slots:
         return "belongs to no slot of any group"
     if lease is None:
-        return "was delivered under a lease that nobody granted"
+        return "was delivered under a lease that was never granted"
     if lease.node_id != row.node_id:
         return f"came from {row.node_id}; {lease.node_id} held the lease"
     is_scored = row.outcome in SCORED
@@ -104,6 +104,6 @@ def check_sampled(evidence: Evidence) -> Check:
                     )
         if content.sampled != decode_map(row.sampled, dict[str, int], counts):
             violations.add(
-                row.row_id, f"counted as {row.sampled}; its record holds {content.sampled}"
+                row.row_id, f"counted as {row.sampled}; its payload has {content.sampled}"
             )
     return violations.result(len(evidence.rows))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ledger keeps: one record per fact, each with its table and key, written whole.
+"""Ledger records: one per fact, each with its table and key, always written completely.
 
-The core emits these; a ledger upserts them in one transaction per command. Replaying a record
-changes nothing, and the whole state of the service can be rebuilt from them. Small maps are JSON
-text so that any reader can follow.
+The core emits these; a ledger upserts them in one transaction per command. Writing a record again
+changes nothing, and the complete state of the service can be rebuilt from them. Small maps are JSON
+text so that any reader can read them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from penstock.types import (
 
 
 class CommandJournal:
-    """The journal of the running command: what must be durable before its answer leaves."""
+    """Collects the records of the current command, which must be durable before its response is
+    sent."""
 
     def __init__(self) -> None:
         self._records: list[Record | Deletion] = []
@@ -46,34 +47,34 @@ class CommandJournal:
 
 
 QUARANTINE_PREFIX = "quarantined/"
-"""Before a node's name and one of its lives: the value is the session that gets no more work."""
+"""Key prefix, followed by node and boot_id; the value is the boot_id that gets no more work."""
 FORGOTTEN_PREFIX = "gone/"
-"""How the ledger begins the names of rows that nobody may be served any more."""
+"""Key prefix for rows that no reader may receive anymore."""
 FORMAT = 1
-"""Format of the ledger on disk; any other is refused."""
+"""Format of the ledger on disk; a ledger with any other format is refused."""
 
 
 class GroupState(StrEnum):
     OPEN = "open"
     CLOSED = "closed"
-    """Every slot is terminal and the closing policy was content."""
+    """Every slot is terminal and the closing policy accepted the group."""
     DROPPED = "dropped"
 
 
 class LeaseEnd(StrEnum):
     DELIVERED = "delivered"
     FAILED = "failed"
-    """A result arrived that says the attempt failed."""
+    """The delivered result reports a failed attempt."""
     REJECTED = "rejected"
-    """A result arrived that breaks the contract; costs an attempt like a failure."""
+    """The delivered result breaks the contract; costs an attempt, like a failure."""
     RELEASED = "released"
     """Handed back; costs no attempt."""
     EXPIRED = "expired"
-    """Its node fell silent, was replaced by a new life, or overran start-to-close."""
+    """Its node fell silent, was replaced by a new process, or overran start-to-close."""
     CANCELLED = "cancelled"
     """Its group was dropped."""
     TRUNCATED = "truncated"
-    """Cut while it ran: its group had to close, or the slot's time was over."""
+    """Cut while running: its group had to close, or the slot ran out of time."""
 
 
 class FateState(StrEnum):
@@ -92,7 +93,7 @@ GROUP_TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = MappingProxyType
 FATE_TRANSITIONS: Mapping[FateState, frozenset[FateState]] = MappingProxyType(
     {
         FateState.ADMITTED: frozenset({FateState.SEALED, FateState.DROPPED}),
-        FateState.SEALED: frozenset({FateState.SEALED}),  # served again by a replay rule
+        FateState.SEALED: frozenset({FateState.SEALED}),  # replayed
         FateState.DROPPED: frozenset(),
     }
 )
@@ -105,16 +106,16 @@ class Record(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletion:
-    """Not a record: what is final and wanted by nobody leaves its table, in the same commit."""
+    """Not a record: removes final records that are no longer needed, in the same commit."""
 
     kind: type[Record]
     where: str
-    """SQL condition with named values."""
+    """SQL condition with named parameters."""
     values: Mapping[str, str | int | float]
 
 
 class Journal(Protocol):
-    """Where the core puts what must become durable before its answer leaves."""
+    """Where the core writes records that must be durable before its response is sent."""
 
     def __call__(self, record: Record | Deletion) -> None: ...
 
@@ -144,7 +145,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssuedRecord:
-    """A group as home knows it, wherever its slots and rows are."""
+    """A group as the coordinator sees it, on whichever partition its slots and rows are."""
 
     TABLE: ClassVar[str] = "issued"
     KEY: ClassVar[tuple[str, ...]] = ("group_id",)
@@ -158,13 +159,13 @@ class IssuedRecord:
     why: str
     """JSON: which rules chose it."""
     judged: bool
-    """Every consumer has decided about it."""
+    """Every consumer has judged it."""
     at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadSlotRecord:
-    """A dead letter: a slot that was given up, with all its reasons."""
+    """A dead letter: a slot that was given up, with the reason of every attempt."""
 
     TABLE: ClassVar[str] = "dead_slots"
     KEY: ClassVar[tuple[str, ...]] = ("group_id", "slot")
@@ -178,7 +179,7 @@ class DeadSlotRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRecord:
-    """A closed group whose rows still miss columns that a policy requires."""
+    """A closed group whose rows still lack columns that a policy requires."""
 
     TABLE: ClassVar[str] = "completions"
     KEY: ClassVar[tuple[str, ...]] = ("group_id", "policy")
@@ -186,22 +187,23 @@ class CompletionRecord:
     group_id: GroupId
     policy: PolicyName
     state: str
-    """`judging`: columns of its rules are missing · `reported`: home has it to judge ·
-    `training`: columns of its trainer are missing · `done`."""
+    """`judging`: columns for its rules are missing · `reported`: sent to the coordinator for
+    judging · `training`: columns for its trainer are missing · `done`."""
     at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantRecord:
-    """Slots of one group that one request got together. Each is a lease of its own, which runs
-    until a LeaseRecord says how it ended; one record for all, because most groups go whole."""
+    """Slots of one group that one request got together. Each slot is a separate lease, which runs
+    until a LeaseRecord says how it ended; they share one record because most groups are granted in
+    one piece."""
 
     TABLE: ClassVar[str] = "grants"
     KEY: ClassVar[tuple[str, ...]] = ("group_id", "slot", "epoch")
 
     group_id: GroupId
     slot: int
-    """The first of them."""
+    """The first slot."""
     epoch: int
     num_slots: int
     attempt: int
@@ -215,7 +217,7 @@ class GrantRecord:
         return range(self.slot, self.slot + self.num_slots)
 
     def lease(self, slot: int, ended: str = "", at: float = 0.0, detail: str = "") -> LeaseRecord:
-        """That of one of its slots, as it ended or as it runs."""
+        """The lease of one of its slots, ended or running."""
         return LeaseRecord(
             group_id=self.group_id,
             slot=slot,
@@ -233,7 +235,7 @@ class GrantRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
-    """A lease that ended; one that runs is a slot of a GrantRecord."""
+    """A lease that ended; a running lease is a slot of a GrantRecord."""
 
     TABLE: ClassVar[str] = "leases"
     KEY: ClassVar[tuple[str, ...]] = ("group_id", "slot", "epoch")
@@ -247,15 +249,15 @@ class LeaseRecord:
     request_id: str
     granted_at: float
     ended: str
-    """A LeaseEnd; empty only in memory, of a lease that runs."""
+    """A LeaseEnd; empty only in memory, for a running lease."""
     ended_at: float
     detail: str = ""
-    """Why it came to nothing, for people."""
+    """Why it failed, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRecord:
-    """A delivered row: its summary, whose it is, and where its payload lies."""
+    """A delivered row: its summary, its group and node, and the location of its payload."""
 
     TABLE: ClassVar[str] = "rows"
     KEY: ClassVar[tuple[str, ...]] = ("row_id",)
@@ -271,10 +273,10 @@ class RowRecord:
     length: int
     delivered_at: float
     arrival: int = 0
-    """Order of arrival at its partition; readers' cursors count in it."""
+    """Order of arrival at its partition; readers' cursors refer to it."""
     space: str = "train"
     blob: str = ""
-    """Digest of the claim-checked blob that holds the payload, empty when it lies in a segment."""
+    """Digest of the claim-checked blob that holds the payload; empty if it is in a segment."""
 
     @property
     def row_id(self) -> RowId:
@@ -283,7 +285,7 @@ class RowRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FateRecord:
-    """What became of a closed group for one consumer."""
+    """The fate of a closed group for one consumer."""
 
     TABLE: ClassVar[str] = "fates"
     KEY: ClassVar[tuple[str, ...]] = ("consumer", "group_id")
@@ -294,25 +296,25 @@ class FateRecord:
     reason: str
     """A DropReason, or empty."""
     rule: str
-    """Which rule decided."""
+    """The rule that decided."""
     seq: int
-    """The batch it was sealed into, 0 for none."""
+    """The batch it was sealed into; 0 for none."""
     tokens: int
     """Sampled tokens of this policy in the group."""
     at: float
     arrival: int = 0
     """Order in which this consumer judged it."""
     uses: int = 0
-    """How many batches it was in."""
+    """How many batches have contained it."""
     is_complete: bool = True
-    """Every column its trainer needs is there; unset while a stage works on an admitted group."""
+    """Every column its trainer needs is present; False while a stage works on an admitted group."""
     rows: bytes = b""
-    """msgpack list of RowSummary while the group may still be sealed, first time or again."""
+    """msgpack list of RowSummary, while the group may still be sealed or replayed."""
     task_key: str = ""
     source: str = ""
     rewards: bytes = b""
-    """One float64 per row, little-endian; with the versions all that a restart must read of a
-    group that waits."""
+    """One float64 per row, little-endian. Together with the versions, all that a restart must read
+    for a waiting group."""
     versions: str = "[]"
     """JSON: every [incarnation, number] that sampled its tokens of this policy."""
 
@@ -336,7 +338,7 @@ class BatchRecord:
     staleness_max: int
     sealed_at: float
     num_replayed: int = 0
-    """Groups in it that an earlier batch had already."""
+    """Groups that were already in an earlier batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,7 +351,7 @@ class CommitRecord:
     incarnation: int
     number: int
     skipped: str
-    """Reason, empty when the batch was trained."""
+    """Reason; empty if the batch was trained."""
     stats: str
     at: float
 
@@ -408,7 +410,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreedRecord:
-    """The payload of this group is final for everybody and may be deleted."""
+    """The payload of this group is final for every consumer and may be deleted."""
 
     TABLE: ClassVar[str] = "freed"
     KEY: ClassVar[tuple[str, ...]] = ("group_id",)
@@ -419,7 +421,7 @@ class FreedRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleStateRecord:
-    """One entry of a rule's memory; a rule keeps nothing elsewhere."""
+    """One entry of a rule's state; a rule keeps no state elsewhere."""
 
     TABLE: ClassVar[str] = "rules"
     KEY: ClassVar[tuple[str, ...]] = ("rule", "key")
@@ -433,8 +435,7 @@ class RuleStateRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
-    """What a rule decided about something that left no other trace: a task that was skipped, an
-    exception in a rule."""
+    """A rule's decision that leaves no other record: a skipped task, or an exception in a rule."""
 
     TABLE: ClassVar[str] = "decisions"
     KEY: ClassVar[tuple[str, ...]] = ("number",)
@@ -452,7 +453,8 @@ class DecisionRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageRecord:
-    """One numbered message between home and a partition, kept until its receiver has it."""
+    """One numbered message between the coordinator and a partition, kept until it is
+    acknowledged."""
 
     TABLE: ClassVar[str] = "messages"
     KEY: ClassVar[tuple[str, ...]] = ("link", "number")
@@ -465,19 +467,19 @@ class MessageRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRecord:
-    """How far one direction of a link got."""
+    """Progress of one direction of a link."""
 
     TABLE: ClassVar[str] = "links"
     KEY: ClassVar[tuple[str, ...]] = ("link",)
 
     link: str
     number: int
-    """Sent so far, or received so far: one side keeps each."""
+    """The last number sent, on the sender's side, or received, on the receiver's side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionRecord:
-    """A partition as home knows it."""
+    """A partition as the coordinator sees it."""
 
     TABLE: ClassVar[str] = "partitions"
     KEY: ClassVar[tuple[str, ...]] = ("index",)
@@ -485,12 +487,13 @@ class PartitionRecord:
     index: int
     url: str
     epoch: int
-    """Grows when it is declared lost or restored elsewhere; an older one is fenced."""
+    """Incremented when the partition is declared lost or restored elsewhere; older epochs are
+    fenced."""
     state: str
     """`serving`, `draining`, `gone`, `lost`."""
     at: float
     boot_id: str = ""
-    """Of the process that speaks for it."""
+    """Boot id of the process that runs it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -500,14 +503,14 @@ class SourceRecord:
 
     name: str
     next_ordinal: int
-    """Also how many tasks of it were issued or skipped."""
+    """Also the number of its tasks that were issued or skipped."""
     skipped: int = 0
-    """Tasks of it that rules found not worth rolling out."""
+    """Its tasks that rules found not worth rolling out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WasteRecord:
-    """Tokens generated and never trained, by reason; a running total."""
+    """Tokens generated but never trained, by reason; a running total."""
 
     TABLE: ClassVar[str] = "waste"
     KEY: ClassVar[tuple[str, ...]] = ("reason",)
@@ -563,12 +566,12 @@ def quarantine_record(node_id: NodeId, boot_id: str) -> MetaRecord:
 
 
 def parse_quarantine(record: MetaRecord) -> tuple[NodeId, str]:
-    """The node and boot id in quarantine."""
+    """The quarantined node and boot_id."""
     return NodeId(record.key.removeprefix(QUARANTINE_PREFIX).partition("/")[0]), record.value
 
 
 def gone_key(row_id: RowId) -> str:
-    """Under which the ledger keeps that nobody may be served this row any more."""
+    """Key under which the ledger marks a row as forgotten."""
     return f"{FORGOTTEN_PREFIX}{row_id}"
 
 

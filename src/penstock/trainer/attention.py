@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over packed samples: each token attends to the past of its own sample and nothing else.
+"""Attention over packed samples: each token attends only to earlier tokens of the same sample.
 
 Samples are packed one after another in one line, so that all other layers compute no padding. Only
 for attention they are laid out again as rows, grouped by similar length, and then packed again. A

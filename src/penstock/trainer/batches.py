@@ -201,7 +201,7 @@ def _trajectories(
             continue
         if row.row_id != summary.row_id or blake3(row.payload).hexdigest() != summary.digest:
             raise StoreError(
-                f"{batch}, row {index}: the bytes received for {row.row_id} are not those of "
+                f"{batch}, row {index}: the bytes received for {row.row_id} do not match "
                 f"{summary.row_id} as sealed; the ledger's segments may be damaged"
             )
         yield index, decode(row.payload, Trajectory)

@@ -36,7 +36,7 @@ class Scorer(Protocol):
 
     @property
     def gives_logprobs(self) -> bool:
-        """Whether its outputs are log-probs, comparable with those of the engine that sampled."""
+        """Whether its outputs are log-probs, comparable with the sampling engine's."""
         ...
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...

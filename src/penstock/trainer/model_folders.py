@@ -40,7 +40,7 @@ _HEADS, _KEY_VALUE_HEADS, _HEAD_DIM = 4, 2, 32  # vLLM on a CPU has no smaller h
 _INIT_STD = 0.02
 """A narrower model learns sooner, but on data one version old single batches throw it back."""
 _ROPE_THETA = 100.0
-"""Low, because positions are few: more of the 8 frequencies distinguish neighbours."""
+"""Low, because positions are few: more of the 8 frequencies distinguish adjacent positions."""
 
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 

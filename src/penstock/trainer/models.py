@@ -34,8 +34,8 @@ class Models:
         vocab_size: int,
         minibatches: int,
     ) -> None:
-        """learners: those of which this rank holds a shard; rank 0 holds one of all. vocab_size:
-        the actor's. minibatches: updates that a batch is cut into."""
+        """learners: the models that this rank holds a shard of; rank 0 holds a shard of each.
+        vocab_size: the actor's. minibatches: updates that a batch is cut into."""
         self._ranks = ranks or SingleRank()
         self._actor = learners.get(ACTOR)
         self._others = {role: found for role, found in learners.items() if role != ACTOR}

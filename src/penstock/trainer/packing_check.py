@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that packing samples does not change a model's log-probs.
 
-Packing takes a model apart: its decoder runs over one line of samples with our attention in place
-of its own, and its head over the trained tokens only. An architecture that carries state from token
-to token outside attention, bends its attention scores or scales its logits would give other
+Packing takes a model apart: its decoder runs over one line of samples with our attention instead of
+the model's, and its head over the trained tokens only. An architecture that carries state from
+token to token outside attention, bends its attention scores or scales its logits would give other
 log-probs there, or let one sample leak into the next, and nothing would fail. So the model itself
 is tested before anything is trained. A short test cannot detect what shows on long samples only:
 position encodings that change with the longest sample of a line are known by name.
@@ -50,9 +50,9 @@ def require_packable(model: PreTrainedModel) -> None:
     if not difference <= MAX_DIFFERENCE:
         raise _refused(
             model,
-            f"the log-probs of a packed sample differ by {difference:.2g} from those of the "
-            "unpacked one. Its layers mix tokens outside attention, or it scales or bends scores "
-            "in its own way",
+            f"the log-probs of a packed sample differ by {difference:.2g} from the "
+            "unpacked sample's. Its layers mix tokens outside attention, or it scales or bends "
+            "scores in its own way",
         )
 
 
@@ -65,7 +65,7 @@ def _check_rope_type(model: PreTrainedModel) -> None:
                 raise _refused(
                     model,
                     f"its positions are encoded by the {kind} rule, after the longest sample of a "
-                    "line: the log-probs of a sample would change with its neighbours",
+                    "line: the log-probs of a sample would change with the others in the line",
                 )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trajectories cut into flat token sequences for one policy.
 
-Owns which tokens are trained: those of turns visible to this policy's trainer, its own unless the
-manifest lists roles, in an answer that reached its agent, each exactly once and in the context in
+Owns which tokens are trained: tokens in turns visible to this policy's trainer (its own unless the
+manifest lists roles), in an answer that reached its agent, each exactly once and in the context in
 which it was sampled. Does not know rewards, torch or text.
 
 T = tokens of all samples one after another, S = samples.

@@ -97,7 +97,7 @@ class Snapshots:
         return self._last
 
     def collect_garbage(self, in_use: Collection[str], newest: Collection[str]) -> None:
-        """Delete versions from the store, except those of these manifests."""
+        """Delete versions from the store, except the ones that these manifests reference."""
         delete_unreferenced(self._store_root, in_use, newest, anchor_every=self._anchor_every)
 
     def _write(self, weights: Mapping[str, Tensor]) -> Path:

@@ -80,7 +80,7 @@ def test_a_life_that_does_not_repeat_the_one_before_is_refused() -> None:
     found.is_deterministic = True
     publish(found, 3)
     rewind(found, 3)
-    with pytest.raises(Conflict, match="number 3 came out otherwise than in incarnation 1"):
+    with pytest.raises(Conflict, match="number 3 differs from the same number in incarnation 1"):
         publish(found, 3, "other")
     publish(found, 3)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decisions of the dataflow as pure state machines: no clock, no disk, no network."""
+"""The dataflow's decisions as pure state machines: no clock, no disk, no network."""

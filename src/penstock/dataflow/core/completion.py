@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups whose rows still miss columns: held back, policy by policy, until stages have written
-them or never will.
+"""Holds back closed groups whose rows miss columns, per policy, until stages have written the
+columns or have failed to.
 
-Sits between a partition and home. A policy judges a group when the columns its rules need are
-there; it trains on it when those of its trainer are. One policy's missing scorer delays no other.
+Sits between a partition and the coordinator. A policy judges a group once the columns its rules
+need are present, and trains on it once its trainer's columns are. One policy's missing scorer
+delays no other policy.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from penstock.types import DropReason, GroupId, PolicyName, RowId, RowSummary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequiredColumns:
-    """Columns of one policy that stages add."""
+    """Columns that stages add and one policy needs."""
 
     judge: frozenset[str] = frozenset()
-    """Before its rules can decide."""
+    """Needed before its rules can decide."""
     train: frozenset[str] = frozenset()
-    """Before its trainer can use an admitted group."""
+    """Needed before its trainer can use an admitted group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnCompleted:
-    """A column became terminal."""
+    """A column has a value or has failed for good."""
 
     row_id: RowId
     name: str
     failed: str
-    """Kind of failure, empty for a value."""
+    """Kind of failure; empty for a value."""
     value: float | None
     digest: str
 
@@ -63,7 +64,7 @@ class Completion:
     ) -> None:
         self._needs = needs
         self.is_scored = not any("reward" in need.judge for need in needs.values())
-        """Rows come with their reward; no stage writes it."""
+        """Rows arrive with their reward; no stage writes it."""
         self.is_needed = any(need.judge or need.train for need in needs.values())
         self._closing = closing
         self._journal = journal
@@ -72,10 +73,10 @@ class Completion:
         self._completed: dict[RowId, dict[str, ColumnCompleted]] = {}
         self._group_of: dict[RowId, GroupId] = {}
 
-    # --- what happens -------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------
 
     def report(self, report: GroupEnded, now: float) -> None:
-        """A group ended: pass it on at once for every policy that misses nothing."""
+        """Handle an ended group: report it immediately for every policy that misses no column."""
         if not self.is_needed or report.dropped is not None:
             self._send(report)
             self._forget_rows(row.row_id for row in report.rows)
@@ -102,7 +103,7 @@ class Completion:
         self._advance(group_id, now)
 
     def forget(self, group_ids: Iterable[GroupId]) -> None:
-        """Final for every consumer."""
+        """Forget groups that are final for every consumer."""
         for group_id in group_ids:
             waiting = self._groups.pop(group_id, None)
             if waiting is not None:
@@ -125,7 +126,7 @@ class Completion:
             self._completed.pop(row_id, None)
             self._group_of.pop(row_id, None)
 
-    # --- is it complete? ----------------------------------------------------------------------
+    # --- completeness -------------------------------------------------------------------------
 
     def _advance(self, group_id: GroupId, now: float) -> None:
         waiting = self._groups[group_id]
@@ -150,7 +151,8 @@ class Completion:
     def _complete_rows(
         self, rows: Iterable[RowSummary], policy: PolicyName, names: frozenset[str]
     ) -> tuple[tuple[RowSummary, ...], DropReason | None]:
-        """Rows with all these columns, filled in; the closing policy says if they are enough."""
+        """The rows that have all these columns, with the values filled in; the closing policy
+        decides whether they are enough."""
         good: list[RowSummary] = []
         num_lost = 0
         for row in rows:
@@ -182,7 +184,8 @@ class Completion:
         stages: Iterable[CompletionRecord],
         completed: Iterable[ColumnCompleted],
     ) -> None:
-        """Closed groups that some policy waits for, and the columns of all rows not yet final."""
+        """Restore closed groups that some policy waits for, and the columns of all rows that are
+        not final yet."""
         for event in completed:
             self._completed.setdefault(event.row_id, {})[event.name] = event
         for group_id, rows in groups.items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One policy's consumer of groups: which are admitted, ready, sealed, kept for replay or dropped.
 
-Owns the fate of every group for its policy: each change of it is journaled here and nowhere else.
-Decides nothing about other policies, issue or partitions.
+Owns the fate of every group for its policy: every change is journaled here and nowhere else.
+Decides nothing about other policies, issuing or partitions.
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ from penstock.dataflow.records import (
 from penstock.types import DropReason, GroupId, OutcomeKind, PolicyName, RowId, RowSummary
 
 POOL_GROUPS = 10_000
-"""Groups a replay pool holds; beyond it the oldest leave."""
+"""Maximum groups in a replay pool; beyond it the oldest are removed."""
 _ROWS = msgspec.msgpack.Decoder(tuple[RowSummary, ...])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:
-    """What a policy asks of the flow."""
+    """What a policy requires of the dataflow."""
 
     policy: PolicyName
     groups_per_batch: int
     max_staleness: int
     steps: int
     train_columns: frozenset[str] = frozenset()
-    """Columns that stages add and its trainer needs, beyond what rules judge by."""
+    """Columns that stages add and its trainer needs, in addition to the columns that rules judge
+    by."""
     is_lockstep: bool = False
-    """Groups are trained in the order of issue, each sampled by exactly the version that lies
-    `max_staleness` batches behind: nothing depends on who is fast."""
+    """Groups are trained in the order of issue, each sampled by exactly the version `max_staleness`
+    batches behind, so results do not depend on node speed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -70,17 +71,18 @@ class ReadyGroup:
     tokens: int
     rewards: array[float]
     versions: tuple[tuple[int, int], ...]
-    """Every version that sampled tokens of this policy in it; none if its trainer only sees what
-    others sampled."""
+    """Every version that sampled tokens of this policy in the group; empty if its trainer only sees
+    tokens that other policies sampled."""
     packed_rows: bytes
-    """msgpack list of RowSummary, to save memory. Empty after a restart: the ledger has them."""
+    """msgpack list of RowSummary, to save memory. Empty after a restart: the ledger has the
+    rows."""
     uses: int = 0
     last_seq: int = 0
-    """Newest batch it was in."""
+    """Newest batch that contains it."""
     number: int = 0
-    """Committed version of the policy when it was judged; not kept over a restart."""
+    """The policy's committed version when the group was judged; not kept across a restart."""
     oldest: int = 0
-    """Oldest version of its tokens when rules last chose from it."""
+    """Oldest version among its tokens, as of the last time rules chose from it."""
 
     @property
     def rows(self) -> tuple[RowSummary, ...]:
@@ -115,24 +117,24 @@ def ready_group(
 
 @dataclass(slots=True, kw_only=True)
 class Starvation:
-    """What became of the groups that ended since the last batch and go into none; not durable, a
-    restart begins it anew."""
+    """Counts of groups dropped since the last sealed batch, by reason. Kept in memory only; reset
+    on restart."""
 
     counts: dict[DropReason, int] = field(default_factory=dict[DropReason, int])
     newest: dict[DropReason, GroupId] = field(default_factory=dict[DropReason, GroupId])
-    """An example of each."""
+    """An example group for each reason."""
     low: float = inf
     high: float = -inf
-    """Rewards of groups whose members all earned the same, from the lowest to the highest."""
+    """Range of rewards over groups whose members all earned the same reward."""
     num_truncated: int = 0
-    """Of those, the groups in which every answer was cut at a limit."""
+    """How many of those groups have every answer cut at a limit."""
     num_logged: int = 0
-    """Groups when the log last told of them."""
+    """Number of groups at the last log line."""
     has_participated: bool = False
-    """The policy had a part in a group: those of others alone are not missed then."""
+    """The policy took part in a group; from then on, groups without it are not counted."""
     baseline_yield: float | None = None
-    """Share of ended groups that went into the batch before, or what pacing reckoned with then, if
-    that is less; None where this process saw no batch."""
+    """Share of ended groups that went into the previous batch, or the yield that pacing expected
+    then, whichever is lower; None if this process has sealed no batch."""
 
     @property
     def num_groups(self) -> int:
@@ -140,7 +142,7 @@ class Starvation:
 
     def add(self, group: ReadyGroup, reason: DropReason) -> None:
         if reason in (DropReason.REMAINDER, DropReason.OUTPACED):
-            return  # a run that ends, or has plenty of groups, lacks none
+            return  # a run that is ending, or has enough groups, is not starving
         if reason is DropReason.ABSENT and self.has_participated:
             return
         if reason is not DropReason.ABSENT and not self.has_participated:
@@ -154,13 +156,13 @@ class Starvation:
             self.num_truncated += all(row.outcome is OutcomeKind.TRUNCATED for row in group.rows)
 
     def reset_after_batch(self, num_fresh: int, expected_yield: float) -> Starvation:
-        """Anew, because a batch with so many fresh groups was sealed."""
+        """A fresh count, started when a batch with `num_fresh` fresh groups was sealed."""
         share = max(1, num_fresh) / (max(1, num_fresh) + self.num_groups)
         return Starvation(has_participated=True, baseline_yield=min(share, expected_yield))
 
 
 class Waste:
-    """Tokens that were generated and are never trained, by reason."""
+    """Tokens that were generated but will never be trained, by reason."""
 
     def __init__(self, journal: Journal) -> None:
         self.tokens: dict[str, int] = {}
@@ -174,7 +176,7 @@ class Waste:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerDeps:
-    """What the consumers of a run share."""
+    """Dependencies that all consumers of a run share."""
 
     rules: RuleRunner
     retention: Retention
@@ -182,11 +184,11 @@ class ConsumerDeps:
     journal: Journal
     send: SendToPartition
     free: Callable[[Sequence[GroupId], float], None]
-    """Reports groups whose payload no policy needs any more."""
+    """Reports groups whose payload no policy needs anymore."""
 
 
 class Consumer:
-    """One policy: its lineage, its ready groups, its sealed batches."""
+    """One policy: its lineage, its ready groups and its sealed batches."""
 
     def __init__(self, terms: PolicySpec, deps: ConsumerDeps) -> None:
         self.terms = terms
@@ -194,43 +196,45 @@ class Consumer:
         self.lineage.is_deterministic = terms.is_lockstep
         self.ready: dict[GroupId, ReadyGroup] = {}
         self.incomplete: dict[GroupId, ReadyGroup] = {}
-        """Admitted, waiting for columns its trainer needs."""
+        """Admitted groups that wait for columns the trainer needs."""
         self.pool: dict[GroupId, ReadyGroup] = {}
-        """Sealed before and, for the replay rule, worth another batch."""
+        """Groups sealed before that the replay rule may use in another batch."""
         self.has_pool = deps.rules.replay(terms.policy) is not None
-        """A replay rule is in force."""
+        """Whether a replay rule is active."""
         self.num_undecided = 0
-        """Groups issued that this consumer has not decided about."""
+        """Issued groups that this consumer has not judged yet."""
         self.sealed: dict[int, int] = {}
-        """Fresh groups by batch, of batches after the last committed one."""
+        """Number of fresh groups by batch, for batches after the last committed one."""
         self.last_sealed = 0
         self.expected_yield = 1.0
         self.num_arrived = 0
         self.newest_batch: BatchRecord | None = None
         self.num_replayable = 0
-        """Groups of the next batch that would come from the pool."""
+        """How many groups of the next batch would come from the pool."""
         self.missing_stages = ""
-        """A stage it needs that has no live worker: nothing starts for this policy meanwhile."""
+        """A stage this policy needs that has no live worker; until one is back, no group starts for
+        the policy."""
         self.starvation = Starvation()
         self._last_expiry_check = (-1, -1)
-        """Next number and incarnation when stale groups were last searched for."""
+        """Next number and incarnation at the last check for stale groups."""
         self._deps = deps
 
-    # --- levels and age -----------------------------------------------------------------------
+    # --- levels and staleness -----------------------------------------------------------------
 
     @property
     def next_number(self) -> int:
-        """Version the next unsealed batch will train from, if all sealed before it are trained."""
+        """Version the next unsealed batch will train from, if all batches sealed before it are
+        trained."""
         return self.lineage.number + max(0, self.last_sealed - self.lineage.seq)
 
     @property
     def num_fresh_needed(self) -> int:
-        """Fresh groups of the next batch."""
+        """Number of fresh groups in the next batch."""
         return self.terms.groups_per_batch - self.num_replayable
 
     @property
     def num_admitted(self) -> int:
-        """Groups that wait for a batch."""
+        """Number of groups that wait for a batch."""
         return len(self.ready) + len(self.incomplete)
 
     @property
@@ -245,12 +249,12 @@ class Consumer:
         )
 
     def oldest(self, group: ReadyGroup) -> int:
-        """Oldest version of this policy's tokens in the group, on the surviving lineage; what only
-        others sampled does not age."""
+        """Oldest version of this policy's tokens in the group, on the surviving lineage. Tokens
+        sampled only by other policies do not age."""
         return self._oldest(group.versions)
 
     def oldest_versions(self, rows: Iterable[RowSummary]) -> Iterator[int]:
-        """As `oldest`, of each of these rows; few differ in what sampled them."""
+        """Like `oldest`, for each of these rows; few rows differ in their versions."""
         known = dict[tuple[tuple[int, int], ...], int]()
         for row in rows:
             versions = row.versions.get(self.terms.policy, ())
@@ -268,11 +272,11 @@ class Consumer:
 
     def is_stale(self, group: ReadyGroup) -> bool:
         if self.terms.is_lockstep:
-            return False  # the gate let only one version sample it, which a rewind makes again
+            return False  # one version sampled it, and a rewind recomputes that one
         return self.staleness(group) > self.terms.max_staleness
 
     def eligible(self, replay: ReplaySpec | None) -> list[ReadyGroup]:
-        """Groups of the pool that a batch sealed now may serve again."""
+        """Groups in the pool that a batch sealed now may replay."""
         if replay is None:
             return []
         bound = self.terms.max_staleness
@@ -285,7 +289,7 @@ class Consumer:
         ]
 
     def candidates(self, groups: Iterable[ReadyGroup]) -> list[ReadyGroup]:
-        """These groups for a rule to choose from, each with its present age."""
+        """These groups as candidates for a rule, each with its current age."""
         found = [*groups]
         for group in found:
             group.oldest = self.oldest(group)
@@ -294,7 +298,7 @@ class Consumer:
     # --- pacing -------------------------------------------------------------------------------
 
     def room(self) -> float:
-        """Groups that may start now; not positive for none."""
+        """Number of groups that may start now; zero or negative means none."""
         if self.missing_stages:
             return 0.0
         terms, levels = self.terms, self.levels()
@@ -314,8 +318,8 @@ class Consumer:
         )
 
     def due_number(self, num_issued: int) -> int:
-        """What the next group to be issued waits for: batches before its own in lockstep, else the
-        number that its batch is expected to train from."""
+        """What the next issued group waits for: in lockstep, the number of batches before its own;
+        otherwise the version its batch is expected to train from."""
         if self.terms.is_lockstep:
             return num_issued // self.terms.groups_per_batch
         return pacing.due_number(
@@ -325,14 +329,16 @@ class Consumer:
         )
 
     def update_num_replayable(self) -> None:
-        """Groups of the next batch that would come from the pool: the ratio, or all eligible."""
+        """Update how many groups of the next batch would come from the pool: the replay ratio, or
+        all eligible groups if there are fewer."""
         replay = self._deps.rules.replay(self.terms.policy)
         if replay is not None:
             share = int(replay.ratio * self.terms.groups_per_batch)
             self.num_replayable = min(share, len(self.eligible(replay)))
 
     def _update_yield(self, *, passed: bool) -> None:
-        """Kept over restarts: a service that forgot it would start too little for many groups."""
+        """Update the expected yield. It survives restarts: without it, the service would start too
+        few groups for a while."""
         before = self.expected_yield
         self.expected_yield = pacing.next_yield(before, passed=passed)
         if self.expected_yield != before:
@@ -344,7 +350,7 @@ class Consumer:
     def judge(
         self, issued: IssuedRecord, ended: GroupEnded, forgotten: Set[RowId], now: float
     ) -> None:
-        """Admit an ended group or drop it."""
+        """Admit or drop an ended group."""
         policy = self.terms.policy
         visible_roles = self._deps.rules.visible_turns(policy, ended.rows, now)
         rows = tuple(row for row in ended.rows if row.tokens_for(policy, visible_roles) > 0)
@@ -399,7 +405,7 @@ class Consumer:
             self._deps.send(partition_of(group.group_id), admitted)
 
     def complete(self, message: ColumnsCompleted, now: float) -> None:
-        """The columns that the trainer needs are there, or will never be."""
+        """The columns that the trainer needs are present, or have failed for good."""
         group = self.incomplete.pop(message.group_id, None)
         if group is None:
             return
@@ -418,7 +424,7 @@ class Consumer:
     # --- fates --------------------------------------------------------------------------------
 
     def drop(self, group: ReadyGroup, reason: DropReason, rule: str, now: float) -> None:
-        """No batch gets this group; it need not be among those that wait."""
+        """Drop this group, so that no batch gets it; it need not be among the waiting groups."""
         self.ready.pop(group.group_id, None)
         self.incomplete.pop(group.group_id, None)
         self._deps.waste.add(reason, group.tokens)
@@ -427,22 +433,22 @@ class Consumer:
         self._deps.free(self._deps.retention.dropped(group.group_id), now)
 
     def expire(self, now: float) -> None:
-        """Drop groups that exceed max_staleness: at every report, commit and fork."""
+        """Drop groups that exceed max_staleness; called at every report, commit and fork."""
         moment = (self.next_number, self.lineage.incarnation)
         if self._last_expiry_check == moment:
-            return  # nothing moved since, and what was not stale then is not stale now
+            return  # no cursor moved since the last check, so no group has become stale
         self._last_expiry_check = moment
         for group in [g for g in self._waiting() if self.is_stale(g)]:
             self.drop(group, DropReason.STALE, "staleness", now)
 
     def drop_remainder(self, now: float) -> None:
-        """The policy has trained all its steps: drop the groups left over."""
+        """The policy has trained all its steps: drop the remaining groups."""
         for group in [*self._waiting()]:
             self.drop(group, DropReason.REMAINDER, "end", now)
 
     def drop_lost(self, partition: int, now: float) -> None:
-        """The partition was declared lost: its waiting groups have no rows any more, and its
-        groups in the pool cannot be replayed."""
+        """The partition was declared lost: its waiting groups have lost their rows, and its groups
+        in the pool cannot be replayed."""
         for group in [g for g in self._waiting() if partition_of(g.group_id) == partition]:
             self.drop(group, DropReason.PARTITION_LOST, "partition", now)
         for group in [g for g in self.pool.values() if partition_of(g.group_id) == partition]:
@@ -461,7 +467,7 @@ class Consumer:
         rule: str,
         now: float,
     ) -> None:
-        """These groups are in this batch; `rule` chose the fresh ones."""
+        """Put these groups into this batch; `rule` chose the fresh ones."""
         policy, retention = self.terms.policy, self._deps.retention
         replay = None if self.terms.is_lockstep else self._deps.rules.replay(policy)
         retention.sealed(policy, record.seq, [g.group_id for g in (*fresh, *replayed)])
@@ -507,7 +513,7 @@ class Consumer:
         self._deps.free(self._deps.retention.unpooled(group.group_id, self.terms.policy), now)
 
     def cursor_moved(self, num_groups: Mapping[int, int], now: float) -> None:
-        """The committed cursor changed, forwards by a commit or backwards by a fork."""
+        """The committed cursor moved: forward by a commit, or back by a fork."""
         policy, seq = self.terms.policy, self.lineage.seq
         self.sealed = {sealed: n for sealed, n in num_groups.items() if sealed > seq}
         self.expire(now)
@@ -551,5 +557,5 @@ class Consumer:
 
 
 def yield_key(policy: PolicyName) -> str:
-    """Key in `meta` of the share of groups that a policy's rules admit."""
+    """The key in `meta` for the share of groups that a policy's rules admit."""
     return f"yield/{policy}"

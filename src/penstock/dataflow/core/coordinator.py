@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator: the global state of a run. What to issue to which partition, which groups are
-open, when a policy has ended. A pure state machine.
+"""The coordinator: the global state of a run. Decides what to issue to which partition, which
+groups are open and when a policy has finished. A pure state machine.
 
-It holds about 100 bytes per row and never a token. It sends messages to partitions, and writes
-records to its journal. A policy's groups belong to its Consumer; `sealing.py` seals batches.
+It holds about 100 bytes per row and no tokens. It sends messages to partitions and writes records
+to its journal. Each policy's groups belong to its Consumer; `sealing.py` seals batches.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ from penstock.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssueSpec:
-    """What every group is made of."""
+    """Settings shared by every group."""
 
     num_slots: int
     pace: str = "any"
     """`any`, `all`, or the name of the policy whose room decides."""
     session_source: str = ""
-    """Groups of this source have one slot, for one session of an agent from outside."""
+    """Groups from this source have one slot, for one session of an external agent."""
 
 
 class PartitionState(StrEnum):
-    """What home thinks of a partition."""
+    """A partition's state, as the coordinator sees it."""
 
     SERVING = "serving"
     DRAINING = "draining"
-    """Gets no new group."""
+    """Gets no new groups."""
     GONE = "gone"
     """Drained and empty."""
     LOST = "lost"
-    """Declared so by a person; fenced for ever."""
+    """Declared lost by an operator; permanently fenced."""
 
 
 class Coordinator:
@@ -95,24 +95,24 @@ class Coordinator:
         self.retention = retention
         self.partition_states: dict[int, PartitionState] = {}
         self.open: dict[GroupId, IssuedRecord] = {}
-        """Groups that some consumer has not judged yet."""
+        """Groups that at least one consumer has not judged yet."""
         self.open_by_partition: dict[int, set[GroupId]] = {}
-        """The same by partition."""
+        """Open groups by partition."""
         self._num_open: dict[str, int] = {}
-        """The same by source."""
+        """Number of open groups by source."""
         self.gone: set[RowId] = set()
-        """Rows that nobody may be served any more."""
+        """Rows that no reader may receive anymore."""
         self.quarantined: set[tuple[NodeId, str]] = set()
-        """Lives of nodes that get no work; a partition that joins is told."""
+        """Node boots (node, boot_id) that get no work; sent to each partition that joins."""
         self._undecided_by: dict[GroupId, set[PolicyName]] = {}
-        """Who has not judged an open group; only where that is not everybody."""
+        """Consumers that have not judged an open group yet; only listed if some consumer has."""
         self._issue_spec = issue_spec
         self._journal = journal
         self._send = send
         self._num_issued = 0
         self._sent_horizon: dict[PolicyName, int] = {}
         self._sent_drops: set[GroupId] = set()
-        """Open groups whose partition was told that the run is over."""
+        """Open groups whose partition was sent a drop because the run is over."""
 
     def consumer(self, policy: str) -> Consumer:
         try:
@@ -136,7 +136,7 @@ class Coordinator:
             self.send_to(index, message)
 
     def declare_lost(self, index: int, now: float) -> None:
-        """Declared lost: what was open there ends, and home does not listen to it any more."""
+        """The partition is lost: end its open groups and ignore its messages from now on."""
         self.partition_states[index] = PartitionState.LOST
         for group_id in sorted(self.open_by_partition[index]):
             self._group_ended(
@@ -154,8 +154,8 @@ class Coordinator:
     # --- pacing -------------------------------------------------------------------------------
 
     def _has_room(self) -> bool:
-        """Does the pace let another group start? Nothing does before a first version exists, and
-        a policy that has trained all its steps holds no other back."""
+        """Does pacing allow another group to start? Never before a first version exists. A policy
+        that has trained all its steps does not hold back the others."""
         rooms = {
             policy: consumer.lineage.newest is not None and consumer.room() > 0
             for policy, consumer in self.consumers.items()
@@ -169,7 +169,8 @@ class Coordinator:
         return any(rooms.values())
 
     def issue(self, now: float) -> None:
-        """Whole groups while there is room, each to the partition that has fewest."""
+        """Issue complete groups while there is room, each to the partition with the fewest open
+        groups."""
         while self._has_room():
             serving = [
                 i for i, shard in self.partition_states.items() if shard is PartitionState.SERVING
@@ -221,7 +222,7 @@ class Coordinator:
         )
 
     def has_decided_batch(self, consumer: Consumer, seq: int) -> bool:
-        """In lockstep: every group of this batch was issued, and has ended."""
+        """In lockstep: have all groups of this batch been issued, and have they ended?"""
         last = seq * consumer.terms.groups_per_batch
         first = last - consumer.terms.groups_per_batch + 1
         is_issued = self._num_issued >= last or self.supply.is_exhausted
@@ -230,8 +231,8 @@ class Coordinator:
         )
 
     def _source_at_share(self) -> str:
-        """The source of sessions when it has its share of what is open: groups that wait for an
-        agent must leave room for the others."""
+        """The session source if it already has its share of the open groups: groups that wait for
+        an external agent must leave room for the others."""
         name = self._issue_spec.session_source
         weights = {share.name: share.weight for share in self.supply.shares()} if name else {}
         if name not in weights or len(weights) == 1:
@@ -258,7 +259,7 @@ class Coordinator:
 
     @property
     def is_exhausted(self) -> bool:
-        """No task left and no group running."""
+        """No tasks left and no groups running."""
         return not self.open and self.supply.is_exhausted
 
     # --- admission ----------------------------------------------------------------------------
@@ -294,7 +295,7 @@ class Coordinator:
         self._journal(replace(issued, judged=True))
 
     def free(self, group_ids: Sequence[GroupId], now: float) -> None:
-        """Nobody needs these any more: their partitions may delete the payload."""
+        """No consumer needs these groups anymore: their partitions may delete the payload."""
         by_partition: dict[int, list[GroupId]] = {}
         for group_id in group_ids:
             self._journal(FreedRecord(group_id=group_id, at=now))
@@ -306,31 +307,31 @@ class Coordinator:
             ):
                 self._send(index, GroupsFreed(group_ids=tuple(freed)))
 
-    # --- the end, and moves of the cursor -----------------------------------------------------
+    # --- end of the run, and cursor moves -----------------------------------------------------
 
     def has_ended(self, consumer: Consumer) -> bool:
-        """No further batch will be sealed for this consumer."""
+        """No more batches will be sealed for this consumer."""
         if consumer.next_number >= consumer.terms.steps:
             return True
         return self.is_exhausted and not consumer.ready and not consumer.incomplete
 
     @property
     def is_finished(self) -> bool:
-        """Every policy has trained all it will ever get."""
+        """Every policy has trained everything it will ever get."""
         return all(
             consumer.has_trained_all or (self.has_ended(consumer) and not consumer.sealed)
             for consumer in self.consumers.values()
         )
 
     def drop_open_groups(self) -> None:
-        """The run is over: what still runs is of use to nobody."""
+        """The run is finished: drop all open groups."""
         for group_id in sorted(self.open.keys() - self._sent_drops):
             self._sent_drops.add(group_id)
             dropped = DropGroup(group_id=group_id, reason=DropReason.REMAINDER)
             self._send(partition_of(group_id), dropped)
 
     def cursor_moved(self, consumer: Consumer, num_groups: Mapping[int, int], now: float) -> None:
-        """The committed cursor changed, forwards by a commit or backwards by a fork."""
+        """The committed cursor moved: forward by a commit, or back by a fork."""
         consumer.cursor_moved(num_groups, now)
         self.broadcast_horizon(consumer)
 
@@ -343,7 +344,7 @@ class Coordinator:
     # --- restart ------------------------------------------------------------------------------
 
     def undecided(self, group_id: GroupId) -> set[PolicyName]:
-        """Who has not judged this open group."""
+        """Consumers that have not judged this open group."""
         return self._undecided_by.get(group_id, set(self.consumers))
 
     def restore(

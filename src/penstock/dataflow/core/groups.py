@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots, open groups and nodes as a partition holds them, and the life-cycles they may follow."""
+"""Slots, open groups and nodes as a partition holds them, and the state transitions they may
+make."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ class ClosingKind(StrEnum):
     COMPLETE = "complete"
     """Every member must succeed within its attempts, or the group is dropped."""
     SURVIVORS = "survivors"
-    """Members that failed for good are left out, if enough remain."""
+    """Members that failed permanently are left out, if enough remain."""
     DROP = "drop"
-    """The first failure drops the group; nothing is tried twice."""
+    """The first failure drops the group; there are no retries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class ClosingPolicy:
     min_survivors: int = 0
 
     def accepts(self, num_good: int, num_lost: int) -> bool:
-        """Does a group with so many good and lost members still count?"""
+        """Does a group with this many good and lost members still count?"""
         if self.kind is ClosingKind.SURVIVORS:
             return num_good >= max(1, self.min_survivors)
         return num_lost == 0 and num_good > 0
@@ -43,19 +44,19 @@ class ClosingPolicy:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSpec:
     ttl_s: float
-    """Heartbeat: a silent node's leases end after this."""
+    """A node without a heartbeat for this long loses its leases."""
     start_to_close_s: float
-    """One attempt, from grant to result."""
+    """Limit for one attempt, from grant to result."""
     max_attempts: int
     schedule_to_start_s: float | None = None
-    """From the moment a slot could be leased until somebody takes it."""
+    """Limit from the time a slot can be leased until a node takes it."""
     schedule_to_close_s: float | None = None
-    """The whole group, from its issue."""
+    """Limit for the complete group, from its issue."""
     session_source: str = ""
-    """Slots of this source are for agents from outside: only nodes tagged for them get any, and
-    those get no others."""
+    """Slots from this source are for external agents: only nodes tagged for them get any, and those
+    nodes get no others."""
     session_start_to_close_s: float = 0.0
-    """One attempt at such a slot."""
+    """start_to_close_s for such a slot."""
 
 
 class SlotState(StrEnum):
@@ -63,9 +64,9 @@ class SlotState(StrEnum):
     LEASED = "leased"
     DONE = "done"
     DEAD = "dead"
-    """Out of attempts or of time to start; excluded, never scored."""
+    """Out of attempts, or not started in time; excluded, never scored."""
     TRUNCATED = "truncated"
-    """Cut before it had a result: its group had to close now."""
+    """Cut off before it had a result, because its group had to close."""
 
 
 NEXT_SLOT: Mapping[SlotState, frozenset[SlotState]] = MappingProxyType(
@@ -82,18 +83,17 @@ NEXT_SLOT: Mapping[SlotState, frozenset[SlotState]] = MappingProxyType(
 
 
 class Slot(msgspec.Struct, gc=False):
-    """A Struct that the collector of cycles need not look at: there may be a million of them, and
-    none is part of a cycle."""
+    """A gc=False Struct: there may be a million, and none is in a reference cycle."""
 
     state: SlotState = SlotState.WAITING
     attempt: int = 0
-    """Attempts that cost one: failures and expiries, not hand-backs."""
+    """Attempts used up: failures and expiries count, hand-backs do not."""
     epoch: int = 0
     grant: GrantRecord | None = None
-    """Under which it is leased."""
+    """The grant it is leased under."""
     row: RowSummary | None = None
     reasons: tuple[str, ...] = ()
-    """Why each attempt came to nothing."""
+    """Why each attempt failed."""
 
     def move(self, state: SlotState) -> None:
         assert state in NEXT_SLOT[self.state], f"slot cannot go from {self.state} to {state}"
@@ -102,17 +102,17 @@ class Slot(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class OpenGroup:
-    """A group that runs. Slots nobody touched yet exist only as a number, so a million waiting
-    ones cost little."""
+    """An open group. Slots that were never leased exist only as a number, so a million waiting
+    slots cost little memory."""
 
     record: GroupRecord
     known_slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
     next_fresh: int = 0
     """Slots from this index on were never leased."""
     retry_slots: list[int] = field(default_factory=list[int])
-    """Slots to be leased again, before any fresh one."""
+    """Slots to lease again, before any fresh one."""
     waiting_since: float = 0.0
-    """When the oldest of its waiting slots could have been leased."""
+    """When its longest-waiting slot became available."""
     decoded_task: Task | None = None
 
     @property
@@ -132,11 +132,11 @@ class OpenGroup:
         return slot
 
     def lease(self, grant: GrantRecord) -> None:
-        """All slots of the grant; they were taken before."""
+        """Lease all slots of the grant; they were popped before."""
         leased = SlotState.LEASED
         for index in grant.slots:
             slot = self.known_slots.get(index)
-            if slot is None:  # born waiting, like all slots
+            if slot is None:  # slots start as waiting
                 self.known_slots[index] = Slot(leased, epoch=grant.epoch, grant=grant)
                 continue
             slot.move(leased)
@@ -147,8 +147,8 @@ class OpenGroup:
         return len(self.retry_slots) + self.record.num_slots - self.next_fresh
 
     def pop_waiting(self, max_slots: int) -> range:
-        """Waiting slots, which wait no more: one to be leased again, or fresh ones, which are all
-        alike."""
+        """Remove and return waiting slots: one slot to retry, or a range of fresh ones, which are
+        interchangeable."""
         if self.retry_slots:
             index = self.retry_slots.pop()
             return range(index, index + 1)
@@ -172,12 +172,12 @@ class OpenGroup:
 
 @dataclass(slots=True)
 class HeldLeases:
-    """What one request of a node got."""
+    """Leases granted to one lease request."""
 
     grants: list[GrantRecord] = field(default_factory=list[GrantRecord])
-    """Those of which anything ran when they were added."""
+    """Grants that had running leases when they were added."""
     num_running: int = 0
-    """Leases among them that run."""
+    """How many of these leases are running."""
 
 
 @dataclass(slots=True)
@@ -190,24 +190,25 @@ class Node:
     current_request: str = ""
     """Its newest lease request; only this one may be granted anything."""
     past_requests: deque[str] = field(default_factory=lambda: deque[str](maxlen=16))
-    """Older ones, which may arrive again from a network that repeats."""
+    """Older requests, which the network may deliver again."""
     granted: dict[str, HeldLeases] = field(default_factory=dict[str, HeldLeases])
-    """Held slots by the request that got them."""
+    """Held leases by the request that got them."""
     past_boot_ids: deque[str] = field(default_factory=lambda: deque[str](maxlen=16))
-    """Lives of this node that were replaced."""
+    """Earlier processes of this node, which were replaced."""
     num_delivered: int = 0
     num_tokens: int = 0
     mean_attempt_s: float = 0.0
-    """Moving average from grant to result; 0 until the first."""
+    """Moving average from grant to result; 0 until the first result."""
     is_expired: bool = False
-    """Fell silent for a whole ttl; its leases are gone."""
+    """No heartbeat for a full ttl; its leases have ended."""
     is_quarantined: bool = False
-    """A trainer found that its engine disagrees; until it begins a new life."""
+    """A trainer found that its engine's outputs disagree; lasts until the node registers with a new
+    boot_id."""
     joined_at: float = 0.0
     revoked: list[RowId] = field(default_factory=list[RowId])
-    """Its leases that were cut or cancelled, until it is told."""
+    """Its leases that were cut or cancelled, until they are reported to it."""
 
     @property
     def is_session_gateway(self) -> bool:
-        """A gateway for agents from outside, which works on nothing else."""
+        """A gateway for external agents, which runs no other slots."""
         return f'"{SESSION_TAG}"' in self.record.tags

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the id of a group says: `p3-17` is the 17th group of the run, issued to partition 3."""
+"""Group ids: `p3-17` is the 17th group of the run, issued to partition 3."""
 
 from __future__ import annotations
 

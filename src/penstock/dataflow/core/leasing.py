@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Terms of leasing that the core and the wire share: nodes, grants, and what became of a delivery.
+"""Types for leasing that the core and the wire share: nodes, grants and delivery results.
 
-Owns shapes only.
+Defines types only.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from penstock.types import (
 
 class NodeState(StrEnum):
     STARTING = "starting"
-    """Joined, no engine live yet; gets no leases."""
+    """Joined, but no engine is live yet; gets no leases."""
     LIVE = "live"
     DRAINING = "draining"
-    """Finishes what it holds; gets no leases."""
+    """Finishes its current leases; gets no new ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveVersion:
-    """What a node's engines serve now for one policy."""
+    """The version that a node's engines serve now for one policy."""
 
     policy: PolicyName
     incarnation: int
@@ -41,38 +41,39 @@ class RegisterRequest:
 
     node_id: NodeId
     boot_id: str
-    """Drawn anew by each process."""
+    """Drawn at random by each process."""
     capacity: int
-    """Slots it runs at once."""
+    """Slots it can run concurrently."""
     policies: tuple[PolicyName, ...]
-    """Policies it can serve; empty means all of the run."""
+    """Policies it can serve; empty means all policies of the run."""
     tags: tuple[str, ...] = ()
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to answer one slot, until the lease ends. A Struct, because so many are made that
-    a frozen dataclass would cost more than all else in a lease."""
+    """The right to answer one slot, until the lease ends. A Struct, because creating this many
+    frozen dataclasses would dominate the cost of a lease."""
 
     group_id: GroupId
     slot: int
     epoch: int
     attempt: int
     task: int
-    """Index into the answer's `tasks`: slots of a group share one."""
+    """Index into the response's `tasks`: slots of a group share one task."""
     seed: int
-    """For this slot, whatever node or attempt runs it."""
+    """Seed of this slot, the same on every node and attempt."""
     num_recorded: int = 0
-    """Turns that an earlier attempt left, to be fetched and served instead of generated again."""
+    """Turns that an earlier attempt recorded, to be fetched and reused instead of generated
+    again."""
 
 
 class DeliveryStatus(StrEnum):
     STORED = "stored"
     """Durable now."""
     DUPLICATE = "duplicate"
-    """The same bytes were stored before; as good as stored."""
+    """The same bytes were stored before; equivalent to stored."""
     FENCED = "fenced"
-    """The lease ended before; nothing changed."""
+    """The lease had already ended; nothing changed."""
     CONFLICT = "conflict"
-    """Other bytes stand under this id; the first stay."""
+    """Different bytes are already stored under this id; the first ones stay."""
     INVALID = "invalid"
     """The record breaks the contract; `detail` says how."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbered messages between home and a partition in another process: kept until acknowledged,
-repeated as often as it takes, applied once. Pure.
+"""Numbered messages between the coordinator and a partition in another process: kept until
+acknowledged, resent as often as needed, applied once. Pure.
 
 A message is journaled in the same commit as its cause, and its receipt in the same commit as its
-effect; so neither side can forget, and neither can do a thing twice.
+effect, so a message is neither lost nor applied twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Out = TypeVar("Out")
 In = TypeVar("In")
 
 MAX_MESSAGES = 512
-"""Per call; the rest follows."""
+"""Maximum per call; the rest follows in later calls."""
 
 
 class Link(Generic[Out, In]):
@@ -48,16 +48,16 @@ class Link(Generic[Out, In]):
 
     @property
     def has_unacknowledged(self) -> bool:
-        """Does the other side lack anything?"""
+        """Are any messages not acknowledged yet?"""
         return bool(self._unacknowledged)
 
     def unacknowledged(self, after: int) -> tuple[NumberedMessage, ...]:
-        """What the other side lacks that has everything up to `after`, oldest first."""
+        """Messages after number `after`, oldest first: those the other side has not received."""
         lacking = (message for message in self._unacknowledged if message.number > after)
         return tuple(message for message, _ in zip(lacking, range(MAX_MESSAGES), strict=False))
 
     def acknowledged(self, number: int) -> None:
-        """The other side has made everything up to here its own."""
+        """The other side has durably applied all messages up to this number."""
         had = bool(self._unacknowledged) and self._unacknowledged[0].number <= number
         while self._unacknowledged and self._unacknowledged[0].number <= number:
             self._unacknowledged.popleft()
@@ -74,7 +74,7 @@ class Link(Generic[Out, In]):
     # --- in -----------------------------------------------------------------------------------
 
     def receive(self, messages: Sequence[NumberedMessage]) -> Iterable[In]:
-        """Those that are new, in order. One that does not follow on is left for its repetition."""
+        """The new messages, in order. A message after a gap is ignored; it will be resent."""
         for message in messages:
             if message.number != self.num_received + 1:
                 continue

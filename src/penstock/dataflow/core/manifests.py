@@ -10,20 +10,20 @@ from penstock.wire.codec import decode, encode
 
 
 class ManifestCache:
-    """The newest manifests of one process, with their bytes. Every rank requests a batch, and the
-    report counts it, right after it is sealed; none of them decodes it again."""
+    """The newest manifests of one process, with their bytes. Right after a batch is sealed, every
+    rank requests it and the report counts it; the cache saves decoding it each time."""
 
     def __init__(self) -> None:
         self._newest: deque[tuple[bytes, Manifest]] = deque(maxlen=2)
 
     def encode(self, manifest: Manifest) -> bytes:
-        """Its bytes, for ever."""
+        """The manifest's bytes; these never change."""
         body = encode(manifest)
         self._newest.append((body, manifest))
         return body
 
     def decode(self, body: bytes) -> Manifest:
-        """Shared by all callers: read it, and change nothing in it."""
+        """Decode a manifest. The result is shared by all callers: treat it as read-only."""
         for known, manifest in self._newest:
             if known == body:
                 return manifest

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a message goes: to a neighbour in this process by a call, to another process by its link.
+"""Routes messages: to a peer in this process by a call, to another process by its link.
 
-Calls are queued and run one after another, so no machine is entered while it is at work.
+Calls are queued and run one at a time, so no state machine is re-entered while it runs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class MessageRouter:
         self.coordinator: Coordinator | None = None
         self.runtimes: dict[int, PartitionRuntime] = {}
         self.links: dict[int, Link[ToPartition, ToCoordinator]] = {}
-        """Home's ends: partitions in other processes."""
+        """The coordinator's ends: links to partitions in other processes."""
         self.coordinator_link: Link[ToCoordinator, ToPartition] | None = None
-        """A partition's end: home is in another process."""
+        """A partition's end: the coordinator is in another process."""
         self._calls: deque[Callable[[float], None]] = deque()
 
     def to_partition(self, index: int, message: ToPartition) -> None:
@@ -37,20 +37,20 @@ class MessageRouter:
         if coordinator is not None:
             self._calls.append(lambda now: coordinator.apply(message, now))
         else:
-            assert coordinator_link is not None, "a partition has home beside it or a link to it"
+            assert coordinator_link is not None, "no coordinator in this process and no link to one"
             coordinator_link.send(message)
 
     def ended(self, index: int, report: GroupEnded) -> None:
-        """A group ended; it goes to home by way of the columns it may still miss."""
+        """A group ended; it reaches the coordinator after the columns it may still miss."""
         completion = self.runtimes[index].completion
         self._calls.append(lambda now: completion.report(report, now))
 
     def call(self, command: Callable[[float], None]) -> None:
-        """Do this in its turn."""
+        """Queue this call."""
         self._calls.append(command)
 
     def run(self, now: float) -> bool:
-        """Make the calls that wait, and those they cause; were there any?"""
+        """Run the queued calls, and the calls they cause; True if there were any."""
         had = bool(self._calls)
         while self._calls:
             self._calls.popleft()(now)

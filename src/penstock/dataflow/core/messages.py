@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What home and its partitions say to each other.
+"""Messages between the coordinator and its partitions.
 
-In one process a message is a call. Between processes each is numbered per link, repeated until it
-is acknowledged, and applied once.
+In one process a message is a call. Between processes each message is numbered per link, resent
+until it is acknowledged, and applied once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NumberedMessage:
     body: bytes
 
 
-# --- home to a partition ----------------------------------------------------------------------
+# --- coordinator to partition -----------------------------------------------------------------
 
 
 class IssueGroup(Struct, frozen=True, kw_only=True, tag=True):
@@ -39,7 +39,7 @@ class IssueGroup(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class IncarnationStarted(Struct, frozen=True, kw_only=True, tag=True):
-    """A trainer took over; versions beyond its fork count as the fork."""
+    """A new trainer process took over; versions beyond its fork count as the fork."""
 
     record: IncarnationRecord
 
@@ -53,44 +53,44 @@ class Published(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class HorizonMoved(Struct, frozen=True, kw_only=True, tag=True):
-    """The next batch of this policy that is not sealed yet trains from this number."""
+    """The policy's next unsealed batch trains from this number."""
 
     policy: PolicyName
     number: int
 
 
 class Admitted(Struct, frozen=True, kw_only=True, tag=True):
-    """A policy wants this group: stages that work on admitted rows may begin."""
+    """A policy admitted this group: stages that work on admitted rows may start."""
 
     group_id: GroupId
     policy: PolicyName
 
 
 class DropGroup(Struct, frozen=True, kw_only=True, tag=True):
-    """End this open group, whatever its members do."""
+    """End this open group, whatever the state of its members."""
 
     group_id: GroupId
     reason: DropReason
 
 
 class GroupsFreed(Struct, frozen=True, kw_only=True, tag=True):
-    """Final for every consumer: the payload of these groups may be deleted."""
+    """These groups are final for every consumer: their payload may be deleted."""
 
     group_ids: tuple[GroupId, ...]
 
 
 class RowForgotten(Struct, frozen=True, kw_only=True, tag=True):
-    """This row, or the running attempt that would become it, is of no use to anybody."""
+    """No consumer may use this row, or the running attempt that would produce it."""
 
     row_id: RowId
 
 
 class Quarantined(Struct, frozen=True, kw_only=True, tag=True):
-    """What this node samples is not what its version would: no more work for this life of it."""
+    """This node's samples do not match its version's outputs: no more work for this boot of it."""
 
     node_id: NodeId
     boot_id: str = ""
-    """Which life; empty: the one that runs now."""
+    """Which boot; empty: the current one."""
 
 
 ToPartition = (
@@ -106,27 +106,27 @@ ToPartition = (
     | Quarantined
 )
 
-# --- a partition to home ----------------------------------------------------------------------
+# --- partition to coordinator -----------------------------------------------------------------
 
 
 class GroupEnded(Struct, frozen=True, kw_only=True, tag=True):
-    """A group can be judged by these policies. Every group comes to that, dropped ones too."""
+    """A group can be judged by these policies. Sent for every group, including dropped ones."""
 
     group_id: GroupId
     policies: tuple[PolicyName, ...]
     """Empty: all of them."""
     rows: tuple[RowSummary, ...]
-    """Members with a result; also of a dropped group, whose tokens are waste."""
+    """Members with a result; for a dropped group too, since their tokens count as waste."""
     dropped: DropReason | None = None
 
 
 class ColumnsCompleted(Struct, frozen=True, kw_only=True, tag=True):
-    """The columns that this policy's trainer needs are there, or will never be."""
+    """The columns that this policy's trainer needs are present, or have failed for good."""
 
     group_id: GroupId
     policy: PolicyName
     rows: tuple[RowSummary, ...]
-    """Members that have them all."""
+    """Members that have all of them."""
     dropped: DropReason | None = None
 
 

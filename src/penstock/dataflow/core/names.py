@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of spaces and columns that mean something to the service, for servers and clients alike."""
+"""Names of spaces and columns that the service itself uses, for servers and clients."""
 
 from __future__ import annotations
 
 TRAIN = "train"
-"""The space of the rollout rows; users read it and never put into it."""
+"""The space of the rollout rows; users read it but never write to it."""
 TURNS = "turns"
 REWARD = "reward"
 ADMITTED = "admitted"
-"""Written by the service when some policy admits a row: the time of it."""
+"""When a policy first admitted the row; written by the service."""
 RESERVED = frozenset({TURNS, ADMITTED})

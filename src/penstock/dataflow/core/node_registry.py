@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes of one partition: who lives under which session, who fell silent, who may hold how much.
+"""Nodes of one partition: which process each node runs, which nodes are silent, and how many leases
+each may hold.
 
-A pure state machine beside the partition's leases. It never ends a lease itself: it says whose
-leases are over.
+A pure state machine next to the partition's leases. It never ends a lease itself: it reports whose
+leases must end.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from penstock.errors import Fenced, NotFound
 from penstock.types import NodeId, RowId
 
 SLOW_FACTOR = 2.0
-"""A node this many times slower than the median gets leases in proportion."""
+"""A node this many times slower than the median gets proportionally fewer leases."""
 ATTEMPT_WEIGHT = 0.2
-"""Of one attempt in a node's moving average."""
+"""Weight of one attempt in a node's moving average."""
 
 
 class NodeRegistry:
@@ -37,25 +38,31 @@ class NodeRegistry:
         self.nodes: dict[NodeId, Node] = {}
         self._journal = journal
         self._quarantined: set[tuple[NodeId, str]] = set()
-        """Lives of nodes that get no work, known here or not."""
+        """Quarantined boots, including nodes not registered here."""
         self._median_s = 0.0
-        """Attempt time of the median node; brought up to date at each tick."""
+        """Attempt time of the median node; updated at each tick."""
 
     def get(self, node_id: NodeId, boot_id: str) -> Node:
         node = self.nodes.get(node_id)
         if node is None:
             raise NotFound(f"node {node_id} is not registered; POST /v1/nodes first")
         if node.record.boot_id != boot_id:
-            raise Fenced(f"node {node_id} lives under another session; this process was replaced")
+            raise Fenced(
+                f"node {node_id} has registered with a newer boot_id; "
+                "this process was replaced and must exit"
+            )
         return node
 
     def node_to_replace(self, body: RegisterRequest) -> Node | None:
-        """The life of this node that the new session ends, if there is one."""
+        """The node's earlier process that this registration replaces, if any."""
         known = self.nodes.get(body.node_id)
         if known is None or known.record.boot_id == body.boot_id:
             return None
         if body.boot_id in known.past_boot_ids:
-            raise Fenced(f"node {body.node_id} lives under a newer session than this")
+            raise Fenced(
+                f"node {body.node_id} has registered with a newer boot_id; "
+                "this process was replaced and must exit"
+            )
         return known
 
     def register(self, body: RegisterRequest, now: float) -> None:
@@ -93,7 +100,7 @@ class NodeRegistry:
         state: NodeState,
         live: tuple[LiveVersion, ...],
     ) -> bool:
-        """Does the node say anything new?"""
+        """Record a heartbeat; True if the node's state or versions changed."""
         node = self.get(node_id, boot_id)
         node.last_seen, node.is_expired = now, False
         before = (node.state, node.live)
@@ -101,8 +108,8 @@ class NodeRegistry:
         return before != (state, live)
 
     def ask(self, node_id: NodeId, boot_id: str, request_id: str, now: float) -> None:
-        """Take note of a lease request. A node's newest one replaces those before it: nobody
-        listens to them any more, and what they were granted would be held by none."""
+        """Record a lease request. A node's newest request replaces the earlier ones: the node no
+        longer waits for their responses, so leases granted to them would be lost."""
         node = self.get(node_id, boot_id)
         node.last_seen, node.is_expired = now, False
         if request_id != node.current_request and request_id not in node.past_requests:
@@ -110,20 +117,20 @@ class NodeRegistry:
             node.current_request = request_id
 
     def max_leases(self, node: Node) -> int:
-        """Slots this node may hold: its capacity, or less when it is slower than the others, or
-        none when it is in quarantine."""
+        """Slots this node may hold: its capacity, less if it is slower than the others, none if it
+        is in quarantine."""
         if node.is_quarantined:
             return 0
         capacity = node.record.capacity
         if node.is_session_gateway:
-            return capacity  # how long a session takes is its agent's business
+            return capacity  # a session's duration depends on its agent
         if node.mean_attempt_s <= SLOW_FACTOR * self._median_s or not self._median_s:
             return capacity
         return max(1, int(capacity * SLOW_FACTOR * self._median_s / node.mean_attempt_s))
 
     def quarantine(self, node_id: NodeId, boot_id: str) -> Node | None:
-        """For ever, for this life of the node, which may not have come here yet; a restart of the
-        service changes nothing. The node, if its work ends now."""
+        """Quarantine this boot of the node permanently, even across a restart of the service; the
+        node may not have registered here yet. Returns the node if its work must end now."""
         node = self.nodes.get(node_id)
         boot = (node_id, boot_id or (node.record.boot_id if node is not None else ""))
         if not boot[1] or boot in self._quarantined:
@@ -136,7 +143,7 @@ class NodeRegistry:
         return node
 
     def finished(self, node: Node, grant: GrantRecord, now: float) -> None:
-        """An attempt of this node has a result."""
+        """Update the node's attempt time: one of its attempts has a result."""
         took_s = max(0.0, now - grant.granted_at)
         known = node.mean_attempt_s
         node.mean_attempt_s = took_s if not known else known + ATTEMPT_WEIGHT * (took_s - known)
@@ -149,21 +156,23 @@ class NodeRegistry:
         ]
         self._median_s = statistics.median(times_s) if len(times_s) > 1 else 0.0
         for node in self.nodes.values():
-            # One heard after the service stood still, and before it was forgiven, gains nothing.
+            # A heartbeat between a stall of the service and extend_deadlines() must not count
+            # double.
             node.last_seen = min(node.last_seen, now)
             if not node.is_expired and now - node.last_seen > ttl_s:
                 node.is_expired = True
                 yield node
 
     def extend_deadlines(self, gap_s: float) -> None:
-        """The service itself stood still: nobody could be heard, so nobody was silent."""
+        """The service stalled for gap_s: extend all deadlines by that much, since heartbeats could
+        not arrive."""
         for node in self.nodes.values():
             node.last_seen += gap_s
 
-    # --- who holds what -----------------------------------------------------------------------
+    # --- held leases --------------------------------------------------------------------------
 
     def add_leases(self, node: Node, grant: GrantRecord, num_slots: int) -> None:
-        """So many slots of the grant run."""
+        """`num_slots` slots of the grant are running."""
         held = node.granted.get(grant.request_id)
         if held is None:
             held = node.granted[grant.request_id] = HeldLeases()
@@ -184,12 +193,13 @@ class NodeRegistry:
             del node.granted[lease.request_id]
 
     def revoked(self, node_id: NodeId) -> tuple[RowId, ...]:
-        """Leases that ended without the node, told once; if that is lost, its result is fenced."""
+        """Leases that ended without the node, reported once. If that report is lost, the node's
+        result is fenced."""
         node = self.nodes.get(node_id)
         if node is None or not node.revoked:
             return ()
-        told, node.revoked = tuple(node.revoked), []
-        return told
+        revoked, node.revoked = tuple(node.revoked), []
+        return revoked
 
     def restore(
         self,
@@ -197,10 +207,10 @@ class NodeRegistry:
         quarantined: Iterable[tuple[NodeId, str]],
         now: float,
     ) -> None:
-        """`quarantined` names every life of a node that was ever in quarantine."""
+        """`quarantined` lists every boot that was ever quarantined."""
         self._quarantined = set(quarantined)
         for record in records:
-            # Live until it says otherwise; the version gate looks at each request anyway.
+            # Assumed live until it reports otherwise; the version gate checks each request anyway.
             self.nodes[record.node_id] = Node(
                 record=record,
                 last_seen=now,

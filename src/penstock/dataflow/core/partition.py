@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One data partition: slots, leases, deliveries and the closing of groups. A pure state machine.
 
-Time comes in as `now`, facts go out through the journal, ended groups go to home as Reports. No
-I/O, no clock. A lease ends exactly once: delivered, failed, rejected, released, expired, truncated
-or cancelled.
+Time comes in as `now`, facts go out through the journal, and ended groups go to the coordinator as
+GroupEnded messages. No I/O, no clock. A lease ends exactly once: delivered, failed, rejected,
+released, expired, truncated or cancelled.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ from penstock.types import (
 )
 
 ENDS_COSTING_ATTEMPT = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
-"""Ends of a lease that cost its slot an attempt."""
+"""Lease ends that cost the slot an attempt."""
 MAX_REASON_CHARS = 300
-"""Characters of why an attempt came to nothing."""
+"""Maximum length of the reason recorded for a failed attempt."""
 
 
 class Partition:
@@ -79,23 +79,23 @@ class Partition:
     ) -> None:
         self.index = index
         self.groups: dict[GroupId, OpenGroup] = {}
-        """Open ones only; the ledger answers for the rest."""
+        """Open groups only; the ledger has the others."""
         self.node_registry = NodeRegistry(journal)
         self.gate = gate
         self.num_waiting = 0
         """Slots that could be leased now."""
         self.num_waiting_sessions = 0
-        """Those among them that are for agents from outside."""
+        """How many of them are for external agents."""
         self.num_enqueued = 0
-        """Slots that came to wait, in all."""
+        """Total number of slots ever enqueued."""
         self._closing = closing
         self._terms = terms
         self._journal = journal
         self._send = send
         self._queue: deque[GroupId] = deque()
-        """Groups with waiting slots, oldest first; entries without any are skipped when met."""
+        """Groups with waiting slots, oldest first; entries without any are skipped when reached."""
         self._session_queue: deque[GroupId] = deque()
-        """The same for slots of sessions."""
+        """The same for session slots."""
         self._timers = Timers(terms)
 
     @property
@@ -126,7 +126,7 @@ class Partition:
         return self._session_queue if self._is_session(group) else self._queue
 
     def _add_waiting(self, group: OpenGroup, num_slots: int) -> None:
-        """So many more slots of this group wait, or fewer."""
+        """Add `num_slots` waiting slots of this group; negative to remove them."""
         self.num_waiting += num_slots
         if self._is_session(group):
             self.num_waiting_sessions += num_slots
@@ -139,15 +139,15 @@ class Partition:
         return group
 
     def drop(self, group_id: GroupId, reason: DropReason, now: float) -> None:
-        """End an open group whatever its members do."""
+        """Drop an open group, whatever the state of its members."""
         group = self.groups.get(group_id)
         if group is not None:
             self._truncate(group, LeaseEnd.CANCELLED, now)
             self._end_group(group, GroupState.DROPPED, reason, now)
 
     def forget(self, row_id: RowId, now: float) -> None:
-        """End the group of one whose attempt or row this is; it is not ended for an attempt that
-        came to nothing before."""
+        """Drop the group that contains this row or running attempt; earlier failed attempts are
+        ignored."""
         group_id = GroupId(row_id.partition(".")[0])
         group = self.groups.get(group_id)
         for index, slot in group.known_slots.items() if group is not None else ():
@@ -157,7 +157,7 @@ class Partition:
                 return
 
     def _truncate(self, group: OpenGroup, end: LeaseEnd, now: float) -> None:
-        """Stop what runs and what waits: these slots get no result any more."""
+        """Stop all running and waiting slots; they will get no result."""
         self._add_waiting(group, -group.num_waiting)
         for index in (*group.retry_slots, *range(group.next_fresh, group.record.num_slots)):
             group.slot(index).move(SlotState.TRUNCATED)
@@ -167,8 +167,8 @@ class Partition:
             slot.move(SlotState.TRUNCATED)
 
     def policies_advanced(self, now: float) -> None:
-        """Policies went on: end groups that nobody can use any more, close those on their last
-        admissible version if that saves their rows."""
+        """A policy advanced: drop groups that no policy can use anymore, and close groups on their
+        last admissible version if that saves their rows."""
         for group in [group for group in self.groups.values() if group.known_slots]:
             rows = group.rows
             if not rows:
@@ -188,10 +188,11 @@ class Partition:
     # --- nodes --------------------------------------------------------------------------------
 
     def register(self, body: RegisterRequest, now: float) -> None:
-        """A known node under a new session is a new life: what its old life held is free again."""
+        """Register a node. A known node with a new boot_id is a new process: the leases of its old
+        process become available again."""
         node_to_replace = self.node_registry.node_to_replace(body)
         if node_to_replace is not None:
-            self._end_all(node_to_replace, LeaseEnd.EXPIRED, "its node began a new life", now)
+            self._end_all(node_to_replace, LeaseEnd.EXPIRED, "its node restarted", now)
         self.node_registry.register(body, now)
 
     def heartbeat(
@@ -203,7 +204,7 @@ class Partition:
         state: NodeState,
         live: tuple[LiveVersion, ...],
     ) -> bool:
-        """Does the node say anything new?"""
+        """Record a heartbeat; True if the node's state or versions changed."""
         return self.node_registry.record_heartbeat(node_id, boot_id, now, state=state, live=live)
 
     def leave(self, node_id: NodeId, boot_id: str, now: float) -> None:
@@ -213,8 +214,8 @@ class Partition:
         del self.nodes[node_id]
 
     def quarantine(self, node_id: NodeId, boot_id: str, now: float) -> None:
-        """No more work for this life of the node; what it holds goes to others at no cost of an
-        attempt, and its late results are fenced. Another life of it goes on."""
+        """Give no more work to this boot of the node. Its leases go to other nodes without costing
+        an attempt, and its late results are fenced. Other boots of the node are not affected."""
         node = self.node_registry.quarantine(node_id, boot_id)
         if node is None:
             return
@@ -223,7 +224,8 @@ class Partition:
         self._end_all(node, LeaseEnd.RELEASED, "", now)
 
     def extend_deadlines(self, gap_s: float) -> None:
-        """The service itself stood still: nobody could be heard meanwhile, so nobody was silent."""
+        """The service stalled for gap_s: extend all deadlines by that much, since heartbeats could
+        not arrive."""
         self.node_registry.extend_deadlines(gap_s)
         self._timers.extend_deadlines(gap_s)
 
@@ -252,11 +254,11 @@ class Partition:
         num_groups, due = 0, ""
         while queue and len(grants) < free:
             group = self.groups.get(queue[0])
-            if group is None or not group.num_waiting:  # ended, or all its slots were taken
+            if group is None or not group.num_waiting:  # ended, or all its slots are leased
                 queue.popleft()
                 continue
             if due != group.record.due and not self.gate.can_lease(group.due, live):
-                break  # groups behind it need a version at least as young
+                break  # the groups after it need a version at least as recent
             due = group.record.due
             while group.num_waiting and len(grants) < free:
                 record = self._grant(node, group, request_id, free - len(grants), now)
@@ -311,7 +313,7 @@ class Partition:
         return grants
 
     def _running(self, held: HeldLeases) -> Iterator[tuple[OpenGroup, int, GrantRecord]]:
-        """Its slots that run, as they are met: the caller may end them."""
+        """Its running leases, yielded lazily: the caller may end them."""
         for record in sorted(held.grants, key=attrgetter("group_id", "slot")):
             for index in record.slots:
                 group = self.groups.get(record.group_id)
@@ -321,7 +323,7 @@ class Partition:
     def release(
         self, node_id: NodeId, group_id: GroupId, index: int, epoch: int, now: float
     ) -> bool:
-        """Hand a slot back unharmed; False when the lease had ended before."""
+        """Hand a slot back without costing an attempt; False if the lease had already ended."""
         slot = self._leased(node_id, group_id, index, epoch)
         if slot is None:
             return False
@@ -331,14 +333,14 @@ class Partition:
         return True
 
     def reject(self, group_id: GroupId, index: int, why: str, now: float) -> None:
-        """The result of this held lease breaks the contract: an attempt that came to nothing."""
+        """The result under this lease breaks the contract: count it as a failed attempt."""
         group = self.groups[group_id]
         self._fail_attempt(group, index, group.slot(index), LeaseEnd.REJECTED, why, now)
 
     # --- time ---------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Expire nodes that fell silent, attempts that overran and groups out of time."""
+        """Expire silent nodes, overdue attempts and groups that ran out of time."""
         for node in self.node_registry.expire_silent(self._terms.ttl_s, now):
             self._end_all(node, LeaseEnd.EXPIRED, "its node fell silent", now)
         for timer in self._timers.due(now):
@@ -367,10 +369,10 @@ class Partition:
         start_s = self._terms.schedule_to_start_s
         if start_s is None or not group.num_waiting:
             return
-        if now < group.waiting_since + start_s:  # it waits anew since an attempt was lost
+        if now < group.waiting_since + start_s:  # it is waiting again after a lost attempt
             self._timers.start_wait_timer(group.record.group_id, group.waiting_since)
             return
-        why = f"nobody took it within schedule-to-start ({start_s:g} s)"
+        why = f"no node took it within schedule-to-start ({start_s:g} s)"
         while group.num_waiting:
             [index] = group.pop_waiting(1)
             self._add_waiting(group, -1)
@@ -390,7 +392,7 @@ class Partition:
     def _fail_attempt(
         self, group: OpenGroup, index: int, slot: Slot, end: LeaseEnd, why: str, now: float
     ) -> None:
-        """An attempt came to nothing: try again, or give the slot up."""
+        """An attempt failed: retry the slot, or give it up."""
         self._end_lease(group, index, slot, end, now, why)
         slot.attempt += 1
         slot.reasons += (_abbreviate(f"{end}: {why}"),)
@@ -431,7 +433,7 @@ class Partition:
         group.retry_slots.append(index)
         self._add_waiting(group, 1)
         self.num_enqueued += 1
-        self._queue_of(group).appendleft(group.record.group_id)  # older than all that wait
+        self._queue_of(group).appendleft(group.record.group_id)  # older than all waiting groups
 
     def _leased(self, node_id: NodeId, group_id: GroupId, index: int, epoch: int) -> Slot | None:
         group = self.groups.get(group_id)
@@ -446,7 +448,7 @@ class Partition:
         return self._leased(node_id, group_id, index, epoch) is not None
 
     def deliver(self, row: RowRecord, outcome: Outcome, now: float) -> DeliveryStatus:
-        """Take the result of a held lease; under an older epoch it is refused and changes
+        """Accept the result of a held lease; a result under an older epoch is refused and changes
         nothing."""
         slot = self._leased(row.node_id, row.group_id, row.slot, row.epoch)
         if slot is None or slot.grant is None:
@@ -482,8 +484,8 @@ class Partition:
             self._close(group, DropReason.FAILED_SLOTS, now)
 
     def _close(self, group: OpenGroup, reason: DropReason, now: float) -> None:
-        """Every slot is terminal: the closing policy decides, `reason` is why it would not keep
-        the group."""
+        """Every slot is terminal: the closing policy decides. `reason` is recorded if it drops the
+        group."""
         num_good = group.count(SlotState.DONE)
         if self._closing.accepts(num_good, group.record.num_slots - num_good):
             self._end_group(group, GroupState.CLOSED, None, now)
@@ -513,7 +515,7 @@ class Partition:
         quarantined: Iterable[tuple[NodeId, str]],
         now: float,
     ) -> None:
-        """Rebuild open groups and give every live lease a full ttl; `leases`, which ended, come in
+        """Rebuild open groups and give every live lease a full ttl. `leases` are the ended ones, in
         order of epoch."""
         self.node_registry.restore(nodes, quarantined, now)
         opened = [self._open(g, now) for g in sorted(groups, key=lambda record: record.issue)]
@@ -532,7 +534,7 @@ class Partition:
             self.groups[letter.group_id].slot(letter.slot).state = SlotState.DEAD
         for group in opened:
             self._restore_queue(group)
-        # A config with fewer attempts than before may end groups that were still open.
+        # With fewer attempts configured than before, groups that were still open may end now.
         for group in opened:
             self._close_if_terminal(group, now)
 
@@ -570,8 +572,8 @@ class Partition:
 
 
 def _abbreviate(why: str) -> str:
-    """Keeps the end, where an error itself stands. A plain text, whatever kind of one came: it
-    goes into the ledger."""
+    """Shorten a reason in the middle: its end usually holds the actual error. Always a plain str,
+    even for a str subclass, because it goes into the ledger."""
     return (
         str(why)
         if len(why) <= MAX_REASON_CHARS

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A partition with all that belongs to it: leases and groups, columns and readers, and what home
-tells it. Pure.
-"""
+"""A partition with everything it owns: leases and groups, columns and readers. Applies the
+coordinator's messages. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from penstock.types import DropReason, RowId
 
 
 class RowReaders(Protocol):
-    """The partition's rows as their readers see them."""
+    """The partition's rows, as offered to readers."""
 
     def admitted(self, row_ids: Sequence[RowId], now: float) -> None: ...
     def forget(self, space: str, row_ids: Iterable[RowId]) -> None: ...
@@ -48,17 +47,17 @@ class PartitionRuntime:
         *,
         is_colocated: bool,
     ) -> None:
-        """row_window: rows in front of readers; a simulated partition may do without."""
+        """row_window: the rows offered to readers; None in simulated partitions."""
         self.partition = partition
         self.completion = completion
         self.gate = gate
         self._row_window = row_window
         self._journal = journal
         self._shares_home = is_colocated
-        """Home is in this process, with the same lineages and the same ledger."""
+        """The coordinator is in this process and shares the lineages and the ledger."""
 
     def apply(self, message: ToPartition, now: float) -> None:
-        """Home says something."""
+        """Apply a message from the coordinator."""
         match message:
             case IssueGroup():
                 self.partition.issue(message.record, now)
@@ -81,12 +80,13 @@ class PartitionRuntime:
                 self._moved(message, now)
 
     def apply_completed_columns(self, now: float) -> None:
-        """Columns that stages wrote complete the groups that waited for them."""
+        """Pass the columns that stages have written to the groups that wait for them."""
         if self._row_window is not None:
             self.completion.completed(self._row_window.pop_completed(), now)
 
     def _moved(self, message: IncarnationStarted | Committed | Published, now: float) -> None:
-        """A fact of a policy's lineage: home in this process has applied it already."""
+        """Apply a change of a policy's lineage, unless a coordinator in this process already
+        has."""
         if self._shares_home:
             return
         self._journal(message.record)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose payload may be deleted: a pure count of who still needs a group.
+"""Decides whose payload may be deleted: a pure count of the holds on each group.
 
-A group is held once by each consumer that has not judged it, once by each sealed batch a trainer
-may still ask for, and once by each replay pool it is in. The call that ends its last hold returns
-it, exactly once; its caller records that in the same commit as the cause. Deletes nothing itself.
+A group is held once by each consumer that has not judged it, once by each sealed batch that a
+trainer may still request, and once by each replay pool that contains it. The call that ends its
+last hold returns it, exactly once; the caller records that in the same commit as the cause. Deletes
+nothing itself.
 
-Batches after a policy's oldest retained checkpoint may be asked for again. Until its trainer named
-one, the last `retain_batches` committed ones are kept; batches not committed yet always are.
+Batches after a policy's oldest retained checkpoint may be requested again. Until the trainer names
+one, the last `retain_batches` committed batches are kept; batches that are not committed yet are
+always kept.
 """
 
 from __future__ import annotations
@@ -20,42 +22,42 @@ from penstock.types import GroupId, PolicyName
 
 @dataclass(slots=True)
 class _ConsumerHolds:
-    """What one consumer holds of the groups it has judged."""
+    """One consumer's holds on the groups it has judged."""
 
     batches: dict[int, tuple[GroupId, ...]] = field(default_factory=dict[int, tuple[GroupId, ...]])
-    """Groups of each batch that may be served again, in order of seq."""
+    """Groups of each batch that may be requested again, in order of seq."""
     pool: set[GroupId] = field(default_factory=set[GroupId])
     committed: int = 0
     oldest: int | None = None
-    """Seq of the oldest retained checkpoint, None until the trainer names one."""
+    """Seq of the oldest retained checkpoint; None until the trainer names one."""
     floor: int = 0
-    """Batches up to here are let go; never moves back, since what is freed stays freed."""
+    """Batches up to this seq are released; never moves back, since freed groups stay freed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetainedBatches:
-    """What the last life of a service kept for one consumer."""
+    """Batches that a service kept for one consumer before it was restarted."""
 
     floor: int
-    """The newest batch of which a group is freed; all up to it are let go."""
+    """The newest batch with a freed group; all batches up to it are released."""
     batches: Mapping[int, tuple[GroupId, ...]]
-    """Groups by the last batch they are in, of batches after the floor, in order of seq."""
+    """Groups by the last batch that contains them, for batches after the floor, in order of seq."""
 
 
 class Retention:
-    """Counts holds per group. A group held once only stands where it is held: that keeps the cost
-    of a pinned group of one policy at its id and one reference."""
+    """Counts holds per group. A single hold is not stored as a count, so a retained group of one
+    policy costs only its id and one reference."""
 
     def __init__(self, consumers: Iterable[PolicyName], *, retain_batches: int) -> None:
         self._retain_batches = retain_batches
         self._holds = {consumer: _ConsumerHolds() for consumer in consumers}
         self._extra_holds: dict[GroupId, int] = {}
-        """Holds beyond the first, of groups that have several."""
+        """Holds beyond the first, for groups with several."""
 
-    # --- what happens to groups; each call returns those that became free ----------------------
+    # --- events; each call returns the groups that became free ---------------------------------
 
     def issued(self, group_id: GroupId, num_consumers: int) -> None:
-        """This many consumers will judge it."""
+        """`num_consumers` consumers will judge it."""
         if num_consumers > 1:
             self._extra_holds[group_id] = num_consumers - 1
 
@@ -64,8 +66,8 @@ class Retention:
         return self._release((group_id,))
 
     def sealed(self, consumer: PolicyName, seq: int, group_ids: Sequence[GroupId]) -> None:
-        """The consumer's hold passes to its batch; a group out of its pool gets one more. Seal
-        before `unpooled`, or the group looks like one that was never judged."""
+        """The consumer's hold passes to its batch; a group from its pool gets an additional hold.
+        Call this before `unpooled`, or the group looks as if it had never been judged."""
         pins = self._holds[consumer]
         assert seq > next(reversed(pins.batches), 0), "batches are sealed in order"
         for group_id in group_ids:
@@ -74,7 +76,7 @@ class Retention:
         pins.batches[seq] = tuple(group_ids)
 
     def pooled(self, group_id: GroupId, consumer: PolicyName) -> None:
-        """It may be served again by replay."""
+        """Replay may use it again."""
         pool = self._holds[consumer].pool
         if group_id not in pool:
             pool.add(group_id)
@@ -88,7 +90,7 @@ class Retention:
         return self._release((group_id,))
 
     def committed(self, consumer: PolicyName, seq: int) -> list[GroupId]:
-        """The cursor moved: forwards by a commit, or back by a fork."""
+        """The committed cursor moved: forward by a commit, or back by a fork."""
         self._holds[consumer].committed = seq
         return self._advance(consumer)
 
@@ -98,7 +100,7 @@ class Retention:
         return self._advance(consumer)
 
     def oldest_servable(self, consumer: PolicyName) -> int:
-        """A life may fork at this seq or later: every batch after it can be served."""
+        """The oldest seq that a trainer may fork from: every batch after it can be served."""
         return self._holds[consumer].floor
 
     # --- holds --------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ class Retention:
     def _advance(self, consumer: PolicyName) -> list[GroupId]:
         pins = self._holds[consumer]
         floor = pins.committed - self._retain_batches if pins.oldest is None else pins.oldest
-        # A checkpoint of the future must not free what is not trained yet.
+        # A checkpoint ahead of the cursor must not free batches that are not trained yet.
         floor = min(floor, pins.committed)
         if floor <= pins.floor:
             return []
@@ -141,9 +143,9 @@ class Retention:
         pools: Mapping[PolicyName, Iterable[GroupId]],
         cursors: Mapping[PolicyName, tuple[int, int | None]],
     ) -> list[GroupId]:
-        """undecided: a group once per consumer that has not judged it · batches: those not let go
-        before · cursors: committed seq and oldest retained checkpoint. Returns what these terms
-        free and those of the last life did not."""
+        """undecided: a group once per consumer that has not judged it · batches: batches not
+        released before the restart · cursors: committed seq and oldest retained checkpoint. Returns
+        the groups that the current settings free and the previous ones did not."""
         holds = Counter(undecided)
         for consumer, pins in self._holds.items():
             pins.batches, pins.floor = dict(batches[consumer].batches), batches[consumer].floor

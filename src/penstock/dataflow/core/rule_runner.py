@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of a run at work: asked in declared order, their memory made durable, their failures
-contained.
+"""Runs the rules of a run: calls them in declared order, makes their state durable and contains
+their failures.
 
-A rule that raises, or answers nonsense, loses nothing: the hook's plain default decides instead,
-and the failure is on record and in the status. Knows the hooks, not what any rule does.
+If a rule raises, or returns an invalid answer, nothing is lost: the hook's default decides instead,
+and the failure is recorded and shown in the status. Knows the hooks, not what any rule does.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from penstock.types import (
 T = TypeVar("T")
 CandidateT = TypeVar("CandidateT", bound=Candidate)
 DEFAULT_ROUTE = "by-policy"
-"""The route rule that needs no asking."""
+"""The route rule that never needs to be called."""
 _DRAWS = "#draws"
-"""Key of the count of random numbers a rule has used; no rule's own key begins with #."""
+"""Key for the number of random draws a rule has used; no rule's own key starts with #."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleSpec:
-    """One rule as the config names it."""
+    """One rule as configured."""
 
     hook: str
     name: str
@@ -44,7 +44,7 @@ class RuleSpec:
     policy: PolicyName | None
     """None: shared by all policies."""
     position: int
-    """Among the rules of its hook."""
+    """Position among the rules of its hook."""
 
     @property
     def id(self) -> str:
@@ -52,7 +52,7 @@ class RuleSpec:
 
 
 class RuleState(dict[str, Any]):
-    """What a rule remembers; knows which entries changed since they were last made durable."""
+    """A rule's memory, which tracks the entries changed since it was last saved."""
 
     def __init__(self, known: Mapping[str, Any]) -> None:
         super().__init__(known)
@@ -72,7 +72,7 @@ class _BoundRule:
         self.rule: Any = make_rule(terms.hook, terms.name, terms.options, self.memory)
         self._seed = seed
         self.drawn: list[float] = []
-        """Random numbers of the running decision."""
+        """Random numbers used by the current decision."""
 
     def draw(self) -> float:
         count = int(self.memory.get(_DRAWS, 0))
@@ -101,12 +101,12 @@ class RuleRunner:
         self._journal = journal
         self._num_decisions = num_decisions
         self.errors: dict[str, str] = {}
-        """By rule, what it raised last."""
+        """The last error of each rule."""
 
     def _rules(self, policy: PolicyName | None, hook: str) -> list[_BoundRule]:
         return self._at.get((policy, hook), [])
 
-    # --- one question per hook ----------------------------------------------------------------
+    # --- one method per hook ------------------------------------------------------------------
 
     def pick(self, sources: Sequence[SourceShare], now: float) -> tuple[str, str]:
         """The source of the next task, and the rule that chose it."""
@@ -119,7 +119,7 @@ class RuleRunner:
         return self._call_rule(rule, "source", now, ask, sources[0].name), rule.terms.name
 
     def wants(self, task: Task, now: float) -> tuple[bool, str]:
-        """Is this task worth rolling out now? A rule that fails wants it."""
+        """Is this task worth rolling out now? If the rule fails, yes."""
         for rule in self._rules(None, "curate"):
 
             def ask(rule: _BoundRule = rule) -> bool:
@@ -132,7 +132,7 @@ class RuleRunner:
         return True, ""
 
     def judge(self, group: JudgedGroup, now: float) -> tuple[str, DropReason | None]:
-        """The first rule that refuses and its reason, or the last one that let the group in."""
+        """The first rule that refuses and its reason, or the last rule that admitted the group."""
         name = "all"
         for rule in self._rules(group.policy, "admit"):
 
@@ -198,8 +198,8 @@ class RuleRunner:
     def visible_turns(
         self, policy: PolicyName, rows: Iterable[RowSummary], now: float
     ) -> frozenset[tuple[PolicyName, str]] | None:
-        """The (policy, role) pairs of these rows that the policy's trainer sees; None: every turn
-        of its own. A rule that fails lets it see its own."""
+        """The (policy, role) pairs in these rows that the policy's trainer sees; None: only the
+        policy's own turns. If a rule fails, the trainer sees those."""
         rules = self._rules(policy, "route")
         if not rules or rules[0].terms.name == DEFAULT_ROUTE:
             return None
@@ -216,7 +216,7 @@ class RuleRunner:
 
         return frozenset(filter(ask, sorted({pair for row in rows for pair, _ in row.parts})))
 
-    # --- failures and memory ------------------------------------------------------------------
+    # --- failures and state -------------------------------------------------------------------
 
     def _call_rule(
         self, rule: _BoundRule, subject: str, now: float, ask: Callable[[], T], default: T
@@ -247,7 +247,7 @@ class RuleRunner:
         )
 
     def save_state(self) -> None:
-        """Journal what the rules learned, with the facts they learned it from."""
+        """Journal the rules' state changes, together with the facts that caused them."""
         for rule in self._all:
             for key in sorted(rule.memory.changed):
                 value = json.dumps(rule.memory[key])
@@ -257,7 +257,7 @@ class RuleRunner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySpec:
-    """How much of a batch may have been served before, and within which bounds."""
+    """How much of a batch may be replayed, and within which limits."""
 
     ratio: float
     max_uses: int
@@ -266,7 +266,7 @@ class ReplaySpec:
 
 def _expect(value: T, is_known: Callable[[T], bool]) -> T:
     if not is_known(value):
-        raise ValueError(f"the rule answered {value!r}, which was not offered")
+        raise ValueError(f"the rule returned {value!r}, which was not offered")
     return value
 
 
@@ -276,5 +276,5 @@ def _expect_groups(
     known = {candidate.group_id: candidate for candidate in offered}
     names = [candidate.group_id for candidate in chosen]
     if len(names) != count or len(set(names)) != count or not known.keys() >= set(names):
-        raise ValueError(f"the rule chose {len(names)} groups where {count} of those offered go in")
+        raise ValueError(f"the rule chose {len(names)} groups; expected {count} of those offered")
     return [known[name] for name in names]

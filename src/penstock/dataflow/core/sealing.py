@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sealing: a batch is fixed once, for ever, for the version it will train from. Pure.
+"""Sealing: fixes a batch permanently, for the version it will train from. Pure.
 
-The manifest is the one commit point: rules and staleness are judged here and never again. Serving
-it a second time re-checks nothing.
+The manifest is the only commit point: rules and staleness are checked here and never again. Serving
+the batch a second time re-checks nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.errors import Conflict
 from penstock.types import GroupId, Manifest, PolicyName, SealedGroup
 
 RowsOf = Callable[[PolicyName, Sequence[GroupId]], Mapping[GroupId, bytes]]
-"""Rows that a restart left in the ledger, still encoded."""
+"""Looks up rows that a restart left in the ledger, still encoded."""
 
 
 class Sealing:
@@ -38,10 +38,10 @@ class Sealing:
         self._manifests = manifests
 
     def seal(self, consumer: Consumer, seq: int, now: float) -> BatchRecord | None:
-        """Fix batch number `seq`, when enough groups are ready; None: not yet."""
+        """Seal batch `seq` if enough groups are ready; None: not yet."""
         coordinator, policy = self._coordinator, consumer.terms.policy
         if seq != consumer.last_sealed + 1:
-            raise Conflict(f"batch {seq} asked for, {consumer.last_sealed + 1} is the next")
+            raise Conflict(f"batch {seq} requested, but the next one is {consumer.last_sealed + 1}")
         if consumer.terms.is_lockstep:
             return self._seal_in_order(consumer, seq, now)
         consumer.expire(now)
@@ -55,7 +55,7 @@ class Sealing:
         replayed = self._choose_replayed(consumer, replay, num_to_replay, now)
         wanted = consumer.terms.groups_per_batch - len(replayed)
         if len(consumer.ready) < wanted and not is_last:
-            return None  # the replay rule chose fewer than there are
+            return None  # the replay rule chose fewer than available
         rule, fresh = coordinator.rules.choose(
             policy, consumer.candidates(consumer.ready.values()), wanted, now
         )
@@ -66,10 +66,11 @@ class Sealing:
         return record
 
     def _seal_in_order(self, consumer: Consumer, seq: int, now: float) -> BatchRecord | None:
-        """In lockstep a batch is what was issued for it, in that order, and waits for all of it.
+        """In lockstep a batch contains the groups issued for it, in that order, and waits for all
+        of them.
 
-        It is empty when nothing of it is left: groups after it wait for the version behind it, so
-        without it they would wait for ever. Its trainer skips it."""
+        It is empty if none of its groups is left: later groups wait for the version after it, so
+        without it they would wait forever. Its trainer skips it."""
         if not self._coordinator.has_decided_batch(consumer, seq) or consumer.incomplete:
             return None
         last = seq * consumer.terms.groups_per_batch

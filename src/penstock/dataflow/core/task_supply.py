@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The next task: which source, and whether it is worth rolling out. Pure but for the user's own
-sources."""
+"""The next task: which source it comes from, and whether it is worth rolling out. Pure, except for
+user-defined sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.dataflow.sources import Source
 from penstock.types import SourceShare, Task
 
 MAX_SKIPS = 256
-"""After so many tasks refused in a row the next one runs whatever the rules say."""
+"""After this many consecutive refusals, the next task runs whatever the rules decide."""
 
 
 class TaskSupply:
@@ -51,8 +51,8 @@ class TaskSupply:
         ]
 
     def next_task(self, now: float, full: str = "") -> tuple[Task, dict[str, object]] | None:
-        """The next task that the rules want, and how it was chosen; None: there is none left.
-        Nothing of the source that is `full`."""
+        """The next task that the rules accept, and how it was chosen; None: no tasks left. Skips
+        the source named `full`."""
         num_skipped = 0
         while left := [share for share in self.shares() if share.name != full]:
             name, mix = self._rules.pick(left, now)

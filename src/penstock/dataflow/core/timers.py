@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limits on slots and groups of one partition, nearest first. Counted by the partition's own
-clock; home's may differ by any amount. Pure.
+"""Time limits on slots and groups of one partition, nearest first. Uses the partition's own clock,
+which may differ from the coordinator's by any amount. Pure.
 
-Knows when something is due, and not what becomes of it. Timers of what has ended stay until they
-are met, and are passed over by whoever asks."""
+Knows when a limit is due, not what happens then. Timers of ended slots and groups stay until they
+are due; the caller skips them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from penstock.dataflow.records import GrantRecord
 from penstock.types import GroupId
 
 SCHEDULE_TO_START, SCHEDULE_TO_CLOSE = -1, -2
-"""In place of a slot: limits on a whole group, schedule-to-start and schedule-to-close."""
+"""Used in place of a slot index: limits on a complete group, schedule-to-start and
+schedule-to-close."""
 
 
 class Timer(NamedTuple):
-    """One limit: start-to-close of slots granted together, or one of a whole group."""
+    """One limit: start-to-close of slots granted together, or a limit on a complete group."""
 
     at: float
     group_id: GroupId
@@ -28,7 +29,7 @@ class Timer(NamedTuple):
     epoch: int = 0
     num_slots: int = 1
     limit_s: float = 0.0
-    """What it may last in all."""
+    """The full limit."""
 
 
 class Timers:
@@ -44,7 +45,7 @@ class Timers:
         self._is_extended = False
 
     def start_wait_timer(self, group_id: GroupId, since: float) -> None:
-        """From then on its slots could have been leased."""
+        """Start schedule-to-start: its slots can be leased from `since` on."""
         self._start_group_timer(group_id, SCHEDULE_TO_START, since)
 
     def start_close_timer(self, group_id: GroupId, since: float) -> None:
@@ -71,13 +72,14 @@ class Timers:
             yield heapq.heappop(self._heap)
 
     def extend_deadlines(self, gap_s: float) -> None:
-        """The service itself stood still: nobody could keep a limit meanwhile."""
+        """The service stalled for gap_s: extend all limits by that much, since none could be
+        met."""
         self._heap = [timer._replace(at=timer.at + gap_s) for timer in self._heap]
         self._is_extended = True
 
     def _cap(self, now: float) -> None:
-        """What began after the service stood still, and before it was forgiven, was not held up:
-        nothing gets more than its whole limit."""
+        """Cap each timer at its full limit from now: timers started between the stall and
+        extend_deadlines() were not delayed by it."""
         self._heap = [timer._replace(at=min(timer.at, now + timer.limit_s)) for timer in self._heap]
         heapq.heapify(self._heap)
         self._is_extended = False

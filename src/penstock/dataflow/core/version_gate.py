@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which node is young enough for which group: the bound on staleness, kept by not starting work.
+"""Decides whether a node's loaded versions are recent enough to lease a group, so that
+max_staleness is enforced before work starts.
 
-A partition asks it at each lease and each move of a policy; it knows lineages and bounds, and
-nothing of groups."""
+A partition calls it at each lease and each time a policy advances. It knows lineages and limits,
+but not groups."""
 
 from __future__ import annotations
 
@@ -21,18 +22,20 @@ class VersionGate:
     lineages: Mapping[PolicyName, Lineage]
     max_staleness: Mapping[PolicyName, int]
     horizon: dict[PolicyName, int] = field(default_factory=dict[PolicyName, int])
-    """Number that the next unsealed batch trains from; the committed one until home says more."""
+    """Number that the next unsealed batch trains from; the committed number until the coordinator
+    sends a newer one."""
     is_lockstep: bool = False
-    """Each group is sampled by one version alone, `max_staleness` batches behind its own."""
+    """Each group is sampled by exactly one version, `max_staleness` batches behind its own
+    batch."""
     _newest: tuple[VersionRecord, ...] = ()
     _targets: tuple[PublishedVersion, ...] = ()
-    """Made of them."""
+    """Built from `_newest`."""
 
     def can_lease(self, due: Mapping[str, int], live: Sequence[LiveVersion]) -> bool:
-        """Is a node with these live versions young enough for a group with this due date?
+        """Are a node's live versions recent enough for a group with these due numbers?
 
-        A policy that has not published what it committed makes a node wait only if no other policy
-        could use the group: the trainer of that one may never come back.
+        A policy that has not published its committed version makes a node wait only if no other
+        policy could use the group, because that policy's trainer may never come back.
         """
         held = {version.policy: version for version in live}
         if self.is_lockstep:
@@ -58,15 +61,15 @@ class VersionGate:
             if serves >= needed:
                 is_useful = True
             elif serves < lineage.effective_number(newest.incarnation, newest.number):
-                return False  # a younger one is there for it to load
+                return False  # it can load a newer version
         return is_useful
 
     def target_versions(self, oldest_due: Mapping[str, int] | None) -> tuple[PublishedVersion, ...]:
-        """The versions nodes should load. oldest_due: due date of the oldest open group, None when
+        """The versions nodes should load. oldest_due: due numbers of the oldest open group, None if
         no group is open; only read in lockstep."""
         found = self._in_lockstep(oldest_due) if self.is_lockstep else self._newest_of_all()
         newest = tuple(version for version in found if version is not None)
-        if newest != self._newest:  # asked at every command
+        if newest != self._newest:  # called at every command, so cached
             self._newest = newest
             self._targets = tuple(
                 PublishedVersion(
@@ -100,9 +103,9 @@ class VersionGate:
         return lineage is not None and lineage.has(incarnation, number)
 
     def batches_left(self, rows: Sequence[RowSummary]) -> int:
-        """Batches that rows this old may still wait for, for the policy that can wait longest.
+        """Batches that rows of this age can still wait for, for the policy that can wait longest.
 
-        0: the next batch is their last; below 0: no policy can use them any more.
+        0: the next batch is their last; below 0: no policy can use them anymore.
         """
         if self.is_lockstep:
             return max(self.max_staleness.values(), default=0) + 1

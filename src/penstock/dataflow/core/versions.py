@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Incarnations, commits and published versions of one policy: who may act, and how old a token
-is.
+"""Incarnations, commits and published versions of one policy: which trainer may act, and how old a
+token is.
 
-Pure state. An incarnation is a trainer's life; each forks from its predecessor at a checkpoint,
-so they form a chain, and every number made on an abandoned stretch is judged by the fork below
-it.
+Pure state. An incarnation is one trainer process. Each forks from its predecessor at a checkpoint,
+so they form a chain. A version on an abandoned branch counts as the fork below it.
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ class Lineage:
         self.policy = policy
         self.incarnation: int = 0
         self.number: int = 0
-        """Committed along the surviving lineage."""
+        """Newest committed number on the surviving lineage."""
         self.seq: int = 0
-        """Last committed batch along the surviving lineage."""
+        """Last committed batch on the surviving lineage."""
         self._forks: dict[int, IncarnationRecord] = {}
         self._shared_until: dict[int, int] = {}
-        """By incarnation, up to which number it equals its predecessor bit for bit; at least its
-        fork."""
+        """By incarnation, the highest number up to which it equals its predecessor bit for bit; at
+        least its fork."""
         self._versions: dict[tuple[int, int], VersionRecord] = {}
         self._published: dict[int, int] = {}
-        """Newest number by incarnation."""
+        """Newest published number by incarnation."""
         self._path: dict[int, int] = {0: 0}
-        """Number after each batch of the surviving lineage: where a life may fork."""
+        """Number after each batch of the surviving lineage: the points where a trainer may fork."""
         self.last_commit: CommitRecord | None = None
         self._commits: list[CommitRecord] = []
-        """All that were ever applied, without their stats."""
+        """Every commit ever applied, without its stats."""
         self.is_deterministic = False
-        """Every life must publish what those before it did, bit for bit."""
+        """Every incarnation must publish the same versions as the earlier ones, bit for bit."""
 
     # --- facts --------------------------------------------------------------------------------
 
     @property
     def newest(self) -> VersionRecord | None:
-        """What nodes should serve: the newest of this incarnation, or of the last that
+        """The version nodes should serve: the newest of this incarnation, or of the last one that
         published."""
         if not self._published:
             return None
@@ -55,19 +54,19 @@ class Lineage:
 
     @property
     def published(self) -> int:
-        """Newest number of the current incarnation, -1 for none."""
+        """Newest number published by the current incarnation; -1 for none."""
         return self._published.get(self.incarnation, -1)
 
     def versions(self) -> Iterator[VersionRecord]:
-        """All that were published, oldest first."""
+        """All published versions, oldest first."""
         yield from (self._versions[key] for key in sorted(self._versions))
 
     def has(self, incarnation: int, number: int) -> bool:
         return (incarnation, number) in self._versions
 
     def effective_number(self, incarnation: int, number: int) -> int:
-        """The number this version counts as now: cut at every fork that abandoned it; where lives
-        must repeat each other, unless a later one has made it again."""
+        """The number this version counts as now: capped at every fork that abandoned it, unless the
+        run is deterministic and a later incarnation has reproduced the version."""
         cut = self._cut(incarnation, number)
         if cut == number or not self.is_deterministic:
             return cut
@@ -84,23 +83,24 @@ class Lineage:
         return number
 
     def number_after(self, seq: int) -> int | None:
-        """Of the surviving lineage; None when it has not come so far, or was rewound before it."""
+        """Number after this batch on the surviving lineage; None if the lineage has not reached the
+        batch or was rewound to before it."""
         return self._path.get(seq)
 
     def first_version(self, number: int) -> VersionRecord | None:
-        """The one that was published first under this number; where every life repeats the others
-        bit for bit, it is the one that nodes may hold."""
+        """The version first published under this number. In a deterministic run every incarnation
+        reproduces it bit for bit, so nodes may hold this one."""
         incarnations = [life for life, known in self._versions if known == number]
         return self._versions[min(incarnations), number] if incarnations else None
 
     def history(self) -> Iterator[IncarnationRecord | CommitRecord | VersionRecord]:
-        """Every fact, in an order in which a replica may apply them."""
+        """Every fact, in an order in which a replica can apply it."""
         for incarnation, fork in self._forks.items():
             yield fork
             yield from (c for c in self._commits if c.incarnation == incarnation)
         yield from self.versions()
 
-    # --- decisions: each returns the record that makes it so, or raises -----------------------
+    # --- decisions: each returns the record that applies it, or raises ------------------------
 
     def incarnate(
         self, *, expected: int, number: int, seq: int, request_id: str, now: float
@@ -145,9 +145,9 @@ class Lineage:
         if last is not None and (last.seq, last.incarnation) == (seq, incarnation):
             if (last.number, last.skipped) == (number, skipped):
                 return last
-            raise Conflict(f"batch {seq} was committed as number {last.number} before")
+            raise Conflict(f"batch {seq} is already committed as number {last.number}")
         if seq != self.seq + 1:
-            raise Conflict(f"batch {seq} cannot be committed after batch {self.seq}")
+            raise Conflict(f"batch {seq} cannot be committed directly after batch {self.seq}")
         due = self.number if skipped else self.number + 1
         if number != due:
             raise BadRequest(
@@ -170,15 +170,17 @@ class Lineage:
         if known is not None:
             if known.manifest_digest == manifest_digest:
                 return known
-            raise Conflict(f"{self.policy}@{incarnation}.{number} is published with other content")
+            raise Conflict(
+                f"{self.policy}@{incarnation}.{number} is already published with other content"
+            )
         if number > self.number:
             raise Conflict(f"number {number} is not committed yet (committed: {self.number})")
         if number < max(self.published, self._forks[incarnation].number):
-            raise Conflict(f"number {number} is older than what this incarnation stands on")
+            raise Conflict(f"number {number} is older than the fork of this incarnation")
         counterpart = self.first_version(number) if self.is_deterministic else None
         if counterpart is not None and counterpart.weights_digest != weights_digest:
             raise Conflict(
-                f"{self.policy}: number {number} came out otherwise than in incarnation "
+                f"{self.policy}: number {number} differs from the same number in incarnation "
                 f"{counterpart.incarnation}, but the run is deterministic: find what differs with "
                 "`penstock replay`, or set deterministic: false"
             )
@@ -200,7 +202,7 @@ class Lineage:
                 "this trainer must exit"
             )
 
-    # --- changes: the same records, live or read back at a restart ----------------------------
+    # --- changes: the same records, live or restored ------------------------------------------
 
     def apply_incarnation(self, record: IncarnationRecord) -> None:
         self.incarnation = record.incarnation

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of a policy: those of the run file, or the algorithm's own graph.
+"""The stages of a policy: the run file's, or the algorithm's own graph.
 
 Owns the choice between the two, and the plan of a run file. The graphs are declared by the modules
 of `algorithms/`, as the same data that a user writes under `pipeline`. Runs and loads no stage.

@@ -2,7 +2,7 @@
 """The structure of a batch: everything a compute stage sees in addition to its columns.
 
 Holds no values: rewards, advantages and log-probs are columns. With several ranks, rows are all
-rows of the manifest and tokens those of this rank; sums over tokens go through `sum_over_ranks`.
+rows of the manifest, but tokens only this rank's; sums over tokens go through `sum_over_ranks`.
 
 R = rows of the manifest, S = samples, T = tokens of all samples, Q = turns, row after row.
 """

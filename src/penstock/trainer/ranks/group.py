@@ -54,7 +54,8 @@ class RankBroadcasts(Protocol):
         ...
 
     def broadcast_in_tp_group(self, payload: bytes) -> bytes:
-        """The value of this part's fetching rank; the values of its neighbours are ignored."""
+        """The value of this part's fetching rank; values from the part's other ranks are
+        ignored."""
         ...
 
     def barrier(self) -> None: ...
@@ -160,7 +161,7 @@ class StagedRanks(_WorldBroadcasts):
     def __init__(
         self, groups: Mapping[Parallel, RankGroup | SingleRank | None], parallel: Parallel
     ) -> None:
-        """groups: those of all stages; None for stages in which this rank is idle."""
+        """groups: the rank groups of all stages; None for stages in which this rank is idle."""
         self.groups = groups
         self.position = RankPosition(rank=dist.get_rank(), parallel=parallel)
         self._group = groups[parallel]

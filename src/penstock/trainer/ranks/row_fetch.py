@@ -2,7 +2,7 @@
 """Each rank fetches its own rows of a sealed batch, directly from the partitions that hold them.
 
 Owns which rank computes which rows (equal cost in each part, update by update) and which one
-fetches them: the first rank of each data-parallel part, for its neighbours too. No row passes
+fetches them: the first rank of each data-parallel part, for all its ranks. No row passes
 through a rank that does not compute it; what all ranks need of all rows is in the manifest.
 
 R = rows of a batch, in manifest order.

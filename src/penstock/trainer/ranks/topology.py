@@ -61,7 +61,7 @@ class RankPosition:
 
     @property
     def fetches_rows(self) -> bool:
-        """The one rank of its part that fetches rows; its neighbours get them from it."""
+        """The one rank of its part that fetches rows; the part's other ranks get them from it."""
         return self.rank % self.parallel.tp == 0
 
 

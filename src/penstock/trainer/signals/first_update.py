@@ -2,7 +2,7 @@
 """Measures the first update of a batch, before the weights move: its signal, and the mismatch
 between trainer and engines by node. Over all ranks. Judges nothing: the monitor does.
 
-T = tokens of all samples, K = those of the first update.
+T = tokens of all samples, K = tokens of the first update.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FirstUpdateStats:
 def first_update_stats(
     batch: Batch, logprobs_T: Floats, bounds: tuple[float, float], ranks: RankReductions
 ) -> FirstUpdateStats:
-    """`logprobs_T` are those of the first update, NaN elsewhere."""
+    """`logprobs_T`: log-probs of the first update's tokens, NaN elsewhere."""
     samples, rows_T = batch.samples, batch.rows_T
     advantages_T = np.where(samples.mask_T, batch.token_columns["advantage"], 0.0)
     teaching_G = tokens_with_advantage(advantages_T, batch.groups_R[rows_T], batch.num_groups)

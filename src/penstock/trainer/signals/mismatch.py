@@ -123,7 +123,7 @@ def to_vector(mismatches: Mapping[str, Mismatch]) -> Floats:
 
 
 def from_vector(numbers: Floats) -> dict[str, Mismatch]:
-    """The mismatches of all ranks, one after another; those of the same node are added up."""
+    """Decode the mismatches of all ranks and sum them by node."""
     found: dict[str, Mismatch] = {}
     at = 0
     while at < numbers.size:

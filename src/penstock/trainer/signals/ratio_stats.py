@@ -36,7 +36,7 @@ def log_ratios(logprobs_K: Floats, sampling_K: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioStats:
-    """Sums over the ratios of a batch; add those of two ranks by their `vector`."""
+    """Sums over the ratios of a batch; add two ranks' sums by their `vector`."""
 
     num_tokens: float
     sum_weights: float

@@ -28,9 +28,9 @@ def step_advantage(
     by_depth: bool = False,
 ) -> Columns:
     """Combine outcome and process scores as `Combine` describes, then compare each turn with the
-    turns of its group, or with those of the same depth (`by_depth`). `share` weighs the outcome,
-    `discount` what comes a turn later. The score of a turn is the one on its last trained token. A
-    row whose payload is gone has no scores and is not compared."""
+    turns of its group, or only with turns of the same depth (`by_depth`). `share` weighs the
+    outcome, `discount` what comes a turn later. The score of a turn is the one on its last trained
+    token. A row whose payload is gone has no scores and is not compared."""
     trained = TrainedTurns.of(layout)
     turns = Turns(
         nums_R=layout.sum_over_ranks(trained.turns.nums_R.astype(np.float64)).astype(np.int64)
