@@ -278,7 +278,7 @@ async def build_online(
     if run_info.session is None:
         await membership.leave()
         raise ConfigError(
-            f"run {run_info.run} has no session source (tasks from external agents); add "
+            f"run {run_info.run} has no session source; add "
             "`- {name: live, session: {}}` to `sources` in its run.yaml"
         )
     terms = SessionTerms(

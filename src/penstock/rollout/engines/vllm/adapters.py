@@ -150,7 +150,7 @@ class AdapterSet:
         self._names.clear()
         if not await self.supervisor.start(target.folder):
             raise EngineError(
-                "adapters require a vLLM server that the node starts with the adapters' base model; "
+                "adapters require a vLLM server that the node starts with their base model; "
                 "remove models.NAME.vllm.url, so that the node starts one"
             )
         control = self.supervisor.control
