@@ -278,7 +278,7 @@ async def test_damage_is_contained_to_the_rows_put_together(tmp_path: Path) -> N
                 other.execute("UPDATE items SET arrival = arrival + 9 WHERE row_id = 'd'")
                 other.commit()
             found = await client.get("eval", ["d"])
-            assert "its position in the bundle holds another row" in found["d"].failed["y"].detail
+            assert "of its bundle does not hold this row" in found["d"].failed["y"].detail
 
 
 async def test_acknowledged_writes_are_on_disk(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def _task(value: str) -> str:
         fix = f"name the module alone: {value.partition(':')[0]}"
     else:
         fix = "use a module like penstock.tasks.reverse or a path ending in .jsonl"
-    raise ValueError(f"{quoted(value)} does not name a source of tasks; {fix}")
+    raise ValueError(f"{quoted(value)} is not a task source; {fix}")
 
 
 def _workflow(value: str) -> str:

@@ -278,8 +278,8 @@ async def build_online(
     if run_info.session is None:
         await membership.leave()
         raise ConfigError(
-            f"run {run_info.run} has no session source; add `- {{name: live, session: {{}}}}` to "
-            "its sources"
+            f"run {run_info.run} has no session source; add "
+            "`- {name: live, session: {}}` to `sources` in its run.yaml"
         )
     terms = SessionTerms(
         reward_deadline_s=run_info.session.reward_deadline_s,

@@ -325,8 +325,8 @@ class Checkpoints:
         if changes and not self._accepts_changes:
             lines = "\n".join(f"    {change}" for change in changes)
             raise ConfigError(
-                f"{found.folder} was saved under another config:\n{lines}\n"
-                "  undo these changes, or accept them with --accept-changes"
+                f"{found.folder} was saved with a different config:\n{lines}\n"
+                "  undo these changes, or pass --accept-changes to accept them"
             )
         if changes:
             _log.warning("config changed on resume", folder=str(found.folder), changes=changes)

@@ -337,7 +337,7 @@ class Trainer:
         if incarnation != self._cursor.incarnation:
             raise Fenced(
                 f"incarnation {self._cursor.incarnation} of {self._policy} was replaced by "
-                f"{incarnation}; no checkpoint is saved"
+                f"{incarnation}; stopping without saving a checkpoint"
             )
 
     def _report_checkpoints(self) -> None:

@@ -69,8 +69,9 @@ def _source(init: str) -> Path:
     source = Path(init).expanduser()
     if not (source / "config.json").is_file() or not any(source.glob("*.safetensors")):
         raise ConfigError(
-            f"init {init}: no Hugging Face folder with config.json and *.safetensors there; "
-            f"name a local folder (`hf download MODEL --local-dir DIR` makes one) or {TINY_QWEN3}"
+            f"init: {init} is not a Hugging Face model folder (config.json and *.safetensors); "
+            "set it to a local folder (download one with `hf download MODEL --local-dir DIR`) "
+            f"or to {TINY_QWEN3}"
         )
     return source
 

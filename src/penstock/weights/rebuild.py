@@ -48,7 +48,10 @@ def merge_deltas(store: DirectoryStore, base: str, target: str) -> DeltaEntry:
         old, new = rebuild_blob(store, base), rebuild_blob(store, target)
         for path, blob in ((old, base), (new, target)):
             if file_digest(path) != blob:
-                raise WeightsError(f"{path} is damaged (digest mismatch); delete it")
+                raise WeightsError(
+                    f"{path} is damaged (digest mismatch); delete it, and it will be rebuilt from "
+                    "deltas if they exist"
+                )
         make = partial(make_delta, old, new, base_blob=base, target_blob=target)
         return store.put_delta(base, target, make)
 

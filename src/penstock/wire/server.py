@@ -192,7 +192,9 @@ async def _read_body(receive: Receive, headers: Mapping[str, str], route: Route)
     limit = route.max_body_bytes
     declared = headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
-        raise TooLarge(f"body of {declared} bytes; the limit of {route.path} is {limit}")
+        raise TooLarge(
+            f"request body is {declared} bytes; the limit for {route.path} is {limit} bytes"
+        )
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -202,7 +204,7 @@ async def _read_body(receive: Receive, headers: Mapping[str, str], route: Route)
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > limit:
-            raise TooLarge(f"body exceeds the limit of {route.path}, {limit} bytes")
+            raise TooLarge(f"request body exceeds the limit for {route.path}, {limit} bytes")
         chunks.append(chunk)
         if not message.get("more_body", False):
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)

@@ -321,7 +321,9 @@ class Bundle:
     def require(self, key: RowId, position: int) -> None:
         """Raise StoreError if this position holds another row; positions have no checksum."""
         if not (0 <= position < len(self.keys) and self.keys[position] == key):
-            raise StoreError(f"row {key} is damaged: its position in the bundle holds another row")
+            raise StoreError(
+                f"row {key} is damaged: position {position} of its bundle does not hold this row"
+            )
 
     def column(self, position: int, name: str) -> ColumnRecord | None:
         """The column as a single record; None if the bundle does not have it."""

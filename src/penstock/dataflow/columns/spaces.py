@@ -132,7 +132,7 @@ class Spaces:
         """Delete all rows of this space. The caller must reject puts until this is durable."""
         check_name(name)
         if name == TRAIN:
-            raise Forbidden("space 'train' cannot be cleared; the run frees its rows itself")
+            raise Forbidden("space 'train' cannot be cleared; the run frees its rows automatically")
         if name not in self.records:
             raise NotFound(f"no space {name!r}; the first put creates a space")
         self._row_window.clear(name)

@@ -143,7 +143,7 @@ def _check_replay(rule: object, label: str) -> None:
     uses = getattr(values, "max_uses", None)
     bound = getattr(values, "max_staleness", 0)
     if not isinstance(ratio, float | int) or not 0 < ratio < 1:
-        raise ConfigError(f"{label}: ratio is {ratio!r}; set self.ratio between 0 and 1")
+        raise ConfigError(f"{label}: ratio is {ratio!r}; set self.ratio to a value between 0 and 1")
     if not isinstance(uses, int) or uses < 2:
         raise ConfigError(f"{label}: max_uses is {uses!r}; set self.max_uses to 2 or more")
     if bound is not None and (not isinstance(bound, int) or bound < 1):

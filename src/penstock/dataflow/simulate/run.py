@@ -95,7 +95,7 @@ def _partitions(tables: Tables) -> list[int]:
 
 
 def _never_called(ordinal: int, seed: int) -> dict[str, object]:
-    raise AssertionError("a simulation reads recorded tasks, it does not make any")
+    raise AssertionError("a simulation replays recorded tasks and cannot create new ones")
 
 
 def _no_stored_rows(policy: PolicyName, group_ids: Sequence[GroupId]) -> Mapping[GroupId, bytes]:

@@ -104,7 +104,9 @@ def reject_unsupported(
         if fields[name] is not None and fields[name] not in unsupported[name]
     ]
     if named:
-        raise BadRequest(f"{', '.join(sorted(named))}: not supported by this gateway; omit it")
+        raise BadRequest(
+            f"not supported by this gateway: {', '.join(sorted(named))}; remove from the request"
+        )
 
 
 def get_object(fields: JsonObject | None, name: str) -> JsonObject:

@@ -165,7 +165,8 @@ class SglangEngine:
                 )
             if self._snapshot is not None and snapshot.tensors != self._snapshot.tensors:
                 raise EngineError(
-                    f"{folder} has a different model; a policy cannot change its architecture"
+                    f"{folder} has a different architecture from the model that SGLang serves; a "
+                    "policy cannot change its architecture, so start a new run for this model"
                 )
             self._is_open.clear()
             try:

@@ -94,7 +94,7 @@ class SimulatedEngine:
         else:
             spans = await self._stream(on_chunk, ids, first_at, policy)
         if _unit(derive(seed, 2)) < self._load.failure_probability:
-            raise EngineError("simulated failure, from the configured failure_probability")
+            raise EngineError("simulated failure (see failure_probability in the config)")
         return Completion(
             sampled_ids=token_ids(ids),
             logprobs=log_probs([-math.log(vocab_size)] * num_tokens),

@@ -98,6 +98,8 @@ class WorkerProcess:
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self._process.wait()
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise RewardError(f"reward {self._function}: worker process ended ({how})") from None
+            raise RewardError(
+                f"reward {self._function}: worker process exited unexpectedly ({how})"
+            ) from None
         except msgspec.MsgspecError:
             raise RewardError(f"reward {self._function} corrupted its worker's pipe") from None

@@ -104,7 +104,8 @@ class Stage:
             values = np.asarray(given, np.float64)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"stage {self.id}: column {name} is not numeric ({error}); return a NumPy array"
+                f"stage {self.id}: column {name} is not numeric ({error}); return a numeric NumPy "
+                "array"
             ) from None
         why = _shape_error(axis, values, batch)
         if self.is_user_function and not why and axis is Axis.TOKEN:

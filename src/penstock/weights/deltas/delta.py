@@ -216,7 +216,7 @@ def read_delta(source: BinaryIO, sizes: Mapping[str, int]) -> tuple[DeltaHeader,
     error, each tensor was in exactly one.
     """
     if _read_exactly(source, len(MAGIC), "magic") != MAGIC:
-        raise WeightsError("not a weight delta (wrong magic bytes)")
+        raise WeightsError("this file is not a weight delta (wrong magic bytes)")
     (num_bytes,) = _LENGTH.unpack(_read_exactly(source, _LENGTH.size, "header"))
     if num_bytes > MAX_HEADER_BYTES:
         raise WeightsError(

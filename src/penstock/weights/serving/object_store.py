@@ -53,7 +53,7 @@ class ObjectSource:
                 raise NotFound(f"manifest {digest} is too large ({found.meta['size']} bytes)")
             data = bytes(await found.bytes_async())
         if digest_of(data) != digest:
-            log.error("manifest damaged", digest=digest)
+            log.error("damaged manifest in object storage, not served", digest=digest)
             raise NotFound(
                 f"manifest {digest} is damaged in the bucket; delete it and upload it again"
             )

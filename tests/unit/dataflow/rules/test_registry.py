@@ -135,7 +135,7 @@ def test_a_users_rule() -> None:
         ),
         ("admit", f"{CUSTOM}:WrongArguments", {}, "needs `def judge(self, group)`"),
         ("admit", f"{CUSTOM}:NoState", {}, "write `def __init__(self, state, *, option=default)`"),
-        ("replay", f"{CUSTOM}:Again", {"ratio": 1.0}, "set self.ratio between 0 and 1"),
+        ("replay", f"{CUSTOM}:Again", {"ratio": 1.0}, "set self.ratio to a value between 0 and 1"),
         ("replay", f"{CUSTOM}:Again", {"max_uses": 1}, "set self.max_uses to 2 or more"),
         ("replay", f"{CUSTOM}:Again", {"max_staleness": 0}, "set self.max_staleness to 1 or more"),
     ],

@@ -150,8 +150,8 @@ class AdapterSet:
         self._names.clear()
         if not await self.supervisor.start(target.folder):
             raise EngineError(
-                "adapters need a vLLM that the node starts itself, with their base model; remove "
-                "models.NAME.vllm.url"
+                "adapters require a vLLM server that the node starts with their base model; "
+                "remove models.NAME.vllm.url, so that the node starts one"
             )
         control = self.supervisor.control
         await control.label(BASE)
