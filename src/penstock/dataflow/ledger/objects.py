@@ -115,7 +115,7 @@ class ObjectPayloads:
             # A retry may find the object of a first put whose response was lost.
             if bytes(obstore.get(self._store, name).bytes()) != body:
                 raise StoreError(
-                    f"{self._url}/{name} was written by another process;  "
+                    f"{self._url}/{name} was written by another process; "
                     "only one service may write a payload store"
                 ) from error
 

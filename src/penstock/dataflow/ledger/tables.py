@@ -421,7 +421,7 @@ class Tables:
     def _begin(self) -> Generator[sa.Connection]:
         if self._writer.invalidated:
             raise StoreError(
-                "lost the database connection that held the ledger's lock, so another service may  "
+                "lost the database connection that held the ledger's lock, so another service may "
                 "be writing; restart this service"
             )
         with self._writer.begin():
