@@ -27,7 +27,7 @@ DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 RETRY_S = 5.0
 
 FindReferenced = Callable[[list[str]], set[str]]
-"""Returns those of the given digests that a record references."""
+"""Returns the given digests that a record references."""
 
 
 class BlobStore:

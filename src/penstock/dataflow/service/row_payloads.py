@@ -121,7 +121,7 @@ class RowPayloads:
         for row_id, blob, segment, offset, length in tables.rows(LOCATIONS_SQL, ids=local):
             if not 0 <= length <= MAX_BLOB_BYTES:
                 log.error(
-                    "row is gone", row=row_id, reason=f"invalid payload size of {length} bytes"
+                    "row unavailable", row=row_id, reason=f"invalid payload size of {length} bytes"
                 )
                 continue
             found[row_id] = _LocatedRow(
@@ -212,7 +212,7 @@ class RowPayloads:
             columns = {column.name: self._value(column) for column in row.columns}
             return RowPayload(row_id=row.row_id, payload=payload, columns=columns)
         except (StoreError, NotFound) as error:
-            log.error("row is gone", row=row.row_id, reason=str(error))
+            log.error("row unavailable", row=row.row_id, reason=str(error))
             return RowPayload(row_id=row.row_id, payload=None)
 
     def _value(self, column: ColumnRecord) -> bytes:
@@ -246,7 +246,7 @@ def _wrong_row(row_id: RowId) -> StoreError:
 
 def _missing_row(row_id: RowId, error: Exception, size: int) -> bytes:
     """A RowPayload without payload, padded to the announced size."""
-    log.error("row is gone", row=row_id, reason=str(error))
+    log.error("row unavailable", row=row_id, reason=str(error))
     empty = len(_frame(row_id, payload=None, filler=msgspec.Raw(MSGPACK_BIN32 + bytes(4))))
     filler = msgspec.Raw(MSGPACK_BIN32 + (size - empty).to_bytes(4, "big") + bytes(size - empty))
     return _frame(row_id, payload=None, filler=filler)

@@ -44,7 +44,7 @@ def test_an_upload_is_resumed_and_named_at_the_end(store: BlobStore) -> None:
 
 def test_other_bytes_than_named_are_not_kept(store: BlobStore) -> None:
     upload(store, DATA[:-1] + b"!", DIGEST)
-    with pytest.raises(BadRequest, match="begin again at 0"):
+    with pytest.raises(BadRequest, match="start again at offset 0"):
         store.finish(DIGEST, len(DATA))
     assert store.held(DIGEST) == (0, False)
     upload(store, DATA, DIGEST, end=10)

@@ -286,7 +286,8 @@ class NodeHandlers:
         if (sum(sizes) > MAX_CALL_BYTES and len(sizes) > 1) or max(sizes) > MAX_ROW_BYTES:
             raise TooLarge(
                 f"these deliveries have {sum(sizes)} bytes; the limit per call is "
-                f"{MAX_CALL_BYTES}, blobs included, and per trajectory {MAX_ROW_BYTES}: send fewer at a time"
+                f"{MAX_CALL_BYTES}, blobs included, and per trajectory {MAX_ROW_BYTES}: "
+                "send fewer at a time"
             )
         self._process.require_room(sum(sizes))
 

@@ -137,7 +137,7 @@ def _check_outcome(trajectory: Trajectory, is_scored: bool) -> str:
         if reward is None or not abs(reward) <= MAX_REWARD:
             return f"a {trajectory.outcome.kind} trajectory needs a finite reward, not {reward}"
     elif reward is not None:
-        return f"a {trajectory.outcome.kind} trajectory must not have a reward: failure is not one"
+        return f"a {trajectory.outcome.kind} trajectory has a reward: failure is not a reward"
     return ""
 
 

@@ -68,8 +68,8 @@ class SessionEraser:
             issued = found[0]
         if issued.source != self._coordinator.session_source:
             raise BadRequest(
-                f"{row_id} is a rollout of source {issued.source!r}, not an external agent's session; "
-                "only sessions can be forgotten"
+                f"{row_id} is a rollout of source {issued.source!r}, not an external agent's "
+                "session; only sessions can be forgotten"
             )
 
     def _state(self, row_id: RowId, group_id: GroupId) -> str:
