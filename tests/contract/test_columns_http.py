@@ -252,7 +252,7 @@ async def test_roles(tmp_path: Path) -> None:
                 await RowReader(reader, stages.state).lease(1)
             exporter = await reader.reader("export", reads=["text"], space="eval")
             assert [row.key for row in await exporter.lease(1)] == ["a"]
-            with pytest.raises(BadRequest, match="each column"):
+            with pytest.raises(BadRequest, match="a column may appear only once"):
                 await stage.reader("loop", reads=["x"], writes=["x"])
             unknown = RowReader(reader, replace(exporter.state, name="unknown"))
             with pytest.raises(NotFound, match="declare it"):

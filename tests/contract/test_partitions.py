@@ -434,7 +434,7 @@ def test_a_version_that_a_partition_has_not_heard_of_costs_no_work(
                 new = LiveVersion(policy=POLICY, incarnation=2, number=0)
                 assert not far.host.gate.is_published(POLICY, 2, 0)
                 LateNews.is_away = True
-                with pytest.raises(Unreachable, match="home is away"):
+                with pytest.raises(Unreachable, match="the coordinator is unreachable"):
                     await deliver(new, grants[0])
                 LateNews.is_away = False
                 assert await deliver(new, grants[0]) is DeliveryStatus.STORED

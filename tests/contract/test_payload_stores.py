@@ -178,7 +178,7 @@ def test_what_an_acknowledgement_is_worth(store: PayloadStore, durability: str) 
 def test_a_second_writer_never_overwrites_the_first(word: str, tmp_path: Path) -> None:
     first, second = open_payloads(word, tmp_path), open_payloads(word, tmp_path)
     [place] = put(first, b"first")
-    with pytest.raises(StoreError, match="written by somebody else"):
+    with pytest.raises(StoreError, match="written by another process"):
         put(second, b"second")
     assert first.read(place) == b"first"
 
@@ -289,7 +289,7 @@ class Lacking:
         ("no.such.module:Store", "cannot be loaded"),
         (f"{__name__}:Missing", "cannot be loaded"),
         (f"{__name__}:Lacking", "has no place, read, sizes, delete"),
-        ("ftp://host/x", "is no object store"),
+        ("ftp://host/x", "is not an object store URL"),
     ],
 )
 def test_a_store_that_cannot_be_opened_is_explained(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What survives a crash: records in SQL, payload in files, and the way back to memory."""
+"""Durable state: records in SQL, payload in files, and restoring both into memory."""

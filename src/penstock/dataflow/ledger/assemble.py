@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure machines of one process, wired to each other: home with a partition beside it.
+"""Wires the pure state machines of one process: the coordinator and, if local, partition 0.
 
-The server puts a ledger and HTTP around them; the simulator puts virtual time around the same.
+The server adds a ledger and HTTP; the simulator runs the same objects in virtual time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from penstock.types import GroupId, PolicyName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSpec:
-    """All that a run's config says to the machines."""
+    """Everything the state machines need from a run's config."""
 
     policies: tuple[PolicySpec, ...]
     rules: tuple[RuleSpec, ...]
@@ -56,7 +56,7 @@ class CoreSpec:
     needs: Mapping[PolicyName, RequiredColumns] = field(
         default_factory=dict[PolicyName, RequiredColumns]
     )
-    """Columns that stages add, by policy; none for a policy that is not named."""
+    """Columns that stages add, by policy; a policy not listed has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class CoordinatorCore:
     sealing: Sealing
     manifests: ManifestCache
     host: PartitionRuntime | None
-    """The partition beside home, number 0; None when all are in other processes."""
+    """Partition 0, in the coordinator's process; None when all partitions run elsewhere."""
 
 
 def build_coordinator_core(
@@ -78,7 +78,7 @@ def build_coordinator_core(
     *,
     has_partition: bool = True,
 ) -> CoordinatorCore:
-    """Home as its last life left it, with partition 0 beside it or with all of them elsewhere."""
+    """Restore the coordinator from its ledger, with partition 0 in this process if there is one."""
     core = begin_coordinator_core(terms, sources, tables, journal, now, has_partition=has_partition)
     finish_coordinator_restore(core, restore_ready_groups(core.coordinator, tables), now)
     return core
@@ -94,8 +94,8 @@ def begin_coordinator_core(
     *,
     has_partition: bool = True,
 ) -> CoordinatorCore:
-    """As `build_coordinator_core`, but what waits for a batch is still in the ledger: the
-    partition can lease, and home can do nothing before `restore_ready_groups` and
+    """As `build_coordinator_core`, but without the groups that wait for a batch: the partition
+    can lease, but the coordinator must not act before `restore_ready_groups` and
     `finish_coordinator_restore`."""
     router = MessageRouter()
     rules = RuleRunner(
@@ -142,7 +142,7 @@ def begin_coordinator_core(
 
 
 def finish_coordinator_restore(core: CoordinatorCore, freed: Sequence[GroupId], now: float) -> None:
-    """Go on with home, all of which is back; `freed` is what nobody holds any more."""
+    """Start the fully restored coordinator; `freed` are groups without any holder left."""
     core.coordinator.free(freed, now)
     for consumer in core.coordinator.consumers.values():
         consumer.update_num_replayable()
@@ -158,7 +158,7 @@ def build_partition_core(
     now: float,
     row_window: RowReaders | None = None,
 ) -> tuple[MessageRouter, PartitionRuntime]:
-    """A partition in a process of its own, as its last life left it."""
+    """Restore a partition that runs in its own process."""
     router = MessageRouter()
     router.coordinator_link = link_to_coordinator(index, journal)
     restore_link(router.coordinator_link, tables)

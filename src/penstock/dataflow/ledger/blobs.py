@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim-check blobs: what is too long for a record lies in a file named by its BLAKE3 digest.
+"""Claim-check blobs: a value too large for a record is a file named by its BLAKE3 digest.
 
-An upload goes to disk piece by piece and may be resumed; it has its name only after its content
-was hashed and synced, so whoever sees a blob sees all of it. Knows nothing of rows; who refers to
-a blob, its caller says. Every method blocks and belongs off the event loop, `claim` excepted.
+Uploads are written in pieces and can be resumed. A blob gets its name only after its content was
+hashed and synced, so every visible blob is complete. Knows nothing of rows; the caller reports
+which blobs are referenced. All methods except `claim` block and must run off the event loop.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from penstock.errors import BadRequest, Conflict, NotFound, StorageFull, TooLarg
 
 MAX_BLOB_BYTES = 1 << 30
 UNREFERENCED_TTL_S = 86_400.0
-"""An upload that rests for so long is given up; so is a blob that no record names."""
+"""Uploads and unreferenced blobs are deleted after this time without access."""
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 RETRY_S = 5.0
 
 FindReferenced = Callable[[list[str]], set[str]]
-"""Which of these digests some record names."""
+"""Returns the given digests that a record references."""
 
 
 class BlobStore:
@@ -36,15 +36,15 @@ class BlobStore:
         self._partial = folder / "partial"
         self._partial.mkdir(parents=True, exist_ok=True)
         self._mtime_lock = threading.Lock()
-        """Between looking at a file's age and removing it, nobody may renew it."""
+        """A file must not be renewed between the check of its age and its removal."""
 
     def path(self, digest: str) -> Path:
         _check_digest(digest)
         return self._folder / digest[:2] / digest
 
     def held(self, digest: str) -> tuple[int, bool]:
-        """Bytes that are here, and whether that is all of it. Who asks means to use it, so it is
-        kept for another day."""
+        """Bytes stored, and whether the blob is complete. Renews the blob for
+        UNREFERENCED_TTL_S, since the caller is about to use it."""
         for path, is_complete in ((self.path(digest), True), (self._partial / digest, False)):
             try:
                 with self._mtime_lock:
@@ -55,40 +55,46 @@ class BlobStore:
         return 0, False
 
     def claim(self, digest: str) -> int:
-        """Size of a complete blob that a record is about to name; two system calls."""
+        """Size of a complete blob that a record is about to reference; two system calls."""
         size, is_complete = self.held(digest)
         if not is_complete:
-            raise BadRequest(f"no blob {digest}; put it with PUT /v1/blobs/{digest} first")
+            raise BadRequest(f"no blob {digest}; upload it with PUT /v1/blobs/{digest} first")
         return size
 
     def read(self, digest: str) -> bytes:
-        """The whole of it, checked. For those who need it in memory anyway."""
+        """The complete blob, verified against its digest."""
         try:
             data = self.path(digest).read_bytes()
         except FileNotFoundError:
-            raise NotFound(f"no blob {digest} here") from None
+            raise NotFound(f"no blob {digest}") from None
         if blake3(data).hexdigest() != digest:
-            raise NotFound(f"blob {digest} is damaged on disk; put it again after removing it")
+            raise NotFound(
+                f"blob {digest} is damaged on disk; delete its file, then upload it again"
+            )
         return data
 
     # --- uploads ------------------------------------------------------------------------------
 
     def begin(self, digest: str, offset: int, size: int) -> int:
-        """A descriptor to write to from `offset`; close it with `os.close`."""
+        """Open the upload for writing at `offset`; close the descriptor with `os.close`."""
         _check_digest(digest)
         if not 0 <= offset <= size or size > MAX_BLOB_BYTES:
-            raise TooLarge(f"offset {offset} of {size} bytes; a blob has up to {MAX_BLOB_BYTES}")
+            raise TooLarge(
+                f"offset {offset} of {size} bytes; a blob has at most {MAX_BLOB_BYTES} bytes"
+            )
         with _space():
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(self._partial / digest, flags, 0o600)
         held = os.fstat(descriptor).st_size
         if offset > held:
             os.close(descriptor)
-            raise Conflict(f"blob {digest} has {held} bytes here, not {offset}; go on from {held}")
+            raise Conflict(
+                f"blob {digest} has {held} bytes, not {offset}; continue at offset {held}"
+            )
         return descriptor
 
     def write(self, descriptor: int, offset: int, data: bytes) -> int:
-        """Where the next piece goes."""
+        """Write one piece; returns the offset of the next one."""
         view = memoryview(data)
         with _space():
             while view:
@@ -97,25 +103,27 @@ class BlobStore:
         return offset
 
     def finish(self, digest: str, size: int) -> None:
-        """Hash, sync and name an upload that has all its bytes."""
+        """Hash, sync and publish an upload whose bytes have all arrived."""
         source, target = self._partial / digest, self.path(digest)
-        if self.held(digest)[1]:  # somebody else was first; the same digest is the same content
+        if self.held(digest)[1]:  # another upload finished first; same digest, same content
             source.unlink(missing_ok=True)
             return
         try:
             found = source.stat().st_size
             actual = blake3(max_threads=1).update_mmap(source).hexdigest()
         except FileNotFoundError:
-            raise Conflict(f"the upload of blob {digest} was given up; begin again at 0") from None
+            raise Conflict(
+                f"the upload of blob {digest} has expired; start again at offset 0"
+            ) from None
         if found != size or actual != digest:
             source.unlink(missing_ok=True)
             raise BadRequest(
                 f"{found} bytes arrived with digest {actual}, not {size} with {digest}; "
-                "nothing was kept, begin again at 0"
+                "nothing was kept; start again at offset 0"
             )
         try:
             _sync(source)
-        except OSError:  # the next sync would not see what this one lost
+        except OSError:  # a second fsync would not report the pages that this one lost
             source.unlink(missing_ok=True)
             raise
         target.parent.mkdir(exist_ok=True)
@@ -123,11 +131,12 @@ class BlobStore:
         for folder in (target.parent, self._folder):
             _sync(folder)
 
-    # --- keeping house ------------------------------------------------------------------------
+    # --- sweeping ------------------------------------------------------------------------
 
     def sweep(self, find_referenced: FindReferenced, keep_s: float = UNREFERENCED_TTL_S) -> int:
-        """Remove uploads and unnamed blobs that nobody touched for a day; returns how many."""
-        before = time.time() - keep_s  # files carry the system's time
+        """Delete uploads and unreferenced blobs unused for UNREFERENCED_TTL_S; returns their
+        number."""
+        before = time.time() - keep_s  # file times are wall-clock times
         num_removed = self._remove(_older(self._partial, before), before)
         for folder in self._folder.iterdir():
             if folder == self._partial or not folder.is_dir():
@@ -150,7 +159,7 @@ class BlobStore:
 
 def _check_digest(digest: str) -> None:
     if len(digest) != 64 or not all(c in "0123456789abcdef" for c in digest):
-        raise BadRequest(f"{digest[:80]!r} is no BLAKE3 digest; it reads 64 characters 0-9a-f")
+        raise BadRequest(f"invalid BLAKE3 digest {digest[:80]!r}; expected 64 characters of 0-9a-f")
 
 
 def _older(folder: Path, before: float) -> Generator[Path]:
@@ -169,10 +178,10 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _space() -> Generator[None]:
-    """A full disk is the caller's to wait for; what was written so far stays and is resumed."""
+    """Turn a full disk into a retryable error; bytes written so far stay and can be resumed."""
     try:
         yield
     except OSError as error:
         if error.errno not in DISK_FULL_ERRNOS:
             raise
-        raise StorageFull(f"no space for this blob: {error}", retry_after_s=RETRY_S) from error
+        raise StorageFull(f"no disk space for this blob: {error}", retry_after_s=RETRY_S) from error

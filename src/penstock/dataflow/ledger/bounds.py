@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How full memory and disk may become, and what stops first.
+"""Limits on memory and disk, and what stops first when they are reached.
 
-Above the mark new leases stop; what is leased may still be delivered; above the cap deliveries are
-refused at the door, before anything changed. Acknowledged data is never evicted to make room. Also
-owns the reserve: space set aside so that sealing, commits and deletes go on when the disk is full.
+Above the high-water mark new leases stop, while leased work may still be delivered. Above the cap
+deliveries are refused before they change anything. Acknowledged data is never evicted to make room.
+Also owns the reserve: disk space kept free so that sealing, commits and deletes continue when the
+disk is full.
 """
 
 from __future__ import annotations
@@ -19,47 +20,47 @@ from penstock.errors import Busy, StorageFull
 
 RESERVE_BYTES = 64 << 20
 DISK_RETRY_S = 5.0
-"""Space comes back when somebody makes some."""
+"""Retry hint for a full disk, which usually needs an operator."""
 STATVFS_INTERVAL_S = 0.05
 MEMORY_RETRY_S = 0.5
-"""The queue drains as fast as the disk writes."""
+"""Retry hint for full memory, which drains at disk speed."""
 
 
 class AdmissionLevel(StrEnum):
     OPEN = "open"
     NO_LEASES = "no_leases"
-    """Above the mark: held work may be delivered, new work does not start."""
+    """Above the high-water mark: leased work may be delivered, new work does not start."""
     REFUSE = "refuse"
-    """Nothing more is taken in; reading, sealing, commits and deletes go on."""
+    """Deliveries are refused; reads, sealing, commits and deletes continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """How full it is at this moment."""
+    """Current use of memory and disk."""
 
     queued_bytes: int
-    """Payload taken in and not yet durable; all of it is in memory."""
+    """Payload accepted and not yet durable; all of it is in memory."""
     free_bytes: int
-    """On the ledger's disk, with the reserve set aside."""
+    """Free bytes on the ledger's disk, excluding the reserve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageLimits:
-    """Levels as a pure function of the usage."""
+    """Maps usage to a level; pure."""
 
     max_queued_bytes: int = 256 << 20
     high_water_queued_bytes: int = 128 << 20
     """New leases stop here."""
     min_free_bytes: int = RESERVE_BYTES
-    """Deliveries stop when less than this is left beside the reserve."""
+    """Deliveries stop when less than this is free, not counting the reserve."""
     low_water_free_bytes: int = 8 * RESERVE_BYTES
-    """New leases stop here, so that what runs already finds room when it is done."""
+    """New leases stop here, so that running work still has room for its results."""
 
     def __post_init__(self) -> None:
         if not 0 < self.high_water_queued_bytes <= self.max_queued_bytes:
-            raise ValueError("the memory mark lies above 0 and at most at the memory cap")
+            raise ValueError("the memory mark must be above 0 and at most the memory cap")
         if not 0 <= self.min_free_bytes <= self.low_water_free_bytes:
-            raise ValueError("the disk mark leaves at least as much free as deliveries need")
+            raise ValueError("low_water_free_bytes must be at least min_free_bytes")
 
     def level(self, usage: Usage) -> AdmissionLevel:
         if self._refusal(usage, 0) is not None:
@@ -76,34 +77,34 @@ class StorageLimits:
         return self.level(usage) is AdmissionLevel.OPEN
 
     def check_delivery(self, usage: Usage, payload_bytes: int) -> None:
-        """Raise Busy (429) or StorageFull (507) when this much more payload has no room. To be
-        asked before anything changes, so that a refused call can simply be made again."""
+        """Raise Busy (429) or StorageFull (507) when there is no room for this payload. Call it
+        before changing anything, so that a refused call can simply be repeated."""
         refusal = self._refusal(usage, payload_bytes)
         if refusal is not None:
             raise refusal
 
     def _refusal(self, usage: Usage, payload_bytes: int) -> Busy | StorageFull | None:
-        # What is queued will be on the disk soon, so it counts there too.
+        # Queued payload will soon be on disk, so it counts there too.
         left = usage.free_bytes - usage.queued_bytes - payload_bytes
         if left < self.min_free_bytes:
             return StorageFull(
-                f"the ledger's disk has {usage.free_bytes >> 20} MB left beside its reserve, and "
-                f"deliveries stop at {self.min_free_bytes >> 20} MB; make space and call again",
+                f"the ledger's disk has {usage.free_bytes >> 20} MB free besides its reserve; "
+                f"deliveries stop below {self.min_free_bytes >> 20} MB; free space, then retry",
                 retry_after_s=DISK_RETRY_S,
             )
-        # A call larger than the whole cap is let in alone, or it could never be made.
+        # A call above the cap is accepted when nothing is queued, or it could never succeed.
         if usage.queued_bytes and usage.queued_bytes + payload_bytes > self.max_queued_bytes:
             return Busy(
-                f"{usage.queued_bytes >> 20} MB wait to be written, at most "
-                f"{self.max_queued_bytes >> 20} MB may; call again shortly",
+                f"{usage.queued_bytes >> 20} MB are waiting to be written, the limit is "
+                f"{self.max_queued_bytes >> 20} MB; retry shortly",
                 retry_after_s=MEMORY_RETRY_S,
             )
         return None
 
 
 class DiskReserve:
-    """A file of allocated space beside the ledger: given up when the disk is full, taken back when
-    there is room. Lives in the ledger's writer thread."""
+    """A preallocated file in the ledger's folder: released when the disk is full, allocated again
+    when there is room. Used only by the ledger's writer thread."""
 
     def __init__(self, folder: Path, num_bytes: int = RESERVE_BYTES) -> None:
         self._path = folder / "reserve"
@@ -117,20 +118,21 @@ class DiskReserve:
         return 0 if self.is_held else self._num_bytes
 
     def free_bytes(self) -> int:
-        """On this disk, for others than root, with the reserve set aside."""
+        """Free bytes for non-root users, excluding the reserve."""
         found = os.statvfs(self._folder)
         self._seen = (time.monotonic(), found.f_bavail * found.f_frsize)
         return self._seen[1] - self.missing_bytes
 
     def cached_free_bytes(self) -> int:
-        """As above, but cheap enough for every delivery; a disk fills less than the reserve in the
-        meantime."""
+        """As `free_bytes`, but cheap enough for every delivery; the disk fills by less than the
+        reserve before the next refresh."""
         at, free = self._seen
         is_fresh = time.monotonic() < at + STATVFS_INTERVAL_S
         return free - self.missing_bytes if is_fresh else self.free_bytes()
 
     def take(self) -> None:
-        """Hold the reserve, if there is room for it twice: never the last space there is."""
+        """Allocate the reserve if the disk has room for it twice; never take the last free
+        space."""
         if self.is_held or self.free_bytes() < self._num_bytes:
             return
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -145,7 +147,7 @@ class DiskReserve:
             os.close(descriptor)
 
     def release(self) -> bool:
-        """Give the space back to the disk; False when it was not held."""
+        """Free the reserved space; False when it was not allocated."""
         was_held, self.is_held = self.is_held, False
         self._path.unlink(missing_ok=True)
         return was_held

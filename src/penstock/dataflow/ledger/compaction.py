@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives back the space of freed payload while the service runs.
+"""Reclaims the space of freed payload while the service runs.
 
-A segment in which nothing lives is deleted; one of which less than half lives is emptied first: its
-live records are placed anew, and their rows point there in the commit that makes the copy durable.
-Only then is the old segment deleted, so a crash at any point leaves each record readable where its
-row says. Decides nothing about what is free: `freed` and the tables do.
+Segments without live payload are deleted; those less than half live are copied out first: their
+live records get a new place, and their rows point to it in the commit that makes the copy durable.
+The old segment is deleted only after that, so a crash at any point leaves each record readable
+where its row says. Does not decide which payload is free: the `freed` table does.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from penstock.errors import StoreError
 log = structlog.get_logger(__name__)
 
 COPY_BATCH_BYTES = 1 << 20
-"""Copied in one commit: small enough that a delivery in the same group hardly waits."""
+"""Bytes copied in one commit: small, so that a delivery in the same commit group hardly waits."""
 SEGMENTS_PER_SWEEP = 16
-"""Looked at before the next pause, so that a large ledger costs no more than a small one."""
+"""Segments checked per sweep, so that a large ledger costs no more than a small one."""
 MIN_LIVE_FRACTION = 0.5
 
 LIVE_ROWS = (
@@ -46,20 +46,20 @@ LIVE_BUNDLES = "FROM bundles WHERE segment = :segment AND length > 0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LivePayload:
-    """One payload that somebody still needs."""
+    """One payload that is still needed."""
 
     name: str
-    """Of its record, for people."""
+    """Name of its record, for log lines."""
     location: Location
     move: Callable[..., Record]
-    """Makes the record point to `to_segment` and `to_offset`."""
+    """Builds the record move to `to_segment` and `to_offset`."""
 
     def moved(self, to: Location) -> Record:
         return self.move(to_segment=to.segment, to_offset=to.offset)
 
 
 def live_bytes(tables: Tables, segment: int) -> int:
-    """Payload in this segment that some record names and nobody freed."""
+    """Bytes of payload in this segment that a record references and that are not freed."""
     found = (
         tables.scalar(f"SELECT coalesce(sum(length), 0) {live}", segment=segment)
         for live in (LIVE_ROWS, LIVE_COLUMNS, LIVE_BUNDLES)
@@ -72,11 +72,11 @@ _PAYLOAD_TABLES: tuple[tuple[type[Any], str, tuple[str, ...]], ...] = (
     (ColumnMove, LIVE_COLUMNS, ("space", "row_id", "name")),
     (BundleMove, LIVE_BUNDLES, ("space", "arrival")),
 )
-"""Who names payload, and by what its records are told apart."""
+"""Tables whose records reference payload, with their key columns."""
 
 
 def _live_payloads(tables: Tables, segment: int) -> list[_LivePayload]:
-    """In order of place, so that copying reads forwards."""
+    """Ordered by offset, so that copying reads sequentially."""
     found: list[_LivePayload] = []
     for move, live, keys in _PAYLOAD_TABLES:
         query = f'SELECT "offset", length, {", ".join(keys)} {live}'
@@ -102,9 +102,9 @@ class Compactor:
         self._bytes_per_s = bytes_per_s
         self._period_s = period_s
         self._last_scanned = 0
-        """The last segment of the last sweep; the next goes on behind it, round and round."""
+        """Last segment of the previous sweep; the next sweep continues after it, in a cycle."""
         self._unreadable: set[int] = set()
-        """Hold a live record that cannot be read: kept as they are, for whoever repairs them."""
+        """Segments with an unreadable live record: left untouched so they can be repaired."""
         self.deleted_bytes = 0
         self.moved_bytes = 0
 
@@ -115,10 +115,10 @@ class Compactor:
             await self.sweep()
 
     async def sweep(self) -> None:
-        """Look at some segments; delete the dead and empty the half dead among them."""
+        """Check some segments; delete the dead ones and empty those less than half live."""
         sizes = await asyncio.to_thread(self._ledger.payloads.sizes)
-        await self._ledger.flush()  # what was placed there a moment ago is in the tables now
-        # No number may be used twice, and a start takes the one after the newest it finds.
+        await self._ledger.flush()  # payload placed a moment ago is in the tables now
+        # Keep the newest: a start takes the number after it, and no number may be used twice.
         closed = sorted(sizes)[:-1]
         sparse: list[tuple[int, int]] = []
         for segment in self._next(closed):
@@ -129,13 +129,15 @@ class Compactor:
                 sparse.append((live, segment))
         for live, segment in sorted(sparse):
             if not self._has_room(live):
-                log.warning("no room to copy live payload; only dead segments go", bytes=live)
+                log.warning(
+                    "not enough disk space to compact; deleting dead segments only", bytes=live
+                )
                 return
             if await self._move_live(segment):
                 await self._delete(segment, sizes[segment])
 
     def _has_room(self, num_bytes: int) -> bool:
-        """The ledger waits for a full disk, so a copy that does not fit would stop everything."""
+        """The ledger waits while the disk is full, so a copy that does not fit would block it."""
         usage = self._ledger.usage()
         return usage.free_bytes - usage.queued_bytes > num_bytes + COPY_BATCH_BYTES
 
@@ -147,7 +149,7 @@ class Compactor:
         return chosen
 
     async def _move_live(self, segment: int) -> bool:
-        """Copy what lives; True when nothing names the segment any more."""
+        """Copy live payload; True when no record references the segment any more."""
         found = await asyncio.to_thread(_live_payloads, self._ledger.tables, segment)
         for portion in _copy_batches(found):
             payloads = await asyncio.to_thread(self._read, portion)
@@ -166,7 +168,7 @@ class Compactor:
         for live in portion:
             try:
                 found.append((live, self._ledger.payloads.read(live.location)))
-            except StoreError as error:  # told by whoever reads the row; its neighbours move
+            except StoreError as error:  # a reader of the row reports it; other records move
                 log.error("record cannot be moved", record=live.name, reason=str(error))
         return found
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payload in object storage: one immutable object per segment and group of writes, read by range.
+"""Payload in object storage: one immutable object per segment and commit group, read by range.
 
-A put is created only where nothing lies, so no writer ever overwrites another's bytes, and an
-append returns when the store has it. Records look as they do in segment files. Credentials come
-from the environment (`AWS_…`, `GOOGLE_…`, `AZURE_…`), never from a config file. Also opens a store
-by the word in a config: a name, a URL, or a class of the user's own.
+Puts are create-only, so no writer overwrites another's bytes, and an append returns after the store
+has accepted it. Records have the same layout as in segment files. Credentials come from the
+environment (`AWS_…`, `GOOGLE_…`, `AZURE_…`), never from a config file. Also opens the store named
+in a config: a built-in name, a URL, or a user class.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _load_user_store(store: str, folder: Path) -> PayloadStore:
 
 
 class ObjectPayloads:
-    """`NUMBER/OFFSET` holds the records of one segment from this offset on."""
+    """Object `NUMBER/OFFSET` holds records of that segment, starting at that offset."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -73,13 +73,14 @@ class ObjectPayloads:
         self._segment = max(self._segments(), default=0) + 1
         self._offset = 0
         self._objects: dict[int, dict[int, int]] = {}
-        """Size by offset of the objects of each segment looked at so far, in order."""
+        """By segment, the size of its objects by offset, in order; filled on first use."""
         self._is_listed = False
         self._lock = threading.Lock()
 
     @property
     def durability(self) -> Durability:
-        """A bucket keeps copies. A directory is written without fsync, and memory is memory."""
+        """D2 for a bucket, which is replicated. A directory is written without fsync: D0, as
+        memory."""
         return "D2" if self._url.partition("://")[0] in DURABLE_SCHEMES else "D0"
 
     # --- writing ------------------------------------------------------------------------------
@@ -97,7 +98,9 @@ class ObjectPayloads:
             first = members[0].location.offset
             body = b"".join(_encoded(members))
             last = members[-1].location
-            assert first + len(body) == last.offset + HEADER.size + last.length, "a gap in a group"
+            assert first + len(body) == last.offset + HEADER.size + last.length, (
+                "commit group has a gap"
+            )
             self._put(_name(segment, first), body)
             with self._lock:
                 self._objects.setdefault(segment, {})[first] = len(body)
@@ -109,10 +112,10 @@ class ObjectPayloads:
         try:
             obstore.put(self._store, name, body, mode="create")
         except AlreadyExistsError as error:
-            # The answer to a put that arrived may be lost, and its repetition meets itself.
+            # A retry may find the object of a first put whose response was lost.
             if bytes(obstore.get(self._store, name).bytes()) != body:
                 raise StoreError(
-                    f"{self._url}/{name} was written by somebody else; "
+                    f"{self._url}/{name} was written by another process; "
                     "only one service may write a payload store"
                 ) from error
 
@@ -161,7 +164,7 @@ class ObjectPayloads:
             self._objects.pop(segment, None)
 
     def _objects_of(self, segment: int) -> dict[int, int]:
-        """Kept for segments that exist; one that is gone is asked for again."""
+        """Cached for segments that exist; a missing one is listed again."""
         known = self._objects.get(segment)
         if known is None:
             known = self._list_segment(segment)
@@ -194,7 +197,7 @@ def _open(url: str) -> ObjectStore:
     try:
         return from_url(url)
     except (BaseError, ValueError) as error:
-        raise ConfigError(f"{url} is no object store: {error}") from error
+        raise ConfigError(f"{url} is not an object store URL: {error}") from error
 
 
 def _name(segment: int, first: int) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where payload lies: one Protocol for every store, and the two that need nothing but this machine.
+"""Payload stores: the Protocol, and the two stores that need only this machine.
 
-The ledger's rows name a `Location`; a store turns it back into the very same bytes or says which
-record it cannot give. Knows nothing of rows, leases or SQL, and never decides what may be deleted.
+Ledger records hold a `Location`; a store returns the identical bytes or names the record it cannot
+read. Knows nothing of rows, leases or SQL, and never decides which payload may be deleted.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from penstock.dataflow.ledger.segments import (
 from penstock.errors import StoreError
 
 Durability = Literal["D0", "D1", "D2"]
-"""What an acknowledgement is worth: D0 lives as long as memory, D1 is fsynced and survives power
-loss, D2 also lies in a second store."""
+"""What an acknowledgement guarantees: D0 is in memory only, D1 is fsynced and survives power loss,
+D2 is also in a second store."""
 
 
 class PayloadStore(Protocol):
-    """place → append → read; rows move by reading, placing anew and deleting the old segment."""
+    """place → append → read; to move rows, read, place again, then delete the old segment."""
 
     @property
     def durability(self) -> Durability: ...
 
     def place(self, payload: bytes | memoryview) -> PlacedPayload:
-        """Give this payload its place for ever. On the event loop, so without any I/O; the caller
-        appends every chunk it was given, in this order."""
+        """Assign this payload its permanent place. Runs on the event loop, so it must not do I/O;
+        the caller appends every chunk it was given, in this order."""
         ...
 
     def append(self, chunks: Sequence[PlacedPayload]) -> None:
-        """Durable when this returns; called by one thread. `DiskFull` means that nothing of it was
-        kept and the same chunks may be appended again; any other error is final."""
+        """Durable when this returns; called by one thread. After `DiskFull` nothing was kept and
+        the same chunks may be appended again; any other error is final."""
         ...
 
     def read(self, location: Location) -> bytes:
         """From any thread: the payload, or StoreError naming the record; other records stay
-        readable. Any other exception may pass and is no verdict on the record."""
+        readable. Any other exception may be transient and says nothing about the record."""
         ...
 
     def sizes(self) -> Mapping[int, int]:
-        """Bytes by segment, of those that get no further payload. What is placed and not yet
-        appended may still go into them: flush the ledger before believing it."""
+        """Bytes of each closed segment. Placed payload that is not yet appended may still go into
+        them: flush the ledger before relying on the sizes."""
         ...
 
     def delete(self, segment: int) -> None:
-        """Drop a whole segment for ever; one that is not there is no error. No row may name it."""
+        """Delete a segment; a missing one is ignored. No record may reference it."""
         ...
 
 
@@ -81,7 +81,7 @@ class SegmentPayloads:
         return bytes(payload)
 
     def read_into(self, location: Location, payload: memoryview, *, may_block: bool) -> None:
-        """As `read`, to where the caller wants it; BlockingIOError if it may not wait for it."""
+        """As `read`, into the caller's buffer; BlockingIOError if the read would have to wait."""
         self._reader.read_into(location, payload, may_block=may_block)
 
     def sizes(self) -> dict[int, int]:
@@ -95,12 +95,12 @@ class SegmentPayloads:
         self._reader.forget(segment)
 
     def close(self) -> None:
-        """Let go of the open file; a store without its owner lets go by itself."""
+        """Close the open file; garbage collection of the store closes it too."""
         self._writer.close()
 
 
 class MemoryPayloads:
-    """In this process and gone with it, D0: for tests and runs nobody will resume."""
+    """In this process only, D0: for tests and runs that will not be resumed."""
 
     durability: Durability = "D0"
 
@@ -129,7 +129,7 @@ class MemoryPayloads:
         if payload is None or len(payload) != location.length:
             raise StoreError(
                 f"record {location.segment}:{location.offset} is not in memory; "
-                "payload of class D0 does not outlive its process"
+                "payload of class D0 is lost when its process ends"
             )
         return payload
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that a trainer may still ask for, read from the ledger when a service starts."""
+"""Batches that a trainer may still request, read from the ledger when a service starts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PAGE = (
 
 
 def read_retained_batches(tables: Tables, consumer: PolicyName) -> RetainedBatches:
-    """Read backwards, so that a start costs what is pinned and not what was ever sealed."""
+    """Read newest first, so that the cost of a start depends on retained batches only."""
     found: dict[int, tuple[GroupId, ...]] = {}
     upper = int(tables.scalar(NEWEST, consumer=consumer) or 0)
     while upper > 0:
-        lower = max(0, upper - PAGE_BATCHES)  # 0 stands for groups that are in no batch
+        lower = max(0, upper - PAGE_BATCHES)  # 0 means not in any batch
         page = tables.rows(PAGE, consumer=consumer, upper=upper, lower=lower)
         for seq, fates in groupby(page, key=itemgetter(0)):
             members = list(fates)

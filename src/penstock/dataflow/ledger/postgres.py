@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ledger's tables in PostgreSQL: how to reach them, that a commit is durable there, and that one
-service writes them.
+"""A ledger's tables in PostgreSQL: connecting, durable commits, and the lock for a single writer.
 
-Each ledger has a schema of its own, so one database serves many runs and partitions. The writer's
-connection carries an advisory lock: whoever loses the connection cannot commit any more.
+Each ledger has its own schema, so one database serves many runs and partitions. The writer's
+connection holds an advisory lock: a service that loses the connection can no longer commit.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from penstock.config.store_password import PASSWORD_ENV, password_in
 from penstock.errors import ConfigError, StoreError
 
 MAX_NAME = 63
-"""Bytes of a name that PostgreSQL keeps."""
+"""Maximum length of a PostgreSQL identifier, in bytes."""
 
 
 def connect(url: str, name: str) -> tuple[sa.Engine, sa.Connection]:
@@ -34,7 +33,7 @@ def connect(url: str, name: str) -> tuple[sa.Engine, sa.Connection]:
         address,
         isolation_level="AUTOCOMMIT",
         pool_pre_ping=True,
-        connect_args={"password": password},  # none at all breaks the driver when it is asked
+        connect_args={"password": password},  # the driver fails on a missing database name
     )
     event.listen(engine, "connect", _session_settings(schema))
     where = f"{address.host or 'the local socket'}/{address.database or ''}"
@@ -64,7 +63,9 @@ def _address(url: str) -> sa.URL:
         raise ConfigError("a PostgreSQL store needs its driver; pip install 'penstock[postgres]'")
     address = sa.make_url(url)
     if address.get_backend_name() not in ("postgresql", "postgres"):
-        raise ConfigError(f"{address.drivername} is no store; use sqlite or a postgresql:// URL")
+        raise ConfigError(
+            f"unknown ledger store {address.drivername}; use sqlite or a postgresql:// URL"
+        )
     return address.set(drivername="postgresql+pg8000")
 
 
@@ -106,14 +107,14 @@ def _lock(writer: sa.Connection, schema: str, where: str) -> None:
 
 
 def _reason(error: DBAPIError) -> str:
-    """What the server says, without the address and the password in it."""
+    """The server's message, without the address and the password."""
     detail: Any = error.orig.args[0] if error.orig and error.orig.args else error.orig
     return str(cast(dict[str, str], detail).get("M")) if isinstance(detail, dict) else str(detail)
 
 
 def array(values: Iterable[Any]) -> str:
-    """One column of many records as an array literal. Written here, since the driver takes the
-    text `null` for no value."""
+    """One column of many records as an array literal. Built here because the driver reads the text
+    `null` as NULL."""
     return "{" + ",".join(map(_element, values)) + "}"
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions to a database in the driver's own words, so that a small one costs microseconds.
+"""Read queries that bypass SQLAlchemy for SQLite files, to keep small ones at microseconds.
 
-A file of SQLite is asked on connections kept for it; any other database through its engine, where
-the way there costs more than the words. Reads only, from any thread, and knows no tables."""
+SQLite files are read through pooled driver connections; other databases through their engine, where
+the round trip dominates anyway. Read-only, thread-safe, and independent of any table."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _IN_PARAMETER = re.compile(r"\bIN :(\w+)")
 
 
 class ReadPool:
-    """Lists among the values stand for `IN :name`."""
+    """A list value expands `IN :name`."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
         self._is_file = engine.dialect.name == "sqlite" and isinstance(engine.pool, sa.QueuePool)
         self._idle: list[Any] = []
-        """Connections nobody uses now; as many as there were ever questions at a time."""
+        """Idle connections; at most as many as there were concurrent queries."""
         self._rewritten: dict[str, str] = {}
 
     def __call__(self, query: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
@@ -31,7 +31,9 @@ class ReadPool:
             with self._engine.connect() as connection:
                 return [tuple(row) for row in connection.execute(_text(query, values), values)]
         sql = self._rewritten.get(query)
-        if sql is None:  # a list is one JSON text, so its length changes no statement
+        if (
+            sql is None
+        ):  # a list is passed as one JSON text, so the statement does not depend on its length
             sql = _IN_PARAMETER.sub(r"IN (SELECT value FROM json_each(:\1))", query)
             self._rewritten[query] = sql
         try:
@@ -48,7 +50,7 @@ class ReadPool:
         return rows
 
     def connect(self) -> Any:
-        """One of the driver's own, out of the engine's pool, whose few others wait for."""
+        """A driver connection outside the engine's small pool."""
         pooled = self._engine.raw_connection()
         pooled.detach()
         return pooled.dbapi_connection

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's ledger as a reader sees it: opened read-only, running or finished, never changed.
+"""Read-only access to the ledger of a running or finished run.
 
-Owns finding the tables of home and of further partitions, and single facts in them. Interprets
-nothing."""
+Finds the tables of the coordinator and of additional partitions, and single records in them.
+Interprets nothing."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from penstock.types import GroupId, PolicyName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """What a run wrote down."""
+    """The ledgers of one run."""
 
     coordinator: Tables
     partitions: Mapping[int, Tables] = field(default_factory=dict[int, Tables])
-    """Those with a ledger of their own; the others write into home's."""
+    """Partitions with their own ledger; the others write into the coordinator's."""
     held: ExitStack = field(default_factory=ExitStack)
-    """What is closed with it."""
+    """Resources closed together with the run."""
 
     def at(self, partition: int) -> Tables:
-        """Where groups, leases and rows of this partition stand."""
+        """Tables with the groups, leases and rows of this partition."""
         return self.partitions.get(partition, self.coordinator)
 
     def group(self, issued: IssuedRecord) -> GroupRecord | None:
-        """As its partition keeps it; None when that has not heard of it yet."""
+        """The partition's record; None when the group has not reached it yet."""
         tables = self.at(issued.partition)
         found = tables.read(GroupRecord, "group_id = :id", id=issued.group_id)
         return found[0] if found else None
 
     def leases(self, issued: IssuedRecord) -> list[LeaseRecord]:
-        """Of all its slots, those that run too."""
+        """Leases of all its slots, running ones included."""
         tables = self.at(issued.partition)
         grants = tables.read(GrantRecord, "group_id = :id", id=issued.group_id)
         ended = tables.read(LeaseRecord, "group_id = :id", id=issued.group_id)
@@ -69,13 +69,13 @@ class RecordedRun:
         return found[0] if found else None
 
     def commits(self, policy: PolicyName, seq: int) -> list[CommitRecord]:
-        """Of one batch, one for each life of the trainer that was served it."""
+        """Commits of one batch, one for each trainer incarnation that received it."""
         where = "consumer = :policy AND seq = :seq"
         found = self.coordinator.read(CommitRecord, where, policy=policy, seq=seq)
         return sorted(found, key=lambda commit: commit.incarnation)
 
     def lineage(self, policy: PolicyName, incarnation: int) -> Lineage:
-        """As it stood in this life of the trainer: later forks made nothing older then."""
+        """The lineage as of this trainer incarnation, without later forks."""
         lineage = Lineage(policy)
         restore_lineage(lineage, self.coordinator)
         lineage.incarnation = incarnation
@@ -86,7 +86,7 @@ class RecordedRun:
 
 
 def open_recorded_run(ledger_folder: Path) -> RecordedRun:
-    """The ledger in this folder; whoever writes it meanwhile is not disturbed."""
+    """Open the ledger in this folder; does not disturb a service that writes it."""
     with ExitStack() as opened:
         partitions = {
             int(folder.name[1:]): _open_tables(folder / "ledger.db", opened)
@@ -103,7 +103,7 @@ def _open_tables(path: Path, opened: ExitStack) -> Tables:
             f"there is no ledger at {path}; give the folder of a run that was started, "
             "OUTPUT_DIR/NAME of its config (a run on PostgreSQL answers GET /v1/explain/ID itself)"
         )
-    # Without a write-ahead log nobody has the ledger open, and none need be made to read it.
+    # Without a write-ahead log no process has the ledger open, and reading must not create one.
     is_open = path.with_name(path.name + "-wal").exists()
     mode = "mode=ro" if is_open else "mode=ro&immutable=1"
     uri = f"{path.absolute().as_uri()}?{mode}"
@@ -113,7 +113,7 @@ def _open_tables(path: Path, opened: ExitStack) -> Tables:
         why = error.orig if isinstance(error, DatabaseError) else error
         raise StoreError(
             f"the ledger at {path} cannot be read: {why}; restore the ledger from a copy, or start "
-            "the run again if its first start was cut off"
+            "the run again if its first start was interrupted"
         ) from error
     opened.callback(tables.close)
     return tables

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A service's next life: read from the ledger what home and the partition must hold in memory.
+"""Restores the in-memory state of the coordinator and a partition from the ledger.
 
-Only open and unsealed groups are materialised; everything older is answered by SQL when somebody
-asks.
+Only open and unsealed groups are loaded; anything older is read by SQL on request.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ JUDGED_OPEN_GROUPS = (
     "SELECT group_id FROM fates WHERE consumer = :policy "
     "AND group_id IN (SELECT group_id FROM issued WHERE judged = FALSE)"
 )
-"""`= FALSE` and not `NOT`, or the index is of no use."""
+"""`= FALSE` rather than `NOT`, so that the index is used."""
 _VERSIONS = msgspec.json.Decoder(tuple[tuple[int, int], ...])
 
 
@@ -90,7 +89,8 @@ def _quarantined(tables: Tables) -> set[tuple[NodeId, str]]:
 
 
 def restore_completion(host: PartitionRuntime, tables: Tables) -> None:
-    """Closed groups that wait for columns, and the columns of all rows that are not final."""
+    """Restore closed groups that wait for columns, and the columns of all rows that are not
+    final."""
     if not host.completion.is_needed:
         return
     stages = tables.read(CompletionRecord, "state != :done", done=Stage.DONE.value)
@@ -126,7 +126,7 @@ def restore_completion(host: PartitionRuntime, tables: Tables) -> None:
     )
 
 
-# --- home -------------------------------------------------------------------------------------
+# --- coordinator ------------------------------------------------------------------------------
 
 
 def load_rule_states(tables: Tables) -> dict[str, dict[str, Any]]:
@@ -137,7 +137,8 @@ def load_rule_states(tables: Tables) -> dict[str, dict[str, Any]]:
 
 
 def restore_coordinator(coordinator: Coordinator, tables: Tables) -> None:
-    """All but what waits for a batch: enough to go on with what runs."""
+    """Restore everything except groups that wait for a batch: enough for running work to
+    continue."""
     sources = tables.read(SourceRecord)
     coordinator.supply.restore(sources)
     judged: defaultdict[GroupId, set[PolicyName]] = defaultdict(set)
@@ -168,8 +169,8 @@ def restore_coordinator(coordinator: Coordinator, tables: Tables) -> None:
 
 
 def restore_ready_groups(coordinator: Coordinator, tables: Tables) -> list[GroupId]:
-    """The groups that wait for a batch, and who holds which; returns those that nobody does any
-    more. For any thread, while nobody asks home for anything."""
+    """Restore the groups that wait for a batch, and their holders; returns groups without any
+    holder left. Thread-safe while no request reaches the coordinator."""
     for consumer in coordinator.consumers.values():
         _restore_groups(consumer, tables)
     return _restore_retention(coordinator, tables)
@@ -212,7 +213,7 @@ FROM fates WHERE consumer = :policy AND state = :state AND (state = 'admitted' O
 
 @contextmanager
 def _gc_disabled() -> Generator[None]:
-    """Objects that all stay: the collector would walk through them again and again."""
+    """The loaded objects all stay alive: the collector would only traverse them repeatedly."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -235,11 +236,11 @@ def _restore_groups(consumer: Consumer, tables: Tables) -> None:
 
 def _restore_waiting(consumer: Consumer, tables: Tables, state: FateState) -> None:
     found = tables.rows(WAITING, policy=consumer.terms.policy, state=state.value)
-    found.sort(key=itemgetter(0))  # the database would sort whole rows, on disk
+    found.sort(key=itemgetter(0))  # the database would sort complete rows, on disk
     seen: dict[str, tuple[tuple[int, int], ...]] = {}
     for arrival, group_id, task_key, source, tokens, rewards, text, uses, seq, is_complete in found:
         versions = seen.get(text)
-        if versions is None:  # few differ, and one tuple serves all that do not
+        if versions is None:  # most are equal, so equal ones share one tuple
             versions = seen[text] = _VERSIONS.decode(text)
         group = ReadyGroup(
             policy=consumer.terms.policy,

@@ -13,8 +13,8 @@ from penstock.errors import StoreError
 
 
 def prepare(connection: sa.Connection, metadata: sa.MetaData) -> bool:
-    """Create the tables of a new ledger, or check those of an existing one. Returns True for a new
-    ledger; the caller then writes its format."""
+    """Create the tables of a new ledger, or check the tables of an existing one. Returns True for a
+    new ledger; the caller then writes its format."""
     found = _ExistingSchema(connection, metadata)
     if found.format is None:
         found.require_empty()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sealed batches of a recorded run, read again from its files as they were served.
+"""Sealed batches of a recorded run, read from its files exactly as they were sent to trainers.
 
-Owns finding their rows in ledger, segments and blobs, with what stages added to them. Changes
-nothing; what was let go, or was marked gone, comes without its payload."""
+Finds their rows in ledger, segments and blobs, with the columns that stages added. Read-only; rows
+that were freed or marked as forgotten come without payload."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.wire.codec import decode
 
 
 def partition_folder(ledger_folder: Path, index: int) -> Path:
-    """Where a further partition keeps its own ledger."""
+    """Ledger folder of an additional partition."""
     return ledger_folder / f"p{index}"
 
 
@@ -35,7 +35,7 @@ KEYS_PER_QUERY = 500
 
 
 class SealedBatches:
-    """Those of one policy, along its surviving lineage."""
+    """Sealed batches of one policy, along its surviving lineage."""
 
     def __init__(self, recorded: RecordedRun, ledger_folder: Path, policy: PolicyName) -> None:
         self._recorded = recorded
@@ -45,7 +45,7 @@ class SealedBatches:
             "SELECT max(incarnation) FROM incarnations WHERE policy = :policy", policy=policy
         )
         self.lineage: Lineage = recorded.lineage(policy, int(newest or 0))
-        """As it stands now."""
+        """The current lineage."""
         marked = recorded.coordinator.rows(
             "SELECT key FROM meta WHERE key LIKE :keys", keys=f"{FORGOTTEN_PREFIX}%"
         )
@@ -56,7 +56,7 @@ class SealedBatches:
         return None if found is None else decode(found.manifest, Manifest)
 
     def commit(self, seq: int) -> CommitRecord | None:
-        """What became of a batch; None when the surviving lineage has not come so far."""
+        """The commit of a batch; None when the surviving lineage has not reached it."""
         if seq > self.lineage.seq:
             return None
         commits = self._recorded.commits(self._policy, seq)
@@ -66,7 +66,7 @@ class SealedBatches:
         return msgspec.json.decode(commit.stats, type=dict[str, float])
 
     def version(self, number: int) -> VersionRecord | None:
-        """The one published last under this number, by a life whose number it still is."""
+        """The version with this number on the surviving lineage, published last."""
         found = [
             version
             for version in self.lineage.versions()
@@ -76,7 +76,7 @@ class SealedBatches:
         return found[-1] if found else None
 
     def rows(self, manifest: Manifest) -> Sequence[RowPayload]:
-        """In the manifest's order; without payload where a row is marked gone."""
+        """Rows in the manifest's order; a row marked as forgotten has no payload."""
         ids = [row.row_id for row in manifest.rows]
         columns = sorted({name for row in manifest.rows for name in row.columns})
         found: dict[RowId, RowPayload] = {}
@@ -106,14 +106,15 @@ class SealedBatches:
                         columns={one.name: _content(folder, one) for one in columns[row.row_id]},
                     )
                 except (StoreError, NotFound, OSError):
-                    continue  # not on disk any more
+                    continue  # no longer on disk
+
         return found
 
 
 def _columns(
     tables: Tables, ids: Sequence[RowId], names: Sequence[str]
 ) -> dict[RowId, list[ColumnRecord]]:
-    """Those of these names that have a value, by row."""
+    """Columns with these names that have a value, by row."""
     found: dict[RowId, list[ColumnRecord]] = defaultdict(list)
     if names:
         for column in tables.read(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Payload in append-only files: length and CRC32C per record, written once, read by range.
 
-The ledger's rows say where a record lies, so nothing is scanned at a start: each start begins a
-new segment, and bytes after the last committed record of an older one belong to nobody.
+Ledger records hold the location of each payload, so a start scans nothing: it opens a new segment,
+and bytes after the last committed record of an older one are unreferenced.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ HEADER = struct.Struct("<4sII")
 MAX_SEGMENT_BYTES = 256 << 20
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 MAX_OPEN = 8
-"""Segments that a reader keeps open."""
+"""Segment files that a reader keeps open."""
 RELEASE_GIL_BYTES = 4 << 20
-"""Of payload whose checksum takes milliseconds."""
+"""Payload size from which a checksum takes milliseconds and releases the GIL."""
 IOV_MAX = 1024
-"""The kernel takes no more parts in one writev (IOV_MAX)."""
+"""Maximum number of buffers in one writev."""
 
 
 class DiskFull(StoreError):
-    """The disk is full. Nothing of the call was kept, and the same call may be made again."""
+    """The disk is full. Nothing was written; the same call may be repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +40,12 @@ class Location:
     segment: int
     offset: int
     length: int
-    """Of the payload, without its header."""
+    """Payload bytes, without the header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedPayload:
-    """Bytes that have a place but are not on disk yet."""
+    """Payload with an assigned place, not on disk yet."""
 
     location: Location
     payload: bytes | memoryview
@@ -69,7 +69,7 @@ def delete(folder: Path, segment: int) -> None:
 
 
 class SegmentAllocator:
-    """Gives each payload its place before it is written; lives on the event loop."""
+    """Assigns each payload its place before it is written; runs on the event loop."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ class SegmentAllocator:
 
 
 class SegmentWriter:
-    """Appends chunks in the order they were placed; lives in the ledger's one writer thread."""
+    """Appends chunks in the order they were placed; runs in the ledger's only writer thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -110,7 +110,7 @@ class SegmentWriter:
         if segment == self._segment:
             return
         path = segment_path(self._folder, segment)
-        # An older life never wrote here; this one may have, in a call that ended in `DiskFull`.
+        # No earlier process wrote here; this one may have, in a call that ended in `DiskFull`.
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         try:
             descriptor = os.open(path, flags, 0o600)
@@ -130,7 +130,7 @@ class SegmentWriter:
 
 
 def _write_at(descriptor: int, offset: int, chunks: Sequence[PlacedPayload]) -> None:
-    """All of it, or `DiskFull` with the file cut back to where it ended before."""
+    """Write everything, or raise `DiskFull` with the file truncated to its previous size."""
     parts: list[bytes | memoryview] = []
     for chunk in chunks:
         size = chunk.location.length
@@ -149,7 +149,7 @@ def _write_at(descriptor: int, offset: int, chunks: Sequence[PlacedPayload]) -> 
 def _write_batch(descriptor: int, position: int, batch: list[bytes | memoryview]) -> int:
     end = position + sum(map(len, batch))
     position += os.pwritev(descriptor, batch, position)
-    if position < end:  # the kernel may take less than it was given
+    if position < end:  # writev may write less than it was given
         rest = b"".join(batch)[position - end :]
         while position < end:
             position += os.pwrite(descriptor, rest[position - end :], position)
@@ -173,28 +173,27 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read(folder: Path, location: Location) -> bytes:
-    """The payload, or StoreError naming the damaged record; its neighbours stay readable."""
+    """The payload, or StoreError naming the damaged record; other records stay readable."""
     payload = bytearray(location.length)
     SegmentReader(folder).read_into(location, memoryview(payload))
     return bytes(payload)
 
 
 def _crc(payload: bytes | memoryview) -> int:
-    """Lets no other thread run meanwhile, unless it is long: waiting for a turn again would take
-    longer."""
+    """Keeps the GIL for short payload: acquiring it again would take longer than the checksum."""
     return crc32c.crc32c(payload, gil_release_mode=0 if len(payload) <= RELEASE_GIL_BYTES else 1)
 
 
 class SegmentReader:
-    """Reads records, from any thread; keeps the files it read last open."""
+    """Reads records, from any thread; keeps recently read files open."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[int, _OpenFile] = {}
 
     def read_into(self, location: Location, payload: memoryview, *, may_block: bool = True) -> None:
-        """Fill `payload` with the record's, or StoreError naming the damaged record. Without
-        `may_block`, BlockingIOError when the system does not have all of it in memory."""
+        """Read the record into `payload`, or raise StoreError naming the damaged record. Without
+        `may_block`, raises BlockingIOError unless all of it is in the page cache."""
         file = self._open.get(location.segment) or self._open_segment(location.segment)
         header = bytearray(HEADER.size)
         parts, at = [header, payload], location.offset
@@ -208,7 +207,9 @@ class SegmentReader:
         path = segment_path(self._folder, segment)
         try:
             file = _OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        except FileNotFoundError as error:  # other trouble may pass, and is no verdict on the row
+        except (
+            FileNotFoundError
+        ) as error:  # other errors may be transient and say nothing about the row
             raise StoreError(f"segment {path.name} is missing") from error
         self._open[segment] = file
         for oldest in [*self._open][:-MAX_OPEN]:
@@ -216,12 +217,12 @@ class SegmentReader:
         return file
 
     def forget(self, segment: int) -> None:
-        """Let go of a segment, above all of one that is deleted: its space is free then."""
+        """Close a segment's file; the space of a deleted one is freed only then."""
         self._open.pop(segment, None)
 
 
 class _OpenFile:
-    """Closed when the last thread that reads it lets go of it."""
+    """Closed when the last thread reading it is done."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -233,10 +234,10 @@ class _OpenFile:
 def _read_nowait(file: _OpenFile, parts: Sequence[bytearray | memoryview], offset: int) -> int:
     try:
         size = os.preadv(file.descriptor, parts, offset, os.RWF_NOWAIT)
-    except OSError as error:  # most file systems can, and those that cannot say so
+    except OSError as error:  # most file systems support it; the others raise
         raise BlockingIOError(error.errno, str(error)) from error
     if size < sum(map(len, parts)):
-        raise BlockingIOError(errno.EAGAIN, "only a part is in memory")
+        raise BlockingIOError(errno.EAGAIN, "not fully in the page cache")
     return size
 
 

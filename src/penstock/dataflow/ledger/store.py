@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The durable truth: records in SQL, payload in a store, one writer thread, group commit.
+"""The durable state: records in SQL, payload in a store, one writer thread, group commit.
 
-A write is acknowledged after the payload store's append and the SQL commit (segments with
-fdatasync and SQLite WAL with `synchronous=FULL`: class D1). The next group forms while the running
-one commits, so there is no timer and no wait. A full disk is waited out: nothing is acknowledged
-meanwhile, and the same group is written once there is room. Any other storage error, above all one
-of fsync, is final: the service stops acknowledging and ends, and its next life starts from what is
-on disk.
+A write is acknowledged after the payload store's append and the SQL commit (segments with fdatasync
+and SQLite WAL with `synchronous=FULL`: class D1). The next group forms while the current one
+commits, so there is no timer and no delay. On a full disk the writer waits: nothing is acknowledged
+meanwhile, and the same group is written once there is room. Any other storage error, an fsync error
+in particular, is final: the service stops acknowledging and exits, and the next process starts from
+the state on disk.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ class _PendingWrite:
 
 
 RETRY_S = 0.1
-"""Between two looks at a full disk."""
+"""Seconds between two checks of a full disk."""
 SQLITE_FULL_CODES = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
-"""Codes with which SQLite says that it found no room and took everything back."""
+"""SQLite error codes for a full disk after which the transaction was rolled back."""
 
 
 class _ClosedWhileFull(Exception):
-    """The ledger is closed while its disk is full; what was not acknowledged stays so."""
+    """The ledger was closed while its disk was full; pending writes were not acknowledged."""
 
 
 OnFailure = Callable[[StoreError], None]
-"""Called on the event loop when storage failed for good."""
+"""Called on the event loop after a final storage error."""
 
 
 def ignore_failure(error: StoreError) -> None:
-    """For callers that read the error from their own write."""
+    """For callers that get the error from their own write."""
 
 
 class Ledger:
@@ -71,7 +71,7 @@ class Ledger:
         reserve_bytes: int = RESERVE_BYTES,
         on_failure: OnFailure = ignore_failure,
     ) -> None:
-        """`store` is `sqlite` or a PostgreSQL URL; `name` tells the ledgers in it apart."""
+        """`store` is `sqlite` or a PostgreSQL URL; `name` identifies this ledger in it."""
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(folder)
         self.segments_folder = folder / "segments"
@@ -95,19 +95,20 @@ class Ledger:
 
     @property
     def durability(self) -> Durability:
-        """What an acknowledged delivery is worth, as its payload store gives it."""
+        """Durability class of an acknowledged delivery, given by the payload store."""
         return self.payloads.durability
 
     def place(self, payload: bytes | memoryview) -> Location:
-        """Where this payload will lie. It goes to disk with the next write, whoever makes it, so
-        no record can ever point at bytes that were left out."""
+        """Assign this payload its location. It goes to disk with the next write of any caller, so
+        no record can point at bytes that were not written."""
         chunk = self.payloads.place(payload)
         self._placed.append(chunk)
         self._queued_bytes += chunk.location.length
         return chunk.location
 
     def write(self, records: Sequence[Record | Deletion]) -> asyncio.Future[None]:
-        """Durable when the future is done, with all payload placed before. In order of call."""
+        """Durable when the future is done, with all payload placed before. Written in call
+        order."""
         chunks, self._placed = self._placed, []
         if records or chunks:
             return self._put(records, chunks)
@@ -128,7 +129,7 @@ class Ledger:
         return done
 
     def usage(self) -> Usage:
-        """For `StorageLimits`: what is queued, and what is left on the disk."""
+        """Queued bytes and free disk space, for `StorageLimits`."""
         return Usage(queued_bytes=self._queued_bytes, free_bytes=self._reserve.cached_free_bytes())
 
     def _write_groups(self) -> None:
@@ -156,7 +157,7 @@ class Ledger:
             self._retry_until_space(partial(self.tables.commit, records))
 
     def _retry_until_space(self, step: Callable[[], None]) -> None:
-        """Do it, on a full disk with the reserve's help, and else as soon as there is room."""
+        """Run `step`; on a full disk release the reserve, then retry until there is room."""
         while True:
             try:
                 return step()
@@ -224,12 +225,14 @@ class Ledger:
         try:
             payload = self.payloads.read(_location(row))
         except StoreError:
-            moved = self.row(row.row_id)  # compaction may have moved it after the caller looked
+            moved = self.row(
+                row.row_id
+            )  # compaction may have moved it since the caller read its row
             if moved is None or _location(moved) == _location(row):
                 raise
             payload = self.payloads.read(_location(moved))
         if blake3(payload).hexdigest() != row.summary.digest:
-            raise StoreError(f"row {row.row_id} is damaged: other bytes lie where it should be")
+            raise StoreError(f"row {row.row_id} is damaged: its location holds other bytes")
         return payload
 
     def start_records(self) -> list[MetaRecord]:
@@ -241,8 +244,8 @@ class Ledger:
 
 
 def _transactions(group: list[_PendingWrite]) -> list[list[Record | Deletion]]:
-    """All of the group in one, but none after a write that erases: within a transaction erasures
-    come last, and what a later write put again would go with them."""
+    """One transaction for the group, split after each write that deletes: within a transaction
+    deletes come last and would also remove records that a later write added again."""
     transactions: list[list[Record | Deletion]] = [[]]
     for write in group:
         transactions[-1] += write.records
@@ -252,7 +255,7 @@ def _transactions(group: list[_PendingWrite]) -> list[list[Record | Deletion]]:
 
 
 def _is_full(error: Exception) -> bool:
-    """No room, and everything taken back. An error of fsync is never among these."""
+    """The disk is full and the write was rolled back. Never true for an fsync error."""
     driver_error = getattr(error, "orig", error)
     code = getattr(driver_error, "sqlite_errorcode", None)
     return isinstance(error, DiskFull) or code in SQLITE_FULL_CODES

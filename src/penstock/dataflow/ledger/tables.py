@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a ledger as SQL tables: one table per kind, upserted whole, read by condition.
+"""The records of a ledger as SQL tables: one table per kind, full-record upserts, filtered reads.
 
 One code path for SQLite and PostgreSQL. Knows SQL and nothing of payload, threads or the event
 loop."""
@@ -45,13 +45,13 @@ from penstock.types import RowId
 
 R = TypeVar("R")
 CHECKSUM = "checksum"
-"""CRC32C of a record, for SQLite has none for its pages. Never 0: SQLite makes up what a damaged
-record lacks. Items have none, since their bundle tells if one is wrong."""
+"""CRC32C of a record, since SQLite has no page checksums. Never 0: SQLite fills in defaults for
+fields missing from a damaged record. Items have none, since their bundle's checksum covers them."""
 LOCATION_FIELDS = frozenset({"segment", "offset"})
-"""Moved by compaction without the rest; what lies there has a checksum and a digest of its own."""
+"""Changed by compaction alone; the payload there has its own checksum and digest."""
 MAX_ROWS_PER_STATEMENT = 64
 VERIFY_STEPS = 100_000
-"""Of SQLite's machine, between two looks whether somebody waits for the end."""
+"""SQLite VM steps between two checks for a pending close."""
 
 _COLUMN_TYPES: dict[Any, type[sa.types.TypeEngine[Any]]] = {
     str: sa.Text,
@@ -77,13 +77,13 @@ def _is_map(hint: Any) -> bool:
 class _Column:
     name: str
     path: str
-    """The attribute of the record; `summary.reward` for a field of a record that it holds."""
+    """Attribute of the record; `summary.reward` for a field of a nested record."""
     hint: Any
 
 
 @functools.cache
 def _columns(kind: type[Any]) -> tuple[_Column, ...]:
-    """One column per field; a record in a field gives one for each of its own fields."""
+    """One column per field; a nested record adds one for each of its fields."""
     found: list[_Column] = []
     for name, hint in _fields(kind):
         if dataclasses.is_dataclass(hint):
@@ -108,7 +108,8 @@ def _table(metadata: sa.MetaData, kind: type[Record]) -> sa.Table:
             for column in _columns(kind)
         ),
         sa.Column(CHECKSUM, sa.BigInteger, server_default="0"),
-        sqlite_with_rowid=kind is not ItemRecord,  # small and many: one tree holds key and row
+        sqlite_with_rowid=kind
+        is not ItemRecord,  # small and many: WITHOUT ROWID keeps key and row in one tree
     )
 
 
@@ -130,8 +131,8 @@ sa.Index("bundles_by_segment", TABLES[BundleRecord].c.segment)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowMove:
-    """The same payload at another place. Changes a row only where it stood, so one that left or
-    was put anew meanwhile stays as it is."""
+    """Updates a row's payload location. Applies only if the row still has the old location, so a
+    row that was deleted or put again meanwhile is not changed."""
 
     TABLE: ClassVar[str] = "rows"
     KEY: ClassVar[tuple[str, ...]] = ("row_id", "segment", "offset")
@@ -190,7 +191,7 @@ def _upsert(kind: type[Record], dialect: sa.Dialect) -> sa.ClauseElement:
 
 
 def _move(kind: type[Record]) -> sa.ClauseElement:
-    """Parameters in the order of the kind's fields, which name the new place first."""
+    """Parameters in the order of the kind's fields, new location first."""
     table = METADATA.tables[kind.TABLE]
     old = [table.c[name] == sa.bindparam(f"old_{name}") for name in kind.KEY]
     new: dict[str, Any] = {
@@ -201,8 +202,8 @@ def _move(kind: type[Record]) -> sa.ClauseElement:
 
 
 class _Statement:
-    """How one kind is written, in the driver's own words: compiled once, so that a commit of
-    thousands of records spends its time in the database."""
+    """The driver-level write statement of one kind: compiled once, so that a commit of thousands of
+    records spends its time in the database."""
 
     def __init__(self, kind: type[Record], dialect: sa.Dialect) -> None:
         statement = _move(kind) if kind in MOVE_RECORDS else _upsert(kind, dialect)
@@ -212,7 +213,7 @@ class _Statement:
         self._by_size: dict[int, str] = {}
         self._values = _encoder(kind)
         self._checked = None if kind in MOVE_RECORDS else _checked_fields(kind)
-        # SQLite is a call away; to a server all records go in one round trip, an array per column.
+        # SQLite is in-process; to a server all records go in one round trip, an array per column.
         self._is_columnwise = dialect.name == "postgresql" and kind not in MOVE_RECORDS
         self.key = attrgetter(*kind.KEY)
 
@@ -228,15 +229,15 @@ class _Statement:
             self._execute_rows(connection, rows)
 
     def _execute_rows(self, connection: sa.Connection, rows: Sequence[Sequence[Any]]) -> None:
-        """Many rows to a statement: SQLite's driver lets other threads run after each statement
-        and then waits for its turn, up to 5 ms, so `executemany` would wait once per row. Straight
-        to the driver, because the layer above costs more than a small statement."""
+        """Many rows per statement: SQLite's driver releases the GIL after each statement and waits
+        up to 5 ms to get it back, so `executemany` would wait once per row. Bypasses SQLAlchemy,
+        which costs more than a small statement."""
         cursor = connection.connection.cursor()
         start, size = 0, MAX_ROWS_PER_STATEMENT
         while start < len(rows):
             left = len(rows) - start
             while size > left:
-                # Few sizes, so that the driver's cache of statements knows them.
+                # Few sizes, so that the driver's statement cache hits.
                 size = left if left < 8 else size // 2
             if size not in self._by_size:
                 marks = ", ".join([self._placeholders] * size)
@@ -273,7 +274,7 @@ ITEMS = (
     "ON CONFLICT (space, row_id) DO UPDATE SET arrival = excluded.arrival, at = excluded.at, "
     "bundle = excluded.bundle, checksum = 0"
 )
-"""Where each key of some bundles is; the database takes them out of the bundles themselves."""
+"""Writes the item of each key of some bundles; the database reads the keys from the bundles."""
 
 
 class _BundleStatement(_Statement):
@@ -289,8 +290,8 @@ class _BundleStatement(_Statement):
 
 
 def _checked_fields(kind: type[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What a record's checksum covers. A whole number in a column of floats comes back as a float,
-    so it counts as one."""
+    """The values covered by a record's checksum. An integer in a float column is read back as a
+    float, so it is hashed as one."""
     columns = _columns(kind)
     checked_columns = [column for column in columns if column.name not in LOCATION_FIELDS]
     chosen = itemgetter(*(i for i, c in enumerate(columns) if c.name not in LOCATION_FIELDS))
@@ -317,11 +318,11 @@ class _RecordLayout:
 
     select: str
     fields: tuple[tuple[str, type[Any] | None, slice], ...]
-    """Name of each field, the record it holds if any, and its columns."""
+    """Name of each field, its nested record type if any, and its columns."""
     bool_columns: tuple[int, ...]
-    """Columns that are true or false; SQLite keeps numbers."""
+    """Boolean columns; SQLite stores them as numbers."""
     decoders: tuple[tuple[int, Callable[[str], Any]], ...]
-    """Of columns of a held record that are not plain values."""
+    """Decoders for columns of a nested record that are not plain values."""
     checked: Callable[[Sequence[Any]], Sequence[Any]] | None
     """None for records without a checksum."""
 
@@ -377,10 +378,10 @@ def _record(kind: type[R], row: list[Any]) -> R:
 
 
 class Tables:
-    """The records of one database: written whole, read by condition. Knows nothing of payload."""
+    """The records of one database: full-record writes, filtered reads. Knows nothing of payload."""
 
     def __init__(self, engine: sa.Engine, writer: sa.Connection | None = None) -> None:
-        """writer: the one connection that commits, when it carries the lock of the ledger."""
+        """writer: the only connection that commits, if it holds the ledger's lock."""
         self._engine = engine
         self._writer = writer or engine.connect()
         self._reads = ReadPool(engine)
@@ -399,8 +400,8 @@ class Tables:
             raise
 
     def commit(self, records: Sequence[Record | Deletion]) -> None:
-        """All of them in one transaction, erasures last; of several with one key the last
-        stands."""
+        """Write all of them in one transaction, deletes last; for equal keys the last record
+        wins."""
         newest: dict[type[Record], dict[Any, Record]] = {}
         deletions: list[Deletion] = []
         for record in records:
@@ -420,8 +421,8 @@ class Tables:
     def _begin(self) -> Generator[sa.Connection]:
         if self._writer.invalidated:
             raise StoreError(
-                "the connection that held this ledger's lock is lost, and another service may "
-                "write by now; start this one anew"
+                "lost the database connection that held the ledger's lock, so another service may "
+                "be writing; restart this service"
             )
         with self._writer.begin():
             yield self._writer
@@ -442,9 +443,9 @@ class Tables:
         return found
 
     def verify(self) -> None:
-        """StoreError when the pages of a SQLite file do not fit together: of a record that fell out
-        of its page no checksum is left. Reads the whole file, some 2 s per GB, until `close()`; a
-        server has its own ways."""
+        """Raise StoreError when the pages of a SQLite file are inconsistent: a record lost from its
+        page leaves no checksum behind. Reads the full file, about 2 s per GB, and stops at
+        `close()`. Does nothing for a database server, which checks its own pages."""
         if self._engine.dialect.name != "sqlite":
             return
         connection = self._reads.connect()
@@ -475,8 +476,8 @@ class Tables:
 
 
 def open_tables(folder: Path, store: str = "sqlite", *, name: str = "penstock") -> Tables:
-    """The tables of a ledger, durable at every commit: in its folder, or in the schema `name` of
-    the PostgreSQL database at a URL."""
+    """Open a ledger's tables, durable at every commit: in its folder, or in schema `name` of the
+    PostgreSQL database at a URL."""
     if store != "sqlite":
         engine, writer = connect(store, name)
         return Tables(engine, writer)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Was SQLite's write-ahead log damaged in the middle? Read before the database is opened.
+"""Detects damage in the middle of SQLite's write-ahead log, before the database is opened.
 
-SQLite takes the log up to the first frame whose checksum fails and drops the rest without a word,
-and its last connection deletes the log. After a crash that is right for a write that was never
-finished, but a flipped bit further ahead would cut off commits that were acknowledged. With
-`synchronous=FULL` at most one transaction is unfinished, so two commits behind the break prove
-damage. A bit flipped in the very last transaction cannot be told from a torn write.
+SQLite reads the log up to the first frame whose checksum fails and silently drops the rest, and its
+last connection deletes the log. After a crash that is right for an unfinished write, but a bit flip
+earlier in the log would drop acknowledged commits. With `synchronous=FULL` at most one transaction
+is unfinished, so two commits after the bad frame prove damage. A bit flip in the very last
+transaction cannot be distinguished from a torn write.
 
 Never open the `-shm` or `.db` file of a database this process uses: closing it would drop SQLite's
 own locks.
@@ -21,14 +21,14 @@ from penstock.errors import StoreError
 
 HEADER_BYTES = 32
 FRAME_BYTES = 24
-"""Of a frame's header: page number, size after a commit or 0, two salts, two checksums."""
+"""Size of a frame header: page number, size after a commit or 0, two salts, two checksums."""
 MASK = 0xFFFFFFFF
 MAGIC = {0x377F0682: "<u4", 0x377F0683: ">u4"}
-"""Says in which byte order the checksums were computed."""
+"""Gives the byte order of the checksums."""
 
 
 def check_wal(database: Path) -> None:
-    """StoreError when acknowledged commits lie behind a damaged frame."""
+    """Raise StoreError when acknowledged commits follow a damaged frame."""
     path = database.with_name(database.name + "-wal")
     try:
         data = path.read_bytes()
@@ -36,7 +36,7 @@ def check_wal(database: Path) -> None:
         return
     if (num := _commits_after_damage(data)) > 1:
         raise StoreError(
-            f"{path} is damaged: {num} commits lie behind a frame whose checksum fails, and SQLite "
+            f"{path} is damaged: {num} commits follow a frame with a bad checksum, and SQLite "
             "would drop them; restore the ledger from a copy, or delete the log to accept the loss"
         )
 
@@ -64,7 +64,8 @@ def _commits_after_damage(data: bytes) -> int:
 
 
 def _commits(data: bytes, size: int, *, from_frame: int, salt: bytes | None) -> int:
-    """Commit frames of this generation of the log, from here on. Without a sound header: all."""
+    """Commit frames of this log generation, starting at `from_frame`; all of them if the header is
+    bad."""
     step = FRAME_BYTES + size
     starts = range(HEADER_BYTES + from_frame * step, len(data) - step + 1, step)
     return sum(
@@ -79,10 +80,10 @@ def _words(data: bytes, at: int) -> tuple[int, int]:
 
 def _chain(s1: int, s2: int, words: np.ndarray) -> list[tuple[int, int]]:
     """SQLite's running checksum after each row of words. For each pair (a, b): s1 += a + s2,
-    s2 += b + s1, modulo 2**32. It is linear, so each row's share is one product."""
+    s2 += b + s1, modulo 2**32. It is linear, so each row contributes one product."""
     num = words.shape[1]
     weights = np.zeros((num, 2), np.uint32)
-    p1, p2, q1, q2 = 1, 0, 0, 1  # what one unit in s1, and one in s2, is worth at the end
+    p1, p2, q1, q2 = 1, 0, 0, 1  # weight of one unit in s1, and in s2, at the end
     for index in range(num - 2, -1, -2):
         # b enters s2 alone; a enters s1, and through it s2
         weights[index + 1] = q1, q2

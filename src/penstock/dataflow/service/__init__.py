@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dataflow as processes: the machines of the core over a ledger, behind HTTP.
+"""The dataflow as processes: the core's state machines over a ledger, served by HTTP.
 
-One folder per audience (nodes, trainers, partitions, operators, rows), each with the bodies of its
-calls (`messages`), what they do (`handlers`) and where they are (`routes`).
+One folder per audience (nodes, trainers, partitions, operators, rows), each with its request and
+response bodies (`messages`), its logic (`handlers`) and its HTTP routes (`routes`).
 """

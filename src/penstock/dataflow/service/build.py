@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where a run's config becomes a dataflow service; config objects end here."""
+"""Builds a dataflow service from a run's config; no config object is passed further."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from penstock.types import PolicyName, SamplingSpec
 def build(
     config: RunConfig, ledger_folder: Path, *, on_failure: OnFailure = ignore_failure
 ) -> DataflowService:
-    """The coordinator and one partition over one ledger, as the last process left them."""
+    """Restore the coordinator and one partition from one ledger."""
     service = begin(config, ledger_folder, on_failure=on_failure)
     service.complete(service.restore())
     return service
@@ -46,7 +46,8 @@ def build(
 def begin(
     config: RunConfig, ledger_folder: Path, *, on_failure: OnFailure = ignore_failure
 ) -> DataflowService:
-    """As `build`, but not whole yet: it leases slots, and comes to the rest when it runs."""
+    """As `build`, but not fully restored: it can lease slots, and restores the rest once it
+    runs."""
     clock = monotonic_clock()
     journal = CommandJournal()
     ledger = _open(config, ledger_folder, "home", on_failure)
@@ -80,7 +81,7 @@ def build_partition(
     url: str,
     on_failure: OnFailure = ignore_failure,
 ) -> PartitionService:
-    """Partition `index` over a ledger of its own, as its last life left it."""
+    """Restore partition `index` from its own ledger."""
     clock = monotonic_clock()
     journal = CommandJournal()
     ledger = _open(config, folder, f"p{index}", on_failure)
@@ -115,7 +116,7 @@ def _open(config: RunConfig, folder: Path, part: str, on_failure: OnFailure) -> 
 
 
 def _bounds(config: RunConfig) -> StorageLimits:
-    """A quarter of the memory may wait to be written; the rest is for what the service holds."""
+    """A quarter of the memory is for queued writes; the rest is for the service's state."""
     bounds = config.dataflow.bounds
     queued = (bounds.memory_mb << 20) // 4
     return StorageLimits(
@@ -127,7 +128,7 @@ def _bounds(config: RunConfig) -> StorageLimits:
 
 
 def _rows(config: RunConfig, folder: Path, process: Process) -> RowService:
-    """Columns, readers and spaces as the last life left them, and the stages of the config."""
+    """Restore columns, readers and spaces, and add the config's stages."""
     rows = RowService(process, BlobStore(folder / "blobs"))
     rows.restore()
     for stage in config.dataflow.stages:
@@ -177,7 +178,7 @@ def core_spec(config: RunConfig) -> CoreSpec:
 
 
 def _session_s(config: RunConfig) -> float:
-    """From the grant: a place waits for an agent as long as an agent may be silent at most."""
+    """Seconds from the grant: a slot waits for an agent no longer than an agent may stay idle."""
     terms = _session_spec(config)
     return 0.0 if terms is None else terms.reward_deadline_s + terms.idle_s
 
@@ -194,7 +195,7 @@ def _session_spec(config: RunConfig) -> SessionSpec | None:
 
 
 def _needs(config: RunConfig) -> RequiredColumns:
-    """Rules judge by the reward, so that comes first; the rest is for trainers."""
+    """Rules need the reward, so it is required first; trainers need the other columns."""
     added = {
         column for stage in config.dataflow.stages if stage.required for column in stage.writes
     }
@@ -214,7 +215,7 @@ def _policy_spec(config: RunConfig, name: str) -> PolicySpec:
 
 
 def _rules(config: RunConfig) -> Iterator[RuleSpec]:
-    """Shared hooks once, the others for each policy."""
+    """Shared hooks once, all others per policy."""
     for name in config.models:
         is_first = name == next(iter(config.models))
         for hook, rules in groupby(config.for_policy(name).rules, key=lambda rule: rule.hook):
@@ -280,7 +281,7 @@ def run_info(config: RunConfig) -> RunInfo:
 
 
 def _shared_bases(config: RunConfig) -> Iterator[SharedBaseModel]:
-    """Policies that train adapters, those with one `init` together."""
+    """Policies that train adapters, grouped by `init`."""
     ranks: dict[str, dict[PolicyName, int]] = {}
     for name, model in config.models.items():
         if model.lora is not None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dataflow service without HTTP: home and a partition in one process, over one ledger.
+"""The dataflow service without HTTP: coordinator and partition in one process, over one ledger.
 
-Owns the order in which they act on each other, and time. Nodes come in through `nodes`, trainers
-through `trainers`.
+Owns time and the order in which they act on each other. Nodes call `nodes`, trainers `trainers`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ log = structlog.get_logger(__name__)
 TICK_S = 0.5
 SWEEP_S = 3600.0
 STALL_S = 1.0
-"""A tick later than this means that the whole process was held up, not that nodes were silent."""
+"""A tick later than this means that the process stalled, not that nodes were silent."""
 
 
 class DataflowService:
@@ -53,9 +52,9 @@ class DataflowService:
         stages: Mapping[PolicyName, tuple[str, ...]],
         report: BalanceSettings,
     ) -> None:
-        """stages: those that each policy's trainer waits for."""
+        """stages: the stages that each policy's trainer waits for."""
         self.is_restored = asyncio.Event()
-        """Set when all groups that wait for a batch are read; until then only slots are leased."""
+        """Set when all groups that wait for a batch are loaded; until then only leases work."""
         process = make_process(self._on_command, self._on_write)
         rows = make_rows(process)
         core = make_core(rows.row_window)
@@ -85,14 +84,15 @@ class DataflowService:
         )
         self.session_eraser = SessionEraser(process, coordinator)
         self.source_error = ""
-        """What a user's source raised when it was asked for the next task."""
+        """Error raised by a user's source at its last request for a task."""
         self._may_issue = True
-        """Look for room at the next command whatever it is: at the start, then at each tick."""
+        """Try to issue groups at the next command, whatever it changed: at the start and each
+        tick."""
         self._update_missing_stages()
 
     def restore(self) -> list[GroupId]:
-        """Blocks: what waits for a batch and what the report has counted, out of the ledger. For
-        any thread, before the service is whole; its result is for `complete`."""
+        """Load groups that wait for a batch, and the report's counts, from the ledger. Blocks;
+        for any thread, before `complete`, which takes the result."""
         tables = self.process.ledger.tables
         freed = restore_ready_groups(self.coordinator, tables)
         self.balance.flow_counter.restore(tables)
@@ -100,18 +100,19 @@ class DataflowService:
         return freed
 
     def complete(self, freed: Sequence[GroupId]) -> None:
-        """All is there: act on what happened meanwhile, and serve everybody."""
+        """Finish the restore: act on events since the start, then answer all calls."""
         finish_coordinator_restore(self._core, freed, self.process.clock())
         self.is_restored.set()
 
     def _on_command(self, now: float) -> None:
-        """Let home judge what ended; what then has room is started after the answers."""
+        """Let the coordinator judge closed groups; new groups are issued after the answers are
+        sent."""
         if not self.is_restored.is_set():
             return
         self.process.run_deferred()
         self.host.apply_completed_columns(now)
         if not self.router.run(now) and not self._may_issue:
-            return  # no group ended and no policy moved, so there is as much room as before
+            return  # no group ended and no policy advanced, so the room is unchanged
         self._may_issue = False
         if self.coordinator.is_finished:
             self.coordinator.drop_open_groups()
@@ -120,16 +121,16 @@ class DataflowService:
             self.process.defer(partial(self._issue, now))
 
     def _on_write(self, records: Sequence[Record | Deletion]) -> Sequence[Record]:
-        """The report counts what is written, once it has counted what was there before."""
+        """Count written records for the report, once it has counted the existing ones."""
         return self.balance.on_records(records) if self.is_restored.is_set() else ()
 
     def _issue(self, now: float) -> None:
-        """Start what has room. A user's source may raise: that stops new work, and nothing else."""
+        """Issue groups while there is room. An error in a user's source stops new work only."""
         try:
             self.coordinator.issue(now)
         except Exception as error:
             if str(error) != self.source_error:
-                log.exception("a source failed; no new work until it answers again")
+                log.exception("source failed; no new work until it recovers")
             self.source_error = f"{type(error).__name__}: {error}"
         else:
             self.source_error = ""
@@ -149,13 +150,16 @@ class DataflowService:
         try:
             freed = await asyncio.to_thread(self.restore)
         except StoreError as error:
-            self.process.ledger.on_failure(error)  # a start that fails ends the process aloud
+            self.process.ledger.on_failure(
+                error
+            )  # a failed start must end the process with an error
             raise
         self.complete(freed)
-        gc.freeze()  # what came back stays: the collector need not walk it
+        gc.freeze()  # restored objects stay: keep them out of garbage collection
 
     async def tick(self) -> None:
-        """Expire what is over, and look for work to start: a source may answer again."""
+        """Expire leases and deadlines, and try to issue work: a failed source may have
+        recovered."""
         self.partition.tick(self.process.clock())
         self._update_missing_stages()
         self._log_starvation()
@@ -175,13 +179,13 @@ class DataflowService:
             self.coordinator.consumers[policy].missing_stages = ", ".join(missing)
 
     def _log_starvation(self) -> None:
-        """Of a policy whose groups come to nothing; again at each doubling of their number."""
+        """Log policies whose groups are all dropped; again each time their number doubles."""
         for policy, consumer in self.coordinator.consumers.items():
             found = consumer.starvation
             if is_starving(consumer, self.coordinator) and found.num_groups >= 2 * found.num_logged:
                 found.num_logged = found.num_groups
                 why = starvation(consumer, self.process.ledger.tables)
-                log.error("a policy lacks groups", policy=policy, why=why)
+                log.error("policy is starving: no groups admitted", policy=policy, why=why)
 
     def extend_deadlines(self, gap_s: float) -> None:
         self.partition.extend_deadlines(gap_s)
@@ -201,7 +205,7 @@ async def run_ticks(
         await asyncio.sleep(TICK_S)
         late_s = process.clock() - slept_at - TICK_S
         if late_s > STALL_S:
-            log.warning("the service stood still; leases are prolonged", seconds=late_s)
+            log.warning("service stalled; lease deadlines extended", seconds=late_s)
             extend_deadlines(late_s)
         await tick()
 
@@ -217,7 +221,8 @@ async def verify_once(ledger: Ledger) -> None:
 
 
 async def sweep_blobs(rows: RowService) -> None:
-    """consumes: time · produces: space of uploads nobody finished or named · waits for: the hour"""
+    """consumes: time · produces: space of abandoned uploads and unreferenced blobs · waits for: the
+    hour"""
     while True:
         await asyncio.sleep(SWEEP_S)
         await rows.sweep_blobs()

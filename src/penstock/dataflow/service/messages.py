@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer that every audience shares."""
+"""The response that all audiences share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ack:
-    """A call that has nothing to say but yes."""
+    """Empty success response."""
 
     ok: bool = True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data partition as a process of its own: nodes and trainers come to it directly, home is
-reached by a link. No HTTP server here.
+"""A data partition in a separate process: nodes and trainers call it directly, and a link connects
+it to the coordinator. No HTTP server here.
 
-While home is away it goes on: leases, deliveries and rows need nobody else. What it has to say
-waits, numbered, until home is back.
+It keeps working while the coordinator is unreachable: leases, deliveries and rows need no other
+process. Its messages are numbered and wait until the coordinator is back.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ log = structlog.get_logger(__name__)
 PULL_S = 20.0
 CATCH_UP_S = 5.0
 HEARTBEAT_S = 2.0
-"""Home hears from a partition so often, also when there is nothing to say."""
+"""Interval of pushes to the coordinator when there is nothing new."""
 PUSH_INTERVAL_S = 0.05
-"""Between two letters of one direction: what comes meanwhile goes with the next one, and a busy
-partition costs home no more calls than a quiet one."""
+"""Minimum time between two calls in one direction: messages in between share the next call, so a
+busy partition costs the coordinator few more calls than an idle one."""
 
 
 class CoordinatorApi(Protocol):
-    """All that a partition asks of home."""
+    """The coordinator's API for partitions."""
 
     async def join(self, index: int, body: PartitionJoin) -> Ack: ...
     async def push(self, index: int, body: LinkPush) -> LinkPushAnswer: ...
@@ -78,7 +78,9 @@ class PartitionService:
         self._coordinator = coordinator
         self._url = url
         self._boot = PartitionBoot(epoch=epoch, boot_id=secrets.token_hex(8))
-        assert router.coordinator_link is not None, "a partition of its own has a link to home"
+        assert router.coordinator_link is not None, (
+            "a partition in a separate process has a link to the coordinator"
+        )
         self._link = router.coordinator_link
         self.rows = rows
         self._stages = stages
@@ -87,7 +89,7 @@ class PartitionService:
         process.on_wake.append(self._on_wake)
 
     async def run(self) -> None:
-        """Until cancelled; a loop that dies ends the process aloud."""
+        """Run until cancelled; a failed loop ends the process with an error."""
         try:
             async with asyncio.TaskGroup() as loops:
                 ticks = run_ticks(self.process, self.tick, self.extend_deadlines)
@@ -120,8 +122,8 @@ class PartitionService:
         self.rows.readers.extend_deadlines(gap_s)
 
     async def _push(self) -> None:
-        """consumes: reports of this partition · produces: home's knowledge of them
-        waits for: something home lacks · woken by: the command that says it"""
+        """consumes: reports of this partition · produces: messages to the coordinator
+        waits for: unsent messages · woken by: the command that adds one"""
         index, beat_at = self.partition.index, 0.0
         while True:
             self._has_outgoing.clear()
@@ -129,10 +131,10 @@ class PartitionService:
             if not messages and self.process.clock() < beat_at:
                 await self.process.wait_for(self._has_outgoing, beat_at)
                 continue
-            await self.process.ledger.flush()  # home must never know what we could forget
+            await self.process.ledger.flush()  # only durable state may reach the coordinator
             answer = await self._coordinator.push(index, self._push_request(messages))
             beat_at = self.process.clock() + HEARTBEAT_S
-            self._link.acknowledged(answer.received)  # written with whatever comes next
+            self._link.acknowledged(answer.received)  # written with the next commit
             await asyncio.sleep(PUSH_INTERVAL_S)
 
     def _on_wake(self) -> None:
@@ -143,12 +145,14 @@ class PartitionService:
         return LinkPush(boot=self._boot, messages=messages, figures=self.figures())
 
     async def _pull(self) -> None:
-        """consumes: home's orders · produces: groups to run, versions, fates
-        waits for: home to have something new · woken by: its answer"""
+        """consumes: the coordinator's orders · produces: groups to run, versions, fates
+        waits for: new orders · woken by: the coordinator's response"""
         while True:
             answer = await self._pull_once(PULL_S)
             over = answer.finished and not answer.messages
-            await asyncio.sleep(1.0 if over else PUSH_INTERVAL_S)  # a finished run answers at once
+            await asyncio.sleep(
+                1.0 if over else PUSH_INTERVAL_S
+            )  # a finished run answers immediately
 
     async def _pull_once(self, wait_s: float) -> LinkPullAnswer:
         request = LinkPull(boot=self._boot, received=self._link.num_received, wait_s=wait_s)
@@ -161,7 +165,7 @@ class PartitionService:
         return answer
 
     async def _catch_up(self) -> bool:
-        """Hear all that home has said so far; False when home is away."""
+        """Receive everything the coordinator has sent so far; False when it is unreachable."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CATCH_UP_S):
                 while (await self._pull_once(0.0)).messages:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all sides of one service process share: its ledger, its clock, and the shape of a command.
+"""Shared by all handlers of one service process: its ledger, its clock, and how a command commits.
 
-One event loop owns all state. A command's synchronous part decides; its answer leaves only after
-the ledger's group commit. If storage fails the process ends, and its next life starts from what
-is on disk.
+One event loop owns all state. A command's synchronous part decides; its answer is sent only after
+the ledger's group commit. If storage fails, the process exits and the next one starts from the
+state on disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.errors import BadRequest
 MAX_WAIT_S = 30.0
 
 IsDisconnected = Callable[[], Awaitable[bool]]
-"""Has the caller of this request hung up?"""
+"""Whether the caller of this request has hung up."""
 
 
 async def never_disconnected() -> bool:
@@ -31,9 +31,9 @@ async def never_disconnected() -> bool:
 
 
 OnCommand = Callable[[float], None]
-"""Acts on what the commands of a turn changed, before it is written."""
+"""Acts on the changes of one event-loop turn, before they are written."""
 OnWrite = Callable[[Sequence[Record | Deletion]], Sequence[Record]]
-"""Sees all that is written, and may add to the same commit: running totals."""
+"""Sees all written records and may add to the same commit, such as running totals."""
 
 
 def _ignore_command(now: float) -> None:
@@ -62,27 +62,28 @@ class Process:
         self._on_command = on_command
         self._on_write = on_write
         self.waiting_since: dict[tuple[str, str], float] = {}
-        """(who, on what) to since when: polls that are held open."""
+        """Start time of each open poll, by (who, waiting for what)."""
         self._changed = asyncio.Event()
         self.on_wake: list[Callable[[], None]] = []
-        """For owners of many polls, who wake only those that it concerns."""
+        """Callbacks of owners of many polls, which wake only the affected ones."""
         self._pending: list[asyncio.Future[bool]] = []
-        """Commands of this turn of the event loop."""
+        """Commands of the current event-loop turn."""
         self._deferred: list[Callable[[], None]] = []
 
     async def settle(self) -> None:
-        """Act on what changed; return when all of it is durable."""
+        """Act on the changes; return when all of them are durable."""
         await self._commit_future()
 
     async def repeat(self) -> None:
-        """For an answer that may repeat an earlier decision: that one must be durable too."""
+        """As `settle`, for an answer that may repeat an earlier decision, which must be durable
+        too."""
         has_written = await self._commit_future()
-        if not has_written:  # a write of this turn comes after all earlier ones
+        if not has_written:  # writes are ordered, so this turn's write covers all earlier ones
             await self.ledger.flush()
 
     def _commit_future(self) -> asyncio.Future[bool]:
-        """Done when what this command did is durable, if it did anything. Commands of one turn of
-        the event loop are driven and written together: the fewer groups, the less each costs."""
+        """Done when the changes of this command are durable, if any. Commands of one event-loop
+        turn are processed and written together, because a commit group has a fixed cost."""
         loop = asyncio.get_running_loop()
         if not self._pending:
             loop.call_soon(self._end_turn)
@@ -100,7 +101,7 @@ class Process:
             durable = self.ledger.write([*records, *self._on_write(records)])
         except Exception as error:
             if not settling:
-                raise  # nobody to tell but the log
+                raise  # no caller waits, so log it
             return _fail(settling, error)
         durable.add_done_callback(partial(self._answer, settling))
         self.wake()
@@ -108,26 +109,26 @@ class Process:
     def _answer(
         self, settling: Sequence[asyncio.Future[bool]], durable: asyncio.Future[None] | None
     ) -> None:
-        """Let the commands of a turn go on; durable: what they wrote, if anything."""
+        """Resume the commands of a turn; durable: the future of their write, if any."""
         error = None if durable is None else durable.exception()
         if error is not None:
             return _fail(settling, error)
         for done in settling:
-            if not done.done():  # its caller may be gone
+            if not done.done():  # its caller may have been cancelled
                 done.set_result(durable is not None)
         if self._deferred:
             asyncio.get_running_loop().call_soon(self.run_deferred)
 
-    # --- what answers do not wait for ---------------------------------------------------------
+    # --- deferred work ---------------------------------------------------------
 
     def defer(self, act: Callable[[], None]) -> None:
-        """Act after the answers of this turn, or at the next `run_deferred()` if that comes
+        """Run `act` after the answers of this turn, or at the next `run_deferred()` if that comes
         first."""
         self._deferred.append(act)
 
     def run_deferred(self) -> None:
-        """Before a command that must find everything as if nothing had been put off. What is done
-        now is written in a turn that waits for no command: this one may be refused."""
+        """Run deferred work now, before a command that needs its effects. It is written separately
+        from the command, which may still be refused."""
         acts, self._deferred = self._deferred, []
         for act in acts:
             act()
@@ -142,19 +143,20 @@ class Process:
         return self._bounds.may_lease(self.ledger.usage())
 
     def require_room(self, num_bytes: int) -> None:
-        """429 or 507 when so much more has no room; asked before anything changes."""
+        """Raise 429 or 507 when there is no room for `num_bytes`; call it before changing
+        anything."""
         self._bounds.check_delivery(self.ledger.usage(), num_bytes)
 
     # --- polls that are held open -------------------------------------------------------------
 
     def poll_deadline(self, wait_s: float) -> float:
-        if not 0 <= wait_s <= 3600:  # also when it is no number
-            raise BadRequest(f"wait_s is {wait_s}; give 0 to 3600 seconds")
+        if not 0 <= wait_s <= 3600:  # also catches NaN
+            raise BadRequest(f"wait_s is {wait_s}; expected 0 to 3600 seconds")
         return self.clock() + min(wait_s, MAX_WAIT_S)
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set by the next command; take it before you look."""
+        """Set by the next command; get it before checking the state."""
         return self._changed
 
     def wake(self) -> None:
@@ -164,7 +166,7 @@ class Process:
             act()
 
     async def wait_for(self, change: asyncio.Event, give_up_at: float) -> None:
-        """consumes: nothing · produces: nothing · waits for: a command after the caller looked
+        """consumes: nothing · produces: nothing · waits for: a command after the caller's check
         woken by: `wake()`"""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, give_up_at - self.clock())):
@@ -178,6 +180,7 @@ def _fail(settling: Sequence[asyncio.Future[bool]], error: BaseException) -> Non
 
 
 def monotonic_clock() -> Callable[[], float]:
-    """Wall time at the start, then only forwards: a jump of the system clock moves no deadline."""
+    """Wall time at the start, then monotonic: a jump of the system clock does not move
+    deadlines."""
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as trainers fetch them: payload and the further columns, from wherever they lie, in pieces
-that are sent one by one.
+"""Rows as trainers fetch them: payload and additional columns from any store, streamed in pieces.
 
-Damage is contained to its record: that row is gone, every rank sees it masked, and all others are
-served. A record is whole by its checksum, and the row's because its trajectory names the row: a
-digest over all of it would cost more than all else, and readers hold it against the manifest's."""
+Damage is limited to its record: that row is unavailable, every rank masks it, and all others are
+sent. The record's checksum proves that it is intact, and the row id in its trajectory that it is
+the right row. A digest over the payload would cost more than everything else here; readers compare
+it with the manifest's."""
 
 from __future__ import annotations
 
@@ -30,52 +30,54 @@ log = structlog.get_logger(__name__)
 KEYS_PER_QUERY = 500
 """Row ids per query."""
 PIECE_BYTES = 2 << 20
-"""What is read, checked and sent at once."""
+"""Bytes read, checked and sent together."""
 MIN_INLINE_BYTES = 64
-"""Of a payload that can make room for saying that it is gone; no trajectory is shorter."""
+"""Smallest payload whose place can hold a notice that the row is unavailable; no trajectory is
+shorter."""
 MSGPACK_BIN32 = b"\xc6"
-"""How msgpack begins bytes: this, their number in four bytes, and then they follow."""
+"""Msgpack prefix of a byte string: this marker, the length in four bytes, then the bytes."""
 LOCATIONS_SQL = 'SELECT row_id, blob, segment, "offset", length FROM rows WHERE row_id IN :ids'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsQuery:
-    """Rows somebody asked for, in this order."""
+    """Requested rows, in this order."""
 
     row_ids: Sequence[RowId]
     columns: Sequence[str] = ()
-    """Further columns, by name."""
+    """Additional columns, by name."""
     remote_urls: Mapping[RowId, str] = field(default_factory=dict[RowId, str])
-    """Where rows of other partitions are to be fetched; empty: they are gone."""
+    """URL of rows in other partitions; empty: the row is lost."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _LocatedRow:
-    """What there is of a row."""
+    """Where the parts of a row are."""
 
     row_id: RowId
     frame: bytes
-    """Its RowPayload as msgpack, up to the bytes of the payload."""
+    """Its RowPayload as msgpack, up to the payload bytes."""
     place: Location | None = None
-    """None: it is gone or elsewhere."""
+    """None: unavailable, or in another partition."""
     blob: str = ""
     columns: tuple[ColumnRecord, ...] = ()
     num_bytes: int = 0
-    """Of its payload and columns."""
+    """Bytes of its payload and columns."""
     is_inline: bool = True
-    """No more than a payload, and that in the payload store: read to where it is sent from."""
+    """The row is only a payload in the payload store, which is read directly into the send
+    buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedPayloads:
-    """Rows that were looked up, to be sent in this order."""
+    """Located rows, to be sent in this order."""
 
     head: bytes
     rows: Sequence[_LocatedRow]
 
     @property
     def num_bytes(self) -> int | None:
-        """Of the whole answer; None when that is only known at its end."""
+        """Size of the response; None when it is only known at the end."""
         if not all(row.is_inline for row in self.rows):
             return None
         return len(self.head) + sum(len(row.frame) + row.num_bytes for row in self.rows)
@@ -87,7 +89,7 @@ class RowPayloads:
         self._blobs = blobs
 
     async def answer(self, wanted: RowsQuery) -> RowsAnswer:
-        """All of them in memory: for callers who cannot take pieces."""
+        """All rows in memory: for callers that cannot stream."""
         found = await self.find(wanted)
         return decode(b"".join([piece async for piece in self.pieces(found)]), RowsAnswer)
 
@@ -95,15 +97,15 @@ class RowPayloads:
         rows: list[_LocatedRow] = []
         for start in range(0, len(wanted.row_ids), KEYS_PER_QUERY):
             rows += self._find(wanted.row_ids[start : start + KEYS_PER_QUERY], wanted)
-            await asyncio.sleep(0)  # others have their turn in between
+            await asyncio.sleep(0)  # let other tasks run in between
         num_rows = msgspec.Raw(b"\xdd" + len(rows).to_bytes(4, "big"))
         return LocatedPayloads(
             head=encode({"columns": wanted.columns, "rows": num_rows}), rows=rows
         )
 
     async def pieces(self, found: LocatedPayloads) -> AsyncGenerator[bytes | memoryview]:
-        """A RowsAnswer as msgpack. What the system has in memory is read at once: a thread would
-        cost more than the reading. The rest is read in one."""
+        """A RowsAnswer as msgpack. Payload in the page cache is read inline, since a thread would
+        cost more than the read; the rest is read in a thread."""
         yield found.head
         for rows in _in_pieces(found.rows):
             try:
@@ -118,7 +120,9 @@ class RowPayloads:
         found: dict[str, _LocatedRow] = {}
         for row_id, blob, segment, offset, length in tables.rows(LOCATIONS_SQL, ids=local):
             if not 0 <= length <= MAX_BLOB_BYTES:
-                log.error("row is gone", row=row_id, reason=f"it cannot have {length} bytes")
+                log.error(
+                    "row unavailable", row=row_id, reason=f"invalid payload size of {length} bytes"
+                )
                 continue
             found[row_id] = _LocatedRow(
                 row_id=row_id,
@@ -183,7 +187,7 @@ class RowPayloads:
                 return store.read_into(place, payload, may_block=may_block)
             except StoreError:
                 if not may_block:
-                    raise BlockingIOError from None  # to look for it again is for a thread
+                    raise BlockingIOError from None  # a second lookup blocks
         elif not may_block:
             raise BlockingIOError
         payload[:] = self._read(row_id, place)
@@ -196,11 +200,11 @@ class RowPayloads:
             moved = [Location(segment=s, offset=o, length=n) for _, _, s, o, n in rows]
             if not moved or moved[0] == place or moved[0].length != place.length:
                 raise
-            return self._ledger.payloads.read(moved[0])  # compaction moved it after we looked
+            return self._ledger.payloads.read(moved[0])  # compaction moved it since the lookup
 
     def _payload(self, row: _LocatedRow) -> RowPayload:
         try:
-            assert row.place is not None, "a row that is not here is plain"
+            assert row.place is not None, "an unavailable row is inline"
             blob, place = row.blob, row.place
             payload = self._blobs.read(blob) if blob else self._read(row.row_id, place)
             if row.row_id.encode() not in payload:
@@ -208,7 +212,7 @@ class RowPayloads:
             columns = {column.name: self._value(column) for column in row.columns}
             return RowPayload(row_id=row.row_id, payload=payload, columns=columns)
         except (StoreError, NotFound) as error:
-            log.error("row is gone", row=row.row_id, reason=str(error))
+            log.error("row unavailable", row=row.row_id, reason=str(error))
             return RowPayload(row_id=row.row_id, payload=None)
 
     def _value(self, column: ColumnRecord) -> bytes:
@@ -219,7 +223,7 @@ class RowPayloads:
 
 
 def _in_pieces(found: Sequence[_LocatedRow]) -> Iterator[list[_LocatedRow]]:
-    """In order; plain rows and others are not mixed."""
+    """In order; inline rows and others are never in one piece."""
     rows: list[_LocatedRow] = []
     size = 0
     for row in found:
@@ -237,12 +241,12 @@ def _frame(row_id: RowId, *, at: str = "", **last: msgspec.Raw | None) -> bytes:
 
 
 def _wrong_row(row_id: RowId) -> StoreError:
-    return StoreError(f"row {row_id} is damaged: other bytes lie where it should be")
+    return StoreError(f"row {row_id} is damaged: its location holds other bytes")
 
 
 def _missing_row(row_id: RowId, error: Exception, size: int) -> bytes:
-    """A RowPayload without payload, of the size that was announced."""
-    log.error("row is gone", row=row_id, reason=str(error))
+    """A RowPayload without payload, padded to the announced size."""
+    log.error("row unavailable", row=row_id, reason=str(error))
     empty = len(_frame(row_id, payload=None, filler=msgspec.Raw(MSGPACK_BIN32 + bytes(4))))
     filler = msgspec.Raw(MSGPACK_BIN32 + (size - empty).to_bytes(4, "big") + bytes(size - empty))
     return _frame(row_id, payload=None, filler=filler)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP surface of the dataflow service: home with partition 0, or a further partition alone."""
+"""HTTP server of the dataflow service: the coordinator with partition 0, or another partition
+alone."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ from penstock.wire.serving import Tls, server, tune_memory
 log = structlog.get_logger(__name__)
 
 BEFORE_RESTORE = frozenset({("POST", "/v1/leases"), ("PUT", "/v1/nodes/{node_id}")})
-"""Answered before a service is whole: they ask the partition alone, and end nothing."""
+"""Answered before the restore is complete: they need only the partition and end no group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ class ServiceRoutes:
                 path="/v1/status",
                 handler=self.status,
                 roles=READERS,
-                summary="State of the run, and who waits for whom.",
+                summary="State of the run, and what it is waiting for.",
                 response=Status,
             ),
             Route(
@@ -120,7 +121,7 @@ class ServiceRoutes:
                 path="/v1/report",
                 handler=self.report,
                 roles=READERS,
-                summary="Who waits for whom, what is wasted, and how large the pool should be.",
+                summary="Waiting times, wasted work, and the recommended number of nodes.",
                 response=BalanceReport,
             ),
             Route(
@@ -128,7 +129,7 @@ class ServiceRoutes:
                 path="/v1/versions",
                 handler=self.versions,
                 roles=READERS,
-                summary="Published versions that somebody may still ask the weight store for.",
+                summary="Published versions that may still be requested from the weight store.",
                 response=VersionsInUse,
             ),
             Route(
@@ -136,7 +137,7 @@ class ServiceRoutes:
                 path="/v1/explain/{id}",
                 handler=self.explain,
                 roles=READERS,
-                summary="Why a task was skipped, a row dropped, a batch composed so.",
+                summary="Explain a skipped task, a dropped row, or the composition of a batch.",
                 response=Explanation,
             ),
             Route(
@@ -144,7 +145,7 @@ class ServiceRoutes:
                 path="/v1/sessions/{session}",
                 handler=self.forget,
                 roles=OPERATORS,
-                summary="Forget a session: out of what is not trained, masked in what is sealed.",
+                summary="Forget a session: remove it if untrained, mask it in sealed batches.",
                 response=ForgetSessionAnswer,
             ),
             Route(
@@ -158,7 +159,7 @@ class ServiceRoutes:
 
 
 def _after_restore(route: Route, is_restored: asyncio.Event) -> Route:
-    """The same, held open until the service is whole."""
+    """The same route, held open until the restore is complete."""
 
     async def handler(call: Call) -> object:
         await is_restored.wait()
@@ -177,7 +178,7 @@ def surface(service: DataflowService, config: RunConfig, weights_url: str) -> Se
 
 
 def build_server(surface: ServiceRoutes, verifier: Verifier) -> Starlette:
-    """Home and its partition as an app, with their timers inside its lifespan."""
+    """The coordinator and its partition as an app that runs their timers in its lifespan."""
     service = surface.service
     return _app(surface.routes(), service, service.run_timers, verifier, "penstock dataflow")
 
@@ -207,12 +208,14 @@ def _app(
     verifier: Verifier,
     title: str,
 ) -> Starlette:
-    """A loop or a disk that fails ends the process aloud."""
+    """A failed loop or disk ends the process with an error."""
 
     def ended(running: asyncio.Task[None]) -> None:
         error = None if running.cancelled() else running.exception()
-        if error is not None and not isinstance(error, StoreError):  # the ledger told of those
-            service.process.ledger.on_failure(StoreError(f"the service's loops ended: {error!r}"))
+        if error is not None and not isinstance(error, StoreError):  # the ledger has reported those
+            service.process.ledger.on_failure(
+                StoreError(f"a loop of the service failed: {error!r}")
+            )
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -238,7 +241,7 @@ async def serve_dataflow(
     verifier: Verifier,
     tls: Tls | None = None,
 ) -> None:
-    """Serve one run until told to stop; raises StoreError when storage failed."""
+    """Serve one run until stopped; raises StoreError when storage failed."""
     failures = _StorageFailures()
     service = begin(config, run_dir / "ledger", on_failure=failures)
     app = build_server(surface(service, config, weights_url), verifier)
@@ -260,7 +263,7 @@ async def serve_partition(
     verifier: Verifier,
     tls: Tls | None = None,
 ) -> None:
-    """Serve one further partition of a run until told to stop."""
+    """Serve one additional partition of a run until stopped."""
     coordinator = CoordinatorClient(coordinator_url, token)
     folder = partition_folder(run_dir / "ledger", index)
     failures = _StorageFailures()
@@ -271,14 +274,14 @@ async def serve_partition(
 
 
 class _StorageFailures:
-    """Errors of the ledger after which this process must end."""
+    """Ledger errors after which this process must exit."""
 
     def __init__(self) -> None:
         self.errors: list[StoreError] = []
         self.has_failed = asyncio.Event()
 
     def __call__(self, error: StoreError) -> None:
-        log.error("storage failed; this service ends and acknowledges nothing more", why=str(error))
+        log.error("storage failed; service exits and acknowledges nothing more", why=str(error))
         self.errors.append(error)
         self.has_failed.set()
 

@@ -44,7 +44,7 @@ def test_an_upload_is_resumed_and_named_at_the_end(store: BlobStore) -> None:
 
 def test_other_bytes_than_named_are_not_kept(store: BlobStore) -> None:
     upload(store, DATA[:-1] + b"!", DIGEST)
-    with pytest.raises(BadRequest, match="begin again at 0"):
+    with pytest.raises(BadRequest, match="start again at offset 0"):
         store.finish(DIGEST, len(DATA))
     assert store.held(DIGEST) == (0, False)
     upload(store, DATA, DIGEST, end=10)
@@ -53,7 +53,7 @@ def test_other_bytes_than_named_are_not_kept(store: BlobStore) -> None:
 
 
 def test_no_holes_no_strange_names_no_endless_ones(store: BlobStore, tmp_path: Path) -> None:
-    with pytest.raises(Conflict, match="go on from 0"):
+    with pytest.raises(Conflict, match="continue at offset 0"):
         store.begin(DIGEST, 10, 100)
     for name in ("", "../../etc/passwd", DIGEST.upper(), DIGEST[:-1] + "/"):
         with pytest.raises(BadRequest, match="BLAKE3"):

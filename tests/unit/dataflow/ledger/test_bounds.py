@@ -73,7 +73,7 @@ def test_fuller_never_allows_more(queued: int, free: int, more: int) -> None:
 def test_marks_that_contradict_are_refused() -> None:
     with pytest.raises(ValueError, match="memory mark"):
         StorageLimits(max_queued_bytes=1, high_water_queued_bytes=2)
-    with pytest.raises(ValueError, match="disk mark"):
+    with pytest.raises(ValueError, match="low_water_free_bytes"):
         StorageLimits(min_free_bytes=2, low_water_free_bytes=1)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of rollout nodes: joining, leases, turns, deliveries."""
+"""Calls of rollout nodes: registration, leases, turns, deliveries."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rollout nodes ask of a partition: join, beat, lease, deliver, leave. No HTTP here.
+"""Commands of rollout nodes at a partition: register, heartbeat, lease, deliver, leave. No HTTP.
 
 Each command runs the core, makes its records durable, then answers."""
 
@@ -37,10 +37,10 @@ log = structlog.get_logger(__name__)
 MAX_DELIVERIES = 10_000
 MAX_CALL_BYTES = 64 << 20
 MAX_ROW_BYTES = 256 << 20
-"""Of one trajectory; 100,000 tokens are about 1 MB."""
+"""Limit for one trajectory; 100,000 tokens are about 1 MB."""
 RATE_WINDOW_S = 10.0
 CatchUpWithCoordinator = Callable[[], Awaitable[bool]]
-"""Hear all that home has said so far; False when it is away."""
+"""Receive everything the coordinator has sent so far; False when it is unreachable."""
 INITIAL_COLUMNS = (TURNS,)
 INITIAL_COLUMNS_SCORED = (TURNS, REWARD)
 
@@ -54,11 +54,11 @@ class NodeHandlers:
         is_finished: Callable[[], bool],
         catch_up: CatchUpWithCoordinator | None = None,
     ) -> None:
-        """`catch_up`: where home is in another process."""
+        """`catch_up`: given when the coordinator runs in another process."""
         self.trajectories = 0
         self.sampled_tokens = 0
         self.failed_tokens = 0
-        """Of attempts that came to nothing."""
+        """Tokens of failed attempts."""
         self.tokens_seen: deque[tuple[float, int]] = deque()
         self._process = process
         self._host = host
@@ -77,11 +77,11 @@ class NodeHandlers:
         self._sent_versions: dict[NodeId, tuple[PublishedVersion, ...]] = {}
         self._polls = PollQueue()
         self._session_polls = PollQueue()
-        """Of nodes that serve agents from outside: other slots are for them."""
+        """Polls of nodes that serve external agents; they lease other slots."""
         self._num_offered = 0
-        """By the partition, when polls were last told."""
+        """Slots on offer when polls were last woken."""
         self._last_orders: tuple[tuple[PublishedVersion, ...], bool] = ((), False)
-        """Wanted versions, and whether the run is finished, when polls were last told."""
+        """Target versions, and whether the run is finished, when polls were last woken."""
         process.on_wake.append(self._on_wake)
 
     # --- membership ---------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class NodeHandlers:
         process = self._process
         give_up_at = process.poll_deadline(body.wait_s)
         if not 0 < len(body.request_id) <= 128:
-            raise BadRequest("request_id has 1 to 128 characters")
+            raise BadRequest("request_id must have 1 to 128 characters")
         self._partition.ask(body.node_id, body.boot_id, body.request_id, process.clock())
         is_session_gateway = self._partition.nodes[body.node_id].is_session_gateway
         polls = self._session_polls if is_session_gateway else self._polls
@@ -137,7 +137,7 @@ class NodeHandlers:
                 polls.mark_checked(poll)
                 answer = await self._try_lease(body)
                 if answer.grants:
-                    polls.call(body.node_id)  # the same request may have come twice
+                    polls.call(body.node_id)  # the same request may have arrived twice
                     return answer
                 if answer.orders.drain or answer.orders.stop:
                     return answer
@@ -150,14 +150,14 @@ class NodeHandlers:
                 self._offer()
                 await polls.wait(poll, give_up_at - now)
                 if await is_disconnected():
-                    return answer  # a grant now would be held by nobody
+                    return answer  # the caller hung up; a grant would have no holder
         finally:
             process.waiting_since.pop(key, None)
             polls.mark_checked(poll)
             self._offer()
 
     def _on_wake(self) -> None:
-        """A command changed something: call the polls that it may concern."""
+        """Wake the polls that a command may affect."""
         orders = (self._host.partition.target_versions, self._is_finished())
         if orders != self._last_orders:
             self._last_orders = orders
@@ -177,7 +177,7 @@ class NodeHandlers:
         self._session_polls.mark_new_work()
 
     def _offer(self) -> None:
-        """What is left goes to polls that did not see it yet."""
+        """Offer the remaining slots to polls that have not checked since."""
         partition = self._partition
         num_sessions = partition.num_waiting_sessions
         for polls, num_waiting in (
@@ -188,7 +188,7 @@ class NodeHandlers:
                 polls.offer(num_waiting)
 
     def tick(self) -> None:
-        """What changes without a command: room on the disk, how much a slow node may hold."""
+        """React to changes without a command: disk space, the lease limit of a slow node."""
         self.turns.tick()
         self._tell()
         self._on_wake()
@@ -207,7 +207,7 @@ class NodeHandlers:
         tasks = tuple(self._partition.groups[group_id].task for group_id in groups)
         wanted = self._sent_versions.get(body.node_id)
         if grants:
-            await process.repeat()  # a repeated request's first answer may be lost
+            await process.repeat()  # the first answer to a repeated request may be lost
             wanted = None
         finished = self._is_finished()
         return LeaseAnswer(
@@ -219,7 +219,8 @@ class NodeHandlers:
         )
 
     def _live_now(self, body: LeaseRequest) -> tuple[LiveVersion, ...]:
-        """What the node serves by its newest word: a heartbeat may overtake a held request."""
+        """Versions the node serves by its latest report: a heartbeat may overtake a held
+        request."""
         node = self._partition.nodes.get(body.node_id)
         newest: dict[PolicyName, LiveVersion] = {}
         for version in (*body.live, *(node.live if node is not None else ())):
@@ -243,7 +244,7 @@ class NodeHandlers:
         results += [self.intake.release(body.node_id, row_id, now) for row_id in body.released]
         await self._process.settle()
         if any(result.status is DeliveryStatus.FENCED for result in results):
-            await self._process.ledger.flush()  # its first copy may be committing just now
+            await self._process.ledger.flush()  # its first copy may be committing right now
             payloads = {delivery.row_id: delivery.payload for delivery in deliveries}
             results = [self.intake.recheck_fenced(result, payloads) for result in results]
         return DeliveryAnswer(results=tuple(results), durability=self._process.ledger.durability)
@@ -262,12 +263,15 @@ class NodeHandlers:
     async def _retry_unknown_versions(
         self, node_id: NodeId, deliveries: Sequence[Delivery], taken: Sequence[IntakeResult]
     ) -> list[IntakeResult]:
-        """Weights may reach a node before the news of them reaches this partition: ask home."""
-        assert self._catch_up is not None, "who shares home's memory is never early"
+        """Weights may reach a node before this partition learns of the version: catch up with the
+        coordinator."""
+        assert self._catch_up is not None, (
+            "a partition in the coordinator's process knows all versions"
+        )
         if not await self._catch_up():
-            raise Busy(  # what was taken is found as a duplicate by the next try
-                "home is away, and only home can say whether the versions of these rows were "
-                "published; try again, their leases stand",
+            raise Busy(  # rows accepted so far are duplicates on the next try
+                "the coordinator is unreachable, so the versions of these rows cannot be "
+                "checked; try again, their leases stay valid",
                 retry_after_s=1.0,
             )
         early = [d for d, item in zip(deliveries, taken, strict=True) if item.is_unknown_version]
@@ -275,19 +279,20 @@ class NodeHandlers:
         return [next(again) if item.is_unknown_version else item for item in taken]
 
     def _require_room(self, deliveries: Sequence[Delivery]) -> None:
-        """Blobs count too: they are read to be judged, so a call could name more than memory."""
+        """Count blobs too: validation reads them into memory."""
         if not deliveries:
             return
         sizes = [self._rows.blobs.claim(d.blob) if d.blob else len(d.payload) for d in deliveries]
         if (sum(sizes) > MAX_CALL_BYTES and len(sizes) > 1) or max(sizes) > MAX_ROW_BYTES:
             raise TooLarge(
-                f"these deliveries have {sum(sizes)} bytes; a call takes {MAX_CALL_BYTES}, blobs "
-                f"included, and a trajectory {MAX_ROW_BYTES}: send fewer at a time"
+                f"these deliveries have {sum(sizes)} bytes; the limit per call is "
+                f"{MAX_CALL_BYTES}, blobs included, and per trajectory {MAX_ROW_BYTES}: "
+                "send fewer at a time"
             )
         self._process.require_room(sum(sizes))
 
     async def _fetched(self, delivery: Delivery) -> Delivery:
-        """With the payload that went ahead as a blob, read off the event loop."""
+        """The delivery with its payload read from the uploaded blob, off the event loop."""
         if not delivery.blob:
             return delivery
         read = self._rows.blobs.read

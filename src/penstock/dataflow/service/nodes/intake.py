@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deliveries: from the bytes a node sends to a row under a held lease, or to the reason why not.
+"""Turns a delivery into a stored row under a valid lease, or into the reason for refusing it.
 
-Decodes, validates and places payload. Trusts nothing but the lease; decides nothing about groups.
+Decodes, validates and places payload. Trusts only the lease; decides nothing about groups.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class IntakeResult:
 
     result: DeliveryResult
     row: RowRecord | None = None
-    """What was stored, if anything was."""
+    """The stored row, if any."""
     tokens: int = 0
     is_failure: bool = False
     reason: str = ""
-    """Of a failure."""
+    """Reason of a failure."""
     is_released: bool = False
-    """The attempt was given up on purpose; its slot waits as before."""
+    """The attempt was released on purpose; its slot waits for another node."""
     is_unknown_version: bool = False
-    """It names a version that home may know and this partition does not: nothing was decided."""
+    """It names a version that only the coordinator may know: nothing was decided."""
 
 
 class DeliveryIntake:
@@ -50,7 +50,7 @@ class DeliveryIntake:
         next_arrival: Callable[[], int],
         is_scored: bool = True,
     ) -> None:
-        """`is_scored`: nodes give the reward, no stage does."""
+        """`is_scored`: nodes give the reward, not a stage."""
         self._partition = partition
         self._ledger = ledger
         self._is_published = is_published
@@ -60,7 +60,7 @@ class DeliveryIntake:
     def take(
         self, node_id: NodeId, delivery: Delivery, now: float, *, is_authoritative: bool = True
     ) -> IntakeResult:
-        """`is_authoritative`: a version that is not known here was never published."""
+        """`is_authoritative`: a version unknown here was never published."""
         try:
             group_id, slot, epoch = parse_row_id(delivery.row_id)
             if not self._partition.holds(node_id, group_id, slot, epoch):
@@ -76,16 +76,16 @@ class DeliveryIntake:
         return self._store(delivery, *judged, now)
 
     def _judge(self, node_id: NodeId, delivery: Delivery) -> tuple[Trajectory, RowSummary] | str:
-        """The sound record behind these bytes, or what is wrong with it."""
+        """The valid trajectory in this payload, or the reason it is invalid."""
         try:
             trajectory = decode_zero_copy(delivery.payload, Trajectory)
         except BadRequest as error:
             return str(error)
         named = row_id(trajectory.group_id, trajectory.slot, trajectory.epoch)
         if not (trajectory.row_id == named == delivery.row_id and trajectory.node_id == node_id):
-            return f"the record is {named} of {trajectory.node_id}, not what the lease names"
+            return f"the trajectory is {named} of {trajectory.node_id}, not the row of the lease"
         if trajectory.boot_id not in ("", self._partition.nodes[node_id].record.boot_id):
-            return f"the record is of session {trajectory.boot_id[:128]}, not of the lease's"
+            return f"the trajectory has boot_id {trajectory.boot_id[:128]}, the lease another one"
         digest = blake3(delivery.payload).hexdigest()
         summary = validate.summarise(
             trajectory, digest, self._is_published, is_scored=self._is_scored
@@ -127,7 +127,7 @@ class DeliveryIntake:
         )
 
     def release(self, node_id: NodeId, name: RowId, now: float) -> DeliveryResult:
-        """Hand back a slot, named by the row it would have become."""
+        """Release a slot, named by the row it would have become."""
         try:
             group_id, slot, epoch = parse_row_id(name)
         except BadRequest as error:
@@ -139,7 +139,7 @@ class DeliveryIntake:
     def recheck_fenced(
         self, result: DeliveryResult, payloads: Mapping[RowId, memoryview]
     ) -> DeliveryResult:
-        """No lease stands behind it: the same bytes were stored before, others, or it is late."""
+        """Without a valid lease: a duplicate, a conflict with stored bytes, or too late."""
         payload = payloads.get(result.row_id)
         known = None if payload is None else self._ledger.row(result.row_id)
         if result.status is not DeliveryStatus.FENCED or payload is None or known is None:
@@ -157,8 +157,8 @@ def parse_row_id(text: RowId) -> tuple[GroupId, int, int]:
     group_id, _, rest = text.partition(".")
     slot, _, epoch = rest.partition(".")
     if not (len(text) <= 128 and text.isascii() and slot.isdecimal() and epoch.isdecimal()):
-        raise BadRequest(f"{text[:128]!r} is no row id; it reads GROUP.SLOT.EPOCH")
+        raise BadRequest(f"invalid row id {text[:128]!r}; expected GROUP.SLOT.EPOCH")
     parts = GroupId(group_id), int(slot), int(epoch)
     if row_id(*parts) != text:
-        raise BadRequest(f"{text!r} is not written as the lease names it: {row_id(*parts)}")
+        raise BadRequest(f"row id {text!r} is not canonical; write {row_id(*parts)}")
     return parts

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of the dataflow service's HTTP calls: the contract that any rollout node or trainer may
-speak.
+"""Request and response bodies of rollout nodes' calls: the contract for any rollout node.
 
-Owns shapes only. Every mutating call carries an id chosen by its caller; repeating it changes
-nothing.
+Owns shapes only. Every mutating call carries an id chosen by its caller; repeating it is a no-op.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ from penstock.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """How long a run waits for agents from outside."""
+    """How long a run waits for external agents."""
 
     reward_deadline_s: float
-    """From the opening of a session until its reward must be there."""
+    """From the start of a session to the deadline for its reward."""
     idle_s: float
-    """Without a call for so long a session has ended."""
+    """A session ends after `idle_s` without a call."""
     default_reward: float | None
-    """Of a session for which none came; None: it is never trained."""
+    """Reward of a session that got none; None: do not train on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,55 +41,55 @@ class SharedBaseModel:
 
     policies: tuple[PolicyName, ...]
     rank: int
-    """The largest of their adapters."""
+    """Rank of their largest adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What a node must know of the run; a joiner needs nothing but the URL and a token."""
+    """Everything a node needs to know about the run; to join, it needs only the URL and a token."""
 
     run: str
     policies: tuple[PolicyName, ...]
     workflow: str
-    """A name, `module:function`, or a JSON list of words for an external program."""
+    """A name, `module:function`, or the JSON argument list of an external program."""
     reward: str
-    """`module:function`, or empty when the workflow scores by itself."""
+    """`module:function`, or empty when the workflow computes the reward."""
     sampling: SamplingSpec
     engine: str
     """Engine kind for each policy of the run."""
     torch_threads: int
     start_to_close_s: float
     transfer: Literal["auto", "delta", "full"] = "auto"
-    """How a node fetches weights: whole, as changes, or as is sooner."""
+    """How a node fetches weights: in full, as deltas, or whichever is faster."""
     engine_options: tuple[str, ...] = ()
-    """More words for an engine that is a program of its own."""
+    """Additional arguments for an engine that is a separate program."""
     is_scored: bool = True
-    """Nodes give the reward; false when a stage does, and rows come without one."""
+    """Nodes give the reward; false when a stage does and nodes deliver rows without one."""
     session: SessionSpec | None = None
-    """Of runs that learn from agents outside of them."""
+    """For runs that learn from external agents."""
     is_deterministic: bool = False
-    """An answer's bits may not depend on what else is decoded with it."""
+    """Sampled bits must not depend on the other requests in the decoding batch."""
     adapters: tuple[SharedBaseModel, ...] = ()
-    """Policies that train adapters, by base."""
+    """Policies that train adapters, by base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDirectives:
-    """Rides on every answer to a node."""
+    """Part of every response to a node."""
 
     wanted: tuple[PublishedVersion, ...]
     """Versions the node should load; empty until the trainer published number 0."""
     drain: bool = False
-    """Finish or hand back what you hold, then leave: the run has ended or you were drained."""
+    """Finish or release your leases, then leave: the run has ended or the node is being drained."""
     finished: bool = False
-    """The whole run is complete."""
+    """The run is complete."""
     stop: tuple[RowId, ...] = ()
-    """Leases of this node that were ended: a result would be refused, so stop working on it."""
+    """Leases of this node that have ended: stop that work, its results would be refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionAddress:
-    """A data partition in a process of its own; nodes and trainers go to it directly."""
+    """A data partition in a separate process; nodes and trainers call it directly."""
 
     index: int
     url: str
@@ -103,15 +101,15 @@ class RegisterAnswer:
     weights_url: str
     heartbeat_s: float
     ttl_s: float
-    """Leases of a node that is silent for so long are given to others."""
+    """A node's leases expire after `ttl_s` without a heartbeat."""
     facts: RunInfo
     partitions: tuple[PartitionAddress, ...] = ()
-    """Further partitions, to be joined, asked and beaten to in the same way."""
+    """Additional partitions; register, lease and send heartbeats there too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """`PUT /v1/nodes/{id}`: renews all leases of the node at once."""
+    """`PUT /v1/nodes/{id}`: renews all leases of the node."""
 
     boot_id: str
     state: NodeState
@@ -131,10 +129,10 @@ class HeartbeatAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
-    """`POST /v1/leases`: up to n slots; held open for `wait_s` when there is no work."""
+    """`POST /v1/leases`: lease up to n slots; held open for `wait_s` when there is no work."""
 
     request_id: str
-    """A repeated request gets the same grants, so an answer lost on the way loses nothing."""
+    """A repeated request gets the same grants, so a lost response loses nothing."""
     node_id: NodeId
     boot_id: str
     max_slots: int
@@ -156,7 +154,7 @@ class RecordedTurn:
     row_id: RowId
     """The row that the attempt will become."""
     index: int
-    """Among the turns of this attempt."""
+    """Position among the turns of this attempt."""
     turn: Turn
     is_reused: bool = False
     """An earlier attempt generated it."""
@@ -177,11 +175,11 @@ class TurnsAnswer:
 class Delivery:
     row_id: RowId
     payload: memoryview
-    """A msgpack Trajectory, stored and served byte for byte; where it arrives, a view of the call's
-    body."""
+    """A msgpack Trajectory, stored and sent to trainers byte for byte; on the receiving side a view
+    of the request body."""
     blob: str = ""
-    """Digest under which a payload above 1 MB went ahead by `PUT /v1/blobs/{digest}`; `payload` is
-    empty then."""
+    """Digest of a payload above 1 MB, uploaded before by `PUT /v1/blobs/{digest}`; `payload` is
+    then empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +190,7 @@ class DeliveryRequest:
     boot_id: str
     deliveries: tuple[Delivery, ...]
     released: tuple[RowId, ...] = ()
-    """Slots handed back without a result, by the row id they would have had."""
+    """Slots released without a result, by the row id they would have had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,4 +210,4 @@ class DeliveryAnswer:
 # --- trainers ---------------------------------------------------------------------------------
 
 
-# --- people -----------------------------------------------------------------------------------
+# --- operators -----------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lease requests that are held open, in the order in which they last looked for work in vain.
+"""Lease requests that are held open, ordered by when they last found no work.
 
-Thousands may wait while hundreds of commands come each second, so a command wakes only those for
-whom there may be something. Knows nothing of leases: its owner says when to call whom."""
+Thousands may wait while hundreds of commands arrive each second, so a command wakes only the polls
+it may have work for. Knows nothing of leases: its owner decides which polls to wake."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Poll:
     node_id: NodeId
     max_slots: int
     seen: int = -1
-    """The news at which it last looked."""
+    """Counter of new work when it last checked."""
     num_reserved: int = 0
-    """Slots it was called for and did not look at yet."""
+    """Slots it was woken for and has not checked yet."""
     called: asyncio.Future[None] | None = None
 
 
@@ -35,18 +35,18 @@ class PollQueue:
         return len(self._queue)
 
     def mark_new_work(self) -> None:
-        """There is something new: polls that looked before may look again."""
+        """Announce new work: polls that checked before may check again."""
         self._work_version += 1
 
     def mark_checked(self, poll: Poll) -> None:
-        """It looks now, or gives up."""
+        """The poll checks now, or gives up."""
         poll.seen = self._work_version
         self._num_reserved -= poll.num_reserved
         poll.num_reserved = 0
 
     def offer(self, num_slots: int) -> None:
-        """So many are to be had: call as many polls as may take them, the longest waiting first,
-        and none that looked since the last news."""
+        """`num_slots` are available: wake enough polls to take them, longest waiting first, and
+        none that checked since the last new work."""
         while self._queue and self._num_reserved < num_slots:
             poll = next(iter(self._queue))
             if poll.seen == self._work_version:
@@ -56,7 +56,7 @@ class PollQueue:
             self._call(poll)
 
     def call(self, node_id: NodeId) -> None:
-        """All polls of this node."""
+        """Wake all polls of this node."""
         for poll in [*self._of_node.get(node_id, ())]:
             self._call(poll)
 
@@ -65,7 +65,7 @@ class PollQueue:
             self._call(poll)
 
     async def wait(self, poll: Poll, at_most_s: float) -> None:
-        """consumes: nothing · produces: nothing · waits for: a call, or the end of its time
+        """consumes: nothing · produces: nothing · waits for: a wake-up, or its timeout
         woken by: `offer`, `call`, `wake_all`"""
         loop = asyncio.get_running_loop()
         poll.called = loop.create_future()

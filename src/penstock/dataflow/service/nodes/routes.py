@@ -38,12 +38,14 @@ class NodeRoutes:
     weights_url: str
     ttl_s: float
     partitions: Callable[[], tuple[PartitionAddress, ...]] = tuple
-    """Where else a node should go."""
+    """Additional partitions for a node."""
 
     async def register(self, call: Call) -> RegisterAnswer:
         body: RegisterRequest = call.body
         if not 0 < body.capacity <= 100_000 or not _is_name(body.node_id):
-            raise BadRequest("node_id is [A-Za-z0-9._-]{1,128}, capacity 1 to 100,000")
+            raise BadRequest(
+                "node_id must match [A-Za-z0-9._-]{1,128}, capacity must be 1 to 100,000"
+            )
         return RegisterAnswer(
             orders=await self.nodes.register(body),
             weights_url=self.weights_url,
@@ -84,7 +86,7 @@ class NodeRoutes:
                 path="/v1/nodes",
                 handler=self.register,
                 roles=NODES,
-                summary="Join the run, or start a new life of a known node.",
+                summary="Register a node, or a new process of a known node.",
                 request=RegisterRequest,
                 response=RegisterAnswer,
             ),
@@ -102,7 +104,7 @@ class NodeRoutes:
                 path="/v1/nodes/{node_id}",
                 handler=self.leave,
                 roles=NODES,
-                summary="Leave; what the node held is given to others at once.",
+                summary="Leave the run; the node's leases go to other nodes immediately.",
                 response=Ack,
                 query=("boot_id",),
             ),
@@ -130,7 +132,7 @@ class NodeRoutes:
                 path="/v1/turns",
                 handler=self.record,
                 roles=NODES,
-                summary="Tell finished turns of running attempts; kept in memory, for a retry.",
+                summary="Report finished turns of running attempts; kept in memory for a retry.",
                 request=RecordRequest,
                 response=Ack,
                 max_body_bytes=DELIVERY_BYTES,
@@ -140,7 +142,7 @@ class NodeRoutes:
                 path="/v1/turns/{row_id}",
                 handler=self.recorded,
                 roles=NODES,
-                summary="What earlier attempts at a leased slot left, to be served again.",
+                summary="Turns of earlier attempts at a leased slot, for reuse.",
                 response=TurnsAnswer,
                 query=("node_id",),
             ),

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of attempts that still run, kept for whoever must run them again.
+"""Turns of running attempts, kept for a retry.
 
-In memory only (class D0): what is lost here is generated again, never missed. A retry is offered
-what the fullest earlier attempt at its slot recorded; the second retry without the last turn, which
-may be what killed it; the final one starts clean. Turns too old for the next batch are not offered.
+In memory only (class D0): lost turns are generated again. A retry is offered the turns of the
+longest earlier attempt at its slot; the second retry gets them without the last turn, which may
+have caused the failure; the final one starts clean. Turns too old for the next batch are not
+offered.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ class Salvage:
         return len(self._slots)
 
     def record(self, slot: Slot, epoch: int, index: int, turn: Turn) -> bool:
-        """Turn number `index` of an attempt; False for one that was told before, or comes too
-        early because another was lost."""
+        """Keep turn number `index` of an attempt; False if it is already recorded, or follows a
+        turn that was lost."""
         recorded = self._slots.setdefault(slot, _Recorded())
         turns = recorded.attempts.setdefault(epoch, [])
         if index != len(turns):
             return False
         turns.append(turn)
-        size = len(encode(turn))  # all of it: a schema or a stop string may be long, too
+        size = len(encode(turn))  # count everything: a schema or a stop string may be long, too
         recorded.num_bytes += size
         self._num_bytes += size
         self._slots.move_to_end(slot)
@@ -59,7 +60,7 @@ class Salvage:
         return True
 
     def offer(self, slot: Slot, epoch: int, attempt: int) -> Sequence[Turn]:
-        """What the attempt with this lease may be served, in the order it was recorded."""
+        """Turns that the attempt with this lease may reuse, in recorded order."""
         recorded = self._slots.get(slot)
         if recorded is None or 1 < attempt == self._max_attempts:
             return ()
@@ -73,13 +74,13 @@ class Salvage:
         return turns
 
     def forget(self, slot: Slot) -> None:
-        """It was delivered, or failed by its own doing."""
+        """The slot was delivered, or the attempt failed by its own fault."""
         recorded = self._slots.pop(slot, None)
         if recorded is not None:
             self._num_bytes -= recorded.num_bytes
 
     def retain(self, groups: Container[GroupId]) -> None:
-        """Others have ended."""
+        """Keep only these groups; the others have ended."""
         for slot in [slot for slot in self._slots if slot[0] not in groups]:
             self.forget(slot)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of running attempts: told by the node that holds the lease, offered to the next one that
-does. Nothing here is durable, and nothing waits for it."""
+"""Turns of running attempts: reported by the node that holds the lease, offered to its next holder.
+Nothing here is durable, and nothing waits for it."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class TurnHandlers:
         self._salvage = Salvage(partition.gate, max_attempts=partition.max_attempts)
 
     def record(self, body: RecordRequest) -> None:
-        """Keep what belongs to a held lease; the rest comes too late and is let go."""
-        for told in body.turns:
-            group_id, slot, epoch = parse_row_id(told.row_id)
+        """Keep turns of valid leases; the others are too late and are ignored."""
+        for recorded in body.turns:
+            group_id, slot, epoch = parse_row_id(recorded.row_id)
             if not self._partition.holds(body.node_id, group_id, slot, epoch):
                 continue
-            if wrong := check_turn(told.turn, told.index):
-                raise BadRequest(f"turn {told.index} of {told.row_id}: {wrong}")
-            is_new = self._salvage.record((group_id, slot), epoch, told.index, told.turn)
-            if is_new and told.is_reused:
-                self.salvaged_tokens += len(told.turn.sampled_ids) // 4
+            if wrong := check_turn(recorded.turn, recorded.index):
+                raise BadRequest(f"turn {recorded.index} of {recorded.row_id}: {wrong}")
+            is_new = self._salvage.record((group_id, slot), epoch, recorded.index, recorded.turn)
+            if is_new and recorded.is_reused:
+                self.salvaged_tokens += len(recorded.turn.sampled_ids) // 4
 
     def offer(self, node_id: NodeId, row_id: RowId) -> TurnsAnswer:
         group_id, index, epoch = parse_row_id(row_id)
         if not self._partition.holds(node_id, group_id, index, epoch):
-            raise Fenced(f"{node_id} does not hold {row_id} any more; do not work on it")
+            raise Fenced(f"{node_id} no longer holds the lease of {row_id}; stop working on it")
         attempt = self._partition.groups[group_id].slot(index).attempt + 1
         return TurnsAnswer(turns=tuple(self._salvage.offer((group_id, index), epoch, attempt)))
 
     def with_num_recorded(self, grants: Sequence[Grant]) -> list[Grant]:
-        """Say with each lease how much its slot's last holders left."""
+        """Add to each lease the number of turns recorded by earlier holders of its slot."""
         if not len(self._salvage):
             return list(grants)
         return [
@@ -59,7 +59,8 @@ class TurnHandlers:
         ]
 
     def on_delivery(self, taken: IntakeResult) -> None:
-        """A result came: only an attempt that its engine failed is worth going on from."""
+        """Forget the turns of a finished slot; only an attempt with an engine failure is worth
+        resuming."""
         if taken.row is not None and taken.reason != FailureKind.ENGINE and not taken.is_released:
             self._salvage.forget((taken.row.group_id, taken.row.slot))
 

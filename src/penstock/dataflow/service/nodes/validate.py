@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a delivered trajectory must satisfy, and what home needs to know of it. Pure; trusts
-nothing a node says."""
+"""Validates a delivered trajectory and summarises it for the coordinator. Pure; trusts nothing that
+a node sends."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from penstock.types import (
 MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0; engines round."""
 MIN_LOGPROB = -1e4
-"""No engine samples a token this unlikely; a ratio against it would only poison a batch."""
+"""No engine samples a token this unlikely; its importance ratio would only spoil a batch."""
 MAX_REWARD = 1e9
 MAX_TURNS = 4096
 MAX_TOKENS = 4_000_000
-"""Of all branches together: what the trainer unfolds must stay in proportion to what was sent."""
+"""Limit over all branches: the trainer's unfolded samples must stay in proportion to the
+payload."""
 
 IsPublished = Callable[[PolicyName, int, int], bool]
 """Did the ledger ever publish this (policy, incarnation, number)?"""
 
 
 class UnknownVersion(str):
-    """What is wrong is a version that nobody here has heard of; elsewhere somebody may have."""
+    """The error is a version unknown to this partition; the coordinator may know it."""
 
     __slots__ = ()
 
@@ -40,9 +41,9 @@ class UnknownVersion(str):
 def summarise(
     trajectory: Trajectory, digest: str, is_published: IsPublished, *, is_scored: bool = True
 ) -> RowSummary | str:
-    """The summary of a valid trajectory, or what is wrong with it.
+    """The summary of a valid trajectory, or the reason it is invalid.
 
-    digest: BLAKE3 of its payload. is_scored: the node gives the reward, no stage does."""
+    digest: BLAKE3 of its payload. is_scored: the node gives the reward, not a stage."""
     turns = trajectory.turns
     if (
         wrong := _check_outcome(trajectory, is_scored)
@@ -89,7 +90,7 @@ def _by_role(turns: Sequence[Turn]) -> dict[PolicyName, dict[str, int]]:
 
 
 def _lengths(turns: Sequence[Turn]) -> list[int]:
-    """Tokens of each turn's whole context, its answer included."""
+    """Tokens of each turn's full context, its answer included."""
     lengths: list[int] = []
     for turn in turns:
         before = lengths[turn.parent] if turn.parent >= 0 else 0
@@ -105,8 +106,8 @@ def _leaves(turns: Sequence[Turn]) -> list[int]:
 def _compute_cost(
     turns: Sequence[Turn], lengths: Sequence[int], leaves: Sequence[int]
 ) -> dict[PolicyName, tuple[int, int]]:
-    """As trainers cut samples: a path from a root to each leaf in turn, up to the last turn on it
-    that no path before has trained. Looks at every turn once, however often branches share it."""
+    """Count as trainers cut samples: one path from root to leaf after another, each up to the last
+    turn not trained by an earlier path. Visits every turn once, however many branches share it."""
     found: dict[PolicyName, tuple[int, int]] = {}
     is_passed = [False] * len(turns)
     for leaf in leaves:
@@ -127,12 +128,16 @@ def _compute_cost(
 def _check_outcome(trajectory: Trajectory, is_scored: bool) -> str:
     reward = trajectory.reward
     if not is_scored:
-        return "" if reward is None else "a stage gives the reward of this run; deliver none"
+        return (
+            ""
+            if reward is None
+            else "a stage gives the reward in this run; deliver without a reward"
+        )
     if trajectory.outcome.has_reward:
         if reward is None or not abs(reward) <= MAX_REWARD:
             return f"a {trajectory.outcome.kind} trajectory needs a finite reward, not {reward}"
     elif reward is not None:
-        return f"a {trajectory.outcome.kind} trajectory carries no reward: failure is not a reward"
+        return f"a {trajectory.outcome.kind} trajectory has a reward: failure is not a reward"
     return ""
 
 
@@ -146,7 +151,7 @@ def _check_shapes(turns: Sequence[Turn]) -> str:
 
 
 def check_turn(turn: Turn, index: int) -> str:
-    """What is wrong with a turn that stands alone, if anything."""
+    """The error in a single turn, or an empty string."""
     return _check_shape(turn, index) or _check_numbers([turn])
 
 
@@ -156,13 +161,13 @@ def _check_shape(turn: Turn, index: int) -> str:
     if len(turn.role) > MAX_ROLE_CHARS:
         return f"its role has {len(turn.role)} characters; at most {MAX_ROLE_CHARS}"
     if len(turn.sampled_ids) % 4 or len(turn.prompt_ids) % 4:
-        return "token ids are int32, 4 bytes each"
+        return "token ids must be int32, 4 bytes each"
     if len(turn.sampled_ids) != len(turn.logprobs):
-        return "one float32 log-prob per sampled token"
+        return "there must be one float32 log-prob per sampled token"
     position = 0
     for span in turn.spans:
         if span.start != position or span.end <= span.start:
-            return "spans cover the sampled tokens in order, without gap or overlap"
+            return "spans must cover the sampled tokens in order, without gap or overlap"
         position = span.end
     if position != len(turn.sampled_ids) // 4:
         return f"spans cover {position} of {len(turn.sampled_ids) // 4} sampled tokens"
@@ -170,8 +175,8 @@ def _check_shape(turn: Turn, index: int) -> str:
 
 
 def _check_values(turns: Sequence[Turn]) -> str:
-    """All turns at once, because a look at an array costs more than its numbers; one by one only
-    to say which turn is wrong."""
+    """Check all turns together, because the cost is per array, not per number; one by one only to
+    name the bad turn."""
     wrong = _check_numbers(turns)
     if not wrong:
         return ""
@@ -181,11 +186,11 @@ def _check_values(turns: Sequence[Turn]) -> str:
 
 def _check_numbers(turns: Sequence[Turn]) -> str:
     values = np.frombuffer(b"".join([turn.logprobs for turn in turns]), "<f4")
-    # A NaN passes no comparison, and both reductions hand it on.
+    # Comparisons with NaN are false, and both reductions propagate it.
     if values.size and not (
         np.minimum.reduce(values) >= MIN_LOGPROB and np.maximum.reduce(values) <= MAX_LOGPROB
     ):
-        return f"log-probs are finite, at most 0 and at least {MIN_LOGPROB:g}"
+        return f"log-probs must be finite, at most 0 and at least {MIN_LOGPROB:g}"
     parts = [part for turn in turns for part in (turn.prompt_ids, turn.sampled_ids)]
     ids = np.frombuffer(b"".join(parts), "<i4")
     if ids.size and np.minimum.reduce(ids) < 0:

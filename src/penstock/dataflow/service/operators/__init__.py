@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of people and their tools: status, report, explain, forget."""
+"""Calls of operators and their tools: status, report, explain, forget."""

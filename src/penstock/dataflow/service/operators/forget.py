@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions that are to be forgotten: out of everything that is not trained yet, and masked in
-batches that are sealed.
+"""Forgets sessions: removes them from everything not trained yet and masks them in sealed batches.
 
-A mark in the ledger stands for it before anybody is answered, so no later life serves the row
-again. What was trained stays trained; only the payload goes, when its batch is let go.
+A mark in the ledger is durable before the call is answered, so no later process sends the row
+again. Trained rows stay trained; their payload is deleted when their batch is freed.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class SessionEraser:
         self._coordinator = coordinator
 
     async def forget(self, session: str) -> ForgetSessionAnswer:
-        """A session is named by the row that it is, or will be; saying it again changes nothing."""
+        """Forget the session with this row id, finished or running; idempotent."""
         row_id = RowId(session)
         group_id, _, _ = parse_row_id(row_id)
         await self._process.ledger.flush()
@@ -63,16 +62,18 @@ class SessionEraser:
             tables = self._process.ledger.tables
             found = tables.read(IssuedRecord, "group_id = :id", id=group_id)
             if not found:
-                raise NotFound(f"no session {row_id} in this run; the gateway tells each its id")
+                raise NotFound(
+                    f"no session {row_id} in this run; the gateway returns the id of each session"
+                )
             issued = found[0]
         if issued.source != self._coordinator.session_source:
             raise BadRequest(
-                f"{row_id} is a rollout of source {issued.source!r}, and no session of an agent "
-                "from outside; only those can be forgotten"
+                f"{row_id} is a rollout of source {issued.source!r}, not an external agent's "
+                "session; only sessions can be forgotten"
             )
 
     def _state(self, row_id: RowId, group_id: GroupId) -> str:
-        """Where it is now: running, waiting, sealed, trained or dropped."""
+        """Its current state: running, waiting, sealed, trained or dropped."""
         if group_id in self._coordinator.open:
             return "running"
         if any(self._waiting(consumer, row_id, group_id) for consumer in self._consumers()):
@@ -89,8 +90,8 @@ class SessionEraser:
         return self._coordinator.consumers.values()
 
     def _waiting(self, consumer: Consumer, row_id: RowId, group_id: GroupId) -> ReadyGroup | None:
-        """The group as this consumer waits with it, if this row is what it is made of: the place
-        may have been another session's before."""
+        """The waiting group of this consumer that contains this row, if any: an earlier attempt at
+        the slot may have been another session."""
         group = consumer.ready.get(group_id) or consumer.incomplete.get(group_id)
         if group is None:
             return None

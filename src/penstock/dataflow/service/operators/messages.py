@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of the calls that people and their tools make: state of a run, forgetting a session.
+"""Bodies of the calls of operators and their tools: state of a run, forgetting a session.
 
 Owns shapes only.
 """
@@ -22,12 +22,12 @@ class ForgetSessionAnswer:
 
     session: str
     was: str
-    """Where it was: `running`, `waiting` for a batch, `sealed` into one, `trained`, `dropped`."""
+    """State before: `running`, `waiting` for a batch, `sealed` into one, `trained`, `dropped`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionMetrics:
-    """What home shows of a partition it cannot look into."""
+    """Metrics that a partition in another process reports to the coordinator."""
 
     num_waiting: int = 0
     num_open: int = 0
@@ -70,23 +70,23 @@ class PolicyStatus:
     steps: int
     published: int
     issued: int
-    """Groups out with nodes, not yet judged."""
+    """Groups issued to nodes, not yet judged."""
     ready: int
     """Groups admitted, not yet sealed."""
     sealed: int
     """Batches sealed, not yet committed."""
     room: int
     reward_mean: float | None
-    """Over the rows of the newest sealed batch."""
+    """Mean over the rows of the newest sealed batch."""
     staleness_mean: float | None
     staleness_max: int | None
     stats: dict[str, float]
-    """The newest commit's, as the trainer reported them."""
+    """Stats of the newest commit, as the trainer reported them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitStatus:
-    """Who waits for whom, and since when."""
+    """One wait: who waits, for what, and since when."""
 
     who: str
     on: str
@@ -106,13 +106,13 @@ class Status:
     trajectories: int
     sampled_tokens: int
     wasted_tokens: dict[str, int]
-    """Generated and never trained, by reason."""
+    """Tokens generated and never trained, by reason."""
     tokens_per_s: float
     salvaged_tokens: int = 0
-    """Not generated again after an attempt was lost."""
+    """Tokens reused by retries instead of being generated again."""
     partitions: tuple[PartitionStatus, ...] = ()
-    """Those in processes of their own."""
+    """Partitions in separate processes."""
     detail: JsonObject = field(default_factory=dict[str, object])
-    """`failing_rules`: by rule, what it raised last."""
+    """`failing_rules`: the last error of each rule."""
     alarms: tuple[str, ...] = ()
-    """Policies that get no batch, or wait long for one, and why."""
+    """Policies that get no batch, or wait long for one, with the reason."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a balance report reads the dataflow service: the one place that knows both.
+"""Reads the dataflow service's state for the balance report; the only module that knows both.
 
-Looks at home, partitions and nodes as they are; changes nothing."""
+Reads the state of coordinator, partitions and nodes; changes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _tags = msgspec.json.Decoder(tuple[str, ...])
 
 
 def balance_settings(config: ReportConfig, *, ttl_s: float) -> BalanceSettings:
-    """The config section ends here. A node is suspect when it missed two heartbeats, half a ttl."""
+    """Settings from the config section. A node is suspect after two missed heartbeats, half a
+    ttl."""
     return BalanceSettings(
         tau_low=config.tau_low,
         tau_high=config.tau_high,
@@ -110,13 +111,13 @@ def activity_of(node: Node, wanted: Mapping[PolicyName, PublishedVersion]) -> No
 
 @lru_cache(maxsize=4096)
 def _parse_tags(tags: str) -> tuple[int, float]:
-    """GPUs and cost per hour that a node names; asked of every node at every tick."""
+    """GPUs and cost per hour from a node's tags; called for every node at every tick."""
     marks = dict(tag.split("=", 1) for tag in _tags.decode(tags) if "=" in tag)
     return max(1, int(_positive(marks.get("gpus"), 1.0))), _positive(marks.get("cost"), 0.0)
 
 
 def _positive(text: str | None, otherwise: float) -> float:
-    """A tag is anybody's text: what is no number above 0 is passed over."""
+    """Tags are free text: ignore anything but a number above 0."""
     try:
         value = float(text or "")
     except ValueError:

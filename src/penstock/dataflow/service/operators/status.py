@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people see: state of a run, who waits for whom, and the same as Prometheus metrics.
-Reads, never changes."""
+"""The run's state for operators: status, waits, and Prometheus metrics. Read-only."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from penstock.dataflow.service.operators.messages import (
 from penstock.types import NodeId
 
 TRAINER_SILENT_S = 15.0
-"""A trainer that was not heard for so long is worth a line."""
+"""Report a trainer after this time without a request."""
 
 
 def status(service: DataflowService, run: str) -> Status:
@@ -102,17 +101,17 @@ def _state(node: Node) -> str:
 
 
 def _waiting(service: DataflowService, now: float) -> Iterator[WaitStatus]:
-    """Every wait has an owner: name the one that must move next."""
+    """Name, for every wait, the party that must act next."""
     coordinator = service.coordinator
     nodes = service.partition.nodes
     for (who, on), since in service.process.waiting_since.items():
         if on == "work" and not service.process.has_room:
-            on = "memory or disk to have room; see the bounds in the config"
+            on = "free memory or disk space; see the storage limits in the config"
             yield WaitStatus(who=who, on=on, since_s=round(now - since, 1))
         elif on == "batch":
             yield WaitStatus(who=who, on=_batch_blocker(service), since_s=round(now - since, 1))
         elif (node := nodes.get(NodeId(who))) is not None and node.is_quarantined:
-            on = "the end of its quarantine: look at its engine, then restart it"
+            on = "the end of its quarantine: check its engine, then restart it"
             yield WaitStatus(who=who, on=on, since_s=round(now - since, 1))
         elif service.partition.num_waiting:
             yield WaitStatus(who=who, on="a newer version to load", since_s=round(now - since, 1))
@@ -133,7 +132,7 @@ def _waiting(service: DataflowService, now: float) -> Iterator[WaitStatus]:
 
 
 def _last_live_at(service: DataflowService) -> float:
-    """When a node was last known to be live: a delivery, or the last word of one now silent."""
+    """When a node was last known to be live: its last delivery or heartbeat."""
     silent = [node.last_seen for node in service.partition.nodes.values() if node.state == "live"]
     delivered = [service.nodes.tokens_seen[-1][0]] if service.nodes.tokens_seen else []
     return max([service.process.started_at, *silent, *delivered])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a partition reaches home: three calls, patient without end, for its work goes on
+"""A partition's client for the coordinator: three calls, retried forever, since its work continues
 meanwhile."""
 
 from __future__ import annotations

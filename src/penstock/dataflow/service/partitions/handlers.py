@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What partitions in other processes, and the people who run them, ask of home. No HTTP here.
+"""Coordinator commands for partitions in other processes and for their operators. No HTTP here.
 
-A partition joins, pushes what home lacks and pulls what it lacks itself. Joining a running service
-adds a partition; a person drains one or declares it lost.
+A partition joins, pushes new messages and pulls new orders. Joining a running service adds a
+partition; an operator drains one or declares it lost.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ UNFREED = (
 
 @dataclass(slots=True)
 class _RemotePartition:
-    """A partition elsewhere, as home knows it."""
+    """The coordinator's state of a partition in another process."""
 
     record: PartitionRecord
     seen_at: float
@@ -78,15 +78,19 @@ class PartitionHandlers:
             for record in process.ledger.tables.read(PartitionRecord)
         }
         self._wake_events: dict[int, asyncio.Event] = {}
-        """Set when there is something for the partition whose poll is held open."""
+        """By partition, set when there are orders for its open poll."""
         process.on_wake.append(self._on_wake)
 
-    # --- what partitions ask ------------------------------------------------------------------
+    # --- calls of partitions ------------------------------------------------------------------
 
     async def join(self, index: int, body: PartitionJoin) -> Ack:
-        """A partition begins a life: the first one is added, a later one replaces its last."""
+        """Register a partition's process: the first adds the partition, a later one replaces the
+        previous process."""
         if not 0 < index < MAX_PARTITIONS:
-            raise BadRequest(f"partition {index}: give 1 to {MAX_PARTITIONS - 1}; 0 is home's own")
+            raise BadRequest(
+                f"partition {index} is out of range; use 1 to {MAX_PARTITIONS - 1}"
+                " (0 is in the coordinator's process)"
+            )
         known = self._remote.get(index)
         if known is not None:
             _require_newer(known.record, body.boot)
@@ -112,7 +116,7 @@ class PartitionHandlers:
         link = self._router.links[index]
         for message in link.receive(body.messages):
             self._router.call(partial(self._coordinator.apply, message))
-        received = link.num_received  # a later call may receive more, durable later
+        received = link.num_received  # a later call may receive more, which is durable later
         await self._process.repeat()
         return LinkPushAnswer(received=received)
 
@@ -121,19 +125,19 @@ class PartitionHandlers:
         give_up_at = process.poll_deadline(body.wait_s)
         self._require(index, body.boot)
         link = self._router.links[index]
-        link.acknowledged(body.received)  # written with whatever comes next
+        link.acknowledged(body.received)  # written with the next commit
         while True:
             news = self._wake_events.setdefault(index, asyncio.Event())
             self._require(index, body.boot)
             messages = link.unacknowledged(body.received)
             finished = self._coordinator.is_finished
             if messages or finished or process.clock() >= give_up_at:
-                await process.repeat()  # what leaves here must be durable here
+                await process.repeat()  # orders must be durable before they are sent
                 return LinkPullAnswer(messages=messages, finished=finished)
             await process.wait_for(news, give_up_at)
 
     def _on_wake(self) -> None:
-        """A command changed something: wake the polls that it concerns."""
+        """Wake the polls that a command affects."""
         finished = self._coordinator.is_finished
         for index in [*self._wake_events]:
             if finished or self._router.links[index].has_unacknowledged:
@@ -142,27 +146,28 @@ class PartitionHandlers:
     def _require(self, index: int, boot: PartitionBoot) -> _RemotePartition:
         remote = self._remote.get(index)
         if remote is None:
-            raise NotFound(f"partition {index} is not known here; PUT /v1/partitions/{index} first")
+            raise NotFound(f"partition {index} is not registered; PUT /v1/partitions/{index} first")
         if (remote.record.epoch, remote.record.boot_id) != (boot.epoch, boot.boot_id):
             raise Fenced(
-                f"partition {index} lives in another process (epoch {remote.record.epoch}, this "
+                f"partition {index} runs in another process (epoch {remote.record.epoch}, this "
                 "one "
-                f"has {boot.epoch}); this copy must end"
+                f"has {boot.epoch}); this process must exit"
             )
         _require_not_lost(remote.record)
         remote.seen_at = self._process.clock()
         return remote
 
-    # --- what people ask ----------------------------------------------------------------------
+    # --- calls of operators ----------------------------------------------------------------------
 
     async def drain(self, index: int) -> Ack:
-        """No new group goes there; it can be switched off when its status says `gone`."""
+        """Send no new group there; the partition can be stopped once its status is `gone`."""
         self._mark(index, PartitionState.DRAINING)
         await self._process.settle()
         return Ack()
 
     async def lose(self, index: int) -> Ack:
-        """Declared lost: open groups there end, sealed rows are gone, its process is fenced."""
+        """Declare it lost: its open groups end, its sealed rows are unavailable, its process is
+        fenced."""
         self._mark(index, PartitionState.LOST)
         self._coordinator.declare_lost(index, self._process.clock())
         await self._process.settle()
@@ -171,17 +176,17 @@ class PartitionHandlers:
     def _mark(self, index: int, state: PartitionState) -> None:
         remote = self._remote.get(index)
         if remote is None:
-            known = ", ".join(map(str, sorted(self._remote))) or "none besides home's own"
-            raise NotFound(f"no partition {index} to {state}; there are: {known}")
+            known = ", ".join(map(str, sorted(self._remote))) or "only the coordinator's own"
+            raise NotFound(f"no partition {index} to {state}; known partitions: {known}")
         if remote.record.state == PartitionState.LOST:
-            raise Conflict(f"partition {index} was declared lost before; that is final")
+            raise Conflict(f"partition {index} was already declared lost; that is final")
         remote.record = replace(remote.record, state=state, at=self._process.clock())
         self._process.journal(remote.record)
         self._coordinator.partition_states[index] = state
         self._wake_events.pop(index, asyncio.Event()).set()
 
     def tick(self) -> None:
-        """A draining partition whose rows nobody needs any more is gone."""
+        """Mark a draining partition as gone once none of its rows is needed."""
         for index, remote in self._remote.items():
             if remote.record.state != PartitionState.DRAINING or not self._coordinator.is_empty(
                 index
@@ -190,11 +195,11 @@ class PartitionHandlers:
             if not self._process.ledger.tables.scalar(UNFREED, index=index):
                 self._mark(index, PartitionState.GONE)
 
-    # --- what home tells others ---------------------------------------------------------------
+    # --- for other handlers ---------------------------------------------------------------
 
     @property
     def addresses(self) -> tuple[PartitionAddress, ...]:
-        """Partitions that nodes should serve."""
+        """Partitions that nodes should work for."""
         return tuple(
             PartitionAddress(index=index, url=remote.record.url)
             for index, remote in self._remote.items()
@@ -202,14 +207,14 @@ class PartitionHandlers:
         )
 
     def address_of(self, row_id: RowId) -> str | None:
-        """Where a row lies: "" for here, None when its partition is lost."""
+        """URL of a row's partition: "" for this process, None when the partition is lost."""
         remote = self._remote.get(int(row_id[1:].partition("-")[0]))
         if remote is None:
             return ""
         return None if remote.record.state == PartitionState.LOST else remote.record.url
 
     def stages_without_worker(self) -> set[str]:
-        """Stages that have no live worker at some partition elsewhere."""
+        """Stages that lack a live worker at some partition in another process."""
         return {
             stage
             for remote in self._remote.values()
@@ -234,8 +239,8 @@ class PartitionHandlers:
 def add_remote_partition(
     index: int, coordinator: Coordinator, router: MessageRouter, journal: Journal
 ) -> None:
-    """A new partition must know every version before it judges a node or a delivery, and which
-    lives of nodes get no work."""
+    """Queue everything a new partition must know before it judges a node or a delivery: all
+    versions, and quarantined boots of nodes."""
     router.links[index] = link = link_to_partition(index, journal)
     for policy, consumer in coordinator.consumers.items():
         for record in consumer.lineage.history():
@@ -260,7 +265,7 @@ def _require_newer(known: PartitionRecord, boot: PartitionBoot) -> None:
         return
     if boot.epoch <= known.epoch:
         raise Fenced(
-            f"partition {known.index} already lives with epoch {known.epoch}; this process has "
+            f"partition {known.index} already runs with epoch {known.epoch}; this process has "
             f"{boot.epoch}: two were started from one ledger folder, or from an old copy of it"
         )
 
@@ -268,6 +273,6 @@ def _require_newer(known: PartitionRecord, boot: PartitionBoot) -> None:
 def _require_not_lost(known: PartitionRecord) -> None:
     if known.state == PartitionState.LOST:
         raise Fenced(
-            f"partition {known.index} was declared lost and is fenced for ever; "
+            f"partition {known.index} was declared lost and is permanently fenced; "
             "start a new one under another number"
         )

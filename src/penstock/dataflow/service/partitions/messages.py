@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of the calls between home and its partitions. Owns shapes only."""
+"""Bodies of the calls between the coordinator and its partitions. Owns shapes only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock.dataflow.service.operators.messages import PartitionMetrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionBoot:
-    """Which process speaks for a partition. A higher epoch replaces a lower one; of two with the
-    same, the first that came stays."""
+    """Identifies a partition's process. A higher epoch replaces a lower one; with equal epochs the
+    first to register stays."""
 
     epoch: int
     boot_id: str
@@ -20,7 +20,7 @@ class PartitionBoot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionJoin:
-    """`PUT /v1/partitions/{index}`: a partition begins a life."""
+    """`PUT /v1/partitions/{index}`: register a partition's process."""
 
     boot: PartitionBoot
     url: str
@@ -29,7 +29,7 @@ class PartitionJoin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkPush:
-    """`POST /v1/partitions/{index}/messages`: what home lacks, oldest first."""
+    """`POST /v1/partitions/{index}/messages`: messages new to the coordinator, oldest first."""
 
     boot: PartitionBoot
     messages: tuple[NumberedMessage, ...]
@@ -39,17 +39,17 @@ class LinkPush:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkPushAnswer:
     received: int
-    """Home has made everything up to this number its own."""
+    """The coordinator has applied all messages up to this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkPull:
-    """`POST /v1/partitions/{index}/orders`: what the partition lacks; held open when it lacks
-    nothing."""
+    """`POST /v1/partitions/{index}/orders`: orders new to the partition; held open when there
+    are none."""
 
     boot: PartitionBoot
     received: int
-    """The partition has made everything up to this number its own."""
+    """The partition has applied all orders up to this number."""
     wait_s: float
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP between home and its partitions, what operators say about partitions, and rows fetched
-where they lie."""
+"""HTTP routes between the coordinator and its partitions, for operators of partitions, and for
+fetching rows from the partition that holds them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_ROWS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionRoutes:
-    """What home answers to partitions and their operators."""
+    """The coordinator's routes for partitions and their operators."""
 
     partitions: PartitionHandlers
 
@@ -55,7 +55,7 @@ class PartitionRoutes:
                 path="/v1/partitions/{index}",
                 handler=self.join,
                 roles=PARTITIONS,
-                summary="A partition begins a life: the first adds it, a later one replaces it.",
+                summary="Register a partition: adds it, or replaces its previous process.",
                 request=PartitionJoin,
                 response=Ack,
             ),
@@ -64,7 +64,7 @@ class PartitionRoutes:
                 path="/v1/partitions/{index}/messages",
                 handler=self.push,
                 roles=PARTITIONS,
-                summary="What home lacks of this partition, numbered; applied once.",
+                summary="Messages of this partition to the coordinator, numbered; applied once.",
                 request=LinkPush,
                 response=LinkPushAnswer,
                 max_body_bytes=64 << 20,
@@ -74,7 +74,7 @@ class PartitionRoutes:
                 path="/v1/partitions/{index}/orders",
                 handler=self.pull,
                 roles=PARTITIONS,
-                summary="What this partition lacks of home; held open when it lacks nothing.",
+                summary="Orders for this partition; held open when there are none.",
                 request=LinkPull,
                 response=LinkPullAnswer,
             ),
@@ -83,7 +83,7 @@ class PartitionRoutes:
                 path="/v1/partitions/{index}/drain",
                 handler=self.drain,
                 roles=OPERATORS,
-                summary="Give this partition no new group; its status says when it is gone.",
+                summary="Drain this partition: no new groups; its status shows when it is gone.",
                 response=Ack,
             ),
             Route(
@@ -91,7 +91,7 @@ class PartitionRoutes:
                 path="/v1/partitions/{index}/lose",
                 handler=self.lose,
                 roles=OPERATORS,
-                summary="Declare this partition lost, for ever.",
+                summary="Declare this partition permanently lost.",
                 response=Ack,
             ),
         ]
@@ -99,14 +99,14 @@ class PartitionRoutes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPayloadRoutes:
-    """Rows by name, at the partition that holds them."""
+    """Rows by id, at the partition that holds them."""
 
     payloads: RowPayloads
 
     async def rows(self, call: Call) -> object:
         body: RowsRequest = call.body
         if len(body.row_ids) > MAX_ROWS:
-            raise BadRequest(f"at most {MAX_ROWS} rows per call, these are {len(body.row_ids)}")
+            raise BadRequest(f"at most {MAX_ROWS} rows per call, got {len(body.row_ids)}")
         wanted = RowsQuery(row_ids=body.row_ids, columns=body.columns)
         return await serve_rows(self.payloads, wanted, call)
 
@@ -127,5 +127,5 @@ class RowPayloadRoutes:
 def _index(call: Call) -> int:
     text = call.path["index"]
     if not (text.isdecimal() and len(text) <= 4):
-        raise BadRequest(f"{text[:20]!r} is no partition; give its number")
+        raise BadRequest(f"invalid partition {text[:20]!r}; expected its number")
     return int(text)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows, columns, readers and spaces as a service without HTTP: each command lets the core decide,
-makes its records durable, then answers.
+"""Rows, columns, readers and spaces as a service without HTTP: each command runs the core, makes
+its records durable, then answers.
 
 Runs on the event loop that owns the core; hashing and reading of values happen in threads.
 """
@@ -59,7 +59,7 @@ from penstock.errors import BadRequest
 
 T = TypeVar("T")
 MAX_ROWS = 4_096
-"""In one call; more would hold the event loop."""
+"""Limit per call; more would block the event loop."""
 THREAD_BYTES = 1 << 20
 """Values above this are hashed in a thread."""
 
@@ -77,17 +77,17 @@ class RowService:
         self._clock = process.clock
         self._store_reader = RowStoreReader(ledger, self.columns.has_single_columns)
         self._delete_lock = asyncio.Lock()
-        """Held while rows or a reader are removed: nothing may take their place before that is
-        durable, since a commit erases after it has written every record of its group."""
+        """Held while rows or a reader are deleted: they must not be created again before that is
+        durable, since a commit deletes after writing all records of its group."""
         self._tick_lock = asyncio.Lock()
 
     def restore(self) -> None:
-        """As the last life left it; before anything else is done."""
+        """Restore the state from the ledger; call this first."""
         self.row_window.restore(load_saved_readers(self._ledger.tables), self._clock())
         self.spaces.restore(self._ledger.tables)
 
     async def tick(self) -> None:
-        """Expire what is over; afterwards the tables answer for all that was decided before."""
+        """Expire leases and deadlines; returns when all earlier decisions are in the tables."""
         async with self._tick_lock:
             self.readers.tick(self._clock())
             self.columns.cut()
@@ -153,16 +153,16 @@ class RowService:
                     ),
                     ttl_s=ttl_s,
                 )
-            # Looks again each half ttl: a worker that waits is a live one.
+            # Checks again every half ttl: a waiting worker counts as live.
             await self._process.wait_for(change, min(give_up_at, now + ttl_s / 2))
-            if await is_disconnected():  # a grant now would be held by nobody
+            if await is_disconnected():  # the caller hung up; a grant would have no holder
                 return RowLeaseAnswer(rows=(), ttl_s=ttl_s)
 
     async def extend(self, name: str, body: ExtendRequest) -> ExtendAnswer:
         return ExtendAnswer(lost=tuple(self.readers.extend(name, body.claims, self._clock())))
 
     async def record(self, body: ResultsRequest) -> ResultsAnswer:
-        """Columns first, then the end of each lease."""
+        """Write the columns first, then end each lease."""
         _check_count(len(body.results))
         cells = await self._in_thread(
             lambda: [self._result_cells(result) for result in body.results],
@@ -201,8 +201,8 @@ class RowService:
     # --- values -------------------------------------------------------------------------------
 
     async def _in_thread(self, make: Callable[[], T], rows: Iterable[Mapping[str, WireValue]]) -> T:
-        """Values made ready to store, off the event loop when they are long; 429 or 507 first, when
-        there is no room for them."""
+        """Prepare values for storage, off the event loop when they are large. Raises 429 or 507
+        first when there is no room for them."""
         sizes = [len(v) for values in rows for v in values.values() if isinstance(v, bytes)]
         num_bytes = sum(sizes)
         self.require_room(num_bytes)
@@ -212,7 +212,7 @@ class RowService:
         cells = [self._cell(name, value) for name, value in result.columns.items()]
         for name, kind in result.failed.items():
             if not (0 < len(kind) <= 64 and name not in result.columns):
-                raise BadRequest(f"column {name!r} fails with a kind of 1 to 64 characters")
+                raise BadRequest(f"column {name!r}: the failure kind must have 1 to 64 characters")
             cells.append(failed_cell(name, kind, result.error))
         return cells
 
@@ -248,7 +248,7 @@ class RowService:
     async def get(
         self, space: str, body: GetRequest, pack: Callable[[GetAnswer], T] = lambda answer: answer
     ) -> T:
-        """pack: what to make of the answer, off the event loop: it may be long."""
+        """pack: encodes the answer, off the event loop because it may be large."""
         _check_count(len(body.keys))
         found = self._store_reader.read_from_tables(space, body.keys, body.columns)
         if found is not None:
@@ -280,27 +280,27 @@ class RowService:
         )
 
     async def sweep_blobs(self) -> int:
-        """Once an hour or so: uploads and blobs that rest for a day and that no record names."""
+        """Delete abandoned uploads and unreferenced blobs; called about once an hour."""
         return await asyncio.to_thread(self.blobs.sweep, self._referenced_blobs)
 
     def _referenced_blobs(self, digests: list[str]) -> set[str]:
         tables, where = self._ledger.tables, "blob IN :digests"
         named = {column.blob for column in tables.read(ColumnRecord, where, digests=digests)}
-        # A freed row needs its payload no more.
+        # A freed row no longer needs its payload.
         where += " AND NOT EXISTS (SELECT 1 FROM freed WHERE freed.group_id = rows.group_id)"
         return named | {row.blob for row in tables.read(RowRecord, where, digests=digests)}
 
 
 def _check_lease(body: RowLeaseRequest) -> None:
     if not 0 < len(body.request_id) <= 128 or not 0 < len(body.worker) <= 128:
-        raise BadRequest("request_id and worker have 1 to 128 characters")
+        raise BadRequest("request_id and worker must have 1 to 128 characters")
     if not 0 < body.max_rows <= MAX_ROWS:
-        raise BadRequest(f"max_rows is 1 to {MAX_ROWS}")
+        raise BadRequest(f"max_rows must be 1 to {MAX_ROWS}")
 
 
 def _check_count(num: int) -> None:
     if num > MAX_ROWS:
-        raise BadRequest(f"{num} rows in one call; give at most {MAX_ROWS}")
+        raise BadRequest(f"{num} rows in one call; at most {MAX_ROWS} are allowed")
 
 
 def _outcome(result: RejectedColumn) -> ColumnStatus:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies of the calls about rows, columns, readers, spaces and blobs.
 
-Owns shapes only. Repeating any of these calls changes nothing: columns are write-once, leases go
-by request id, blobs by digest.
+Owns shapes only. Repeating any of these calls is a no-op: columns are write-once, leases are
+identified by request id, blobs by digest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.types import RowId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderRequest:
-    """`PUT /v1/readers/{name}`: be there, with these terms. Known readers keep their cursor."""
+    """`PUT /v1/readers/{name}`: create or update a reader. A known reader keeps its cursor."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class ReaderRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderState:
-    """Where a reader stands."""
+    """The state of a reader."""
 
     name: str
     space: str
@@ -47,7 +47,7 @@ class ReaderState:
     ttl_s: float
     max_attempts: int
     cursor: int
-    """Every row up to this arrival is done with."""
+    """Every row up to this arrival is finished."""
     num_loaded: int
     """Unfinished rows in memory; more may wait on disk."""
     num_leased: int
@@ -61,10 +61,10 @@ class ReadersAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLeaseRequest:
-    """`POST /v1/readers/{name}/leases`: up to n rows; held open while there are none."""
+    """`POST /v1/readers/{name}/leases`: lease up to n rows; held open while there are none."""
 
     request_id: str
-    """A repeated request gets the same rows, so an answer lost on the way loses nothing."""
+    """A repeated request gets the same rows, so a lost response loses nothing."""
     worker: str
     max_rows: int
     wait_s: float = 20.0
@@ -85,7 +85,7 @@ class RowLeaseAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendRequest:
-    """`PUT /v1/readers/{name}/leases`: still at work on these."""
+    """`PUT /v1/readers/{name}/leases`: keep these leases."""
 
     claims: tuple[Claim, ...]
 
@@ -93,17 +93,17 @@ class ExtendRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendAnswer:
     lost: tuple[RowId, ...]
-    """Given to others or over; stop working on them."""
+    """Leases given to other workers or ended; stop working on them."""
 
 
 class LeaseOutcome(StrEnum):
     NONE = "none"
-    """Columns only; the lease goes on."""
+    """Columns only; the lease continues."""
     DONE = "done"
     FAILED = "failed"
-    """Costs an attempt."""
+    """Counts against max_attempts."""
     RELEASED = "released"
-    """Handed back; costs none."""
+    """Handed back; does not count as an attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultsRequest:
-    """`PUT /v1/rows/columns`: what a worker found out about rows it holds."""
+    """`PUT /v1/rows/columns`: a worker's results for its leased rows."""
 
     reader: str
     worker: str
@@ -136,7 +136,7 @@ class RowResultStatus:
     row_id: RowId
     columns: Mapping[str, WriteStatus]
     end: WriteStatus
-    """Of the lease; `fenced` when it had ended before, which loses nothing that is stored."""
+    """Result for the lease; `fenced` when it had already ended. Stored columns stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class QuotaRequest:
     """`PUT /v1/spaces/{space}`."""
 
     quota_bytes: int
-    """0 for no limit of its own."""
+    """0 for no separate limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,7 @@ class PutRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutRequest:
-    """`POST /v1/spaces/{space}/rows`. A key that is there gets the columns it does not have."""
+    """`POST /v1/spaces/{space}/rows`. An existing key gets the columns it lacks."""
 
     rows: tuple[PutRow, ...]
 
@@ -207,7 +207,7 @@ class GetRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetAnswer:
     rows: tuple[RowValues, ...]
-    """The first of the keys asked for, in their order; at least one. Ask again for the rest."""
+    """Rows of the first requested keys, in request order; at least one. Request the rest again."""
 
 
 # --- blobs ------------------------------------------------------------------------------------
@@ -218,5 +218,5 @@ class BlobState:
     """`GET /v1/blobs/{digest}/state`, and the answer to each piece of an upload."""
 
     held_bytes: int
-    """Go on from here."""
+    """Continue the upload at this offset."""
     complete: bool

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP surface of rows, columns, readers, spaces and blobs: routes bound to one RowService."""
+"""HTTP routes for rows, columns, readers, spaces and blobs, bound to one RowService."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from penstock.wire.routes import Call, RawResponse, Route
 
 PUT_BYTES = 32 << 20
 PIECE_BYTES = 1 << 20
-"""Of an upload in memory at once."""
+"""Bytes of an upload held in memory at a time."""
 WRITERS = frozenset({Role.STAGE, Role.TRAINER, Role.ADMIN})
 READERS = WRITERS | {Role.READER}
 UPLOADERS = WRITERS | {Role.ROLLOUT, Role.GATEWAY}
@@ -68,7 +68,9 @@ class RowRoutes:
         )
         check_reader_spec(terms)
         if body.writes and call.credential.role is Role.READER:
-            raise Forbidden("role reader may not declare a reader that writes; take a stage token")
+            raise Forbidden(
+                "role reader may not declare a reader that writes; use a token with role stage"
+            )
         return await self.service.declare(terms)
 
     async def remove(self, call: Call) -> Ack:
@@ -95,7 +97,7 @@ class RowRoutes:
         return call.path["name"]
 
     def _require(self, call: Call, name: str) -> None:
-        """An exporter's token must not use up the attempts of a stage."""
+        """A read-only token must not consume a stage's attempts."""
         writes = self.service.readers.reader(name).terms.writes
         if writes and call.credential.role is Role.READER:
             raise Forbidden(f"role reader may not act for {name!r}, which writes {list(writes)}")
@@ -134,7 +136,7 @@ class RowRoutes:
                 path="/v1/readers",
                 handler=self.readers,
                 roles=READERS,
-                summary="Every reader of rows and where it stands.",
+                summary="All readers of rows with their state.",
                 response=ReadersAnswer,
             ),
             Route(
@@ -142,7 +144,7 @@ class RowRoutes:
                 path="/v1/readers/{name}",
                 handler=self.declare,
                 roles=READERS,
-                summary="Declare a reader: what it needs, what it adds; a known one goes on.",
+                summary="Declare a reader: the columns it reads and writes; a known one continues.",
                 request=ReaderRequest,
                 response=ReaderState,
             ),
@@ -191,7 +193,7 @@ class RowRoutes:
                 path="/v1/spaces",
                 handler=self.spaces,
                 roles=READERS,
-                summary="Spaces that users put rows into, with what they hold.",
+                summary="User spaces with their size and quota.",
                 response=SpacesAnswer,
             ),
             Route(
@@ -199,7 +201,7 @@ class RowRoutes:
                 path="/v1/spaces/{space}",
                 handler=self.set_quota,
                 roles=frozenset({Role.ADMIN}),
-                summary="Make a space, or change its quota.",
+                summary="Create a space, or change its quota.",
                 request=QuotaRequest,
                 response=Ack,
             ),
@@ -208,7 +210,7 @@ class RowRoutes:
                 path="/v1/spaces/{space}",
                 handler=self.clear,
                 roles=WRITERS,
-                summary="Remove every row of this space and of no other.",
+                summary="Delete all rows of this space.",
                 response=Ack,
             ),
             Route(
@@ -237,7 +239,7 @@ class RowRoutes:
 class BlobRoutes:
     blobs: BlobStore
     require_room: Callable[[int], None]
-    """Refuses an upload that memory or disk cannot take."""
+    """Refuses an upload for which memory or disk has no room."""
 
     async def state(self, call: Call) -> BlobState:
         held, is_complete = await asyncio.to_thread(self.blobs.held, call.path["digest"])
@@ -248,7 +250,9 @@ class BlobRoutes:
         offset, size = _number(call, "offset"), _number(call, "size")
         state = await self.state(call)
         if state.complete:
-            async for _ in call.body:  # hanging up on the sender would look like an outage
+            async for (
+                _
+            ) in call.body:  # closing the connection would look like an outage to the sender
                 pass
             return state
         self.require_room(size - offset)
@@ -265,7 +269,7 @@ class BlobRoutes:
     async def get(self, call: Call) -> FileResponse:
         digest = call.path["digest"]
         if not (await self.state(call)).complete:
-            raise NotFound(f"no blob {digest} here")
+            raise NotFound(f"no blob {digest}")
         return FileResponse(self.blobs.path(digest), media_type=OCTET_STREAM)
 
     def routes(self) -> list[Route]:
@@ -285,7 +289,7 @@ class BlobRoutes:
                 path="/v1/blobs/{digest}/state",
                 handler=self.state,
                 roles=UPLOADERS | READERS,
-                summary="How much of a blob is here: where an upload goes on.",
+                summary="Bytes of a blob stored so far: the offset to continue an upload at.",
                 response=BlobState,
             ),
             Route(
@@ -293,13 +297,13 @@ class BlobRoutes:
                 path="/v1/blobs/{digest}",
                 handler=self.get,
                 roles=UPLOADERS | READERS,
-                summary="The bytes of a blob; takes Range.",
+                summary="The bytes of a blob; supports Range.",
             ),
         ]
 
 
 async def _pieces(body: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes]:
-    """As sent, but in pieces worth a thread each; more than `limit` bytes are refused."""
+    """The body in pieces large enough for a thread call each; refuses more than `limit` bytes."""
     held: list[bytes] = []
     size = total = 0
     async for chunk in body:
@@ -307,7 +311,7 @@ async def _pieces(body: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes
         size += len(chunk)
         total += len(chunk)
         if total > limit:
-            raise TooLarge(f"more than the {limit} bytes that were announced")
+            raise TooLarge(f"the body has more than the announced {limit} bytes")
         if size >= PIECE_BYTES:
             yield b"".join(held)
             held, size = [], 0
@@ -327,17 +331,21 @@ def _number(call: Call, name: str) -> int:
 
 
 def check_reader_spec(terms: ReaderSpec) -> None:
-    """What a reader may not ask, said before anything is done."""
+    """Reject an invalid reader before anything changes."""
     for name in (terms.name, terms.space):
         check_name(name)
     names = (*terms.reads, *terms.writes)
     if len(set(names)) != len(names) or len(names) > 64:
-        raise BadRequest("each column is named once, in reads or in writes, and 64 are enough")
+        raise BadRequest("a column may appear only once in reads and writes; at most 64 columns")
     if any(not 0 < len(name) <= 128 for name in names) or RESERVED.intersection(terms.writes):
-        raise BadRequest(f"a column has 1 to 128 characters; {sorted(RESERVED)} are never written")
+        raise BadRequest(
+            f"a column name must have 1 to 128 characters; {sorted(RESERVED)} cannot be written"
+        )
     if terms.on is RowTrigger.ADMITTED and terms.space != TRAIN:
-        raise BadRequest("only rows of 'train' are admitted; use on: delivered in other spaces")
+        raise BadRequest(
+            "only rows of space 'train' are admitted; use `on: delivered` in other spaces"
+        )
     if not (0 <= terms.deadline_s < 1e9 and 0.1 <= terms.ttl_s <= 3600):
-        raise BadRequest("deadline_s is 0 (never) or more, ttl_s 0.1 to 3600")
+        raise BadRequest("deadline_s must be 0 (never) or more, ttl_s 0.1 to 3600")
     if not 1 <= terms.max_attempts <= 1000:
-        raise BadRequest("max_attempts is 1 to 1000")
+        raise BadRequest("max_attempts must be 1 to 1000")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainers ask of home: take over, draw a batch, fetch its rows, commit, publish. No HTTP
-here."""
+"""Commands of trainers at the coordinator: take over, get a batch, fetch its rows, commit, publish.
+No HTTP here."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class TrainerHandlers:
         address_of: Callable[[RowId], str | None],
     ) -> None:
         self.seen: dict[PolicyName, float] = {}
-        """When each policy's trainer was last heard."""
+        """Time of the last call of each policy's trainer."""
         self._process = process
         self._coordinator = coordinator
         self._sealing = sealing
         self._manifests = manifests
         self.payloads = payloads
         self._durable: dict[PolicyName, int] = {}
-        """The newest batch that is known to be on disk, by policy."""
+        """Newest batch known to be on disk, by policy."""
         self._balance = balance
         self._address_of = address_of
 
@@ -112,9 +112,9 @@ class TrainerHandlers:
         oldest = self._coordinator.retention.oldest_servable(consumer.terms.policy)
         if seq < oldest:
             raise Conflict(
-                f"batches of {consumer.terms.policy} before {oldest + 1} were let go, so a trainer "
-                f"cannot fork at batch {seq}; restore a younger checkpoint, and name those you "
-                "keep by PUT /v1/policies/{policy}/checkpoints"
+                f"batches of {consumer.terms.policy} before {oldest + 1} were freed, so a trainer "
+                f"cannot fork at batch {seq}; restore a newer checkpoint, and list those you "
+                "keep with PUT /v1/policies/{policy}/checkpoints"
             )
 
     def _sealed_after(self, consumer: Consumer) -> dict[int, int]:
@@ -124,7 +124,7 @@ class TrainerHandlers:
             policy=consumer.terms.policy,
             seq=consumer.lineage.seq,
         )
-        # A batch sealed a moment ago may not be committed to disk yet; memory knows it.
+        # A batch sealed a moment ago may not be on disk yet; it is in memory.
         return {int(seq): int(groups) for seq, groups in rows} | consumer.sealed
 
     # --- batches ------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class TrainerHandlers:
                 if answer.manifest:
                     self._balance.served(consumer.terms.policy, body.seq, process.clock())
                 if answer.manifest or answer.end or process.clock() >= give_up_at:
-                    # A checkpoint unpins rows: the way out when the disk fills.
+                    # Allowed when the disk is full: a checkpoint frees rows.
                     return replace(answer, checkpoint_now=not process.has_room)
                 process.waiting_since.setdefault(key, process.clock())
                 await process.wait_for(change, give_up_at)
@@ -180,7 +180,7 @@ class TrainerHandlers:
     async def wanted(
         self, policy: str, seq: int, indexes: Sequence[int] | None = None
     ) -> RowsQuery:
-        """Those at these places of the manifest; None for all."""
+        """Rows at these positions of the manifest; None for all."""
         consumer = self._seen(policy)
         if not 0 < seq <= consumer.last_sealed:
             raise NotFound(f"batch {policy}.{seq} is not sealed yet")
@@ -217,8 +217,8 @@ class TrainerHandlers:
         await self._process.repeat()
 
     async def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None:
-        """Told to every partition, also to those that join later. Where the rows do not say which
-        life of the node made them, only to those that know it now."""
+        """Quarantine a node at every partition, also at those that join later. Without a boot_id in
+        the rows, only at partitions that know the node now."""
         self._seen(body.policy).lineage.require(body.incarnation)
         boot = (node_id, body.boot_id)
         if boot not in self._coordinator.quarantined:
@@ -253,7 +253,7 @@ class TrainerHandlers:
         await self._process.repeat()
 
     def versions_in_use(self, live: Collection[LiveVersion]) -> VersionsInUse:
-        """live: what nodes serve."""
+        """live: versions that nodes serve."""
         retained = retained_checkpoints(self._process.ledger.tables)
         found = (
             versions_in_use(
@@ -270,7 +270,7 @@ class TrainerHandlers:
         consumer = self._seen(policy)
         consumer.lineage.require(body.incarnation)
         now, policy_name = self._process.clock(), consumer.terms.policy
-        # Rows let go before a checkpoint was named do not come back: nobody could go on from it.
+        # Rows freed before a checkpoint was listed are gone: no trainer could resume from it.
         floor = self._coordinator.retention.oldest_servable(policy_name)
         retained = [(number, seq) for number, seq in body.retained if seq >= floor]
         self._process.journal(
@@ -300,12 +300,12 @@ def _at(indexes: Sequence[int] | None, row_ids: Sequence[RowId], batch: str) -> 
         return row_ids
     if len({*indexes} & {*range(len(row_ids))}) != len(indexes):
         raise BadRequest(
-            f"batch {batch} has {len(row_ids)} rows; ask for places from 0 to {len(row_ids) - 1}, "
+            f"batch {batch} has {len(row_ids)} rows; use positions 0 to {len(row_ids) - 1}, "
             "each once"
         )
     return [row_ids[index] for index in indexes]
 
 
 def _finite(stats: Mapping[str, float]) -> dict[str, float]:
-    """JSON has no word for NaN; what is not a number is left out."""
+    """Leave out values that are not finite, which JSON cannot represent."""
     return {name: value for name, value in stats.items() if math.isfinite(value)}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies of the calls that trainers make.
 
-Owns shapes only. Every mutating call carries an id chosen by its caller; repeating it changes
-nothing.
+Owns shapes only. Every mutating call carries an id chosen by its caller; repeating it is a no-op.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from penstock.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncarnationRequest:
-    """`POST /v1/policies/{policy}/incarnations`: become this policy's one trainer."""
+    """`POST /v1/policies/{policy}/incarnations`: become this policy's only trainer."""
 
     request_id: str
     expected: int
@@ -40,12 +39,12 @@ class IncarnationAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyState:
-    """`GET /v1/policies/{policy}`: where the ledger says this policy stands."""
+    """`GET /v1/policies/{policy}`: the policy's state in the ledger."""
 
     policy: PolicyName
     incarnation: int
     number: int
-    """Committed along the surviving lineage."""
+    """Newest committed number on the surviving lineage."""
     seq: int
     published: int
     """Newest published number of this incarnation, -1 for none."""
@@ -65,7 +64,7 @@ class BatchRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAnswer:
     manifest: Manifest | None
-    """None with `end` unset: not yet, ask again."""
+    """None with `end` unset: not sealed yet, repeat the request."""
     digest: str = ""
     end: bool = False
     """No batch will follow; the run is complete for this consumer."""
@@ -74,19 +73,19 @@ class BatchAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRowsRequest:
-    """`POST /v1/batches/{consumer}.{seq}/rows`: what one rank trains of a sealed batch."""
+    """`POST /v1/batches/{consumer}.{seq}/rows`: the rows of a sealed batch that one rank trains."""
 
     indexes: tuple[int, ...] | None = None
-    """Places of its rows in the manifest, counted from 0; None for all of them."""
+    """Positions of its rows in the manifest, counted from 0; None for all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsAnswer:
-    """Rows in the order asked for."""
+    """Rows in the requested order."""
 
     rows: tuple[RowPayload, ...]
     columns: tuple[str, ...] = ()
-    """Further columns that the manifest names; ask for them where a row lies elsewhere."""
+    """Additional columns that the manifest names; request them for rows of other partitions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +117,13 @@ class PublishRequest:
     number: int
     manifest_digest: str
     weights_digest: str
-    """BLAKE3 over the tensors alone: versions with equal weights are one version, whoever made
-    them."""
+    """BLAKE3 over the tensors alone: versions with equal weights have equal digests,
+    whichever process made them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsRequest:
-    """`PUT /v1/policies/{policy}/checkpoints`: what the trainer could restore from."""
+    """`PUT /v1/policies/{policy}/checkpoints`: the checkpoints the trainer can restore."""
 
     incarnation: int
     retained: tuple[tuple[int, int], ...]
@@ -133,19 +132,19 @@ class CheckpointsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantineRequest:
-    """`POST /v1/nodes/{node_id}/quarantine`: this node's log-probs are not those of its version."""
+    """`POST /v1/nodes/{node_id}/quarantine`: this node's log-probs do not match its version."""
 
     policy: PolicyName
     incarnation: int
     why: str
-    """For the log and for people."""
+    """Reason, for logs and status."""
     boot_id: str = ""
-    """The life of the node that made the rows, as they say; empty: the one that runs now."""
+    """The boot of the node that sampled the rows, as they state; empty: the current one."""
 
 
 class VersionUser(StrEnum):
     NEWEST = "newest"
-    """Nodes are told to serve it, or were a moment ago."""
+    """Nodes are directed to serve it, or were a moment ago."""
     NODE = "node"
     CHECKPOINT = "checkpoint"
     ROWS = "rows"
@@ -163,6 +162,7 @@ class VersionInUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionsInUse:
-    """`GET /v1/versions`: of all policies; a weight store may let go of the others."""
+    """`GET /v1/versions`: versions in use, of all policies; a weight store may delete the
+    others."""
 
     versions: tuple[VersionInUse, ...]

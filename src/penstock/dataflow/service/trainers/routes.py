@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP calls of trainers: routes bound to home."""
+"""HTTP routes of trainers, bound to the coordinator."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TrainerRoutes:
                 path="/v1/policies/{policy}",
                 handler=self.policy,
                 roles=READERS,
-                summary="Where this policy stands.",
+                summary="State of this policy.",
                 response=PolicyState,
             ),
             Route(
@@ -82,7 +82,7 @@ class TrainerRoutes:
                 path="/v1/policies/{policy}/incarnations",
                 handler=self.incarnate,
                 roles=TRAINERS,
-                summary="Become the one trainer, forking at a checkpoint.",
+                summary="Become the policy's only trainer, forking at a checkpoint.",
                 request=IncarnationRequest,
                 response=IncarnationAnswer,
             ),
@@ -100,7 +100,7 @@ class TrainerRoutes:
                 path="/v1/policies/{policy}/checkpoints",
                 handler=self.checkpoints,
                 roles=TRAINERS,
-                summary="Name the checkpoints that could be restored.",
+                summary="List the checkpoints that the trainer can restore.",
                 request=CheckpointsRequest,
                 response=Ack,
             ),
@@ -118,7 +118,7 @@ class TrainerRoutes:
                 path="/v1/batches/{batch_id}/rows",
                 handler=self.rows,
                 roles=TRAINERS,
-                summary="The rows of a sealed batch, or those of one rank.",
+                summary="The rows of a sealed batch, or one rank's share.",
                 request=BatchRowsRequest,
                 response=RowsAnswer,
             ),
@@ -127,7 +127,7 @@ class TrainerRoutes:
                 path="/v1/batches/{batch_id}/commit",
                 handler=self.commit,
                 roles=TRAINERS,
-                summary="This batch is trained, or skipped with a reason.",
+                summary="Commit a batch as trained, or as skipped with a reason.",
                 request=CommitRequest,
                 response=Ack,
             ),
@@ -136,7 +136,7 @@ class TrainerRoutes:
                 path="/v1/nodes/{node_id}/quarantine",
                 handler=self.quarantine,
                 roles=TRAINERS,
-                summary="This node's engine disagrees with the trainer: no more work for its life.",
+                summary="Quarantine a node whose engine disagrees with the trainer.",
                 request=QuarantineRequest,
                 response=Ack,
             ),
@@ -144,7 +144,7 @@ class TrainerRoutes:
 
 
 async def serve_rows(payloads: RowPayloads, wanted: RowsQuery, call: Call) -> object:
-    """In pieces, unless somebody wants to read them as JSON."""
+    """Stream the rows in pieces, unless the caller accepts JSON."""
     if MSGPACK in call.headers.get("accept", ""):
         found = await payloads.find(wanted)
         return StreamedResponse(payloads.pieces(found), found.num_bytes)
@@ -154,5 +154,5 @@ async def serve_rows(payloads: RowPayloads, wanted: RowsQuery, call: Call) -> ob
 def _batch_id(text: str) -> tuple[str, int]:
     policy, _, seq = text.rpartition(".")
     if not (policy and seq.isdecimal() and len(seq) < 16):
-        raise BadRequest(f"{text[:80]!r} is no batch id; it reads CONSUMER.SEQ")
+        raise BadRequest(f"invalid batch id {text[:80]!r}; expected CONSUMER.SEQ")
     return policy, int(seq)

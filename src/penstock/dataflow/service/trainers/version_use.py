@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which published versions somebody may still ask the weight store for. Decides nothing else."""
+"""Published versions that may still be requested from the weight store. Decides nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.dataflow.service.trainers.messages import VersionInUse, VersionUse
 from penstock.types import PolicyName
 
 NO_CHECKPOINT: Sequence[tuple[int, int]] = ((0, 0),)
-"""The initial model is what a trainer would restore."""
+"""Without a checkpoint, a trainer restores the initial model."""
 
 
 def versions_in_use(
@@ -27,10 +27,11 @@ def versions_in_use(
     retained: Sequence[tuple[int, int]],
     max_staleness: int,
 ) -> Iterator[VersionInUse]:
-    """Oldest first. live: what nodes serve · retained: (number, seq) of the trainer's checkpoints.
+    """Oldest first. live: versions that nodes serve · retained: (number, seq) of the trainer's
+    checkpoints.
 
-    Rows after the oldest checkpoint may be trained again; none of them is older than the version it
-    is trained from by more than the bound on staleness."""
+    Rows after the oldest checkpoint may be trained again; each was sampled at most max_staleness
+    versions before the version it trains."""
     served = {(found.incarnation, found.number) for found in live if found.policy == lineage.policy}
     checkpoints = {number for number, _ in retained}
     oldest = min(checkpoints, default=lineage.number) - max_staleness
@@ -57,7 +58,7 @@ def versions_in_use(
 
 
 def retained_checkpoints(tables: Tables) -> dict[PolicyName, Sequence[tuple[int, int]]]:
-    """(number, seq) of those that each trainer has named."""
+    """(number, seq) of the checkpoints that each trainer has listed."""
     return {
         record.policy: msgspec.json.decode(record.retained, type=list[tuple[int, int]])
         for record in tables.read(CheckpointRecord)
@@ -67,7 +68,7 @@ def retained_checkpoints(tables: Tables) -> dict[PolicyName, Sequence[tuple[int,
 def versions_in_use_on_disk(
     recorded: RecordedRun, max_staleness: Mapping[PolicyName, int]
 ) -> Iterator[VersionInUse]:
-    """Of a run that nobody serves now: no node has anything."""
+    """Versions in use of a run without a running service: no node serves any."""
     retained = retained_checkpoints(recorded.coordinator)
     for policy, bound in max_staleness.items():
         lineage = Lineage(policy)
