@@ -62,7 +62,7 @@ def test_the_config_passes_check_where_neither_model_nor_vllm_are() -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "an empty answer earns 0" in done.stdout
+    assert "an empty completion scores 0" in done.stdout
 
 
 def test_intervals(evaluate: Any) -> None:

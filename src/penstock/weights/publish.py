@@ -62,7 +62,7 @@ def put_snapshot(
 
     Stores the allowed files at its top level: weights, config, tokenizer, template. `after` is the
     version most nodes have; deltas from it are stored too. Files named in `unchanged` are identical
-    to those of `after` and are not read or copied again. A PEFT adapter needs `base`, the weights
+    to its files and are not read or copied again. A PEFT adapter needs `base`, the weights
     digest of its base model, or that model in the same folder.
     """
     names = sorted(entry.name for entry in folder.iterdir() if is_file_name(entry.name))

@@ -232,7 +232,8 @@ def test_check_lists_the_folders_it_searched_for_a_module(
     words = ["sources[0].task=tsk", "reward=scores:reward"]
     code, _, err = run_main(capsys, "check", str(my_run), words[0])
     assert code == 1
-    assert f"'tsk'; searched {my_run.parent}, the installed packages" in err
+    assert "cannot import 'tsk'" in err
+    assert f"searched {my_run.parent}, the installed packages" in err
     code, _, err = run_main(capsys, "check", str(my_run), words[1])
     assert code == 1
     assert f"searched {my_run.parent}, the installed packages" in err

@@ -89,7 +89,7 @@ def test_each_mistake_at_the_start_has_a_message(
 
     assert "penstock token RUN --role relay" in start(AWAY, key, *rest, shown="")
     assert "not a URL" in start("127.0.0.1:1", key, *rest)
-    assert "no public key of a run" in start(AWAY, "--public-key=nonsense", *rest)
+    assert "is not a run's public key" in start(AWAY, "--public-key=nonsense", *rest)
     other = Signer.create(tmp_path / "other", RUN).mint(Role.RELAY, [Audience.RELAY], ttl_s=60)
     assert "does not match this run's key" in start(AWAY, key, *rest, shown=other)
     expired = folder.token(RUN, Role.RELAY, ttl_s=-1)

@@ -66,8 +66,8 @@ async def test_columns_are_given_under_the_names_that_the_scorer_takes() -> None
     ("scorer", "why"),
     [
         (own_stages.broken, "RuntimeError: the scorer is broken"),
-        (own_stages.reward_of_length, "not a mapping of score"),
-        (lambda trajectory: None, "not a mapping of score"),
+        (own_stages.reward_of_length, "instead of a mapping of score"),
+        (lambda trajectory: None, "instead of a mapping of score"),
         (lambda trajectory: {"score": "high"}, "could not convert"),
     ],
 )

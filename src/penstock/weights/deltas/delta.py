@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delta format: turns the tensors of one version into those of another, as one byte stream.
+"""Delta format: turns the tensors of one version into another version's, as one byte stream.
 
     magic · length · JSON header · frame · frame · … · end
 

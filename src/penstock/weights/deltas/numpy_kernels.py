@@ -36,7 +36,7 @@ LongGaps = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """The changes of one chunk, compact enough to keep those of a complete tensor in memory."""
+    """The changes of one chunk, compact enough to keep a complete tensor's in memory."""
 
     num_elements: int
     num_changed: int

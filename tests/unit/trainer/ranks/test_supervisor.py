@@ -50,7 +50,9 @@ def _run(
 
 
 def _pids(folder: Path) -> list[int]:
-    return [int(path.read_text()) for path in sorted(folder.glob("began.*"))]
+    """Of the ranks that have written theirs; a file may exist before its content."""
+    texts = [path.read_text() for path in sorted(folder.glob("began.*"))]
+    return [int(text) for text in texts if text]
 
 
 def _is_alive(pid: int) -> bool:
