@@ -43,7 +43,7 @@ def git(folder: Path, *args: str) -> None:
 FAULTS = {
     "ruff-check": {"src/penstock/planted.py": LICENCE + "import os\n"},
     "ruff-format": {"src/penstock/planted.py": LICENCE + "x=[1,2]\n"},
-    "spelling": {"docs/planted.md": "A page with teh usual mistake.\n"},
+    "spelling": {"docs/planted.md": "A page with t" + "eh usual mistake.\n"},
     "files": {"planted.toml": "key = [1,\n"},
     "forbidden": {"src/penstock/planted.py": LICENCE + "import pickle  # noqa: F401\n"},
     "words": {"src/penstock/planted.py": LICENCE + '"""The caller is told so."""\n'},

@@ -326,7 +326,7 @@ def test_a_non_finite_gradient_changes_nothing(new_model: NewModel) -> None:
     [
         (lambda loss_K: TokenLoss(loss_K=loss_K.mean(), metrics={}), r"loss_K of shape \(\) inst"),
         (lambda loss_K: TokenLoss(loss_K=loss_K[None], metrics={}), r"loss_K of shape \(1, \d+\)"),
-        (lambda loss_K: TokenLoss(loss_K=loss_K, metrics={"x": loss_K.sum()}), r"ned x of shape"),
+        (lambda loss_K: TokenLoss(loss_K=loss_K, metrics={"x": loss_K.sum()}), r"x of shape \(\)"),
         (lambda loss_K: loss_K, "returned a Tensor; return TokenLoss"),
     ],
 )  # fmt: skip
