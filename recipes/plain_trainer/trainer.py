@@ -28,7 +28,7 @@ from penstock.dataflow.service.trainers.messages import (
     IncarnationRequest,
     PublishRequest,
 )
-from penstock.trainer.samples import cut
+from penstock.trainer.samples import make_samples
 from penstock.types import Manifest, PolicyName, RowPayload, Trajectory
 from penstock.weights.publish import put_snapshot
 from penstock.wire.codec import decode
@@ -69,13 +69,13 @@ def reinforce(
     model: Any, policy: PolicyName, manifest: Manifest, rows: Sequence[RowPayload]
 ) -> Any:
     """Minus the log-prob of every sampled token, times how much better than its group the row was;
-    whoever is gone keeps its place in the group."""
+    a missing row keeps its place in the group."""
     advantages: list[float] = []
     for group in manifest.groups:
         mean = sum(row.score for row in group.rows) / len(group.rows)
         advantages += [row.score - mean for row in group.rows]
     present = ((i, decode(row.payload, Trajectory)) for i, row in enumerate(rows) if row.payload)
-    samples = cut(present, policy, manifest.visible_roles)
+    samples = make_samples(present, policy, manifest.visible_roles)
     terms: list[Any] = [0.0 * next(model.parameters()).sum()]  # there may be no token at all
     places = (samples.starts_S.tolist(), samples.ends_S.tolist(), samples.rows_S.tolist())
     for start, end, row in zip(*places, strict=True):
