@@ -156,7 +156,7 @@ def assert_forks(system: System) -> None:
     assert json.loads(ended.stdout.splitlines()[-1])["steps"] == 1
     assert penstock("audit", str(forked.path)).returncode == 0
     refused = penstock("fork", str(system.folder.path), "--at", "99")
-    assert refused.returncode == 1 and "checkpoints 8, 10" in refused.stderr
+    assert refused.returncode == 1 and "checkpoints: 8, 10" in refused.stderr
 
 
 @pytest.mark.slow
