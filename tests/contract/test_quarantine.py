@@ -180,7 +180,7 @@ async def test_a_row_may_not_name_another_life_than_its_lease(tmp_path: Path) ->
     results = (await service.nodes.deliver(body)).results
     stored, invalid = DeliveryStatus.STORED, DeliveryStatus.INVALID
     assert [result.status for result in results] == [stored, invalid, stored]
-    assert "session other" in results[1].detail
+    assert "boot_id other" in results[1].detail
     service.close()
 
 
