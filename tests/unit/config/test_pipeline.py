@@ -163,7 +163,7 @@ def test_a_critic_reads_values_and_returns(load_stages: LoadStages) -> None:
 def test_a_critic_that_nobody_trains_says_nothing(load_stages: LoadStages) -> None:
     message = load_error(load_stages, VALUES, GAE, TRAIN)
     assert "run.yaml:27: pipeline.stages[0].role: stage values uses the critic for val" in message
-    assert "no stage trains the critic of policy policy; add one with type: train" in message
+    assert "stage trains the critic of policy policy; add one with type: train, role: c" in message
     own = VALUES.replace("role: critic", "role: critic, fn: 'm:values'")
     assert load_stages(own, GAE, TRAIN).pipeline is not None
 
@@ -171,7 +171,7 @@ def test_a_critic_that_nobody_trains_says_nothing(load_stages: LoadStages) -> No
 def test_the_critic_of_another_policy_says_nothing_here(example: str, load_text: LoadText) -> None:
     own = TRAIN_CRITIC.replace("type", "policy: a, type")
     message = load_error(two_policies(example, load_text), VALUES, GAE, own, TRAIN)
-    assert "stage values uses the critic for values, but no stage trains the critic of" in message
+    assert "uses the critic for values, but no stage trains the critic of policy b" in message
     assert "policy a" not in message
     shared = two_policies(example, load_text)(VALUES, GAE, TRAIN_CRITIC, TRAIN)
     assert shared.pipeline is not None
