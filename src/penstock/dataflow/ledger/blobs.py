@@ -8,7 +8,6 @@ which blobs are referenced. All methods except `claim` block and must run off th
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -18,12 +17,12 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from penstock.dataflow.ledger.segments import DISK_FULL_ERRNOS
 from penstock.errors import BadRequest, Conflict, NotFound, StorageFull, TooLarge
 
 MAX_BLOB_BYTES = 1 << 30
 UNREFERENCED_TTL_S = 86_400.0
 """Uploads and unreferenced blobs are deleted after this time without access."""
-DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 RETRY_S = 5.0
 
 FindReferenced = Callable[[list[str]], set[str]]
