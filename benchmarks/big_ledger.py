@@ -5,7 +5,6 @@ reads it before a trainer fetches it."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,7 +20,6 @@ from penstock.dataflow.records import (
     GroupRecord,
     GroupState,
     IncarnationRecord,
-    IssuedRecord,
     LeaseEnd,
     MetaRecord,
     NodeRecord,
@@ -98,21 +96,11 @@ def _groups(num_groups: int, group_size: int, incarnation: int) -> Iterator[Reco
             task=msgspec.json.encode(task).decode(),
             num_slots=group_size,
             due=f'{{"{POLICY}":0}}',
+            why='{"mix":"weights","skipped":0,"forced_over":null}',
             state=GroupState.CLOSED,
             reason="",
             issued_at=AT,
             ended_at=AT + 20,
-        )
-        yield IssuedRecord(
-            group_id=group_id,
-            issue=index + 1,
-            partition=0,
-            source=SOURCE,
-            ordinal=index,
-            task_key=task.key,
-            why='{"mix":"weights","skipped":0,"forced_over":null}',
-            judged=True,
-            at=AT,
         )
         rows = [
             _row(group_id, slot, index * group_size + slot, versions) for slot in range(group_size)
@@ -179,9 +167,9 @@ def _fate(
         tokens=TOKENS * len(rows),
         at=AT + 20,
         arrival=index + 1,
-        rows=msgspec.msgpack.encode([row.summary for row in rows]),
+        packed_rows=msgspec.msgpack.encode([row.summary for row in rows]),
         task_key=task_key,
         source=SOURCE,
-        rewards=array("d", (row.summary.reward or 0.0 for row in rows)).tobytes(),
-        versions=f"[[{incarnation},0]]",
+        rewards=tuple(row.summary.reward or 0.0 for row in rows),
+        versions=((incarnation, 0),),
     )

@@ -109,7 +109,7 @@ async def _next_commit(service: DataflowService, setting: Setting) -> None:
 
 
 def _num_issued(service: DataflowService) -> int:
-    return int(service.process.ledger.tables.scalar("SELECT max(issue) FROM issued"))
+    return int(service.process.ledger.tables.scalar("SELECT max(issue) FROM groups"))
 
 
 async def _until_exhausted(service: DataflowService, setting: Setting) -> None:

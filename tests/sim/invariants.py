@@ -25,7 +25,6 @@ from penstock.dataflow.records import (
     FreedRecord,
     GroupRecord,
     IncarnationRecord,
-    IssuedRecord,
     MessageRecord,
     PartitionRecord,
     RowRecord,
@@ -86,7 +85,6 @@ class Invariants(SlotInvariants):
         self.lost: set[str] = set()
         """Partitions that were declared so."""
         self._watches |= {
-            IssuedRecord: self._issued,
             FateRecord: self._fate,
             BatchRecord: self._batch,
             CommitRecord: self._commit,
@@ -110,22 +108,19 @@ class Invariants(SlotInvariants):
         if new.state == "lost":
             self.lost.add(f"p{new.index}")
 
-    def _issued(self, disk: Disk, new: IssuedRecord) -> None:
-        old = disk.of(IssuedRecord).get((new.group_id,))
-        if old is None:
-            require(not new.judged, f"{new.group_id} is judged before it was issued")
+    def _group(self, disk: Disk, new: GroupRecord) -> None:
+        super()._group(disk, new)
+        if disk is self.disks["home"] and (new.group_id,) not in disk.of(GroupRecord):
             self.open_issued[new.group_id] = None
-        elif new.judged:
-            require(not old.judged, f"{new.group_id} is judged twice")
-            for policy in self.plan.policies:
-                has_fate = (policy, new.group_id) in disk.of(FateRecord)
-                require(has_fate, f"{new.group_id} is judged and has no fate for {policy}")
-            del self.open_issued[new.group_id]
 
     def _fate(self, disk: Disk, new: FateRecord) -> None:
         old = disk.of(FateRecord).get((new.consumer, new.group_id))
         name = f"fate of {new.group_id} for {new.consumer}"
         require(new.group_id in self.open_issued or old is not None, f"{name}: never issued")
+        if old is None:
+            self.judged[new.consumer].add(new.group_id)
+            if all(new.group_id in judged for judged in self.judged.values()):
+                del self.open_issued[new.group_id]
         may = {
             None: ("admitted", "dropped"),
             "admitted": ("admitted", "sealed", "dropped"),
@@ -139,7 +134,6 @@ class Invariants(SlotInvariants):
             require(new.arrival == old.arrival, f"{name}: it arrived twice")
         uses = len(self.in_batches[new.consumer].get(new.group_id, ()))
         require(new.uses == uses, f"{name}: {new.uses} uses, and it is in {uses} batches")
-        self.judged[new.consumer].add(new.group_id)
         admitted = self.admitted[new.consumer]
         admitted.pop(new.group_id, None)
         if new.state == "admitted":
@@ -261,15 +255,15 @@ class Invariants(SlotInvariants):
             require(fate is not None, f"{name} is freed before {policy} judged it")
             assert fate is not None
             require(fate.state != "admitted", f"{name} is freed and {policy} may seal it")
-            require(not fate.rows, f"{name} is freed and in the replay pool of {policy}")
+            require(not fate.packed_rows, f"{name} is freed and in the replay pool of {policy}")
             last = max(self.in_batches[policy].get(new.group_id, [0]))
             require(last <= branch.floor, f"{name} is freed; batch {policy}.{last} is kept")
 
     def free(self) -> None:
         """What nobody can ask for any more is freed; read when home has nothing in flight."""
         coordinator = self.disks["home"]
-        for (group_id,), issued in coordinator.of(IssuedRecord).items():
-            if not issued.judged or (group_id,) in coordinator.of(FreedRecord):
+        for group_id in (group_id for (group_id,) in coordinator.of(GroupRecord)):
+            if group_id in self.open_issued or (group_id,) in coordinator.of(FreedRecord):
                 continue
             holders = [
                 policy
@@ -281,7 +275,7 @@ class Invariants(SlotInvariants):
     def _holds(self, policy: PolicyName, branch: PolicyModel, group_id: GroupId) -> bool:
         fate = self.disks["home"].of(FateRecord)[policy, group_id]
         last = max(self.in_batches[policy].get(group_id, [0]))
-        return fate.state == "admitted" or bool(fate.rows) or last > branch.floor
+        return fate.state == "admitted" or bool(fate.packed_rows) or last > branch.floor
 
     # --- answers that trainers got ------------------------------------------------------------
 

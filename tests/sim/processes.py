@@ -33,7 +33,7 @@ from penstock.dataflow.records import (
     CheckpointRecord,
     CommandJournal,
     FreedRecord,
-    IssuedRecord,
+    GroupRecord,
     PartitionRecord,
 )
 from penstock.dataflow.service.partitions.handlers import add_remote_partition
@@ -368,7 +368,7 @@ class CoordinatorProcess(SimProcess):
         super()._pass_time(late_s, now)
         for index, shard in self.coordinator.partition_states.items():
             if shard is PartitionState.DRAINING and self.coordinator.is_empty(index):
-                issued = (r for r in self.disk.of(IssuedRecord).values() if r.partition == index)
+                issued = (r for r in self.disk.of(GroupRecord).values() if r.partition == index)
                 freed = self.disk.of(FreedRecord)
                 if all((record.group_id,) in freed for record in issued):
                     self.engine.note(f"p{index} is gone")

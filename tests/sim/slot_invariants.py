@@ -87,7 +87,11 @@ class SlotInvariants:
         old = disk.of(GroupRecord).get((new.group_id,))
         if old is None:
             require(new.state == "open", f"{new.group_id} is born {new.state}")
-            require(disk is self.disk_of(new.group_id), f"{new.group_id} at {disk.name}")
+            places = (self.disks["home"], self.disk_of(new.group_id))
+            require(disk in places, f"{new.group_id} at {disk.name}")
+            return
+        if disk is not self.disk_of(new.group_id) or new.state == "open":
+            require(new == old, f"{new.group_id} is issued again as another")
             return
         require(old.state == "open", f"{new.group_id} ends twice: {old.state}, {new.state}")
         require(old.task == new.task and old.issue == new.issue, f"{new.group_id} changed")

@@ -165,7 +165,7 @@ def _coordinator_facts(machine: CoordinatorProcess) -> Facts:
         for name in ("ready", "incomplete", "pool"):
             groups = private(consumer, name)
             found[f"{policy} {name}"] = {
-                g.group_id: (g.arrival, g.uses, g.last_seq, g.tokens, g.versions)
+                g.group_id: (g.arrival, g.uses, g.seq, g.tokens, g.versions)
                 for g in groups.values()
             }
         found[f"{policy} sealed"] = (consumer.last_sealed, dict(consumer.sealed))

@@ -26,7 +26,6 @@ from penstock.audit.records import (
     Fate,
     Fork,
     Group,
-    Issued,
     Lease,
     Manifest,
     Row,
@@ -54,7 +53,7 @@ class Evidence:
 
     config: AuditedConfig
     acknowledged: frozenset[str]
-    issued: dict[str, Issued]
+    issued: dict[str, Group]
     groups: dict[str, Group]
     """Of all partitions, like the next five."""
     leases: list[Lease]
@@ -119,7 +118,7 @@ def read(run_dir: Path) -> Evidence:
     folder = run_dir / "ledger"
     with open_ledger(folder) as ledger:
         own_tables, coordinator, coordinator_tables = (
-            ledger.work(),
+            ledger.work("partition = 0"),
             ledger.replicated(),
             ledger.coordinator_tables(),
         )

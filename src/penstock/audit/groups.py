@@ -12,7 +12,7 @@ from itertools import groupby
 
 from penstock.audit.evidence import Evidence
 from penstock.audit.partition_links import undelivered_issues, undelivered_reports
-from penstock.audit.records import SCORED, Fate, Group, Issued, Lease
+from penstock.audit.records import SCORED, Fate, Group, Lease
 from penstock.audit.report import Check, Violations
 
 COUNTS_AS_ATTEMPT = ("failed", "rejected", "expired")
@@ -158,7 +158,7 @@ def _check_arrivals(evidence: Evidence, violations: Violations) -> None:
             violations.add(group.group_id, f"has {group.num_slots} slots, state {group.state!r}")
 
 
-def _task_identity(one: Issued | Group) -> tuple[int, int, str, int, str]:
+def _task_identity(one: Group) -> tuple[int, int, str, int, str]:
     return one.partition, one.issue, one.source, one.ordinal, one.task_key
 
 
@@ -169,14 +169,12 @@ def _check_judged(evidence: Evidence, violations: Violations) -> None:
     judged: defaultdict[str, set[str]] = defaultdict(set)
     for fate in evidence.coordinator_after.fates:
         judged[fate.group_id].add(fate.consumer)
-    for group_id, issued in evidence.coordinator_after.issued.items():
+    for group_id in evidence.coordinator_after.issued:
         group = evidence.groups.get(group_id)
         lacks = evidence.config.models.keys() - judged[group_id]
-        if not lacks and not issued.judged:
-            violations.add(group_id, "has all its fates but still counts as open")
         if evidence.is_exempt(group_id):
             state = "its partition is missing"
-        elif group is None or (group.state == "open" and not issued.judged):
+        elif group is None or (group.state == "open" and lacks):
             continue
         else:
             state = group.state

@@ -26,7 +26,6 @@ from penstock.audit.records import (
     Freed,
     Grant,
     Group,
-    Issued,
     Lease,
     Message,
     Partition,
@@ -62,8 +61,9 @@ class ReplicatedTables:
     """The coordinator's decisions that partitions replicate, and the messages that carry them.
     Append-only, except for messages that were received."""
 
-    issued: dict[str, Issued]
-    """By group, in order of issue; like fates, only in the coordinator's ledger."""
+    issued: dict[str, Group]
+    """By group, in order of issue. The coordinator's ledger has all groups, a partition's only its
+    own; a group's state is only known in the ledger of its partition."""
     fates: list[Fate]
     freed: frozenset[str]
     commits: list[Commit]
@@ -98,9 +98,10 @@ class LedgerReader:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
-    def work(self) -> PartitionTables:
+    def work(self, groups: str = "1") -> PartitionTables:
+        """groups: an SQL condition, since the coordinator's ledger has the groups of others too."""
         return PartitionTables(
-            groups=self._table(Group, "groups", "issue"),
+            groups=self._table(Group, "groups", "issue", groups),
             leases=self._leases(),
             rows=self.rows(),
             columns=self._table(Column, "columns", "row_id, name", "space = 'train'"),
@@ -129,7 +130,7 @@ class LedgerReader:
 
     def replicated(self) -> ReplicatedTables:
         return ReplicatedTables(
-            issued={one.group_id: one for one in self._table(Issued, "issued", "issue")},
+            issued={one.group_id: one for one in self._table(Group, "groups", "issue")},
             fates=self._table(Fate, "fates", "consumer, group_id"),
             freed=self.freed(),
             commits=self._table(Commit, "commits", "consumer, incarnation, seq"),

@@ -108,19 +108,6 @@ class Freed(TableRecord, frozen=True, gc=False):
 # --- kept by the coordinator ----------------------------------------------------------------------
 
 
-class Issued(TableRecord, frozen=True, gc=False):
-    """A group as the coordinator sees it, on whichever partition its slots and rows are."""
-
-    group_id: str
-    partition: int
-    issue: int
-    source: str
-    ordinal: int
-    task_key: str
-    judged: int
-    """1 if every consumer has judged it."""
-
-
 class Fate(TableRecord, frozen=True, gc=False):
     consumer: str
     group_id: str

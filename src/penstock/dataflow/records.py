@@ -14,6 +14,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import ClassVar, Protocol
 
+import msgspec
+
 from penstock.dataflow.column_records import (
     BundleRecord,
     ColumnRecord,
@@ -46,6 +48,7 @@ class CommandJournal:
         return records
 
 
+_ROWS = msgspec.msgpack.Decoder(tuple[RowSummary, ...])
 QUARANTINE_PREFIX = "quarantined/"
 """Key prefix, followed by node and boot_id; the value is the boot_id that gets no more work."""
 FORGOTTEN_PREFIX = "gone/"
@@ -122,6 +125,9 @@ class Journal(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
+    """An issued group. The coordinator writes one for every group; its partition writes the same
+    record again when the group arrives, and once more when it ends."""
+
     TABLE: ClassVar[str] = "groups"
     KEY: ClassVar[tuple[str, ...]] = ("group_id",)
 
@@ -137,30 +143,13 @@ class GroupRecord:
     num_slots: int
     due: str
     """JSON: by policy, the number of the version its batch was expected to train from."""
+    why: str
+    """JSON: which rules chose it."""
     state: GroupState
+    """In the ledger of its partition; any other ledger keeps it open."""
     reason: str
     issued_at: float
     ended_at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IssuedRecord:
-    """A group as the coordinator sees it, on whichever partition its slots and rows are."""
-
-    TABLE: ClassVar[str] = "issued"
-    KEY: ClassVar[tuple[str, ...]] = ("group_id",)
-
-    group_id: GroupId
-    issue: int
-    partition: int
-    source: str
-    ordinal: int
-    task_key: str
-    why: str
-    """JSON: which rules chose it."""
-    judged: bool
-    """Every consumer has judged it."""
-    at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,38 +274,56 @@ class RowRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FateRecord:
-    """The fate of a closed group for one consumer."""
+    """An ended group as one consumer holds it, from its verdict until no batch needs it. Rules read
+    it as a JudgedGroup or a Candidate."""
 
     TABLE: ClassVar[str] = "fates"
     KEY: ClassVar[tuple[str, ...]] = ("consumer", "group_id")
 
     consumer: PolicyName
     group_id: GroupId
-    state: FateState
-    reason: str
+    task_key: str
+    source: str
+    state: FateState = FateState.ADMITTED
+    reason: str = ""
     """A DropReason, or empty."""
-    rule: str
+    rule: str = ""
     """The rule that decided."""
-    seq: int
-    """The batch it was sealed into; 0 for none."""
-    tokens: int
-    """Sampled tokens of this policy in the group."""
-    at: float
+    at: float = 0.0
     arrival: int = 0
     """Order in which this consumer judged it."""
+    number: int = 0
+    """The policy's committed version when rules judged the group."""
+    oldest: int = 0
+    """Oldest version among its tokens, as of the last time rules chose from it."""
+    tokens: int = 0
+    """Sampled tokens of this policy in the group."""
+    rewards: tuple[float, ...] = ()
+    """One per row."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """Every (incarnation, number) that sampled tokens of this policy in the group; empty if its
+    trainer only sees tokens that other policies sampled."""
+    packed_rows: bytes = b""
+    """msgpack list of RowSummary, while the group may still be sealed or replayed. In memory empty
+    after a restart: the ledger has the rows."""
+    seq: int = 0
+    """The newest batch it was sealed into; 0 for none."""
     uses: int = 0
     """How many batches have contained it."""
     is_complete: bool = True
     """Every column its trainer needs is present; False while a stage works on an admitted group."""
-    rows: bytes = b""
-    """msgpack list of RowSummary, while the group may still be sealed or replayed."""
-    task_key: str = ""
-    source: str = ""
-    rewards: bytes = b""
-    """One float64 per row, little-endian. Together with the versions, all that a restart must read
-    for a waiting group."""
-    versions: str = "[]"
-    """JSON: every [incarnation, number] that sampled its tokens of this policy."""
+
+    @property
+    def policy(self) -> PolicyName:
+        return self.consumer
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def rows(self) -> tuple[RowSummary, ...]:
+        return _ROWS.decode(self.packed_rows) if self.packed_rows else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -530,7 +537,6 @@ class MetaRecord:
 
 RECORDS: tuple[type[Record], ...] = (
     GroupRecord,
-    IssuedRecord,
     DeadSlotRecord,
     CompletionRecord,
     GrantRecord,

@@ -113,7 +113,7 @@ def lose_group(run_dir: Path) -> str:
         "AND group_id NOT IN (SELECT group_id FROM grants) ORDER BY issue DESC",
     )
     change(run_dir, "DELETE FROM groups WHERE group_id = ?", group_id)
-    return group_id
+    return "train"
 
 
 def lose_fate(run_dir: Path) -> str:
@@ -137,25 +137,17 @@ def admit_dropped_group(run_dir: Path) -> str:
 
 
 def issue_task_twice(run_dir: Path) -> str:
-    for table in ("groups", "issued"):
-        change(run_dir, f"UPDATE {table} SET ordinal = 0 WHERE issue = 5")
+    change(run_dir, "UPDATE groups SET ordinal = 0 WHERE issue = 5")
     return "train"
 
 
 def issue_another_task(run_dir: Path) -> str:
-    """The partition runs another task than the coordinator issued."""
     group = fetch_record(run_dir, "groups", "state = 'open'")
     change(run_dir, "UPDATE groups SET ordinal = 999 WHERE group_id = ?", group["group_id"])
-    return group["group_id"]
+    return "train"
 
 
 def skip_an_issue(run_dir: Path) -> str:
     """A task that rules skipped but that was issued."""
     change(run_dir, "UPDATE sources SET skipped = 1")
     return "train"
-
-
-def judge_without_saying_so(run_dir: Path) -> str:
-    (group_id,) = one(run_dir, ADMITTED_GROUPS)
-    change(run_dir, "UPDATE issued SET judged = 0 WHERE group_id = ?", group_id)
-    return group_id

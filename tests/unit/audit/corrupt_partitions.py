@@ -59,7 +59,7 @@ def forget_a_commit(run_dir: Path) -> str:
 
 
 def hold_a_group_of_another(run_dir: Path) -> str:
-    group = fetch_record(run_dir, "groups", "state = 'open'")
+    group = fetch_record(run_dir, "groups", "state = 'open' AND partition = 0")
     insert(partition_1(run_dir), "groups", group)
     return group["group_id"]
 
@@ -152,6 +152,14 @@ def invent_a_group(run_dir: Path) -> str:
     return "p1-999"
 
 
+def run_another_task(run_dir: Path) -> str:
+    """The partition runs another task than the coordinator issued."""
+    group = fetch_record(partition_1(run_dir), "groups", "state = 'open'")
+    statement = "UPDATE groups SET ordinal = 999 WHERE group_id = ?"
+    change(partition_1(run_dir), statement, group["group_id"])
+    return group["group_id"]
+
+
 def reopen_a_judged_group(run_dir: Path) -> str:
     (group_id,) = one(run_dir, "SELECT group_id FROM fates WHERE group_id LIKE 'p1-%'")
     change(partition_1(run_dir), "UPDATE groups SET state = 'dropped' WHERE group_id = ?", group_id)
@@ -187,7 +195,7 @@ IN_QUIET: dict[str, tuple[Callable[[Path], str], ...]] = {
         acknowledge_what_never_arrived,
         forget_what_was_reported,
     ),
-    "groups": (invent_a_group, reopen_a_judged_group),
+    "groups": (invent_a_group, run_another_task, reopen_a_judged_group),
     "lost": (flip_far_payload,),
     "slots": (lose_a_far_lease,),
 }

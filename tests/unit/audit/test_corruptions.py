@@ -68,7 +68,6 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], str], ...]] = {
         corrupt_flow.issue_task_twice,
         corrupt_flow.issue_another_task,
         corrupt_flow.skip_an_issue,
-        corrupt_flow.judge_without_saying_so,
     ),
     "freed": (
         corrupt_freed.free_admitted_group,

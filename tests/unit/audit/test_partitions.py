@@ -77,7 +77,10 @@ def test_cut_run_passes(cut: Path) -> None:
     assert_passes(cut)
     for path, kind in ((cut, "IssueGroup"), (cut, "Committed"), (partition_1(cut), "GroupEnded")):
         corrupt_partitions.undelivered(path, kind)
-    unjudged = "SELECT group_id FROM issued WHERE NOT judged AND group_id = ?"
+    unjudged = (
+        "SELECT group_id FROM groups WHERE group_id = ? "
+        "AND group_id NOT IN (SELECT group_id FROM fates)"
+    )
     _, message = corrupt_partitions.undelivered(partition_1(cut), "GroupEnded")
     one(cut, unjudged, message["group_id"])
 

@@ -136,7 +136,6 @@ def test_failed_rows_have_no_reward_with_stages_either(staged: Path) -> None:
 def test_group_that_waits_for_columns_is_not_judged(staged: Path) -> None:
     (group_id,) = one(staged, ADMITTED_GROUPS)
     change(staged, "DELETE FROM fates WHERE group_id = ?", group_id)
-    change(staged, "UPDATE issued SET judged = 0 WHERE group_id = ?", group_id)
     assert failed(audit(staged)) == {"groups"}
     waits = {"group_id": group_id, "policy": "policy", "state": "judging", "at": 0.0}
     insert(staged, "completions", waits)

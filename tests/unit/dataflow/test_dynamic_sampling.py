@@ -14,7 +14,7 @@ from benchmarks.local_run import LocalNode, LocalTrainer, run_config, write_task
 from penstock.config import RunConfig
 from penstock.dataflow.core.leasing import Grant, LiveVersion
 from penstock.dataflow.ledger.recorded import open_recorded_run
-from penstock.dataflow.records import BatchRecord, FateRecord, IssuedRecord
+from penstock.dataflow.records import BatchRecord, FateRecord, GroupRecord
 from penstock.dataflow.service.build import build
 from penstock.types import DropReason, GroupId, Manifest, PolicyName, Task
 from penstock.wire.codec import decode
@@ -80,7 +80,7 @@ async def tries(folder: Path, config: RunConfig) -> list[Try]:
 def read_tries(folder: Path, sampled_by: Mapping[GroupId, int]) -> list[Try]:
     recorded = open_recorded_run(folder / "ledger")
     try:
-        issued = {one.group_id: one.issue for one in recorded.coordinator.read(IssuedRecord)}
+        issued = {one.group_id: one.issue for one in recorded.coordinator.read(GroupRecord)}
         fates = {one.group_id: one for one in recorded.coordinator.read(FateRecord)}
         batches = recorded.coordinator.read(BatchRecord)
     finally:

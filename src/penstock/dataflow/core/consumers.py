@@ -7,9 +7,8 @@ Decides nothing about other policies, issuing or partitions.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import msgspec
@@ -30,7 +29,7 @@ from penstock.dataflow.records import (
     BatchRecord,
     FateRecord,
     FateState,
-    IssuedRecord,
+    GroupRecord,
     Journal,
     MetaRecord,
     WasteRecord,
@@ -39,7 +38,6 @@ from penstock.types import DropReason, GroupId, OutcomeKind, PolicyName, RowId, 
 
 POOL_GROUPS = 10_000
 """Maximum groups in a replay pool; beyond it the oldest are removed."""
-_ROWS = msgspec.msgpack.Decoder(tuple[RowSummary, ...])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,58 +56,19 @@ class PolicySpec:
     batches behind, so results do not depend on node speed."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class ReadyGroup:
-    """A closed group as one policy holds it, from its verdict until no batch needs it. Rules read
-    it as a JudgedGroup or a Candidate."""
-
-    policy: PolicyName
-    group_id: GroupId
-    task_key: str
-    source: str
-    arrival: int
-    tokens: int
-    rewards: array[float]
-    versions: tuple[tuple[int, int], ...]
-    """Every version that sampled tokens of this policy in the group; empty if its trainer only sees
-    tokens that other policies sampled."""
-    packed_rows: bytes
-    """msgpack list of RowSummary, to save memory. Empty after a restart: the ledger has the
-    rows."""
-    uses: int = 0
-    last_seq: int = 0
-    """Newest batch that contains it."""
-    number: int = 0
-    """The policy's committed version when the group was judged; not kept across a restart."""
-    oldest: int = 0
-    """Oldest version among its tokens, as of the last time rules chose from it."""
-
-    @property
-    def rows(self) -> tuple[RowSummary, ...]:
-        return _ROWS.decode(self.packed_rows)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.rewards)
-
-
-def ready_group(
-    group_id: GroupId,
-    task_key: str,
-    source: str,
-    rows: Sequence[RowSummary],
-    policy: PolicyName,
-    arrival: int,
+def with_rows(
+    group: FateRecord,
+    members: Sequence[RowSummary],
     visible_roles: Collection[tuple[PolicyName, str]] | None = None,
-) -> ReadyGroup:
-    return ReadyGroup(
-        policy=policy,
-        group_id=group_id,
-        task_key=task_key,
-        source=source,
-        arrival=arrival,
-        tokens=sum(row.tokens_for(policy, visible_roles) for row in rows),
-        rewards=array("d", (row.reward for row in rows if row.reward is not None)),
+) -> FateRecord:
+    """The group with those of its members that the policy's trainer sees."""
+    policy = group.consumer
+    tokens = [row.tokens_for(policy, visible_roles) for row in members]
+    rows = [row for row, count in zip(members, tokens, strict=True) if count > 0]
+    return replace(
+        group,
+        tokens=sum(tokens),
+        rewards=tuple(row.reward for row in rows if row.reward is not None),
         versions=tuple(sorted({v for row in rows for v in row.versions.get(policy, ())})),
         packed_rows=msgspec.msgpack.encode(rows),
     )
@@ -140,7 +99,7 @@ class Starvation:
     def num_groups(self) -> int:
         return sum(self.counts.values())
 
-    def add(self, group: ReadyGroup, reason: DropReason) -> None:
+    def add(self, group: FateRecord, reason: DropReason) -> None:
         if reason in (DropReason.REMAINDER, DropReason.OUTPACED):
             return  # a run that is ending, or has enough groups, is not starving
         if reason is DropReason.ABSENT and self.has_participated:
@@ -194,10 +153,10 @@ class Consumer:
         self.terms = terms
         self.lineage = Lineage(terms.policy)
         self.lineage.is_deterministic = terms.is_lockstep
-        self.ready: dict[GroupId, ReadyGroup] = {}
-        self.incomplete: dict[GroupId, ReadyGroup] = {}
+        self.ready: dict[GroupId, FateRecord] = {}
+        self.incomplete: dict[GroupId, FateRecord] = {}
         """Admitted groups that wait for columns the trainer needs."""
-        self.pool: dict[GroupId, ReadyGroup] = {}
+        self.pool: dict[GroupId, FateRecord] = {}
         """Groups sealed before that the replay rule may use in another batch."""
         self.has_pool = deps.rules.replay(terms.policy) is not None
         """Whether a replay rule is active."""
@@ -248,7 +207,7 @@ class Consumer:
             sealed=sum(self.sealed.values()),
         )
 
-    def oldest(self, group: ReadyGroup) -> int:
+    def oldest(self, group: FateRecord) -> int:
         """Oldest version of this policy's tokens in the group, on the surviving lineage. Tokens
         sampled only by other policies do not age."""
         return self._oldest(group.versions)
@@ -267,15 +226,15 @@ class Consumer:
         numbers = (self.lineage.effective_number(*version) for version in versions)
         return min(numbers, default=self.next_number)
 
-    def staleness(self, group: ReadyGroup) -> int:
+    def staleness(self, group: FateRecord) -> int:
         return self.next_number - self.oldest(group)
 
-    def is_stale(self, group: ReadyGroup) -> bool:
+    def is_stale(self, group: FateRecord) -> bool:
         if self.terms.is_lockstep:
             return False  # one version sampled it, and a rewind recomputes that one
         return self.staleness(group) > self.terms.max_staleness
 
-    def eligible(self, replay: ReplaySpec | None) -> list[ReadyGroup]:
+    def eligible(self, replay: ReplaySpec | None) -> list[FateRecord]:
         """Groups in the pool that a batch sealed now may replay."""
         if replay is None:
             return []
@@ -288,12 +247,9 @@ class Consumer:
             if group.uses < replay.max_uses and self.staleness(group) <= bound
         ]
 
-    def candidates(self, groups: Iterable[ReadyGroup]) -> list[ReadyGroup]:
+    def candidates(self, groups: Iterable[FateRecord]) -> list[FateRecord]:
         """These groups as candidates for a rule, each with its current age."""
-        found = [*groups]
-        for group in found:
-            group.oldest = self.oldest(group)
-        return found
+        return [replace(group, oldest=self.oldest(group)) for group in groups]
 
     # --- pacing -------------------------------------------------------------------------------
 
@@ -348,28 +304,28 @@ class Consumer:
     # --- admission ----------------------------------------------------------------------------
 
     def judge(
-        self, issued: IssuedRecord, ended: GroupEnded, forgotten: Set[RowId], now: float
+        self, issued: GroupRecord, ended: GroupEnded, forgotten: Set[RowId], now: float
     ) -> None:
         """Admit or drop an ended group."""
-        policy = self.terms.policy
-        visible_roles = self._deps.rules.visible_turns(policy, ended.rows, now)
-        rows = tuple(row for row in ended.rows if row.tokens_for(policy, visible_roles) > 0)
         self.num_arrived += 1
-        group = ready_group(
-            issued.group_id,
-            issued.task_key,
-            issued.source,
-            rows,
-            policy,
-            self.num_arrived,
-            visible_roles,
+        group = self._with_rows(
+            FateRecord(
+                consumer=self.terms.policy,
+                group_id=issued.group_id,
+                task_key=issued.task_key,
+                source=issued.source,
+                arrival=self.num_arrived,
+                number=self.lineage.number,
+            ),
+            ended.rows,
+            now,
         )
-        if ended.dropped is not None or not rows:
+        if ended.dropped is not None or not group.tokens:
             reason = ended.dropped or DropReason.ABSENT
             if reason in (DropReason.FAILED_SLOTS, DropReason.ABSENT):
                 self._update_yield(passed=False)
             self.drop(group, reason, "closing", now)
-        elif forgotten and any(row.row_id in forgotten for row in rows):
+        elif forgotten and any(row.row_id in forgotten for row in group.rows):
             self.drop(group, DropReason.FORGOTTEN, "forget", now)
         elif self.has_trained_all:
             self.drop(group, DropReason.REMAINDER, "end", now)
@@ -384,9 +340,8 @@ class Consumer:
         else:
             self._apply_rules(group, now)
 
-    def _apply_rules(self, group: ReadyGroup, now: float) -> None:
+    def _apply_rules(self, group: FateRecord, now: float) -> None:
         rules = self._deps.rules
-        group.number = self.lineage.number
         rule, reason = rules.judge(group, now)
         rules.learn(group, reason, now)
         rules.save_state()
@@ -396,10 +351,11 @@ class Consumer:
         else:
             self.drop(group, reason, rule, now)
 
-    def _admit(self, group: ReadyGroup, rule: str, now: float) -> None:
+    def _admit(self, group: FateRecord, rule: str, now: float) -> None:
         waits = bool(self.terms.train_columns)
+        group = replace(group, rule=rule, at=now, is_complete=not waits)
         (self.incomplete if waits else self.ready)[group.group_id] = group
-        self._write_fate(group, FateState.ADMITTED, now, rule=rule)
+        self._deps.journal(group)
         if waits:
             admitted = Admitted(group_id=group.group_id, policy=self.terms.policy)
             self._deps.send(partition_of(group.group_id), admitted)
@@ -409,27 +365,31 @@ class Consumer:
         group = self.incomplete.pop(message.group_id, None)
         if group is None:
             return
-        policy = self.terms.policy
-        visible_roles = self._deps.rules.visible_turns(policy, message.rows, now)
-        rows = tuple(row for row in message.rows if row.tokens_for(policy, visible_roles) > 0)
-        if message.dropped is not None or not rows:
+        full = self._with_rows(group, message.rows, now)
+        if message.dropped is not None or not full.tokens:
             self.drop(group, message.dropped or DropReason.COLUMN_FAILED, "columns", now)
             return
-        full = ready_group(
-            group.group_id, group.task_key, group.source, rows, policy, group.arrival, visible_roles
-        )
+        full = replace(full, rule="columns", at=now, is_complete=True)
         self.ready[group.group_id] = full
-        self._write_fate(full, FateState.ADMITTED, now, rule="columns")
+        self._deps.journal(full)
+
+    def _with_rows(
+        self, group: FateRecord, members: Sequence[RowSummary], now: float
+    ) -> FateRecord:
+        visible_roles = self._deps.rules.visible_turns(self.terms.policy, members, now)
+        return with_rows(group, members, visible_roles)
 
     # --- fates --------------------------------------------------------------------------------
 
-    def drop(self, group: ReadyGroup, reason: DropReason, rule: str, now: float) -> None:
+    def drop(self, group: FateRecord, reason: DropReason, rule: str, now: float) -> None:
         """Drop this group, so that no batch gets it; it need not be among the waiting groups."""
         self.ready.pop(group.group_id, None)
         self.incomplete.pop(group.group_id, None)
         self._deps.waste.add(reason, group.tokens)
         self.starvation.add(group, reason)
-        self._write_fate(group, FateState.DROPPED, now, rule=rule, reason=reason)
+        assert FateState.DROPPED in FATE_TRANSITIONS[group.state]
+        dropped = replace(group, state=FateState.DROPPED, reason=reason, rule=rule, at=now)
+        self._deps.journal(replace(dropped, packed_rows=b"", is_complete=True))
         self._deps.free(self._deps.retention.dropped(group.group_id), now)
 
     def expire(self, now: float) -> None:
@@ -455,15 +415,15 @@ class Consumer:
             self.remove_from_pool(group, now)
         self.update_num_replayable()
 
-    def _waiting(self) -> Iterator[ReadyGroup]:
+    def _waiting(self) -> Iterator[FateRecord]:
         yield from self.ready.values()
         yield from self.incomplete.values()
 
     def seal(
         self,
         record: BatchRecord,
-        fresh: Sequence[ReadyGroup],
-        replayed: Sequence[ReadyGroup],
+        fresh: Sequence[FateRecord],
+        replayed: Sequence[FateRecord],
         rule: str,
         now: float,
     ) -> None:
@@ -472,15 +432,22 @@ class Consumer:
         replay = None if self.terms.is_lockstep else self._deps.rules.replay(policy)
         retention.sealed(policy, record.seq, [g.group_id for g in (*fresh, *replayed)])
         for group in (*fresh, *replayed):
-            group.uses += 1
-            group.last_seq = record.seq
+            assert FateState.SEALED in FATE_TRANSITIONS[group.state]
             self.ready.pop(group.group_id, None)
-            keeps = replay is not None and group.uses < replay.max_uses
+            sealed = replace(
+                group,
+                state=FateState.SEALED,
+                rule="replay" if group.uses else rule,
+                at=now,
+                seq=record.seq,
+                uses=group.uses + 1,
+            )
+            keeps = replay is not None and sealed.uses < replay.max_uses
             if keeps and group.group_id not in self.pool:
-                self.pool[group.group_id] = group
                 retention.pooled(group.group_id, policy)
-            by = "replay" if group.uses > 1 else rule
-            self._write_fate(group, FateState.SEALED, now, rule=by, keep_rows=keeps)
+            if keeps or group.group_id in self.pool:
+                self.pool[group.group_id] = sealed
+            self._deps.journal(sealed if keeps else replace(sealed, packed_rows=b""))
         self.sealed[record.seq] = len(fresh)
         self.last_sealed = record.seq
         self.newest_batch = record
@@ -507,9 +474,9 @@ class Consumer:
         for group in leaving:
             self.remove_from_pool(group, now)
 
-    def remove_from_pool(self, group: ReadyGroup, now: float) -> None:
+    def remove_from_pool(self, group: FateRecord, now: float) -> None:
         del self.pool[group.group_id]
-        self._write_fate(group, FateState.SEALED, now, rule="replay", keep_rows=False)
+        self._deps.journal(replace(group, rule="replay", at=now, packed_rows=b""))
         self._deps.free(self._deps.retention.unpooled(group.group_id, self.terms.policy), now)
 
     def cursor_moved(self, num_groups: Mapping[int, int], now: float) -> None:
@@ -521,39 +488,6 @@ class Consumer:
         if self.has_trained_all:
             self.drop_remainder(now)
         self.update_num_replayable()
-
-    def _write_fate(
-        self,
-        group: ReadyGroup,
-        state: FateState,
-        now: float,
-        *,
-        rule: str,
-        reason: str = "",
-        keep_rows: bool = True,
-    ) -> None:
-        assert state in FATE_TRANSITIONS[FateState.ADMITTED] | {FateState.ADMITTED}
-        is_over = state is FateState.DROPPED or not keep_rows
-        self._deps.journal(
-            FateRecord(
-                consumer=self.terms.policy,
-                group_id=group.group_id,
-                state=state,
-                reason=reason,
-                rule=rule,
-                seq=group.last_seq,
-                tokens=group.tokens,
-                at=now,
-                arrival=group.arrival,
-                uses=group.uses,
-                is_complete=group.group_id not in self.incomplete,
-                rows=b"" if is_over else group.packed_rows,
-                task_key=group.task_key,
-                source=group.source,
-                rewards=group.rewards.tobytes(),
-                versions=msgspec.json.encode(group.versions).decode(),
-            )
-        )
 
 
 def yield_key(policy: PolicyName) -> str:

@@ -9,7 +9,7 @@ to its journal. Each policy's groups belong to its Consumer; `sealing.py` seals 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
@@ -33,7 +33,6 @@ from penstock.dataflow.records import (
     FreedRecord,
     GroupRecord,
     GroupState,
-    IssuedRecord,
     Journal,
 )
 from penstock.errors import NotFound
@@ -94,7 +93,7 @@ class Coordinator:
         self.rules = rules
         self.retention = retention
         self.partition_states: dict[int, PartitionState] = {}
-        self.open: dict[GroupId, IssuedRecord] = {}
+        self.open: dict[GroupId, GroupRecord] = {}
         """Groups that at least one consumer has not judged yet."""
         self.open_by_partition: dict[int, set[GroupId]] = {}
         """Open groups by partition."""
@@ -191,22 +190,8 @@ class Coordinator:
         num_slots = self._issue_spec.num_slots
         due = {policy: c.due_number(self._num_issued) for policy, c in self.consumers.items()}
         self._num_issued += 1
-        group_id = GroupId(f"p{partition}-{self._num_issued}")
-        self._open(
-            IssuedRecord(
-                group_id=group_id,
-                issue=self._num_issued,
-                partition=partition,
-                source=task.source,
-                ordinal=task.ordinal,
-                task_key=task.key,
-                why=msgspec.json.encode(why).decode(),
-                judged=False,
-                at=now,
-            )
-        )
-        return GroupRecord(
-            group_id=group_id,
+        record = GroupRecord(
+            group_id=GroupId(f"p{partition}-{self._num_issued}"),
             partition=partition,
             issue=self._num_issued,
             source=task.source,
@@ -215,11 +200,14 @@ class Coordinator:
             task=msgspec.json.encode(task).decode(),
             num_slots=1 if task.source == self._issue_spec.session_source else num_slots,
             due=msgspec.json.encode(due).decode(),
+            why=msgspec.json.encode(why).decode(),
             state=GroupState.OPEN,
             reason="",
             issued_at=now,
             ended_at=0.0,
         )
+        self._open(record)
+        return record
 
     def has_decided_batch(self, consumer: Consumer, seq: int) -> bool:
         """In lockstep: have all groups of this batch been issued, and have they ended?"""
@@ -241,12 +229,12 @@ class Coordinator:
         num_open = self._num_open.get(name, 0)
         return name if num_open + 1 > max(1.0, share * (len(self.open) + 1)) else ""
 
-    def _opened(self, record: IssuedRecord) -> None:
+    def _opened(self, record: GroupRecord) -> None:
         self.open[record.group_id] = record
         self.open_by_partition.setdefault(record.partition, set()).add(record.group_id)
         self._num_open[record.source] = self._num_open.get(record.source, 0) + 1
 
-    def _open(self, record: IssuedRecord) -> None:
+    def _open(self, record: GroupRecord) -> None:
         self._journal(record)
         self._opened(record)
         self.retention.issued(record.group_id, len(self.consumers))
@@ -292,7 +280,6 @@ class Coordinator:
         del self.open[report.group_id]
         self._num_open[issued.source] -= 1
         self.open_by_partition[issued.partition].discard(report.group_id)
-        self._journal(replace(issued, judged=True))
 
     def free(self, group_ids: Sequence[GroupId], now: float) -> None:
         """No consumer needs these groups anymore: their partitions may delete the payload."""
@@ -351,7 +338,7 @@ class Coordinator:
         self,
         *,
         num_issued: int,
-        open_groups: Iterable[tuple[IssuedRecord, set[PolicyName]]],
+        open_groups: Iterable[tuple[GroupRecord, set[PolicyName]]],
     ) -> None:
         self._num_issued = num_issued
         for record, undecided in open_groups:

@@ -8,15 +8,16 @@ the batch a second time re-checks nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from blake3 import blake3
 
-from penstock.dataflow.core.consumers import Consumer, ReadyGroup
+from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.ids import issue_number
 from penstock.dataflow.core.manifests import ManifestCache
 from penstock.dataflow.core.rule_runner import ReplaySpec
-from penstock.dataflow.records import BatchRecord, Journal
+from penstock.dataflow.records import BatchRecord, FateRecord, Journal
 from penstock.errors import Conflict
 from penstock.types import GroupId, Manifest, PolicyName, SealedGroup
 
@@ -60,7 +61,7 @@ class Sealing:
             policy, consumer.candidates(consumer.ready.values()), wanted, now
         )
         coordinator.rules.save_state()
-        self._load_rows(policy, (*fresh, *replayed))
+        fresh, replayed = self._with_rows(policy, fresh), self._with_rows(policy, replayed)
         record = self._record(consumer, seq, fresh, replayed, now)
         self._settle(consumer, record, fresh, replayed, rule, now)
         return record
@@ -75,30 +76,33 @@ class Sealing:
             return None
         last = seq * consumer.terms.groups_per_batch
         ready = sorted(consumer.ready.values(), key=lambda group: issue_number(group.group_id))
-        fresh = [group for group in ready if issue_number(group.group_id) <= last]
-        self._load_rows(consumer.terms.policy, fresh)
+        due = [group for group in ready if issue_number(group.group_id) <= last]
+        fresh = self._with_rows(consumer.terms.policy, due)
         record = self._record(consumer, seq, fresh, (), now)
         self._settle(consumer, record, fresh, (), "issue", now)
         return record
 
     def _choose_replayed(
         self, consumer: Consumer, replay: ReplaySpec | None, count: int, now: float
-    ) -> list[ReadyGroup]:
+    ) -> list[FateRecord]:
         pool = consumer.candidates(consumer.eligible(replay))
         return self._coordinator.rules.choose_replayed(consumer.terms.policy, pool, count, now)
 
-    def _load_rows(self, policy: PolicyName, groups: Sequence[ReadyGroup]) -> None:
-        missing = {group.group_id: group for group in groups if not group.packed_rows}
-        if missing:
-            for group_id, rows in self._rows_of(policy, list(missing)).items():
-                missing[group_id].packed_rows = rows
+    def _with_rows(self, policy: PolicyName, groups: Sequence[FateRecord]) -> list[FateRecord]:
+        """The groups, with the rows that a restart left in the ledger."""
+        missing = [group.group_id for group in groups if not group.packed_rows]
+        found = self._rows_of(policy, missing)
+        return [
+            replace(group, packed_rows=found[group.group_id]) if group.group_id in found else group
+            for group in groups
+        ]
 
     def _settle(
         self,
         consumer: Consumer,
         record: BatchRecord,
-        fresh: Sequence[ReadyGroup],
-        replayed: Sequence[ReadyGroup],
+        fresh: Sequence[FateRecord],
+        replayed: Sequence[FateRecord],
         rule: str,
         now: float,
     ) -> None:
@@ -110,8 +114,8 @@ class Sealing:
         self,
         consumer: Consumer,
         seq: int,
-        fresh: Sequence[ReadyGroup],
-        replayed: Sequence[ReadyGroup],
+        fresh: Sequence[FateRecord],
+        replayed: Sequence[FateRecord],
         now: float,
     ) -> BatchRecord:
         policy, trains_from = consumer.terms.policy, consumer.next_number

@@ -23,8 +23,8 @@ from penstock.dataflow.records import (
     FateRecord,
     FateState,
     FreedRecord,
+    GroupRecord,
     IncarnationRecord,
-    IssuedRecord,
     LeaseEnd,
     RowRecord,
     RuleStateRecord,
@@ -89,47 +89,47 @@ class _Explainer:
     # --- one method per kind of id ------------------------------------------------------------
 
     def group(self, group_id: GroupId) -> Explanation:
-        issued = self._issued(group_id)
+        group = self._group(group_id)
         fates = self._recorded.fates(group_id)
         steps = [
-            *self._issue_steps(issued),
-            *self._slot_steps(issued, None),
-            *self._end_steps(issued),
+            *self._issue_steps(group),
+            *self._slot_steps(group, None),
+            *self._end_steps(group),
             *self._decisions(group_id),
-            *self._fate_steps(issued, fates),
-            *self._freed_steps(issued),
+            *self._fate_steps(group, fates),
+            *self._freed_steps(group),
         ]
         return Explanation(
             id=group_id,
             kind="group",
-            summary=sentences.group_summary(issued, self._recorded.group(issued), fates),
+            summary=sentences.group_summary(group, fates),
             steps=_in_order(steps),
-            related={"task": issued.task_key} | _batches_of(fates),
+            related={"task": group.task_key} | _batches_of(fates),
         )
 
     def row(self, group_id: GroupId, slot: int, epoch: int, id: str) -> Explanation:
-        issued = self._issued(group_id)
-        found = self._recorded.leases(issued)
+        group = self._group(group_id)
+        found = self._recorded.leases(group)
         leases = [lease for lease in found if (lease.slot, lease.epoch) == (slot, epoch)]
         if not leases:
             raise _missing(
                 id, "row", f"`penstock explain RUN {group_id}` lists the leases of its group"
             )
-        rows = self._recorded.at(issued.partition).read(RowRecord, "row_id = :id", id=id)
+        rows = self._recorded.at(group.partition).read(RowRecord, "row_id = :id", id=id)
         is_member = leases[0].ended == LeaseEnd.DELIVERED
         fates = self._recorded.fates(group_id) if is_member else []
         steps = [
-            *self._issue_steps(issued),
-            *self._slot_steps(issued, slot),
-            *self._end_steps(issued),
-            *self._fate_steps(issued, fates, RowId(id)),
+            *self._issue_steps(group),
+            *self._slot_steps(group, slot),
+            *self._end_steps(group),
+            *self._fate_steps(group, fates, RowId(id)),
         ]
         return Explanation(
             id=id,
             kind="row",
             summary=sentences.row_summary(leases[0], rows[0] if rows else None, fates),
             steps=_in_order(steps),
-            related={"group": group_id, "task": issued.task_key} | _batches_of(fates),
+            related={"group": group_id, "task": group.task_key} | _batches_of(fates),
         )
 
     def batch(self, policy: PolicyName, seq: int, id: str) -> Explanation:
@@ -214,13 +214,13 @@ class _Explainer:
 
     def task(self, id: str) -> Explanation:
         key = self._task_key(id)
-        issued = self._tables.read(IssuedRecord, "task_key = :key", key=key)
+        issued = self._recorded.groups("task_key = :key", key=key)
         skipped = self._tables.read(DecisionRecord, "subject = :key", key=key)
         steps: list[ExplainStep] = [sentences.decision(one) for one in skipped]
         ends: list[str] = []
         for one in issued:
             fates = self._recorded.fates(one.group_id)
-            ends.append(sentences.group_summary(one, self._recorded.group(one), fates))
+            ends.append(sentences.group_summary(one, fates))
             steps += [*self._issue_steps(one), *self._fate_steps(one, fates)]
         rule_states = self._tables.read(RuleStateRecord, "key LIKE :key", key=f"%{key}%")
         steps += [sentences.rule_state(record) for record in rule_states]
@@ -234,60 +234,59 @@ class _Explainer:
 
     # --- groups of steps ----------------------------------------------------------------------
 
-    def _issue_steps(self, issued: IssuedRecord) -> Iterator[ExplainStep]:
+    def _issue_steps(self, group: GroupRecord) -> Iterator[ExplainStep]:
         skipped = self._tables.read(
             DecisionRecord,
             "verdict = 'skipped' AND at <= :at AND number > :after",
-            at=issued.at,
-            after=self._decisions_before(issued),
+            at=group.issued_at,
+            after=self._decisions_before(group),
         )
-        yield sentences.issued(issued, self._recorded.group(issued), skipped)
+        yield sentences.issued(group, skipped)
 
-    def _decisions_before(self, issued: IssuedRecord) -> int:
+    def _decisions_before(self, group: GroupRecord) -> int:
         """Number of the last decision made before the previous issue."""
         previous = self._tables.scalar(
-            "SELECT max(at) FROM issued WHERE issue = :issue", issue=issued.issue - 1
+            "SELECT max(issued_at) FROM groups WHERE issue = :issue", issue=group.issue - 1
         )
         return int(
             self._tables.scalar(
                 "SELECT coalesce(max(number), 0) FROM decisions WHERE at <= :at",
-                at=-1.0 if previous is None or previous == issued.at else previous,
+                at=-1.0 if previous is None or previous == group.issued_at else previous,
             )
         )
 
-    def _slot_steps(self, issued: IssuedRecord, slot: int | None) -> Iterator[ExplainStep]:
-        tables = self._recorded.at(issued.partition)
+    def _slot_steps(self, group: GroupRecord, slot: int | None) -> Iterator[ExplainStep]:
+        tables = self._recorded.at(group.partition)
         where = "group_id = :group_id" + ("" if slot is None else f" AND slot = {slot}")
         rows = {
             (row.slot, row.epoch): row
-            for row in tables.read(RowRecord, where, group_id=issued.group_id)
+            for row in tables.read(RowRecord, where, group_id=group.group_id)
         }
-        for lease in self._recorded.leases(issued):
+        for lease in self._recorded.leases(group):
             if slot is None or lease.slot == slot:
                 yield sentences.lease(lease, rows.get((lease.slot, lease.epoch)))
-        for slot_record in tables.read(DeadSlotRecord, where, group_id=issued.group_id):
+        for slot_record in tables.read(DeadSlotRecord, where, group_id=group.group_id):
             yield sentences.dead_slot(slot_record)
 
-    def _end_steps(self, issued: IssuedRecord) -> Iterator[ExplainStep]:
-        group = self._recorded.group(issued)
-        if group is not None and group.state != "open":
+    def _end_steps(self, group: GroupRecord) -> Iterator[ExplainStep]:
+        if group.state != "open":
             count = "SELECT count(*) FROM rows WHERE group_id = :id AND outcome IN :kinds"
-            num_good = self._recorded.at(issued.partition).scalar(
-                count, id=issued.group_id, kinds=["completed", "truncated"]
+            num_good = self._recorded.at(group.partition).scalar(
+                count, id=group.group_id, kinds=["completed", "truncated"]
             )
             yield sentences.group_end(group, int(num_good))
 
-    def _freed_steps(self, issued: IssuedRecord) -> Iterator[ExplainStep]:
-        for freed in self._tables.read(FreedRecord, "group_id = :id", id=issued.group_id):
+    def _freed_steps(self, group: GroupRecord) -> Iterator[ExplainStep]:
+        for freed in self._tables.read(FreedRecord, "group_id = :id", id=group.group_id):
             yield sentences.freed(freed)
 
     def _fate_steps(
-        self, issued: IssuedRecord, fates: list[FateRecord], row_id: RowId | None = None
+        self, group: GroupRecord, fates: list[FateRecord], row_id: RowId | None = None
     ) -> Iterator[ExplainStep]:
         for fate in fates:
             if fate.state != FateState.SEALED:
-                rows = self._recorded.at(issued.partition).read(
-                    RowRecord, "group_id = :id", id=issued.group_id
+                rows = self._recorded.at(group.partition).read(
+                    RowRecord, "group_id = :id", id=group.group_id
                 )
                 yield sentences.fate(fate, rows)
                 continue
@@ -361,10 +360,10 @@ class _Explainer:
 
     # --- single facts -------------------------------------------------------------------------
 
-    def _issued(self, group_id: GroupId) -> IssuedRecord:
-        found = self._tables.read(IssuedRecord, "group_id = :id", id=group_id)
+    def _group(self, group_id: GroupId) -> GroupRecord:
+        found = self._recorded.groups("group_id = :id", id=group_id)
         if not found:
-            last = self._tables.scalar("SELECT max(issue) FROM issued")
+            last = self._tables.scalar("SELECT max(issue) FROM groups")
             known = f"{last} groups were issued" if last else "no group was issued yet"
             raise _missing(group_id, "group", known)
         return found[0]
@@ -372,7 +371,7 @@ class _Explainer:
     def _task_key(self, id: str) -> str:
         matches = "(:len >= :min AND substr({0}, 1, :len) = :id OR {0} = :id)"
         queries = (
-            f"SELECT DISTINCT task_key FROM issued WHERE {matches.format('task_key')}",
+            f"SELECT DISTINCT task_key FROM groups WHERE {matches.format('task_key')}",
             "SELECT DISTINCT subject FROM decisions WHERE hook = 'curate' "
             f"AND {matches.format('subject')}",
         )

@@ -22,7 +22,6 @@ from penstock.dataflow.records import (
     GroupRecord,
     GroupState,
     IncarnationRecord,
-    IssuedRecord,
     LeaseEnd,
     LeaseRecord,
     RowRecord,
@@ -69,9 +68,7 @@ class ExplainStep:
 # --- before a group runs ----------------------------------------------------------------------
 
 
-def issued(
-    record: IssuedRecord, group: GroupRecord | None, skipped: Sequence[DecisionRecord]
-) -> ExplainStep:
+def issued(record: GroupRecord, skipped: Sequence[DecisionRecord]) -> ExplainStep:
     why = json.loads(record.why or "{}")
     text = (
         f"issued as group {record.group_id}: task {record.task_key}, number {record.ordinal} of "
@@ -86,10 +83,10 @@ def issued(
             f"; rule {why['forced_over']} would skip it too, but the limit of consecutive skips "
             "was reached"
         )
-    due: dict[str, int] = json.loads(group.due) if group is not None else {}
+    due: dict[str, int] = json.loads(record.due)
     if due:
         text += "; expected to train " + ", ".join(f"{p} from version {n}" for p, n in due.items())
-    return ExplainStep(at=record.at, what="issued", text=text, facts={**why, "due": due})
+    return ExplainStep(at=record.issued_at, what="issued", text=text, facts={**why, "due": due})
 
 
 def decision(record: DecisionRecord) -> ExplainStep:
@@ -318,14 +315,12 @@ def version_steps(
 # --- summaries --------------------------------------------------------------------------------
 
 
-def group_summary(
-    issued: IssuedRecord, group: GroupRecord | None, fates: Sequence[FateRecord]
-) -> str:
+def group_summary(group: GroupRecord, fates: Sequence[FateRecord]) -> str:
     if not fates:
-        is_open = group is None or group.state == "open"
+        is_open = group.state == "open"
         state = "is still running" if is_open else "has ended and is not judged yet"
-        return f"group {issued.group_id} {state}"
-    return f"group {issued.group_id} " + ", ".join(_end(fate) for fate in fates)
+        return f"group {group.group_id} {state}"
+    return f"group {group.group_id} " + ", ".join(_end(fate) for fate in fates)
 
 
 def _end(fate: FateRecord) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DatabaseError
@@ -24,7 +25,6 @@ from penstock.dataflow.records import (
     FateRecord,
     GrantRecord,
     GroupRecord,
-    IssuedRecord,
     LeaseRecord,
 )
 from penstock.errors import StoreError
@@ -45,17 +45,18 @@ class RecordedRun:
         """Tables with the groups, leases and rows of this partition."""
         return self.partitions.get(partition, self.coordinator)
 
-    def group(self, issued: IssuedRecord) -> GroupRecord | None:
-        """The partition's record; None when the group has not reached it yet."""
-        tables = self.at(issued.partition)
-        found = tables.read(GroupRecord, "group_id = :id", id=issued.group_id)
-        return found[0] if found else None
+    def groups(self, where: str = "", **values: Any) -> list[GroupRecord]:
+        """These groups, as their partitions know them; as issued, if they have not arrived yet."""
+        found = {one.group_id: one for one in self.coordinator.read(GroupRecord, where, **values)}
+        for tables in self.partitions.values():
+            found |= {one.group_id: one for one in tables.read(GroupRecord, where, **values)}
+        return sorted(found.values(), key=lambda group: group.issue)
 
-    def leases(self, issued: IssuedRecord) -> list[LeaseRecord]:
+    def leases(self, group: GroupRecord) -> list[LeaseRecord]:
         """Leases of all its slots, running ones included."""
-        tables = self.at(issued.partition)
-        grants = tables.read(GrantRecord, "group_id = :id", id=issued.group_id)
-        ended = tables.read(LeaseRecord, "group_id = :id", id=issued.group_id)
+        tables = self.at(group.partition)
+        grants = tables.read(GrantRecord, "group_id = :id", id=group.group_id)
+        ended = tables.read(LeaseRecord, "group_id = :id", id=group.group_id)
         found = {(grant.epoch, slot): grant.lease(slot) for grant in grants for slot in grant.slots}
         found |= {(lease.epoch, lease.slot): lease for lease in ended}
         return [found[key] for key in sorted(found)]

@@ -7,18 +7,17 @@ Only open and unsealed groups are loaded; anything older is read by SQL on reque
 from __future__ import annotations
 
 import gc
-from array import array
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.core.completion import ColumnCompleted, Stage
-from penstock.dataflow.core.consumers import Consumer, ReadyGroup, yield_key
+from penstock.dataflow.core.consumers import Consumer, yield_key
 from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.links import Link
 from penstock.dataflow.core.partition import Partition
@@ -38,7 +37,6 @@ from penstock.dataflow.records import (
     GrantRecord,
     GroupRecord,
     IncarnationRecord,
-    IssuedRecord,
     LeaseRecord,
     LinkRecord,
     MessageRecord,
@@ -53,27 +51,32 @@ from penstock.dataflow.records import (
 )
 from penstock.types import GroupId, NodeId, Outcome, PolicyName, RowId
 
-IN_OPEN_GROUPS = "group_id IN (SELECT group_id FROM groups WHERE state = 'open')"
-JUDGED_OPEN_GROUPS = (
-    "SELECT group_id FROM fates WHERE consumer = :policy "
-    "AND group_id IN (SELECT group_id FROM issued WHERE judged = FALSE)"
+R = TypeVar("R")
+OPEN_GROUPS = "SELECT group_id FROM groups WHERE partition = :partition AND state = 'open'"
+IN_OPEN_GROUPS = f"group_id IN ({OPEN_GROUPS})"
+UNDECIDED_GROUPS = (
+    "SELECT group_id FROM groups WHERE NOT EXISTS (SELECT 1 FROM fates "
+    "WHERE fates.consumer = :policy AND fates.group_id = groups.group_id)"
 )
-"""`= FALSE` rather than `NOT`, so that the index is used."""
 _VERSIONS = msgspec.json.Decoder(tuple[tuple[int, int], ...])
+_REWARDS = msgspec.json.Decoder(tuple[float, ...])
 
 
 # --- partition --------------------------------------------------------------------------------
 
 
 def restore_partition(partition: Partition, tables: Tables, now: float) -> None:
-    leases = tables.read(LeaseRecord, IN_OPEN_GROUPS)
+    def of_open_groups(kind: type[R]) -> list[R]:
+        return tables.read(kind, IN_OPEN_GROUPS, partition=partition.index)
+
+    leases = of_open_groups(LeaseRecord)
     partition.restore(
-        groups=tables.read(GroupRecord, "state = 'open'"),
-        grants=tables.read(GrantRecord, IN_OPEN_GROUPS),
+        groups=of_open_groups(GroupRecord),
+        grants=of_open_groups(GrantRecord),
         leases=sorted(leases, key=lambda lease: (lease.group_id, lease.slot, lease.epoch)),
-        rows=tables.read(RowRecord, IN_OPEN_GROUPS),
+        rows=of_open_groups(RowRecord),
         nodes=tables.read(NodeRecord, 'NOT "left"'),
-        dead=tables.read(DeadSlotRecord, IN_OPEN_GROUPS),
+        dead=of_open_groups(DeadSlotRecord),
         quarantined=_quarantined(tables),
         now=now,
     )
@@ -97,33 +100,37 @@ def restore_completion(host: PartitionRuntime, tables: Tables) -> None:
     waiting = {record.group_id for record in stages}
     rows: defaultdict[GroupId, list[RowRecord]] = defaultdict(list)
     row_ids: list[RowId] = []
-    opened = tables.rows("SELECT group_id FROM groups WHERE state = 'open'")
+    opened = tables.rows(OPEN_GROUPS, partition=host.partition.index)
     for group_id in sorted(waiting | {GroupId(group_id) for (group_id,) in opened}):
         for row in tables.read(RowRecord, "group_id = :group_id", group_id=group_id):
             row_ids.append(row.row_id)
             if group_id in waiting and Outcome(kind=row.summary.outcome).has_reward:
                 rows[group_id].append(row)
-    completed: list[ColumnCompleted] = []
-    for start in range(0, len(row_ids), 500):
-        part = list[str](row_ids[start : start + 500])
-        for column in tables.read(ColumnRecord, "space = 'train' AND row_id IN :ids", ids=part):
-            completed.append(
-                ColumnCompleted(
-                    row_id=column.row_id,
-                    name=column.name,
-                    failed=column.failed,
-                    value=column.value,
-                    digest=column.digest,
-                )
-            )
+    columns = _read_by_ids(tables, ColumnRecord, "space = 'train' AND row_id IN :ids", row_ids)
     host.completion.restore(
         {
             group_id: tuple(row.summary for row in sorted(rows[group_id], key=lambda r: r.slot))
             for group_id in waiting
         },
         stages,
-        completed,
+        [
+            ColumnCompleted(
+                row_id=column.row_id,
+                name=column.name,
+                failed=column.failed,
+                value=column.value,
+                digest=column.digest,
+            )
+            for column in columns
+        ],
     )
+
+
+def _read_by_ids(
+    tables: Tables, kind: type[R], where: str, ids: Sequence[str], **values: Any
+) -> Iterator[R]:
+    for start in range(0, len(ids), 500):
+        yield from tables.read(kind, where, ids=[*ids[start : start + 500]], **values)
 
 
 # --- coordinator ------------------------------------------------------------------------------
@@ -141,17 +148,9 @@ def restore_coordinator(coordinator: Coordinator, tables: Tables) -> None:
     continue."""
     sources = tables.read(SourceRecord)
     coordinator.supply.restore(sources)
-    judged: defaultdict[GroupId, set[PolicyName]] = defaultdict(set)
-    for policy in coordinator.consumers:
-        for (group_id,) in tables.rows(JUDGED_OPEN_GROUPS, policy=policy):
-            judged[GroupId(group_id)].add(policy)
-    issued = tables.read(IssuedRecord, "judged = FALSE")
     coordinator.restore(
         num_issued=sum(source.next_ordinal - source.skipped for source in sources),
-        open_groups=[
-            (record, set(coordinator.consumers) - judged[record.group_id])
-            for record in sorted(issued, key=lambda record: record.issue)
-        ],
+        open_groups=_read_open_groups(tables, coordinator.consumers),
     )
     for consumer in coordinator.consumers.values():
         restore_lineage(consumer.lineage, tables)
@@ -166,6 +165,21 @@ def restore_coordinator(coordinator: Coordinator, tables: Tables) -> None:
     }
     coordinator.quarantined = _quarantined(tables)
     coordinator.waste.tokens = {record.reason: record.tokens for record in tables.read(WasteRecord)}
+
+
+def _read_open_groups(
+    tables: Tables, policies: Iterable[PolicyName]
+) -> Iterator[tuple[GroupRecord, set[PolicyName]]]:
+    """Groups that some policy has not judged, with these policies, in order of issue. A policy that
+    was added later has no part in the groups issued before it."""
+    undecided: defaultdict[str, set[PolicyName]] = defaultdict(set)
+    for policy in policies:
+        for (group_id,) in tables.rows(UNDECIDED_GROUPS, policy=policy):
+            undecided[group_id].add(policy)
+    found = _read_by_ids(tables, GroupRecord, "group_id IN :ids", [*undecided])
+    for record in sorted(found, key=lambda record: record.issue):
+        if policies_left := undecided[record.group_id] & msgspec.json.decode(record.due).keys():
+            yield record, policies_left
 
 
 def restore_ready_groups(coordinator: Coordinator, tables: Tables) -> list[GroupId]:
@@ -206,8 +220,9 @@ def _restore_sealed(consumer: Consumer, tables: Tables) -> None:
 
 
 WAITING = """
-SELECT arrival, group_id, task_key, source, tokens, rewards, versions, uses, seq, is_complete
-FROM fates WHERE consumer = :policy AND state = :state AND (state = 'admitted' OR length(rows) > 0)
+SELECT arrival, group_id, task_key, source, tokens, rewards, versions, uses, seq, is_complete,
+  number FROM fates WHERE consumer = :policy AND state = :state
+AND (state = 'admitted' OR length(packed_rows) > 0)
 """
 
 
@@ -238,22 +253,25 @@ def _restore_waiting(consumer: Consumer, tables: Tables, state: FateState) -> No
     found = tables.rows(WAITING, policy=consumer.terms.policy, state=state.value)
     found.sort(key=itemgetter(0))  # the database would sort complete rows, on disk
     seen: dict[str, tuple[tuple[int, int], ...]] = {}
-    for arrival, group_id, task_key, source, tokens, rewards, text, uses, seq, is_complete in found:
+    for arrival, group_id, task_key, source, tokens, rewards, text, *others in found:
+        uses, seq, is_complete, number = others
         versions = seen.get(text)
         if versions is None:  # most are equal, so equal ones share one tuple
             versions = seen[text] = _VERSIONS.decode(text)
-        group = ReadyGroup(
-            policy=consumer.terms.policy,
+        group = FateRecord(
+            consumer=consumer.terms.policy,
             group_id=group_id,
             task_key=task_key,
             source=source,
+            state=state,
             arrival=arrival,
+            number=number,
             tokens=tokens,
-            rewards=array("d", rewards),
+            rewards=_REWARDS.decode(rewards),
             versions=versions,
-            packed_rows=b"",
+            seq=seq,
             uses=uses,
-            last_seq=seq,
+            is_complete=bool(is_complete),
         )
         if state is FateState.SEALED:
             consumer.pool[group_id] = group
@@ -265,13 +283,9 @@ def load_group_rows(
     tables: Tables, policy: PolicyName, group_ids: Sequence[GroupId]
 ) -> dict[GroupId, bytes]:
     """The rows of waiting groups that a restart left in the ledger."""
-    found: dict[GroupId, bytes] = {}
-    for start in range(0, len(group_ids), 500):
-        part = list[str](group_ids[start : start + 500])
-        where = "consumer = :policy AND group_id IN :ids"
-        for fate in tables.read(FateRecord, where, policy=policy, ids=part):
-            found[fate.group_id] = fate.rows
-    return found
+    where = "consumer = :policy AND group_id IN :ids"
+    fates = _read_by_ids(tables, FateRecord, where, group_ids, policy=policy)
+    return {fate.group_id: fate.packed_rows for fate in fates}
 
 
 def _restore_retention(coordinator: Coordinator, tables: Tables) -> list[GroupId]:

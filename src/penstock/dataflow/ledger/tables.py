@@ -35,7 +35,6 @@ from penstock.dataflow.records import (
     Deletion,
     FateRecord,
     GroupRecord,
-    IssuedRecord,
     MetaRecord,
     Record,
     RowRecord,
@@ -66,11 +65,12 @@ def _column_type(hint: Any) -> type[sa.types.TypeEngine[Any]]:
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
     hint = getattr(hint, "__supertype__", hint)
-    return sa.Text if _is_map(hint) or issubclass(hint, StrEnum) else _COLUMN_TYPES[hint]
+    return sa.Text if _is_json(hint) or issubclass(hint, StrEnum) else _COLUMN_TYPES[hint]
 
 
-def _is_map(hint: Any) -> bool:
-    return get_origin(hint) is Mapping
+def _is_json(hint: Any) -> bool:
+    """Stored as JSON text."""
+    return get_origin(hint) in (Mapping, tuple)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +118,7 @@ TABLES: dict[type[Record], sa.Table] = {kind: _table(METADATA, kind) for kind in
 sa.Index("rows_by_group", TABLES[RowRecord].c.group_id)
 sa.Index("rows_by_arrival", TABLES[RowRecord].c.space, TABLES[RowRecord].c.arrival)
 sa.Index("items_by_arrival", TABLES[ItemRecord].c.space, TABLES[ItemRecord].c.arrival)
-sa.Index("groups_by_state", TABLES[GroupRecord].c.state)
-sa.Index("issued_by_judged", TABLES[IssuedRecord].c.judged)
+sa.Index("groups_by_state", TABLES[GroupRecord].c.partition, TABLES[GroupRecord].c.state)
 sa.Index("fates_by_state", TABLES[FateRecord].c.consumer, TABLES[FateRecord].c.state)
 sa.Index("fates_by_arrival", TABLES[FateRecord].c.consumer, TABLES[FateRecord].c.arrival)
 sa.Index("rows_by_segment", TABLES[RowRecord].c.segment)
@@ -247,10 +246,10 @@ class _Statement:
 
 
 def _encoder(kind: type[Any]) -> Callable[[Record], Sequence[Any]]:
-    """The values of a record, one per column; maps become JSON text."""
+    """The values of a record, one per column; maps and tuples become JSON text."""
     columns = _columns(kind)
     values: Callable[[Record], Sequence[Any]] = attrgetter(*(column.path for column in columns))
-    maps = [index for index, column in enumerate(columns) if _is_map(column.hint)]
+    maps = [index for index, column in enumerate(columns) if _is_json(column.hint)]
 
     def encoded(record: Record) -> Sequence[Any]:
         row = [*values(record)]
@@ -322,7 +321,7 @@ class _RecordLayout:
     bool_columns: tuple[int, ...]
     """Boolean columns; SQLite stores them as numbers."""
     decoders: tuple[tuple[int, Callable[[str], Any]], ...]
-    """Decoders for columns of a nested record that are not plain values."""
+    """Decoders for JSON columns, and for enums of a nested record."""
     checked: Callable[[Sequence[Any]], Sequence[Any]] | None
     """None for records without a checksum."""
 
@@ -338,7 +337,7 @@ def _layout(kind: type[Any]) -> _RecordLayout:
         decoders=tuple(
             (index, _decoder(column.hint))
             for index, column in enumerate(columns)
-            if column.path != column.name and (_is_map(column.hint) or _is_enum(column.hint))
+            if _is_json(column.hint) or (column.path != column.name and _is_enum(column.hint))
         ),
         checked=None if kind is ItemRecord else _checked_fields(kind),
     )
@@ -360,7 +359,7 @@ def _is_enum(hint: Any) -> bool:
 
 
 def _decoder(hint: Any) -> Callable[[str], Any]:
-    return msgspec.json.Decoder(hint).decode if _is_map(hint) else hint
+    return msgspec.json.Decoder(hint).decode if _is_json(hint) else hint
 
 
 def _record(kind: type[R], row: list[Any]) -> R:

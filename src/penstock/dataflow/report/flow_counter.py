@@ -18,7 +18,8 @@ from penstock.dataflow.records import (
     BatchRecord,
     FateRecord,
     FateState,
-    IssuedRecord,
+    GroupRecord,
+    GroupState,
     MetaRecord,
     RowRecord,
 )
@@ -115,6 +116,8 @@ class FlowCounter:
         self._issued_since_start: set[GroupId] = set()
         """Groups issued since the service started and not judged by all policies; they have no
         earlier rows."""
+        self._undecided: dict[GroupId, set[PolicyName]] = {}
+        """Policies that have not judged a group, once one of them has."""
         self._members: dict[GroupId, list[Member]] = {}
         """Scored rows since the service started, of groups not judged by all policies."""
         self._admitted: dict[tuple[str, GroupId], Counts | None] = {}
@@ -124,7 +127,7 @@ class FlowCounter:
             RowRecord: self._row,
             FateRecord: self._fate,
             BatchRecord: self._batch,
-            IssuedRecord: self._issued,
+            GroupRecord: self._group,
         }
 
     def on_records(self, record: object) -> None:
@@ -157,12 +160,17 @@ class FlowCounter:
                 members = self._members[row.group_id] = []
             members.append((row.node_id, sampled))
 
-    def _issued(self, record: IssuedRecord) -> None:
-        if record.judged:
-            self._members.pop(record.group_id, None)
-            self._issued_since_start.discard(record.group_id)
-        else:
+    def _group(self, record: GroupRecord) -> None:
+        if record.state is GroupState.OPEN:
             self._issued_since_start.add(record.group_id)
+
+    def _judged(self, fate: FateRecord) -> None:
+        undecided = self._undecided.setdefault(fate.group_id, set(self.policies))
+        undecided.discard(fate.consumer)
+        if not undecided:
+            del self._undecided[fate.group_id]
+            self._members.pop(fate.group_id, None)
+            self._issued_since_start.discard(fate.group_id)
 
     def _fate(self, fate: FateRecord) -> None:
         key = (fate.consumer, fate.group_id)
@@ -170,13 +178,15 @@ class FlowCounter:
         held = self._admitted.pop(key, None)
         if counters is None or (not is_held and fate.state == FateState.SEALED):
             return  # sealed before: a replay, or its end
-        counts = held if held is not None and not fate.rows else self._counts(fate)
+        counts = held if held is not None and not fate.packed_rows else self._counts(fate)
         if has_entered(fate):
             before = ZERO if not is_held else held or counts
             more = counts - before
             counters.entered.add(more.sequences, more.tokens)
             if not is_held:
                 self._accept(fate)
+        if not is_held:
+            self._judged(fate)
         if fate.state == FateState.SEALED:
             counters.consumed.add(counts.sequences, counts.tokens)
         elif fate.state == FateState.DROPPED:
@@ -187,8 +197,8 @@ class FlowCounter:
     def _counts(self, fate: FateRecord) -> Counts:
         if not fate.tokens:
             return ZERO
-        if fate.rows:
-            return Counts(sequences=len(_rows.decode(fate.rows)), tokens=fate.tokens)
+        if fate.packed_rows:
+            return Counts(sequences=len(_rows.decode(fate.packed_rows)), tokens=fate.tokens)
         sequences = sum(sampled.get(fate.consumer, 0) > 0 for _, sampled in self._of(fate.group_id))
         return Counts(sequences=sequences, tokens=fate.tokens)
 

@@ -84,7 +84,7 @@ def count_totals(tables: Tables, rows: Mapping[GroupId, int], unknown: Set[Group
         if fate.group_id not in unknown:
             fates[fate.consumer].append(fate)
     return RunTotals(
-        issued=int(tables.scalar("SELECT count(*) FROM issued")) - len(unknown),
+        issued=int(tables.scalar("SELECT count(*) FROM groups")) - len(unknown),
         skipped=Counter(one.rule for one in decisions if one.verdict == "skipped"),
         rule_failures=sum(one.verdict == "error" for one in decisions),
         unknown=len(unknown),

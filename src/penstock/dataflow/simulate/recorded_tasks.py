@@ -22,7 +22,6 @@ from penstock.dataflow.records import (
     GroupRecord,
     GroupState,
     IncarnationRecord,
-    IssuedRecord,
     RowRecord,
 )
 from penstock.dataflow.sources import Source
@@ -38,7 +37,7 @@ UNFINISHED_REASONS = (DropReason.REMAINDER, DropReason.PARTITION_LOST, DropReaso
 class RecordedGroup:
     """One recorded group, and how it ended."""
 
-    issued: IssuedRecord
+    issued_at: float
     ended_at: float | None
     """None if it was unfinished when the record ended."""
     rows: tuple[RowSummary, ...]
@@ -93,11 +92,8 @@ class RecordedSupply(TaskSupply):
 
 def read_recorded_tasks(recorded: RecordedRun, policies: Iterable[PolicyName]) -> RecordedTasks:
     coordinator = recorded.coordinator
-    issued = coordinator.read(IssuedRecord)
-    groups: dict[GroupId, GroupRecord] = {}
     rows: defaultdict[GroupId, list[RowRecord]] = defaultdict(list)
     for tables in (coordinator, *recorded.partitions.values()):
-        groups |= {group.group_id: group for group in tables.read(GroupRecord)}
         for row in tables.read(RowRecord, "space = 'train'"):
             if Outcome(kind=row.summary.outcome).has_reward:
                 rows[row.group_id].append(row)
@@ -107,15 +103,12 @@ def read_recorded_tasks(recorded: RecordedRun, policies: Iterable[PolicyName]) -
     tasks: dict[TaskPosition, Task] = dict(
         _skipped_tasks(coordinator.read(DecisionRecord, "hook = 'curate'"))
     )
-    for one in issued:
-        position, group = (one.source, one.ordinal), groups.get(one.group_id)
-        if group is None:
-            tasks[position] = _placeholder_task(one.task_key, position)
-            continue
+    for group in recorded.groups():
+        position = (group.source, group.ordinal)
         tasks[position] = msgspec.json.decode(group.task, type=Task)
-        members = sorted(rows[one.group_id], key=lambda row: row.slot)
+        members = sorted(rows[group.group_id], key=lambda row: row.slot)
         recorded_groups[position] = _recorded_group(
-            one, group, members, rewards, arrivals.get(one.group_id, 0)
+            group, members, rewards, arrivals.get(group.group_id, 0)
         )
     num_issued = coordinator.rows("SELECT name, next_ordinal FROM sources")
     return RecordedTasks(
@@ -127,7 +120,6 @@ def read_recorded_tasks(recorded: RecordedRun, policies: Iterable[PolicyName]) -
 
 
 def _recorded_group(
-    issued: IssuedRecord,
     group: GroupRecord,
     rows: Sequence[RowRecord],
     rewards: Mapping[RowId, ColumnRecord],
@@ -142,7 +134,7 @@ def _recorded_group(
         row.summary.reward is not None or row.row_id in rewards for row in rows
     )
     return RecordedGroup(
-        issued=issued,
+        issued_at=group.issued_at,
         ended_at=max([group.ended_at, *(column.at for column in scored)]) if is_over else None,
         rows=tuple(_summary(row, rewards) for row in rows),
         delivered_at=tuple(row.delivered_at for row in rows),
@@ -173,13 +165,18 @@ def _skipped_tasks(decisions: Iterable[DecisionRecord]) -> Iterable[tuple[TaskPo
     for record in decisions:
         detail = msgspec.json.decode(record.detail)
         if record.verdict == "skipped":
-            position = (str(detail["source"]), int(detail["ordinal"]))
-            yield position, _placeholder_task(record.subject, position)
-
-
-def _placeholder_task(key: str, position: TaskPosition) -> Task:
-    source, ordinal = position
-    return Task(key=key, source=source, ordinal=ordinal, payload={}, workflow="", seed=0)
+            source, ordinal = str(detail["source"]), int(detail["ordinal"])
+            yield (
+                (source, ordinal),
+                Task(
+                    key=record.subject,
+                    source=source,
+                    ordinal=ordinal,
+                    payload={},
+                    workflow="",
+                    seed=0,
+                ),
+            )
 
 
 def _version_history(recorded: RecordedRun, policy: PolicyName) -> list[tuple[float, int]]:

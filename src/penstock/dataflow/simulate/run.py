@@ -91,7 +91,7 @@ def simulate(
 
 
 def _partitions(tables: Tables) -> list[int]:
-    return [int(index) for (index,) in tables.rows("SELECT DISTINCT partition FROM issued")] or [0]
+    return [int(index) for (index,) in tables.rows("SELECT DISTINCT partition FROM groups")] or [0]
 
 
 def _never_called(ordinal: int, seed: int) -> dict[str, object]:
@@ -208,7 +208,7 @@ class _Simulation:
             self._unknown.add(record.group_id)
             self._report(record.group_id, (), DropReason.REMAINDER)
             return
-        delay_s = 0.0 if self._matches_record(ended) else self._now - ended.issued.at
+        delay_s = 0.0 if self._matches_record(ended) else self._now - ended.issued_at
         running = _SimulatedGroup(record=record, ended=ended, delay_s=delay_s)
         self._running[record.group_id] = running
         if ended.ended_at is not None:
@@ -217,7 +217,7 @@ class _Simulation:
 
     def _matches_record(self, ended: RecordedGroup) -> bool:
         """Whether it is issued after the same event as in the record."""
-        recorded = bisect_right(self._event_times, ended.issued.at)
+        recorded = bisect_right(self._event_times, ended.issued_at)
         return recorded == bisect_right(self._event_times, self._now)
 
     def _end(self, group_id: GroupId) -> None:

@@ -194,12 +194,10 @@ def fate(seq: int, group_id: str, state: FateState = FateState.SEALED) -> FateRe
     return FateRecord(
         consumer=A,
         group_id=GroupId(group_id),
+        task_key="",
+        source="",
         state=state,
-        reason="",
-        rule="",
         seq=seq,
-        tokens=0,
-        at=0.0,
     )
 
 

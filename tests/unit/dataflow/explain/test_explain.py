@@ -19,7 +19,7 @@ from penstock.dataflow.records import (
     BatchRecord,
     DecisionRecord,
     FateRecord,
-    IssuedRecord,
+    GroupRecord,
 )
 from penstock.dataflow.service.build import build
 from penstock.errors import NotFound, StoreError
@@ -66,7 +66,7 @@ def test_a_skipped_task_names_the_rule_and_its_draw(picky: RecordedRun) -> None:
 
 def test_the_next_group_says_what_was_skipped_before_it(picky: RecordedRun) -> None:
     after_skips = [
-        one for one in picky.coordinator.read(IssuedRecord) if json.loads(one.why)["skipped"] > 0
+        one for one in picky.coordinator.read(GroupRecord) if json.loads(one.why)["skipped"] > 0
     ]
     one = after_skips[0]
     [text] = texts_of(explain(picky, one.group_id), "issued")

@@ -13,7 +13,6 @@ from penstock.dataflow.records import (
     FateRecord,
     FateState,
     IncarnationRecord,
-    IssuedRecord,
     RowRecord,
     VersionRecord,
 )
@@ -107,28 +106,13 @@ def fate(
     return FateRecord(
         consumer=policy,
         group_id=GroupId(group),
+        task_key="k",
+        source="s",
         state=state,
         reason=reason,
-        rule="",
-        seq=0,
         tokens=tokens,
-        at=0.0,
         uses=uses,
-        rows=b"\x91\xc0" if state is FateState.ADMITTED else b"",
-    )
-
-
-def judged(group: str) -> IssuedRecord:
-    return IssuedRecord(
-        group_id=GroupId(group),
-        issue=1,
-        partition=0,
-        source="s",
-        ordinal=0,
-        task_key="k",
-        why="[]",
-        judged=True,
-        at=0.0,
+        packed_rows=b"\x91\xc0" if state is FateState.ADMITTED else b"",
     )
 
 
@@ -191,7 +175,6 @@ def test_two_policies_count_their_own_tokens() -> None:
             row("g1", N1, {B: 9}, OutcomeKind.FAILED),
             fate(A, "g1", FateState.DROPPED, 9, "uniform_reward"),
             fate(B, "g1", FateState.ADMITTED, 3),
-            judged("g1"),
             fate(B, "g1", FateState.DROPPED, 3, "stale"),
         ]
     )

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.dataflow.core.consumers import ready_group
+from penstock.dataflow.core.consumers import with_rows
+from penstock.dataflow.records import FateRecord
 from penstock.types import (
     Candidate,
     GroupId,
@@ -63,14 +64,18 @@ def task(key: str, *, source: str = "train", ordinal: int = 0) -> Task:
     return Task(key=key, source=source, ordinal=ordinal, payload={}, workflow="w", seed=0)
 
 
-def row(reward: float, outcome: OutcomeKind = OutcomeKind.COMPLETED) -> RowSummary:
+def row(
+    reward: float,
+    outcome: OutcomeKind = OutcomeKind.COMPLETED,
+    policy: PolicyName = POLICY,
+) -> RowSummary:
     return RowSummary(
         row_id=RowId("p0-1.0.1"),
         digest="",
         reward=reward,
         outcome=outcome,
-        sampled={POLICY: 1},
-        versions={POLICY: ((0, 0),)},
+        sampled={policy: 1},
+        versions={policy: ((0, 0),)},
     )
 
 
@@ -84,7 +89,7 @@ def judged(
     policy: PolicyName = POLICY,
     outcome: OutcomeKind = OutcomeKind.COMPLETED,
 ) -> JudgedGroup:
-    rows = [row(reward, outcome) for reward in rewards]
+    rows = [row(reward, outcome, policy) for reward in rewards]
     return group_of(rows, GroupId(group), key=key, source=source, number=number, policy=policy)
 
 
@@ -97,7 +102,8 @@ def group_of(
     number: int = 0,
     policy: PolicyName = POLICY,
 ) -> JudgedGroup:
-    return replace(ready_group(group_id, key, source, rows, policy, arrival=1), number=number)
+    group = FateRecord(consumer=policy, group_id=group_id, task_key=key, source=source)
+    return replace(with_rows(group, rows), arrival=1, number=number)
 
 
 def candidate(
@@ -109,5 +115,13 @@ def candidate(
     uses: int = 0,
 ) -> Candidate:
     rows = [row(reward) for reward in rewards]
-    group = ready_group(GroupId(f"p0-{arrival}"), f"t{arrival}", "train", rows, POLICY, arrival)
-    return replace(group, oldest=oldest, tokens=tokens, uses=uses)
+    group = FateRecord(
+        consumer=POLICY,
+        group_id=GroupId(f"p0-{arrival}"),
+        task_key=f"t{arrival}",
+        source="train",
+        arrival=arrival,
+        oldest=oldest,
+        uses=uses,
+    )
+    return replace(with_rows(group, rows), tokens=tokens)

@@ -13,7 +13,13 @@ from tests.unit.dataflow.simulate.recorded_runs import PICKY, VANILLA, Rules, co
 
 from penstock.dataflow.ledger.recorded import RecordedRun, open_recorded_run
 from penstock.dataflow.ledger.tables import Tables
-from penstock.dataflow.records import BatchRecord, DecisionRecord, FateRecord, IssuedRecord
+from penstock.dataflow.records import (
+    BatchRecord,
+    DecisionRecord,
+    FateRecord,
+    GroupRecord,
+    GroupState,
+)
 from penstock.dataflow.service.build import core_spec
 from penstock.dataflow.simulate.figures import count_totals, recorded_totals
 from penstock.dataflow.simulate.run import SimulatedSource, SimulationResult, simulate
@@ -22,7 +28,10 @@ from penstock.dataflow.simulate.run import SimulatedSource, SimulationResult, si
 def decisions(tables: Tables) -> dict[str, list[Any]]:
     """All decisions, without their times."""
     return {
-        "issued": [replace(r, at=0.0) for r in _sorted(tables.read(IssuedRecord), "issue")],
+        "issued": [
+            replace(r, issued_at=0.0, ended_at=0.0, state=GroupState.OPEN, reason="")
+            for r in _sorted(tables.read(GroupRecord), "issue")
+        ],
         "skipped": [replace(r, at=0.0) for r in _sorted(tables.read(DecisionRecord), "number")],
         "fates": [
             replace(r, at=0.0, state=str(r.state))
@@ -90,7 +99,7 @@ def test_tasks_that_were_never_rolled_out_are_unknown(tmp_path: Path) -> None:
     simulated = replayed(tmp_path, recorded, VANILLA)
     figures = count_totals(simulated.tables, simulated.rows, simulated.unknown)
     assert 0 < figures.unknown <= num_skipped
-    issued = simulated.tables.scalar("SELECT count(*) FROM issued")
+    issued = simulated.tables.scalar("SELECT count(*) FROM groups")
     assert figures.issued + figures.unknown == issued
     [policy] = figures.policies.values()
     assert policy.wasted.get("remainder") is None or policy.wasted["remainder"].rows > 0

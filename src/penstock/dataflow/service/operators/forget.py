@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 import structlog
 
-from penstock.dataflow.core.consumers import Consumer, ReadyGroup
+from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.ids import partition_of
 from penstock.dataflow.core.messages import RowForgotten
@@ -20,7 +20,7 @@ from penstock.dataflow.ledger.restore import load_group_rows
 from penstock.dataflow.records import (
     FateRecord,
     FateState,
-    IssuedRecord,
+    GroupRecord,
     MetaRecord,
     gone_key,
 )
@@ -57,18 +57,14 @@ class SessionEraser:
         return ForgetSessionAnswer(session=row_id, was=was)
 
     def _require_session(self, row_id: RowId, group_id: GroupId) -> None:
-        issued = self._coordinator.open.get(group_id)
-        if issued is None:
-            tables = self._process.ledger.tables
-            found = tables.read(IssuedRecord, "group_id = :id", id=group_id)
-            if not found:
-                raise NotFound(
-                    f"no session {row_id} in this run; the gateway returns the id of each session"
-                )
-            issued = found[0]
-        if issued.source != self._coordinator.session_source:
+        found = self._process.ledger.tables.read(GroupRecord, "group_id = :id", id=group_id)
+        if not found:
+            raise NotFound(
+                f"no session {row_id} in this run; the gateway returns the id of each session"
+            )
+        if found[0].source != self._coordinator.session_source:
             raise BadRequest(
-                f"{row_id} is a rollout of source {issued.source!r}, not an external agent's "
+                f"{row_id} is a rollout of source {found[0].source!r}, not an external agent's "
                 "session; only sessions can be forgotten"
             )
 
@@ -89,7 +85,7 @@ class SessionEraser:
     def _consumers(self) -> Iterable[Consumer]:
         return self._coordinator.consumers.values()
 
-    def _waiting(self, consumer: Consumer, row_id: RowId, group_id: GroupId) -> ReadyGroup | None:
+    def _waiting(self, consumer: Consumer, row_id: RowId, group_id: GroupId) -> FateRecord | None:
         """The waiting group of this consumer that contains this row, if any: an earlier attempt at
         the slot may have been another session."""
         group = consumer.ready.get(group_id) or consumer.incomplete.get(group_id)

@@ -53,8 +53,8 @@ log = structlog.get_logger(__name__)
 
 MAX_PARTITIONS = 1024
 UNFREED = (
-    "SELECT count(*) FROM issued i LEFT JOIN freed f ON f.group_id = i.group_id "
-    "WHERE i.partition = :index AND f.group_id IS NULL"
+    "SELECT count(*) FROM groups g LEFT JOIN freed f ON f.group_id = g.group_id "
+    "WHERE g.partition = :index AND f.group_id IS NULL"
 )
 
 
