@@ -23,10 +23,10 @@ from tests.contract.dataflow_server import POLICY, small_config
 from penstock.config import RuleConfig
 from penstock.config.report import ReportConfig
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
-from penstock.dataflow.report.figures import ZERO, Counts, Flow, Window
+from penstock.dataflow.report.figures import Flow
 from penstock.dataflow.report.flow_counter import KEY, TOTALS
 from penstock.dataflow.report.ledger_counts import count_from_ledger, produced_by_node
-from penstock.dataflow.report.shape import BalanceReport
+from penstock.dataflow.report.shape import ZERO, Amount, BalanceReport, WindowReport
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (
@@ -110,7 +110,7 @@ class World:
         await self.service.process.ledger.flush()
         return count_from_ledger(self.service.process.ledger.tables).get(POLICY, Flow())
 
-    def staleness(self, window: Window) -> float:
+    def staleness(self, window: WindowReport) -> float:
         """Sum over the rows sealed in this window, as each batch was judged."""
         query = (
             "SELECT sum(staleness_mean * num_rows) FROM batches "
@@ -262,8 +262,8 @@ def make(tmp_path: Path) -> Iterator[MakeWorld]:
 def _totals(report: BalanceReport) -> Flow:
     totals = report.policies[0].totals
 
-    def counts(amount: Any) -> Counts:
-        return Counts(sequences=amount.sequences, tokens=amount.tokens)
+    def counts(amount: Any) -> Amount:
+        return Amount(sequences=amount.sequences, tokens=amount.tokens)
 
     return Flow(
         produced=counts(totals.produced),

@@ -24,20 +24,17 @@ from penstock.dataflow.records import (
 )
 from penstock.dataflow.report.build import make_report, rule_memory
 from penstock.dataflow.report.figures import (
-    ZERO,
     Account,
     BalanceSettings,
-    Counts,
     Figures,
     Flow,
     NodeActivity,
     NodeFigures,
     PolicyFigures,
     RuleMemory,
-    Window,
 )
 from penstock.dataflow.report.flow_counter import EffectiveNumber, FlowCounter
-from penstock.dataflow.report.shape import BalanceReport, Decision
+from penstock.dataflow.report.shape import ZERO, Amount, BalanceReport, Decision, WindowReport
 from penstock.dataflow.report.time_accounts import (
     NodeClock,
     TrainerClock,
@@ -94,8 +91,8 @@ class _TrackedNode:
     last_observation: NodeObservation
     clock: NodeClock
     account_before: Account = field(default_factory=dict[str, float])
-    produced_before: Counts = ZERO
-    accepted_before: Counts = ZERO
+    produced_before: Amount = ZERO
+    accepted_before: Amount = ZERO
     left: Account | None = None
     """Its full account, once it has left."""
 
@@ -257,7 +254,7 @@ class BalanceMonitor:
         return Figures(
             run=self._run,
             since=self._since,
-            window=Window(
+            window=WindowReport(
                 index=self._index, opened_at=self._opened_at, closed_at=now, complete=complete
             ),
             policies=tuple(

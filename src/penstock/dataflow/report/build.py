@@ -9,21 +9,17 @@ from collections.abc import Sequence
 
 from penstock.dataflow.report import scaling_rule
 from penstock.dataflow.report.figures import (
-    ZERO,
     Account,
     BalanceSettings,
-    Counts,
     Figures,
     Flow,
     NodeActivity,
     NodeFigures,
     PolicyFigures,
     RuleMemory,
-    ScalingAction,
 )
 from penstock.dataflow.report.shape import (
-    ActionReport,
-    Amount,
+    ZERO,
     BalanceReport,
     Decision,
     NodeReport,
@@ -35,7 +31,6 @@ from penstock.dataflow.report.shape import (
     StatusName,
     Thresholds,
     TimeAccount,
-    WindowReport,
 )
 from penstock.dataflow.report.time_accounts import shares, sum_accounts
 from penstock.types import NodeId
@@ -56,12 +51,7 @@ def make_report(
         run=figures.run,
         at=now,
         since=figures.since,
-        window=WindowReport(
-            index=figures.window.index,
-            complete=figures.window.complete,
-            opened_at=figures.window.opened_at,
-            closed_at=figures.window.closed_at,
-        ),
+        window=figures.window,
         decision=decision,
         pool=pool,
         policies=tuple(_policy(p, figures, pool.total_gpus) for p in figures.policies),
@@ -80,17 +70,9 @@ def make_report(
 def rule_memory(report: BalanceReport) -> RuleMemory:
     """The rule's state for the next window, from this report."""
     decision = report.decision
-    action = decision.last_action
     return RuleMemory(
         low_windows=decision.low_windows,
-        last_action=None
-        if action is None
-        else ScalingAction(
-            branch=action.branch,
-            at=action.at,
-            gpus_before=action.gpus_before,
-            target_gpus=action.target_gpus,
-        ),
+        last_action=decision.last_action,
         cooldown_until=decision.cooldown_until,
     )
 
@@ -116,7 +98,7 @@ def _policy(policy: PolicyFigures, figures: Figures, gpus: int) -> PolicyReport:
             production=_production(policy.window),
             throughput_per_gpu=_ratio(entered, gpus),
             staleness_histogram={
-                str(age): _amount(policy.staleness[age]) for age in sorted(policy.staleness)
+                str(age): policy.staleness[age] for age in sorted(policy.staleness)
             },
         ),
         totals=_production(policy.total),
@@ -129,12 +111,12 @@ def _policy(policy: PolicyFigures, figures: Figures, gpus: int) -> PolicyReport:
 
 def _production(flow: Flow) -> Production:
     return Production(
-        produced=_amount(flow.produced),
-        entered=_amount(flow.entered),
-        consumed=_amount(flow.consumed),
-        replayed=_amount(flow.replayed),
-        stale_skipped=_amount(flow.stale),
-        wasted={why: _amount(flow.wasted[why]) for why in sorted(flow.wasted)},
+        produced=flow.produced,
+        entered=flow.entered,
+        consumed=flow.consumed,
+        replayed=flow.replayed,
+        stale_skipped=flow.stale,
+        wasted={why: flow.wasted[why] for why in sorted(flow.wasted)},
         accept_rate=_ratio(flow.entered.tokens, flow.produced.tokens),
         stale_rate=_ratio(flow.stale.tokens, flow.entered.tokens),
         produce_consume_ratio=_ratio(flow.produced.tokens, flow.consumed.tokens),
@@ -164,8 +146,8 @@ def _node(node: NodeFigures, terms: BalanceSettings) -> NodeReport:
         leases=node.num_leases,
         capacity=node.capacity,
         silent_s=node.silent_s,
-        produced=_amount(node.produced),
-        accepted=_amount(node.accepted),
+        produced=node.produced,
+        accepted=node.accepted,
         accept_rate=_ratio(node.accepted.tokens, node.produced.tokens),
         throughput_per_gpu=_ratio(node.accepted.tokens, node.gpus),
         time=_time(node.account),
@@ -194,8 +176,8 @@ def _pool(figures: Figures, terms: BalanceSettings) -> PoolReport:
         busy_share=1.0 - used.get(NodeActivity.WAITING, 0.0) if used else None,
         loading_share=used.get(NodeActivity.LOADING, 0.0) if used else None,
         node_start_s_p90=figures.start_s_p90,
-        produced=_amount(sum((node.produced for node in nodes), ZERO)),
-        accepted=_amount(sum((node.accepted for node in nodes), ZERO)),
+        produced=sum((node.produced for node in nodes), ZERO),
+        accepted=sum((node.accepted for node in nodes), ZERO),
         node_time=_time(sum_accounts([*(node.account for node in nodes), figures.departed_time])),
     )
 
@@ -218,7 +200,6 @@ def _decision(figures: Figures, pool: PoolReport, terms: BalanceSettings, now: f
         complete=figures.window.complete,
     )
     verdict = scaling_rule.decide(judged, figures.memory, terms, now)
-    action = verdict.memory.last_action
     return Decision(
         branch=verdict.branch,
         target_gpus=verdict.target_gpus,
@@ -230,14 +211,7 @@ def _decision(figures: Figures, pool: PoolReport, terms: BalanceSettings, now: f
         drain_first=_drain_candidates(figures, terms, -verdict.delta_gpus),
         low_windows=verdict.memory.low_windows,
         decided_at=now,
-        last_action=None
-        if action is None
-        else ActionReport(
-            branch=action.branch,
-            at=action.at,
-            gpus_before=action.gpus_before,
-            target_gpus=action.target_gpus,
-        ),
+        last_action=verdict.memory.last_action,
         cooldown_until=verdict.memory.cooldown_until,
     )
 
@@ -278,10 +252,6 @@ def _drain_candidates(
 
 
 # --- conversions ----------------------------------------------------------------------------------
-
-
-def _amount(counts: Counts) -> Amount:
-    return Amount(sequences=counts.sequences, tokens=counts.tokens)
 
 
 def _time(account: Account) -> TimeAccount:

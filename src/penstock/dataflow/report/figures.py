@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from penstock.dataflow.report.shape import ZERO, ActionReport, Amount, WindowReport
 from penstock.types import DropReason, NodeId, PolicyName
 
 REFUSAL_REASONS = frozenset(
@@ -30,36 +31,18 @@ before, so that entered = consumed + queued + dropped later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """Trajectories and their sampled tokens of one policy. A trajectory with turns of two policies
-    counts once for each."""
-
-    sequences: int = 0
-    tokens: int = 0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(sequences=self.sequences + other.sequences, tokens=self.tokens + other.tokens)
-
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(sequences=self.sequences - other.sequences, tokens=self.tokens - other.tokens)
-
-
-ZERO = Counts()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
     """Data flow from nodes to a trainer, counted at each gate."""
 
-    produced: Counts = ZERO
+    produced: Amount = ZERO
     """Delivered by nodes, whatever the outcome."""
-    entered: Counts = ZERO
+    entered: Amount = ZERO
     """Not rejected by group closing, pacing or a rule; includes data that becomes stale later."""
-    consumed: Counts = ZERO
+    consumed: Amount = ZERO
     """Sealed into a batch for the first time."""
-    replayed: Counts = ZERO
+    replayed: Amount = ZERO
     """Sealed into a batch again, by a replay rule."""
-    wasted: Mapping[str, Counts] = field(default_factory=dict[str, Counts])
+    wasted: Mapping[str, Amount] = field(default_factory=dict[str, Amount])
     """Never trained, by reason: a DropReason, or the outcome of a failed attempt."""
 
     def __sub__(self, before: Flow) -> Flow:
@@ -73,14 +56,8 @@ class Flow:
         )
 
     @property
-    def stale(self) -> Counts:
+    def stale(self) -> Amount:
         return self.wasted.get(DropReason.STALE, ZERO)
-
-
-class ScalingBranch(StrEnum):
-    SCALE_UP = "scale_up"
-    HOLD = "hold"
-    SCALE_DOWN = "scale_down"
 
 
 class TrainerActivity(StrEnum):
@@ -128,22 +105,6 @@ class StepTiming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """The part of the run that a report covers: K versions of some policy."""
-
-    index: int
-    """0, 1, 2, … since the service started."""
-    opened_at: float
-    closed_at: float
-    complete: bool
-    """False: the first window is still open, and nothing is decided."""
-
-    @property
-    def wall_s(self) -> float:
-        return max(0.0, self.closed_at - self.opened_at)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFigures:
     policy: PolicyName
     done: bool
@@ -157,7 +118,7 @@ class PolicyFigures:
     window: Flow
     total: Flow
     """Since the run started."""
-    staleness: Mapping[int, Counts]
+    staleness: Mapping[int, Amount]
     """Rows consumed in the window, by staleness in versions."""
     issued: int
     """Groups in progress on nodes."""
@@ -177,8 +138,8 @@ class NodeFigures:
     cost_per_hour: float
     num_leases: int
     capacity: int
-    produced: Counts
-    accepted: Counts
+    produced: Amount
+    accepted: Amount
     """Both in the window."""
     account: Account
     """Since it joined."""
@@ -188,22 +149,12 @@ class NodeFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingAction:
-    """A recommended change of the pool size."""
-
-    branch: ScalingBranch
-    at: float
-    gpus_before: int
-    target_gpus: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RuleMemory:
     """State of the rule between windows."""
 
     low_windows: int = 0
     """Consecutive windows in the low zone, including the newest."""
-    last_action: ScalingAction | None = None
+    last_action: ActionReport | None = None
     cooldown_until: float = 0.0
 
 
@@ -214,7 +165,7 @@ class Figures:
     run: str
     since: float
     """When the service started; time accounts count from here."""
-    window: Window
+    window: WindowReport
     policies: tuple[PolicyFigures, ...]
     nodes: tuple[NodeFigures, ...]
     departed_time: Account

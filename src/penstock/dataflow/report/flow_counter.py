@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Live counters of the data flow, from the records that go to the ledger.
 
-Counts exactly what becomes durable. Its totals are written in the same commit as the records they
+Amount exactly what becomes durable. Its totals are written in the same commit as the records they
 count, so a restart continues without reading the tables. Keeps rows in memory only for groups that
 some policy has not judged yet, and only rows since the service started."""
 
@@ -23,8 +23,9 @@ from penstock.dataflow.records import (
     MetaRecord,
     RowRecord,
 )
-from penstock.dataflow.report.figures import REFUSAL_REASONS, ZERO, Counts, Flow
+from penstock.dataflow.report.figures import REFUSAL_REASONS, Flow
 from penstock.dataflow.report.ledger_counts import SqlReader, count_from_ledger
+from penstock.dataflow.report.shape import ZERO, Amount
 from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName
 
 KEY = "report"
@@ -49,7 +50,7 @@ _sampled = msgspec.json.Decoder(dict[PolicyName, int])
 _rows = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
-class MutableCounts(Struct):
+class MutableAmount(Struct):
     """Mutable counts: updated once per row, where frozen records would be too slow."""
 
     sequences: int = 0
@@ -60,22 +61,22 @@ class MutableCounts(Struct):
         self.tokens += tokens
 
     @property
-    def counts(self) -> Counts:
-        return Counts(sequences=self.sequences, tokens=self.tokens)
+    def counts(self) -> Amount:
+        return Amount(sequences=self.sequences, tokens=self.tokens)
 
 
 class PolicyCounters(Struct):
     """Flow of one policy as mutable counts; stored in the format of a Flow."""
 
-    produced: MutableCounts = field(default_factory=MutableCounts)
-    entered: MutableCounts = field(default_factory=MutableCounts)
-    consumed: MutableCounts = field(default_factory=MutableCounts)
-    replayed: MutableCounts = field(default_factory=MutableCounts)
-    wasted: dict[str, MutableCounts] = field(default_factory=dict[str, MutableCounts])
+    produced: MutableAmount = field(default_factory=MutableAmount)
+    entered: MutableAmount = field(default_factory=MutableAmount)
+    consumed: MutableAmount = field(default_factory=MutableAmount)
+    replayed: MutableAmount = field(default_factory=MutableAmount)
+    wasted: dict[str, MutableAmount] = field(default_factory=dict[str, MutableAmount])
 
     def waste(self, reason: str, sequences: int, tokens: int) -> None:
         if sequences or tokens:
-            self.wasted.setdefault(str(reason), MutableCounts()).add(sequences, tokens)
+            self.wasted.setdefault(str(reason), MutableAmount()).add(sequences, tokens)
 
     @property
     def flow(self) -> Flow:
@@ -89,10 +90,10 @@ class PolicyCounters(Struct):
 
 
 class NodeCounters(Struct):
-    """Counts of one node since the service started."""
+    """Amount of one node since the service started."""
 
-    produced: MutableCounts = field(default_factory=MutableCounts)
-    accepted: MutableCounts = field(default_factory=MutableCounts)
+    produced: MutableAmount = field(default_factory=MutableAmount)
+    accepted: MutableAmount = field(default_factory=MutableAmount)
 
 
 def has_entered(fate: FateRecord) -> bool:
@@ -108,7 +109,7 @@ class FlowCounter:
     ) -> None:
         self.policies = {policy: PolicyCounters() for policy in policies}
         self.nodes: dict[NodeId, NodeCounters] = {}
-        self.staleness: dict[PolicyName, dict[int, MutableCounts]] = {p: {} for p in self.policies}
+        self.staleness: dict[PolicyName, dict[int, MutableAmount]] = {p: {} for p in self.policies}
         """Rows by staleness, of batches sealed since the window opened."""
         self._number_of = number_of
         self._manifests = manifests
@@ -120,7 +121,7 @@ class FlowCounter:
         """Policies that have not judged a group, once one of them has."""
         self._members: dict[GroupId, list[Member]] = {}
         """Scored rows since the service started, of groups not judged by all policies."""
-        self._admitted: dict[tuple[str, GroupId], Counts | None] = {}
+        self._admitted: dict[tuple[str, GroupId], Amount | None] = {}
         """Admitted and not yet sealed or dropped; None if admitted before the service started."""
         self._has_changed = False
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
@@ -194,13 +195,13 @@ class FlowCounter:
         else:
             self._admitted[key] = counts
 
-    def _counts(self, fate: FateRecord) -> Counts:
+    def _counts(self, fate: FateRecord) -> Amount:
         if not fate.tokens:
             return ZERO
         if fate.packed_rows:
-            return Counts(sequences=len(_rows.decode(fate.packed_rows)), tokens=fate.tokens)
+            return Amount(sequences=len(_rows.decode(fate.packed_rows)), tokens=fate.tokens)
         sequences = sum(sampled.get(fate.consumer, 0) > 0 for _, sampled in self._of(fate.group_id))
-        return Counts(sequences=sequences, tokens=fate.tokens)
+        return Amount(sequences=sequences, tokens=fate.tokens)
 
     def _of(self, group_id: GroupId) -> Sequence[Member]:
         members = self._members.get(group_id, [])
@@ -222,7 +223,7 @@ class FlowCounter:
             return
         manifest = self._manifests.decode(batch.manifest)
         # Most rows of a batch were sampled by the same versions, so their staleness is cached.
-        by_versions: dict[tuple[tuple[int, int], ...], MutableCounts] = {}
+        by_versions: dict[tuple[tuple[int, int], ...], MutableAmount] = {}
         histogram = self.staleness[policy]
         for index, group in enumerate(manifest.groups):
             is_replayed = index >= batch.num_groups - batch.num_replayed
@@ -232,7 +233,7 @@ class FlowCounter:
                 if bucket is None:
                     numbers = (self._number_of(policy, *version) for version in sampled_by)
                     age = batch.trains_from - min(numbers, default=batch.trains_from)
-                    bucket = histogram.setdefault(max(0, age), MutableCounts())
+                    bucket = histogram.setdefault(max(0, age), MutableAmount())
                     by_versions[sampled_by] = bucket
                 bucket.add(1, tokens)
                 if is_replayed:

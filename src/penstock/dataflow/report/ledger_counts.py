@@ -9,7 +9,8 @@ import json
 from collections import defaultdict
 from typing import Any, Protocol
 
-from penstock.dataflow.report.figures import REFUSAL_REASONS, ZERO, Counts, Flow
+from penstock.dataflow.report.figures import REFUSAL_REASONS, Flow
+from penstock.dataflow.report.shape import ZERO, Amount
 
 REFUSED = frozenset(str(reason) for reason in REFUSAL_REASONS)
 ROWS = "SELECT group_id, node_id, outcome, sampled FROM rows"
@@ -23,7 +24,7 @@ class SqlReader(Protocol):
 class _PolicySums:
     def __init__(self) -> None:
         self.produced = self.entered = self.consumed = self.replayed = ZERO
-        self.wasted: dict[str, Counts] = defaultdict(Counts)
+        self.wasted: dict[str, Amount] = defaultdict(lambda: ZERO)
 
     @property
     def flow(self) -> Flow:
@@ -42,7 +43,7 @@ def count_from_ledger(tables: SqlReader) -> dict[str, Flow]:
     scored: dict[tuple[str, str], int] = defaultdict(int)
     for group_id, _, outcome, sampled in tables.rows(ROWS):
         for policy, tokens in json.loads(sampled).items():
-            one = Counts(sequences=1, tokens=tokens) if tokens else ZERO
+            one = Amount(sequences=1, tokens=tokens) if tokens else ZERO
             sums[policy].produced += one
             if outcome in ("completed", "truncated"):
                 scored[policy, group_id] += one.sequences
@@ -51,7 +52,7 @@ def count_from_ledger(tables: SqlReader) -> dict[str, Flow]:
     for policy, group_id, state, reason, tokens, uses in tables.rows(FATES):
         if not tokens:
             continue
-        counts, total = Counts(sequences=scored[policy, group_id], tokens=tokens), sums[policy]
+        counts, total = Amount(sequences=scored[policy, group_id], tokens=tokens), sums[policy]
         if state != "dropped" or reason not in REFUSED:
             total.entered += counts
         if state == "sealed":
@@ -63,11 +64,11 @@ def count_from_ledger(tables: SqlReader) -> dict[str, Flow]:
     return {policy: total.flow for policy, total in sums.items()}
 
 
-def produced_by_node(tables: SqlReader) -> dict[str, Counts]:
+def produced_by_node(tables: SqlReader) -> dict[str, Amount]:
     """Data delivered by each node, over all policies."""
-    produced: dict[str, Counts] = defaultdict(Counts)
+    produced: dict[str, Amount] = defaultdict(lambda: ZERO)
     for _, node_id, _, sampled in tables.rows(ROWS):
         for tokens in json.loads(sampled).values():
             if tokens:
-                produced[node_id] += Counts(sequences=1, tokens=tokens)
+                produced[node_id] += Amount(sequences=1, tokens=tokens)
     return dict(produced)

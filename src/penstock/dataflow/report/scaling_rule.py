@@ -11,13 +11,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.dataflow.report.figures import (
-    BalanceSettings,
-    RuleMemory,
-    ScalingAction,
-    ScalingBranch,
-    StepTiming,
-)
+from penstock.dataflow.report.figures import BalanceSettings, RuleMemory, StepTiming
+from penstock.dataflow.report.shape import ActionReport, ScalingBranch
 
 WAIT_CAP = 0.95
 """Upper bound of the wait fraction: at 1.0 the target would be infinite."""
@@ -102,7 +97,7 @@ def decide(pool: PoolWindow, memory: RuleMemory, terms: BalanceSettings, now: fl
             memory=stay,
         )
     acted = ScalingBranch.SCALE_UP if delta > 0 else ScalingBranch.SCALE_DOWN
-    action = ScalingAction(branch=acted, at=now, gpus_before=pool.gpus, target_gpus=target)
+    action = ActionReport(branch=acted, at=now, gpus_before=pool.gpus, target_gpus=target)
     return ZoneVerdict(
         branch=acted,
         target_gpus=target,

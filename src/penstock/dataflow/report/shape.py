@@ -7,11 +7,11 @@ a field changes, not when a field is added."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from penstock.dataflow.report.figures import ScalingBranch
 from penstock.types import NodeId, PolicyName
 
 SCHEMA_VERSION = 1
@@ -25,10 +25,26 @@ StatusName = Literal["healthy", "suspect", "gone"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """Trajectories and their sampled tokens of one policy."""
+    """Trajectories and their sampled tokens of one policy. A trajectory with turns of two policies
+    counts once for each."""
 
     sequences: Count
     tokens: Count
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(sequences=self.sequences + other.sequences, tokens=self.tokens + other.tokens)
+
+    def __sub__(self, other: Amount) -> Amount:
+        return Amount(sequences=self.sequences - other.sequences, tokens=self.tokens - other.tokens)
+
+
+ZERO = Amount(sequences=0, tokens=0)
+
+
+class ScalingBranch(StrEnum):
+    SCALE_UP = "scale_up"
+    HOLD = "hold"
+    SCALE_DOWN = "scale_down"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +73,19 @@ class Production:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowReport:
-    """The part of the run that the decision is based on."""
+    """The part of the run that the decision is based on: K versions of some policy."""
 
     index: Count
+    """0, 1, 2, … since the service started."""
     complete: bool
     """False: the first window is still open, and nothing is decided."""
     opened_at: float
     """Unix seconds, like every `_at` and `_until` in this report."""
     closed_at: float
+
+    @property
+    def wall_s(self) -> float:
+        return max(0.0, self.closed_at - self.opened_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

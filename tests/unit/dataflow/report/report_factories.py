@@ -7,23 +7,22 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.dataflow.report.figures import (
-    Counts,
     Figures,
     Flow,
     NodeActivity,
     NodeFigures,
     PolicyFigures,
     StepTiming,
-    Window,
 )
+from penstock.dataflow.report.shape import Amount, WindowReport
 from penstock.types import NodeId, PolicyName
 
 POLICY = PolicyName("policy")
 
 
-def counts(tokens: int) -> Counts:
+def counts(tokens: int) -> Amount:
     """Ten tokens per sequence."""
-    return Counts(sequences=tokens // 10, tokens=tokens)
+    return Amount(sequences=tokens // 10, tokens=tokens)
 
 
 def flow(produced: int, entered: int, consumed: int, **wasted: int) -> Flow:
@@ -74,7 +73,7 @@ def figures(**changes: Any) -> Figures:
     made = Figures(
         run="reverse",
         since=900.0,
-        window=Window(index=3, opened_at=1000.0, closed_at=1100.0, complete=True),
+        window=WindowReport(index=3, opened_at=1000.0, closed_at=1100.0, complete=True),
         policies=(policy_figures(),),
         nodes=(node_figures("n0"), node_figures("n1")),
         departed_time={},

@@ -22,7 +22,8 @@ from penstock.dataflow.report.balance import (
     Observation,
     PolicyObservation,
 )
-from penstock.dataflow.report.figures import BalanceSettings, Counts, NodeActivity
+from penstock.dataflow.report.figures import BalanceSettings, NodeActivity
+from penstock.dataflow.report.shape import ZERO, Amount
 from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId, RowSummary
 
 A, B = PolicyName("a"), PolicyName("b")
@@ -179,15 +180,15 @@ def test_two_policies_count_their_own_tokens() -> None:
         ]
     )
     flows = {policy: passed.flow for policy, passed in watched.flow_counter.policies.items()}
-    assert flows[A].produced == Counts(sequences=2, tokens=9)
-    assert flows[A].wasted == {"uniform_reward": Counts(sequences=2, tokens=9)}
-    assert flows[A].entered == Counts(), "a rule rejected it"
-    assert flows[B].produced == Counts(sequences=2, tokens=12)
-    assert flows[B].entered == Counts(sequences=1, tokens=3), "it entered, then became stale"
-    assert flows[B].wasted["stale"] == Counts(sequences=1, tokens=3)
-    assert flows[B].wasted["failed"] == Counts(sequences=1, tokens=9)
-    assert watched.flow_counter.nodes[N0].accepted.counts == Counts(sequences=1, tokens=3)
-    assert watched.flow_counter.nodes[N1].accepted.counts == Counts()
+    assert flows[A].produced == Amount(sequences=2, tokens=9)
+    assert flows[A].wasted == {"uniform_reward": Amount(sequences=2, tokens=9)}
+    assert flows[A].entered == ZERO, "a rule rejected it"
+    assert flows[B].produced == Amount(sequences=2, tokens=12)
+    assert flows[B].entered == Amount(sequences=1, tokens=3), "it entered, then became stale"
+    assert flows[B].wasted["stale"] == Amount(sequences=1, tokens=3)
+    assert flows[B].wasted["failed"] == Amount(sequences=1, tokens=9)
+    assert watched.flow_counter.nodes[N0].accepted.counts == Amount(sequences=1, tokens=3)
+    assert watched.flow_counter.nodes[N1].accepted.counts == ZERO
 
 
 def test_a_group_that_lost_rows_to_a_failed_column_enters_with_the_rest() -> None:
@@ -206,7 +207,7 @@ def test_a_replay_is_not_consumed_again() -> None:
         [fate(A, "g1", FateState.ADMITTED, 5), fate(A, "g1", FateState.SEALED, 5, uses=1)]
     )
     watched.on_records([fate(A, "g1", FateState.SEALED, 5, uses=2)] * 2)
-    assert watched.flow_counter.policies[A].flow.consumed == Counts(sequences=1, tokens=5)
+    assert watched.flow_counter.policies[A].flow.consumed == Amount(sequences=1, tokens=5)
 
 
 def test_trainer_calls_become_waits() -> None:

@@ -25,10 +25,9 @@ from penstock.dataflow.report.figures import (
     Figures,
     NodeActivity,
     StepTiming,
-    Window,
 )
 from penstock.dataflow.report.schema import report_schema
-from penstock.dataflow.report.shape import SCHEMA_VERSION, Amount, BalanceReport
+from penstock.dataflow.report.shape import SCHEMA_VERSION, Amount, BalanceReport, WindowReport
 from penstock.types import DropReason
 from penstock.wire.codec import decode, encode_json
 
@@ -65,7 +64,9 @@ def test_the_published_schema_matches_the_records() -> None:
     [
         figures(),
         figures(
-            policies=(), nodes=(), window=Window(index=0, opened_at=0, closed_at=0, complete=False)
+            policies=(),
+            nodes=(),
+            window=WindowReport(index=0, opened_at=0, closed_at=0, complete=False),
         ),
         figures(policies=(policy_figures(samples=(), window=flow(0, 0, 0), staleness={}),)),
         figures(nodes=(node_figures("n0", activity=NodeActivity.SILENT, silent_s=90.0),)),

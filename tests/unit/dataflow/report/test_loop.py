@@ -22,8 +22,8 @@ from penstock.dataflow.report.figures import (
     NodeFigures,
     RuleMemory,
     StepTiming,
-    Window,
 )
+from penstock.dataflow.report.shape import WindowReport
 
 TRAIN_S = 10.0
 STEPS = 10
@@ -64,7 +64,7 @@ class World:
         idle = {"waiting": (self.now - began_at) * (1 - busy)} if self.is_paced else {}
         account = {"rolling_out": (self.now - began_at) * busy, **idle}
         given = figures(
-            window=Window(index=index, opened_at=began_at, closed_at=self.now, complete=True),
+            window=WindowReport(index=index, opened_at=began_at, closed_at=self.now, complete=True),
             policies=(policy,),
             nodes=self._nodes(account),
             start_s_p90=DELAY_WINDOWS * (self.now - began_at),

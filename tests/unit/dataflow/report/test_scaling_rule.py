@@ -7,14 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.dataflow.report.figures import (
-    BalanceSettings,
-    RuleMemory,
-    ScalingAction,
-    ScalingBranch,
-    StepTiming,
-)
+from penstock.dataflow.report.figures import BalanceSettings, RuleMemory, StepTiming
 from penstock.dataflow.report.scaling_rule import PoolWindow, decide, wait_fraction, zone
+from penstock.dataflow.report.shape import ActionReport, ScalingBranch
 
 TERMS = BalanceSettings()
 UP, HOLD, DOWN = ScalingBranch.SCALE_UP, ScalingBranch.HOLD, ScalingBranch.SCALE_DOWN
@@ -85,7 +80,7 @@ def test_waits_are_weighed_by_time_and_capped() -> None:
 def test_an_action_is_remembered_and_cooled_down() -> None:
     verdict = decide(pool(wait=0.3), RuleMemory(), TERMS, now=1000.0)
     assert (verdict.branch, verdict.target_gpus, verdict.delta_gpus) == (UP, 15, 5)
-    assert verdict.memory.last_action == ScalingAction(
+    assert verdict.memory.last_action == ActionReport(
         branch=UP, at=1000.0, gpus_before=10, target_gpus=15
     )
     assert verdict.memory.cooldown_until == 1200.0, "two windows of 100 s"

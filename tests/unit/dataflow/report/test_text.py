@@ -12,7 +12,8 @@ from tests.unit.dataflow.report.report_factories import (
 )
 
 from penstock.dataflow.report.build import make_report
-from penstock.dataflow.report.figures import BalanceSettings, Figures, NodeActivity, Window
+from penstock.dataflow.report.figures import BalanceSettings, Figures, NodeActivity
+from penstock.dataflow.report.shape import WindowReport
 from penstock.dataflow.report.text import render
 
 
@@ -61,7 +62,7 @@ def test_a_busy_run() -> None:
 
 
 def test_a_run_that_has_not_started() -> None:
-    first = Window(index=0, opened_at=1100.0, closed_at=1101.0, complete=False)
+    first = WindowReport(index=0, opened_at=1100.0, closed_at=1101.0, complete=False)
     empty = policy_figures(samples=(), window=flow(0, 0, 0), total=flow(0, 0, 0), staleness={})
     shown = text(figures(window=first, policies=(empty,), nodes=()))
     assert "first window, still running" in shown
