@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -25,7 +24,7 @@ from penstock.gateway.dialects.dialect import (
     problem_of,
 )
 from penstock.gateway.gateway import Session
-from penstock.gateway.model_calls import Answer, Call, Delta
+from penstock.gateway.model_calls import Answer, Delta
 
 log = structlog.get_logger(__name__)
 
@@ -53,11 +52,9 @@ class Exchange:
         undelivered."""
         calls = self._request.calls
         if len(calls) == 1:
-            self.answers[0] = await self._call(0, None)
+            self.answers[0] = await self._session.call(calls[0])
             return self._replies()
-        results = await asyncio.gather(
-            *(self._call(choice, None) for choice in range(len(calls))), return_exceptions=True
-        )
+        results = await asyncio.gather(*map(self._session.call, calls), return_exceptions=True)
         for choice, result in enumerate(results):
             if isinstance(result, Answer):
                 self.answers[choice] = result
@@ -70,9 +67,7 @@ class Exchange:
     async def stream(self, send: Send, is_disconnected: IsDisconnected) -> None:
         """Send events while the answers are generated. An error before the first event is raised; a
         later one is sent as an event."""
-        answer_stream = _AnswerStream(
-            self._call, len(self._request.calls), is_incremental=self._request.is_incremental
-        )
+        answer_stream = _AnswerStream(self._session, self._request)
         is_reached = False
         try:
             events = await answer_stream.next()
@@ -125,16 +120,6 @@ class Exchange:
             chunks.append(writer.write_done(self._replies()))
         return b"".join(chunks), False
 
-    async def _call(self, choice: int, on_chunk: Callable[[Delta], None] | None) -> Answer:
-        call = self._request.calls[choice]
-        if isinstance(call, Call):
-            return await self._session.call(
-                call if on_chunk is None else replace(call, on_chunk=on_chunk)
-            )
-        return await self._session.complete(
-            call.prompt, policy=call.policy, overrides=call.overrides, on_chunk=on_chunk
-        )
-
     def _replies(self) -> list[AnsweredTurn]:
         return [self._reply(self.answers[choice]) for choice in range(len(self._request.calls))]
 
@@ -155,18 +140,13 @@ def problem_for_agent(error: BaseException) -> Problem:
 class _AnswerStream:
     """Answers still being generated, merged into one stream of events."""
 
-    def __init__(
-        self,
-        call: Callable[[int, Callable[[Delta], None] | None], Awaitable[Answer]],
-        num_choices: int,
-        *,
-        is_incremental: bool,
-    ) -> None:
-        self._call = call
-        self._is_incremental = is_incremental
+    def __init__(self, session: Session, request: ParsedRequest) -> None:
+        self._session = session
+        self._request = request
         self._events: list[Event] = []
         self._has_events = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._run(choice)) for choice in range(num_choices)]
+        choices = range(len(request.calls))
+        self._tasks = [asyncio.create_task(self._run(choice)) for choice in choices]
 
     async def next(self) -> list[Event]:
         """Wait for events; returns all since the last call, at least one."""
@@ -186,9 +166,9 @@ class _AnswerStream:
         return {at: result for at, result in enumerate(results) if isinstance(result, Answer)}
 
     async def _run(self, choice: int) -> Answer | None:
-        on_chunk = partial(self._push, choice) if self._is_incremental else None
+        on_chunk = partial(self._push, choice) if self._request.is_incremental else None
         try:
-            answer = await self._call(choice, on_chunk)
+            answer = await self._session.call(self._request.calls[choice], on_chunk)
         except Exception as error:
             self._push(choice, error)
             return None

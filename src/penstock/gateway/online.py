@@ -12,6 +12,7 @@ to, a `SlotSource`, so nothing here knows about leases.
 from __future__ import annotations
 
 import re
+import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -22,9 +23,10 @@ from typing import Protocol
 import structlog
 from blake3 import blake3
 
+from penstock.dataflow.service.nodes.messages import SessionSpec
 from penstock.errors import BadRequest, Busy, Conflict, Forbidden, NotFound, Unauthorized
 from penstock.gateway.gateway import NO_KEY, Gateway
-from penstock.gateway.generation import ChunkCallback, Completion, Generate
+from penstock.gateway.generation import Completion, Generate, GenerationRequest
 from penstock.gateway.session import Session
 from penstock.types import PolicyName, RowId, SamplingSpec, Turn, is_usable
 from penstock.wire.auth import PREFIX, Credential, Role
@@ -86,13 +88,6 @@ class SlotSource(Protocol):
     def deliver(self, ended: EndedSession) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionTerms:
-    reward_deadline_s: float
-    idle_s: float
-    default_reward: float | None
-
-
 @dataclass(slots=True, eq=False)
 class OnlineSession:
     """State of one external session."""
@@ -123,7 +118,7 @@ class OnlineGateway(Gateway):
         self,
         generate: Generate,
         slot_source: SlotSource,
-        terms: SessionTerms,
+        terms: SessionSpec,
         verify: Callable[[str], Credential],
         *,
         policies: Sequence[PolicyName],
@@ -183,7 +178,8 @@ class OnlineGateway(Gateway):
                 retry_after_s=1.0,
             )
         slot_id = self._slot_source.acquire_slot()
-        session = self.open(policies=self._policies, sampling=self._sampling, seed=_seed())
+        seed = secrets.randbits(63)
+        session = self.open(policies=self._policies, sampling=self._sampling, seed=seed)
         session.id = slot_id or f"unrecorded-{session.id}"
         now = self._clock()
         entry = OnlineSession(
@@ -258,10 +254,7 @@ class OnlineGateway(Gateway):
                 f"session {entry.id} was already delivered to the run; "
                 f"remove it there with `penstock forget RUN {entry.id}`"
             )
-        if entry.state in (State.OPEN, State.WAITING):
-            if entry.has_slot:
-                self._slot_source.release_slot(RowId(entry.id))
-            self._close(entry, State.FORGOTTEN)
+        self._discard(entry, State.FORGOTTEN)
 
     def on_slot_dropped(self, row_id: RowId) -> None:
         """The run dropped the slot: its row was forgotten or can no longer be used. An open session
@@ -280,7 +273,8 @@ class OnlineGateway(Gateway):
         now = self._clock()
         for entry in [*self._entries.values()]:
             is_late = now >= entry.opened_at + self.terms.reward_deadline_s
-            if entry.state is State.OPEN and self._is_idle(entry, now):
+            is_idle = not entry.num_running and now >= entry.last_active_at + self.terms.idle_s
+            if entry.state is State.OPEN and is_idle:
                 self.end(entry)
             if entry.state is State.WAITING and is_late:
                 self._expire(entry)
@@ -297,13 +291,7 @@ class OnlineGateway(Gateway):
     def close_all(self) -> None:
         """Shut down: drop sessions that have no reward yet and return their slots."""
         for entry in [*self._entries.values()]:
-            if entry.state in (State.OPEN, State.WAITING):
-                if entry.has_slot:
-                    self._slot_source.release_slot(RowId(entry.id))
-                self._close(entry, State.DROPPED)
-
-    def _is_idle(self, entry: OnlineSession, now: float) -> bool:
-        return not entry.num_running and now >= entry.last_active_at + self.terms.idle_s
+            self._discard(entry, State.DROPPED)
 
     def _stop_recording(self, entry: OnlineSession) -> None:
         """The session outlived its reward deadline: deliver the turns so far and stop recording."""
@@ -341,10 +329,14 @@ class OnlineGateway(Gateway):
             )
         )
 
-    def _close(self, entry: OnlineSession, state: State) -> None:
-        if entry.session is not None:
-            self.close(entry.session)
-        self._finish(entry, state)
+    def _discard(self, entry: OnlineSession, state: State) -> None:
+        """End a session without a result and return its slot."""
+        if entry.state in (State.OPEN, State.WAITING):
+            if entry.has_slot:
+                self._slot_source.release_slot(RowId(entry.id))
+            if entry.session is not None:
+                self.close(entry.session)
+            self._finish(entry, state)
 
     def _finish(self, entry: OnlineSession, state: State) -> None:
         entry.state, entry.session, entry.turns = state, None, ()
@@ -358,22 +350,12 @@ class OnlineGateway(Gateway):
                 if self._by_name.get(key) is oldest:
                     del self._by_name[key]
 
-    async def _generate_tracked(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
+    async def _generate_tracked(self, request: GenerationRequest) -> Completion:
         """Generate, and count the session as active while the call runs."""
-        entry = self._entries[session]
+        entry = self._entries[request.session]
         entry.num_running += 1
         try:
-            return await self._generate(
-                prompt_ids, sampling, policy=policy, session=session, on_chunk=on_chunk
-            )
+            return await self._generate(request)
         finally:
             entry.num_running -= 1
             entry.last_active_at = self._clock()
@@ -383,7 +365,3 @@ class OnlineGateway(Gateway):
 class Caller:
     owner: str
     is_operator: bool
-
-
-def _seed() -> int:
-    return int.from_bytes(blake3(str(time.time_ns()).encode()).digest(8), "little") >> 1

@@ -17,10 +17,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.errors import Forbidden, WireError
-from penstock.gateway.http_requests import read_body, read_key
 from penstock.gateway.online import OnlineGateway, OnlineSession
 from penstock.gateway.openapi import SESSION
-from penstock.gateway.server import build_app
+from penstock.gateway.server import build_app, read_body, read_key
 from penstock.types import JsonObject
 from penstock.wire.codec import JSON, decode, encode_json
 from penstock.wire.server import error_response

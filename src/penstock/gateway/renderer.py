@@ -189,9 +189,6 @@ class Renderer:
             return ids
         return [token for token in ids if token not in self._hidden]
 
-    def has_special(self, ids: Sequence[int]) -> bool:
-        return not self._special.keys().isdisjoint(ids)
-
     def has_end_token(self, ids: Sequence[int], finish: FinishReason) -> bool:
         """True if the last id is a pure end-of-answer token."""
         if not ids or finish is not FinishReason.STOP:

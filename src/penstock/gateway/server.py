@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.errors import TooLarge
 from penstock.gateway.dialects.chat import CHAT
 from penstock.gateway.dialects.completions import COMPLETIONS
 from penstock.gateway.dialects.dialect import Dialect, Problem
@@ -29,7 +30,6 @@ from penstock.gateway.dialects.messages import MESSAGES
 from penstock.gateway.dialects.responses import RESPONSES
 from penstock.gateway.exchange import Exchange, problem_for_agent
 from penstock.gateway.gateway import Gateway, Session
-from penstock.gateway.http_requests import read_body, read_key
 from penstock.gateway.openapi import SESSION, openapi_document
 from penstock.gateway.quotas import MAX_CONCURRENT_CALLS, TOKENS_PER_MINUTE, Quotas
 from penstock.types import JsonObject
@@ -191,7 +191,29 @@ def _exact(route: Route) -> Route:
     return route
 
 
-# --- keys, paths, errors ------------------------------------------------------------------------
+# --- keys, bodies, paths, errors ----------------------------------------------------------------
+
+
+def read_key(request: Request) -> str:
+    """The bearer token, or Anthropic's `x-api-key` header; empty if there is neither."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The complete body; raises TooLarge, before reading if the declared length is too large."""
+    declared = request.headers.get("content-length", "")
+    body = bytearray()
+    is_too_large = declared.isdigit() and int(declared) > max_bytes
+    if not is_too_large:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_bytes:
+                is_too_large = True
+                break
+    if is_too_large:
+        raise TooLarge(f"request body exceeds the limit of {max_bytes} bytes; send a shorter one")
+    return bytes(body)
 
 
 def _find(gateway: Gateway, request: Request) -> Session:

@@ -30,6 +30,8 @@ from penstock.wire.codec import encode
 
 MAX_ROWS = 512
 MAX_BYTES = 4 << 20
+FLUSH_S = 10.0
+"""How long a leaving node tries to deliver finished work; the rest is redone on other nodes."""
 ACKNOWLEDGED = (DeliveryStatus.STORED, DeliveryStatus.DUPLICATE)
 log = structlog.get_logger(__name__)
 
@@ -118,6 +120,13 @@ class DeliveryQueue:
         while len(self) > num_rows:
             self._has_shrunk.clear()
             await self._has_shrunk.wait()
+
+    async def flush(self) -> None:
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await self.wait_until_at_most(0)
+        except TimeoutError:
+            log.warning("flush timed out", num_undelivered=len(self))
 
     async def deliver(self) -> None:
         """consumes: the first row of a partition · produces: a delivery loop for that partition

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from penstock.dataflow.core.leasing import LiveVersion
 from penstock.errors import EngineError, wrap_errors
-from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.engine import Engine, Shareable
 from penstock.rollout.engine_pool import MAX_PAUSED, EnginePool, PoolStats, VerifyEngine
-from penstock.types import PolicyName, SamplingSpec, Version
+from penstock.types import PolicyName, Version
 
 
 class EnginePools:
@@ -42,20 +42,9 @@ class EnginePools:
     def policies(self) -> frozenset[PolicyName]:
         return frozenset(self._by_policy)
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
-        pool = self._by_policy[policy]
-        with wrap_errors(EngineError, f"engine of policy {policy}, generate"):
-            return await pool(
-                prompt_ids, sampling, policy=policy, session=session, on_chunk=on_chunk
-            )
+    async def __call__(self, request: GenerationRequest) -> Completion:
+        with wrap_errors(EngineError, f"engine of policy {request.policy}, generate"):
+            return await self._by_policy[request.policy](request)
 
     async def load(
         self, folder: Path, version: Version, *, verify: VerifyEngine | None = None

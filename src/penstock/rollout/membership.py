@@ -15,6 +15,7 @@ from penstock.dataflow.core.leasing import LiveVersion, NodeState, RegisterReque
 from penstock.dataflow.service.nodes.messages import (
     Heartbeat,
     HeartbeatAnswer,
+    LeaseRequest,
     RegisterAnswer,
 )
 from penstock.errors import Fenced, NotFound, WireError
@@ -23,6 +24,7 @@ from penstock.types import NodeId
 
 T = TypeVar("T")
 REJOIN_S = 0.2
+LEASE_WAIT_S = 10.0
 log = structlog.get_logger(__name__)
 
 
@@ -50,18 +52,14 @@ class Membership:
         self._orders = orders
         self._capacity = capacity
         self._tags = tags
-        self._live: tuple[LiveVersion, ...] = ()
+        self.live: tuple[LiveVersion, ...] = ()
         self.ready = asyncio.Event()
         """Set once every policy has a live version; the node may then lease."""
         self._announced = asyncio.Event()
 
-    @property
-    def live(self) -> tuple[LiveVersion, ...]:
-        return self._live
-
     def announce(self, live: tuple[LiveVersion, ...], *, is_ready: bool) -> None:
         """Report live versions with an immediate heartbeat; `is_ready` if every policy has one."""
-        self._live = live
+        self.live = live
         if is_ready:
             self.ready.set()
         self._announced.set()
@@ -79,6 +77,16 @@ class Membership:
         self._orders.apply(registered.orders, registered.weights_url)
         log.info("joined run", node=self.node_id, run=registered.facts.run, capacity=self._capacity)
         return registered
+
+    def lease_request(self, max_slots: int) -> LeaseRequest:
+        return LeaseRequest(
+            request_id=secrets.token_hex(8),
+            node_id=self.node_id,
+            boot_id=self.boot_id,
+            max_slots=max_slots,
+            wait_s=LEASE_WAIT_S,
+            live=self.live,
+        )
 
     async def with_rejoin(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call; register again if the service no longer knows this node."""
@@ -119,4 +127,4 @@ class Membership:
         state = NodeState.LIVE if self.ready.is_set() else NodeState.STARTING
         if self._orders.drained.is_set():
             state = NodeState.DRAINING
-        return Heartbeat(boot_id=self.boot_id, state=state, live=self._live, num_held=num_held)
+        return Heartbeat(boot_id=self.boot_id, state=state, live=self.live, num_held=num_held)

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
-import structlog
-
 from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.gateway.gateway import Gateway
@@ -44,9 +42,6 @@ from penstock.types import NodeId
 
 CAPACITY = 256
 GRACE_S = 5.0
-FLUSH_S = 10.0
-"""How long a leaving node tries to deliver finished work; the rest is redone on other nodes."""
-log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +67,7 @@ class Node:
                 leasing.cancel()
                 # A finished run does not accept late results.
                 await self.slots.finish(0.0 if self.orders.is_finished else self.grace_s)
-                await self._flush()
+                await self.delivery_queue.flush()
                 for loop in serving:
                     loop.cancel()
         except BaseExceptionGroup as group:
@@ -91,13 +86,6 @@ class Node:
         if self.scorer is not None:
             loops["score"] = self.scorer.run()
         return [tasks.create_task(loop, name=name) for name, loop in loops.items()]
-
-    async def _flush(self) -> None:
-        try:
-            async with asyncio.timeout(FLUSH_S):
-                await self.delivery_queue.wait_until_at_most(0)
-        except TimeoutError:
-            log.warning("flush timed out", num_undelivered=len(self.delivery_queue))
 
 
 def _root_cause(error: BaseException) -> BaseException:
@@ -192,7 +180,7 @@ async def build(
             recorder=recorder,
             scorer=scorer,
             slots=SlotRunner(
-                deps.dataflow, membership, orders, attempt_runner, delivery_queue, capacity=capacity
+                deps.dataflow, membership, orders, attempt_runner, delivery_queue, capacity
             ),
             delivery_queue=delivery_queue,
             heartbeat_s=registered.heartbeat_s,

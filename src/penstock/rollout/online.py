@@ -13,7 +13,6 @@ this process ends is lost, and its slot is issued again.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
 import time
 from collections import deque
@@ -27,17 +26,16 @@ import structlog
 
 from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.core.leasing import Grant
-from penstock.dataflow.service.nodes.messages import LeaseRequest
 from penstock.errors import ConfigError
-from penstock.gateway.online import EndedSession, OnlineGateway, SessionTerms
+from penstock.gateway.online import EndedSession, OnlineGateway
 from penstock.gateway.online_routes import build_online_app
 from penstock.rollout.attempt import COMPLETED, failed, resolve_outcome, row_id_of
 from penstock.rollout.delivery_queue import AckLog, DeliveryQueue
 from penstock.rollout.engine_pool import MAX_PAUSED
 from penstock.rollout.membership import Membership
-from penstock.rollout.node import FLUSH_S, NodeDeps, engine_maker, on_stop_signals
+from penstock.rollout.node import NodeDeps, engine_maker, on_stop_signals
 from penstock.rollout.orders import NodeOrders
-from penstock.rollout.slots import PAUSE_S, WAIT_S, LeaseApi
+from penstock.rollout.slots import PAUSE_S, LeaseApi
 from penstock.rollout.weight_loader import Loader, WeightServerFetcher
 from penstock.types import SESSION_TAG, FailureKind, NodeId, RowId, Trajectory
 from penstock.wire.auth import Credential
@@ -102,14 +100,7 @@ class SlotPool:
             while self._size - len(self._free) < max(1, self._size // 4):
                 self._freed.clear()
                 await self._freed.wait()
-            request = LeaseRequest(
-                request_id=secrets.token_hex(8),
-                node_id=self._membership.node_id,
-                boot_id=self._membership.boot_id,
-                max_slots=self._size - len(self._free),
-                wait_s=WAIT_S,
-                live=self._membership.live,
-            )
+            request = self._membership.lease_request(self._size - len(self._free))
             answer = await self._membership.with_rejoin(partial(self._api.lease, request))
             now = time.monotonic()
             self._free += [_LeasedSlot(grant, now) for grant in answer.grants]
@@ -233,11 +224,7 @@ class OnlineNode:
             self.online.close_all()
         else:
             self.slot_pool.drop_in_use()
-        try:
-            async with asyncio.timeout(FLUSH_S):
-                await self.delivery_queue.wait_until_at_most(0)
-        except TimeoutError:
-            log.warning("flush timed out", num_undelivered=len(self.delivery_queue))
+        await self.delivery_queue.flush()
         for loop in loops[1:]:
             loop.cancel()
         await self.membership.leave()
@@ -281,11 +268,7 @@ async def build_online(
             f"run {run_info.run} has no session source; add "
             "`- {name: live, session: {}}` to `sources` in its run.yaml"
         )
-    terms = SessionTerms(
-        reward_deadline_s=run_info.session.reward_deadline_s,
-        idle_s=run_info.session.idle_s,
-        default_reward=run_info.session.default_reward,
-    )
+    terms = run_info.session
     fetch = deps.make_fetcher(run_info)
     engines = deps.engines(run_info)
     delivery_queue = DeliveryQueue(deps.dataflow, membership, ack_log)

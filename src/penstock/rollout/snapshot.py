@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.errors import EngineError
-from penstock.rollout.adapter_info import AdapterInfo, is_base, read_adapter_info
+from penstock.rollout.adapter_info import AdapterInfo, read_adapter_info, tensor_files
 from penstock.types import JsonObject
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
@@ -67,11 +67,6 @@ def prompt_problem(prompt_ids: Sequence[int], snapshot: Snapshot) -> str | None:
             "tokenizer and model of this snapshot do not match"
         )
     return None
-
-
-def tensor_files(folder: Path) -> list[Path]:
-    """The model's tensor files, without the adapter's."""
-    return [path for path in sorted(folder.glob("*.safetensors")) if is_base(path)]
 
 
 def _read_adapter(folder: Path, base: dict[str, tuple[int, ...]]) -> AdapterInfo | None:

@@ -4,21 +4,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tests.unit.rollout.fake_dataflow import POLICY
 from tests.unit.rollout.snapshot_files import write_snapshot
 
+from penstock.dataflow.service.nodes.messages import SessionSpec
 from penstock.errors import BadRequest, Conflict, Unauthorized
 from penstock.gateway import online as module
-from penstock.gateway.generation import ChunkCallback, Completion
-from penstock.gateway.online import EndedSession, OnlineGateway, OnlineSession, SessionTerms, State
+from penstock.gateway.generation import Completion, GenerationRequest
+from penstock.gateway.online import EndedSession, OnlineGateway, OnlineSession, State
 from penstock.gateway.renderer import Renderer
 from penstock.types import (
     FinishReason,
-    PolicyName,
     RowId,
     SamplingSpec,
     VersionSpan,
@@ -27,7 +26,7 @@ from penstock.types import (
 )
 from penstock.wire.auth import Credential
 
-TERMS = SessionTerms(reward_deadline_s=100.0, idle_s=10.0, default_reward=None)
+TERMS = SessionSpec(reward_deadline_s=100.0, idle_s=10.0, default_reward=None)
 
 
 class Engine:
@@ -37,15 +36,7 @@ class Engine:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
+    async def __call__(self, request: GenerationRequest) -> Completion:
         await self.may_answer.wait()
         return Completion(
             sampled_ids=token_ids([1]),
@@ -58,7 +49,7 @@ class Engine:
 class Desk:
     """A gateway with a fake slot source."""
 
-    def __init__(self, folder: Path, terms: SessionTerms = TERMS, num_places: int = 99) -> None:
+    def __init__(self, folder: Path, terms: SessionSpec = TERMS, num_places: int = 99) -> None:
         self.now = 1000.0
         self.engine = Engine()
         self.num_places = num_places

@@ -26,11 +26,11 @@ from tests.unit.gateway.gateway_harness import (
 )
 
 from penstock.errors import Busy, EngineError
-from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.gateway.model_calls import Answer, Usage
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.server import DIALECTS, MAX_BODY_BYTES
-from penstock.types import FinishReason, PolicyName, SamplingSpec
+from penstock.types import FinishReason, SamplingSpec
 
 ASK: Any = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -369,20 +369,11 @@ async def test_a_failed_choice_leaves_its_siblings_unreached(
 ) -> None:
     original = harness.gateway.generate
 
-    async def second_fails(
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
+    async def second_fails(request: GenerationRequest) -> Completion:
         if harness.engine.num_started == 1:
             await asyncio.sleep(0.05)
             raise EngineError("one of them failed")
-        return await original(
-            prompt_ids, sampling, policy=policy, session=session, on_chunk=on_chunk
-        )
+        return await original(request)
 
     harness.gateway.generate = second_fails
     async with harness.http() as http:

@@ -10,19 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.errors import ContextOverflow, EngineError, RequestRejected, WireError
-from penstock.gateway.model_calls import Answer, Call, Delta
+from penstock.gateway.model_calls import Answer, Call, Delta, RawPrompt
 from penstock.gateway.renderer import Renderer
-from penstock.gateway.sampling import Overrides
 from penstock.types import JsonObject, PolicyName, Turn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RawPrompt:
-    """A call with a raw prompt instead of messages."""
-
-    prompt: str | Sequence[int]
-    policy: PolicyName
-    overrides: Overrides
+from penstock.wire.codec import encode_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,3 +114,19 @@ class Progress:
         return Delta(
             text=answer.text[self.text_chars :], reasoning=answer.reasoning[self.reasoning_chars :]
         )
+
+
+_LINE_SEPARATORS = tuple(
+    (end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029"
+)
+"""Not line ends in the SSE standard, but clients that split lines like Python (such as httpx) treat
+them as such."""
+
+
+def sse_event(body: JsonObject, kind: str = "") -> bytes:
+    data = encode_json(body)
+    if not data.isascii():
+        for end, escaped in _LINE_SEPARATORS:
+            data = data.replace(end, escaped)
+    name = b"event: " + kind.encode() + b"\n" if kind else b""
+    return name + b"data: " + data + b"\n\n"

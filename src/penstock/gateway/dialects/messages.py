@@ -13,7 +13,6 @@ from typing import Any, cast
 from penstock.errors import BadRequest
 from penstock.gateway.dialects.dialect import AnsweredTurn, Dialect, ParsedRequest, Problem
 from penstock.gateway.dialects.fields import (
-    SamplingFields,
     convert,
     get_object,
     join_text,
@@ -30,6 +29,7 @@ from penstock.gateway.dialects.messages_stream import (
     usage_fields,
 )
 from penstock.gateway.model_calls import Call
+from penstock.gateway.sampling import SamplingFields
 from penstock.types import JsonObject, PolicyName
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {

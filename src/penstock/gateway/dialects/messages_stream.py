@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from penstock.gateway.dialects.dialect import AnsweredTurn, Problem, Progress
-from penstock.gateway.dialects.sse import sse_event
+from penstock.gateway.dialects.dialect import AnsweredTurn, Problem, Progress, sse_event
 from penstock.gateway.model_calls import Answer, Delta, ToolCall
 from penstock.types import FinishReason, JsonObject, view_ids
 from penstock.wire.codec import encode_json

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Sequence
 
 from penstock.gateway.dialects.dialect import AnsweredTurn, Problem
@@ -28,6 +30,12 @@ def error_body(problem: Problem) -> JsonObject:
         )
     code = _CODES.get(problem.code, problem.code)
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def response_head(prefix: str, kind: str, model: str) -> JsonObject:
+    """Fields shared by a response and the chunks of its stream."""
+    id = f"{prefix}-{secrets.token_hex(12)}"
+    return {"id": id, "object": kind, "created": int(time.time()), "model": model}
 
 
 DONE = b"data: [DONE]\n\n"

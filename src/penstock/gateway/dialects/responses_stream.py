@@ -6,8 +6,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from penstock.gateway.dialects.dialect import AnsweredTurn, Problem, Progress
-from penstock.gateway.dialects.sse import sse_event
+from penstock.gateway.dialects.dialect import AnsweredTurn, Problem, Progress, sse_event
 from penstock.gateway.model_calls import Answer, Delta, ToolCall
 from penstock.types import FinishReason, JsonObject
 

@@ -126,7 +126,7 @@ class Lane:
                 results.append((row, refusal))
         if not admitted and not batch.rows:
             return [], results
-        streaming = [row for row in (*batch.rows, *admitted) if row.on_chunk is not None]
+        streaming = [row for row in (*batch.rows, *admitted) if row.request.on_chunk is not None]
         try:
             results += batch.step(admitted)
         except Exception as error:
@@ -251,10 +251,11 @@ def _last(row: Row, version: Version) -> TokenChunk:
 
 def _dispatch(chunks: Sequence[RowChunk], results: list[Result]) -> None:
     for row, chunk in chunks:
-        if row.on_chunk is None or row.future.done():
+        on_chunk = row.request.on_chunk
+        if on_chunk is None or row.future.done():
             continue
         try:
-            row.on_chunk(chunk)
+            on_chunk(chunk)
         except Exception as error:  # fails only this caller's request
             row.future.set_exception(error)
     resolve(results)

@@ -16,13 +16,13 @@ import msgspec
 from penstock.errors import RewardError
 from penstock.rollout.programs import inherited_env
 from penstock.rollout.rewards.frames import (
+    ANSWERS,
     MAX_FRAME_BYTES,
     PREFIX_BYTES,
     ScoreAnswer,
     ScoreRequest,
     frame_bytes,
     pack,
-    unpack_answer,
 )
 
 START_S = 120.0
@@ -42,11 +42,8 @@ class WorkerProcess:
         # The worker can import whatever the node can.
         env = {**inherited_env(), "PYTHONPATH": os.pathsep.join(sys.path)}
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "penstock.rollout.rewards.worker",
-            self._function,
-            str(os.getpid()),
+            *(sys.executable, "-m", "penstock.rollout.rewards.worker"),
+            *(self._function, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
@@ -94,7 +91,7 @@ class WorkerProcess:
             num_bytes = frame_bytes(await self._process.stdout.readexactly(PREFIX_BYTES))
             if num_bytes > MAX_FRAME_BYTES:
                 raise RewardError(f"reward {self._function} corrupted its worker's pipe")
-            return unpack_answer(await self._process.stdout.readexactly(num_bytes))
+            return ANSWERS.decode(await self._process.stdout.readexactly(num_bytes))
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self._process.wait()
             how = f"signal {-code}" if code < 0 else f"exit code {code}"

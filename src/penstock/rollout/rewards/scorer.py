@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores completions in batches: `Scored | Failed` for each. The reward function may hang, raise,
-crash or print.
+"""Scores completions in batches: a reward or `Failed` for each. The reward function may hang,
+raise, crash or print.
 
 A batch has a deadline, enforced by killing its process. If a batch of several fails, each of its
 completions is retried alone, once, so only the culprits fail. A failure never becomes a number.
@@ -24,11 +24,6 @@ DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    reward: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     kind: FailureKind
     """`reward` or `reward_deadline`."""
@@ -39,7 +34,7 @@ class Failed:
 class _Item:
     completion: str
     task: Task
-    result: asyncio.Future[Scored | Failed]
+    result: asyncio.Future[float | Failed]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +65,7 @@ class Scorer:
         self._deadline_s = deadline_s
         self._queue = _Queue()
 
-    async def score(self, completion: str, task: Task) -> Scored | Failed:
+    async def score(self, completion: str, task: Task) -> float | Failed:
         result = asyncio.get_running_loop().create_future()
         self._queue.fresh.append(_Item(completion=completion, task=task, result=result))
         self._queue.filled.set()
@@ -116,21 +111,18 @@ class Scorer:
 
     def _accept(self, items: list[_Item], answer: ScoreAnswer) -> None:
         if answer.error or len(answer.values) != len(items):
-            self._fail(
-                items, FailureKind.REWARD, answer.error or "returned results of another batch"
-            )
-            return
+            why = answer.error or "returned results of another batch"
+            return self._fail(items, FailureKind.REWARD, why)
         for item, value in zip(items, answer.values, strict=True):
             if isinstance(value, float) and math.isfinite(value):
-                _resolve(item, Scored(reward=value))
+                _resolve(item, value)
             else:
                 what = f"returned {value}; return one finite number per completion"
                 _resolve(item, self._failed(item, FailureKind.REWARD, what))
 
     def _fail(self, items: list[_Item], kind: FailureKind, detail: str) -> None:
         if len(items) == 1:
-            _resolve(items[0], self._failed(items[0], kind, detail))
-            return
+            return _resolve(items[0], self._failed(items[0], kind, detail))
         self._queue.suspects.extend(items)
         self._queue.filled.set()
 
@@ -139,6 +131,6 @@ class Scorer:
         return Failed(kind=kind, detail=shorten(f"{where}: {detail}"))
 
 
-def _resolve(item: _Item, result: Scored | Failed) -> None:
+def _resolve(item: _Item, result: float | Failed) -> None:
     if not item.result.done():  # the rollout may have been cancelled in the meantime
         item.result.set_result(result)

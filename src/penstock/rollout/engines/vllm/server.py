@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -51,15 +50,6 @@ log = structlog.get_logger(__name__)
 def default_environment() -> Path:
     """The environment that `make setup-engine` creates."""
     return Path(os.environ.get("PENSTOCK_CACHE", "~/.cache/penstock")).expanduser() / "vllm"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraCapacity:
-    """The adapters a server must have room for."""
-
-    num_policies: int = 1
-    rank: int = 16
-    """The largest rank of any adapter."""
 
 
 class Server(Protocol):
@@ -113,14 +103,16 @@ class ChildServer:
         *,
         state_dir: Path | None = None,
         start_s: float = START_S,
-        lora_capacity: LoraCapacity | None = None,
+        num_policies: int = 1,
+        adapter_rank: int = 16,
     ) -> None:
-        """The server's log goes to `state_dir`, by default to a temporary folder."""
+        """The server's log goes to `state_dir`, by default to a temporary folder. It has room for
+        the adapters of `num_policies`, of rank `adapter_rank` at most."""
         self._program = environment / "bin" / "vllm"
         self._options = tuple(options)
         self._state_dir = state_dir
         self._start_s = start_s
-        self._lora_capacity = lora_capacity or LoraCapacity()
+        self._for_adapters = _for_adapters(num_policies, adapter_rank)
         self._process: asyncio.subprocess.Process | None = None
         self._scratch: Path | None = None
 
@@ -146,10 +138,7 @@ class ChildServer:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         model, more = folder, ()
         if (folder / ADAPTER_CONFIG).exists():
-            model, more = (
-                _base_of(folder, self._scratch / "base"),
-                _for_adapters(self._lora_capacity),
-            )
+            model, more = _base_of(folder, self._scratch / "base"), self._for_adapters
         argv = [str(self._program), *_arguments(model, port), *more, *self._options]
         log.info("starting vLLM", command=shlex.join(argv), log=str(log_path))
         with log_path.open("ab") as out:
@@ -229,12 +218,12 @@ def _base_of(folder: Path, copy: Path) -> Path:
     return copy
 
 
-def _for_adapters(lora_capacity: LoraCapacity) -> tuple[str, ...]:
-    rank = next((rank for rank in RANKS if rank >= lora_capacity.rank), lora_capacity.rank)
+def _for_adapters(num_policies: int, adapter_rank: int) -> tuple[str, ...]:
+    rank = next((rank for rank in RANKS if rank >= adapter_rank), adapter_rank)
     return (
         "--enable-lora",
-        *("--max-lora-rank", str(rank), "--max-loras", str(2 * lora_capacity.num_policies)),
-        *("--max-cpu-loras", str(max(MAX_ADAPTERS, 2 * lora_capacity.num_policies))),
+        *("--max-lora-rank", str(rank), "--max-loras", str(2 * num_policies)),
+        *("--max-cpu-loras", str(max(MAX_ADAPTERS, 2 * num_policies))),
     )
 
 

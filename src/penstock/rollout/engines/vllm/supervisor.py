@@ -110,25 +110,23 @@ class Supervisor:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    async def generate(self, body: bytes, parser: CompletionParser, *, is_streamed: bool) -> None:
+    async def generate(self, body: bytes, parser: CompletionParser) -> None:
         assert self.client is not None
         if self._num_waiting == 0:
             self._last_progress_at = time.monotonic()
         self._num_waiting += 1
         try:
-            await self._generate(self.client, body, parser, is_streamed=is_streamed)
+            await self._generate(self.client, body, parser)
         finally:
             self._num_waiting -= 1
             self._last_progress_at = time.monotonic()
 
-    async def _generate(
-        self, client: HttpClient, body: bytes, parser: CompletionParser, *, is_streamed: bool
-    ) -> None:
+    async def _generate(self, client: HttpClient, body: bytes, parser: CompletionParser) -> None:
         def on_data(data: bytes) -> None:
             self._last_progress_at = time.monotonic()
             parser.feed(data)
 
-        on_body = on_data if is_streamed else None
+        on_body = on_data if parser.is_streamed else None
         try:
             reply = await client.request("POST", "/inference/v1/generate", body, on_body=on_body)
         except OSError as error:
@@ -141,7 +139,7 @@ class Supervisor:
             if kind is EngineError:
                 self._suspected.set()
             raise kind(f"vLLM returned {reply.status} to a generate request: {response}")
-        if not is_streamed:
+        if not parser.is_streamed:
             parser.feed_event(reply.body)
 
     # --- health -----------------------------------------------------------------------------------
