@@ -35,8 +35,7 @@ from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pool import PoolStats
 from penstock.rollout.engine_pools import EnginePools
 from penstock.rollout.engines.hf import HfEngine
-from penstock.rollout.membership import Membership
-from penstock.rollout.orders import NodeOrders
+from penstock.rollout.membership import Membership, NodeOrders
 from penstock.rollout.weight_loader import Loader
 from penstock.types import (
     FinishReason,

@@ -39,8 +39,6 @@ EVENT_STREAM = [
 
 
 class Exchange:
-    """One request of one session."""
-
     def __init__(self, session: Session, parsed: ParsedRequest) -> None:
         self.answers: dict[int, Answer] = {}
         self._session = session

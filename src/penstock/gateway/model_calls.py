@@ -14,8 +14,6 @@ from penstock.types import FinishReason, JsonObject, PolicyName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A function call requested by the model."""
-
     id: str
     name: str
     arguments: str

@@ -64,8 +64,6 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedSession:
-    """A recorded session that has ended."""
-
     row_id: RowId
     turns: tuple[Turn, ...]
     reward: float | None
@@ -90,8 +88,6 @@ class SlotSource(Protocol):
 
 @dataclass(slots=True, eq=False)
 class OnlineSession:
-    """State of one external session."""
-
     id: str
     api_key: str
     owner: str

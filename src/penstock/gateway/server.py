@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -30,27 +32,22 @@ from penstock.gateway.dialects.messages import MESSAGES
 from penstock.gateway.dialects.responses import RESPONSES
 from penstock.gateway.exchange import Exchange, problem_for_agent
 from penstock.gateway.gateway import Gateway, Session
-from penstock.gateway.openapi import SESSION, openapi_document
-from penstock.gateway.quotas import MAX_CONCURRENT_CALLS, TOKENS_PER_MINUTE, Quotas
+from penstock.gateway.quotas import Quotas
 from penstock.types import JsonObject
 from penstock.wire.codec import JSON, decode, encode_json
 
 MAX_BODY_BYTES = 4 << 20
 DIALECTS = (CHAT, RESPONSES, MESSAGES, COMPLETIONS)
+SESSION = "/sessions/{session_id}"
 CLIENT_CLOSED_REQUEST = 499
 """Non-standard status for a client that disconnected; only logs show it."""
 
 
-def build_app(
-    gateway: Gateway,
-    *,
-    max_concurrent_calls: int = MAX_CONCURRENT_CALLS,
-    tokens_per_minute: int = TOKENS_PER_MINUTE,
-) -> Starlette:
+def build_app(gateway: Gateway, quotas: Quotas | None = None) -> Starlette:
     """Build the app. Every route except `/healthz` needs the key of an open session. Quotas apply
     per session."""
-    quotas = Quotas(max_concurrent_calls=max_concurrent_calls, tokens_per_minute=tokens_per_minute)
-    document = openapi_document(DIALECTS)
+    quotas = quotas or Quotas()
+    document = _openapi_document(DIALECTS)
 
     async def openapi(session: Session) -> JsonObject:
         return document
@@ -100,13 +97,13 @@ class _App(Starlette):
 # --- calls --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
 class _DialectApp:
     """ASGI application of one dialect."""
 
-    def __init__(self, dialect: Dialect, gateway: Gateway, quotas: Quotas) -> None:
-        self._dialect = dialect
-        self._gateway = gateway
-        self._quotas = quotas
+    _dialect: Dialect
+    _gateway: Gateway
+    _quotas: Quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -189,6 +186,55 @@ def _exact(route: Route) -> Route:
     assert route.methods is not None
     route.methods.discard("HEAD")  # Starlette adds HEAD to GET; the document lists every method
     return route
+
+
+def _openapi_document(dialects: Sequence[Dialect]) -> JsonObject:
+    """Paths and request schemas."""
+    template = "#/components/schemas/{name}"
+    requests, components = msgspec.json.schema_components(
+        [dialect.request for dialect in dialects], ref_template=template
+    )
+    paths: JsonObject = {
+        "/healthz": {"get": {**_operation("Liveness check; needs no key."), "security": []}},
+        "/openapi.json": {"get": _operation("This document.")},
+    }
+    for prefix in ("", SESSION):
+        models = _operation("List the policies of this session.")
+        paths[f"{prefix}/v1/models"] = {"get": _in_session(models, prefix)}
+        for dialect, request in zip(dialects, requests, strict=True):
+            operation = _operation(dialect.summary)
+            content = {JSON: {"schema": request}}
+            operation["requestBody"] = {"required": True, "content": content}
+            paths[prefix + dialect.path] = {"post": _in_session(operation, prefix)}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "penstock gateway", "version": "1"},
+        "paths": paths,
+        "security": [{"bearer": []}, {"key": []}],
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+def _operation(summary: str) -> JsonObject:
+    responses = {
+        "200": {"description": "done"},
+        "4XX": {"description": "client error, in the format of the API that was called"},
+        "503": {"description": "no engine available"},
+    }
+    return {"summary": summary, "responses": responses}
+
+
+def _in_session(operation: JsonObject, prefix: str) -> JsonObject:
+    if not prefix:
+        return operation
+    parameter = {"name": "session_id", "in": "path", "required": True}
+    return {**operation, "parameters": [{**parameter, "schema": {"type": "string"}}]}
 
 
 # --- keys, bodies, paths, errors ----------------------------------------------------------------

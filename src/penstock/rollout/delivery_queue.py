@@ -78,16 +78,16 @@ class _PartitionQueue:
         return len(self.waiting) + len(self.released) + self.num_sending
 
 
+@dataclass(slots=True, eq=False)
 class DeliveryQueue:
     """One queue per partition, so an unreachable partition does not delay the others."""
 
-    def __init__(self, api: DeliveryApi, membership: Membership, ack_log: AckLog) -> None:
-        self._api = api
-        self._membership = membership
-        self._ack_log = ack_log
-        self._queues: dict[str, _PartitionQueue] = {}
-        self._opened: asyncio.Queue[_PartitionQueue] = asyncio.Queue()
-        self._has_shrunk = asyncio.Event()
+    _api: DeliveryApi
+    _membership: Membership
+    _ack_log: AckLog
+    _queues: dict[str, _PartitionQueue] = field(default_factory=dict[str, _PartitionQueue])
+    _opened: asyncio.Queue[_PartitionQueue] = field(default_factory=asyncio.Queue[_PartitionQueue])
+    _has_shrunk: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __len__(self) -> int:
         """Number of rows not yet acknowledged and slots not yet released."""

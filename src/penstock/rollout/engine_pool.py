@@ -53,11 +53,9 @@ class EnginePool:
         assert engines, "a pool has at least one engine"
         self._replicas = [Replica(engine) for engine in engines]
         self.stats = PoolStats(self._replicas)
+        num_paused = max(1, int(max_paused * len(engines)))
         self._rolling_swap = RollingSwap(
-            self._replicas,
-            self.stats,
-            max_paused=max(1, int(max_paused * len(engines))),
-            changed=self._notify_changed,
+            self._replicas, self.stats, num_paused, self._notify_changed
         )
         self._hold_s = hold_s
         self._model: Snapshot | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.dataflow.service.nodes.messages import RecordedTurn, RecordRequest
@@ -26,12 +27,12 @@ class TurnApi(Protocol):
     async def recorded(self, node_id: NodeId, row_id: RowId) -> tuple[Turn, ...]: ...
 
 
+@dataclass(slots=True)
 class Recorder:
-    def __init__(self, api: TurnApi, node_id: NodeId) -> None:
-        self._api = api
-        self._node_id = node_id
-        self._waiting: list[RecordedTurn] = []
-        self._running: set[RowId] = set()
+    _api: TurnApi
+    _node_id: NodeId
+    _waiting: list[RecordedTurn] = field(default_factory=list[RecordedTurn])
+    _running: set[RowId] = field(default_factory=set[RowId])
 
     @asynccontextmanager
     async def track(

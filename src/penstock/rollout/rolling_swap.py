@@ -40,8 +40,6 @@ class VerificationFailed(EngineError):
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine and its state in the pool."""
-
     engine: Engine
     verified: Version | None = None
     num_in_flight: int = 0
@@ -104,21 +102,14 @@ class _SwapJob:
         replica.verified = self.version
 
 
+@dataclass(slots=True)
 class RollingSwap:
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        stats: PoolStats,
-        *,
-        max_paused: int,
-        changed: Callable[[], None],
-    ) -> None:
-        """`changed` is called when an engine may have become available."""
-        self._replicas = replicas
-        self._stats = stats
-        self._max_paused = max_paused
-        self._changed = changed
-        self._lock = asyncio.Lock()
+    _replicas: Sequence[Replica]
+    _stats: PoolStats
+    _max_paused: int
+    _changed: Callable[[], None]
+    """Called when an engine may have become available."""
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def load(
         self, folder: Path, version: Version, verify: VerifyEngine | None

@@ -16,8 +16,7 @@ from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import LeaseAnswer, LeaseRequest
 from penstock.rollout.attempt import AttemptRunner, row_id_of
 from penstock.rollout.delivery_queue import DeliveryQueue
-from penstock.rollout.membership import Membership
-from penstock.rollout.orders import NodeOrders
+from penstock.rollout.membership import Membership, NodeOrders
 from penstock.types import RowId, Task
 
 COALESCE_S = 0.05

@@ -26,8 +26,7 @@ from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pools import EnginePools
-from penstock.rollout.membership import Membership
-from penstock.rollout.orders import NodeOrders
+from penstock.rollout.membership import Membership, NodeOrders
 from penstock.types import (
     PolicyName,
     PublishedVersion,
@@ -48,8 +47,6 @@ log = structlog.get_logger(__name__)
 
 
 class WeightFetcher(Protocol):
-    """Downloads and verifies snapshots."""
-
     async def __call__(self, weights_url: str, target: PublishedVersion) -> Path: ...
 
     def require_unchanged(self, folder: Path) -> None:

@@ -21,6 +21,7 @@ from tokenizers.models import BPE
 from penstock.errors import EngineError
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
+from penstock.gateway.quotas import Quotas
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.server import build_app
 from penstock.gateway.session import Session
@@ -163,7 +164,7 @@ async def running_gateway(folder: Path, **quotas: int) -> AsyncGenerator[Gateway
     gateway = Gateway(engine)
     gateway.set_renderer(POLICY, Renderer.load(write_snapshot(folder)))
     session = gateway.open(policies=[POLICY], sampling=SamplingSpec(max_tokens=512), seed=3)
-    app = build_app(gateway, **quotas)
+    app = build_app(gateway, Quotas(**quotas))
     service = server(app, "127.0.0.1", 0)
     task = asyncio.create_task(service.serve())
     await until(lambda: service.started)

@@ -26,8 +26,7 @@ from penstock.rollout.engine_pools import EnginePools
 from penstock.rollout.engines.hf import HfEngine
 from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.engines.simulated import LoadProfile, SimulatedEngine
-from penstock.rollout.membership import Membership
-from penstock.rollout.orders import NodeOrders
+from penstock.rollout.membership import Membership, NodeOrders
 from penstock.rollout.weight_loader import Loader, probe_error
 from penstock.types import (
     FinishReason,

@@ -77,8 +77,6 @@ class SseWriter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A validated request."""
-
     calls: Sequence[Call | RawPrompt]
     """One per choice, all for the same policy."""
     model: PolicyName

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -67,21 +68,19 @@ def _stop_string(reply: AnsweredTurn, stop: Sequence[str]) -> str | None:
 # --- stream -------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
 class MessageWriter:
     """Events in Anthropic's order: message_start, per block start to stop, message_delta,
     message_stop."""
 
-    def __init__(
-        self, head: JsonObject, stop: Sequence[str], error_body: Callable[[Problem], JsonObject]
-    ) -> None:
-        self._head = head
-        self._stop = stop
-        self._error_body = error_body
-        self._progress = Progress()
-        self._has_started = False
-        self._kind = ""
-        """Type of the open block; empty between blocks."""
-        self._num_blocks = 0
+    _head: JsonObject
+    _stop: Sequence[str]
+    _error_body: Callable[[Problem], JsonObject]
+    _progress: Progress = field(default_factory=Progress)
+    _has_started: bool = False
+    _kind: str = ""
+    """Type of the open block; empty between blocks."""
+    _num_blocks: int = 0
 
     def write_delta(self, choice: int, delta: Delta) -> bytes:
         self._progress.add(delta)
@@ -167,5 +166,4 @@ class MessageWriter:
 
 
 def _event(kind: str, fields: JsonObject) -> bytes:
-    body = {"type": kind, **fields}
-    return sse_event(body, kind)
+    return sse_event({"type": kind, **fields}, kind)

@@ -66,8 +66,6 @@ class Decoder(Protocol):
 
 @dataclass(slots=True)
 class Row:
-    """One answer that is being generated."""
-
     request: GenerationRequest
     """The engine calls its `on_chunk` in the caller's event loop."""
     future: asyncio.Future[Completion]

@@ -21,7 +21,7 @@ from penstock.rollout.decoding.decoding_thread import (
     DecodingThread,
     Lane,
     Swap,
-    closed_results,
+    fail,
     resolve,
 )
 from penstock.rollout.engine import CLOSED, SpanLog, live_for
@@ -91,7 +91,7 @@ class ContinuousEngine:
     def _flush(self) -> None:
         rows, self._unsent = self._unsent, []
         if self._lane.is_closed:
-            resolve(closed_results(rows))
+            resolve(fail(rows, EngineError(CLOSED)))
         elif rows:
             self._thread.put(self._lane, rows)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,17 +77,17 @@ class _Adapter:
     layers: Layers
 
 
+@dataclass(slots=True)
 class _Weights:
     """One model in memory, shared by its decoders. `module` changes only between forward passes."""
 
-    def __init__(self) -> None:
-        self.module: Any = None
-        self.base: str | None = None
-        """Digest of the base model's files, if adapters are used."""
-        self.num_decoders = 0
-        self._files = BaseDigests()
-        self._hooked: set[str] = set()
-        self._active: _Adapter | None = None
+    module: Any = None
+    base: str | None = None
+    """Digest of the base model's files, if adapters are used."""
+    num_decoders: int = 0
+    _files: BaseDigests = field(default_factory=BaseDigests)
+    _hooked: set[str] = field(default_factory=set[str])
+    _active: _Adapter | None = None
 
     def prepare(self, folder: Path) -> None:
         """Load the base model, if it is not yet in memory."""

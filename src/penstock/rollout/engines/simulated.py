@@ -31,8 +31,6 @@ CHUNK_INTERVAL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProfile:
-    """Behavior of the simulated model."""
-
     first_token_s: float = 0.0
     """Median time to the first token."""
     token_s: float = 0.0

@@ -10,6 +10,7 @@ import signal
 import sys
 from asyncio.subprocess import Process
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 
@@ -29,12 +30,12 @@ START_S = 120.0
 """How long the user's module may take to import; some load a computer algebra system."""
 
 
+@dataclass(slots=True)
 class WorkerProcess:
     """At most one running process; `kill()` also kills its process group."""
 
-    def __init__(self, function: str) -> None:
-        self._function = function
-        self._process: Process | None = None
+    _function: str
+    _process: Process | None = None
 
     async def start(self) -> None:
         """Start the worker and wait until it has imported the function; raises RewardError if it

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from penstock.errors import RewardError
 from penstock.rollout.rewards.frames import ScoreAnswer, ScoreRequest
@@ -20,7 +20,6 @@ from penstock.rollout.user_errors import shorten
 from penstock.types import FailureKind, Task
 
 MAX_BATCH = 256
-DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +53,15 @@ class _Queue:
         return [self.fresh.popleft() for _ in range(min(MAX_BATCH, len(self.fresh)))]
 
 
+@dataclass(slots=True)
 class Scorer:
     """One reward function behind `num_workers` processes."""
 
-    def __init__(
-        self, function: str, *, num_workers: int = 1, deadline_s: float = DEADLINE_S
-    ) -> None:
-        self._function = function
-        self._num_workers = num_workers
-        self._deadline_s = deadline_s
-        self._queue = _Queue()
+    _function: str
+    _: KW_ONLY
+    num_workers: int = 1
+    deadline_s: float = 30.0
+    _queue: _Queue = field(default_factory=_Queue)
 
     async def score(self, completion: str, task: Task) -> float | Failed:
         result = asyncio.get_running_loop().create_future()
@@ -74,7 +72,7 @@ class Scorer:
     async def run(self) -> None:
         """Serve until cancelled. Raises if the function cannot be imported, which ends the node."""
         async with asyncio.TaskGroup() as workers:
-            for number in range(self._num_workers):
+            for number in range(self.num_workers):
                 workers.create_task(self._worker_loop(), name=f"reward-{number}")
 
     async def _worker_loop(self) -> None:
@@ -100,9 +98,9 @@ class Scorer:
             payloads=[item.task.payload for item in items],
         )
         try:
-            answer = await worker.score(request, self._deadline_s)
+            answer = await worker.score(request, self.deadline_s)
         except TimeoutError:
-            detail = f"exceeded its deadline of {self._deadline_s:g} s and was killed"
+            detail = f"exceeded its deadline of {self.deadline_s:g} s and was killed"
             self._fail(items, FailureKind.REWARD_DEADLINE, detail)
         except RewardError as error:
             self._fail(items, FailureKind.REWARD, str(error))

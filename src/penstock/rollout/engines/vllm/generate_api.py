@@ -106,8 +106,6 @@ def request_body(
 
 
 class CompletionParser:
-    """Assembles one answer from the server's response."""
-
     def __init__(self, serving: Callable[[], Version], request: GenerationRequest) -> None:
         """`serving` returns the version of a chunk; it is called when the chunk is read."""
         self._serving = serving
