@@ -9,7 +9,7 @@ recorded, but not trained.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
 import structlog
@@ -53,9 +53,7 @@ class Exchange:
             self.answers[0] = await self._session.call(calls[0])
             return self._replies()
         results = await asyncio.gather(*map(self._session.call, calls), return_exceptions=True)
-        for choice, result in enumerate(results):
-            if isinstance(result, Answer):
-                self.answers[choice] = result
+        self.answers = _successes(results)
         for result in results:
             if isinstance(result, BaseException):
                 self.mark_unreached()
@@ -135,6 +133,10 @@ def problem_for_agent(error: BaseException) -> Problem:
     return problem
 
 
+def _successes(results: Iterable[Answer | BaseException | None]) -> dict[int, Answer]:
+    return {at: result for at, result in enumerate(results) if isinstance(result, Answer)}
+
+
 class _AnswerStream:
     """Answers still being generated, merged into one stream of events."""
 
@@ -161,7 +163,7 @@ class _AnswerStream:
     async def wait_all(self) -> dict[int, Answer]:
         """Wait for all calls to end; returns the answers of those that succeeded."""
         results = await asyncio.gather(*self._tasks, return_exceptions=True)
-        return {at: result for at, result in enumerate(results) if isinstance(result, Answer)}
+        return _successes(results)
 
     async def _run(self, choice: int) -> Answer | None:
         on_chunk = partial(self._push, choice) if self._request.is_incremental else None

@@ -170,8 +170,7 @@ class OnlineGateway(Gateway):
             raise BadRequest(f"session name {name[:64]!r} must match [A-Za-z0-9._-]{{1,128}}")
         if len(self._entries) - len(self._finished) >= MAX_SESSIONS:
             raise Busy(
-                f"too many open sessions (limit {MAX_SESSIONS}); end some first",
-                retry_after_s=1.0,
+                f"too many open sessions (limit {MAX_SESSIONS}); end some first", retry_after_s=1.0
             )
         slot_id = self._slot_source.acquire_slot()
         seed = secrets.randbits(63)
@@ -273,7 +272,9 @@ class OnlineGateway(Gateway):
             if entry.state is State.OPEN and is_idle:
                 self.end(entry)
             if entry.state is State.WAITING and is_late:
-                self._expire(entry)
+                default = self.terms.default_reward
+                state = State.EXPIRED if default is None else State.DEFAULTED
+                self._deliver(entry, state, default)
             elif entry.state is State.OPEN and entry.has_slot and is_late:
                 self._stop_recording(entry)
 
@@ -300,13 +301,8 @@ class OnlineGateway(Gateway):
             self._slot_source.release_slot(RowId(entry.id))
         self.counts["overran"] += 1
 
-    def _expire(self, entry: OnlineSession) -> None:
-        default = self.terms.default_reward
-        state = State.EXPIRED if default is None else State.DEFAULTED
-        self._deliver(entry, state, default, "")
-
     def _deliver(
-        self, entry: OnlineSession, state: State, reward: float | None, reason: str
+        self, entry: OnlineSession, state: State, reward: float | None, reason: str = ""
     ) -> None:
         self._hand_to_run(entry, entry.turns, reward, reason)
         self._finish(entry, state)

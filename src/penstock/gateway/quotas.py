@@ -69,11 +69,8 @@ class Quotas:
 
     def _refill(self, session: Session) -> _SessionUsage:
         now = self.clock()
-        usage = self._usage_by_session.get(session)
-        if usage is None:
-            usage = self._usage_by_session[session] = _SessionUsage(
-                0, float(self.tokens_per_minute), now
-            )
+        fresh = _SessionUsage(0, float(self.tokens_per_minute), now)
+        usage = self._usage_by_session.setdefault(session, fresh)
         earned = (now - usage.counted_at) * self.tokens_per_minute / MINUTE_S
         usage.tokens_left = min(float(self.tokens_per_minute), usage.tokens_left + earned)
         usage.counted_at = now

@@ -76,7 +76,8 @@ class Renderer:
         """The template supports reasoning."""
         self.num_ids = tokenizer.get_vocab_size()
         self._tokenizer = tokenizer
-        self._decode = make_decoder(tokenizer)
+        self.decode = make_decoder(tokenizer)
+        """Ids to text with special tokens, as in the model's context."""
         self._template = _compile(template)
         self._special_tokens = special_tokens or {}
         added = tokenizer.get_added_tokens_decoder()
@@ -146,10 +147,6 @@ class Renderer:
     def escape_untrusted(self, text: str) -> str:
         """Escape untrusted text."""
         return self._escaper.escape_untrusted(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text with special tokens, as in the model's context."""
-        return self._decode(ids)
 
     def decode_escaped(self, ids: Sequence[int]) -> str:
         """Escaped text: ordinary tokens that spell out a special token are not mistaken for it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -160,27 +160,16 @@ class DeliveryQueue:
             released=released,
         )
 
-    def _record_results(self, request: DeliveryRequest, results: Iterable[DeliveryResult]) -> None:
+    def _record_results(self, request: DeliveryRequest, results: Sequence[DeliveryResult]) -> None:
         # A released slot also gets a result, but it has no row.
-        delivered = {delivery.row_id for delivery in request.deliveries}
-        acknowledged: list[RowId] = []
-        num_late = 0
-        for result in results:
-            if result.status in ACKNOWLEDGED:
-                if result.row_id in delivered:
-                    acknowledged.append(result.row_id)
-            elif result.status is DeliveryStatus.FENCED:
-                num_late += 1
-            else:  # our bug: the record violates the contract, so a retry cannot help
-                log.error(
-                    "trajectory rejected",
-                    row=result.row_id,
-                    status=result.status,
-                    detail=result.detail,
-                )
-        self._ack_log.append(acknowledged)
-        if num_late:
+        delivered = [delivery.row_id for delivery in request.deliveries]
+        acknowledged = {result.row_id for result in results if result.status in ACKNOWLEDGED}
+        self._ack_log.append(row_id for row_id in delivered if row_id in acknowledged)
+        if num_late := sum(result.status is DeliveryStatus.FENCED for result in results):
             log.info("late results dropped: leases had expired", num_rows=num_late)
+        rejected = [r for r in results if r.status not in (*ACKNOWLEDGED, DeliveryStatus.FENCED)]
+        for r in rejected:  # our bug: the record violates the contract, so a retry cannot help
+            log.error("trajectory rejected", row=r.row_id, status=r.status, detail=r.detail)
 
 
 def split(deliveries: list[Delivery]) -> tuple[list[Delivery], list[Delivery]]:

@@ -19,7 +19,7 @@ from penstock.types import FinishReason, PolicyName, Version, VersionSpan, log_p
 CLOSED = "the engine is closed; its node is shutting down, and another node takes over the work"
 
 
-class Loadable(Protocol):
+class Engine(Generate, Protocol):
     @property
     def live(self) -> Version | None:
         """The version that new requests are sampled from; None while the engine cannot answer:
@@ -32,8 +32,6 @@ class Loadable(Protocol):
         live."""
         ...
 
-
-class Engine(Generate, Loadable, Protocol):
     async def close(self) -> None:
         """Fail running requests with EngineError and accept no more."""
         ...

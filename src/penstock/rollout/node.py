@@ -28,8 +28,7 @@ from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.delivery_queue import AckLog, DeliveryApi, DeliveryQueue
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engine import Engine, EngineSettings
-from penstock.rollout.engine_pool import MAX_PAUSED
-from penstock.rollout.engine_pools import EnginePools
+from penstock.rollout.engine_pool import MAX_PAUSED, EnginePools
 from penstock.rollout.engines import find_engine
 from penstock.rollout.membership import Membership, MembershipApi, NodeOrders
 from penstock.rollout.peer_relay import PeerRelayConfig, PeerRelayFetcher

@@ -148,10 +148,8 @@ class RollingSwap:
 
         async def swap(replica: Replica) -> None:
             async with gate:
-                has_failed_verification = any(
-                    isinstance(error, VerificationFailed) for error in errors
-                )
-                if not has_failed_verification or self._is_verified(job.version):
+                is_suspect = any(isinstance(error, VerificationFailed) for error in errors)
+                if not is_suspect or self._is_verified(job.version):
                     try:
                         await self._swap(replica, job)
                     except EngineError as error:

@@ -39,9 +39,8 @@ class Snapshot:
 
 def read_snapshot(folder: Path) -> Snapshot:
     config = _read_object(folder / "config.json")
-    generation: JsonObject = {}
-    if (folder / "generation_config.json").exists():
-        generation = _read_object(folder / "generation_config.json")
+    path = folder / "generation_config.json"
+    generation = _read_object(path) if path.exists() else {}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in tensor_files(folder):
         shapes.update(_read_shapes(path))

@@ -25,7 +25,7 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.engine import Engine
-from penstock.rollout.engine_pools import EnginePools
+from penstock.rollout.engine_pool import EnginePools
 from penstock.rollout.membership import Membership, NodeOrders
 from penstock.types import (
     PolicyName,

@@ -21,8 +21,7 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import GenerationRequest
 from penstock.rollout import weight_loader as loader_module
 from penstock.rollout.engine import Engine
-from penstock.rollout.engine_pool import EnginePool
-from penstock.rollout.engine_pools import EnginePools
+from penstock.rollout.engine_pool import EnginePool, EnginePools
 from penstock.rollout.membership import Membership, NodeOrders
 from penstock.rollout.weight_loader import PROBE_TOKENS, Loader
 from penstock.types import Version

@@ -22,7 +22,7 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout import weight_loader as module
 from penstock.rollout.engine import Engine
-from penstock.rollout.engine_pools import EnginePools
+from penstock.rollout.engine_pool import EnginePools
 from penstock.rollout.engines.hf import HfEngine
 from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.engines.simulated import LoadProfile, SimulatedEngine

@@ -105,9 +105,7 @@ def _calls(request: ChatRequest, num_choices: int) -> list[Call]:
             tools=tools,
             thinking=thinking,
             overrides=request.overrides(
-                max_tokens=max_tokens,
-                json_schema=json_schema,
-                choice=choice,
+                max_tokens=max_tokens, json_schema=json_schema, choice=choice
             ),
         )
         for choice in range(num_choices)

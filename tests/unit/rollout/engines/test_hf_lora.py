@@ -31,7 +31,7 @@ from penstock.errors import EngineError
 from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding import hf_decoder
 from penstock.rollout.engine import Engine, Shareable
-from penstock.rollout.engine_pools import EnginePools
+from penstock.rollout.engine_pool import EnginePools
 from penstock.rollout.engines.hf import HfEngine
 from penstock.trainer.lora import attach_adapter, init_adapter
 from penstock.trainer.model_folders import init_model, load_model

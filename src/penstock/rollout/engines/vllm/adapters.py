@@ -25,7 +25,6 @@ from penstock.rollout.engines.vllm.full_model import LoadedVersion
 from penstock.rollout.engines.vllm.generate_api import CompletionParser, request_body
 from penstock.rollout.engines.vllm.server import MAX_ADAPTERS, Server
 from penstock.rollout.engines.vllm.supervisor import Supervisor
-from penstock.rollout.snapshot import Snapshot
 from penstock.types import PolicyName, Version
 
 BASE = "base"
@@ -59,13 +58,11 @@ class AdapterSet:
             return None
         return newest.loaded.version if newest.name in self._names else None
 
-    def snapshot(self, version: Version) -> Snapshot:
-        return self._newest[version.policy].loaded.snapshot
-
     async def answer(self, request: GenerationRequest, version: Version) -> Completion:
-        name = self._newest[version.policy].name
+        adapter = self._newest[version.policy]
+        name = adapter.name
+        body = request_body(request, adapter.loaded.snapshot, version, model=name)
         parser = CompletionParser(lambda: version, request)
-        body = request_body(request, self.snapshot(version), version, model=name)
         self._uses[name] += 1
         try:
             await self.supervisor.generate(body, parser)

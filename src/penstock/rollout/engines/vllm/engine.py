@@ -18,7 +18,6 @@ from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.engine import CLOSED, live_for
 from penstock.rollout.engines.vllm.adapters import AdapterSet
 from penstock.rollout.engines.vllm.full_model import FullModel, LoadedVersion
-from penstock.rollout.engines.vllm.generate_api import check_fit
 from penstock.rollout.engines.vllm.server import Server
 from penstock.rollout.snapshot import read_snapshot
 from penstock.types import PolicyName, Version
@@ -82,10 +81,8 @@ class VllmEngine:
 
     async def __call__(self, request: GenerationRequest) -> Completion:
         version = live_for(request.policy, self.live, is_closed=self._is_closed)
-        serving = self._shared.serving
-        assert serving is not None
-        check_fit(request, serving.snapshot(version))
-        return await serving.answer(request, version)
+        assert self._shared.serving is not None
+        return await self._shared.serving.answer(request, version)
 
     async def load(self, folder: Path, version: Version) -> None:
         if self._is_closed:

@@ -52,13 +52,10 @@ class FullModel:
     def live(self, policy: PolicyName) -> Version | None:
         return self._live if self.supervisor.is_running else None
 
-    def snapshot(self, version: Version) -> Snapshot:
-        assert self._loaded is not None
-        return self._loaded.snapshot
-
     async def answer(self, request: GenerationRequest, version: Version) -> Completion:
+        assert self._loaded is not None
+        body = request_body(request, self._loaded.snapshot, version)
         parser = CompletionParser(self._serving, request)
-        body = request_body(request, self.snapshot(version), version)
         await self.supervisor.generate(body, parser)
         return parser.completion(self._versions)
 

@@ -58,7 +58,7 @@ class _Chunk(msgspec.Struct, gc=False):
 _DECODER = msgspec.json.Decoder(_Chunk)
 
 
-def check_fit(request: GenerationRequest, snapshot: Snapshot) -> None:
+def _check_fit(request: GenerationRequest, snapshot: Snapshot) -> None:
     """Reject requests that vLLM would reject, or change silently."""
     if (why := prompt_problem(request.prompt_ids, snapshot)) is not None:
         raise RequestRejected(why)
@@ -75,6 +75,7 @@ def request_body(
 ) -> bytes:
     """`model` names an adapter. The prefix caches of versions are separate. The only stop
     conditions are the end ids of the snapshot and the spec's strings, kept in the answer."""
+    _check_fit(request, snapshot)
     prompt_ids, sampling = request.prompt_ids, request.sampling
     params: dict[str, Any] = {
         "temperature": sampling.temperature,

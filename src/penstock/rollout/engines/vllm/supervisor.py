@@ -111,28 +111,26 @@ class Supervisor:
     # --- requests ---------------------------------------------------------------------------------
 
     async def generate(self, body: bytes, parser: CompletionParser) -> None:
-        assert self.client is not None
-        if self._num_waiting == 0:
-            self._last_progress_at = time.monotonic()
-        self._num_waiting += 1
-        try:
-            await self._generate(self.client, body, parser)
-        finally:
-            self._num_waiting -= 1
-            self._last_progress_at = time.monotonic()
-
-    async def _generate(self, client: HttpClient, body: bytes, parser: CompletionParser) -> None:
         def on_data(data: bytes) -> None:
             self._last_progress_at = time.monotonic()
             parser.feed(data)
 
+        assert self.client is not None
         on_body = on_data if parser.is_streamed else None
+        if self._num_waiting == 0:
+            self._last_progress_at = time.monotonic()
+        self._num_waiting += 1
         try:
-            reply = await client.request("POST", "/inference/v1/generate", body, on_body=on_body)
+            reply = await self.client.request(
+                "POST", "/inference/v1/generate", body, on_body=on_body
+            )
         except OSError as error:
             self._suspected.set()
             why = str(error) or type(error).__name__
             raise EngineError(f"connection to vLLM lost: {why}") from None
+        finally:
+            self._num_waiting -= 1
+            self._last_progress_at = time.monotonic()
         if reply.status != 200:
             response = reply.body.decode(errors="replace")[:1000]
             kind = RequestRejected if reply.status in (400, 422) else EngineError
