@@ -106,12 +106,13 @@ async def _node(
     client = PartitionedNodeClient(url, token)
     ack_log = AckLog(folder / f"{name}.txt")
     deps = NodeDeps(
+        ack_log=ack_log,
         dataflow=client,
         make_fetcher=lambda facts: _Folder(folder / "snapshot"),
         make_engine=lambda facts: engine,
     )
     try:
-        async with build(deps, ack_log, node_id=NodeId(name), capacity=capacity) as node:
+        async with build(deps, node_id=NodeId(name), capacity=capacity) as node:
             running = asyncio.create_task(node.run())
             try:
                 yield

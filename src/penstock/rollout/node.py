@@ -103,6 +103,7 @@ class NodeDeps:
     """External dependencies of a node; tests pass fakes."""
 
     dataflow: DataflowApi
+    ack_log: AckLog
     make_fetcher: Callable[[RunInfo], WeightFetcher]
     make_engine: Callable[[RunInfo], Engine]
     num_engines: int = 1
@@ -144,12 +145,7 @@ def engine_maker(
 
 @asynccontextmanager
 async def build(
-    deps: NodeDeps,
-    ack_log: AckLog,
-    *,
-    node_id: NodeId,
-    capacity: int = CAPACITY,
-    grace_s: float = GRACE_S,
+    deps: NodeDeps, *, node_id: NodeId, capacity: int = CAPACITY, grace_s: float = GRACE_S
 ) -> AsyncGenerator[Node]:
     """Register, and build the node from the run's settings."""
     orders = NodeOrders()
@@ -163,7 +159,7 @@ async def build(
     scorer = Scorer(run_info.reward) if run_info.reward else None
     recorder = Recorder(deps.dataflow, node_id)
     attempt_runner = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, node_id)
-    delivery_queue = DeliveryQueue(deps.dataflow, membership, ack_log)
+    delivery_queue = DeliveryQueue(deps.dataflow, membership, deps.ack_log)
     try:
         yield Node(
             orders=orders,
@@ -204,7 +200,7 @@ async def connect(
     node_id: NodeId,
     state_dir: Path,
     **options: Unpack[EngineOptions],
-) -> AsyncGenerator[tuple[NodeDeps, AckLog]]:
+) -> AsyncGenerator[NodeDeps]:
     """Clients and factories of a node of the run at `url`.
 
     - `acks`: file for acknowledged row ids; default `state_dir/acks.txt`.
@@ -215,15 +211,13 @@ async def connect(
     client = PartitionedNodeClient(url, token)
     ack_log = AckLog(options.get("acks") or state_dir / "acks.txt")
     try:
-        yield (
-            NodeDeps(
-                dataflow=client,
-                make_fetcher=make_fetcher,
-                make_engine=engine_maker(node_id, state_dir, **options),
-                num_engines=options.get("num_engines", 1),
-                max_paused=options.get("max_paused", MAX_PAUSED),
-            ),
-            ack_log,
+        yield NodeDeps(
+            dataflow=client,
+            ack_log=ack_log,
+            make_fetcher=make_fetcher,
+            make_engine=engine_maker(node_id, state_dir, **options),
+            num_engines=options.get("num_engines", 1),
+            max_paused=options.get("max_paused", MAX_PAUSED),
         )
     finally:
         ack_log.close()
@@ -258,7 +252,7 @@ async def run_node(
 
     async with (
         connect(url, token, fetch, node_id=node_id, state_dir=state_dir, **options) as deps,
-        build(*deps, node_id=node_id, capacity=capacity or CAPACITY) as node,
+        build(deps, node_id=node_id, capacity=capacity or CAPACITY) as node,
     ):
         with on_stop_signals(node.orders.drain):
             await node.run()

@@ -31,7 +31,7 @@ from penstock.errors import ConfigError
 from penstock.gateway.online import EndedSession, OnlineGateway
 from penstock.gateway.online_routes import build_online_app
 from penstock.rollout.attempt import COMPLETED, failed, resolve_outcome, row_id_of
-from penstock.rollout.delivery_queue import AckLog, DeliveryQueue
+from penstock.rollout.delivery_queue import DeliveryQueue
 from penstock.rollout.membership import Membership, NodeOrders
 from penstock.rollout.node import EngineOptions, NodeDeps, connect, on_stop_signals
 from penstock.rollout.slots import PAUSE_S, LeaseApi
@@ -66,7 +66,7 @@ class SlotPool:
     _: KW_ONLY
     size: int
     keep_s: float
-    """A slot unused for so long is exchanged for a new one, so that its lease does not expire
+    """A slot unused for `keep_s` is exchanged for a new one, so that its lease does not expire
     during a session."""
     on_slot_lost: Callable[[RowId], None] = lambda row_id: None
     """Called for a session whose lease the dataflow has ended."""
@@ -182,13 +182,10 @@ class OnlineNode:
             sweeping = tasks.create_task(self._sweep(), name="sweep")
             heartbeats = self.membership.heartbeat_loop(self.heartbeat_s, self.slot_pool.num_held)
             loops = [
-                tasks.create_task(loop)
-                for loop in (
-                    self.slot_pool.lease(),
-                    heartbeats,
-                    self.loader.run(),
-                    self.delivery_queue.deliver(),
-                )
+                tasks.create_task(self.slot_pool.lease()),
+                tasks.create_task(heartbeats),
+                tasks.create_task(self.loader.run()),
+                tasks.create_task(self.delivery_queue.deliver()),
             ]
             stopping = tasks.create_task(self.stopping.wait())
             drained = tasks.create_task(self.orders.drained.wait())
@@ -234,7 +231,6 @@ class OnlineNode:
 @asynccontextmanager
 async def build_online(
     deps: NodeDeps,
-    ack_log: AckLog,
     verify: Callable[[str], Credential],
     *,
     node_id: NodeId,
@@ -259,7 +255,7 @@ async def build_online(
     terms = run_info.session
     fetch = deps.make_fetcher(run_info)
     engines = deps.engines(run_info)
-    delivery_queue = DeliveryQueue(deps.dataflow, membership, ack_log)
+    delivery_queue = DeliveryQueue(deps.dataflow, membership, deps.ack_log)
     slot_pool = SlotPool(
         deps.dataflow,
         membership,
@@ -310,12 +306,7 @@ async def run_online(
     async with (
         connect(url, token, fetch, node_id=node_id, state_dir=state_dir, **options) as deps,
         build_online(
-            *deps,
-            verify,
-            node_id=node_id,
-            listener=listener,
-            tls=tls,
-            capacity=capacity or CAPACITY,
+            deps, verify, node_id=node_id, listener=listener, tls=tls, capacity=capacity or CAPACITY
         ) as node,
     ):
         with on_stop_signals(node.stopping.set):
