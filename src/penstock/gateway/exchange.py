@@ -15,14 +15,8 @@ from functools import partial
 import structlog
 from starlette.types import Message
 
-from penstock.gateway.dialects.dialect import (
-    INTERNAL,
-    AnsweredTurn,
-    ParsedRequest,
-    Problem,
-    SseWriter,
-    problem_of,
-)
+from penstock.errors import BadRequest, EngineError, RequestRejected, WireError
+from penstock.gateway.dialects.dialect import AnsweredTurn, ParsedRequest, SseWriter
 from penstock.gateway.gateway import Session
 from penstock.gateway.model_calls import Answer, Delta
 
@@ -110,7 +104,7 @@ class Exchange:
                 self.answers[choice] = event
                 chunks.append(writer.write_end(choice, self._reply(event)))
             else:
-                chunks.append(writer.write_error(problem_for_agent(event)))
+                chunks.append(writer.write_error(error_for_agent(event)))
                 return b"".join(chunks), True
         if len(self.answers) == len(self._request.calls):
             chunks.append(writer.write_done(self._replies()))
@@ -124,13 +118,22 @@ class Exchange:
         return AnsweredTurn(answer=answer, turn=turn, renderer=self._renderer)
 
 
-def problem_for_agent(error: BaseException) -> Problem:
-    """Internal errors are logged; the agent gets no details of them."""
-    problem = problem_of(error)
-    if problem is None:
-        log.error("model call failed", exc_info=error)
-        return INTERNAL
-    return problem
+class _EngineFailed(WireError):
+    status, code = 503, "engine_error"
+
+
+def error_for_agent(error: BaseException) -> WireError:
+    """The error as reported to the agent. Internal errors are logged; the agent gets no details."""
+    if isinstance(error, WireError):
+        return error
+    if isinstance(error, RequestRejected):
+        return BadRequest(str(error))
+    if isinstance(error, EngineError):
+        return _EngineFailed(str(error))
+    if isinstance(error, RecursionError):
+        return BadRequest("the body nests too deeply")
+    log.error("model call failed", exc_info=error)
+    return WireError("internal error; see this node's log")
 
 
 def _successes(results: Iterable[Answer | BaseException | None]) -> dict[int, Answer]:

@@ -24,13 +24,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.errors import TooLarge
+from penstock.errors import TooLarge, WireError
 from penstock.gateway.dialects.chat import CHAT
 from penstock.gateway.dialects.completions import COMPLETIONS
-from penstock.gateway.dialects.dialect import Dialect, Problem
+from penstock.gateway.dialects.dialect import Dialect
 from penstock.gateway.dialects.messages import MESSAGES
 from penstock.gateway.dialects.responses import RESPONSES
-from penstock.gateway.exchange import Exchange, problem_for_agent
+from penstock.gateway.exchange import Exchange, error_for_agent
 from penstock.gateway.gateway import Gateway, Session
 from penstock.gateway.quotas import Quotas
 from penstock.types import JsonObject
@@ -112,7 +112,7 @@ class _DialectApp:
         except ClientDisconnect:
             response = Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
-            response = _failure(problem_for_agent(error), self._dialect)
+            response = _failure(error_for_agent(error), self._dialect)
         if response is not None:
             await response(scope, receive, send)
 
@@ -176,7 +176,7 @@ def _get(path: str, answer: Callable[[Session], Awaitable[JsonObject]], gateway:
         try:
             body = await answer(_find(gateway, request))
         except Exception as error:
-            return _failure(problem_for_agent(error), CHAT)
+            return _failure(error_for_agent(error), CHAT)
         return Response(encode_json(body), media_type=JSON)
 
     return _exact(Route(path, handle, methods=["GET"]))
@@ -280,20 +280,20 @@ class _RejectEscapedPaths:
         await response(scope, receive, send)
 
 
-def _failure(problem: Problem, dialect: Dialect) -> Response:
+def _failure(error: WireError, dialect: Dialect) -> Response:
     headers: dict[str, str] = {}
-    if problem.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(problem.retry_after_s)))
-    body = encode_json(dialect.error(problem))
-    return Response(body, status_code=problem.status, headers=headers, media_type=JSON)
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    body = encode_json(dialect.error(error))
+    return Response(body, status_code=error.status, headers=headers, media_type=JSON)
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = HTTPStatus(error.status_code).phrase.lower()
-    problem = Problem(
-        status=error.status_code,
-        code=reason.replace(" ", "_") if error.status_code != 404 else "no_such_route",
-        message=f"{request.method} {request.url.path}: {reason}; see /openapi.json for the routes",
+    failure = WireError(
+        f"{request.method} {request.url.path}: {reason}; see /openapi.json for the routes"
     )
-    return _failure(problem, MESSAGES if MESSAGES.path in request.url.path else CHAT)
+    failure.status = error.status_code
+    failure.code = reason.replace(" ", "_") if error.status_code != 404 else "no_such_route"
+    return _failure(failure, MESSAGES if MESSAGES.path in request.url.path else CHAT)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, WireError
 from penstock.gateway.dialects.dialect import (
     AnsweredTurn,
     Dialect,
     ParsedRequest,
-    Problem,
     Progress,
     sse_event,
 )
@@ -229,8 +228,8 @@ class _ChatWriter:
             return DONE
         return sse_event({**self._head, "choices": [], "usage": usage_body(replies)}) + DONE
 
-    def write_error(self, problem: Problem) -> bytes:
-        return sse_event(error_body(problem))
+    def write_error(self, error: WireError) -> bytes:
+        return sse_event(error_body(error))
 
     def _chunk(
         self,

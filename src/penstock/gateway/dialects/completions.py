@@ -9,13 +9,12 @@ from functools import partial
 from itertools import accumulate
 from typing import cast
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, WireError
 from penstock.gateway.dialects.chat import StreamOptions
 from penstock.gateway.dialects.dialect import (
     AnsweredTurn,
     Dialect,
     ParsedRequest,
-    Problem,
     Progress,
     sse_event,
 )
@@ -177,8 +176,8 @@ class _CompletionWriter:
         usage = usage_body(replies, self._shape.num_prompts)
         return sse_event({**self._shape.head, "choices": [], "usage": usage}) + DONE
 
-    def write_error(self, problem: Problem) -> bytes:
-        return sse_event(error_body(problem))
+    def write_error(self, error: WireError) -> bytes:
+        return sse_event(error_body(error))
 
     def _chunk(self, choice: int, text: str, reply: AnsweredTurn | None) -> bytes:
         return sse_event({**self._shape.head, "choices": [self._shape.choice(choice, text, reply)]})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.errors import ContextOverflow, EngineError, RequestRejected, WireError
+from penstock.errors import WireError
 from penstock.gateway.model_calls import Answer, Call, Delta, RawPrompt
 from penstock.gateway.renderer import Renderer
 from penstock.types import JsonObject, PolicyName, Turn
@@ -23,39 +23,6 @@ class AnsweredTurn:
     answer: Answer
     turn: Turn
     renderer: Renderer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """An error, not yet formatted for any API."""
-
-    status: int
-    code: str
-    message: str
-    retry_after_s: float | None = None
-    overflow: ContextOverflow | None = None
-
-
-def problem_of(error: BaseException) -> Problem | None:
-    """The error as reported to the agent; None for internal errors."""
-    if isinstance(error, WireError):
-        return Problem(
-            status=error.status,
-            code=error.code,
-            message=str(error),
-            retry_after_s=error.retry_after_s,
-            overflow=error if isinstance(error, ContextOverflow) else None,
-        )
-    if isinstance(error, RequestRejected):
-        return Problem(status=400, code="bad_request", message=str(error))
-    if isinstance(error, EngineError):
-        return Problem(status=503, code="engine_error", message=str(error))
-    if isinstance(error, RecursionError):
-        return Problem(status=400, code="bad_request", message="the body nests too deeply")
-    return None
-
-
-INTERNAL = Problem(status=500, code="internal", message="internal error; see this node's log")
 
 
 class SseWriter(Protocol):
@@ -72,7 +39,7 @@ class SseWriter(Protocol):
         """Called after all answers have ended."""
         ...
 
-    def write_error(self, problem: Problem) -> bytes: ...
+    def write_error(self, error: WireError) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +61,7 @@ class Dialect:
     request: type[Any]
     """Schema for the OpenAPI document; additional fields are accepted."""
     read: Callable[[JsonObject], ParsedRequest]
-    error: Callable[[Problem], JsonObject]
+    error: Callable[[WireError], JsonObject]
 
 
 @dataclass(slots=True)

@@ -192,19 +192,18 @@ class HfDecoder:
         row_of = [distinct.setdefault(tuple(ids), len(distinct)) for ids in contexts]
         ordered = list(distinct)
         by_length = sorted(range(len(ordered)), key=lambda index: len(ordered[index]))
-        parts: list[_Rows] = []
-        logits: list[Tensor] = []
         with torch.inference_mode():
-            for block in _blocks(by_length, ordered):
-                rows, logits_BV = self._prefill([ordered[index] for index in block])
-                parts.append(rows)
-                logits.append(logits_BV)
+            prefilled = [
+                self._prefill([ordered[index] for index in block])
+                for block in _blocks(by_length, ordered)
+            ]
             position = {index: at for at, index in enumerate(by_length)}
             selection = torch.tensor([position[row] for row in row_of])
-            joined = _stack(parts)
+            joined = _stack([rows for rows, _ in prefilled])
             joined.select(selection)
             self._rows = joined if self._rows is None else _stack([self._rows, joined])
-            return torch.cat(logits).index_select(0, selection).numpy()
+            logits_BV = torch.cat([logits for _, logits in prefilled])
+            return logits_BV.index_select(0, selection).numpy()
 
     def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> Logits:
         assert self._rows is not None
