@@ -23,7 +23,6 @@ from typing import Protocol
 import structlog
 from blake3 import blake3
 
-from penstock.dataflow.service.nodes.messages import SessionSpec
 from penstock.errors import BadRequest, Busy, Conflict, Forbidden, NotFound, Unauthorized
 from penstock.gateway.gateway import NO_KEY, Gateway
 from penstock.gateway.generation import Completion, Generate, GenerationRequest
@@ -86,6 +85,13 @@ class SlotSource(Protocol):
     def deliver(self, ended: EndedSession) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTerms:
+    reward_deadline_s: float
+    idle_s: float
+    default_reward: float | None
+
+
 @dataclass(slots=True, eq=False)
 class OnlineSession:
     id: str
@@ -114,7 +120,7 @@ class OnlineGateway(Gateway):
         self,
         generate: Generate,
         slot_source: SlotSource,
-        terms: SessionSpec,
+        terms: SessionTerms,
         verify: Callable[[str], Credential],
         *,
         policies: Sequence[PolicyName],

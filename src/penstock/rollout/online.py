@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -28,7 +28,7 @@ import structlog
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.errors import ConfigError
-from penstock.gateway.online import EndedSession, OnlineGateway
+from penstock.gateway.online import EndedSession, OnlineGateway, SessionTerms
 from penstock.gateway.online_routes import build_online_app
 from penstock.rollout.attempt import COMPLETED, failed, resolve_outcome, row_id_of
 from penstock.rollout.delivery_queue import DeliveryQueue
@@ -252,7 +252,7 @@ async def build_online(
             f"run {run_info.run} has no session source; add "
             "`- {name: live, session: {}}` to `sources` in its run.yaml"
         )
-    terms = run_info.session
+    terms = SessionTerms(**asdict(run_info.session))
     fetch = deps.make_fetcher(run_info)
     engines = deps.engines(run_info)
     delivery_queue = DeliveryQueue(deps.dataflow, membership, deps.ack_log)

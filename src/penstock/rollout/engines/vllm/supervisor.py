@@ -49,7 +49,6 @@ class Supervisor:
         self.lock = asyncio.Lock()
         """Held while the served versions change."""
         self.client: HttpClient | None = None
-        self.is_closed = False
         self._server = server
         self._served = served
         self._stall_s = stall_s
@@ -97,9 +96,6 @@ class Supervisor:
             self.client.abort(f"vLLM was lost: {why}")
 
     async def close(self) -> None:
-        if self.is_closed:
-            return
-        self.is_closed = True
         if self._watcher is not None:
             self._watcher.cancel()
             with suppress(asyncio.CancelledError):
