@@ -159,12 +159,14 @@ class GatewayHarness:
 
 
 @asynccontextmanager
-async def running_gateway(folder: Path, **quotas: int) -> AsyncGenerator[GatewayHarness]:
+async def running_gateway(
+    folder: Path, quotas: Quotas | None = None
+) -> AsyncGenerator[GatewayHarness]:
     engine = FakeEngine()
     gateway = Gateway(engine)
     gateway.set_renderer(POLICY, Renderer.load(write_snapshot(folder)))
     session = gateway.open(policies=[POLICY], sampling=SamplingSpec(max_tokens=512), seed=3)
-    app = build_app(gateway, Quotas(**quotas))
+    app = build_app(gateway, quotas)
     service = server(app, "127.0.0.1", 0)
     task = asyncio.create_task(service.serve())
     await until(lambda: service.started)

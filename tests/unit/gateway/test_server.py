@@ -400,7 +400,10 @@ async def test_internal_errors_hide_their_details(harness: GatewayHarness) -> No
 
 
 async def test_calls_at_a_time_are_limited_per_session(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, max_concurrent_calls=2) as harness, harness.http() as http:
+    async with (
+        running_gateway(tmp_path, Quotas(max_concurrent_calls=2)) as harness,
+        harness.http() as http,
+    ):
         harness.engine.gate.clear()
         path = "/v1/chat/completions"
         held = [
@@ -433,7 +436,10 @@ async def test_calls_at_a_time_are_limited_per_session(tmp_path: Path) -> None:
 
 
 async def test_tokens_are_limited_per_minute(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, tokens_per_minute=6) as harness, harness.http() as http:
+    async with (
+        running_gateway(tmp_path, Quotas(tokens_per_minute=6)) as harness,
+        harness.http() as http,
+    ):
         path = "/v1/completions"
         assert (await http.post(path, json={**BODIES[path], "stream": True})).status_code == 200
         assert (await http.post(path, json=BODIES[path])).status_code in (200, 429)
@@ -443,7 +449,10 @@ async def test_tokens_are_limited_per_minute(tmp_path: Path) -> None:
 
 
 async def test_a_failed_call_gives_its_place_back(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, max_concurrent_calls=1) as harness, harness.http() as http:
+    async with (
+        running_gateway(tmp_path, Quotas(max_concurrent_calls=1)) as harness,
+        harness.http() as http,
+    ):
         path = "/v1/chat/completions"
         body = {**BODIES[path], "temperature": ON_FIRE}
         for is_stream in (False, True, False):
