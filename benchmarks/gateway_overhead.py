@@ -24,12 +24,15 @@ from benchmarks.gateway_load import Request, Window, load
 from benchmarks.gateway_service import POLICY
 from benchmarks.harness import MIN_PAIRS, Server, log_line, process, result
 from benchmarks.local_run import quiet
+from penstock.gateway.generation import ChunkCallback, GenerationRequest
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.engines.vllm import ChildServer, default_environment
 from penstock.rollout.engines.vllm.generate_api import request_body
 from penstock.rollout.snapshot import read_snapshot
-from penstock.types import SamplingSpec
+from penstock.types import PolicyName, SamplingSpec, Version
 
+DIRECT = Version(policy=PolicyName("direct"), incarnation=0, number=0)
+"""Not the gateway's version, so that both sides do not share vLLM's prefix cache."""
 RATE_PER_S = 550.0
 SHARE = 0.025
 """Of what the closed loop does without the gateway: on a slow machine the rate falls with it."""
@@ -97,7 +100,9 @@ def engine_calls(folder: Path) -> Callable[[ParsedRequest], Request]:
     def make(ask: ParsedRequest) -> Request:
         ids = renderer.encode(renderer.render([{"role": "user", "content": ask.text}]))
         sampling = SamplingSpec(max_tokens=ask.num_tokens, seed=ask.seed)
-        body = request_body(ids, sampling, snapshot, salt="direct", is_streamed=ask.is_streamed)
+        on_chunk: ChunkCallback | None = (lambda chunk: None) if ask.is_streamed else None
+        call = GenerationRequest(ids, sampling, policy=POLICY, session="s", on_chunk=on_chunk)
+        body = request_body(call, snapshot, DIRECT)
         return Request.make("/inference/v1/generate", "", body, delay_s=ask.seed % 256 / 1e3)
 
     return make

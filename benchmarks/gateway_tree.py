@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 from benchmarks.harness import log_line, result
 from benchmarks.local_run import quiet
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.session import Session
 from penstock.trainer.samples import make_samples
@@ -87,17 +87,9 @@ class Letters:
         self._end_id = end_id
         self.taken_s = 0.0
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
+    async def __call__(self, request: GenerationRequest) -> Completion:
         began_at = time.perf_counter()
-        draw = random.Random(sampling.seed)
+        draw = random.Random(request.sampling.seed)
         size = draw.randint(1, 2 * self._setting.answer_tokens)
         ids = [*(draw.randint(65, 90) for _ in range(size)), self._end_id]
         made = Completion(

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,12 +30,12 @@ from penstock.dataflow.service.trainers.messages import (
     BatchRequest,
     PublishRequest,
 )
-from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.context import Context
 from penstock.rollout.delivery_queue import AckLog
 from penstock.rollout.engines.simulated import LoadProfile, SimulatedEngine
 from penstock.rollout.node import NodeDeps, build
-from penstock.types import NodeId, PolicyName, PublishedVersion, SamplingSpec, Task, view_ids
+from penstock.types import NodeId, PublishedVersion, Task, view_ids
 from penstock.wire.auth import Audience, Role, Signer
 
 ALPHABET = "abcdefghij>"
@@ -57,21 +57,11 @@ class _Timed(SimulatedEngine):
         self._token_s = load.token_s
         self._spells = busy_intervals
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
+    async def __call__(self, request: GenerationRequest) -> Completion:
         began_at = time.monotonic()
         seconds = math.inf
         try:
-            completion = await super().__call__(
-                prompt_ids, sampling, policy=policy, session=session, on_chunk=on_chunk
-            )
+            completion = await super().__call__(request)
             seconds = (len(view_ids(completion.sampled_ids)) - 1) * self._token_s
             return completion
         finally:  # one that the end of the run stopped was at work until then
@@ -116,12 +106,13 @@ async def _node(
     client = PartitionedNodeClient(url, token)
     ack_log = AckLog(folder / f"{name}.txt")
     deps = NodeDeps(
+        ack_log=ack_log,
         dataflow=client,
         make_fetcher=lambda facts: _Folder(folder / "snapshot"),
         make_engine=lambda facts: engine,
     )
     try:
-        async with build(deps, ack_log, node_id=NodeId(name), capacity=capacity) as node:
+        async with build(deps, node_id=NodeId(name), capacity=capacity) as node:
             running = asyncio.create_task(node.run())
             try:
                 yield

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.weights_messages import Arrival, Order, log_to_stderr
+from penstock.gateway.generation import GenerationRequest
 from penstock.rollout.engines.hf import HfEngine
 from penstock.types import PublishedVersion, SamplingSpec, Version
 from penstock.weights.client import Puller
@@ -49,7 +50,7 @@ async def record_answer_times(engine: HfEngine, version: Version) -> AsyncGenera
     async def ask() -> None:
         spec = SamplingSpec(max_tokens=2)
         while True:
-            await engine(PROMPT, spec, policy=version.policy, session="s")
+            await engine(GenerationRequest(PROMPT, spec, policy=version.policy, session="s"))
             came_at.append(time.monotonic())
 
     task = asyncio.create_task(ask())

@@ -32,11 +32,9 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.session import Session
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engine import Engine
-from penstock.rollout.engine_pool import PoolStats
-from penstock.rollout.engine_pools import EnginePools
+from penstock.rollout.engine_pool import EnginePools, PoolStats
 from penstock.rollout.engines.hf import HfEngine
-from penstock.rollout.membership import Membership
-from penstock.rollout.orders import NodeOrders
+from penstock.rollout.membership import Membership, NodeOrders
 from penstock.rollout.weight_loader import Loader
 from penstock.types import (
     FinishReason,

@@ -18,6 +18,7 @@ from tests.chaos.swap_harness import HF, VLLM, Folders, Kind, SwapHarness, world
 from tests.unit.rollout.fake_dataflow import POLICY, wanted
 from tests.unit.rollout.killable_engine import Paused
 
+from penstock.gateway.generation import GenerationRequest
 from penstock.rollout import weight_loader as loader_module
 from penstock.rollout.engine_pool import EnginePool
 from penstock.rollout.engines.vllm import default_environment
@@ -147,7 +148,7 @@ async def _busy(
         nonlocal num_tokens
         for seed in itertools.count():
             spec = SamplingSpec(max_tokens=32, seed=seed)
-            answer = await pool([1, 2, 3], spec, policy=POLICY, session=name)
+            answer = await pool(GenerationRequest([1, 2, 3], spec, policy=POLICY, session=name))
             num_tokens += len(view_ids(answer.sampled_ids))
             if is_over:
                 return

@@ -182,6 +182,7 @@ async def gateway(
     fetch = FolderFetch(write_snapshot(folder / "snapshot"))
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     deps = NodeDeps(
+        ack_log=ack_log,
         dataflow=client,
         make_fetcher=lambda facts: fetch,
         make_engine=lambda facts: make_engine(),
@@ -190,7 +191,6 @@ async def gateway(
     try:
         async with build_online(
             deps,
-            ack_log,
             verify,
             node_id=NodeId(name),
             listener=listener,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, EngineError, RequestRejected
-from penstock.gateway.generation import Completion, TokenChunk
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
 from penstock.plugins import builtin_names
 from penstock.rollout.engine import Engine, EngineSettings
 from penstock.rollout.engine_pool import EnginePool
@@ -75,7 +75,7 @@ async def ask(
     engine: Engine, *, seed: int = 0, num_tokens: int = 5, prompt: list[int] = PROMPT
 ) -> Completion:
     spec = SamplingSpec(max_tokens=num_tokens, seed=seed)
-    return await engine(prompt, spec, policy=POLICY, session="s")
+    return await engine(GenerationRequest(prompt, spec, policy=POLICY, session="s"))
 
 
 async def pause(engine: Engine) -> None:
@@ -125,7 +125,7 @@ async def test_pieces_are_the_answer_as_it_is_sampled(engine: Engine, folders: l
     heard: list[TokenChunk] = []
     spec = SamplingSpec(max_tokens=150, seed=3)
     call = asyncio.create_task(
-        engine(PROMPT, spec, policy=POLICY, session="s", on_chunk=heard.append)
+        engine(GenerationRequest(PROMPT, spec, policy=POLICY, session="s", on_chunk=heard.append))
     )
     number, num_early = 0, 0
     while not call.done():
@@ -153,11 +153,13 @@ async def test_nobody_hears_the_pieces_of_another(engine: Engine, folders: list[
     async def listen_to(seed: int) -> Completion:
         spec = SamplingSpec(max_tokens=3 + seed, seed=seed)
         return await engine(
-            PROMPT,
-            spec,
-            policy=POLICY,
-            session=str(seed),
-            on_chunk=lambda chunk: heard[seed].extend(chunk.sampled_ids),
+            GenerationRequest(
+                PROMPT,
+                spec,
+                policy=POLICY,
+                session=str(seed),
+                on_chunk=lambda chunk: heard[seed].extend(chunk.sampled_ids),
+            ),
         )
 
     answers = await asyncio.gather(*map(listen_to, heard))
@@ -167,7 +169,9 @@ async def test_nobody_hears_the_pieces_of_another(engine: Engine, folders: list[
 async def test_another_policy_is_refused(engine: Engine, folders: list[Path]) -> None:
     await engine.load(folders[0], version(0))
     with pytest.raises(RequestRejected, match="serves 'policy', not 'judge'"):
-        await engine(PROMPT, SamplingSpec(), policy=PolicyName("judge"), session="s")
+        await engine(
+            GenerationRequest(PROMPT, SamplingSpec(), policy=PolicyName("judge"), session="s")
+        )
 
 
 async def test_a_swap_in_mid_answer_gives_two_spans(engine: Engine, folders: list[Path]) -> None:

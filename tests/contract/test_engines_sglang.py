@@ -16,7 +16,7 @@ from tests.contract.test_engines_vllm_lora import write_base
 from tests.contract.test_engines_vllm_lora import write_version as write_adapter_version
 
 from penstock.errors import EngineError, RequestRejected
-from penstock.gateway.generation import Completion, TokenChunk
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
 from penstock.rollout.engines import sglang
 from penstock.rollout.engines.sglang import SglangEngine
 from penstock.types import SamplingSpec, view_ids
@@ -44,7 +44,9 @@ async def ask(
     engine: SglangEngine, spec: SamplingSpec, heard: list[TokenChunk] | None = None
 ) -> Completion:
     on_chunk = None if heard is None else heard.append
-    return await engine(PROMPT, spec, policy=POLICY, session="s", on_chunk=on_chunk)
+    return await engine(
+        GenerationRequest(PROMPT, spec, policy=POLICY, session="s", on_chunk=on_chunk)
+    )
 
 
 def check_tokens(completion: Completion, folders: list[Path]) -> None:

@@ -23,7 +23,7 @@ from tests.contract.dataflow_server import serving
 from tests.contract.fake_vllm_server import VOCAB, VllmDouble, token, weights_of
 
 from penstock.errors import EngineError, RequestRejected
-from penstock.gateway.generation import Completion, TokenChunk
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
 from penstock.rollout.engines.vllm import ChildServer, RemoteServer, VllmEngine
 from penstock.types import (
     FinishReason,
@@ -77,7 +77,7 @@ async def engine(double: VllmDouble) -> AsyncIterator[VllmEngine]:
 
 async def ask(engine: VllmEngine, num_tokens: int = 5, **spec: object) -> Completion:
     sampling = SamplingSpec(max_tokens=num_tokens, **spec)  # pyright: ignore[reportArgumentType]
-    return await engine(PROMPT, sampling, policy=POLICY, session="s")
+    return await engine(GenerationRequest(PROMPT, sampling, policy=POLICY, session="s"))
 
 
 async def until(is_so: Callable[[], bool], limit_s: float = 20.0) -> None:
@@ -143,7 +143,9 @@ async def test_answers_go_on_over_many_swaps_and_every_token_has_its_version(
     spec = SamplingSpec(max_tokens=LONG)
     calls = [
         asyncio.create_task(
-            engine(PROMPT, spec, policy=POLICY, session="s", on_chunk=pieces.append)
+            engine(
+                GenerationRequest(PROMPT, spec, policy=POLICY, session="s", on_chunk=pieces.append)
+            )
         )
         for pieces in heard
     ]
@@ -185,9 +187,9 @@ async def test_what_vllm_would_do_otherwise_is_refused(
         with pytest.raises(RequestRejected, match="temperature"):
             await ask(engine, temperature=temperature)
     with pytest.raises(RequestRejected, match="vocabulary"):
-        await engine([VOCAB], SamplingSpec(), policy=POLICY, session="s")
+        await engine(GenerationRequest([VOCAB], SamplingSpec(), policy=POLICY, session="s"))
     with pytest.raises(RequestRejected, match="Shorten"):
-        await engine([1] * 512, SamplingSpec(), policy=POLICY, session="s")
+        await engine(GenerationRequest([1] * 512, SamplingSpec(), policy=POLICY, session="s"))
     double.answers["/inference/v1/generate"] = (400, "bad schema")
     with pytest.raises(RequestRejected, match="bad schema"):
         await ask(engine)
@@ -293,7 +295,11 @@ async def test_a_broken_stream_is_an_error_at_once_and_the_engine_lives_on(
     double.is_cutting = True
     heard: list[TokenChunk] = []
     with pytest.raises(EngineError, match="connection to vLLM lost"):
-        await engine(PROMPT, SamplingSpec(), policy=POLICY, session="s", on_chunk=heard.append)
+        await engine(
+            GenerationRequest(
+                PROMPT, SamplingSpec(), policy=POLICY, session="s", on_chunk=heard.append
+            )
+        )
     assert len(heard) == 3
     double.is_cutting = False
     await until(lambda: engine.live == version(0))
@@ -309,7 +315,9 @@ async def test_a_caller_who_goes_away_gives_up_its_place(
     heard: list[TokenChunk] = []
     on_chunk = heard.append if is_streamed else None
     spec = SamplingSpec(max_tokens=500)
-    call = asyncio.create_task(engine(PROMPT, spec, policy=POLICY, session="s", on_chunk=on_chunk))
+    call = asyncio.create_task(
+        engine(GenerationRequest(PROMPT, spec, policy=POLICY, session="s", on_chunk=on_chunk))
+    )
     await asyncio.sleep(0.1)
     call.cancel()
     with suppress(asyncio.CancelledError):

@@ -22,8 +22,8 @@ from tests.contract.fake_vllm_server import VOCAB, VllmDouble, token, weights_of
 from tests.contract.test_engines_vllm import until
 
 from penstock.errors import EngineError, RequestRejected
-from penstock.gateway.generation import Completion, TokenChunk
-from penstock.rollout.engines.vllm import ChildServer, LoraCapacity, RemoteServer, VllmEngine
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
+from penstock.rollout.engines.vllm import ChildServer, RemoteServer, VllmEngine
 from penstock.types import PolicyName, SamplingSpec, Version, view_ids
 
 SOLVER, JUDGE = PolicyName("solver"), PolicyName("judge")
@@ -115,7 +115,9 @@ async def ask(
 ) -> Completion:
     on_chunk = None if heard is None else heard.append
     spec = SamplingSpec(max_tokens=num_tokens)
-    return await engine(PROMPT, spec, policy=policy, session="s", on_chunk=on_chunk)
+    return await engine(
+        GenerationRequest(PROMPT, spec, policy=policy, session="s", on_chunk=on_chunk)
+    )
 
 
 def check(answer: Completion, folder: Path, number: int) -> None:
@@ -281,9 +283,9 @@ async def test_a_child_is_started_on_the_base_with_room_for_adapters(
     said = tmp_path / "said.json"
     program.write_text(PROGRAM.format(python=sys.executable, said=str(said)))
     program.chmod(0o755)
-    lora_capacity = LoraCapacity(num_policies=3, rank=20)
+    options = ["--dtype", "float32"]
     engine = VllmEngine(
-        ChildServer(program.parent.parent, ["--dtype", "float32"], lora_capacity=lora_capacity)
+        ChildServer(program.parent.parent, options, num_policies=3, adapter_rank=20)
     )
     with pytest.raises(EngineError, match="exited during startup"):
         await engine.load(site.folders[0], version(0))

@@ -50,8 +50,7 @@ from penstock.dataflow.service.partitions.messages import (
 )
 from penstock.errors import BadRequest, Fenced, Unreachable
 from penstock.rollout.delivery_queue import AckLog, DeliveryQueue
-from penstock.rollout.membership import Membership
-from penstock.rollout.orders import NodeOrders
+from penstock.rollout.membership import Membership, NodeOrders
 from penstock.types import NodeId, Trajectory
 from penstock.wire.auth import Role
 from penstock.wire.client import ServiceClient

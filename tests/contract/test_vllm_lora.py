@@ -17,8 +17,8 @@ import pytest_asyncio
 from scripts.setup_engine import CACHE, ENGINE, MARKER
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import Completion, TokenChunk
-from penstock.rollout.engines.vllm import ChildServer, LoraCapacity, VllmEngine
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
+from penstock.rollout.engines.vllm import ChildServer, VllmEngine
 from penstock.types import PolicyName, SamplingSpec, Version, view_ids, view_log_probs
 
 SOLVER, JUDGE = PolicyName("solver"), PolicyName("judge")
@@ -63,9 +63,13 @@ class Bench:
         layers = ("v_proj", "q_proj", "k_proj", "down_proj")
         self.folders.append(write_version(self.base, at / "3", seed=3, rank=9, targets=layers))
         options = ["--dtype", "float32", "--max-num-seqs", "32", "--max-num-batched-tokens", "96"]
-        lora_capacity = LoraCapacity(num_policies=2, rank=9)
         server = ChildServer(
-            ENGINE, options, state_dir=root / "state", start_s=START_S, lora_capacity=lora_capacity
+            ENGINE,
+            options,
+            state_dir=root / "state",
+            start_s=START_S,
+            num_policies=2,
+            adapter_rank=9,
         )
         self.solver = VllmEngine(server)
         self.judge = self.solver.share()
@@ -81,7 +85,9 @@ class Bench:
         engine = self.solver if policy == SOLVER else self.judge
         spec = SamplingSpec(max_tokens=num_tokens, seed=seed)
         on_chunk = None if heard is None else heard.append
-        return await engine(PROMPT, spec, policy=policy, session="s", on_chunk=on_chunk)
+        return await engine(
+            GenerationRequest(PROMPT, spec, policy=policy, session="s", on_chunk=on_chunk)
+        )
 
     def worst(self, answer: Completion, folder: Path) -> float:
         from tests.unit.rollout.engines.lora_snapshots import logprobs_under

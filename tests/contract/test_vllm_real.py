@@ -25,7 +25,7 @@ from jsonschema import validate
 from scripts.setup_engine import CACHE, ENGINE, MARKER
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import Completion, TokenChunk
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
 from penstock.rollout.engines.vllm import ChildServer, VllmEngine
 from penstock.rollout.engines.vllm.control import Control
 from penstock.rollout.http_client import HttpClient
@@ -76,7 +76,9 @@ class Bench:
 
     async def ask(self, spec: SamplingSpec, heard: list[TokenChunk] | None = None) -> Completion:
         on_chunk = None if heard is None else heard.append
-        return await self.engine(PROMPT, spec, policy=POLICY, session="s", on_chunk=on_chunk)
+        return await self.engine(
+            GenerationRequest(PROMPT, spec, policy=POLICY, session="s", on_chunk=on_chunk)
+        )
 
     def worst(self, answer: Completion, spec: SamplingSpec, number: int | None = None) -> float:
         """The largest difference between recorded log-probs and the trainer's, each token under

@@ -9,23 +9,16 @@ recorded, but not trained.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
 import structlog
 from starlette.types import Message
 
-from penstock.gateway.dialects.dialect import (
-    INTERNAL,
-    AnsweredTurn,
-    ParsedRequest,
-    Problem,
-    SseWriter,
-    problem_of,
-)
+from penstock.errors import BadRequest, EngineError, RequestRejected, WireError
+from penstock.gateway.dialects.dialect import AnsweredTurn, ParsedRequest, SseWriter
 from penstock.gateway.gateway import Session
-from penstock.gateway.model_calls import Answer, Call, Delta
+from penstock.gateway.model_calls import Answer, Delta
 
 log = structlog.get_logger(__name__)
 
@@ -40,8 +33,6 @@ EVENT_STREAM = [
 
 
 class Exchange:
-    """One request of one session."""
-
     def __init__(self, session: Session, parsed: ParsedRequest) -> None:
         self.answers: dict[int, Answer] = {}
         self._session = session
@@ -53,14 +44,10 @@ class Exchange:
         undelivered."""
         calls = self._request.calls
         if len(calls) == 1:
-            self.answers[0] = await self._call(0, None)
+            self.answers[0] = await self._session.call(calls[0])
             return self._replies()
-        results = await asyncio.gather(
-            *(self._call(choice, None) for choice in range(len(calls))), return_exceptions=True
-        )
-        for choice, result in enumerate(results):
-            if isinstance(result, Answer):
-                self.answers[choice] = result
+        results = await asyncio.gather(*map(self._session.call, calls), return_exceptions=True)
+        self.answers = _successes(results)
         for result in results:
             if isinstance(result, BaseException):
                 self.mark_unreached()
@@ -70,9 +57,7 @@ class Exchange:
     async def stream(self, send: Send, is_disconnected: IsDisconnected) -> None:
         """Send events while the answers are generated. An error before the first event is raised; a
         later one is sent as an event."""
-        answer_stream = _AnswerStream(
-            self._call, len(self._request.calls), is_incremental=self._request.is_incremental
-        )
+        answer_stream = _AnswerStream(self._session, self._request)
         is_reached = False
         try:
             events = await answer_stream.next()
@@ -119,21 +104,11 @@ class Exchange:
                 self.answers[choice] = event
                 chunks.append(writer.write_end(choice, self._reply(event)))
             else:
-                chunks.append(writer.write_error(problem_for_agent(event)))
+                chunks.append(writer.write_error(error_for_agent(event)))
                 return b"".join(chunks), True
         if len(self.answers) == len(self._request.calls):
             chunks.append(writer.write_done(self._replies()))
         return b"".join(chunks), False
-
-    async def _call(self, choice: int, on_chunk: Callable[[Delta], None] | None) -> Answer:
-        call = self._request.calls[choice]
-        if isinstance(call, Call):
-            return await self._session.call(
-                call if on_chunk is None else replace(call, on_chunk=on_chunk)
-            )
-        return await self._session.complete(
-            call.prompt, policy=call.policy, overrides=call.overrides, on_chunk=on_chunk
-        )
 
     def _replies(self) -> list[AnsweredTurn]:
         return [self._reply(self.answers[choice]) for choice in range(len(self._request.calls))]
@@ -143,30 +118,38 @@ class Exchange:
         return AnsweredTurn(answer=answer, turn=turn, renderer=self._renderer)
 
 
-def problem_for_agent(error: BaseException) -> Problem:
-    """Internal errors are logged; the agent gets no details of them."""
-    problem = problem_of(error)
-    if problem is None:
-        log.error("model call failed", exc_info=error)
-        return INTERNAL
-    return problem
+class _EngineFailed(WireError):
+    status, code = 503, "engine_error"
+
+
+def error_for_agent(error: BaseException) -> WireError:
+    """The error as reported to the agent. Internal errors are logged; the agent gets no details."""
+    if isinstance(error, WireError):
+        return error
+    if isinstance(error, RequestRejected):
+        return BadRequest(str(error))
+    if isinstance(error, EngineError):
+        return _EngineFailed(str(error))
+    if isinstance(error, RecursionError):
+        return BadRequest("the body nests too deeply")
+    log.error("model call failed", exc_info=error)
+    return WireError("internal error; see this node's log")
+
+
+def _successes(results: Iterable[Answer | BaseException | None]) -> dict[int, Answer]:
+    return {at: result for at, result in enumerate(results) if isinstance(result, Answer)}
 
 
 class _AnswerStream:
     """Answers still being generated, merged into one stream of events."""
 
-    def __init__(
-        self,
-        call: Callable[[int, Callable[[Delta], None] | None], Awaitable[Answer]],
-        num_choices: int,
-        *,
-        is_incremental: bool,
-    ) -> None:
-        self._call = call
-        self._is_incremental = is_incremental
+    def __init__(self, session: Session, request: ParsedRequest) -> None:
+        self._session = session
+        self._request = request
         self._events: list[Event] = []
         self._has_events = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._run(choice)) for choice in range(num_choices)]
+        choices = range(len(request.calls))
+        self._tasks = [asyncio.create_task(self._run(choice)) for choice in choices]
 
     async def next(self) -> list[Event]:
         """Wait for events; returns all since the last call, at least one."""
@@ -183,12 +166,12 @@ class _AnswerStream:
     async def wait_all(self) -> dict[int, Answer]:
         """Wait for all calls to end; returns the answers of those that succeeded."""
         results = await asyncio.gather(*self._tasks, return_exceptions=True)
-        return {at: result for at, result in enumerate(results) if isinstance(result, Answer)}
+        return _successes(results)
 
     async def _run(self, choice: int) -> Answer | None:
-        on_chunk = partial(self._push, choice) if self._is_incremental else None
+        on_chunk = partial(self._push, choice) if self._request.is_incremental else None
         try:
-            answer = await self._call(choice, on_chunk)
+            answer = await self._session.call(self._request.calls[choice], on_chunk)
         except Exception as error:
             self._push(choice, error)
             return None

@@ -27,8 +27,6 @@ NO_KEY = (
 
 
 class Gateway:
-    """Opens and closes sessions, and finds them by key."""
-
     def __init__(self, generate: Generate) -> None:
         self.generate = generate
         self.template_traits: dict[PolicyName, TemplateTraits] = {}

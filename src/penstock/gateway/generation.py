@@ -6,7 +6,7 @@ text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 from penstock.types import (
@@ -47,18 +47,20 @@ ChunkCallback = Callable[[TokenChunk], None]
 block. The returned completion is authoritative and may contain more tokens than the chunks."""
 
 
-class Generate(Protocol):
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
-        """Generate one completion. Raises EngineError. Cancelling the call frees its slot in
-        the engine.
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    prompt_ids: Sequence[int]
+    sampling: SamplingSpec
+    _: KW_ONLY
+    policy: PolicyName
+    session: str
+    """Requests of one session share a growing prefix; see `rollout.routing`."""
+    on_chunk: ChunkCallback | None = None
+    """An engine that cannot stream never calls it."""
 
-        An engine that cannot stream never calls `on_chunk`."""
+
+class Generate(Protocol):
+    async def __call__(self, request: GenerationRequest, /) -> Completion:
+        """Generate one completion. Raises EngineError. Cancelling the call frees its slot in
+        the engine."""
         ...

@@ -14,8 +14,6 @@ from penstock.types import FinishReason, JsonObject, PolicyName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A function call requested by the model."""
-
     id: str
     name: str
     arguments: str
@@ -44,10 +42,21 @@ class Call:
     thinking: bool | None = None
     """None leaves it to the template. Rejected if the template has no such switch."""
     overrides: Overrides | None = None
-    on_chunk: Callable[[Delta], None] | None = None
-    """Called with each new delta while the answer is generated: text and reasoning without special
-    tokens, never part of a tool call, never beyond a stop string. The concatenated deltas are a
-    prefix of the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawPrompt:
+    """A call that continues a raw prompt, without a chat template."""
+
+    prompt: str | Sequence[int]
+    policy: PolicyName | None = None
+    overrides: Overrides | None = None
+
+
+DeltaCallback = Callable[[Delta], None]
+"""Called with each new delta while the answer is generated: text and reasoning without special
+tokens, never part of a tool call, never beyond a stop string. The concatenated deltas are a prefix
+of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ to, a `SlotSource`, so nothing here knows about leases.
 from __future__ import annotations
 
 import re
+import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from blake3 import blake3
 
 from penstock.errors import BadRequest, Busy, Conflict, Forbidden, NotFound, Unauthorized
 from penstock.gateway.gateway import NO_KEY, Gateway
-from penstock.gateway.generation import ChunkCallback, Completion, Generate
+from penstock.gateway.generation import Completion, Generate, GenerationRequest
 from penstock.gateway.session import Session
 from penstock.types import PolicyName, RowId, SamplingSpec, Turn, is_usable
 from penstock.wire.auth import PREFIX, Credential, Role
@@ -62,8 +63,6 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedSession:
-    """A recorded session that has ended."""
-
     row_id: RowId
     turns: tuple[Turn, ...]
     reward: float | None
@@ -95,8 +94,6 @@ class SessionTerms:
 
 @dataclass(slots=True, eq=False)
 class OnlineSession:
-    """State of one external session."""
-
     id: str
     api_key: str
     owner: str
@@ -179,11 +176,11 @@ class OnlineGateway(Gateway):
             raise BadRequest(f"session name {name[:64]!r} must match [A-Za-z0-9._-]{{1,128}}")
         if len(self._entries) - len(self._finished) >= MAX_SESSIONS:
             raise Busy(
-                f"too many open sessions (limit {MAX_SESSIONS}); end some first",
-                retry_after_s=1.0,
+                f"too many open sessions (limit {MAX_SESSIONS}); end some first", retry_after_s=1.0
             )
         slot_id = self._slot_source.acquire_slot()
-        session = self.open(policies=self._policies, sampling=self._sampling, seed=_seed())
+        seed = secrets.randbits(63)
+        session = self.open(policies=self._policies, sampling=self._sampling, seed=seed)
         session.id = slot_id or f"unrecorded-{session.id}"
         now = self._clock()
         entry = OnlineSession(
@@ -258,10 +255,7 @@ class OnlineGateway(Gateway):
                 f"session {entry.id} was already delivered to the run; "
                 f"remove it there with `penstock forget RUN {entry.id}`"
             )
-        if entry.state in (State.OPEN, State.WAITING):
-            if entry.has_slot:
-                self._slot_source.release_slot(RowId(entry.id))
-            self._close(entry, State.FORGOTTEN)
+        self._discard(entry, State.FORGOTTEN)
 
     def on_slot_dropped(self, row_id: RowId) -> None:
         """The run dropped the slot: its row was forgotten or can no longer be used. An open session
@@ -280,10 +274,13 @@ class OnlineGateway(Gateway):
         now = self._clock()
         for entry in [*self._entries.values()]:
             is_late = now >= entry.opened_at + self.terms.reward_deadline_s
-            if entry.state is State.OPEN and self._is_idle(entry, now):
+            is_idle = not entry.num_running and now >= entry.last_active_at + self.terms.idle_s
+            if entry.state is State.OPEN and is_idle:
                 self.end(entry)
             if entry.state is State.WAITING and is_late:
-                self._expire(entry)
+                default = self.terms.default_reward
+                state = State.EXPIRED if default is None else State.DEFAULTED
+                self._deliver(entry, state, default)
             elif entry.state is State.OPEN and entry.has_slot and is_late:
                 self._stop_recording(entry)
 
@@ -297,13 +294,7 @@ class OnlineGateway(Gateway):
     def close_all(self) -> None:
         """Shut down: drop sessions that have no reward yet and return their slots."""
         for entry in [*self._entries.values()]:
-            if entry.state in (State.OPEN, State.WAITING):
-                if entry.has_slot:
-                    self._slot_source.release_slot(RowId(entry.id))
-                self._close(entry, State.DROPPED)
-
-    def _is_idle(self, entry: OnlineSession, now: float) -> bool:
-        return not entry.num_running and now >= entry.last_active_at + self.terms.idle_s
+            self._discard(entry, State.DROPPED)
 
     def _stop_recording(self, entry: OnlineSession) -> None:
         """The session outlived its reward deadline: deliver the turns so far and stop recording."""
@@ -316,13 +307,8 @@ class OnlineGateway(Gateway):
             self._slot_source.release_slot(RowId(entry.id))
         self.counts["overran"] += 1
 
-    def _expire(self, entry: OnlineSession) -> None:
-        default = self.terms.default_reward
-        state = State.EXPIRED if default is None else State.DEFAULTED
-        self._deliver(entry, state, default, "")
-
     def _deliver(
-        self, entry: OnlineSession, state: State, reward: float | None, reason: str
+        self, entry: OnlineSession, state: State, reward: float | None, reason: str = ""
     ) -> None:
         self._hand_to_run(entry, entry.turns, reward, reason)
         self._finish(entry, state)
@@ -341,10 +327,14 @@ class OnlineGateway(Gateway):
             )
         )
 
-    def _close(self, entry: OnlineSession, state: State) -> None:
-        if entry.session is not None:
-            self.close(entry.session)
-        self._finish(entry, state)
+    def _discard(self, entry: OnlineSession, state: State) -> None:
+        """End a session without a result and return its slot."""
+        if entry.state in (State.OPEN, State.WAITING):
+            if entry.has_slot:
+                self._slot_source.release_slot(RowId(entry.id))
+            if entry.session is not None:
+                self.close(entry.session)
+            self._finish(entry, state)
 
     def _finish(self, entry: OnlineSession, state: State) -> None:
         entry.state, entry.session, entry.turns = state, None, ()
@@ -358,22 +348,12 @@ class OnlineGateway(Gateway):
                 if self._by_name.get(key) is oldest:
                     del self._by_name[key]
 
-    async def _generate_tracked(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
+    async def _generate_tracked(self, request: GenerationRequest) -> Completion:
         """Generate, and count the session as active while the call runs."""
-        entry = self._entries[session]
+        entry = self._entries[request.session]
         entry.num_running += 1
         try:
-            return await self._generate(
-                prompt_ids, sampling, policy=policy, session=session, on_chunk=on_chunk
-            )
+            return await self._generate(request)
         finally:
             entry.num_running -= 1
             entry.last_active_at = self._clock()
@@ -383,7 +363,3 @@ class OnlineGateway(Gateway):
 class Caller:
     owner: str
     is_operator: bool
-
-
-def _seed() -> int:
-    return int.from_bytes(blake3(str(time.time_ns()).encode()).digest(8), "little") >> 1

@@ -17,10 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.errors import Forbidden, WireError
-from penstock.gateway.http_requests import read_body, read_key
 from penstock.gateway.online import OnlineGateway, OnlineSession
-from penstock.gateway.openapi import SESSION
-from penstock.gateway.server import build_app
+from penstock.gateway.server import SESSION, build_app, read_body, read_key
 from penstock.types import JsonObject
 from penstock.wire.codec import JSON, decode, encode_json
 from penstock.wire.server import error_response
@@ -65,24 +63,22 @@ class OnlineRoutes:
         base_url = f"{str(request.base_url).rstrip('/')}/sessions/{entry.id}/v1"
         return {**self._describe(entry), "api_key": entry.api_key, "base_url": base_url}
 
-    async def show(self, request: Request) -> JsonObject:
-        return self._describe(self._lookup(request))
-
     async def reward(self, request: Request) -> JsonObject:
         entry = self._lookup(request)
         body = await _read(request, RewardBody)
         self._online.reward(entry, body.reward, body.reason)
         return self._describe(entry)
 
-    async def end(self, request: Request) -> JsonObject:
-        entry = self._lookup(request)
-        self._online.end(entry)
-        return self._describe(entry)
+    def _on_session(self, act: Callable[[OnlineSession], None] | None = None) -> Handler:
+        """Act on the session in the path, then describe it."""
 
-    async def forget(self, request: Request) -> JsonObject:
-        entry = self._lookup(request)
-        self._online.forget(entry)
-        return self._describe(entry)
+        async def handle(request: Request) -> JsonObject:
+            entry = self._lookup(request)
+            if act is not None:
+                act(entry)
+            return self._describe(entry)
+
+        return handle
 
     async def counts(self, request: Request) -> JsonObject:
         if not self._online.admit(read_key(request)).is_operator:
@@ -93,10 +89,10 @@ class OnlineRoutes:
         return [
             _route("POST", "/sessions", self.open),
             _route("GET", "/sessions", self.counts),
-            _route("GET", SESSION, self.show),
-            _route("DELETE", SESSION, self.forget),
+            _route("GET", SESSION, self._on_session()),
+            _route("DELETE", SESSION, self._on_session(self._online.forget)),
             _route("POST", f"{SESSION}/reward", self.reward),
-            _route("POST", f"{SESSION}/end", self.end),
+            _route("POST", f"{SESSION}/end", self._on_session(self._online.end)),
         ]
 
     def _lookup(self, request: Request) -> OnlineSession:

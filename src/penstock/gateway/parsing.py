@@ -34,8 +34,6 @@ class ToolFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """How to parse one answer."""
-
     has_thinking: bool = False
     """The template knows `<think>`; otherwise the tag is plain text."""
     is_thinking: bool = False
@@ -56,8 +54,6 @@ class ParsedAnswer:
 
 
 class _RawToolCall(msgspec.Struct):
-    """A tool call as written by the model."""
-
     name: str
     arguments: msgspec.Raw = msgspec.Raw()
     parameters: msgspec.Raw = msgspec.Raw()

@@ -38,12 +38,12 @@ class Prompt:
     """How to parse the answer."""
 
 
+@dataclass(frozen=True, slots=True)
 class PromptBuilder:
     """Builds the prompts of one session; only reads its turns and answers."""
 
-    def __init__(self, tree: TurnTree, answer_history: AnswerHistory) -> None:
-        self._tree = tree
-        self._answer_history = answer_history
+    _tree: TurnTree
+    _answer_history: AnswerHistory
 
     def from_call(self, call: Call, policy: PolicyName, renderer: Renderer) -> Prompt:
         if not 1 <= len(call.messages) <= MAX_MESSAGES:

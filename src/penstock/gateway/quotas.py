@@ -8,16 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from penstock.errors import Busy
 from penstock.gateway.gateway import Session
 from penstock.gateway.model_calls import Answer
 
-MAX_CONCURRENT_CALLS = 256
-TOKENS_PER_MINUTE = 100_000_000
-"""Prompt and answer tokens. Far above normal use; stops only a runaway loop."""
 MINUTE_S = 60.0
 
 
@@ -28,36 +25,33 @@ class _SessionUsage:
     counted_at: float
 
 
+@dataclass(slots=True, kw_only=True)
 class Quotas:
     """Tokens are charged after an answer, so a session may overdraw once and must then wait."""
 
-    def __init__(
-        self,
-        *,
-        max_concurrent_calls: int,
-        tokens_per_minute: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._max_concurrent_calls = max_concurrent_calls
-        self._tokens_per_minute = tokens_per_minute
-        self._clock = clock
-        self._usage_by_session: WeakKeyDictionary[Session, _SessionUsage] = WeakKeyDictionary()
+    max_concurrent_calls: int = 256
+    tokens_per_minute: int = 100_000_000
+    """Prompt and answer tokens. Far above normal use; stops only a runaway loop."""
+    clock: Callable[[], float] = time.monotonic
+    _usage_by_session: WeakKeyDictionary[Session, _SessionUsage] = field(
+        default_factory=WeakKeyDictionary[Session, _SessionUsage]
+    )
 
     @contextmanager
     def reserve(self, session: Session, num_calls: int) -> Generator[None]:
         """Reserve capacity for the calls until all have ended; raises Busy if there is too
         little."""
         usage = self._refill(session)
-        if usage.num_calls + num_calls > self._max_concurrent_calls:
+        if usage.num_calls + num_calls > self.max_concurrent_calls:
             raise Busy(
                 f"{usage.num_calls} calls of this session are running (limit "
-                f"{self._max_concurrent_calls}); wait until some end",
+                f"{self.max_concurrent_calls}); wait until some end",
                 retry_after_s=1.0,
             )
         if usage.tokens_left < 0:
-            wait_s = -usage.tokens_left * MINUTE_S / self._tokens_per_minute
+            wait_s = -usage.tokens_left * MINUTE_S / self.tokens_per_minute
             raise Busy(
-                f"this session used more than {self._tokens_per_minute} tokens per minute; "
+                f"this session used more than {self.tokens_per_minute} tokens per minute; "
                 f"retry in {wait_s:.1f} s",
                 retry_after_s=wait_s,
             )
@@ -74,13 +68,10 @@ class Quotas:
         self._refill(session).tokens_left -= used
 
     def _refill(self, session: Session) -> _SessionUsage:
-        now = self._clock()
-        usage = self._usage_by_session.get(session)
-        if usage is None:
-            usage = self._usage_by_session[session] = _SessionUsage(
-                0, float(self._tokens_per_minute), now
-            )
-        earned = (now - usage.counted_at) * self._tokens_per_minute / MINUTE_S
-        usage.tokens_left = min(float(self._tokens_per_minute), usage.tokens_left + earned)
+        now = self.clock()
+        fresh = _SessionUsage(0, float(self.tokens_per_minute), now)
+        usage = self._usage_by_session.setdefault(session, fresh)
+        earned = (now - usage.counted_at) * self.tokens_per_minute / MINUTE_S
+        usage.tokens_left = min(float(self.tokens_per_minute), usage.tokens_left + earned)
         usage.counted_at = now
         return usage

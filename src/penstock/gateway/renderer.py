@@ -76,7 +76,8 @@ class Renderer:
         """The template supports reasoning."""
         self.num_ids = tokenizer.get_vocab_size()
         self._tokenizer = tokenizer
-        self._decode = make_decoder(tokenizer)
+        self.decode = make_decoder(tokenizer)
+        """Ids to text with special tokens, as in the model's context."""
         self._template = _compile(template)
         self._special_tokens = special_tokens or {}
         added = tokenizer.get_added_tokens_decoder()
@@ -147,10 +148,6 @@ class Renderer:
         """Escape untrusted text."""
         return self._escaper.escape_untrusted(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text with special tokens, as in the model's context."""
-        return self._decode(ids)
-
     def decode_escaped(self, ids: Sequence[int]) -> str:
         """Escaped text: ordinary tokens that spell out a special token are not mistaken for it."""
         if self._special.keys().isdisjoint(ids):
@@ -188,9 +185,6 @@ class Renderer:
         if self._hidden.isdisjoint(ids):
             return ids
         return [token for token in ids if token not in self._hidden]
-
-    def has_special(self, ids: Sequence[int]) -> bool:
-        return not self._special.keys().isdisjoint(ids)
 
     def has_end_token(self, ids: Sequence[int], finish: FinishReason) -> bool:
         """True if the last id is a pure end-of-answer token."""

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import msgspec
 
 from penstock.errors import BadRequest
+from penstock.gateway.seeds import derive
 from penstock.types import SamplingSpec
 
 MAX_ANSWER_TOKENS = 32_768
@@ -18,45 +20,59 @@ SIGNED_64 = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overrides:
-    """Sampling fields of a call; None keeps the session's value."""
+class SamplingFields:
+    """Sampling fields that every dialect has; None keeps the session's value."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     """`top_k` and `min_p` are not part of OpenAI's API; the names follow vLLM and others."""
     min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+
+    def overrides(
+        self, *, max_tokens: int | None, json_schema: str | None = None, choice: int = 0
+    ) -> Overrides:
+        """Overrides of one choice. Choices of a seeded request get different seeds."""
+        shared: dict[str, Any] = {name: getattr(self, name) for name in _SHARED_FIELDS}
+        if self.seed is not None and choice:
+            shared["seed"] = derive(self.seed, choice)
+        return Overrides(**shared, max_tokens=max_tokens, json_schema=json_schema)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overrides(SamplingFields):
+    """All sampling fields of a call."""
+
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     """OpenAI's newer name for `max_tokens`; takes precedence if both are sent."""
-    seed: int | None = None
-    stop: str | list[str] | None = None
     json_schema: str | None = None
     """JSON schema the answer must match; its location differs by dialect."""
 
 
-def read_overrides(fields: Mapping[str, object]) -> Overrides:
+_SHARED_FIELDS = tuple(field.name for field in fields(SamplingFields))
+_FIELDS = tuple(field.name for field in fields(Overrides))
+
+
+def read_overrides(arguments: Mapping[str, object]) -> Overrides:
     """Read overrides from keyword arguments; other keywords are ignored."""
     try:
-        return msgspec.convert(fields, Overrides)
+        return msgspec.convert(arguments, Overrides)
     except msgspec.ValidationError as error:
         raise BadRequest(f"sampling field of the wrong type: {error}") from None
 
 
-def override(spec: SamplingSpec, fields: Overrides, *, seed: int) -> SamplingSpec:
+def override(spec: SamplingSpec, overrides: Overrides, *, seed: int) -> SamplingSpec:
     """The spec of one call. `seed` applies unless the caller set one."""
-    max_tokens = fields.max_completion_tokens or fields.max_tokens
-    stop = fields.stop
-    changed = SamplingSpec(
-        temperature=spec.temperature if fields.temperature is None else fields.temperature,
-        top_p=spec.top_p if fields.top_p is None else fields.top_p,
-        top_k=spec.top_k if fields.top_k is None else fields.top_k,
-        min_p=spec.min_p if fields.min_p is None else fields.min_p,
-        max_tokens=spec.max_tokens if max_tokens is None else max_tokens,
-        seed=seed if fields.seed is None else fields.seed,
-        stop=spec.stop if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
-        json_schema=spec.json_schema if fields.json_schema is None else fields.json_schema,
-    )
+    values = {name: getattr(overrides, name) for name in _FIELDS}
+    given = {name: value for name, value in values.items() if value is not None}
+    if max_tokens := given.pop("max_completion_tokens", 0):
+        given["max_tokens"] = max_tokens
+    if "stop" in given:
+        given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
+    changed = replace(spec, **{"seed": seed, **given})
     _check(changed)
     return changed
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -22,35 +24,30 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.errors import TooLarge, WireError
 from penstock.gateway.dialects.chat import CHAT
 from penstock.gateway.dialects.completions import COMPLETIONS
-from penstock.gateway.dialects.dialect import Dialect, Problem
+from penstock.gateway.dialects.dialect import Dialect
 from penstock.gateway.dialects.messages import MESSAGES
 from penstock.gateway.dialects.responses import RESPONSES
-from penstock.gateway.exchange import Exchange, problem_for_agent
+from penstock.gateway.exchange import Exchange, error_for_agent
 from penstock.gateway.gateway import Gateway, Session
-from penstock.gateway.http_requests import read_body, read_key
-from penstock.gateway.openapi import SESSION, openapi_document
-from penstock.gateway.quotas import MAX_CONCURRENT_CALLS, TOKENS_PER_MINUTE, Quotas
+from penstock.gateway.quotas import Quotas
 from penstock.types import JsonObject
 from penstock.wire.codec import JSON, decode, encode_json
 
 MAX_BODY_BYTES = 4 << 20
 DIALECTS = (CHAT, RESPONSES, MESSAGES, COMPLETIONS)
+SESSION = "/sessions/{session_id}"
 CLIENT_CLOSED_REQUEST = 499
 """Non-standard status for a client that disconnected; only logs show it."""
 
 
-def build_app(
-    gateway: Gateway,
-    *,
-    max_concurrent_calls: int = MAX_CONCURRENT_CALLS,
-    tokens_per_minute: int = TOKENS_PER_MINUTE,
-) -> Starlette:
+def build_app(gateway: Gateway, quotas: Quotas | None = None) -> Starlette:
     """Build the app. Every route except `/healthz` needs the key of an open session. Quotas apply
     per session."""
-    quotas = Quotas(max_concurrent_calls=max_concurrent_calls, tokens_per_minute=tokens_per_minute)
-    document = openapi_document(DIALECTS)
+    quotas = quotas or Quotas()
+    document = _openapi_document(DIALECTS)
 
     async def openapi(session: Session) -> JsonObject:
         return document
@@ -100,13 +97,13 @@ class _App(Starlette):
 # --- calls --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
 class _DialectApp:
     """ASGI application of one dialect."""
 
-    def __init__(self, dialect: Dialect, gateway: Gateway, quotas: Quotas) -> None:
-        self._dialect = dialect
-        self._gateway = gateway
-        self._quotas = quotas
+    _dialect: Dialect
+    _gateway: Gateway
+    _quotas: Quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -115,7 +112,7 @@ class _DialectApp:
         except ClientDisconnect:
             response = Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
-            response = _failure(problem_for_agent(error), self._dialect)
+            response = _failure(error_for_agent(error), self._dialect)
         if response is not None:
             await response(scope, receive, send)
 
@@ -179,7 +176,7 @@ def _get(path: str, answer: Callable[[Session], Awaitable[JsonObject]], gateway:
         try:
             body = await answer(_find(gateway, request))
         except Exception as error:
-            return _failure(problem_for_agent(error), CHAT)
+            return _failure(error_for_agent(error), CHAT)
         return Response(encode_json(body), media_type=JSON)
 
     return _exact(Route(path, handle, methods=["GET"]))
@@ -191,7 +188,78 @@ def _exact(route: Route) -> Route:
     return route
 
 
-# --- keys, paths, errors ------------------------------------------------------------------------
+def _openapi_document(dialects: Sequence[Dialect]) -> JsonObject:
+    """Paths and request schemas."""
+    template = "#/components/schemas/{name}"
+    requests, components = msgspec.json.schema_components(
+        [dialect.request for dialect in dialects], ref_template=template
+    )
+    paths: JsonObject = {
+        "/healthz": {"get": {**_operation("Liveness check; needs no key."), "security": []}},
+        "/openapi.json": {"get": _operation("This document.")},
+    }
+    for prefix in ("", SESSION):
+        models = _operation("List the policies of this session.")
+        paths[f"{prefix}/v1/models"] = {"get": _in_session(models, prefix)}
+        for dialect, request in zip(dialects, requests, strict=True):
+            operation = _operation(dialect.summary)
+            content = {JSON: {"schema": request}}
+            operation["requestBody"] = {"required": True, "content": content}
+            paths[prefix + dialect.path] = {"post": _in_session(operation, prefix)}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "penstock gateway", "version": "1"},
+        "paths": paths,
+        "security": [{"bearer": []}, {"key": []}],
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+def _operation(summary: str) -> JsonObject:
+    responses = {
+        "200": {"description": "done"},
+        "4XX": {"description": "client error, in the format of the API that was called"},
+        "503": {"description": "no engine available"},
+    }
+    return {"summary": summary, "responses": responses}
+
+
+def _in_session(operation: JsonObject, prefix: str) -> JsonObject:
+    if not prefix:
+        return operation
+    parameter = {"name": "session_id", "in": "path", "required": True}
+    return {**operation, "parameters": [{**parameter, "schema": {"type": "string"}}]}
+
+
+# --- keys, bodies, paths, errors ----------------------------------------------------------------
+
+
+def read_key(request: Request) -> str:
+    """The bearer token, or Anthropic's `x-api-key` header; empty if there is neither."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The complete body; raises TooLarge, before reading if the declared length is too large."""
+    declared = request.headers.get("content-length", "")
+    body = bytearray()
+    is_too_large = declared.isdigit() and int(declared) > max_bytes
+    if not is_too_large:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_bytes:
+                is_too_large = True
+                break
+    if is_too_large:
+        raise TooLarge(f"request body exceeds the limit of {max_bytes} bytes; send a shorter one")
+    return bytes(body)
 
 
 def _find(gateway: Gateway, request: Request) -> Session:
@@ -212,20 +280,20 @@ class _RejectEscapedPaths:
         await response(scope, receive, send)
 
 
-def _failure(problem: Problem, dialect: Dialect) -> Response:
+def _failure(error: WireError, dialect: Dialect) -> Response:
     headers: dict[str, str] = {}
-    if problem.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(problem.retry_after_s)))
-    body = encode_json(dialect.error(problem))
-    return Response(body, status_code=problem.status, headers=headers, media_type=JSON)
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    body = encode_json(dialect.error(error))
+    return Response(body, status_code=error.status, headers=headers, media_type=JSON)
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = HTTPStatus(error.status_code).phrase.lower()
-    problem = Problem(
-        status=error.status_code,
-        code=reason.replace(" ", "_") if error.status_code != 404 else "no_such_route",
-        message=f"{request.method} {request.url.path}: {reason}; see /openapi.json for the routes",
+    failure = WireError(
+        f"{request.method} {request.url.path}: {reason}; see /openapi.json for the routes"
     )
-    return _failure(problem, MESSAGES if MESSAGES.path in request.url.path else CHAT)
+    failure.status = error.status_code
+    failure.code = reason.replace(" ", "_") if error.status_code != 404 else "no_such_route"
+    return _failure(failure, MESSAGES if MESSAGES.path in request.url.path else CHAT)

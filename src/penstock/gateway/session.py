@@ -15,8 +15,8 @@ from typing import Protocol
 
 from penstock.errors import ContextOverflow, EngineError, NotFound, Unauthorized
 from penstock.gateway.answer_history import AnswerHistory
-from penstock.gateway.generation import Completion, Generate
-from penstock.gateway.model_calls import Answer, Call, Delta, Usage
+from penstock.gateway.generation import Completion, Generate, GenerationRequest
+from penstock.gateway.model_calls import Answer, Call, DeltaCallback, RawPrompt, Usage
 from penstock.gateway.parsing import cut_at_stop, parse_answer
 from penstock.gateway.prompts import Prompt, PromptBuilder
 from penstock.gateway.renderer import AnswerTexts, Renderer
@@ -44,7 +44,6 @@ CLOSED = (
     "unknown or expired session key: the rollout has ended, or the key belongs to another session "
     "or node; use the base_url and api_key given to the running workflow"
 )
-DeltaCallback = Callable[[Delta], None]
 TurnCallback = Callable[[int, Turn, bool], None]
 """Called after each turn with its index, the turn, and whether an earlier attempt had generated
 it."""
@@ -112,35 +111,22 @@ class Session:
             )
         )
 
-    async def call(self, call: Call) -> Answer:
+    async def call(self, call: Call | RawPrompt, on_chunk: DeltaCallback | None = None) -> Answer:
         """Call a policy and record the turn. Raises EngineError, BadRequest (including
         ContextOverflow), NotFound or Unauthorized."""
         self._check_open()
         policy = call.policy or self.policies[0]
-        renderer = self.renderer(policy)
-        self._gateway.template_traits[policy].check(
-            wants_tools=bool(call.tools), wants_thinking=call.thinking is not None
-        )
-        prompt = self._prompt_builder.from_call(call, policy, renderer)
-        return await self._run(prompt, call.overrides, call.on_chunk)
-
-    async def complete(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        policy: PolicyName | None = None,
-        overrides: Overrides | None = None,
-        on_chunk: DeltaCallback | None = None,
-    ) -> Answer:
-        """Continue a raw prompt, without a chat template."""
-        self._check_open()
-        policy = policy or self.policies[0]
-        renderer = self.renderer(policy)
-        if isinstance(prompt, str):
-            ready = self._prompt_builder.from_text(prompt, policy, renderer)
+        renderer, builder = self.renderer(policy), self._prompt_builder
+        if isinstance(call, Call):
+            self._gateway.template_traits[policy].check(
+                wants_tools=bool(call.tools), wants_thinking=call.thinking is not None
+            )
+            prompt = builder.from_call(call, policy, renderer)
+        elif isinstance(call.prompt, str):
+            prompt = builder.from_text(call.prompt, policy, renderer)
         else:
-            ready = self._prompt_builder.from_ids(prompt, policy, renderer)
-        return await self._run(ready, overrides, on_chunk)
+            prompt = builder.from_ids(call.prompt, policy, renderer)
+        return await self._run(prompt, call.overrides, on_chunk)
 
     def turn(self, index: int) -> Turn:
         return self._tree[index]
@@ -180,19 +166,15 @@ class Session:
     async def _generate(
         self, prompt: Prompt, sampling: SamplingSpec, on_chunk: DeltaCallback | None
     ) -> Completion:
-        stream_decoder = None
+        request = GenerationRequest(
+            prompt.context_ids, sampling, policy=prompt.policy, session=self.id
+        )
         if on_chunk is not None:
-            stream_decoder = StreamDecoder(
-                prompt.renderer, prompt.answer_format, sampling.stop, on_chunk
-            )
+            stop, renderer = sampling.stop, prompt.renderer
+            decoder = StreamDecoder(renderer, prompt.answer_format, stop, on_chunk)
+            request = replace(request, on_chunk=decoder.feed)
         try:
-            return await self._gateway.generate(
-                prompt.context_ids,
-                sampling,
-                policy=prompt.policy,
-                session=self.id,
-                on_chunk=stream_decoder.feed if stream_decoder is not None else None,
-            )
+            return await self._gateway.generate(request)
         except ContextOverflow:  # the engine's context window may be smaller than the model's
             self.has_overflowed = True
             raise

@@ -98,13 +98,12 @@ def probe(renderer: Renderer) -> TemplateTraits:
 
 
 def _prefix(renderer: Renderer, prompt: str | None) -> HistoryMode:
-    if not _preserves_prefix(renderer, prompt, THOUGHT) and _preserves_prefix(
-        renderer, prompt, PLAIN
-    ):
+    if not _preserves_prefix(renderer, prompt, PLAIN):
+        return HistoryMode.REWRITES
+    if not _preserves_prefix(renderer, prompt, THOUGHT):
         return HistoryMode.STRIPS_THINKING
-    if _preserves_prefix(renderer, prompt, PLAIN) and _preserves_prefix(renderer, prompt, SPACED):
-        return HistoryMode.APPEND_ONLY
-    return HistoryMode.REWRITES
+    is_kept = _preserves_prefix(renderer, prompt, SPACED)
+    return HistoryMode.APPEND_ONLY if is_kept else HistoryMode.REWRITES
 
 
 def _preserves_prefix(renderer: Renderer, prompt: str | None, answer: str) -> bool:

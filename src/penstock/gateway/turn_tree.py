@@ -9,7 +9,7 @@ History rewritten by the agent or the template starts a branch; nothing is repai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import AnyStr
 
@@ -34,9 +34,6 @@ class TurnTree:
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
         self._roots: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._segments)
 
     def __getitem__(self, index: int) -> Turn:
         return self._segments[index].turn
@@ -77,18 +74,13 @@ class TurnTree:
             open_nodes.extend((child, end) for child in segment.children)
         return best, best_length
 
-    def path(self, index: int) -> Iterator[int]:
-        """This turn, its parent and all further ancestors."""
-        while index != ROOT:
-            yield index
-            index = self._segments[index].turn.parent
-
     def context_ids(self, index: int) -> list[int]:
         """All ids of a turn's context, from the first prompt through its sampled tokens."""
         parts: list[bytes] = []
-        for at in self.path(index):
-            turn = self._segments[at].turn
+        while index != ROOT:
+            turn = self._segments[index].turn
             parts += (turn.sampled_ids, turn.prompt_ids)
+            index = turn.parent
         return view_ids(TokenIds(b"".join(reversed(parts)))).tolist()
 
     def add(self, turn: Turn, prompt: str, sampled: str) -> int:

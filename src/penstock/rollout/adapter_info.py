@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -51,7 +51,13 @@ def read_adapter_info(
         for name, (num_out, num_in) in modules.items()
         for part, shape in ((A, (rank, num_in)), (B, (num_out, rank)))
     }
-    _check_tensors(expected, adapter, where)
+    difference = tensor_difference(expected, adapter)
+    if difference or not expected:
+        raise EngineError(
+            f"the adapter in {where.parent} does not match its base: "
+            f"{difference or 'no layer of the base is adapted'}; "
+            "load an adapter with the base it was trained on"
+        )
     return AdapterInfo(rank=rank, scale=alpha / rank, modules=tuple(sorted(modules)))
 
 
@@ -66,19 +72,20 @@ def _modules(base: Shapes, targets: list[str]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _check_tensors(expected: Shapes, found: Shapes, where: Path) -> None:
+def tensor_difference(expected: Shapes, found: Shapes) -> str:
+    """How two sets of tensors differ in names and shapes; empty if they do not."""
     missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     wrong = sorted(
         f"{name} {found[name]} for {shape}"
         for name, shape in expected.items()
         if name in found and found[name] != shape
     )
-    if missing or unknown or wrong or not expected:
-        raise EngineError(
-            f"the adapter in {where.parent} does not match its base: {len(missing)} tensors "
-            f"missing {missing[:3]}, {len(unknown)} unknown {unknown[:3]}, {len(wrong)} with a "
-            f"wrong shape {wrong[:3]}; load an adapter with the base it was trained on"
-        )
+    if not (missing or unknown or wrong):
+        return ""
+    return (
+        f"{len(missing)} tensors missing {missing[:3]}, {len(unknown)} unknown {unknown[:3]}, "
+        f"{len(wrong)} with a wrong shape {wrong[:3]}"
+    )
 
 
 def check_same_layers(before: AdapterInfo | None, new: AdapterInfo | None, folder: Path) -> None:
@@ -97,21 +104,18 @@ def check_same_layers(before: AdapterInfo | None, new: AdapterInfo | None, folde
         )
 
 
-_FileIdentity = tuple[int, int, int, int]
-
-
-@dataclass(slots=True)
 class BaseDigests:
     """Digests of base models. Cached folders hold hard links to the same files, so each file is
     read only once."""
 
-    _digests: dict[_FileIdentity, str] = field(default_factory=dict[_FileIdentity, str])
+    def __init__(self) -> None:
+        self._digests: dict[tuple[int, ...], str] = {}
 
     def digest(self, folder: Path) -> str:
         """Digest of all tensor files except the adapter's."""
         try:
-            files = [path for path in sorted(folder.glob("*.safetensors")) if is_base(path)]
-            return blake3("\n".join(map(self._digest, files)).encode()).hexdigest()
+            digests = map(self._digest, tensor_files(folder))
+            return blake3("\n".join(digests).encode()).hexdigest()
         except OSError as error:
             raise EngineError(f"cannot read {folder}: {error}; fetch the snapshot again") from None
 
@@ -123,5 +127,6 @@ class BaseDigests:
         return f"{path.name} {self._digests[identity]}"
 
 
-def is_base(path: Path) -> bool:
-    return path.name != ADAPTER_WEIGHTS
+def tensor_files(folder: Path) -> list[Path]:
+    """The model's tensor files, without the adapter's."""
+    return [path for path in sorted(folder.glob("*.safetensors")) if path.name != ADAPTER_WEIGHTS]

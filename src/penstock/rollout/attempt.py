@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, SupportsFloat
 
 import structlog
@@ -32,9 +33,9 @@ from penstock.gateway.gateway import Gateway, Session
 from penstock.rollout.context import Context
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.recorder import Recorder
-from penstock.rollout.rewards.scorer import Failed, Scored
+from penstock.rollout.rewards.scorer import Failed
 from penstock.rollout.user_errors import shorten, user_traceback
-from penstock.rollout.workflows import Workflow, find_workflow
+from penstock.rollout.workflows import find_workflow
 from penstock.types import (
     FailureKind,
     FinishReason,
@@ -61,7 +62,7 @@ NO_REWARD = Failed(
 
 
 class RewardScorer(Protocol):
-    async def score(self, completion: str, task: Task) -> Scored | Failed: ...
+    async def score(self, completion: str, task: Task) -> float | Failed: ...
 
 
 def row_id_of(grant: Grant) -> RowId:
@@ -74,36 +75,30 @@ def workflow_timeout_s(start_to_close_s: float) -> float:
     return start_to_close_s - min(5.0, 0.1 * start_to_close_s)
 
 
+@dataclass(slots=True)
 class AttemptRunner:
-    def __init__(
-        self,
-        gateway: Gateway,
-        endpoint: Endpoint,
-        recorder: Recorder,
-        scorer: RewardScorer | None,
-        run_info: RunInfo,
-        node_id: NodeId,
-    ) -> None:
-        self._gateway = gateway
-        self._endpoint = endpoint
-        self._recorder = recorder
-        self._scorer = scorer
-        self._run_info = run_info
-        self._node_id = node_id
-        self._limit_s = workflow_timeout_s(run_info.start_to_close_s)
-        self._workflows: dict[str, Workflow] = {run_info.workflow: find_workflow(run_info.workflow)}
-        self._num_failed = 0
+    _gateway: Gateway
+    _endpoint: Endpoint
+    _recorder: Recorder
+    _scorer: RewardScorer | None
+    _run_info: RunInfo
+    _node_id: NodeId
+    _num_failed: int = 0
+
+    def __post_init__(self) -> None:
+        find_workflow(self._run_info.workflow)  # a wrong name ends the node at its start
 
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         """Run one attempt. Always returns a trajectory; only cancellation is raised."""
         started_at = time.time()
-        async with self._recorder.track(row_id_of(grant), grant.num_recorded) as tracked:
+        recording = self._recorder.track(row_id_of(grant), grant.num_recorded)
+        async with recording as (salvaged_turns, on_turn):
             session = self._gateway.open(
                 policies=self._run_info.policies,
                 sampling=self._run_info.sampling,
                 seed=grant.seed,
-                salvaged_turns=tracked.salvaged_turns,
-                on_turn=tracked.on_turn,
+                salvaged_turns=salvaged_turns,
+                on_turn=on_turn,
             )
             ctx = Context(session, self._endpoint, seed=grant.seed)
             try:
@@ -134,9 +129,9 @@ class AttemptRunner:
 
     async def _run_workflow(self, task: Task, ctx: Context) -> tuple[str | None, Outcome]:
         """The completion (None: use the last answer's text) and the workflow's outcome."""
-        limit = asyncio.timeout(self._limit_s)
+        limit = asyncio.timeout(workflow_timeout_s(self._run_info.start_to_close_s))
         try:
-            workflow = self._workflow(task.workflow or self._run_info.workflow)
+            workflow = find_workflow(task.workflow or self._run_info.workflow)
             async with limit:
                 returned: Any = await workflow(task, ctx)
             return _completion(returned, ctx), COMPLETED
@@ -156,18 +151,12 @@ class AttemptRunner:
     ) -> tuple[float | None, Outcome]:
         if ctx.explicit_reward is not None:
             return ctx.explicit_reward, outcome
-        result = NO_REWARD
+        result: float | Failed = NO_REWARD
         if self._scorer is not None:
             result = await self._scorer.score(completion, task)
-        if isinstance(result, Scored):
-            return result.reward, outcome
+        if not isinstance(result, Failed):
+            return result, outcome
         return None, failed(result.kind, result.detail)
-
-    def _workflow(self, name: str) -> Workflow:
-        workflow = self._workflows.get(name)
-        if workflow is None:
-            workflow = self._workflows[name] = find_workflow(name)
-        return workflow
 
     def _report(self, outcome: Outcome, task: Task) -> None:
         self._num_failed += 1

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.gateway.gateway import Session
-from penstock.gateway.model_calls import Answer
+from penstock.gateway.model_calls import Answer, RawPrompt
 from penstock.gateway.sampling import read_overrides
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.programs import inherited_env, run_program
 from penstock.types import MAX_ROLE_CHARS, JsonObject, PolicyName
 
 
+@dataclass(frozen=True, slots=True)
 class BoundPolicy:
     """Calls one policy; each call is recorded as a turn of this attempt."""
 
-    __slots__ = ("_name", "_role", "_session")
-
-    def __init__(self, session: Session, name: PolicyName | None, role: str) -> None:
-        self._session = session
-        self._name = name
-        self._role = role
+    _session: Session
+    _name: PolicyName | None
+    _role: str
 
     async def chat(self, messages: Sequence[JsonObject], **overrides: Any) -> Answer:
         """Make one chat call. `overrides` are sampling fields, such as `temperature=0.7,
@@ -38,7 +37,9 @@ class BoundPolicy:
         if self._role:
             raise ValueError(f"complete() does not take a role ({self._role!r}); use chat()")
         fields = read_overrides(overrides) if overrides else None
-        return await self._session.complete(prompt, policy=self._name, overrides=fields)
+        return await self._session.call(
+            RawPrompt(prompt=prompt, policy=self._name, overrides=fields)
+        )
 
 
 class Context:
@@ -98,9 +99,5 @@ class Context:
             "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": self.api_key,
         }
-        return await run_program(
-            argv,
-            env={**inherited, **address, **(env or {})},
-            stdin=stdin,
-            timeout_s=timeout_s,
-        )
+        full_env = {**inherited, **address, **(env or {})}
+        return await run_program(argv, env=full_env, stdin=stdin, timeout_s=timeout_s)

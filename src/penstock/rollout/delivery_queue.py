@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,8 @@ from penstock.wire.codec import encode
 
 MAX_ROWS = 512
 MAX_BYTES = 4 << 20
+FLUSH_S = 10.0
+"""How long a leaving node tries to deliver finished work; the rest is redone on other nodes."""
 ACKNOWLEDGED = (DeliveryStatus.STORED, DeliveryStatus.DUPLICATE)
 log = structlog.get_logger(__name__)
 
@@ -76,16 +78,16 @@ class _PartitionQueue:
         return len(self.waiting) + len(self.released) + self.num_sending
 
 
+@dataclass(slots=True, eq=False)
 class DeliveryQueue:
     """One queue per partition, so an unreachable partition does not delay the others."""
 
-    def __init__(self, api: DeliveryApi, membership: Membership, ack_log: AckLog) -> None:
-        self._api = api
-        self._membership = membership
-        self._ack_log = ack_log
-        self._queues: dict[str, _PartitionQueue] = {}
-        self._opened: asyncio.Queue[_PartitionQueue] = asyncio.Queue()
-        self._has_shrunk = asyncio.Event()
+    _api: DeliveryApi
+    _membership: Membership
+    _ack_log: AckLog
+    _queues: dict[str, _PartitionQueue] = field(default_factory=dict[str, _PartitionQueue])
+    _opened: asyncio.Queue[_PartitionQueue] = field(default_factory=asyncio.Queue[_PartitionQueue])
+    _has_shrunk: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __len__(self) -> int:
         """Number of rows not yet acknowledged and slots not yet released."""
@@ -119,6 +121,13 @@ class DeliveryQueue:
             self._has_shrunk.clear()
             await self._has_shrunk.wait()
 
+    async def flush(self) -> None:
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await self.wait_until_at_most(0)
+        except TimeoutError:
+            log.warning("flush timed out", num_undelivered=len(self))
+
     async def deliver(self) -> None:
         """consumes: the first row of a partition · produces: a delivery loop for that partition
         waits for: a new partition · woken by: `put()`, `release()`"""
@@ -151,27 +160,16 @@ class DeliveryQueue:
             released=released,
         )
 
-    def _record_results(self, request: DeliveryRequest, results: Iterable[DeliveryResult]) -> None:
+    def _record_results(self, request: DeliveryRequest, results: Sequence[DeliveryResult]) -> None:
         # A released slot also gets a result, but it has no row.
-        delivered = {delivery.row_id for delivery in request.deliveries}
-        acknowledged: list[RowId] = []
-        num_late = 0
-        for result in results:
-            if result.status in ACKNOWLEDGED:
-                if result.row_id in delivered:
-                    acknowledged.append(result.row_id)
-            elif result.status is DeliveryStatus.FENCED:
-                num_late += 1
-            else:  # our bug: the record violates the contract, so a retry cannot help
-                log.error(
-                    "trajectory rejected",
-                    row=result.row_id,
-                    status=result.status,
-                    detail=result.detail,
-                )
-        self._ack_log.append(acknowledged)
-        if num_late:
+        delivered = [delivery.row_id for delivery in request.deliveries]
+        acknowledged = {result.row_id for result in results if result.status in ACKNOWLEDGED}
+        self._ack_log.append(row_id for row_id in delivered if row_id in acknowledged)
+        if num_late := sum(result.status is DeliveryStatus.FENCED for result in results):
             log.info("late results dropped: leases had expired", num_rows=num_late)
+        rejected = [r for r in results if r.status not in (*ACKNOWLEDGED, DeliveryStatus.FENCED)]
+        for r in rejected:  # our bug: the record violates the contract, so a retry cannot help
+            log.error("trajectory rejected", row=r.row_id, status=r.status, detail=r.detail)
 
 
 def split(deliveries: list[Delivery]) -> tuple[list[Delivery], list[Delivery]]:

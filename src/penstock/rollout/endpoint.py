@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import dataclass, field
 
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.server import build_app
@@ -13,13 +14,13 @@ from penstock.wire.serving import serve_on_socket
 BACKLOG = 1024
 
 
+@dataclass(slots=True)
 class Endpoint:
     """Starts serving when `url` is first read; costs nothing before that."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._listener: socket.socket | None = None
-        self._requested = asyncio.Event()
+    _gateway: Gateway
+    _listener: socket.socket | None = None
+    _requested: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def url(self) -> str:

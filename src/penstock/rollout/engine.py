@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from penstock.errors import EngineError, RequestRejected
-from penstock.gateway.generation import Generate
-from penstock.types import PolicyName, Version, VersionSpan
+from penstock.gateway.generation import Completion, Generate
+from penstock.types import FinishReason, PolicyName, Version, VersionSpan, log_probs, token_ids
 
 CLOSED = "the engine is closed; its node is shutting down, and another node takes over the work"
 
 
-class Loadable(Protocol):
+class Engine(Generate, Protocol):
     @property
     def live(self) -> Version | None:
         """The version that new requests are sampled from; None while the engine cannot answer:
@@ -32,8 +32,6 @@ class Loadable(Protocol):
         live."""
         ...
 
-
-class Engine(Generate, Loadable, Protocol):
     async def close(self) -> None:
         """Fail running requests with EngineError and accept no more."""
         ...
@@ -98,6 +96,19 @@ class SpanLog:
         if not self._starts or self._starts[-1][1] != version:
             self._starts.append((at, version))
 
+    def truncate(self, num_tokens: int) -> None:
+        """Forget all tokens from this index on."""
+        self._starts = [start for start in self._starts if start[0] < num_tokens]
+
+    def complete(
+        self, ids: Sequence[int], logprobs: Sequence[float], finish: FinishReason
+    ) -> Completion:
+        """The answer with these tokens."""
+        spans = self.spans(len(ids))
+        return Completion(
+            sampled_ids=token_ids(ids), logprobs=log_probs(logprobs), spans=spans, finish=finish
+        )
+
     def spans(self, num_tokens: int) -> tuple[VersionSpan, ...]:
         ends = [start for start, _ in self._starts[1:]] + [num_tokens]
         return tuple(
@@ -109,8 +120,10 @@ class SpanLog:
         )
 
 
-def live_for(policy: PolicyName, live: Version | None) -> Version:
-    """The live version; raises if there is none, or if it belongs to another policy."""
+def live_for(policy: PolicyName, live: Version | None, *, is_closed: bool = False) -> Version:
+    """The live version; raises if the engine is closed, has none, or serves another policy."""
+    if is_closed:
+        raise EngineError(CLOSED)
     if live is None:
         raise EngineError(
             f"no version of {policy!r} is live on this engine; load a snapshot before generating"

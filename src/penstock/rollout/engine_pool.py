@@ -16,21 +16,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
+from penstock.dataflow.core.leasing import LiveVersion
 from penstock.errors import EngineError, RequestRejected, wrap_errors
-from penstock.gateway.generation import ChunkCallback, Completion
-from penstock.rollout.engine import CLOSED, Engine, live_for
-from penstock.rollout.partial_completion import DetachableCallback, PartialCompletion
-from penstock.rollout.rolling_swap import Replica, RollingSwap, VerifyEngine
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
+from penstock.rollout.engine import CLOSED, Engine, Shareable, live_for
+from penstock.rollout.partial_completion import PartialCompletion
+from penstock.rollout.rolling_swap import PoolStats, Replica, RollingSwap, VerifyEngine
 from penstock.rollout.routing import choose
 from penstock.rollout.snapshot import Snapshot, read_snapshot
-from penstock.types import FinishReason, PolicyName, SamplingSpec, Version
+from penstock.types import FinishReason, PolicyName, Version
 
 MAX_PAUSED = 0.25
 HOLD_S = 120.0
@@ -43,54 +43,21 @@ POLL_S = 0.05
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolStats:
-    """Counters of a pool since its start."""
-
-    num_engines: int
-    num_serving: int
-    in_flight: tuple[int, ...]
-    """Requests in flight, per engine."""
-    num_swaps: int
-    """Swaps of serving engines; the first load of an engine is not counted."""
-    peak_paused: int
-    """Most engines out of routing for a swap at the same time."""
-    swap_s: tuple[float, ...]
-    """How long each of the newest swaps kept its engine out of routing, including load and
-    verification; the engine pauses for only a part of it."""
-    num_continued: int
-    """Answers that continued from their tokens on another engine."""
-    num_restarted: int
-    """Answers that restarted from their first token."""
-    num_tokens_kept: int
-    """Tokens from lost engines that did not have to be sampled again."""
-    num_failed: int
-    """Requests that failed for reasons other than the request itself."""
-
-
 class EnginePool:
     def __init__(
-        self,
-        engines: Sequence[Engine],
-        *,
-        max_paused: float = MAX_PAUSED,
-        hold_s: float = HOLD_S,
+        self, engines: Sequence[Engine], *, max_paused: float = MAX_PAUSED, hold_s: float = HOLD_S
     ) -> None:
         assert engines, "a pool has at least one engine"
         self._replicas = [Replica(engine) for engine in engines]
+        self.stats = PoolStats(self._replicas)
+        num_paused = max(1, int(max_paused * len(engines)))
         self._rolling_swap = RollingSwap(
-            self._replicas,
-            max_paused=max(1, int(max_paused * len(engines))),
-            changed=self._notify_changed,
+            self._replicas, self.stats, num_paused, self._notify_changed
         )
         self._hold_s = hold_s
         self._model: Snapshot | None = None
         self._is_closed = False
         self._changed = asyncio.Event()
-        self._num_continued = 0
-        self._num_restarted = 0
-        self._num_tokens_kept = 0
-        self._num_failed = 0
 
     @property
     def live(self) -> Version | None:
@@ -101,21 +68,6 @@ class EnginePool:
         ]
         return min(served, key=lambda version: (version.incarnation, version.number), default=None)
 
-    @property
-    def stats(self) -> PoolStats:
-        return PoolStats(
-            num_engines=len(self._replicas),
-            num_serving=sum(replica.serving_version is not None for replica in self._replicas),
-            in_flight=tuple(replica.num_in_flight for replica in self._replicas),
-            num_swaps=self._rolling_swap.num_swaps,
-            peak_paused=self._rolling_swap.peak_paused,
-            swap_s=tuple(self._rolling_swap.swap_s),
-            num_continued=self._num_continued,
-            num_restarted=self._num_restarted,
-            num_tokens_kept=self._num_tokens_kept,
-            num_failed=self._num_failed,
-        )
-
     async def close(self) -> None:
         self._is_closed = True
         self._notify_changed()
@@ -125,29 +77,16 @@ class EnginePool:
 
     # --- answers --------------------------------------------------------------------------------
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
+    async def __call__(self, request: GenerationRequest) -> Completion:
         if self._model is None and not self._is_closed:
-            live_for(policy, None)
-        answer = PartialCompletion(prompt_ids, sampling, policy, on_chunk)
+            live_for(request.policy, None)
         try:
-            return await self._answer(answer, policy, session)
-        except RequestRejected:
-            raise
-        except EngineError:
-            self._num_failed += 1
+            return await self._answer(PartialCompletion(request), request.session)
+        except EngineError as error:
+            self.stats.num_failed += not isinstance(error, RequestRejected)
             raise
 
-    async def _answer(
-        self, answer: PartialCompletion, policy: PolicyName, session: str
-    ) -> Completion:
+    async def _answer(self, answer: PartialCompletion, session: str) -> Completion:
         avoided_until: dict[Replica, float] = {}
         num_failures = 0
         why = EngineError("no engine was tried")
@@ -155,7 +94,7 @@ class EnginePool:
             replica = await self._choose(session, avoided_until, why)
             before = answer.num_sampled
             try:
-                completion = await _generate(replica, answer, policy, session)
+                completion = await _generate(replica, answer)
                 if completion.finish is not FinishReason.ABORT:
                     return answer.append_last(completion)
                 answer.add_aborted(completion)
@@ -165,8 +104,8 @@ class EnginePool:
             except EngineError as error:
                 why = error
             assert self._model is not None
-            if (finish := answer.finish_reason(self._model)) is not None:
-                return answer.to_completion(finish)
+            if (completion := answer.completion(self._model)) is not None:
+                return completion
             num_new = answer.num_sampled - before if answer.is_stateless else 0
             num_failures = 1 if num_new else num_failures + 1
             if num_failures == MAX_FAILURES or self._is_closed:
@@ -177,14 +116,14 @@ class EnginePool:
 
     def _prepare_retry(self, answer: PartialCompletion, num_new: int) -> None:
         if answer.num_sampled and answer.is_stateless:
-            self._num_continued += 1
-            self._num_tokens_kept += num_new
+            self.stats.num_continued += 1
+            self.stats.num_tokens_kept += num_new
         else:
             answer.restart()
-            self._num_restarted += 1
+            self.stats.num_restarted += 1
 
     def _report(self, answer: PartialCompletion, why: EngineError) -> None:
-        num_lost = self._num_continued + self._num_restarted
+        num_lost = self.stats.num_continued + self.stats.num_restarted
         if num_lost & (num_lost - 1) == 0:  # log only 1, 2, 4, 8, … to limit the volume
             kept = answer.num_sampled
             log.warning("answer lost", num_tokens_kept=kept, num_lost=num_lost, error=str(why))
@@ -246,17 +185,87 @@ class EnginePool:
             )
 
 
-async def _generate(
-    replica: Replica, answer: PartialCompletion, policy: PolicyName, session: str
-) -> Completion:
-    prompt_ids, sampling = answer.next_request()
-    callback = DetachableCallback(answer.feed)
+async def _generate(replica: Replica, answer: PartialCompletion) -> Completion:
+    is_current = True
+
+    def feed(chunk: TokenChunk) -> None:
+        if is_current:  # an abandoned engine may still send chunks
+            answer.feed(chunk)
+
     replica.num_in_flight += 1
     try:
         with wrap_errors(EngineError, "generate"):
-            return await replica.engine(
-                prompt_ids, sampling, policy=policy, session=session, on_chunk=callback
-            )
+            return await replica.engine(answer.next_request(feed))
     finally:
-        callback.is_detached = True
+        is_current = False
         replica.num_in_flight -= 1
+
+
+class EnginePools:
+    """The node's engines, one pool per policy, behind a single `Generate` for the gateway. No
+    version is live until the first `load()`, which also waits for an engine's imports.
+
+    Policies that are adapters of one model share engines: each policy's pool holds views of the
+    same processes, with separate live versions."""
+
+    def __init__(
+        self,
+        policies: Sequence[PolicyName],
+        make: Callable[[], Engine],
+        *,
+        num_engines: int = 1,
+        max_paused: float = MAX_PAUSED,
+        sharing: Sequence[Sequence[PolicyName]] = (),
+    ) -> None:
+        """`sharing`: sets of policies with a common base. Other policies get separate engines."""
+        unshared = set(policies).difference(*sharing)
+        self._by_policy: dict[PolicyName, EnginePool] = {}
+        for shared in (*sharing, *((policy,) for policy in policies if policy in unshared)):
+            views = [_engine_views(make, len(shared)) for _ in range(num_engines)]
+            for policy, engines in zip(shared, zip(*views, strict=True), strict=True):
+                self._by_policy[policy] = EnginePool(engines, max_paused=max_paused)
+
+    @property
+    def policies(self) -> frozenset[PolicyName]:
+        return frozenset(self._by_policy)
+
+    async def __call__(self, request: GenerationRequest) -> Completion:
+        with wrap_errors(EngineError, f"engine of policy {request.policy}, generate"):
+            return await self._by_policy[request.policy](request)
+
+    async def load(
+        self, folder: Path, version: Version, *, verify: VerifyEngine | None = None
+    ) -> None:
+        """See `EnginePool.load`."""
+        with wrap_errors(EngineError, f"engine of policy {version.policy}, load of {version}"):
+            await self._by_policy[version.policy].load(folder, version, verify=verify)
+
+    def needs_load(self, version: Version) -> bool:
+        return self._by_policy[version.policy].needs_load(version)
+
+    def live(self) -> tuple[LiveVersion, ...]:
+        """The oldest version that is served, for each policy."""
+        served = (pool.live for pool in self._by_policy.values())
+        return tuple(
+            LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number)
+            for v in served
+            if v is not None
+        )
+
+    def stats(self) -> dict[PolicyName, PoolStats]:
+        return {policy: pool.stats for policy, pool in self._by_policy.items()}
+
+    async def close(self) -> None:
+        for pool in self._by_policy.values():
+            await pool.close()
+
+
+def _engine_views(make: Callable[[], Engine], num_policies: int) -> list[Engine]:
+    """One engine as seen by each of its policies; engines that cannot share are built separately.
+
+    Only engines that hold weights are `Shareable`."""
+    first = make()
+    others = range(num_policies - 1)
+    if isinstance(first, Shareable):
+        return [first, *(first.share() for _ in others)]
+    return [first, *(make() for _ in others)]

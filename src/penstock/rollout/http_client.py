@@ -16,8 +16,9 @@ from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, EngineError
 
 CONNECT_S = 10.0
 MAX_IDLE = 512
@@ -68,6 +69,32 @@ class HttpClient:
                     except _Stale:  # closed by the server while the request was in flight
                         break
             return await self._send(await self._connect(), data, on_body)
+
+    async def call(
+        self,
+        server: str,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        timeout_s: float,
+        fix: str = "",
+    ) -> HttpReply:
+        """`request` with a JSON body. Raises EngineError unless the status is 200; `fix` says what
+        to do if the server lacks the route."""
+        data = b"" if body is None else msgspec.json.encode(body)
+        try:
+            reply = await self.request(method, path, data, timeout_s=timeout_s)
+        except OSError as error:
+            why = str(error) or type(error).__name__
+            raise EngineError(f"no response from {server} to {method} {path}: {why}") from None
+        if reply.status != 200:
+            response = reply.body.decode(errors="replace")[:1000]
+            hint = f"; {fix}" if fix and reply.status in (403, 404, 405) else ""
+            raise EngineError(
+                f"{server} returned {reply.status} to {method} {path}: {response}{hint}"
+            )
+        return reply
 
     def abort(self, why: str) -> None:
         """Close all connections; waiting requests raise ConnectionError."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registration and heartbeats of this node: its id, its state, its live versions. Holds no work."""
+"""Registration, heartbeats and orders of this node: its id, its state, its live versions. Holds no
+work. Every response of the dataflow carries its orders; this module merges them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol, TypeVar
 
 import structlog
@@ -15,14 +17,16 @@ from penstock.dataflow.core.leasing import LiveVersion, NodeState, RegisterReque
 from penstock.dataflow.service.nodes.messages import (
     Heartbeat,
     HeartbeatAnswer,
+    LeaseRequest,
+    NodeDirectives,
     RegisterAnswer,
 )
 from penstock.errors import Fenced, NotFound, WireError
-from penstock.rollout.orders import NodeOrders
-from penstock.types import NodeId
+from penstock.types import NodeId, PolicyName, PublishedVersion, RowId
 
 T = TypeVar("T")
 REJOIN_S = 0.2
+LEASE_WAIT_S = 10.0
 log = structlog.get_logger(__name__)
 
 
@@ -32,36 +36,59 @@ class MembershipApi(Protocol):
     async def leave(self, node_id: NodeId, boot_id: str) -> None: ...
 
 
+class NodeOrders:
+    """The newest orders. Responses may arrive out of order, so orders never move backwards."""
+
+    def __init__(self) -> None:
+        self.targets: dict[PolicyName, PublishedVersion] = {}
+        self.weights_url = ""
+        self.changed = asyncio.Event()
+        """Set when a target version changes; the loader clears it."""
+        self.drained = asyncio.Event()
+        self.is_finished = False
+        self.on_stop: Callable[[RowId], None] = lambda row_id: None
+        """Called for each lease of this node that has ended; its work can no longer be used."""
+
+    def apply(self, orders: NodeDirectives, weights_url: str = "") -> None:
+        for version in orders.wanted:
+            known = self.targets.get(version.policy)
+            if known is None or _age(known) < _age(version):
+                self.targets[version.policy] = version
+                self.changed.set()
+        self.weights_url = weights_url or self.weights_url
+        self.is_finished = self.is_finished or orders.finished
+        for row_id in orders.stop:
+            self.on_stop(row_id)
+        if orders.drain or orders.finished:
+            self.drain()
+
+    def drain(self) -> None:
+        self.drained.set()
+
+
+def _age(version: PublishedVersion) -> tuple[int, int]:
+    return version.incarnation, version.number
+
+
+@dataclass(slots=True)
 class Membership:
     """Registration of one node process, identified by its `boot_id`."""
 
-    def __init__(
-        self,
-        api: MembershipApi,
-        orders: NodeOrders,
-        *,
-        node_id: NodeId,
-        capacity: int,
-        tags: tuple[str, ...] = (),
-    ) -> None:
-        self.node_id = node_id
-        self.boot_id = secrets.token_hex(8)
-        self._api = api
-        self._orders = orders
-        self._capacity = capacity
-        self._tags = tags
-        self._live: tuple[LiveVersion, ...] = ()
-        self.ready = asyncio.Event()
-        """Set once every policy has a live version; the node may then lease."""
-        self._announced = asyncio.Event()
-
-    @property
-    def live(self) -> tuple[LiveVersion, ...]:
-        return self._live
+    _api: MembershipApi
+    _orders: NodeOrders
+    _: KW_ONLY
+    node_id: NodeId
+    capacity: int
+    tags: tuple[str, ...] = ()
+    boot_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    live: tuple[LiveVersion, ...] = ()
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once every policy has a live version; the node may then lease."""
+    _announced: asyncio.Event = field(default_factory=asyncio.Event)
 
     def announce(self, live: tuple[LiveVersion, ...], *, is_ready: bool) -> None:
         """Report live versions with an immediate heartbeat; `is_ready` if every policy has one."""
-        self._live = live
+        self.live = live
         if is_ready:
             self.ready.set()
         self._announced.set()
@@ -71,14 +98,24 @@ class Membership:
             RegisterRequest(
                 node_id=self.node_id,
                 boot_id=self.boot_id,
-                capacity=self._capacity,
+                capacity=self.capacity,
                 policies=(),
-                tags=self._tags,
+                tags=self.tags,
             )
         )
         self._orders.apply(registered.orders, registered.weights_url)
-        log.info("joined run", node=self.node_id, run=registered.facts.run, capacity=self._capacity)
+        log.info("joined run", node=self.node_id, run=registered.facts.run, capacity=self.capacity)
         return registered
+
+    def lease_request(self, max_slots: int) -> LeaseRequest:
+        return LeaseRequest(
+            request_id=secrets.token_hex(8),
+            node_id=self.node_id,
+            boot_id=self.boot_id,
+            max_slots=max_slots,
+            wait_s=LEASE_WAIT_S,
+            live=self.live,
+        )
 
     async def with_rejoin(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call; register again if the service no longer knows this node."""
@@ -119,4 +156,4 @@ class Membership:
         state = NodeState.LIVE if self.ready.is_set() else NodeState.STARTING
         if self._orders.drained.is_set():
             state = NodeState.DRAINING
-        return Heartbeat(boot_id=self.boot_id, state=state, live=self._live, num_held=num_held)
+        return Heartbeat(boot_id=self.boot_id, state=state, live=self.live, num_held=num_held)

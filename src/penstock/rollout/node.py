@@ -19,9 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
-
-import structlog
+from typing import Protocol, TypedDict, Unpack, cast
 
 from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.service.nodes.messages import RunInfo
@@ -30,11 +28,9 @@ from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.delivery_queue import AckLog, DeliveryApi, DeliveryQueue
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engine import Engine, EngineSettings
-from penstock.rollout.engine_pool import MAX_PAUSED
-from penstock.rollout.engine_pools import EnginePools
+from penstock.rollout.engine_pool import MAX_PAUSED, EnginePools
 from penstock.rollout.engines import find_engine
-from penstock.rollout.membership import Membership, MembershipApi
-from penstock.rollout.orders import NodeOrders
+from penstock.rollout.membership import Membership, MembershipApi, NodeOrders
 from penstock.rollout.peer_relay import PeerRelayConfig, PeerRelayFetcher
 from penstock.rollout.recorder import Recorder, TurnApi
 from penstock.rollout.rewards.scorer import Scorer
@@ -44,9 +40,6 @@ from penstock.types import NodeId
 
 CAPACITY = 256
 GRACE_S = 5.0
-FLUSH_S = 10.0
-"""How long a leaving node tries to deliver finished work; the rest is redone on other nodes."""
-log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +65,7 @@ class Node:
                 leasing.cancel()
                 # A finished run does not accept late results.
                 await self.slots.finish(0.0 if self.orders.is_finished else self.grace_s)
-                await self._flush()
+                await self.delivery_queue.flush()
                 for loop in serving:
                     loop.cancel()
         except BaseExceptionGroup as group:
@@ -92,13 +85,6 @@ class Node:
             loops["score"] = self.scorer.run()
         return [tasks.create_task(loop, name=name) for name, loop in loops.items()]
 
-    async def _flush(self) -> None:
-        try:
-            async with asyncio.timeout(FLUSH_S):
-                await self.delivery_queue.wait_until_at_most(0)
-        except TimeoutError:
-            log.warning("flush timed out", num_undelivered=len(self.delivery_queue))
-
 
 def _root_cause(error: BaseException) -> BaseException:
     """The first error inside nested groups; the others are its consequences."""
@@ -117,6 +103,7 @@ class NodeDeps:
     """External dependencies of a node; tests pass fakes."""
 
     dataflow: DataflowApi
+    ack_log: AckLog
     make_fetcher: Callable[[RunInfo], WeightFetcher]
     make_engine: Callable[[RunInfo], Engine]
     num_engines: int = 1
@@ -134,14 +121,9 @@ class NodeDeps:
 
 
 def engine_maker(
-    node_id: NodeId,
-    state_dir: Path,
-    *,
-    kind: str | None = None,
-    url: str = "",
-    vllm_environment: str = "",
+    node_id: NodeId, state_dir: Path, **options: Unpack[EngineOptions]
 ) -> Callable[[RunInfo], Engine]:
-    """A factory for engines of `kind`, by default the run's, each with a different seed."""
+    """A factory for engines, each with a different seed."""
     seeds = itertools.count(zlib.crc32(node_id.encode()))
 
     def make(run_info: RunInfo) -> Engine:
@@ -149,26 +131,21 @@ def engine_maker(
             seed=next(seeds),
             torch_threads=run_info.torch_threads,
             is_deterministic=run_info.is_deterministic,
-            url=url,
-            environment=vllm_environment,
+            url=options.get("engine_url", ""),
+            environment=options.get("vllm_environment", ""),
             options=run_info.engine_options,
             state_dir=state_dir,
             num_policies=max((len(s.policies) for s in run_info.adapters), default=1),
             adapter_rank=max((s.rank for s in run_info.adapters), default=1),
         )
-        return find_engine(kind or run_info.engine).build(settings)
+        return find_engine(options.get("engine") or run_info.engine).build(settings)
 
     return make
 
 
 @asynccontextmanager
 async def build(
-    deps: NodeDeps,
-    ack_log: AckLog,
-    *,
-    node_id: NodeId,
-    capacity: int = CAPACITY,
-    grace_s: float = GRACE_S,
+    deps: NodeDeps, *, node_id: NodeId, capacity: int = CAPACITY, grace_s: float = GRACE_S
 ) -> AsyncGenerator[Node]:
     """Register, and build the node from the run's settings."""
     orders = NodeOrders()
@@ -182,7 +159,7 @@ async def build(
     scorer = Scorer(run_info.reward) if run_info.reward else None
     recorder = Recorder(deps.dataflow, node_id)
     attempt_runner = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, node_id)
-    delivery_queue = DeliveryQueue(deps.dataflow, membership, ack_log)
+    delivery_queue = DeliveryQueue(deps.dataflow, membership, deps.ack_log)
     try:
         yield Node(
             orders=orders,
@@ -192,7 +169,7 @@ async def build(
             recorder=recorder,
             scorer=scorer,
             slots=SlotRunner(
-                deps.dataflow, membership, orders, attempt_runner, delivery_queue, capacity=capacity
+                deps.dataflow, membership, orders, attempt_runner, delivery_queue, capacity
             ),
             delivery_queue=delivery_queue,
             heartbeat_s=registered.heartbeat_s,
@@ -203,29 +180,64 @@ async def build(
         await fetch.close()
 
 
+class EngineOptions(TypedDict, total=False):
+    """Options of `run_node` and `run_online` that `connect` reads; see there."""
+
+    acks: Path | None
+    engine: str | None
+    engine_url: str
+    vllm_environment: str
+    num_engines: int
+    max_paused: float
+
+
+@asynccontextmanager
+async def connect(
+    url: str,
+    token: str,
+    make_fetcher: Callable[[RunInfo], WeightFetcher],
+    *,
+    node_id: NodeId,
+    state_dir: Path,
+    **options: Unpack[EngineOptions],
+) -> AsyncGenerator[NodeDeps]:
+    """Clients and factories of a node of the run at `url`.
+
+    - `acks`: file for acknowledged row ids; default `state_dir/acks.txt`.
+    - `engine`: overrides the run's engine; its server is at `engine_url` or in `vllm_environment`.
+    - `num_engines`: engines per policy; at most the share `max_paused` of them swaps weights at the
+      same time.
+    """
+    client = PartitionedNodeClient(url, token)
+    ack_log = AckLog(options.get("acks") or state_dir / "acks.txt")
+    try:
+        yield NodeDeps(
+            dataflow=client,
+            ack_log=ack_log,
+            make_fetcher=make_fetcher,
+            make_engine=engine_maker(node_id, state_dir, **options),
+            num_engines=options.get("num_engines", 1),
+            max_paused=options.get("max_paused", MAX_PAUSED),
+        )
+    finally:
+        ack_log.close()
+        await client.close()
+
+
 async def run_node(
     url: str,
     token: str,
     *,
     node_id: NodeId,
     state_dir: Path,
-    acks: Path | None = None,
     capacity: int | None = None,
-    engine: str | None = None,
-    engine_url: str = "",
-    vllm_environment: str = "",
-    num_engines: int = 1,
-    max_paused: float = MAX_PAUSED,
     relay: tuple[str, str] | None = None,
     sharing: PeerRelayConfig | None = None,
+    **options: Unpack[EngineOptions],
 ) -> None:
     """Join the run at `url` and work until the run ends, the node is drained, or SIGTERM or SIGINT
-    arrives.
+    arrives. `options` as in `connect`.
 
-    - `acks`: file for acknowledged row ids; default `state_dir/acks.txt`.
-    - `engine`: overrides the run's engine; its server is at `engine_url` or in `vllm_environment`.
-    - `num_engines`: engines per policy; at most the share `max_paused` of them swaps weights at the
-      same time.
     - `relay`: URL and token of a relay to try before the run's weight server.
     - `sharing`: makes this node a relay for others.
 
@@ -233,36 +245,17 @@ async def run_node(
     """
 
     def fetch(run_info: RunInfo) -> WeightFetcher:
+        transfer = run_info.transfer
         if sharing is not None:
-            return PeerRelayFetcher(
-                token, state_dir, sharing, relay=relay, transfer=run_info.transfer
-            )
-        return WeightServerFetcher(
-            token, state_dir / "weights", relay=relay, transfer=run_info.transfer
-        )
+            return PeerRelayFetcher(token, state_dir, sharing, relay=relay, transfer=transfer)
+        return WeightServerFetcher(token, state_dir / "weights", relay=relay, transfer=transfer)
 
-    client = PartitionedNodeClient(url, token)
-    ack_log = AckLog(acks or state_dir / "acks.txt")
-    deps = NodeDeps(
-        dataflow=client,
-        make_fetcher=fetch,
-        make_engine=engine_maker(
-            node_id,
-            state_dir,
-            kind=engine,
-            url=engine_url,
-            vllm_environment=vllm_environment,
-        ),
-        num_engines=num_engines,
-        max_paused=max_paused,
-    )
-    try:
-        async with build(deps, ack_log, node_id=node_id, capacity=capacity or CAPACITY) as node:
-            with on_stop_signals(node.orders.drain):
-                await node.run()
-    finally:
-        ack_log.close()
-        await client.close()
+    async with (
+        connect(url, token, fetch, node_id=node_id, state_dir=state_dir, **options) as deps,
+        build(deps, node_id=node_id, capacity=capacity or CAPACITY) as node,
+    ):
+        with on_stop_signals(node.orders.drain):
+            await node.run()
 
 
 @contextmanager

@@ -13,31 +13,28 @@ this process ends is lost, and its slot is issued again.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 import structlog
 
-from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.core.leasing import Grant
-from penstock.dataflow.service.nodes.messages import LeaseRequest
+from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.errors import ConfigError
 from penstock.gateway.online import EndedSession, OnlineGateway, SessionTerms
 from penstock.gateway.online_routes import build_online_app
 from penstock.rollout.attempt import COMPLETED, failed, resolve_outcome, row_id_of
-from penstock.rollout.delivery_queue import AckLog, DeliveryQueue
-from penstock.rollout.engine_pool import MAX_PAUSED
-from penstock.rollout.membership import Membership
-from penstock.rollout.node import FLUSH_S, NodeDeps, engine_maker, on_stop_signals
-from penstock.rollout.orders import NodeOrders
-from penstock.rollout.slots import PAUSE_S, WAIT_S, LeaseApi
+from penstock.rollout.delivery_queue import DeliveryQueue
+from penstock.rollout.membership import Membership, NodeOrders
+from penstock.rollout.node import EngineOptions, NodeDeps, connect, on_stop_signals
+from penstock.rollout.slots import PAUSE_S, LeaseApi
 from penstock.rollout.weight_loader import Loader, WeightServerFetcher
 from penstock.types import SESSION_TAG, FailureKind, NodeId, RowId, Trajectory
 from penstock.wire.auth import Credential
@@ -58,33 +55,27 @@ class _LeasedSlot:
     leased_at: float
 
 
+@dataclass(slots=True)
 class SlotPool:
     """Leased slots: free ones for new sessions, and those in use by running sessions."""
 
-    def __init__(
-        self,
-        api: LeaseApi,
-        membership: Membership,
-        orders: NodeOrders,
-        delivery_queue: DeliveryQueue,
-        *,
-        size: int,
-        keep_s: float,
-    ) -> None:
-        """A slot unused for `keep_s` is exchanged for a new one, so that its lease does not expire
-        during a session."""
-        self._api = api
-        self._membership = membership
-        self._orders = orders
-        self._delivery_queue = delivery_queue
-        self._size = size
-        self._keep_s = keep_s
-        self._free: deque[_LeasedSlot] = deque()
-        self._in_use: dict[RowId, Grant] = {}
-        self._freed = asyncio.Event()
-        self.on_slot_lost: Callable[[RowId], None] = lambda row_id: None
-        """Called for a session whose lease the dataflow has ended."""
-        orders.on_stop = self._stop
+    _api: LeaseApi
+    _membership: Membership
+    _orders: NodeOrders
+    _delivery_queue: DeliveryQueue
+    _: KW_ONLY
+    size: int
+    keep_s: float
+    """A slot unused for `keep_s` is exchanged for a new one, so that its lease does not expire
+    during a session."""
+    on_slot_lost: Callable[[RowId], None] = lambda row_id: None
+    """Called for a session whose lease the dataflow has ended."""
+    _free: deque[_LeasedSlot] = field(default_factory=deque[_LeasedSlot])
+    _in_use: dict[RowId, Grant] = field(default_factory=dict[RowId, Grant])
+    _freed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._orders.on_stop = self._stop
 
     def num_held(self) -> int:
         return len(self._free) + len(self._in_use) + len(self._delivery_queue)
@@ -99,17 +90,10 @@ class SlotPool:
         woken by: `acquire_slot()`"""
         await self._membership.ready.wait()
         while True:
-            while self._size - len(self._free) < max(1, self._size // 4):
+            while self.size - len(self._free) < max(1, self.size // 4):
                 self._freed.clear()
                 await self._freed.wait()
-            request = LeaseRequest(
-                request_id=secrets.token_hex(8),
-                node_id=self._membership.node_id,
-                boot_id=self._membership.boot_id,
-                max_slots=self._size - len(self._free),
-                wait_s=WAIT_S,
-                live=self._membership.live,
-            )
+            request = self._membership.lease_request(self.size - len(self._free))
             answer = await self._membership.with_rejoin(partial(self._api.lease, request))
             now = time.monotonic()
             self._free += [_LeasedSlot(grant, now) for grant in answer.grants]
@@ -117,16 +101,11 @@ class SlotPool:
             if not answer.grants:
                 await asyncio.sleep(PAUSE_S)
 
-    def recycle_old(self) -> None:
-        """Release free slots that are older than `keep_s`."""
-        while self._free and time.monotonic() >= self._free[0].leased_at + self._keep_s:
+    def release_free(self, min_age_s: float = 0.0) -> None:
+        """Release the free slots that are at least this old."""
+        while self._free and time.monotonic() >= self._free[0].leased_at + min_age_s:
             self._delivery_queue.release(row_id_of(self._free.popleft().grant))
             self._freed.set()
-
-    def release_free(self) -> None:
-        """Release all free slots."""
-        while self._free:
-            self._delivery_queue.release(row_id_of(self._free.popleft().grant))
 
     def drop_in_use(self) -> None:
         """Stop recording the running sessions; the run has ended."""
@@ -136,7 +115,7 @@ class SlotPool:
     # --- slot source of the gateway -----------------------------------------------------------
 
     def acquire_slot(self) -> RowId | None:
-        self.recycle_old()
+        self.release_free(self.keep_s)
         if not self._free or self._orders.drained.is_set():
             return None
         grant = self._free.popleft().grant
@@ -203,13 +182,10 @@ class OnlineNode:
             sweeping = tasks.create_task(self._sweep(), name="sweep")
             heartbeats = self.membership.heartbeat_loop(self.heartbeat_s, self.slot_pool.num_held)
             loops = [
-                tasks.create_task(loop)
-                for loop in (
-                    self.slot_pool.lease(),
-                    heartbeats,
-                    self.loader.run(),
-                    self.delivery_queue.deliver(),
-                )
+                tasks.create_task(self.slot_pool.lease()),
+                tasks.create_task(heartbeats),
+                tasks.create_task(self.loader.run()),
+                tasks.create_task(self.delivery_queue.deliver()),
             ]
             stopping = tasks.create_task(self.stopping.wait())
             drained = tasks.create_task(self.orders.drained.wait())
@@ -233,11 +209,7 @@ class OnlineNode:
             self.online.close_all()
         else:
             self.slot_pool.drop_in_use()
-        try:
-            async with asyncio.timeout(FLUSH_S):
-                await self.delivery_queue.wait_until_at_most(0)
-        except TimeoutError:
-            log.warning("flush timed out", num_undelivered=len(self.delivery_queue))
+        await self.delivery_queue.flush()
         for loop in loops[1:]:
             loop.cancel()
         await self.membership.leave()
@@ -253,13 +225,12 @@ class OnlineNode:
                 log.warning("gateway stalled: session deadlines extended", seconds=late_s)
                 self.online.extend_deadlines(late_s)
             self.online.sweep()
-            self.slot_pool.recycle_old()
+            self.slot_pool.release_free(self.slot_pool.keep_s)
 
 
 @asynccontextmanager
 async def build_online(
     deps: NodeDeps,
-    ack_log: AckLog,
     verify: Callable[[str], Credential],
     *,
     node_id: NodeId,
@@ -281,14 +252,10 @@ async def build_online(
             f"run {run_info.run} has no session source; add "
             "`- {name: live, session: {}}` to `sources` in its run.yaml"
         )
-    terms = SessionTerms(
-        reward_deadline_s=run_info.session.reward_deadline_s,
-        idle_s=run_info.session.idle_s,
-        default_reward=run_info.session.default_reward,
-    )
+    terms = SessionTerms(**asdict(run_info.session))
     fetch = deps.make_fetcher(run_info)
     engines = deps.engines(run_info)
-    delivery_queue = DeliveryQueue(deps.dataflow, membership, ack_log)
+    delivery_queue = DeliveryQueue(deps.dataflow, membership, deps.ack_log)
     slot_pool = SlotPool(
         deps.dataflow,
         membership,
@@ -328,44 +295,19 @@ async def run_online(
     state_dir: Path,
     listener: socket.socket,
     tls: Tls | None = None,
-    acks: Path | None = None,
     capacity: int | None = None,
-    engine: str | None = None,
-    engine_url: str = "",
-    vllm_environment: str = "",
-    num_engines: int = 1,
-    max_paused: float = MAX_PAUSED,
+    **options: Unpack[EngineOptions],
 ) -> None:
-    """Serve agents of the run at `url` until SIGTERM or SIGINT; arguments as in `run_node`."""
-    client = PartitionedNodeClient(url, token)
-    ack_log = AckLog(acks or state_dir / "acks.txt")
-    deps = NodeDeps(
-        dataflow=client,
-        make_fetcher=lambda run_info: WeightServerFetcher(
-            token, state_dir / "weights", transfer=run_info.transfer
-        ),
-        make_engine=engine_maker(
-            node_id,
-            state_dir,
-            kind=engine,
-            url=engine_url,
-            vllm_environment=vllm_environment,
-        ),
-        num_engines=num_engines,
-        max_paused=max_paused,
-    )
-    try:
-        async with build_online(
-            deps,
-            ack_log,
-            verify,
-            node_id=node_id,
-            listener=listener,
-            tls=tls,
-            capacity=capacity or CAPACITY,
-        ) as node:
-            with on_stop_signals(node.stopping.set):
-                await node.run()
-    finally:
-        ack_log.close()
-        await client.close()
+    """Serve agents of the run at `url` until SIGTERM or SIGINT; `options` as in `connect`."""
+
+    def fetch(run_info: RunInfo) -> WeightServerFetcher:
+        return WeightServerFetcher(token, state_dir / "weights", transfer=run_info.transfer)
+
+    async with (
+        connect(url, token, fetch, node_id=node_id, state_dir=state_dir, **options) as deps,
+        build_online(
+            deps, verify, node_id=node_id, listener=listener, tls=tls, capacity=capacity or CAPACITY
+        ) as node,
+    ):
+        with on_stop_signals(node.stopping.set):
+            await node.run()

@@ -10,39 +10,20 @@ agent, which must not be contradicted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
+from penstock.gateway.generation import ChunkCallback, Completion, GenerationRequest, TokenChunk
 from penstock.gateway.seeds import derive
 from penstock.rollout.engine import SpanLog
 from penstock.rollout.snapshot import Snapshot
-from penstock.types import (
-    FinishReason,
-    PolicyName,
-    SamplingSpec,
-    Version,
-    VersionSpan,
-    log_probs,
-    token_ids,
-    view_ids,
-    view_log_probs,
-)
+from penstock.types import FinishReason, Version, VersionSpan, view_ids, view_log_probs
 
 
 class PartialCompletion:
-    def __init__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        policy: PolicyName,
-        on_chunk: ChunkCallback | None,
-    ) -> None:
-        self._prompt_ids = prompt_ids
-        self._sampling = sampling
-        self._policy = policy
-        self._on_chunk = on_chunk
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request = request
+        self._sampling = request.sampling
         self._sampled: list[int] = []
         self._logprobs: list[float] = []
         self._spans: SpanLog | None = None
@@ -57,17 +38,16 @@ class PartialCompletion:
     def is_stateless(self) -> bool:
         return not self._sampling.stop and not self._sampling.json_schema
 
-    def next_request(self) -> tuple[Sequence[int], SamplingSpec]:
-        """Prompt and sampling spec for the next engine."""
-        self._segment_start = len(self._sampled)
-        if not self._sampled:
-            return self._prompt_ids, self._sampling
-        rest = replace(
-            self._sampling,
-            max_tokens=self._sampling.max_tokens - len(self._sampled),
-            seed=derive(self._sampling.seed, len(self._sampled)),
-        )
-        return [*self._prompt_ids, *self._sampled], rest
+    def next_request(self, on_chunk: ChunkCallback) -> GenerationRequest:
+        """The request for the next engine."""
+        at = self._segment_start = len(self._sampled)
+        if not at:
+            return replace(self._request, on_chunk=on_chunk)
+        sampling = self._sampling
+        seed = derive(sampling.seed, at)
+        rest = replace(sampling, max_tokens=sampling.max_tokens - at, seed=seed)
+        context = [*self._request.prompt_ids, *self._sampled]
+        return replace(self._request, prompt_ids=context, sampling=rest, on_chunk=on_chunk)
 
     def feed(self, chunk: TokenChunk) -> None:
         if not chunk.sampled_ids:
@@ -77,8 +57,8 @@ class PartialCompletion:
         self._spans.switch(len(self._sampled), chunk.version)
         self._sampled.extend(chunk.sampled_ids)
         self._logprobs.extend(chunk.logprobs)
-        if self._on_chunk is not None:
-            self._on_chunk(chunk)
+        if self._request.on_chunk is not None:
+            self._request.on_chunk(chunk)
 
     def add_aborted(self, aborted: Completion) -> None:
         """Add the tokens of an aborted answer, including those that were not streamed."""
@@ -86,13 +66,12 @@ class PartialCompletion:
         logprobs = view_log_probs(aborted.logprobs).tolist()
         for span in aborted.spans:
             start = max(span.start, len(self._sampled) - self._segment_start)
-            version = Version(policy=self._policy, incarnation=span.incarnation, number=span.number)
-            part = slice(start, max(start, span.end))
+            part, version = slice(start, max(start, span.end)), self._version(span)
             self.feed(TokenChunk(sampled_ids=ids[part], logprobs=logprobs[part], version=version))
 
     def restart(self) -> None:
         """Discard all tokens. Raises EngineError if some were already streamed to the agent."""
-        if self._sampled and self._on_chunk is not None:
+        if self._sampled and self._request.on_chunk is not None:
             raise EngineError(
                 f"the engine was lost after {len(self._sampled)} streamed tokens; an answer with "
                 "stop strings or a schema cannot continue on another engine; send the request again"
@@ -101,64 +80,31 @@ class PartialCompletion:
         self._logprobs.clear()
         self._spans = None
 
-    def finish_reason(self, model: Snapshot) -> FinishReason | None:
-        """Why the answer is already complete; None if it is not. An engine may die after its last
-        token but before its final event."""
-        if self._sampled and self._sampled[-1] in model.stop_ids:
-            return FinishReason.STOP
-        room = model.window - len(self._prompt_ids)
-        is_full = len(self._sampled) >= min(self._sampling.max_tokens, room)
-        return FinishReason.LENGTH if self._sampled and is_full else None
-
-    def to_completion(self, finish: FinishReason) -> Completion:
-        """The completion of all tokens received so far."""
-        return Completion(
-            sampled_ids=token_ids(self._sampled),
-            logprobs=log_probs(self._logprobs),
-            spans=self._spans_until(len(self._sampled)),
-            finish=finish,
-        )
+    def completion(self, model: Snapshot) -> Completion | None:
+        """The answer if it is already complete: an engine may die after its last token but before
+        its final event."""
+        room = model.window - len(self._request.prompt_ids)
+        if self._spans is None:
+            return None
+        if self._sampled[-1] in model.stop_ids:
+            return self._spans.complete(self._sampled, self._logprobs, FinishReason.STOP)
+        if len(self._sampled) >= min(self._sampling.max_tokens, room):
+            return self._spans.complete(self._sampled, self._logprobs, FinishReason.LENGTH)
+        return None
 
     def append_last(self, last: Completion) -> Completion:
         """The full answer; `last` is the part from the current engine."""
-        if not self._segment_start:
-            return last
         at = self._segment_start
-        spans = list(self._spans_until(at))
+        if not at:
+            return last
+        assert self._spans is not None
+        self._spans.truncate(at)
         for span in last.spans:
-            moved = replace(span, start=span.start + at, end=span.end + at)
-            spans[-1:] = _merged(spans[-1], moved)
-        return Completion(
-            sampled_ids=token_ids([*self._sampled[:at], *view_ids(last.sampled_ids)]),
-            logprobs=log_probs([*self._logprobs[:at], *view_log_probs(last.logprobs)]),
-            spans=tuple(spans),
-            finish=last.finish,
-        )
+            self._spans.switch(at + span.start, self._version(span))
+        ids = [*self._sampled[:at], *view_ids(last.sampled_ids)]
+        logprobs = [*self._logprobs[:at], *view_log_probs(last.logprobs)]
+        return self._spans.complete(ids, logprobs, last.finish)
 
-    def _spans_until(self, num_tokens: int) -> tuple[VersionSpan, ...]:
-        spans = () if self._spans is None else self._spans.spans(len(self._sampled))
-        return tuple(
-            replace(span, end=min(span.end, num_tokens))
-            for span in spans
-            if span.start < num_tokens
-        )
-
-
-class DetachableCallback:
-    """Receives the chunks of one engine; ignores them once that engine is abandoned."""
-
-    __slots__ = ("_feed", "is_detached")
-
-    def __init__(self, feed: Callable[[TokenChunk], None]) -> None:
-        self._feed = feed
-        self.is_detached = False
-
-    def __call__(self, chunk: TokenChunk) -> None:
-        if not self.is_detached:
-            self._feed(chunk)
-
-
-def _merged(one: VersionSpan, two: VersionSpan) -> tuple[VersionSpan, ...]:
-    if (one.incarnation, one.number) == (two.incarnation, two.number):
-        return (replace(one, end=two.end),)
-    return one, two
+    def _version(self, span: VersionSpan) -> Version:
+        policy = self._request.policy
+        return Version(policy=policy, incarnation=span.incarnation, number=span.number)

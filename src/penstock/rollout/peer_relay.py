@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from penstock.errors import WeightsError
@@ -30,8 +30,6 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRelayConfig:
-    """How a node serves weights to its peers."""
-
     host: str
     port: int
     tls: Tls | None
@@ -41,28 +39,20 @@ class PeerRelayConfig:
     """Disk limit for relayed blobs, in addition to the node's own cache."""
 
 
+@dataclass(slots=True)
 class PeerRelayFetcher:
     """Fetches through the node's own relay; starts serving peers with the first fetch."""
 
-    def __init__(
-        self,
-        token: str,
-        state_dir: Path,
-        sharing: PeerRelayConfig,
-        *,
-        relay: tuple[str, str] | None = None,
-        transfer: Transfer = "auto",
-    ) -> None:
-        self._token = token
-        self._sharing = sharing
-        self._relay = relay
-        self._transfer: Transfer = transfer
-        self._relay_dir = state_dir / "relayed"
-        self._cache = state_dir / "weights"
-        self._origin = ""
-        self._callers: list[AsyncServiceClient] = []
-        self._serving: list[asyncio.Task[None]] = []
-        self._fetch: WeightServerFetcher | None = None
+    _token: str
+    _state_dir: Path
+    _sharing: PeerRelayConfig
+    _: KW_ONLY
+    relay: tuple[str, str] | None = None
+    transfer: Transfer = "auto"
+    _origin: str = ""
+    _callers: list[AsyncServiceClient] = field(default_factory=list[AsyncServiceClient])
+    _serving: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+    _fetch: WeightServerFetcher | None = None
 
     async def __call__(self, weights_url: str, target: PublishedVersion) -> Path:
         if self._fetch is None or weights_url != self._origin:
@@ -96,10 +86,10 @@ class PeerRelayFetcher:
     def _open(self, weights_url: str) -> WeightServerFetcher:
         sharing = self._sharing
         self._origin = weights_url
-        if self._relay is not None:
-            self._callers.append(AsyncServiceClient(*self._relay))
+        if self.relay is not None:
+            self._callers.append(AsyncServiceClient(*self.relay))
         self._callers.append(AsyncServiceClient(weights_url, self._token))
-        relay = Relay(self._callers, self._relay_dir, max_bytes=sharing.max_bytes)
+        relay = Relay(self._callers, self._state_dir / "relayed", max_bytes=sharing.max_bytes)
         local_listener = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
         family = socket.AF_INET6 if ":" in sharing.host else socket.AF_INET
         where = (sharing.host, sharing.port)
@@ -112,7 +102,5 @@ class PeerRelayFetcher:
             app = build(relay, verifier)
             self._serving.append(asyncio.create_task(serve_on_socket(app, listener, tls)))
         url = f"http://{LOOPBACK}:{local_listener.getsockname()[1]}"
-        local_relay = (url, self._token)
-        return WeightServerFetcher(
-            self._token, self._cache, relay=local_relay, transfer=self._transfer
-        )
+        cache, local_relay = self._state_dir / "weights", (url, self._token)
+        return WeightServerFetcher(self._token, cache, relay=local_relay, transfer=self.transfer)

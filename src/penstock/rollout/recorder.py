@@ -8,12 +8,13 @@ delivered. Turns that were not sent are generated again by the next holder of th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.dataflow.service.nodes.messages import RecordedTurn, RecordRequest
+from penstock.gateway.session import TurnCallback
 from penstock.types import NodeId, RowId, Turn
 
 RECORD_S = 0.2
@@ -26,25 +27,20 @@ class TurnApi(Protocol):
     async def recorded(self, node_id: NodeId, row_id: RowId) -> tuple[Turn, ...]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackedAttempt:
-    """One attempt whose turns are recorded."""
-
-    salvaged_turns: tuple[Turn, ...]
-    """Turns recorded by earlier attempts at the slot."""
-    on_turn: Callable[[int, Turn, bool], None]
-    """Called with each finished turn: index, turn, and whether it was salvaged."""
-
-
+@dataclass(slots=True)
 class Recorder:
-    def __init__(self, api: TurnApi, node_id: NodeId) -> None:
-        self._api = api
-        self._node_id = node_id
-        self._waiting: list[RecordedTurn] = []
-        self._running: set[RowId] = set()
+    _api: TurnApi
+    _node_id: NodeId
+    _waiting: list[RecordedTurn] = field(default_factory=list[RecordedTurn])
+    _running: set[RowId] = field(default_factory=set[RowId])
 
     @asynccontextmanager
-    async def track(self, row_id: RowId, num_recorded: int) -> AsyncGenerator[TrackedAttempt]:
+    async def track(
+        self, row_id: RowId, num_recorded: int
+    ) -> AsyncGenerator[tuple[tuple[Turn, ...], TurnCallback]]:
+        """Record the turns of an attempt. Yields the turns recorded by earlier attempts at the
+        slot, and the callback for finished turns."""
+
         def on_turn(index: int, turn: Turn, is_reused: bool) -> None:
             self._waiting.append(
                 RecordedTurn(row_id=row_id, index=index, turn=turn, is_reused=is_reused)
@@ -53,7 +49,7 @@ class Recorder:
         salvaged_turns = await self._api.recorded(self._node_id, row_id) if num_recorded else ()
         self._running.add(row_id)
         try:
-            yield TrackedAttempt(salvaged_turns=salvaged_turns, on_turn=on_turn)
+            yield salvaged_turns, on_turn
         finally:
             self._running.discard(row_id)
 

@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -40,8 +40,6 @@ class VerificationFailed(EngineError):
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine and its state in the pool."""
-
     engine: Engine
     verified: Version | None = None
     num_in_flight: int = 0
@@ -53,6 +51,37 @@ class Replica:
     def serving_version(self) -> Version | None:
         live = self.engine.live
         return live if live is not None and live == self.verified else None
+
+
+@dataclass(slots=True)
+class PoolStats:
+    """State of a pool now, and its counters since the start."""
+
+    _replicas: Sequence[Replica]
+    num_swaps: int = 0
+    """Swaps of serving engines; the first load of an engine is not counted."""
+    peak_paused: int = 0
+    """Most engines out of routing for a swap at the same time."""
+    swap_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SWAP_S))
+    """How long each of the newest swaps kept its engine out of routing, including load and
+    verification; the engine pauses for only a part of it."""
+    num_continued: int = 0
+    """Answers that continued from their tokens on another engine."""
+    num_restarted: int = 0
+    """Answers that restarted from their first token."""
+    num_tokens_kept: int = 0
+    """Tokens from lost engines that did not have to be sampled again."""
+    num_failed: int = 0
+    """Requests that failed for reasons other than the request itself."""
+
+    @property
+    def num_serving(self) -> int:
+        return sum(replica.serving_version is not None for replica in self._replicas)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Requests in flight, per engine."""
+        return tuple(replica.num_in_flight for replica in self._replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +102,14 @@ class _SwapJob:
         replica.verified = self.version
 
 
+@dataclass(slots=True)
 class RollingSwap:
-    def __init__(
-        self, replicas: Sequence[Replica], *, max_paused: int, changed: Callable[[], None]
-    ) -> None:
-        """`changed` is called when an engine may have become available."""
-        self.num_swaps = 0
-        self.peak_paused = 0
-        self.swap_s: deque[float] = deque(maxlen=MAX_SWAP_S)
-        self._replicas = replicas
-        self._max_paused = max_paused
-        self._changed = changed
-        self._lock = asyncio.Lock()
+    _replicas: Sequence[Replica]
+    _stats: PoolStats
+    _max_paused: int
+    _changed: Callable[[], None]
+    """Called when an engine may have become available."""
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def load(
         self, folder: Path, version: Version, verify: VerifyEngine | None
@@ -123,10 +148,8 @@ class RollingSwap:
 
         async def swap(replica: Replica) -> None:
             async with gate:
-                has_failed_verification = any(
-                    isinstance(error, VerificationFailed) for error in errors
-                )
-                if not has_failed_verification or self._is_verified(job.version):
+                is_suspect = any(isinstance(error, VerificationFailed) for error in errors)
+                if not is_suspect or self._is_verified(job.version):
                     try:
                         await self._swap(replica, job)
                     except EngineError as error:
@@ -143,13 +166,14 @@ class RollingSwap:
     async def _swap(self, replica: Replica, job: _SwapJob) -> None:
         started_at = time.monotonic()
         replica.is_swapping = True
-        self.peak_paused = max(self.peak_paused, sum(s.is_swapping for s in self._replicas))
+        num_paused = sum(replica.is_swapping for replica in self._replicas)
+        self._stats.peak_paused = max(self._stats.peak_paused, num_paused)
         try:
             await job.run(replica)
         finally:
             replica.is_swapping = False
-            self.num_swaps += 1
-            self.swap_s.append(time.monotonic() - started_at)
+            self._stats.num_swaps += 1
+            self._stats.swap_s.append(time.monotonic() - started_at)
             self._changed()
 
     def _start(self, replica: Replica, job: _SwapJob) -> asyncio.Task[EngineError | None]:

@@ -7,20 +7,18 @@ A lease request covers all free slots: a few large requests instead of many smal
 from __future__ import annotations
 
 import asyncio
-import secrets
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import LeaseAnswer, LeaseRequest
-from penstock.rollout.attempt import row_id_of
+from penstock.rollout.attempt import AttemptRunner, row_id_of
 from penstock.rollout.delivery_queue import DeliveryQueue
-from penstock.rollout.membership import Membership
-from penstock.rollout.orders import NodeOrders
-from penstock.types import RowId, Task, Trajectory
+from penstock.rollout.membership import Membership, NodeOrders
+from penstock.types import RowId, Task
 
-WAIT_S = 10.0
 COALESCE_S = 0.05
 """How long a free slot may wait for others to share one lease request."""
 PAUSE_S = 0.05
@@ -31,30 +29,21 @@ class LeaseApi(Protocol):
     async def lease(self, body: LeaseRequest) -> LeaseAnswer: ...
 
 
-class RunsAttempts(Protocol):
-    async def run(self, grant: Grant, task: Task) -> Trajectory: ...
-
-
+@dataclass(slots=True)
 class SlotRunner:
-    def __init__(
-        self,
-        api: LeaseApi,
-        membership: Membership,
-        orders: NodeOrders,
-        attempt_runner: RunsAttempts,
-        delivery_queue: DeliveryQueue,
-        *,
-        capacity: int,
-    ) -> None:
-        self._api = api
-        self._membership = membership
-        self._orders = orders
-        self._attempt_runner = attempt_runner
-        self._delivery_queue = delivery_queue
-        self._capacity = capacity
-        self._running: dict[RowId, asyncio.Task[None]] = {}
-        self._freed = asyncio.Event()
-        orders.on_stop = self._stop
+    _api: LeaseApi
+    _membership: Membership
+    _orders: NodeOrders
+    _attempt_runner: AttemptRunner
+    _delivery_queue: DeliveryQueue
+    capacity: int
+    _running: dict[RowId, asyncio.Task[None]] = field(
+        default_factory=dict[RowId, asyncio.Task[None]]
+    )
+    _freed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._orders.on_stop = self._stop
 
     def num_held(self) -> int:
         return len(self._running) + len(self._delivery_queue)
@@ -66,14 +55,7 @@ class SlotRunner:
         await self._membership.ready.wait()
         while True:
             await self._wait_for_room()
-            request = LeaseRequest(
-                request_id=secrets.token_hex(8),
-                node_id=self._membership.node_id,
-                boot_id=self._membership.boot_id,
-                max_slots=self._capacity - len(self._running),
-                wait_s=WAIT_S,
-                live=self._membership.live,
-            )
+            request = self._membership.lease_request(self.capacity - len(self._running))
             answer = await self._membership.with_rejoin(partial(self._api.lease, request))
             self._orders.apply(answer.orders)
             for grant in answer.grants:
@@ -95,14 +77,14 @@ class SlotRunner:
         self._running.clear()
 
     async def _wait_for_room(self) -> None:
-        await self._delivery_queue.wait_until_at_most(self._capacity)
+        await self._delivery_queue.wait_until_at_most(self.capacity)
         await self._until_free(1)
         with suppress(TimeoutError):
             async with asyncio.timeout(COALESCE_S):
-                await self._until_free(self._capacity // 4)
+                await self._until_free(self.capacity // 4)
 
     async def _until_free(self, num_slots: int) -> None:
-        while self._capacity - len(self._running) < num_slots:
+        while self.capacity - len(self._running) < num_slots:
             self._freed.clear()
             await self._freed.wait()
 

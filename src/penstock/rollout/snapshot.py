@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.errors import EngineError
-from penstock.rollout.adapter_info import AdapterInfo, is_base, read_adapter_info
+from penstock.rollout.adapter_info import AdapterInfo, read_adapter_info, tensor_files
 from penstock.types import JsonObject
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
@@ -39,9 +39,8 @@ class Snapshot:
 
 def read_snapshot(folder: Path) -> Snapshot:
     config = _read_object(folder / "config.json")
-    generation: JsonObject = {}
-    if (folder / "generation_config.json").exists():
-        generation = _read_object(folder / "generation_config.json")
+    path = folder / "generation_config.json"
+    generation = _read_object(path) if path.exists() else {}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in tensor_files(folder):
         shapes.update(_read_shapes(path))
@@ -67,11 +66,6 @@ def prompt_problem(prompt_ids: Sequence[int], snapshot: Snapshot) -> str | None:
             "tokenizer and model of this snapshot do not match"
         )
     return None
-
-
-def tensor_files(folder: Path) -> list[Path]:
-    """The model's tensor files, without the adapter's."""
-    return [path for path in sorted(folder.glob("*.safetensors")) if is_base(path)]
 
 
 def _read_adapter(folder: Path, base: dict[str, tuple[int, ...]]) -> AdapterInfo | None:

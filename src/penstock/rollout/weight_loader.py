@@ -14,6 +14,7 @@ import asyncio
 import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -21,12 +22,11 @@ import structlog
 
 from penstock.errors import EngineError, WeightsError, WireError, wrap_errors
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.engine import Engine
-from penstock.rollout.engine_pools import EnginePools
-from penstock.rollout.membership import Membership
-from penstock.rollout.orders import NodeOrders
+from penstock.rollout.engine_pool import EnginePools
+from penstock.rollout.membership import Membership, NodeOrders
 from penstock.types import (
     PolicyName,
     PublishedVersion,
@@ -47,8 +47,6 @@ log = structlog.get_logger(__name__)
 
 
 class WeightFetcher(Protocol):
-    """Downloads and verifies snapshots."""
-
     async def __call__(self, weights_url: str, target: PublishedVersion) -> Path: ...
 
     def require_unchanged(self, folder: Path) -> None:
@@ -95,24 +93,22 @@ class WeightServerFetcher:
                 await caller.close()
 
 
+_Versions = dict[PolicyName, PublishedVersion]
+
+
+@dataclass(slots=True)
 class Loader:
-    def __init__(
-        self,
-        orders: NodeOrders,
-        membership: Membership,
-        engines: EnginePools,
-        gateway: Gateway,
-        fetch: WeightFetcher,
-    ) -> None:
-        self._orders = orders
-        self._membership = membership
-        self._engines = engines
-        self._gateway = gateway
-        self._fetch = fetch
-        self._loaded: dict[PolicyName, PublishedVersion] = {}
-        self._attempted: dict[PolicyName, PublishedVersion] = {}
-        self._probes: dict[PolicyName, Sequence[int]] = {}
-        self._num_probes = 0
+    _orders: NodeOrders
+    _membership: Membership
+    _engines: EnginePools
+    _gateway: Gateway
+    _fetch: WeightFetcher
+    _loaded: _Versions = field(default_factory=_Versions)
+    _attempted: _Versions = field(default_factory=_Versions)
+    _probes: dict[PolicyName, Sequence[int]] = field(
+        default_factory=dict[PolicyName, Sequence[int]]
+    )
+    _num_probes: int = 0
 
     async def run(self) -> None:
         """consumes: target versions · produces: live ones, announced
@@ -179,10 +175,12 @@ class Loader:
         """Generate from a fixed prompt: verified weights may still fail on this engine."""
         self._num_probes += 1  # the seed matters only to engines that simulate failures
         greedy = SamplingSpec(temperature=0.0, max_tokens=PROBE_TOKENS, seed=self._num_probes)
-        prompt_ids = self._probes[version.policy]
+        request = GenerationRequest(
+            self._probes[version.policy], greedy, policy=version.policy, session="probe"
+        )
         with wrap_errors(EngineError, f"probe of {version}"):
             async with asyncio.timeout(PROBE_S):
-                answer = await engine(prompt_ids, greedy, policy=version.policy, session="probe")
+                answer = await engine(request)
         if (why := probe_error(answer, version)) is not None:
             raise EngineError(f"probe of {version}: {why}; not announced")
 

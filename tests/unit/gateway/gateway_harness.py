@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ from tokenizers.models import BPE
 
 from penstock.errors import EngineError
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
+from penstock.gateway.quotas import Quotas
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.server import build_app
 from penstock.gateway.session import Session
@@ -101,30 +102,22 @@ class FakeEngine:
         self.specs: list[SamplingSpec] = []
         self.prompts: list[list[int]] = []
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
+    async def __call__(self, request: GenerationRequest) -> Completion:
         self.num_started += 1
-        self.specs.append(sampling)
-        self.prompts.append(list(prompt_ids))
+        self.specs.append(request.sampling)
+        self.prompts.append(list(request.prompt_ids))
         line = self.lines.pop(0) if len(self.lines) > 1 else self.lines[0]
         ids = [*(VOCAB[letter] for letter in line), END_ID]
-        is_cut = len(ids) > sampling.max_tokens
-        ids = ids[: sampling.max_tokens]
+        is_cut = len(ids) > request.sampling.max_tokens
+        ids = ids[: request.sampling.max_tokens]
         for at, token in enumerate(ids):
             if at == self.waits_at:
                 await self.gate.wait()
-            if at == 2 and sampling.temperature == ON_FIRE:
+            if at == 2 and request.sampling.temperature == ON_FIRE:
                 raise EngineError("the engine is on fire")
-            if on_chunk is not None and self.is_live:
-                version = Version(policy=policy, incarnation=1, number=0)
-                on_chunk(TokenChunk(sampled_ids=[token], logprobs=[-0.25], version=version))
+            if request.on_chunk is not None and self.is_live:
+                version = Version(policy=request.policy, incarnation=1, number=0)
+                request.on_chunk(TokenChunk(sampled_ids=[token], logprobs=[-0.25], version=version))
                 await asyncio.sleep(0)
         return Completion(
             sampled_ids=token_ids(ids),
@@ -166,12 +159,14 @@ class GatewayHarness:
 
 
 @asynccontextmanager
-async def running_gateway(folder: Path, **quotas: int) -> AsyncGenerator[GatewayHarness]:
+async def running_gateway(
+    folder: Path, quotas: Quotas | None = None
+) -> AsyncGenerator[GatewayHarness]:
     engine = FakeEngine()
     gateway = Gateway(engine)
     gateway.set_renderer(POLICY, Renderer.load(write_snapshot(folder)))
     session = gateway.open(policies=[POLICY], sampling=SamplingSpec(max_tokens=512), seed=3)
-    app = build_app(gateway, **quotas)
+    app = build_app(gateway, quotas)
     service = server(app, "127.0.0.1", 0)
     task = asyncio.create_task(service.serve())
     await until(lambda: service.started)

@@ -18,7 +18,7 @@ import pytest
 from tests.unit.gateway.bpe import END, PAD, START, id_of, renderer, split_anyhow
 
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
 from penstock.gateway.model_calls import Answer, Call, Delta
 from penstock.gateway.session import Session
 from penstock.gateway.template_probe import TOOL
@@ -58,24 +58,18 @@ class Recorder:
     num_sampled: int = 0
     num_answers: int = 0
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
+    async def __call__(self, request: GenerationRequest) -> Completion:
         ids, finish = self._sample()
         first = self.num_sampled
         self.num_sampled += len(ids)
-        self.prompts[token_ids(ids)] = list(prompt_ids)
-        version = Version(policy=policy, incarnation=1, number=0)
+        self.prompts[token_ids(ids)] = list(request.prompt_ids)
+        version = Version(policy=request.policy, incarnation=1, number=0)
         at = 0
-        while on_chunk is not None and at < len(ids):
+        while request.on_chunk is not None and at < len(ids):
             size = self.rng.randint(1, 5)
-            on_chunk(TokenChunk(sampled_ids=ids[at : at + size], logprobs=[], version=version))
+            request.on_chunk(
+                TokenChunk(sampled_ids=ids[at : at + size], logprobs=[], version=version)
+            )
             at += size
         await asyncio.sleep(0)
         return Completion(
@@ -163,9 +157,7 @@ class Agent:
 
     async def _listen(self, messages: list[JsonObject]) -> Answer:
         heard: list[Delta] = []
-        answer = await self.session.call(
-            Call(messages=messages, tools=[TOOL], on_chunk=heard.append)
-        )
+        answer = await self.session.call(Call(messages=messages, tools=[TOOL]), heard.append)
         assert answer.text.startswith("".join(delta.text for delta in heard))
         assert answer.reasoning.startswith("".join(delta.reasoning for delta in heard))
         self.num_heard += len(heard)

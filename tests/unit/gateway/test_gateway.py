@@ -13,7 +13,7 @@ from tests.unit.gateway.chatml import AB, END_ID, ids_of, write_snapshot
 
 from penstock.errors import BadRequest, EngineError, NotFound, Unauthorized
 from penstock.gateway.gateway import Gateway, Session
-from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.gateway.renderer import Renderer
 from penstock.types import (
     FinishReason,
@@ -40,18 +40,10 @@ class FakeEngine:
         self.specs: list[SamplingSpec] = []
         self.policies: list[PolicyName] = []
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
-        self.prompts.append(list(prompt_ids))
-        self.specs.append(sampling)
-        self.policies.append(policy)
+    async def __call__(self, request: GenerationRequest) -> Completion:
+        self.prompts.append(list(request.prompt_ids))
+        self.specs.append(request.sampling)
+        self.policies.append(request.policy)
         await asyncio.sleep(0)
         if not self.answers:
             raise EngineError("no answer left")

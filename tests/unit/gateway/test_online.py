@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,11 @@ from tests.unit.rollout.snapshot_files import write_snapshot
 
 from penstock.errors import BadRequest, Conflict, Unauthorized
 from penstock.gateway import online as module
-from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.gateway.online import EndedSession, OnlineGateway, OnlineSession, SessionTerms, State
 from penstock.gateway.renderer import Renderer
 from penstock.types import (
     FinishReason,
-    PolicyName,
     RowId,
     SamplingSpec,
     VersionSpan,
@@ -37,15 +35,7 @@ class Engine:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
+    async def __call__(self, request: GenerationRequest) -> Completion:
         await self.may_answer.wait()
         return Completion(
             sampled_ids=token_ids([1]),

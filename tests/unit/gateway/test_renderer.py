@@ -28,8 +28,6 @@ def test_encodes_and_decodes(tmp_path: Path) -> None:
     assert renderer.encode("abc") == (AB, VOCAB["c"])
     assert renderer.decode([*ids_of("abc"), END_ID]) == "abc<|im_end|>"
     assert renderer.decode_visible([*ids_of("abc"), END_ID]) == "abc"
-    assert renderer.has_special([END_ID])
-    assert not renderer.has_special(ids_of("abc"))
 
 
 def test_the_cache_is_bounded_and_right(tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ from tests.unit.gateway.gateway_harness import (
 )
 
 from penstock.errors import Busy, EngineError
-from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.gateway.model_calls import Answer, Usage
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.server import DIALECTS, MAX_BODY_BYTES
-from penstock.types import FinishReason, PolicyName, SamplingSpec
+from penstock.types import FinishReason, SamplingSpec
 
 ASK: Any = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -369,20 +369,11 @@ async def test_a_failed_choice_leaves_its_siblings_unreached(
 ) -> None:
     original = harness.gateway.generate
 
-    async def second_fails(
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
+    async def second_fails(request: GenerationRequest) -> Completion:
         if harness.engine.num_started == 1:
             await asyncio.sleep(0.05)
             raise EngineError("one of them failed")
-        return await original(
-            prompt_ids, sampling, policy=policy, session=session, on_chunk=on_chunk
-        )
+        return await original(request)
 
     harness.gateway.generate = second_fails
     async with harness.http() as http:
@@ -409,7 +400,10 @@ async def test_internal_errors_hide_their_details(harness: GatewayHarness) -> No
 
 
 async def test_calls_at_a_time_are_limited_per_session(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, max_concurrent_calls=2) as harness, harness.http() as http:
+    async with (
+        running_gateway(tmp_path, Quotas(max_concurrent_calls=2)) as harness,
+        harness.http() as http,
+    ):
         harness.engine.gate.clear()
         path = "/v1/chat/completions"
         held = [
@@ -442,7 +436,10 @@ async def test_calls_at_a_time_are_limited_per_session(tmp_path: Path) -> None:
 
 
 async def test_tokens_are_limited_per_minute(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, tokens_per_minute=6) as harness, harness.http() as http:
+    async with (
+        running_gateway(tmp_path, Quotas(tokens_per_minute=6)) as harness,
+        harness.http() as http,
+    ):
         path = "/v1/completions"
         assert (await http.post(path, json={**BODIES[path], "stream": True})).status_code == 200
         assert (await http.post(path, json=BODIES[path])).status_code in (200, 429)
@@ -452,7 +449,10 @@ async def test_tokens_are_limited_per_minute(tmp_path: Path) -> None:
 
 
 async def test_a_failed_call_gives_its_place_back(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, max_concurrent_calls=1) as harness, harness.http() as http:
+    async with (
+        running_gateway(tmp_path, Quotas(max_concurrent_calls=1)) as harness,
+        harness.http() as http,
+    ):
         path = "/v1/chat/completions"
         body = {**BODIES[path], "temperature": ON_FIRE}
         for is_stream in (False, True, False):

@@ -12,8 +12,8 @@ from tests.unit.gateway.bpe import END, PAD, START, id_of, renderer, split_anyho
 from penstock.errors import BadRequest, ContextOverflow
 from penstock.gateway.control_tokens import ESCAPE
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
-from penstock.gateway.model_calls import Answer, Call, Delta
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
+from penstock.gateway.model_calls import Answer, Call, Delta, RawPrompt
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.sampling import Overrides
 from penstock.gateway.session import Session
@@ -42,22 +42,14 @@ class FakeEngine:
         self.prompts: list[list[int]] = []
         self.specs: list[SamplingSpec] = []
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
-        self.prompts.append(list(prompt_ids))
-        self.specs.append(sampling)
+    async def __call__(self, request: GenerationRequest) -> Completion:
+        self.prompts.append(list(request.prompt_ids))
+        self.specs.append(request.sampling)
         ids = self.answers.pop(0)
-        version = Version(policy=policy, incarnation=1, number=0)
+        version = Version(policy=request.policy, incarnation=1, number=0)
         for token in ids:
-            if on_chunk is not None:
-                on_chunk(TokenChunk(sampled_ids=[token], logprobs=[0.0], version=version))
+            if request.on_chunk is not None:
+                request.on_chunk(TokenChunk(sampled_ids=[token], logprobs=[0.0], version=version))
         return Completion(
             sampled_ids=token_ids(ids),
             logprobs=log_probs([0.0] * len(ids)),
@@ -188,7 +180,7 @@ async def test_invalid_unicode_is_rejected() -> None:
     with pytest.raises(BadRequest):
         await session.chat([user("\ud800")])
     with pytest.raises(BadRequest):
-        await session.complete("\ud800")
+        await session.call(RawPrompt(prompt="\ud800"))
 
 
 # --- tools and reasoning ------------------------------------------------------------------------
@@ -261,7 +253,7 @@ async def test_thinking_is_switched_in_the_prompt() -> None:
 async def test_an_agent_receives_the_answer_incrementally() -> None:
     heard: list[Delta] = []
     session = open_session(FakeEngine(say("<think>hm</think>größe 雨!")))
-    answer = await session.call(Call(messages=[user("q")], on_chunk=heard.append))
+    answer = await session.call(Call(messages=[user("q")]), heard.append)
     assert "".join(delta.text for delta in heard) == answer.text == "größe 雨!"
     assert "".join(delta.reasoning for delta in heard) == answer.reasoning == "hm"
 
@@ -280,12 +272,12 @@ async def test_raw_prompts_continue_by_text_and_by_ids() -> None:
     engine = FakeEngine(split_anyhow(" rainy", RNG), split_anyhow("!", RNG), say("x"))
     session = open_session(engine)
     heard: list[Delta] = []
-    first = await session.complete(f"{START}It is", on_chunk=heard.append)
+    first = await session.call(RawPrompt(prompt=f"{START}It is"), heard.append)
     assert first.text == " rainy" == "".join(delta.text for delta in heard)
     assert engine.prompts[0][0] == id_of(START), "the caller writes the control tokens"
-    await session.complete(f"{START}It is rainy and")
+    await session.call(RawPrompt(prompt=f"{START}It is rainy and"))
     context = [*engine.prompts[1], *view_ids(session.turn(1).sampled_ids)]
-    await session.complete([*context, 65])
+    await session.call(RawPrompt(prompt=[*context, 65]))
     assert parents(session) == [-1, 0, 1]
     assert engine.prompts[2] == [*context, 65]
     assert list(view_ids(session.turn(2).prompt_ids)) == [65]
@@ -294,7 +286,7 @@ async def test_raw_prompts_continue_by_text_and_by_ids() -> None:
 @pytest.mark.parametrize("prompt", ["", [], [-1], [10**6]])
 async def test_impossible_raw_prompts_are_refused(prompt: str | list[int]) -> None:
     with pytest.raises(BadRequest):
-        await open_session(FakeEngine(say("x"))).complete(prompt)
+        await open_session(FakeEngine(say("x"))).call(RawPrompt(prompt=prompt))
 
 
 # --- limits -------------------------------------------------------------------------------------
@@ -304,12 +296,12 @@ async def test_a_full_context_is_rejected_before_the_engine() -> None:
     engine = FakeEngine(say("a"), say("b"))
     session = open_session(engine, window=20)
     with pytest.raises(ContextOverflow) as refused:
-        await session.complete([65] * 20)
+        await session.call(RawPrompt(prompt=[65] * 20))
     assert (refused.value.num_tokens, refused.value.window) == (20, 20)
     assert session.has_overflowed and session.turns() == () and engine.prompts == []
-    await session.complete([65] * 15, overrides=Overrides(max_tokens=3))
+    await session.call(RawPrompt(prompt=[65] * 15, overrides=Overrides(max_tokens=3)))
     assert not session.has_overflowed
-    await session.complete([66] * 15)
+    await session.call(RawPrompt(prompt=[66] * 15))
     assert [spec.max_tokens for spec in engine.specs] == [3, 5], "never beyond the window"
 
 

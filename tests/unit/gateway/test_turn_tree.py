@@ -40,7 +40,7 @@ def test_ids_are_matched_as_ids() -> None:
     assert tree.match_ids(POLICY, token_ids([2, 2, 3])) == (ROOT, 0)
     assert tree.match_ids(OTHER, token_ids([1, 2, 3])) == (ROOT, 0)
     assert tree.context_ids(second) == [1, 2, 3, 4, 5, 6]
-    assert list(tree.path(second)) == [second, first]
+    assert (tree[second].parent, tree[first].parent) == (first, ROOT)
 
 
 def test_turns_with_the_same_prompt_share_its_memory() -> None:

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
+from penstock.gateway.generation import ChunkCallback, Completion, GenerationRequest, TokenChunk
 from penstock.rollout.engine import Engine, SpanLog
-from penstock.types import FinishReason, PolicyName, SamplingSpec, Version, log_probs, token_ids
+from penstock.types import FinishReason, SamplingSpec, Version, log_probs, token_ids
 
 
 @dataclass(slots=True)
@@ -58,22 +58,14 @@ class KillableEngine:
         finally:
             self.paused.now -= 1
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
-        self.asked.append((list(prompt_ids), sampling))
+    async def __call__(self, request: GenerationRequest) -> Completion:
+        self.asked.append((list(request.prompt_ids), request.sampling))
         if self.fails_with is not None:
             raise self.fails_with
-        if on_chunk is not None:
-            self.chunk_callbacks.append(on_chunk)
+        if request.on_chunk is not None:
+            self.chunk_callbacks.append(request.on_chunk)
         try:
-            return await self._sample(len(prompt_ids), sampling, on_chunk)
+            return await self._sample(len(request.prompt_ids), request.sampling, request.on_chunk)
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
@@ -140,20 +132,10 @@ class Restartable:
         finally:
             self._paused.now -= is_pausing
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
+    async def __call__(self, request: GenerationRequest) -> Completion:
         if self._engine is None:
             raise EngineError("connection refused")
-        return await self._engine(
-            prompt_ids, sampling, policy=policy, session=session, on_chunk=on_chunk
-        )
+        return await self._engine(request)
 
     async def close(self) -> None:
         await self.kill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,13 @@ from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RecordRequest
 from penstock.errors import ConfigError, EngineError
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import Generate
+from penstock.gateway.generation import Generate, GenerationRequest
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.recorder import Recorder
-from penstock.rollout.rewards.scorer import Failed, Scored
+from penstock.rollout.rewards.scorer import Failed
 from penstock.rollout.workflows import find_workflow
 from penstock.tasks import reverse
 from penstock.types import (
@@ -51,11 +50,11 @@ class DirectScorer:
         self.seen: list[str] = []
         self.failure = failure
 
-    async def score(self, completion: str, task: Task) -> Scored | Failed:
+    async def score(self, completion: str, task: Task) -> float | Failed:
         self.seen.append(completion)
         if self.failure is not None:
             return self.failure
-        return Scored(reward=reverse.reward([completion], [task.payload["answer"]])[0])
+        return reverse.reward([completion], [task.payload["answer"]])[0]
 
 
 class NoTurns:
@@ -199,14 +198,7 @@ async def test_a_full_window_ends_an_attempt_as_cut_by_length(
 
 
 async def test_an_engine_that_refuses_is_the_engines_failure(snapshot: Path) -> None:
-    async def broken(
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: str,
-        session: str,
-        on_chunk: object = None,
-    ) -> object:
+    async def broken(request: GenerationRequest) -> object:
         raise EngineError("out of memory")
 
     row = await attempt(snapshot, "returns_text", generate=broken)  # type: ignore[arg-type]

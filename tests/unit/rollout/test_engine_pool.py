@@ -14,7 +14,7 @@ from tests.unit.rollout.killable_engine import KillableEngine
 from tests.unit.rollout.polling import eventually
 
 from penstock.errors import EngineError, RequestRejected
-from penstock.gateway.generation import Completion, TokenChunk
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
 from penstock.gateway.seeds import derive
 from penstock.rollout import engine_pool as module
 from penstock.rollout.engine_pool import MAX_FAILURES, EnginePool
@@ -58,7 +58,7 @@ async def loaded(
     engines = [KillableEngine() for _ in numbers]
     pool = EnginePool(engines, hold_s=hold_s)
     await pool.load(snapshot, version(0))
-    await pool(PROMPT, SPEC, policy=POLICY, session="s")
+    await pool(GenerationRequest(PROMPT, SPEC, policy=POLICY, session="s"))
     engines.sort(key=lambda engine: -len(engine.asked))
     for engine, number in zip(engines, numbers, strict=True):
         engine.load_fails = number < max(numbers)
@@ -73,7 +73,9 @@ async def test_an_answer_continues_from_its_own_tokens(snapshot: Path) -> None:
     pool, (first, second) = await loaded(snapshot, (0, 1))
     first.dies_after = 5
     heard: list[TokenChunk] = []
-    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s", on_chunk=heard.append)
+    answer = await pool(
+        GenerationRequest(PROMPT, SPEC, policy=POLICY, session="s", on_chunk=heard.append)
+    )
     assert first.asked == [(PROMPT, SPEC)]
     rest = replace(SPEC, max_tokens=7, seed=derive(77, 5))
     assert second.asked == [([*PROMPT, 3, 4, 5, 6, 7], rest)]
@@ -91,7 +93,7 @@ async def test_an_answer_outlives_all_its_engines(snapshot: Path) -> None:
     pool, engines = await loaded(snapshot, (0, 0, 0, 0))
     for engine in engines:
         engine.dies_after = 3
-    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s")
+    answer = await pool(GenerationRequest(PROMPT, SPEC, policy=POLICY, session="s"))
     assert ids(answer) == list(range(3, 15))
     assert answer.spans == (span(0, 12, 0),), "equal neighbours are one span"
     assert answer.finish is FinishReason.LENGTH
@@ -106,7 +108,7 @@ async def test_what_was_not_heard_is_generated_again(snapshot: Path, streams_not
     pool, (first, second) = await loaded(snapshot)
     first.streams_nothing = streams_nothing
     first.dies_after = 5 if streams_nothing else 0
-    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s")
+    answer = await pool(GenerationRequest(PROMPT, SPEC, policy=POLICY, session="s"))
     assert second.asked == [(PROMPT, SPEC)]
     assert ids(answer) == list(range(3, 15))
     assert (pool.stats.num_continued, pool.stats.num_restarted) == (0, 1)
@@ -119,7 +121,7 @@ STATEFUL = [replace(SPEC, stop=("end",)), replace(SPEC, json_schema="{}")]
 async def test_a_stateful_answer_begins_again(snapshot: Path, spec: SamplingSpec) -> None:
     pool, (first, second) = await loaded(snapshot)
     first.dies_after = 5
-    answer = await pool(PROMPT, spec, policy=POLICY, session="s")
+    answer = await pool(GenerationRequest(PROMPT, spec, policy=POLICY, session="s"))
     assert second.asked == [(PROMPT, spec)]
     assert ids(answer) == list(range(3, 15))
     assert answer.spans == (span(0, 12, 0),)
@@ -133,11 +135,13 @@ async def test_what_an_agent_has_heard_is_not_contradicted(
     first.dies_after = 5
     heard: list[TokenChunk] = []
     with pytest.raises(EngineError, match="5 streamed tokens"):
-        await pool(PROMPT, spec, policy=POLICY, session="s", on_chunk=heard.append)
+        await pool(
+            GenerationRequest(PROMPT, spec, policy=POLICY, session="s", on_chunk=heard.append)
+        )
     assert (len(heard), second.asked, pool.stats.num_failed) == (5, [], 1)
     await first.load(snapshot, version(0))
     first.dies_after = 0
-    await pool(PROMPT, spec, policy=POLICY, session="s", on_chunk=heard.append)
+    await pool(GenerationRequest(PROMPT, spec, policy=POLICY, session="s", on_chunk=heard.append))
     assert len(second.asked) == 1, "nothing was told, so nothing is contradicted"
 
 
@@ -146,11 +150,11 @@ async def test_an_engine_may_die_after_its_last_token(snapshot: Path) -> None:
     (snapshot / "config.json").write_text(json.dumps({**config, "eos_token_id": 6}))
     pool, (first, second) = await loaded(snapshot)
     first.dies_after = 4
-    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s")
+    answer = await pool(GenerationRequest(PROMPT, SPEC, policy=POLICY, session="s"))
     assert (ids(answer), answer.finish) == ([3, 4, 5, 6], FinishReason.STOP)
     await first.load(snapshot, version(0))
     first.dies_after = 12
-    long = await pool([1] * 10, SPEC, policy=POLICY, session="s")
+    long = await pool(GenerationRequest([1] * 10, SPEC, policy=POLICY, session="s"))
     assert (len(ids(long)), long.finish, second.asked) == (12, FinishReason.LENGTH, [])
 
 
@@ -158,7 +162,7 @@ async def test_the_window_ends_an_answer_too(snapshot: Path) -> None:
     (snapshot / "config.json").write_text(json.dumps({"max_position_embeddings": 8}))
     pool, (first, second) = await loaded(snapshot)
     first.dies_after = 5
-    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s")
+    answer = await pool(GenerationRequest(PROMPT, SPEC, policy=POLICY, session="s"))
     assert (len(ids(answer)), answer.finish, second.asked) == (5, FinishReason.LENGTH, [])
 
 
@@ -166,7 +170,9 @@ async def test_an_aborted_answer_goes_on_with_all_its_tokens(snapshot: Path) -> 
     pool, (first, second) = await loaded(snapshot)
     first.gives_up_after = 5
     heard: list[TokenChunk] = []
-    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s", on_chunk=heard.append)
+    answer = await pool(
+        GenerationRequest(PROMPT, SPEC, policy=POLICY, session="s", on_chunk=heard.append)
+    )
     assert second.asked[0][0] == [*PROMPT, 3, 4, 5, 6, 7]
     assert ids(answer) == [token for chunk in heard for token in chunk.sampled_ids]
     assert ids(answer) == list(range(3, 15))
@@ -185,7 +191,7 @@ async def test_a_given_up_engine_is_not_heard_any_more(snapshot: Path) -> None:
                 TokenChunk(sampled_ids=[96], logprobs=[0.0], version=version(0))
             )
 
-    answer = await pool(PROMPT, SPEC, policy=POLICY, session="s", on_chunk=feed)
+    answer = await pool(GenerationRequest(PROMPT, SPEC, policy=POLICY, session="s", on_chunk=feed))
     assert ids(answer) == heard == list(range(3, 15))
 
 
@@ -193,7 +199,7 @@ async def test_a_refusal_is_not_tried_again(snapshot: Path) -> None:
     pool, (first, second) = await loaded(snapshot)
     first.fails_with = RequestRejected("prompt too long")
     with pytest.raises(RequestRejected):
-        await pool(PROMPT, SPEC, policy=POLICY, session="s")
+        await pool(GenerationRequest(PROMPT, SPEC, policy=POLICY, session="s"))
     assert (len(first.asked), len(second.asked), pool.stats.num_failed) == (1, 0, 0)
 
 
@@ -202,7 +208,7 @@ async def test_a_request_that_every_engine_fails_is_given_up(snapshot: Path) -> 
     for engine in engines:
         engine.fails_with = EngineError("decoding failed")
     with pytest.raises(EngineError, match="decoding failed"):
-        await pool(PROMPT, SPEC, policy=POLICY, session="s")
+        await pool(GenerationRequest(PROMPT, SPEC, policy=POLICY, session="s"))
     assert sum(len(engine.asked) for engine in engines) == MAX_FAILURES
     assert min(len(engine.asked) for engine in engines) >= 2, "it avoids who has just failed it"
 
@@ -213,7 +219,7 @@ async def test_a_dead_pool_holds_and_then_fails(snapshot: Path) -> None:
     loop = asyncio.get_running_loop()
     began_at = loop.time()
     with pytest.raises(EngineError, match=r"all 1 engines were unavailable for 0\.2 s.*reset"):
-        await pool(PROMPT, SPEC, policy=POLICY, session="s")
+        await pool(GenerationRequest(PROMPT, SPEC, policy=POLICY, session="s"))
     assert loop.time() - began_at >= 0.2
     assert pool.live is None
 
@@ -221,7 +227,7 @@ async def test_a_dead_pool_holds_and_then_fails(snapshot: Path) -> None:
 async def test_a_held_answer_goes_on_when_an_engine_is_back(snapshot: Path) -> None:
     pool, (only,) = await loaded(snapshot, (0,), hold_s=30.0)
     only.dies_after = 5
-    call = asyncio.create_task(pool(PROMPT, SPEC, policy=POLICY, session="s"))
+    call = asyncio.create_task(pool(GenerationRequest(PROMPT, SPEC, policy=POLICY, session="s")))
     await eventually(lambda: only.live is None)
     await asyncio.sleep(0.02)
     assert not call.done()
@@ -234,7 +240,7 @@ async def test_a_held_answer_goes_on_when_an_engine_is_back(snapshot: Path) -> N
 async def test_closing_ends_those_who_are_held(snapshot: Path) -> None:
     pool, (only,) = await loaded(snapshot, (0,), hold_s=30.0)
     only.dies_after = 5
-    call = asyncio.create_task(pool(PROMPT, SPEC, policy=POLICY, session="s"))
+    call = asyncio.create_task(pool(GenerationRequest(PROMPT, SPEC, policy=POLICY, session="s")))
     await eventually(lambda: only.live is None)
     await pool.close()
     with pytest.raises(EngineError):
@@ -245,7 +251,7 @@ async def test_closing_ends_those_who_are_held(snapshot: Path) -> None:
 async def test_cancelling_passes_through(snapshot: Path) -> None:
     pool, (first, second) = await loaded(snapshot)
     long = replace(SPEC, max_tokens=10**6)
-    call = asyncio.create_task(pool(PROMPT, long, policy=POLICY, session="s"))
+    call = asyncio.create_task(pool(GenerationRequest(PROMPT, long, policy=POLICY, session="s")))
     await eventually(lambda: first.asked)
     assert pool.stats.in_flight.count(1) == 1
     call.cancel()
@@ -261,7 +267,11 @@ async def test_nobody_sees_an_error_while_another_engine_lives(snapshot: Path) -
     await pool.load(snapshot, version(0))
     calls = [
         asyncio.create_task(
-            pool([1] * (1 + n), replace(SPEC, max_tokens=60), policy=POLICY, session=f"s{n}")
+            pool(
+                GenerationRequest(
+                    [1] * (1 + n), replace(SPEC, max_tokens=60), policy=POLICY, session=f"s{n}"
+                )
+            )
         )
         for n in range(40)
     ]

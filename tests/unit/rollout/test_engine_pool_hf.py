@@ -24,7 +24,7 @@ from tests.unit.rollout.engines.test_hf import (
 from tests.unit.rollout.killable_engine import Restartable
 from tests.unit.rollout.polling import eventually
 
-from penstock.gateway.generation import Completion, TokenChunk
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
 from penstock.rollout.engine_pool import EnginePool
 from penstock.rollout.engines.hf import HfEngine
 from penstock.types import SamplingSpec, view_ids
@@ -43,7 +43,9 @@ async def test_every_token_is_of_the_version_it_names(
     async def ask(number: int) -> tuple[list[int], SamplingSpec, Completion]:
         prompt, spec = prompt_of(3 + number), SamplingSpec(max_tokens=60, seed=number)
         answer = await pool(
-            prompt, spec, policy=POLICY, session=str(number), on_chunk=heard[number].append
+            GenerationRequest(
+                prompt, spec, policy=POLICY, session=str(number), on_chunk=heard[number].append
+            )
         )
         return prompt, spec, answer
 

@@ -18,12 +18,11 @@ from tests.unit.rollout.test_weight_loader import Announced, AnyFolder
 from penstock.dataflow.service.nodes.messages import NodeDirectives
 from penstock.errors import EngineError
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.generation import GenerationRequest
 from penstock.rollout import weight_loader as loader_module
 from penstock.rollout.engine import Engine
-from penstock.rollout.engine_pool import EnginePool
-from penstock.rollout.engine_pools import EnginePools
-from penstock.rollout.membership import Membership
-from penstock.rollout.orders import NodeOrders
+from penstock.rollout.engine_pool import EnginePool, EnginePools
+from penstock.rollout.membership import Membership, NodeOrders
 from penstock.rollout.weight_loader import PROBE_TOKENS, Loader
 from penstock.types import Version
 
@@ -31,7 +30,10 @@ from penstock.types import Version
 async def served(pool: EnginePool, num_sessions: int = 20) -> set[int]:
     """The version numbers that answers are sampled from now."""
     answers = await asyncio.gather(
-        *(pool(PROMPT, SPEC, policy=POLICY, session=f"s{n}") for n in range(num_sessions))
+        *(
+            pool(GenerationRequest(PROMPT, SPEC, policy=POLICY, session=f"s{n}"))
+            for n in range(num_sessions)
+        )
     )
     return {span.number for answer in answers for span in answer.spans}
 
@@ -148,7 +150,7 @@ async def test_the_only_engine_serves_nobody_until_it_proves_its_version(snapsho
     with pytest.raises(EngineError, match="not what"):
         await pool.load(snapshot, version(1), verify=proof)
     assert pool.live is None
-    call = asyncio.create_task(pool(PROMPT, SPEC, policy=POLICY, session="s"))
+    call = asyncio.create_task(pool(GenerationRequest(PROMPT, SPEC, policy=POLICY, session="s")))
     await asyncio.sleep(0.02)
     assert not engine.asked
     proof.unverified = []

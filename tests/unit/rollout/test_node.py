@@ -95,11 +95,12 @@ async def bench(
     async with dataflow.served():
         client = NodeClient(dataflow.url, dataflow.token)
         deps = NodeDeps(
+            ack_log=ack_log,
             dataflow=client,
             make_fetcher=lambda facts: fetch,
             make_engine=lambda facts: make_engine(),
         )
-        async with build(deps, ack_log, node_id=NODE, capacity=capacity, grace_s=grace_s) as node:
+        async with build(deps, node_id=NODE, capacity=capacity, grace_s=grace_s) as node:
             desk = Bench(dataflow, fetch, node, acks)
             try:
                 yield desk

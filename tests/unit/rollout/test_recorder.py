@@ -15,7 +15,7 @@ from tests.unit.rollout.test_attempt import GRANT
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RecordRequest
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.gateway.renderer import Renderer
 from penstock.rollout import recorder as module
 from penstock.rollout.attempt import AttemptRunner
@@ -25,7 +25,6 @@ from penstock.rollout.recorder import Recorder
 from penstock.types import (
     GroupId,
     NodeId,
-    PolicyName,
     RowId,
     SamplingSpec,
     Trajectory,
@@ -67,19 +66,11 @@ class Counting:
     async def load(self, snapshot: Path) -> None:
         await self._engine.load(snapshot, Version(policy=POLICY, incarnation=1, number=0))
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
+    async def __call__(self, request: GenerationRequest) -> Completion:
         self.num_calls += 1
         if self.num_calls >= self.hangs_at:
             await asyncio.sleep(1000)
-        return await self._engine(prompt_ids, sampling, policy=policy, session=session)
+        return await self._engine(request)
 
 
 async def attempt(

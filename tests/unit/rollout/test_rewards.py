@@ -16,7 +16,7 @@ from tests.unit.rollout.fake_dataflow import task
 from tests.unit.rollout.polling import eventually_dead, kill, pid_in, start_python
 
 from penstock.errors import RewardError
-from penstock.rollout.rewards.scorer import Failed, Scored, Scorer
+from penstock.rollout.rewards.scorer import Failed, Scorer
 from penstock.rollout.rewards.worker import columns_of
 from penstock.types import FailureKind
 
@@ -36,7 +36,7 @@ async def scorer(
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def score_all(scores: Scorer, completions: list[str]) -> list[Scored | Failed]:
+async def score_all(scores: Scorer, completions: list[str]) -> list[float | Failed]:
     async with asyncio.timeout(60):
         return list(
             await asyncio.gather(
@@ -54,19 +54,19 @@ def children() -> list[psutil.Process]:
 async def test_a_batch_is_scored_in_order() -> None:
     async with scorer("mixed") as scores:
         results = await score_all(scores, ["a", "bb", "ccc"] * 30)
-        assert results == [Scored(reward=float(n)) for n in (1, 2, 3)] * 30
+        assert results == [float(n) for n in (1, 2, 3)] * 30
 
 
 async def test_async_functions_and_functions_that_name_their_columns() -> None:
     async with scorer("awaited") as scores:
         right = task(0).payload["answer"]
-        assert await score_all(scores, [right, "no"]) == [Scored(reward=1.0), Scored(reward=0.0)]
-        assert await scores.score(right, task(0)) == Scored(reward=1.0)
+        assert await score_all(scores, [right, "no"]) == [1.0, 0.0]
+        assert await scores.score(right, task(0)) == 1.0
 
 
 async def test_trls_names_are_understood() -> None:
     async with scorer("trl") as scores:
-        assert await score_all(scores, ["a", "b"]) == [Scored(reward=4.0)] * 2
+        assert await score_all(scores, ["a", "b"]) == [4.0] * 2
 
 
 def test_a_column_has_a_place_for_every_payload() -> None:
@@ -87,7 +87,7 @@ def test_a_column_has_a_place_for_every_payload() -> None:
 async def test_only_the_culprit_fails_and_is_named(bad: str, says: str) -> None:
     async with scorer("mixed") as scores:
         results = await score_all(scores, ["a", bad, "ccc"])
-        assert results[0] == Scored(reward=1.0) and results[2] == Scored(reward=3.0)
+        assert results[0] == 1.0 and results[2] == 3.0
         culprit = results[1]
         assert isinstance(culprit, Failed) and culprit.kind is FailureKind.REWARD
         assert says in culprit.detail
@@ -109,7 +109,7 @@ async def test_a_result_of_the_wrong_shape_is_no_reward(name: str, says: str) ->
 async def test_printing_and_reading_do_not_touch_the_channel() -> None:
     async with scorer("mixed") as scores:
         results = await score_all(scores, ["print", "a", "read"])
-        assert results == [Scored(reward=5.0), Scored(reward=1.0), Scored(reward=0.0)]
+        assert results == [5.0, 1.0, 0.0]
 
 
 async def test_the_deadline_kills_the_whole_group(
@@ -136,7 +136,7 @@ async def test_p11_every_kind_of_misbehaviour_at_once() -> None:
             lags_s.append(time.monotonic() - asleep_at - 0.005)
 
     async with scorer("mixed", num_workers=4, deadline_s=3.0) as scores:
-        assert await scores.score("warm", task()) == Scored(reward=4.0)
+        assert await scores.score("warm", task()) == 4.0
         lag = asyncio.create_task(feel_lag())
         started_at = time.monotonic()
         results = await score_all(scores, completions)
@@ -151,7 +151,7 @@ async def test_p11_every_kind_of_misbehaviour_at_once() -> None:
         }
         assert took_s < 15
         assert sorted(lags_s)[int(len(lags_s) * 0.99)] < 0.5
-        assert await scores.score("fine", task()) == Scored(reward=4.0)
+        assert await scores.score("fine", task()) == 4.0
         assert [child for child in children() if child.status() == psutil.STATUS_ZOMBIE] == []
     assert children() == []
 
@@ -162,7 +162,7 @@ async def test_a_worker_killed_while_idle_is_replaced() -> None:
         (worker,) = children()
         worker.send_signal(signal.SIGKILL)
         await asyncio.sleep(0.1)
-        assert await score_all(scores, ["a", "bb"]) == [Scored(reward=1.0), Scored(reward=2.0)]
+        assert await score_all(scores, ["a", "bb"]) == [1.0, 2.0]
 
 
 async def test_a_function_that_cannot_be_found_is_refused_at_the_start() -> None:

@@ -19,15 +19,14 @@ from penstock.dataflow.core.leasing import LiveVersion
 from penstock.dataflow.service.nodes.messages import NodeDirectives
 from penstock.errors import EngineError, WeightsError
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout import weight_loader as module
 from penstock.rollout.engine import Engine
-from penstock.rollout.engine_pools import EnginePools
+from penstock.rollout.engine_pool import EnginePools
 from penstock.rollout.engines.hf import HfEngine
 from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.engines.simulated import LoadProfile, SimulatedEngine
-from penstock.rollout.membership import Membership
-from penstock.rollout.orders import NodeOrders
+from penstock.rollout.membership import Membership, NodeOrders
 from penstock.rollout.weight_loader import Loader, probe_error
 from penstock.types import (
     FinishReason,
@@ -53,17 +52,9 @@ class SpoiltEngine(ScriptedEngine):
         self.spoil: Spoil | None = spoil
         self.asked: list[tuple[Sequence[int], SamplingSpec]] = []
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
-        self.asked.append((prompt_ids, sampling))
-        found = await super().__call__(prompt_ids, sampling, policy=policy, session=session)
+    async def __call__(self, request: GenerationRequest) -> Completion:
+        self.asked.append((request.prompt_ids, request.sampling))
+        found = await super().__call__(request)
         assert self.live is not None
         return self.spoil(found) if self.spoil and self.live.number == 1 else found
 

@@ -3,23 +3,20 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, WireError
 from penstock.gateway.dialects.dialect import (
     AnsweredTurn,
     Dialect,
     ParsedRequest,
-    Problem,
     Progress,
+    sse_event,
 )
 from penstock.gateway.dialects.fields import (
-    SamplingFields,
     convert,
     join_text,
     read_response_format,
@@ -34,11 +31,12 @@ from penstock.gateway.dialects.openai_common import (
     DONE,
     error_body,
     finish_reason,
+    response_head,
     tokens_with_logprobs,
     usage_body,
 )
-from penstock.gateway.dialects.sse import sse_event
 from penstock.gateway.model_calls import Call, Delta, ToolCall
+from penstock.gateway.sampling import SamplingFields
 from penstock.types import JsonObject, PolicyName
 
 ROLES = {"developer": "system"}
@@ -71,18 +69,6 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: JsonObject | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _ChunkHeader:
-    """Fields shared by all chunks of one answer."""
-
-    id: str
-    created: int
-    model: str
-
-    def fields(self, kind: str) -> JsonObject:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
 # --- request ------------------------------------------------------------------------------------
 
 
@@ -91,7 +77,7 @@ def read(fields: JsonObject) -> ParsedRequest:
     request = convert(fields, ChatRequest)
     num_choices = 1 if request.n is None else request.n
     check_choices(num_choices)
-    head = _ChunkHeader(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), request.model)
+    head = response_head("chatcmpl", "chat.completion", request.model)
     return ParsedRequest(
         calls=_calls(request, num_choices),
         model=PolicyName(request.model),
@@ -118,9 +104,7 @@ def _calls(request: ChatRequest, num_choices: int) -> list[Call]:
             tools=tools,
             thinking=thinking,
             overrides=request.overrides(
-                max_tokens=max_tokens,
-                json_schema=json_schema,
-                choice=choice,
+                max_tokens=max_tokens, json_schema=json_schema, choice=choice
             ),
         )
         for choice in range(num_choices)
@@ -163,9 +147,9 @@ def _history_calls(calls: object, where: str) -> list[JsonObject]:
 # --- answer -------------------------------------------------------------------------------------
 
 
-def _body(head: _ChunkHeader, has_logprobs: bool, replies: Sequence[AnsweredTurn]) -> JsonObject:
+def _body(head: JsonObject, has_logprobs: bool, replies: Sequence[AnsweredTurn]) -> JsonObject:
     return {
-        **head.fields("chat.completion"),
+        **head,
         "choices": [
             {
                 "index": index,
@@ -206,8 +190,8 @@ def _logprobs(reply: AnsweredTurn) -> JsonObject:
 class _ChatWriter:
     """Writes chunks; chunks of several choices are interleaved."""
 
-    def __init__(self, head: _ChunkHeader, request: ChatRequest, num_choices: int) -> None:
-        self._head = head.fields("chat.completion.chunk")
+    def __init__(self, head: JsonObject, request: ChatRequest, num_choices: int) -> None:
+        self._head = {**head, "object": "chat.completion.chunk"}
         self._has_logprobs = bool(request.logprobs)
         options = request.stream_options
         self._include_usage = options is not None and bool(options.include_usage)
@@ -244,8 +228,8 @@ class _ChatWriter:
             return DONE
         return sse_event({**self._head, "choices": [], "usage": usage_body(replies)}) + DONE
 
-    def write_error(self, problem: Problem) -> bytes:
-        return sse_event(error_body(problem))
+    def write_error(self, error: WireError) -> bytes:
+        return sse_event(error_body(error))
 
     def _chunk(
         self,

@@ -3,26 +3,23 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import cast
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, WireError
 from penstock.gateway.dialects.chat import StreamOptions
 from penstock.gateway.dialects.dialect import (
     AnsweredTurn,
     Dialect,
     ParsedRequest,
-    Problem,
     Progress,
-    RawPrompt,
+    sse_event,
 )
 from penstock.gateway.dialects.fields import (
     UNSUPPORTED,
-    SamplingFields,
     convert,
     read_response_format,
     reject_unsupported,
@@ -31,11 +28,12 @@ from penstock.gateway.dialects.limits import check_choices
 from penstock.gateway.dialects.openai_common import (
     DONE,
     error_body,
+    response_head,
     tokens_with_logprobs,
     usage_body,
 )
-from penstock.gateway.dialects.sse import sse_event
-from penstock.gateway.model_calls import Delta
+from penstock.gateway.model_calls import Delta, RawPrompt
+from penstock.gateway.sampling import SamplingFields
 from penstock.types import JsonObject, PolicyName
 
 ALL_UNSUPPORTED = {**UNSUPPORTED, "echo": (False,), "suffix": ("",), "logprobs": (0,)}
@@ -68,11 +66,10 @@ class _ResponseShape:
     include_usage: bool
 
     def choice(self, index: int, text: str, reply: AnsweredTurn | None) -> JsonObject:
-        has_logprobs = self.has_logprobs and reply is not None
         return {
             "index": index,
             "text": text,
-            "logprobs": _logprobs(reply) if has_logprobs and reply else None,
+            "logprobs": _logprobs(reply) if self.has_logprobs and reply else None,
             "finish_reason": None if reply is None else reply.answer.finish.value,
         }
 
@@ -91,12 +88,7 @@ def read(fields: JsonObject) -> ParsedRequest:
         raise BadRequest("best_of: not supported by this gateway; omit it")
     options = request.stream_options
     shape = _ResponseShape(
-        head={
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": request.model,
-        },
+        head=response_head("cmpl", "text_completion", request.model),
         num_prompts=len(prompts),
         has_logprobs=request.logprobs is not None,
         include_usage=options is not None and bool(options.include_usage),
@@ -156,11 +148,7 @@ def _body(shape: _ResponseShape, replies: Sequence[AnsweredTurn]) -> JsonObject:
 
 def _logprobs(reply: AnsweredTurn) -> JsonObject:
     tokens = tokens_with_logprobs(reply)
-    offsets: list[int] = []
-    offset = 0
-    for text, _ in tokens:
-        offsets.append(offset)
-        offset += len(text)
+    *offsets, _ = accumulate((len(text) for text, _ in tokens), initial=0)
     return {
         "tokens": [text for text, _ in tokens],
         "token_logprobs": [logprob for _, logprob in tokens],
@@ -188,8 +176,8 @@ class _CompletionWriter:
         usage = usage_body(replies, self._shape.num_prompts)
         return sse_event({**self._shape.head, "choices": [], "usage": usage}) + DONE
 
-    def write_error(self, problem: Problem) -> bytes:
-        return sse_event(error_body(problem))
+    def write_error(self, error: WireError) -> bytes:
+        return sse_event(error_body(error))
 
     def _chunk(self, choice: int, text: str, reply: AnsweredTurn | None) -> bytes:
         return sse_event({**self._shape.head, "choices": [self._shape.choice(choice, text, reply)]})

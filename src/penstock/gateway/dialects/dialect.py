@@ -9,20 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.errors import ContextOverflow, EngineError, RequestRejected, WireError
-from penstock.gateway.model_calls import Answer, Call, Delta
+from penstock.errors import WireError
+from penstock.gateway.model_calls import Answer, Call, Delta, RawPrompt
 from penstock.gateway.renderer import Renderer
-from penstock.gateway.sampling import Overrides
 from penstock.types import JsonObject, PolicyName, Turn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RawPrompt:
-    """A call with a raw prompt instead of messages."""
-
-    prompt: str | Sequence[int]
-    policy: PolicyName
-    overrides: Overrides
+from penstock.wire.codec import encode_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,39 +23,6 @@ class AnsweredTurn:
     answer: Answer
     turn: Turn
     renderer: Renderer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """An error, not yet formatted for any API."""
-
-    status: int
-    code: str
-    message: str
-    retry_after_s: float | None = None
-    overflow: ContextOverflow | None = None
-
-
-def problem_of(error: BaseException) -> Problem | None:
-    """The error as reported to the agent; None for internal errors."""
-    if isinstance(error, WireError):
-        return Problem(
-            status=error.status,
-            code=error.code,
-            message=str(error),
-            retry_after_s=error.retry_after_s,
-            overflow=error if isinstance(error, ContextOverflow) else None,
-        )
-    if isinstance(error, RequestRejected):
-        return Problem(status=400, code="bad_request", message=str(error))
-    if isinstance(error, EngineError):
-        return Problem(status=503, code="engine_error", message=str(error))
-    if isinstance(error, RecursionError):
-        return Problem(status=400, code="bad_request", message="the body nests too deeply")
-    return None
-
-
-INTERNAL = Problem(status=500, code="internal", message="internal error; see this node's log")
 
 
 class SseWriter(Protocol):
@@ -81,13 +39,11 @@ class SseWriter(Protocol):
         """Called after all answers have ended."""
         ...
 
-    def write_error(self, problem: Problem) -> bytes: ...
+    def write_error(self, error: WireError) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A validated request."""
-
     calls: Sequence[Call | RawPrompt]
     """One per choice, all for the same policy."""
     model: PolicyName
@@ -105,7 +61,7 @@ class Dialect:
     request: type[Any]
     """Schema for the OpenAPI document; additional fields are accepted."""
     read: Callable[[JsonObject], ParsedRequest]
-    error: Callable[[Problem], JsonObject]
+    error: Callable[[WireError], JsonObject]
 
 
 @dataclass(slots=True)
@@ -123,3 +79,19 @@ class Progress:
         return Delta(
             text=answer.text[self.text_chars :], reasoning=answer.reasoning[self.reasoning_chars :]
         )
+
+
+_LINE_SEPARATORS = tuple(
+    (end.encode(), f"\\u{ord(end):04x}".encode()) for end in "\x85\u2028\u2029"
+)
+"""Not line ends in the SSE standard, but clients that split lines like Python (such as httpx) treat
+them as such."""
+
+
+def sse_event(body: JsonObject, kind: str = "") -> bytes:
+    data = encode_json(body)
+    if not data.isascii():
+        for end, escaped in _LINE_SEPARATORS:
+            data = data.replace(end, escaped)
+    name = b"event: " + kind.encode() + b"\n" if kind else b""
+    return name + b"data: " + data + b"\n\n"

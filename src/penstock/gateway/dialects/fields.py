@@ -6,15 +6,12 @@ unsupported fields that are rejected because ignoring them would change the answ
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgspec
 
 from penstock.errors import BadRequest
 from penstock.gateway.dialects.limits import check_name, check_tools, checked_schema
-from penstock.gateway.sampling import Overrides
-from penstock.gateway.seeds import derive
 from penstock.types import JsonObject
 from penstock.wire.codec import encode_json
 
@@ -57,34 +54,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 }
 """Fields of OpenAI's API and its common extensions that would change the answer and are not
 implemented. The listed values, and null, have no effect and are accepted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingFields:
-    """`Overrides` without the fields that differ by dialect."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-
-    def overrides(
-        self, *, max_tokens: int | None, json_schema: str | None = None, choice: int = 0
-    ) -> Overrides:
-        """Overrides of one choice. Choices of a seeded request get different seeds."""
-        seed = self.seed
-        return Overrides(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            max_tokens=max_tokens,
-            seed=seed if seed is None or choice == 0 else derive(seed, choice),
-            stop=self.stop,
-            json_schema=json_schema,
-        )
 
 
 def convert(fields: JsonObject, kind: type[T]) -> T:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, cast
@@ -106,8 +107,5 @@ def _check_pattern(pattern: object, where: str) -> None:
     if len(pattern) > MAX_PATTERN_CHARS:
         raise BadRequest(f"{where}: a pattern is longer than {MAX_PATTERN_CHARS} characters")
     counts = [count for match in _REPEAT.findall(pattern) for count in match if count]
-    product = 1
-    for count in counts:
-        product *= max(1, int(count[:9]))
-    if product > MAX_REPEATS:
+    if math.prod(max(1, int(count[:9])) for count in counts) > MAX_REPEATS:
         raise BadRequest(f"{where}: a pattern repeats more than {MAX_REPEATS} times")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anthropic Messages: request, response and error formats. The stream is in `messages_stream`."""
+"""Anthropic Messages: request format. The response is in `messages_stream`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any, cast
 
 from penstock.errors import BadRequest
-from penstock.gateway.dialects.dialect import AnsweredTurn, Dialect, ParsedRequest, Problem
+from penstock.gateway.dialects.dialect import AnsweredTurn, Dialect, ParsedRequest
 from penstock.gateway.dialects.fields import (
-    SamplingFields,
     convert,
     get_object,
     join_text,
@@ -26,10 +25,12 @@ from penstock.gateway.dialects.fields import (
 from penstock.gateway.dialects.messages_stream import (
     MessageWriter,
     content_blocks,
+    error_body,
     stop_fields,
     usage_fields,
 )
 from penstock.gateway.model_calls import Call
+from penstock.gateway.sampling import SamplingFields
 from penstock.types import JsonObject, PolicyName
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -41,15 +42,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 THINKING = {"enabled": True, "disabled": False, "adaptive": None}
 """`adaptive` leaves it to the chat template. The token budget is ignored."""
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +90,7 @@ def read(fields: JsonObject) -> ParsedRequest:
         model=PolicyName(request.model),
         is_stream=bool(request.stream),
         body=partial(_body, head, stop),
-        writer=partial(MessageWriter, head, stop, error_body),
+        writer=partial(MessageWriter, head, stop),
     )
 
 
@@ -217,18 +209,6 @@ def _body(head: JsonObject, stop: Sequence[str], replies: Sequence[AnsweredTurn]
         **stop_fields(reply, stop),
         "usage": usage_fields(reply.answer),
     }
-
-
-def error_body(problem: Problem) -> JsonObject:
-    kind = _ERROR_TYPES.get(problem.status)
-    if kind is None:
-        kind = "invalid_request_error" if problem.status < 500 else "api_error"
-    message = problem.message
-    if problem.overflow is not None:
-        overflow = problem.overflow
-        message = f"prompt is too long: {overflow.num_tokens} tokens > {overflow.window} maximum"
-    error = {"type": kind, "message": message}
-    return {"type": "error", "error": error, "request_id": f"req_{secrets.token_hex(12)}"}
 
 
 MESSAGES = Dialect(

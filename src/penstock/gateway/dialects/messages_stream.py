@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Response of Anthropic Messages: content blocks, stop reason, and stream events."""
+"""Response of Anthropic Messages: content blocks, stop reason, errors and stream events."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from penstock.gateway.dialects.dialect import AnsweredTurn, Problem, Progress
-from penstock.gateway.dialects.sse import sse_event
+from penstock.errors import ContextOverflow, WireError
+from penstock.gateway.dialects.dialect import AnsweredTurn, Progress, sse_event
 from penstock.gateway.model_calls import Answer, Delta, ToolCall
 from penstock.types import FinishReason, JsonObject, view_ids
 from penstock.wire.codec import encode_json
@@ -16,6 +18,15 @@ from penstock.wire.codec import encode_json
 SIGNATURE = "penstock"
 """Placeholder: Anthropic signs thinking blocks; this gateway does not verify signatures."""
 TEXT, THINKING = "text", "thinking"
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 # --- complete answer ----------------------------------------------------------------------------
@@ -65,24 +76,32 @@ def _stop_string(reply: AnsweredTurn, stop: Sequence[str]) -> str | None:
     return min(found)[1] if found else None
 
 
+def error_body(error: WireError) -> JsonObject:
+    kind = _ERROR_TYPES.get(error.status)
+    if kind is None:
+        kind = "invalid_request_error" if error.status < 500 else "api_error"
+    message = str(error)
+    if isinstance(error, ContextOverflow):
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.window} maximum"
+    fields = {"type": kind, "message": message}
+    return {"type": "error", "error": fields, "request_id": f"req_{secrets.token_hex(12)}"}
+
+
 # --- stream -------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
 class MessageWriter:
     """Events in Anthropic's order: message_start, per block start to stop, message_delta,
     message_stop."""
 
-    def __init__(
-        self, head: JsonObject, stop: Sequence[str], error_body: Callable[[Problem], JsonObject]
-    ) -> None:
-        self._head = head
-        self._stop = stop
-        self._error_body = error_body
-        self._progress = Progress()
-        self._has_started = False
-        self._kind = ""
-        """Type of the open block; empty between blocks."""
-        self._num_blocks = 0
+    _head: JsonObject
+    _stop: Sequence[str]
+    _progress: Progress = field(default_factory=Progress)
+    _has_started: bool = False
+    _kind: str = ""
+    """Type of the open block; empty between blocks."""
+    _num_blocks: int = 0
 
     def write_delta(self, choice: int, delta: Delta) -> bytes:
         self._progress.add(delta)
@@ -108,8 +127,8 @@ class MessageWriter:
     def write_done(self, replies: Sequence[AnsweredTurn]) -> bytes:
         return b""
 
-    def write_error(self, problem: Problem) -> bytes:
-        return _event("error", self._error_body(problem))
+    def write_error(self, error: WireError) -> bytes:
+        return _event("error", error_body(error))
 
     def _start(self, prompt_tokens: int) -> bytes:
         """Write message_start once. `prompt_tokens` is 0 in a stream: it is known only at the
@@ -168,5 +187,4 @@ class MessageWriter:
 
 
 def _event(kind: str, fields: JsonObject) -> bytes:
-    body = {"type": kind, **fields}
-    return sse_event(body, kind)
+    return sse_event({"type": kind, **fields}, kind)

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Sequence
 
-from penstock.gateway.dialects.dialect import AnsweredTurn, Problem
+from penstock.errors import ContextOverflow, WireError
+from penstock.gateway.dialects.dialect import AnsweredTurn
 from penstock.types import FinishReason, JsonObject, view_ids, view_log_probs
 
 _CODES = {
@@ -15,19 +18,25 @@ _CODES = {
 }
 
 
-def error_body(problem: Problem) -> JsonObject:
-    if problem.status == 429:
+def error_body(error: WireError) -> JsonObject:
+    if error.status == 429:
         kind = "rate_limit_error"
     else:
-        kind = "invalid_request_error" if problem.status < 500 else "server_error"
-    message = problem.message
-    if problem.overflow is not None:
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+    message = str(error)
+    if isinstance(error, ContextOverflow):
         message = (
-            f"the maximum context length is {problem.overflow.window} tokens, but the prompt has "
-            f"{problem.overflow.num_tokens}; shorten the conversation"
+            f"the maximum context length is {error.window} tokens, but the prompt has "
+            f"{error.num_tokens}; shorten the conversation"
         )
-    code = _CODES.get(problem.code, problem.code)
+    code = _CODES.get(error.code, error.code)
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def response_head(prefix: str, kind: str, model: str) -> JsonObject:
+    """Fields shared by a response and the chunks of its stream."""
+    id = f"{prefix}-{secrets.token_hex(12)}"
+    return {"id": id, "object": kind, "created": int(time.time()), "model": model}
 
 
 DONE = b"data: [DONE]\n\n"

@@ -17,7 +17,6 @@ from penstock.gateway.dialects.chat import ROLES
 from penstock.gateway.dialects.dialect import AnsweredTurn, Dialect, ParsedRequest
 from penstock.gateway.dialects.fields import (
     UNSUPPORTED,
-    SamplingFields,
     convert,
     get_object,
     join_text,
@@ -31,6 +30,7 @@ from penstock.gateway.dialects.fields import (
 from penstock.gateway.dialects.openai_common import error_body
 from penstock.gateway.dialects.responses_stream import ResponseWriter, finished, output_items
 from penstock.gateway.model_calls import Call
+from penstock.gateway.sampling import SamplingFields
 from penstock.types import JsonObject, PolicyName
 
 ALL_UNSUPPORTED: dict[str, tuple[object, ...]] = {

@@ -6,8 +6,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from penstock.gateway.dialects.dialect import AnsweredTurn, Problem, Progress
-from penstock.gateway.dialects.sse import sse_event
+from penstock.errors import WireError
+from penstock.gateway.dialects.dialect import AnsweredTurn, Progress, sse_event
 from penstock.gateway.model_calls import Answer, Delta, ToolCall
 from penstock.types import FinishReason, JsonObject
 
@@ -115,9 +115,9 @@ class ResponseWriter:
     def write_done(self, replies: Sequence[AnsweredTurn]) -> bytes:
         return b""
 
-    def write_error(self, problem: Problem) -> bytes:
-        error = {"code": "server_error", "message": problem.message}
-        response = {**self._head, "status": "failed", "error": error, "output": self._items}
+    def write_error(self, error: WireError) -> bytes:
+        fields = {"code": "server_error", "message": str(error)}
+        response = {**self._head, "status": "failed", "error": fields, "output": self._items}
         return self._open() + self._event("response.failed", {"response": response})
 
     def _open(self) -> bytes:

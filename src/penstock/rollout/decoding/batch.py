@@ -12,7 +12,7 @@ agent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import EngineError, RequestRejected
-from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding.sampling import SpecColumns, sample
 from penstock.rollout.engine import SpanLog
 from penstock.rollout.snapshot import Snapshot, prompt_problem
-from penstock.types import FinishReason, SamplingSpec, Version, log_probs, token_ids
+from penstock.types import FinishReason, Version
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,15 +33,13 @@ if TYPE_CHECKING:
 Logits = NDArray[np.float32]
 
 
-class Staged(Protocol):
+@dataclass(frozen=True, slots=True)
+class Staged:
     """Weights in memory, checked and ready to replace the live ones."""
 
-    @property
-    def snapshot(self) -> Snapshot: ...
-
-    def apply(self) -> None:
-        """Make them live; called by the decoding thread between steps."""
-        ...
+    snapshot: Snapshot
+    apply: Callable[[], None]
+    """Makes them live; called by the decoding thread between steps."""
 
 
 class Decoder(Protocol):
@@ -68,27 +66,15 @@ class Decoder(Protocol):
 
 @dataclass(slots=True)
 class Row:
-    """One answer that is being generated."""
-
-    prompt_ids: Sequence[int]
-    sampling: SamplingSpec
+    request: GenerationRequest
+    """The engine calls its `on_chunk` in the caller's event loop."""
     future: asyncio.Future[Completion]
     """Read here only to detect cancellation; the engine resolves it in the caller's event loop."""
     spans: SpanLog
-    on_chunk: ChunkCallback | None = None
-    """Called by the engine, in the caller's event loop."""
     limit: int = 0
     """Most tokens of the answer; set on admission."""
     sampled: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
-
-    def complete(self, finish: FinishReason) -> Completion:
-        return Completion(
-            sampled_ids=token_ids(self.sampled),
-            logprobs=log_probs(self.logprobs),
-            spans=self.spans.spans(len(self.sampled)),
-            finish=finish,
-        )
 
 
 Result = tuple[Row, Completion | EngineError]
@@ -107,15 +93,16 @@ class Batch:
     def admit(self, row: Row, version: Version) -> RequestRejected | None:
         """Prepare a row for `step`, or return why it cannot be decoded."""
         assert self.snapshot is not None
-        if (why := prompt_problem(row.prompt_ids, self.snapshot)) is not None:
+        prompt_ids, sampling = row.request.prompt_ids, row.request.sampling
+        if (why := prompt_problem(prompt_ids, self.snapshot)) is not None:
             return RequestRejected(why)
-        if row.sampling.stop and self.tokenizer is None:
+        if sampling.stop and self.tokenizer is None:
             return RequestRejected("stop strings need tokenizer.json, which the snapshot lacks")
-        if row.sampling.json_schema:
+        if sampling.json_schema:
             return RequestRejected(
                 "this engine does not support JSON schemas; set engine: vllm, or remove the schema"
             )
-        row.limit = min(row.sampling.max_tokens, self.snapshot.window - len(row.prompt_ids))
+        row.limit = min(sampling.max_tokens, self.snapshot.window - len(prompt_ids))
         row.spans.switch(0, version)
         return None
 
@@ -133,7 +120,7 @@ class Batch:
             row.logprobs.append(logprob)
             finish = self._finish(row, token)
             if finish is not None:
-                finished.append((row, row.complete(finish)))
+                finished.append((row, row.spans.complete(row.sampled, row.logprobs, finish)))
             elif not row.future.cancelled():
                 kept.append(index)
         self._keep(kept, tokens)
@@ -144,7 +131,7 @@ class Batch:
         self._decoder.clear()
         self._logits = None
         if self.rows:
-            contexts = [[*row.prompt_ids, *row.sampled] for row in self.rows]
+            contexts = [[*row.request.prompt_ids, *row.sampled] for row in self.rows]
             self._logits = self._decoder.join(contexts)
             for row in self.rows:
                 row.spans.switch(len(row.sampled), version)
@@ -161,8 +148,8 @@ class Batch:
         if not rows:
             return
         self.rows.extend(rows)
-        logits = self._decoder.join([row.prompt_ids for row in rows])
-        self._specs = self._specs.join(SpecColumns.of([row.sampling for row in rows]))
+        logits = self._decoder.join([row.request.prompt_ids for row in rows])
+        self._specs = self._specs.join(SpecColumns.of([row.request.sampling for row in rows]))
         self._logits = logits if self._logits is None else np.concatenate((self._logits, logits))
 
     def _keep(self, kept: list[int], tokens: NDArray[np.int64]) -> None:
@@ -179,13 +166,16 @@ class Batch:
         assert self.snapshot is not None
         if token in self.snapshot.stop_ids:
             return FinishReason.STOP
-        if row.sampling.stop and self._has_stop_string(row):
+        if self._has_stop_string(row):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(row.sampled) >= row.limit else None
 
     def _has_stop_string(self, row: Row) -> bool:
+        stops = row.request.sampling.stop
+        if not stops:
+            return False
         assert self.tokenizer is not None
         # A character is at most four tokens, so this tail contains any stop string that just ended.
-        tail = 4 * max(len(text) for text in row.sampling.stop) + 8
+        tail = 4 * max(map(len, stops)) + 8
         text = self.tokenizer.decode(row.sampled[-tail:], skip_special_tokens=True)
-        return any(stop in text for stop in row.sampling.stop)
+        return any(stop in text for stop in stops)

@@ -10,23 +10,22 @@ event-loop side; `decoding_thread` owns the rest. Does not import torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 from penstock.errors import EngineError, wrap_errors
-from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding.batch import Decoder, Row, Staged
 from penstock.rollout.decoding.decoding_thread import (
     IMPORT_LOCK,
     DecodingThread,
     Lane,
     Swap,
-    closed_results,
+    fail,
     resolve,
 )
 from penstock.rollout.engine import CLOSED, SpanLog, live_for
-from penstock.types import PolicyName, SamplingSpec, Version
+from penstock.types import Version
 
 MAX_ROWS = 1024
 """Most answers of a policy decoded together; further requests wait."""
@@ -56,23 +55,13 @@ class ContinuousEngine:
         """How long the last swap paused decoding."""
         return self._lane.paused_s
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
-        if self._lane.is_closed:
-            raise EngineError(CLOSED)
-        version = live_for(policy, self._lane.live)
+    async def __call__(self, request: GenerationRequest) -> Completion:
+        version = live_for(request.policy, self._lane.live, is_closed=self._lane.is_closed)
         if self._lane.loop is None:
             self._lane.loop = asyncio.get_running_loop()
         loop = self._lane.loop
         future: asyncio.Future[Completion] = loop.create_future()
-        self._unsent.append(Row(prompt_ids, sampling, future, SpanLog(version), on_chunk))
+        self._unsent.append(Row(request, future, SpanLog(version)))
         if len(self._unsent) == 1:
             # In the next event-loop iteration, so that a burst of requests wakes the thread once.
             loop.call_soon(self._flush)
@@ -102,7 +91,7 @@ class ContinuousEngine:
     def _flush(self) -> None:
         rows, self._unsent = self._unsent, []
         if self._lane.is_closed:
-            resolve(closed_results(rows))
+            resolve(fail(rows, EngineError(CLOSED)))
         elif rows:
             self._thread.put(self._lane, rows)
 

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -48,20 +48,20 @@ class Swap:
     done: Future[None]
 
 
+@dataclass(slots=True, eq=False)
 class Lane:
     """The rows of one policy. The decoding thread sets the fields; the event loop reads them."""
 
-    def __init__(self, max_rows: int) -> None:
-        self.live: Version | None = None
-        self.is_closed = False
-        self.ended = threading.Event()
-        self.paused_s = 0.0
-        self.opened: Future[Decoder] = Future()
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self.tokenizer: Tokenizer | None = None
-        self._max_rows = max_rows
-        self._waiting: deque[Row] = deque()
-        self._batch: Batch | None = None
+    _max_rows: int
+    live: Version | None = None
+    is_closed: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+    paused_s: float = 0.0
+    opened: Future[Decoder] = field(default_factory=Future[Decoder])
+    loop: asyncio.AbstractEventLoop | None = None
+    tokenizer: Tokenizer | None = None
+    _waiting: deque[Row] = field(default_factory=deque[Row])
+    _batch: Batch | None = None
 
     @property
     def has_work(self) -> bool:
@@ -87,7 +87,7 @@ class Lane:
         except Exception as error:
             self.live = None  # partly swapped weights must not be sampled from
             failure = _engine_error(error, f"swap to {swap.version} failed")
-            self._settle(_failed([*self._batch.drop_all(), *self._waiting], failure))
+            self._settle(fail([*self._batch.drop_all(), *self._waiting], failure))
             self._waiting.clear()
             swap.done.set_exception(failure)
         else:
@@ -103,7 +103,7 @@ class Lane:
         """Close the lane: fail all remaining rows and accept no more."""
         self.is_closed = True
         rows = [] if self._batch is None else self._batch.drop_all()
-        self._settle(_failed([*rows, *self._waiting, *rest], EngineError(CLOSED)))
+        self._settle(fail([*rows, *self._waiting, *rest], EngineError(CLOSED)))
         self._waiting.clear()
         self.ended.set()
 
@@ -114,9 +114,7 @@ class Lane:
         assert batch is not None, "only an open lane has rows"
         if live is None:
             left, self._waiting = self._waiting, deque()
-            return [], _failed(
-                left, EngineError("no version is live, because the last swap failed")
-            )
+            return [], fail(left, EngineError("no version is live, because the last swap failed"))
         while self._waiting and len(batch.rows) + len(admitted) < self._max_rows:
             row = self._waiting.popleft()
             refusal = batch.admit(row, live)
@@ -126,12 +124,12 @@ class Lane:
                 results.append((row, refusal))
         if not admitted and not batch.rows:
             return [], results
-        streaming = [row for row in (*batch.rows, *admitted) if row.on_chunk is not None]
+        streaming = [row for row in (*batch.rows, *admitted) if row.request.on_chunk is not None]
         try:
             results += batch.step(admitted)
         except Exception as error:
             failure = _engine_error(error, "decoding failed")
-            return [], results + _failed(batch.drop_all(), failure)
+            return [], results + fail(batch.drop_all(), failure)
         return [(row, _last(row, live)) for row in streaming], results
 
     def _settle(self, results: list[Result], chunks: Sequence[RowChunk] = ()) -> None:
@@ -241,26 +239,23 @@ def resolve(results: list[Result]) -> None:
             row.future.set_exception(result)
 
 
-def closed_results(rows: Iterable[Row]) -> list[Result]:
-    return _failed(rows, EngineError(CLOSED))
-
-
 def _last(row: Row, version: Version) -> TokenChunk:
     return TokenChunk(sampled_ids=row.sampled[-1:], logprobs=row.logprobs[-1:], version=version)
 
 
 def _dispatch(chunks: Sequence[RowChunk], results: list[Result]) -> None:
     for row, chunk in chunks:
-        if row.on_chunk is None or row.future.done():
+        on_chunk = row.request.on_chunk
+        if on_chunk is None or row.future.done():
             continue
         try:
-            row.on_chunk(chunk)
+            on_chunk(chunk)
         except Exception as error:  # fails only this caller's request
             row.future.set_exception(error)
     resolve(results)
 
 
-def _failed(rows: Iterable[Row], error: EngineError) -> list[Result]:
+def fail(rows: Iterable[Row], error: EngineError) -> list[Result]:
     """Fail each row with a separate error: a shared one would collect all their tracebacks."""
     return [(row, EngineError(str(error))) for row in rows]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,21 @@ from torch.nn.functional import linear, pad
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from penstock.errors import EngineError
-from penstock.rollout.adapter_info import AdapterInfo, BaseDigests, check_same_layers
-from penstock.rollout.snapshot import Snapshot, read_snapshot, tensor_files
+from penstock.rollout.adapter_info import (
+    AdapterInfo,
+    BaseDigests,
+    check_same_layers,
+    tensor_difference,
+    tensor_files,
+)
+from penstock.rollout.decoding.batch import Logits, Staged
+from penstock.rollout.snapshot import Snapshot, read_snapshot
 from penstock.weights.lora import A, B
 from penstock.weights.manifest import ADAPTER_PREFIX, ADAPTER_WEIGHTS
 
 # B = rows, T = padded length, V = vocabulary, H = key-value heads, D = head size
 MAX_PREFILL_TOKENS = 16_384
 """Most padded tokens per prefill; more contexts need several prefills."""
-Logits = NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -71,17 +77,17 @@ class _Adapter:
     layers: Layers
 
 
+@dataclass(slots=True)
 class _Weights:
     """One model in memory, shared by its decoders. `module` changes only between forward passes."""
 
-    def __init__(self) -> None:
-        self.module: Any = None
-        self.base: str | None = None
-        """Digest of the base model's files, if adapters are used."""
-        self.num_decoders = 0
-        self._files = BaseDigests()
-        self._hooked: set[str] = set()
-        self._active: _Adapter | None = None
+    module: Any = None
+    base: str | None = None
+    """Digest of the base model's files, if adapters are used."""
+    num_decoders: int = 0
+    _files: BaseDigests = field(default_factory=BaseDigests)
+    _hooked: set[str] = field(default_factory=set[str])
+    _active: _Adapter | None = None
 
     def prepare(self, folder: Path) -> None:
         """Load the base model, if it is not yet in memory."""
@@ -127,29 +133,6 @@ class _Weights:
         return output + self._active.info.scale * linear(linear(inputs[0], a), b)
 
 
-@dataclass(frozen=True, slots=True)
-class HfStaged:
-    decoder: HfDecoder
-    model: Any
-    tensors: dict[str, Tensor]
-    snapshot: Snapshot
-
-    def apply(self) -> None:
-        _copy(self.model, self.tensors)
-        self.decoder.weights.module = self.model
-
-
-@dataclass(frozen=True, slots=True)
-class HfStagedAdapter:
-    decoder: HfDecoder
-    adapter: _Adapter
-    snapshot: Snapshot
-
-    def apply(self) -> None:
-        self.decoder.weights.register_hooks(self.adapter)
-        self.decoder.adapter = self.adapter
-
-
 class HfDecoder:
     def __init__(self, *, torch_threads: int, weights: _Weights | None = None) -> None:
         """`weights`: the model of another decoder, to share it."""
@@ -163,7 +146,7 @@ class HfDecoder:
     def share(self) -> HfDecoder:
         return HfDecoder(torch_threads=self._torch_threads, weights=self.weights)
 
-    def stage(self, folder: Path) -> HfStaged | HfStagedAdapter:
+    def stage(self, folder: Path) -> Staged:
         torch.set_num_threads(self._torch_threads)  # OpenMP's setting is per calling thread
         snapshot = read_snapshot(folder)
         weights = self.weights
@@ -177,11 +160,15 @@ class HfDecoder:
         if weights.base is not None:
             check_same_layers(self.adapter and self.adapter.info, None, folder)
         model = _build(folder) if weights.module is None else weights.module
-        return HfStaged(self, model, _read_tensors(model, folder), snapshot)
+        tensors = _read_tensors(model, folder)
 
-    def _stage_adapter(
-        self, folder: Path, snapshot: Snapshot, info: AdapterInfo
-    ) -> HfStagedAdapter:
+        def apply() -> None:
+            _copy(model, tensors)
+            weights.module = model
+
+        return Staged(snapshot, apply)
+
+    def _stage_adapter(self, folder: Path, snapshot: Snapshot, info: AdapterInfo) -> Staged:
         has_full_model = self.weights.module is not None and self.weights.base is None
         if self.adapter is not None or has_full_model:
             check_same_layers(self.adapter and self.adapter.info, info, folder)
@@ -192,26 +179,31 @@ class HfDecoder:
         for name in info.modules:
             a, b = (tensors[f"{ADAPTER_PREFIX}{name}{part}"] for part in (A, B))
             layers[name] = (a.to(torch.float32, copy=True), b.to(torch.float32, copy=True))
-        return HfStagedAdapter(self, _Adapter(info, layers), snapshot)
+        adapter = _Adapter(info, layers)
+
+        def apply() -> None:
+            self.weights.register_hooks(adapter)
+            self.adapter = adapter
+
+        return Staged(snapshot, apply)
 
     def join(self, contexts: Sequence[Sequence[int]]) -> Logits:
         distinct: dict[tuple[int, ...], int] = {}
         row_of = [distinct.setdefault(tuple(ids), len(distinct)) for ids in contexts]
         ordered = list(distinct)
         by_length = sorted(range(len(ordered)), key=lambda index: len(ordered[index]))
-        parts: list[_Rows] = []
-        logits: list[Tensor] = []
         with torch.inference_mode():
-            for block in _blocks(by_length, ordered):
-                rows, logits_BV = self._prefill([ordered[index] for index in block])
-                parts.append(rows)
-                logits.append(logits_BV)
+            prefilled = [
+                self._prefill([ordered[index] for index in block])
+                for block in _blocks(by_length, ordered)
+            ]
             position = {index: at for at, index in enumerate(by_length)}
             selection = torch.tensor([position[row] for row in row_of])
-            joined = _stack(parts)
+            joined = _stack([rows for rows, _ in prefilled])
             joined.select(selection)
             self._rows = joined if self._rows is None else _stack([self._rows, joined])
-            return torch.cat(logits).index_select(0, selection).numpy()
+            logits_BV = torch.cat([logits for _, logits in prefilled])
+            return logits_BV.index_select(0, selection).numpy()
 
     def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> Logits:
         assert self._rows is not None
@@ -329,16 +321,9 @@ def _with_canonical_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, T
 def _check_fit(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in _targets(model).items()}
     aliases: set[str] = set(model.state_dict()) - set(expected)
-    missing = sorted(set(expected) - set(tensors))
-    unknown = sorted(set(tensors) - set(expected) - aliases)
-    wrong = sorted(
-        f"{name} {tuple(tensors[name].shape)} for {shape}"
-        for name, shape in expected.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    )
-    if missing or unknown or wrong:
+    found = {name: tuple(t.shape) for name, t in tensors.items() if name not in aliases}
+    if difference := tensor_difference(expected, found):
         raise EngineError(
-            f"{folder} has a different model: {len(missing)} tensors missing {missing[:3]}, "
-            f"{len(unknown)} unknown {unknown[:3]}, {len(wrong)} with a wrong shape {wrong[:3]}; "
+            f"{folder} has a different model: {difference}; "
             "a policy cannot change its architecture during a run"
         )

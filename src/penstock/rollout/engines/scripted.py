@@ -11,17 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
-from penstock.rollout.engine import CLOSED, EngineSettings, EngineType, SpanLog, live_for
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
+from penstock.rollout.engine import CLOSED, EngineType, SpanLog, live_for
 from penstock.rollout.snapshot import Snapshot, read_snapshot
-from penstock.types import (
-    FinishReason,
-    PolicyName,
-    SamplingSpec,
-    Version,
-    log_probs,
-    token_ids,
-)
+from penstock.types import FinishReason, SamplingSpec, Version
 
 Script = Callable[[Sequence[int], SamplingSpec], Sequence[int]]
 
@@ -49,26 +42,17 @@ class ScriptedEngine:
         self._snapshot = read_snapshot(folder)
         self._live = version
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
-        if self._is_closed:
-            raise EngineError(CLOSED)
-        version = live_for(policy, self._live)
-        answer = self._next(prompt_ids, sampling)[: sampling.max_tokens]
+    async def __call__(self, request: GenerationRequest) -> Completion:
+        version = live_for(request.policy, self._live, is_closed=self._is_closed)
+        sampling, on_chunk = request.sampling, request.on_chunk
+        answer = self._next(request)[: sampling.max_tokens]
         spans = SpanLog(version)
         for index in range(len(answer)):
             await asyncio.sleep(0)  # one decoding step: other tasks run, weights may be swapped
             if self._is_closed:
                 break
             if self._live != version:
-                version = live_for(policy, self._live)
+                version = live_for(request.policy, self._live)
                 spans.switch(index, version)
             if on_chunk is not None:
                 on_chunk(TokenChunk(sampled_ids=[answer[index]], logprobs=[0.0], version=version))
@@ -76,19 +60,15 @@ class ScriptedEngine:
             raise EngineError(CLOSED)
         assert self._snapshot is not None
         has_ended = len(answer) < sampling.max_tokens or answer[-1] in self._snapshot.stop_ids
-        return Completion(
-            sampled_ids=token_ids(answer),
-            logprobs=log_probs([0.0] * len(answer)),
-            spans=spans.spans(len(answer)),
-            finish=FinishReason.STOP if has_ended else FinishReason.LENGTH,
-        )
+        finish = FinishReason.STOP if has_ended else FinishReason.LENGTH
+        return spans.complete(answer, [0.0] * len(answer), finish)
 
     async def close(self) -> None:
         self._is_closed = True
 
-    def _next(self, prompt_ids: Sequence[int], sampling: SamplingSpec) -> Sequence[int]:
+    def _next(self, request: GenerationRequest) -> Sequence[int]:
         if self._script is not None:
-            return self._script(prompt_ids, sampling)
+            return self._script(request.prompt_ids, request.sampling)
         assert self._answers is not None
         answer = next(self._answers, None)
         if answer is None:
@@ -96,8 +76,6 @@ class ScriptedEngine:
         return answer
 
 
-def _build(settings: EngineSettings) -> ScriptedEngine:
-    return ScriptedEngine()
-
-
-ENGINE = EngineType(build=_build, serves_adapters=True, is_reproducible=True)
+ENGINE = EngineType(
+    build=lambda settings: ScriptedEngine(), serves_adapters=True, is_reproducible=True
+)

@@ -25,18 +25,11 @@ import msgspec
 import structlog
 
 from penstock.errors import ConfigError, EngineError, RequestRejected
-from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
+from penstock.gateway.generation import ChunkCallback, Completion, GenerationRequest, TokenChunk
 from penstock.rollout.engine import CLOSED, EngineSettings, EngineType, SpanLog, live_for
 from penstock.rollout.http_client import HttpClient
 from penstock.rollout.snapshot import Snapshot, prompt_problem, read_snapshot
-from penstock.types import (
-    FinishReason,
-    PolicyName,
-    SamplingSpec,
-    Version,
-    log_probs,
-    token_ids,
-)
+from penstock.types import FinishReason, SamplingSpec, Version
 
 CALL_S = 60.0
 LOAD_S = 1800.0
@@ -114,28 +107,19 @@ class SglangEngine:
     def live(self) -> Version | None:
         return self._live
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
-        if self._is_closed:
-            raise EngineError(CLOSED)
-        spans = SpanLog(live_for(policy, self._live))
+    async def __call__(self, request: GenerationRequest) -> Completion:
+        spans = SpanLog(live_for(request.policy, self._live, is_closed=self._is_closed))
         assert self._snapshot is not None
-        _check_fit(prompt_ids, sampling, self._snapshot)
+        _check_fit(request, self._snapshot)
+        prompt_ids, sampling = request.prompt_ids, request.sampling
         limit = min(sampling.max_tokens, self._snapshot.window - len(prompt_ids))
         ids: list[int] = []
         logprobs: list[float] = []
         must_restart = bool(sampling.stop or sampling.json_schema)
+        on_chunk = None if must_restart else request.on_chunk  # discarded tokens are not streamed
         while True:
             left = replace(sampling, max_tokens=limit - len(ids), seed=sampling.seed + len(ids))
-            callback = None if must_restart else on_chunk  # tokens may be discarded: do not stream
-            part = await self._generate([*prompt_ids, *ids], left, callback)
+            part = await self._generate([*prompt_ids, *ids], left, on_chunk)
             finish = FINISHES.get(part.finish)
             if finish is None and must_restart:
                 continue
@@ -145,13 +129,7 @@ class SglangEngine:
             if finish is None and len(ids) == limit:
                 finish = FinishReason.LENGTH
             if finish is not None:
-                break
-        return Completion(
-            sampled_ids=token_ids(ids),
-            logprobs=log_probs(logprobs),
-            spans=spans.spans(len(ids)),
-            finish=finish,
-        )
+                return spans.complete(ids, logprobs, finish)
 
     async def load(self, folder: Path, version: Version) -> None:
         async with self._lock:
@@ -270,24 +248,16 @@ class SglangEngine:
     async def _call(
         self, path: str, body: Mapping[str, object], *, timeout_s: float = CALL_S
     ) -> dict[str, Any]:
-        try:
-            reply = await self._client.request(
-                "POST", path, msgspec.json.encode(body), timeout_s=timeout_s
-            )
-        except OSError as error:
-            why = str(error) or type(error).__name__
-            raise EngineError(f"no response from SGLang to {path}: {why}") from None
-        text = reply.body.decode(errors="replace")
-        if reply.status != 200:
-            raise EngineError(f"SGLang returned {reply.status} to {path}: {text[:500]}")
+        reply = await self._client.call("SGLang", "POST", path, body, timeout_s=timeout_s)
         with suppress(msgspec.DecodeError):
             return msgspec.json.decode(reply.body, type=dict[str, Any])
         return {}
 
 
-def _check_fit(prompt_ids: Sequence[int], spec: SamplingSpec, snapshot: Snapshot) -> None:
-    if (why := prompt_problem(prompt_ids, snapshot)) is not None:
+def _check_fit(request: GenerationRequest, snapshot: Snapshot) -> None:
+    if (why := prompt_problem(request.prompt_ids, snapshot)) is not None:
         raise RequestRejected(why)
+    spec = request.sampling
     if spec.temperature and (spec.top_p < 1 or spec.top_k or spec.min_p):
         raise RequestRejected(
             "SGLang's log-probs ignore top_p, top_k and min_p, so such samples cannot be trained; "

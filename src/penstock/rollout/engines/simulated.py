@@ -18,18 +18,11 @@ from pathlib import Path
 from statistics import NormalDist
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
+from penstock.gateway.generation import ChunkCallback, Completion, GenerationRequest, TokenChunk
 from penstock.gateway.seeds import derive
-from penstock.rollout.engine import CLOSED, EngineSettings, EngineType, SpanLog, live_for
+from penstock.rollout.engine import CLOSED, EngineType, SpanLog, live_for
 from penstock.rollout.snapshot import Snapshot, read_snapshot
-from penstock.types import (
-    FinishReason,
-    PolicyName,
-    SamplingSpec,
-    Version,
-    log_probs,
-    token_ids,
-)
+from penstock.types import FinishReason, PolicyName, Version
 
 _NORMAL = NormalDist()
 CHUNK_INTERVAL_S = 0.02
@@ -38,8 +31,6 @@ CHUNK_INTERVAL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProfile:
-    """Behavior of the simulated model."""
-
     first_token_s: float = 0.0
     """Median time to the first token."""
     token_s: float = 0.0
@@ -69,21 +60,12 @@ class SimulatedEngine:
         self._snapshot = read_snapshot(folder)
         self._history.append((asyncio.get_running_loop().time(), version))
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
-        if self._is_closed:
-            raise EngineError(CLOSED)
-        live_for(policy, self.live)
+    async def __call__(self, request: GenerationRequest) -> Completion:
+        live_for(request.policy, self.live, is_closed=self._is_closed)
         assert self._snapshot is not None
-        seed = derive(self._seed, sampling.seed)
-        num_tokens = self._num_tokens(seed, sampling.max_tokens)
+        max_tokens, on_chunk = request.sampling.max_tokens, request.on_chunk
+        seed = derive(self._seed, request.sampling.seed)
+        num_tokens = self._num_tokens(seed, max_tokens)
         delay_s = self._lognormal(self._load.first_token_s, derive(seed, 0))
         first_at = asyncio.get_running_loop().time() + delay_s
         vocab_size = self._snapshot.vocab_size
@@ -92,15 +74,11 @@ class SimulatedEngine:
             await self._sleep_until(first_at + self._load.token_s * (num_tokens - 1))
             spans = self._spans(first_at, num_tokens)
         else:
-            spans = await self._stream(on_chunk, ids, first_at, policy)
+            spans = await self._stream(on_chunk, ids, first_at, request.policy)
         if _unit(derive(seed, 2)) < self._load.failure_probability:
             raise EngineError("simulated failure (see failure_probability in the config)")
-        return Completion(
-            sampled_ids=token_ids(ids),
-            logprobs=log_probs([-math.log(vocab_size)] * num_tokens),
-            spans=spans.spans(num_tokens),
-            finish=FinishReason.STOP if num_tokens < sampling.max_tokens else FinishReason.LENGTH,
-        )
+        finish = FinishReason.STOP if num_tokens < max_tokens else FinishReason.LENGTH
+        return spans.complete(ids, [-math.log(vocab_size)] * num_tokens, finish)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -181,8 +159,6 @@ def _unit(seed: int) -> float:
     return (seed >> 10) * 2.0**-53
 
 
-def _build(settings: EngineSettings) -> SimulatedEngine:
-    return SimulatedEngine(seed=settings.seed)
-
-
-ENGINE = EngineType(build=_build, serves_adapters=True)
+ENGINE = EngineType(
+    build=lambda settings: SimulatedEngine(seed=settings.seed), serves_adapters=True
+)

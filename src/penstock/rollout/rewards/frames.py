@@ -39,13 +39,5 @@ def frame_bytes(prefix: bytes) -> int:
     return int.from_bytes(prefix, "little")
 
 
-def unpack_request(body: bytes) -> ScoreRequest:
-    return _request.decode(body)
-
-
-def unpack_answer(body: bytes) -> ScoreAnswer:
-    return _answer.decode(body)
-
-
-_request = msgspec.msgpack.Decoder(ScoreRequest)
-_answer = msgspec.msgpack.Decoder(ScoreAnswer)
+REQUESTS = msgspec.msgpack.Decoder(ScoreRequest)
+ANSWERS = msgspec.msgpack.Decoder(ScoreAnswer)

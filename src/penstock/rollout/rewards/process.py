@@ -10,31 +10,32 @@ import signal
 import sys
 from asyncio.subprocess import Process
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 
 from penstock.errors import RewardError
 from penstock.rollout.programs import inherited_env
 from penstock.rollout.rewards.frames import (
+    ANSWERS,
     MAX_FRAME_BYTES,
     PREFIX_BYTES,
     ScoreAnswer,
     ScoreRequest,
     frame_bytes,
     pack,
-    unpack_answer,
 )
 
 START_S = 120.0
 """How long the user's module may take to import; some load a computer algebra system."""
 
 
+@dataclass(slots=True)
 class WorkerProcess:
     """At most one running process; `kill()` also kills its process group."""
 
-    def __init__(self, function: str) -> None:
-        self._function = function
-        self._process: Process | None = None
+    _function: str
+    _process: Process | None = None
 
     async def start(self) -> None:
         """Start the worker and wait until it has imported the function; raises RewardError if it
@@ -42,11 +43,8 @@ class WorkerProcess:
         # The worker can import whatever the node can.
         env = {**inherited_env(), "PYTHONPATH": os.pathsep.join(sys.path)}
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "penstock.rollout.rewards.worker",
-            self._function,
-            str(os.getpid()),
+            *(sys.executable, "-m", "penstock.rollout.rewards.worker"),
+            *(self._function, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
@@ -94,7 +92,7 @@ class WorkerProcess:
             num_bytes = frame_bytes(await self._process.stdout.readexactly(PREFIX_BYTES))
             if num_bytes > MAX_FRAME_BYTES:
                 raise RewardError(f"reward {self._function} corrupted its worker's pipe")
-            return unpack_answer(await self._process.stdout.readexactly(num_bytes))
+            return ANSWERS.decode(await self._process.stdout.readexactly(num_bytes))
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self._process.wait()
             how = f"signal {-code}" if code < 0 else f"exit code {code}"

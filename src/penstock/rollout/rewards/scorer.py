@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores completions in batches: `Scored | Failed` for each. The reward function may hang, raise,
-crash or print.
+"""Scores completions in batches: a reward or `Failed` for each. The reward function may hang,
+raise, crash or print.
 
 A batch has a deadline, enforced by killing its process. If a batch of several fails, each of its
 completions is retried alone, once, so only the culprits fail. A failure never becomes a number.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from penstock.errors import RewardError
 from penstock.rollout.rewards.frames import ScoreAnswer, ScoreRequest
@@ -20,12 +20,6 @@ from penstock.rollout.user_errors import shorten
 from penstock.types import FailureKind, Task
 
 MAX_BATCH = 256
-DEADLINE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    reward: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +33,7 @@ class Failed:
 class _Item:
     completion: str
     task: Task
-    result: asyncio.Future[Scored | Failed]
+    result: asyncio.Future[float | Failed]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,18 +53,17 @@ class _Queue:
         return [self.fresh.popleft() for _ in range(min(MAX_BATCH, len(self.fresh)))]
 
 
+@dataclass(slots=True)
 class Scorer:
     """One reward function behind `num_workers` processes."""
 
-    def __init__(
-        self, function: str, *, num_workers: int = 1, deadline_s: float = DEADLINE_S
-    ) -> None:
-        self._function = function
-        self._num_workers = num_workers
-        self._deadline_s = deadline_s
-        self._queue = _Queue()
+    _function: str
+    _: KW_ONLY
+    num_workers: int = 1
+    deadline_s: float = 30.0
+    _queue: _Queue = field(default_factory=_Queue)
 
-    async def score(self, completion: str, task: Task) -> Scored | Failed:
+    async def score(self, completion: str, task: Task) -> float | Failed:
         result = asyncio.get_running_loop().create_future()
         self._queue.fresh.append(_Item(completion=completion, task=task, result=result))
         self._queue.filled.set()
@@ -79,7 +72,7 @@ class Scorer:
     async def run(self) -> None:
         """Serve until cancelled. Raises if the function cannot be imported, which ends the node."""
         async with asyncio.TaskGroup() as workers:
-            for number in range(self._num_workers):
+            for number in range(self.num_workers):
                 workers.create_task(self._worker_loop(), name=f"reward-{number}")
 
     async def _worker_loop(self) -> None:
@@ -105,9 +98,9 @@ class Scorer:
             payloads=[item.task.payload for item in items],
         )
         try:
-            answer = await worker.score(request, self._deadline_s)
+            answer = await worker.score(request, self.deadline_s)
         except TimeoutError:
-            detail = f"exceeded its deadline of {self._deadline_s:g} s and was killed"
+            detail = f"exceeded its deadline of {self.deadline_s:g} s and was killed"
             self._fail(items, FailureKind.REWARD_DEADLINE, detail)
         except RewardError as error:
             self._fail(items, FailureKind.REWARD, str(error))
@@ -116,21 +109,18 @@ class Scorer:
 
     def _accept(self, items: list[_Item], answer: ScoreAnswer) -> None:
         if answer.error or len(answer.values) != len(items):
-            self._fail(
-                items, FailureKind.REWARD, answer.error or "returned results of another batch"
-            )
-            return
+            why = answer.error or "returned results of another batch"
+            return self._fail(items, FailureKind.REWARD, why)
         for item, value in zip(items, answer.values, strict=True):
             if isinstance(value, float) and math.isfinite(value):
-                _resolve(item, Scored(reward=value))
+                _resolve(item, value)
             else:
                 what = f"returned {value}; return one finite number per completion"
                 _resolve(item, self._failed(item, FailureKind.REWARD, what))
 
     def _fail(self, items: list[_Item], kind: FailureKind, detail: str) -> None:
         if len(items) == 1:
-            _resolve(items[0], self._failed(items[0], kind, detail))
-            return
+            return _resolve(items[0], self._failed(items[0], kind, detail))
         self._queue.suspects.extend(items)
         self._queue.filled.set()
 
@@ -139,6 +129,6 @@ class Scorer:
         return Failed(kind=kind, detail=shorten(f"{where}: {detail}"))
 
 
-def _resolve(item: _Item, result: Scored | Failed) -> None:
+def _resolve(item: _Item, result: float | Failed) -> None:
     if not item.result.done():  # the rollout may have been cancelled in the meantime
         item.result.set_result(result)

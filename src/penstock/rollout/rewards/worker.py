@@ -24,11 +24,11 @@ from penstock.plugins import load_function
 from penstock.rollout.exit_with_parent import die_with
 from penstock.rollout.rewards.frames import (
     PREFIX_BYTES,
+    REQUESTS,
     ScoreAnswer,
     ScoreRequest,
     frame_bytes,
     pack,
-    unpack_request,
 )
 from penstock.rollout.user_errors import user_traceback
 from penstock.types import JsonObject
@@ -56,24 +56,19 @@ def score(function: Callable[..., Any], request: ScoreRequest) -> ScoreAnswer:
         columns = select_columns(function, columns_of(request.payloads))
         returned: Any = function(completions=request.completions, **columns)
         if inspect.isawaitable(returned):
-            returned = _finish(returned)
+            returned = _runner().run(_finish(returned))
         return _answer(returned, len(request.completions))
     except (Exception, SystemExit) as error:
         return ScoreAnswer(error=user_traceback(error))
 
 
-def _finish(awaitable: Awaitable[Any]) -> Any:
-    """Run an awaitable in this process's single event loop, to which the function's clients may be
-    bound."""
-    return _runner().run(_awaited(awaitable))
-
-
-async def _awaited(awaitable: Awaitable[Any]) -> Any:
+async def _finish(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 
 
 @cache
 def _runner() -> Any:
+    """This process's single event loop, to which the function's clients may be bound."""
     import asyncio  # lazy: a third of the start-up time, and most functions are not async
 
     return asyncio.Runner()
@@ -122,7 +117,7 @@ def read_request(requests: BinaryIO) -> ScoreRequest | None:
     prefix = requests.read(PREFIX_BYTES)
     if len(prefix) < PREFIX_BYTES:
         return None
-    return unpack_request(requests.read(frame_bytes(prefix)))
+    return REQUESTS.decode(requests.read(frame_bytes(prefix)))
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import Any, cast
 
 from penstock.errors import ConfigError
@@ -26,6 +27,7 @@ Workflow = Callable[[Task, Context], Awaitable[str | float | None]]
 BUILT_IN: dict[str, Workflow] = {"single_turn": single_turn.run}
 
 
+@cache
 def find_workflow(name: str) -> Workflow:
     """Find a built-in workflow by name, load `module:function`, or wrap a program given as a JSON
     list of arguments."""

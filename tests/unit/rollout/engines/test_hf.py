@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding.batch import Batch, Row
 from penstock.rollout.decoding.hf_decoder import HfDecoder
 from penstock.rollout.engine import SpanLog
@@ -122,7 +122,8 @@ def make_rows(loop: asyncio.AbstractEventLoop, length: int, num_tokens: int) -> 
             max_tokens=num_tokens + number % 5,
         )
         prompt = prompt_of(1 + (length + 3 * number) % 23)
-        rows.append(Row(prompt, sampling, loop.create_future(), SpanLog(version(0))))
+        request = GenerationRequest(prompt, sampling, policy=POLICY, session="s")
+        rows.append(Row(request, loop.create_future(), SpanLog(version(0))))
     return rows
 
 
@@ -151,7 +152,7 @@ async def test_logprobs_across_joins_leaves_and_swaps(
     assert len(finished) == 3 * len(GRID)
     assert max(len(completion.spans) for _, completion in finished) == 4
     worst = max(
-        check(models, list(row.prompt_ids), completion, row.sampling)
+        check(models, list(row.request.prompt_ids), completion, row.request.sampling)
         for row, completion in finished
     )
     assert worst < TOLERANCE
@@ -166,7 +167,7 @@ async def test_logprobs_through_the_engine_while_versions_change(
     async def ask(number: int) -> tuple[list[int], SamplingSpec, Completion]:
         prompt = prompt_of(1 + 5 * number % 17)
         spec = SamplingSpec(max_tokens=60, seed=number, top_p=0.9)
-        answer = await engine(prompt, spec, policy=POLICY, session="s")
+        answer = await engine(GenerationRequest(prompt, spec, policy=POLICY, session="s"))
         return prompt, spec, answer
 
     calls = asyncio.gather(*(ask(number) for number in range(24)))
@@ -186,7 +187,9 @@ async def test_an_answer_does_not_depend_on_its_batch_mates(folders: list[Path])
 
     async def ask(number: int) -> bytes:
         spec = SamplingSpec(max_tokens=10, seed=number)
-        answer = await engine(prompt_of(1 + number % 13), spec, policy=POLICY, session="s")
+        answer = await engine(
+            GenerationRequest(prompt_of(1 + number % 13), spec, policy=POLICY, session="s")
+        )
         return answer.sampled_ids
 
     together = await asyncio.gather(*(ask(number) for number in range(40)))
@@ -203,7 +206,7 @@ async def test_the_end_token_the_stop_string_and_the_window_end_an_answer(tmp_pa
 
     async def ask(prompt: list[int], *, seed: int = 0, stop: tuple[str, ...] = ()) -> Completion:
         spec = SamplingSpec(max_tokens=400, temperature=1.5, seed=seed, stop=stop)
-        return await engine(prompt, spec, policy=POLICY, session="s")
+        return await engine(GenerationRequest(prompt, spec, policy=POLICY, session="s"))
 
     answers = [await ask([1, 2, 3], seed=seed) for seed in range(20)]
     texts = [list(view_ids(answer.sampled_ids)) for answer in answers]
@@ -226,7 +229,7 @@ async def test_the_end_token_the_stop_string_and_the_window_end_an_answer(tmp_pa
 async def test_a_snapshot_of_another_model_is_refused(folders: list[Path], tmp_path: Path) -> None:
     engine = HfEngine()
     await engine.load(folders[0], version(0))
-    before = await engine([1, 2], SamplingSpec(), policy=POLICY, session="s")
+    before = await engine(GenerationRequest([1, 2], SamplingSpec(), policy=POLICY, session="s"))
     wider = write_snapshot(tmp_path / "wider", seed=0, hidden_size=64)
     with pytest.raises(EngineError, match="with a wrong shape"):
         await engine.load(wider, version(1))
@@ -240,7 +243,7 @@ async def test_a_snapshot_of_another_model_is_refused(folders: list[Path], tmp_p
     with pytest.raises(EngineError, match="missing"):
         await engine.load(less, version(1))
     assert engine.live == version(0)
-    after = await engine([1, 2], SamplingSpec(), policy=POLICY, session="s")
+    after = await engine(GenerationRequest([1, 2], SamplingSpec(), policy=POLICY, session="s"))
     assert after == before
     await engine.close()
 
@@ -255,7 +258,7 @@ async def test_tied_embeddings_are_one_tensor_under_either_name(tmp_path: Path, 
     engine = HfEngine()
     await engine.load(folder, version(0))
     spec = SamplingSpec(max_tokens=6)
-    answer = await engine([1, 2, 3], spec, policy=POLICY, session="s")
+    answer = await engine(GenerationRequest([1, 2, 3], spec, policy=POLICY, session="s"))
     assert check([model, model], [1, 2, 3], answer, spec) < TOLERANCE
     await engine.close()
 
@@ -270,9 +273,9 @@ async def test_broken_weights_fail_requests_and_the_next_version_heals(
     engine = HfEngine()
     await engine.load(broken, version(0))
     with pytest.raises(EngineError, match="NaN or infinite"):
-        await engine([1], SamplingSpec(), policy=POLICY, session="s")
+        await engine(GenerationRequest([1], SamplingSpec(), policy=POLICY, session="s"))
     await engine.load(folders[0], version(1))
-    answer = await engine([1], SamplingSpec(), policy=POLICY, session="s")
+    answer = await engine(GenerationRequest([1], SamplingSpec(), policy=POLICY, session="s"))
     assert answer.spans[0].number == 1
     await engine.close()
 
@@ -287,10 +290,12 @@ async def test_a_burst_of_the_demo_costs_little(folders: list[Path]) -> None:
         await asyncio.gather(
             *(
                 engine(
-                    [number // 16 % 10, 1, 2, 10],
-                    SamplingSpec(max_tokens=3, seed=number),
-                    policy=POLICY,
-                    session="s",
+                    GenerationRequest(
+                        [number // 16 % 10, 1, 2, 10],
+                        SamplingSpec(max_tokens=3, seed=number),
+                        policy=POLICY,
+                        session="s",
+                    ),
                 )
                 for number in range(512)
             )

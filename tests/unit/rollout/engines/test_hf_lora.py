@@ -28,10 +28,10 @@ from tests.unit.rollout.engines.tiny_qwen3 import VOCAB_SIZE, write_snapshot
 
 from penstock.config import LoraConfig
 from penstock.errors import EngineError
-from penstock.gateway.generation import Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding import hf_decoder
 from penstock.rollout.engine import Engine, Shareable
-from penstock.rollout.engine_pools import EnginePools
+from penstock.rollout.engine_pool import EnginePools
 from penstock.rollout.engines.hf import HfEngine
 from penstock.trainer.lora import attach_adapter, init_adapter
 from penstock.trainer.model_folders import init_model, load_model
@@ -78,7 +78,7 @@ async def ask(
     engine: Engine, policy: PolicyName = SOLVER, *, num_tokens: int = 20, seed: int = 0
 ) -> Completion:
     spec = SamplingSpec(max_tokens=num_tokens, seed=seed)
-    return await engine(PROMPT, spec, policy=policy, session="s")
+    return await engine(GenerationRequest(PROMPT, spec, policy=policy, session="s"))
 
 
 def worst(answer: Completion, model_of: Callable[[int], Any]) -> float:
@@ -314,7 +314,9 @@ async def test_pools_of_a_node_share_their_engines(folders: list[Path]) -> None:
         await engines.load(folders[1], version(3, JUDGE))
         assert {(live.policy, live.number) for live in engines.live()} == {(SOLVER, 0), (JUDGE, 3)}
         for policy, number in ((SOLVER, 0), (JUDGE, 3)):
-            answer = await engines(PROMPT, SamplingSpec(), policy=policy, session="s")
+            answer = await engines(
+                GenerationRequest(PROMPT, SamplingSpec(), policy=policy, session="s")
+            )
             assert [span.number for span in answer.spans] == [number]
     finally:
         await engines.close()

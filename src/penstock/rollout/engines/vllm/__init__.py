@@ -7,23 +7,7 @@ from pathlib import Path
 
 from penstock.rollout.engine import EngineSettings, EngineType
 from penstock.rollout.engines.vllm.engine import VllmEngine
-from penstock.rollout.engines.vllm.server import (
-    ChildServer,
-    LoraCapacity,
-    RemoteServer,
-    Server,
-    default_environment,
-)
-
-__all__ = [
-    "ENGINE",
-    "ChildServer",
-    "LoraCapacity",
-    "RemoteServer",
-    "Server",
-    "VllmEngine",
-    "default_environment",
-]
+from penstock.rollout.engines.vllm.server import ChildServer, RemoteServer, default_environment
 
 
 def _build(settings: EngineSettings) -> VllmEngine:
@@ -34,7 +18,8 @@ def _build(settings: EngineSettings) -> VllmEngine:
         environment or default_environment(),
         settings.options,
         state_dir=settings.state_dir,
-        lora_capacity=LoraCapacity(num_policies=settings.num_policies, rank=settings.adapter_rank),
+        num_policies=settings.num_policies,
+        adapter_rank=settings.adapter_rank,
     )
     return VllmEngine(server)
 

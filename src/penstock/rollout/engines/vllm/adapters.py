@@ -14,20 +14,18 @@ changes here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.adapter_info import BaseDigests, check_same_layers
-from penstock.rollout.engines.vllm.full_model import LoadedVersion, cache_salt
+from penstock.rollout.engines.vllm.full_model import LoadedVersion
 from penstock.rollout.engines.vllm.generate_api import CompletionParser, request_body
 from penstock.rollout.engines.vllm.server import MAX_ADAPTERS, Server
 from penstock.rollout.engines.vllm.supervisor import Supervisor
-from penstock.rollout.snapshot import Snapshot
-from penstock.types import PolicyName, SamplingSpec, Version
+from penstock.types import PolicyName, Version
 
 BASE = "base"
 """Weight label of the server; it never changes."""
@@ -60,33 +58,17 @@ class AdapterSet:
             return None
         return newest.loaded.version if newest.name in self._names else None
 
-    def snapshot(self, version: Version) -> Snapshot:
-        return self._newest[version.policy].loaded.snapshot
-
-    async def answer(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        version: Version,
-        on_chunk: ChunkCallback | None,
-    ) -> tuple[Completion, bool]:
-        """The completion, and whether its chunks were streamed with the right versions."""
-        is_streamed, name = on_chunk is not None, self._newest[version.policy].name
-        body = request_body(
-            prompt_ids,
-            sampling,
-            self.snapshot(version),
-            salt=cache_salt(version),
-            is_streamed=is_streamed,
-            model=name,
-        )
-        parser = CompletionParser(lambda: version, on_chunk)
+    async def answer(self, request: GenerationRequest, version: Version) -> Completion:
+        adapter = self._newest[version.policy]
+        name = adapter.name
+        body = request_body(request, adapter.loaded.snapshot, version, model=name)
+        parser = CompletionParser(lambda: version, request)
         self._uses[name] += 1
         try:
-            await self.supervisor.generate(body, parser, is_streamed=is_streamed)
+            await self.supervisor.generate(body, parser)
         finally:
             self._uses[name] -= 1
-        return parser.completion({BASE: version}), parser.spans_matched
+        return parser.completion({BASE: version})
 
     async def load(self, target: LoadedVersion) -> None:
         policy = target.version.policy

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
 
@@ -115,18 +114,9 @@ class Control:
     async def _call(
         self, method: str, path: str, body: object = None, *, timeout_s: float = CALL_S
     ) -> HttpReply:
-        data = b"" if body is None else msgspec.json.encode(body)
-        where = quote(path, safe="/?=&_")
-        try:
-            reply = await self._client.request(method, where, data, timeout_s=timeout_s)
-        except OSError as error:
-            why = str(error) or type(error).__name__
-            raise EngineError(f"no response from vLLM to {method} {path}: {why}") from None
-        if reply.status != 200:
-            response = reply.body.decode(errors="replace")[:1000]
-            fix = f"; {_FIX_HINT}" if reply.status in (403, 404, 405) else ""
-            raise EngineError(f"vLLM returned {reply.status} to {method} {path}: {response}{fix}")
-        return reply
+        return await self._client.call(
+            "vLLM", method, path, body, timeout_s=timeout_s, fix=_FIX_HINT
+        )
 
 
 def _read(reply: HttpReply) -> dict[str, Any]:

@@ -10,35 +10,31 @@ one or more policies (`adapters`), whose engines `share` the server.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
 from penstock.errors import EngineError
-from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.engine import CLOSED, live_for
 from penstock.rollout.engines.vllm.adapters import AdapterSet
 from penstock.rollout.engines.vllm.full_model import FullModel, LoadedVersion
-from penstock.rollout.engines.vllm.generate_api import check_fit
 from penstock.rollout.engines.vllm.server import Server
 from penstock.rollout.snapshot import read_snapshot
-from penstock.types import PolicyName, SamplingSpec, Version
+from penstock.types import PolicyName, Version
 
 STALL_S = 120.0
 """Without a token for this long, a server counts as dead; a long prefill on a slow machine takes
 a while."""
-log = structlog.get_logger(__name__)
 
 
+@dataclass(slots=True)
 class _SharedServer:
     """The server of one or more engines."""
 
-    def __init__(self, server: Server, stall_s: float) -> None:
-        self.server = server
-        self.stall_s = stall_s
-        self.num_open = 0
-        self.serving: FullModel | AdapterSet | None = None
+    server: Server
+    stall_s: float
+    num_open: int = 0
+    serving: FullModel | AdapterSet | None = None
 
     def serve(self, first: LoadedVersion) -> FullModel | AdapterSet:
         if first.snapshot.adapter is None and self.num_open > 1:
@@ -83,25 +79,10 @@ class VllmEngine:
         """How long the last swap paused decoding."""
         return 0.0 if self._shared.serving is None else self._shared.serving.paused_s
 
-    async def __call__(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        *,
-        policy: PolicyName,
-        session: str,
-        on_chunk: ChunkCallback | None = None,
-    ) -> Completion:
-        if self._is_closed:
-            raise EngineError(CLOSED)
-        version = live_for(policy, self.live)
-        serving = self._shared.serving
-        assert serving is not None
-        check_fit(prompt_ids, sampling, serving.snapshot(version))
-        completion, spans_matched = await serving.answer(prompt_ids, sampling, version, on_chunk)
-        if not spans_matched:
-            log.warning("streamed versions differ from final spans", session=session)
-        return completion
+    async def __call__(self, request: GenerationRequest) -> Completion:
+        version = live_for(request.policy, self.live, is_closed=self._is_closed)
+        assert self._shared.serving is not None
+        return await self._shared.serving.answer(request, version)
 
     async def load(self, folder: Path, version: Version) -> None:
         if self._is_closed:

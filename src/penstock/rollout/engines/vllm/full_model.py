@@ -15,21 +15,20 @@ version is live, and the server is restarted with the last folder that was loade
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from penstock.errors import EngineError
-from penstock.gateway.generation import ChunkCallback, Completion
+from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.adapter_info import check_same_layers
 from penstock.rollout.engines.vllm.control import Control
 from penstock.rollout.engines.vllm.generate_api import CompletionParser, request_body
 from penstock.rollout.engines.vllm.server import Server
 from penstock.rollout.engines.vllm.supervisor import Supervisor
 from penstock.rollout.snapshot import Snapshot
-from penstock.types import PolicyName, SamplingSpec, Version
+from penstock.types import PolicyName, Version
 
 log = structlog.get_logger(__name__)
 
@@ -53,29 +52,12 @@ class FullModel:
     def live(self, policy: PolicyName) -> Version | None:
         return self._live if self.supervisor.is_running else None
 
-    def snapshot(self, version: Version) -> Snapshot:
+    async def answer(self, request: GenerationRequest, version: Version) -> Completion:
         assert self._loaded is not None
-        return self._loaded.snapshot
-
-    async def answer(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingSpec,
-        version: Version,
-        on_chunk: ChunkCallback | None,
-    ) -> tuple[Completion, bool]:
-        """The completion, and whether its chunks were streamed with the right versions."""
-        is_streamed = on_chunk is not None
-        body = request_body(
-            prompt_ids,
-            sampling,
-            self.snapshot(version),
-            salt=cache_salt(version),
-            is_streamed=is_streamed,
-        )
-        parser = CompletionParser(self._serving, on_chunk)
-        await self.supervisor.generate(body, parser, is_streamed=is_streamed)
-        return parser.completion(self._versions), parser.spans_matched
+        body = request_body(request, self._loaded.snapshot, version)
+        parser = CompletionParser(self._serving, request)
+        await self.supervisor.generate(body, parser)
+        return parser.completion(self._versions)
 
     async def load(self, target: LoadedVersion) -> None:
         if self._live is not None and target == self._loaded:
@@ -156,11 +138,6 @@ class FullModel:
         self._versions[str(target.version)] = target.version
         await control.reset_prefix_cache()
         await control.label(str(target.version))
-
-
-def cache_salt(version: Version) -> str:
-    """The version as a cache salt, in which vLLM does not allow `@`."""
-    return f"{version.policy}.{version.incarnation}.{version.number}"
 
 
 def _check_same_model(before: LoadedVersion | None, target: LoadedVersion) -> None:

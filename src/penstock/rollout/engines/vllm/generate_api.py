@@ -1,36 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds request bodies for vLLM's generate route, and parses its full or streamed responses.
 
-Pure: no connection, no clock. vLLM reports the versions of an answer only with its last token, so
+No connection, no clock. vLLM reports the versions of an answer only with its last token, so
 an earlier chunk gets the version that is live when the chunk is read. The completion has vLLM's own
 spans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
+import structlog
 
 from penstock.errors import EngineError, RequestRejected
-from penstock.gateway.generation import ChunkCallback, Completion, TokenChunk
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
 from penstock.rollout.engine import SpanLog
 from penstock.rollout.snapshot import Snapshot, prompt_problem
-from penstock.types import (
-    FinishReason,
-    SamplingSpec,
-    Version,
-    VersionSpan,
-    log_probs,
-    token_ids,
-)
+from penstock.types import FinishReason, Version, VersionSpan, log_probs, token_ids
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises lower temperatures to the minimum, and rejects higher ones."""
 NO_LOGPROB = -9999.0
 """vLLM's value for a log-prob that is NaN or infinite."""
 FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+log = structlog.get_logger(__name__)
 
 
 class _LogProb(msgspec.Struct, gc=False):
@@ -63,11 +58,11 @@ class _Chunk(msgspec.Struct, gc=False):
 _DECODER = msgspec.json.Decoder(_Chunk)
 
 
-def check_fit(prompt_ids: Sequence[int], sampling: SamplingSpec, snapshot: Snapshot) -> None:
+def _check_fit(request: GenerationRequest, snapshot: Snapshot) -> None:
     """Reject requests that vLLM would reject, or change silently."""
-    if (why := prompt_problem(prompt_ids, snapshot)) is not None:
+    if (why := prompt_problem(request.prompt_ids, snapshot)) is not None:
         raise RequestRejected(why)
-    temperature = sampling.temperature
+    temperature = request.sampling.temperature
     if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise RequestRejected(
             f"temperature {temperature:g} is not supported by vLLM; set 0, or a value from "
@@ -76,16 +71,12 @@ def check_fit(prompt_ids: Sequence[int], sampling: SamplingSpec, snapshot: Snaps
 
 
 def request_body(
-    prompt_ids: Sequence[int],
-    sampling: SamplingSpec,
-    snapshot: Snapshot,
-    *,
-    salt: str,
-    is_streamed: bool,
-    model: str = "",
+    request: GenerationRequest, snapshot: Snapshot, version: Version, *, model: str = ""
 ) -> bytes:
-    """`salt` separates the prefix caches of versions; `model` names an adapter. The only stop
+    """`model` names an adapter. The prefix caches of versions are separate. The only stop
     conditions are the end ids of the snapshot and the spec's strings, kept in the answer."""
+    _check_fit(request, snapshot)
+    prompt_ids, sampling = request.prompt_ids, request.sampling
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -106,8 +97,9 @@ def request_body(
     call: dict[str, Any] = {
         "token_ids": list(prompt_ids),
         "sampling_params": params,
-        "cache_salt": salt,
-        "stream": is_streamed,
+        # without `@`, which vLLM does not allow here
+        "cache_salt": f"{version.policy}.{version.incarnation}.{version.number}",
+        "stream": request.on_chunk is not None,
     }
     if model:
         call["model"] = model
@@ -115,12 +107,11 @@ def request_body(
 
 
 class CompletionParser:
-    """Assembles one answer from the server's response."""
-
-    def __init__(self, serving: Callable[[], Version], on_chunk: ChunkCallback | None) -> None:
+    def __init__(self, serving: Callable[[], Version], request: GenerationRequest) -> None:
         """`serving` returns the version of a chunk; it is called when the chunk is read."""
         self._serving = serving
-        self._on_chunk = on_chunk
+        self._session = request.session
+        self._on_chunk = request.on_chunk
         self._rest = b""
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -167,10 +158,8 @@ class CompletionParser:
         self._logprobs += logprobs
 
     @property
-    def spans_matched(self) -> bool:
-        """Whether the streamed chunks had the same versions as the completion."""
-        streamed = [(span.start, span.end) for span in self._streamed_spans.spans(len(self._ids))]
-        return self._on_chunk is None or streamed == [(s.start, s.end) for s in self._spans or ()]
+    def is_streamed(self) -> bool:
+        return self._on_chunk is not None
 
     def completion(self, versions: Mapping[str, Version]) -> Completion:
         """The completion; `versions` maps labels to all versions the server has ever served."""
@@ -184,6 +173,9 @@ class CompletionParser:
                 f"vLLM's version spans {spans} do not cover the {len(self._ids)} tokens of the "
                 "answer; use vLLM 0.32 or later"
             )
+        streamed = [(span.start, span.end) for span in self._streamed_spans.spans(len(self._ids))]
+        if self.is_streamed and streamed != [(span.start, span.end) for span in spans]:
+            log.warning("streamed versions differ from final spans", session=self._session)
         return Completion(
             sampled_ids=token_ids(self._ids),
             logprobs=log_probs(self._logprobs),

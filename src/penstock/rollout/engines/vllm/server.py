@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -53,18 +53,7 @@ def default_environment() -> Path:
     return Path(os.environ.get("PENSTOCK_CACHE", "~/.cache/penstock")).expanduser() / "vllm"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraCapacity:
-    """The adapters a server must have room for."""
-
-    num_policies: int = 1
-    rank: int = 16
-    """The largest rank of any adapter."""
-
-
 class Server(Protocol):
-    """A vLLM server that can be started and stopped."""
-
     @property
     def is_running(self) -> bool:
         """False only if the server is known to have exited."""
@@ -78,12 +67,13 @@ class Server(Protocol):
     async def stop(self) -> None: ...
 
 
+@dataclass(slots=True)
 class RemoteServer:
     """A server that is already running."""
 
-    def __init__(self, url: str, *, start_s: float = START_S) -> None:
-        self._url = url
-        self._start_s = start_s
+    _url: str
+    _: KW_ONLY
+    start_s: float = START_S
 
     @property
     def is_running(self) -> bool:
@@ -91,11 +81,11 @@ class RemoteServer:
 
     async def start(self, folder: Path) -> tuple[str, bool]:
         control = Control(HttpClient(self._url))
-        deadline = time.monotonic() + self._start_s
+        deadline = time.monotonic() + self.start_s
         while not await control.is_healthy():
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"no response from vLLM at {self._url} after {self._start_s:g} s; "
+                    f"no response from vLLM at {self._url} after {self.start_s:g} s; "
                     "check that it is running"
                 )
             await asyncio.sleep(POLL_S)
@@ -105,24 +95,20 @@ class RemoteServer:
         pass
 
 
+@dataclass(slots=True)
 class ChildServer:
-    def __init__(
-        self,
-        environment: Path,
-        options: Sequence[str] = (),
-        *,
-        state_dir: Path | None = None,
-        start_s: float = START_S,
-        lora_capacity: LoraCapacity | None = None,
-    ) -> None:
-        """The server's log goes to `state_dir`, by default to a temporary folder."""
-        self._program = environment / "bin" / "vllm"
-        self._options = tuple(options)
-        self._state_dir = state_dir
-        self._start_s = start_s
-        self._lora_capacity = lora_capacity or LoraCapacity()
-        self._process: asyncio.subprocess.Process | None = None
-        self._scratch: Path | None = None
+    _environment: Path
+    _options: Sequence[str] = ()
+    _: KW_ONLY
+    state_dir: Path | None = None
+    """Folder for the server's log; by default a temporary one."""
+    start_s: float = START_S
+    num_policies: int = 1
+    """The server has room for the adapters of so many policies."""
+    adapter_rank: int = 16
+    """The largest rank of any adapter."""
+    _process: asyncio.subprocess.Process | None = None
+    _scratch: Path | None = None
 
     @property
     def is_running(self) -> bool:
@@ -135,22 +121,21 @@ class ChildServer:
 
     async def start(self, folder: Path) -> tuple[str, bool]:
         await self.stop()
-        if not os.access(self._program, os.X_OK):
+        program = self._environment / "bin" / "vllm"
+        if not os.access(program, os.X_OK):
             raise EngineError(
-                f"vLLM not found at {self._program}; see `penstock doctor` for how to install it, "
+                f"vLLM not found at {program}; see `penstock doctor` for how to install it, "
                 "or set models.NAME.vllm.environment"
             )
         self._scratch = Path(tempfile.mkdtemp(prefix="penstock-vllm-"))
         port = _free_port()
-        log_path = (self._state_dir or self._scratch) / f"vllm-{port}.log"
+        log_path = (self.state_dir or self._scratch) / f"vllm-{port}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         model, more = folder, ()
         if (folder / ADAPTER_CONFIG).exists():
-            model, more = (
-                _base_of(folder, self._scratch / "base"),
-                _for_adapters(self._lora_capacity),
-            )
-        argv = [str(self._program), *_arguments(model, port), *more, *self._options]
+            model = _base_of(folder, self._scratch / "base")
+            more = _for_adapters(self.num_policies, self.adapter_rank)
+        argv = [str(program), *_arguments(model, port), *more, *self._options]
         log.info("starting vLLM", command=shlex.join(argv), log=str(log_path))
         with log_path.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
@@ -194,9 +179,9 @@ class ChildServer:
                 log.info("vLLM ready", url=url, seconds=round(time.monotonic() - started_at, 1))
                 return
             now = time.monotonic()
-            if now - started_at > self._start_s:
+            if now - started_at > self.start_s:
                 raise EngineError(
-                    f"vLLM did not start within {self._start_s:g} s; see {log_path}: "
+                    f"vLLM did not start within {self.start_s:g} s; see {log_path}: "
                     f"{_end(log_path)}"
                 )
             if now - logged_at >= LOG_INTERVAL_S:
@@ -229,12 +214,12 @@ def _base_of(folder: Path, copy: Path) -> Path:
     return copy
 
 
-def _for_adapters(lora_capacity: LoraCapacity) -> tuple[str, ...]:
-    rank = next((rank for rank in RANKS if rank >= lora_capacity.rank), lora_capacity.rank)
+def _for_adapters(num_policies: int, adapter_rank: int) -> tuple[str, ...]:
+    rank = next((rank for rank in RANKS if rank >= adapter_rank), adapter_rank)
     return (
         "--enable-lora",
-        *("--max-lora-rank", str(rank), "--max-loras", str(2 * lora_capacity.num_policies)),
-        *("--max-cpu-loras", str(max(MAX_ADAPTERS, 2 * lora_capacity.num_policies))),
+        *("--max-lora-rank", str(rank), "--max-loras", str(2 * num_policies)),
+        *("--max-cpu-loras", str(max(MAX_ADAPTERS, 2 * num_policies))),
     )
 
 

@@ -49,7 +49,6 @@ class Supervisor:
         self.lock = asyncio.Lock()
         """Held while the served versions change."""
         self.client: HttpClient | None = None
-        self.is_closed = False
         self._server = server
         self._served = served
         self._stall_s = stall_s
@@ -97,9 +96,6 @@ class Supervisor:
             self.client.abort(f"vLLM was lost: {why}")
 
     async def close(self) -> None:
-        if self.is_closed:
-            return
-        self.is_closed = True
         if self._watcher is not None:
             self._watcher.cancel()
             with suppress(asyncio.CancelledError):
@@ -110,38 +106,34 @@ class Supervisor:
 
     # --- requests ---------------------------------------------------------------------------------
 
-    async def generate(self, body: bytes, parser: CompletionParser, *, is_streamed: bool) -> None:
-        assert self.client is not None
-        if self._num_waiting == 0:
-            self._last_progress_at = time.monotonic()
-        self._num_waiting += 1
-        try:
-            await self._generate(self.client, body, parser, is_streamed=is_streamed)
-        finally:
-            self._num_waiting -= 1
-            self._last_progress_at = time.monotonic()
-
-    async def _generate(
-        self, client: HttpClient, body: bytes, parser: CompletionParser, *, is_streamed: bool
-    ) -> None:
+    async def generate(self, body: bytes, parser: CompletionParser) -> None:
         def on_data(data: bytes) -> None:
             self._last_progress_at = time.monotonic()
             parser.feed(data)
 
-        on_body = on_data if is_streamed else None
+        assert self.client is not None
+        on_body = on_data if parser.is_streamed else None
+        if self._num_waiting == 0:
+            self._last_progress_at = time.monotonic()
+        self._num_waiting += 1
         try:
-            reply = await client.request("POST", "/inference/v1/generate", body, on_body=on_body)
+            reply = await self.client.request(
+                "POST", "/inference/v1/generate", body, on_body=on_body
+            )
         except OSError as error:
             self._suspected.set()
             why = str(error) or type(error).__name__
             raise EngineError(f"connection to vLLM lost: {why}") from None
+        finally:
+            self._num_waiting -= 1
+            self._last_progress_at = time.monotonic()
         if reply.status != 200:
             response = reply.body.decode(errors="replace")[:1000]
             kind = RequestRejected if reply.status in (400, 422) else EngineError
             if kind is EngineError:
                 self._suspected.set()
             raise kind(f"vLLM returned {reply.status} to a generate request: {response}")
-        if not is_streamed:
+        if not parser.is_streamed:
             parser.feed_event(reply.body)
 
     # --- health -----------------------------------------------------------------------------------
