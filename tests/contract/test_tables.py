@@ -15,7 +15,7 @@ import pytest
 
 from penstock.config.store_password import PASSWORD_ENV, password_in, without_password
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
-from penstock.dataflow.ledger.moves import BundleMove, ColumnMove, RowMove
+from penstock.dataflow.ledger.codec import BundleMove, ColumnMove, RowMove
 from penstock.dataflow.ledger.tables import Tables, open_tables
 from penstock.dataflow.records import (
     BatchRecord,

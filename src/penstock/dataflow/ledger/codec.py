@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as rows of SQL values, and back: one column per field, and a checksum over them.
+"""Records as rows of SQL values, and back: one column per field, and a checksum over them. Moves of
+payload are written in the same way.
 
 Knows the types of the fields; knows no database."""
 
@@ -7,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import compress
 from operator import attrgetter
-from typing import Any, Generic, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import crc32c
 import msgspec
@@ -21,16 +23,60 @@ import msgspec
 from penstock.dataflow.column_records import ItemRecord
 from penstock.dataflow.records import RECORDS, Record
 from penstock.errors import StoreError
+from penstock.types import RowId
 
 R = TypeVar("R")
+TYPES = {str: "TEXT", int: "BIGINT", float: "FLOAT", bytes: "BLOB", bool: "BOOLEAN"}
+"""Column type of each Python type, in SQLite."""
 CHECKSUM = "checksum"
 """CRC32C of a record, since SQLite has no page checksums. Never 0: SQLite fills in defaults for
 fields missing from a damaged record. Items have none, since their bundle's checksum covers them."""
 LOCATION_FIELDS = frozenset({"segment", "offset"})
 """Changed by compaction alone; the payload there has its own checksum and digest."""
-
 LIST_CONDITION = re.compile(r"\bIN :(\w+)")
 """A condition on a list of values, which each database writes in its own way."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadMove:
+    """A new location for the payload of a record. Applies only if the record still has the old
+    one, so a record that was deleted or put again meanwhile is not changed."""
+
+    TABLE: ClassVar[str]
+    KEY: ClassVar[tuple[str, ...]]
+    """All fields but the new location, in their order."""
+
+    to_segment: int
+    to_offset: int
+    segment: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowMove(PayloadMove):
+    TABLE: ClassVar[str] = "rows"
+    KEY: ClassVar[tuple[str, ...]] = ("segment", "offset", "row_id")
+
+    row_id: RowId
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnMove(PayloadMove):
+    TABLE: ClassVar[str] = "columns"
+    KEY: ClassVar[tuple[str, ...]] = ("segment", "offset", "space", "row_id", "name")
+
+    space: str
+    row_id: RowId
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BundleMove(PayloadMove):
+    TABLE: ClassVar[str] = "bundles"
+    KEY: ClassVar[tuple[str, ...]] = ("segment", "offset", "space", "arrival")
+
+    space: str
+    arrival: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +88,9 @@ class Column:
 
     @property
     def type(self) -> type[Any]:
-        """What the database stores: str, int, float, bytes or bool."""
+        """What the database stores: one of TYPES."""
         hint = self.hint
-        if get_origin(hint) in (Union, types.UnionType):
+        if isinstance(hint, types.UnionType):
             hint = next(arg for arg in get_args(hint) if arg is not type(None))
         hint = getattr(hint, "__supertype__", hint)
         return str if self.is_map or issubclass(hint, StrEnum) else hint
@@ -54,14 +100,13 @@ class Column:
         return get_origin(self.hint) is Mapping
 
     @property
-    def decode(self) -> Callable[[str], Any] | None:
+    def decoder(self) -> Callable[[str], Any] | None:
         """For a value of a nested record that is not stored as it is."""
-        if self.path == self.name:
-            return None
-        if self.is_map:
-            return msgspec.json.Decoder(self.hint).decode
-        is_enum = isinstance(self.hint, type) and issubclass(self.hint, StrEnum)
-        return self.hint if is_enum else None
+        hint = self.hint
+        if self.is_map and self.path != self.name:
+            return msgspec.json.Decoder(hint).decode
+        is_enum = inspect.isclass(hint) and issubclass(hint, StrEnum)
+        return hint if is_enum and self.path != self.name else None
 
 
 def quoted(names: Iterable[str]) -> str:
@@ -95,7 +140,7 @@ class Codec(Generic[R]):
         self._values = attrgetter(*(column.path for column in columns))
         self._maps = [i for i, column in enumerate(columns) if column.is_map]
         self._bools = [i for i, column in enumerate(columns) if column.hint is bool]
-        self._decoders = [(i, c.decode) for i, c in enumerate(columns) if c.decode is not None]
+        self._decoders = [(i, c.decoder) for i, c in enumerate(columns) if c.decoder is not None]
         self._is_checksummed = kind in RECORDS  # not the moves of payload
         self._is_checked = [name not in LOCATION_FIELDS for name in self._names]
         checked = compress(columns, self._is_checked)

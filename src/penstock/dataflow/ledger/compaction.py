@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from penstock.dataflow.ledger.moves import BundleMove, ColumnMove, RowMove
+from penstock.dataflow.ledger.codec import BundleMove, ColumnMove, RowMove
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.ledger.tables import Tables

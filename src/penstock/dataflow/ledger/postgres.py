@@ -12,16 +12,14 @@ import getpass
 import hashlib
 import importlib
 import os
-import threading
+import queue
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from penstock.config.store_password import PASSWORD_ENV, password_in, without_password
-from penstock.dataflow.ledger.codec import LIST_CONDITION, codec
-from penstock.dataflow.ledger.moves import PayloadMove
-from penstock.dataflow.ledger.sqlite import SqliteDatabase
+from penstock.dataflow.ledger.codec import LIST_CONDITION, TYPES, PayloadMove, codec
 from penstock.dataflow.records import Record
 from penstock.errors import ConfigError, StoreError
 
@@ -37,7 +35,7 @@ MAX_READERS = 10
 class PostgresDatabase:
     """As SqliteDatabase."""
 
-    TYPES: ClassVar[Mapping[type[Any], str]] = {**SqliteDatabase.TYPES, bytes: "BYTEA"}
+    TYPES = TYPES | {bytes: "BYTEA"}
     COLUMNS = (
         "SELECT table_name, column_name FROM information_schema.columns "
         "WHERE table_schema = current_schema()"
@@ -52,8 +50,10 @@ class PostgresDatabase:
     def __init__(self, url: str, name: str) -> None:
         self._address = _address(url)
         self._schema = _schema(name)
-        self._idle: list[_Connection] = []
-        self._readers = threading.Semaphore(MAX_READERS)
+        self._readers: queue.LifoQueue[_Connection | None] = queue.LifoQueue()
+        """The connections for reading that are idle; None for one that is not open."""
+        for _ in range(MAX_READERS):
+            self._readers.put(None)
         where = f"{urlsplit(url).hostname or 'the local socket'}/{self._address['database']}"
         try:
             self._writer = self._connect()
@@ -90,8 +90,6 @@ class PostgresDatabase:
             )
         self._writer.run(f"CREATE SCHEMA IF NOT EXISTS {native.identifier(self._schema)}", {})
 
-    # --- writing ------------------------------------------------------------------------------
-
     @contextmanager
     def begin(self) -> Generator[None]:
         try:
@@ -116,32 +114,26 @@ class PostgresDatabase:
         arrays = map(_array, zip(*rows, strict=True))
         self._writer.run(_statement(kind), dict(zip(names, arrays, strict=True)))
 
-    # --- reading ------------------------------------------------------------------------------
-
     def read(self, query: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         sql = LIST_CONDITION.sub(r"= ANY(:\1)", query)
-        values = {k: _array(v) if isinstance(v, list) else v for k, v in values.items()}
-        with self._readers:
-            while self._idle:
-                with suppress(*LOST):  # the server closed it while it was idle
-                    return self._read(self._idle.pop(), sql, values)
-            return self._read(self._connect(), sql, values)
-
-    def _read(
-        self, connection: _Connection, sql: str, values: Mapping[str, Any]
-    ) -> list[tuple[Any, ...]]:
+        values = {name: _bindable(value) for name, value in values.items()}
+        connection = self._readers.get()
         try:
+            if connection is not None:
+                with suppress(*LOST):  # the server may have closed it while it was idle
+                    return connection.run(sql, values)
+            connection = self._connect()
             return connection.run(sql, values)
         finally:
-            if not connection.is_closed:
-                self._idle.append(connection)
+            self._readers.put(None if connection is None or connection.is_closed else connection)
 
     def verify(self) -> None:
         """A server checks its own pages."""
 
     def close(self) -> None:
-        for connection in (self._writer, *self._idle):
-            connection.close()
+        for connection in (self._writer, *self._readers.queue):
+            if connection is not None:
+                connection.close()
 
 
 class _Connection:
@@ -155,19 +147,13 @@ class _Connection:
     def run(self, sql: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         """An error that is not the server's answer closes the connection: what the server did is
         unknown."""
-        if self.is_closed:
-            raise native.InterfaceError("connection is closed")
         try:
-            if not values:
-                rows = self._connection.run(sql)
-            else:
-                if sql not in self._prepared:
-                    self._prepared[sql] = self._connection.prepare(sql)
-                rows = self._prepared[sql].run(**values)
-        except native.DatabaseError:
-            raise
-        except BaseException:
-            self.close()
+            if values and sql not in self._prepared:
+                self._prepared[sql] = self._connection.prepare(sql)
+            rows = self._prepared[sql].run(**values) if values else self._connection.run(sql)
+        except BaseException as error:
+            if not isinstance(error, native.DatabaseError):
+                self.close()
             raise
         return [tuple(row) for row in rows or ()]
 
@@ -215,6 +201,10 @@ def _statement(kind: type[Record]) -> str:
     is_same = " AND ".join(f'old."{name}" = new."{name}"' for name in kind.KEY)
     change = 'segment = new.to_segment, "offset" = new.to_offset'
     return f'UPDATE "{kind.TABLE}" old SET {change} FROM {new} WHERE {is_same}'
+
+
+def _bindable(value: Any) -> Any:
+    return _array(cast(list[Any], value)) if isinstance(value, list) else value
 
 
 def _array(values: Iterable[Any]) -> str:

@@ -8,12 +8,11 @@ import sqlite3
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
-from penstock.dataflow.ledger.codec import LIST_CONDITION, codec
-from penstock.dataflow.ledger.moves import PayloadMove
+from penstock.dataflow.ledger.codec import LIST_CONDITION, TYPES, PayloadMove, codec
 from penstock.dataflow.records import Record
 from penstock.errors import StoreError
 
@@ -29,13 +28,7 @@ class SqliteDatabase:
     """Written by one thread at a time, read by any. Named values (`:name`) mean the same in every
     database; a list value is for `IN :name`."""
 
-    TYPES: ClassVar[Mapping[type[Any], str]] = {
-        str: "TEXT",
-        int: "BIGINT",
-        float: "FLOAT",
-        bytes: "BLOB",
-        bool: "BOOLEAN",
-    }
+    TYPES = TYPES
     COLUMNS = (
         "SELECT m.name, c.name FROM sqlite_master m, pragma_table_info(m.name) c "
         "WHERE m.type = 'table'"
@@ -66,8 +59,6 @@ class SqliteDatabase:
             connection.execute(f"PRAGMA {setting}")
         return connection
 
-    # --- writing ------------------------------------------------------------------------------
-
     @contextmanager
     def begin(self) -> Generator[None]:
         """Durable when the context ends; rolled back on an exception."""
@@ -94,8 +85,6 @@ class SqliteDatabase:
             values = tuple(chain.from_iterable(rows[start : start + size]))
             self._writer.execute(_upsert(kind, size), values)
             start += size
-
-    # --- reading ------------------------------------------------------------------------------
 
     def read(self, query: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         sql = self._rewritten.get(query)
