@@ -167,6 +167,9 @@ def test_conditions_with_values_and_lists(tables: Tables) -> None:
     assert tables.scalar("SELECT count(*) FROM rows WHERE row_id IN :ids", ids=ids) == 300
     assert tables.rows("SELECT sum(length) FROM rows WHERE slot = :slot", slot=0) == [(60_000,)]
     assert tables.scalar("SELECT max(slot) FROM rows WHERE row_id = 'none'") is None
+    prefix = "SELECT row_id FROM rows WHERE substr(row_id, 1, length(:id)) = :id"
+    assert tables.rows(prefix, id="g599") == [("g599.0.1",)], "a value twice, of one type"
+    assert tables.read(RowRecord, "row_id IN :ids", ids=[]) == []
 
 
 def test_erasures_follow_what_the_same_commit_wrote(tables: Tables) -> None:

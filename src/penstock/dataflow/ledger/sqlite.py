@@ -93,7 +93,7 @@ class SqliteDatabase:
             sql = LIST_CONDITION.sub(r"IN (SELECT value FROM json_each(:\1))", query)
             self._rewritten[query] = sql
         values = {name: _bindable(value) for name, value in values.items()}
-        if self._uri == MEMORY:  # each further connection would have a database of its own
+        if self._uri == MEMORY:  # each connection has a separate database
             return self._writer.execute(sql, values).fetchall()
         try:
             connection = self._idle.pop()
