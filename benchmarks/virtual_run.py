@@ -12,13 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import sqlalchemy as sa
-
 from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
 from penstock.dataflow.ledger.assemble import CoreSpec, build_coordinator_core
-from penstock.dataflow.ledger.tables import Tables
+from penstock.dataflow.ledger.tables import open_memory_tables
 from penstock.dataflow.records import Deletion, FateRecord, LeaseRecord, Record, RowRecord, row_id
 from penstock.dataflow.sources import Source
 from penstock.types import GroupId, NodeId, Outcome, OutcomeKind, PolicyName, RowSummary
@@ -72,7 +70,7 @@ class VirtualRun:
         self.tally = Tally()
         self.generated = 0
         """Tokens, of answers delivered or stopped."""
-        tables = Tables(sa.create_engine("sqlite://", poolclass=sa.StaticPool))
+        tables = open_memory_tables()
         core = build_coordinator_core(terms, sources, tables, self.tally, self.now)
         assert core.host is not None, "home and its partition share this process"
         self.coordinator, self.sealing, self.router = core.coordinator, core.sealing, core.router

@@ -7,17 +7,16 @@ the real SQL tables, which a process reads when it starts.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-import sqlalchemy as sa
 from tests.sim.events import EventLoop
 
-from penstock.dataflow.ledger.tables import METADATA, Tables
-from penstock.dataflow.records import Deletion, Record
+from penstock.dataflow.ledger.sqlite import MEMORY, SqliteDatabase
+from penstock.dataflow.ledger.tables import Tables
+from penstock.dataflow.records import RECORDS, Deletion, Record
 
 R = TypeVar("R")
 Entry = Record | Deletion
@@ -38,17 +37,12 @@ class PooledTables(Tables):
     """The real tables; what became durable is written to them when somebody reads."""
 
     def __init__(self) -> None:
-        # A name in memory that several connections share: asked as a file is, at a file's speed.
-        name = f"file:tables-{next(_numbers)}?mode=memory&cache=shared&uri=true"
-        self.engine = sa.create_engine(f"sqlite:///{name}", poolclass=sa.QueuePool)
         self.unwritten: list[Sequence[Entry]] = []
-        super().__init__(self.engine)
+        super().__init__(SqliteDatabase(MEMORY))
 
     def empty(self) -> None:
         self.unwritten = []
-        with self.engine.begin() as connection:
-            for table in METADATA.sorted_tables:
-                connection.exec_driver_sql(f'DELETE FROM "{table.name}"')
+        self.commit([Deletion(kind=kind, where="TRUE", values={}) for kind in RECORDS])
 
     def sync(self) -> None:
         """Commits that follow each other are written as one where that is the same."""
@@ -75,7 +69,6 @@ class PooledTables(Tables):
         return super().scalar(query, **values)
 
 
-_numbers = itertools.count()
 _spare: list[PooledTables] = []
 """Making 26 tables takes longer than a whole run; emptied ones are used again."""
 

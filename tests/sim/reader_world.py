@@ -7,8 +7,6 @@ through the code that a real restart uses.
 
 from __future__ import annotations
 
-import sqlalchemy as sa
-
 from penstock.dataflow.column_records import (
     BundleRecord,
     ColumnRecord,
@@ -26,15 +24,9 @@ from penstock.dataflow.columns.row_window import RowWindow
 from penstock.dataflow.columns.spaces import Spaces
 from penstock.dataflow.ledger.payloads import MemoryPayloads
 from penstock.dataflow.ledger.segments import Location
-from penstock.dataflow.ledger.tables import Tables
+from penstock.dataflow.ledger.tables import Tables, open_memory_tables
 from penstock.dataflow.records import Deletion, FreedRecord, Record, RowRecord
 from penstock.types import GroupId, NodeId, OutcomeKind, RowId, RowSummary
-
-
-def memory_tables() -> Tables:
-    pool = sa.StaticPool
-    connect = {"check_same_thread": False}
-    return Tables(sa.create_engine("sqlite://", poolclass=pool, connect_args=connect))
 
 
 def wipe(tables: Tables) -> None:
@@ -82,7 +74,7 @@ def no_blobs(name: str, blob: BlobLike) -> Cell:
 
 class ReaderWorld:
     def __init__(self, *, window: int = 65_536, tables: Tables | None = None) -> None:
-        self.tables = memory_tables() if tables is None else tables
+        self.tables = open_memory_tables() if tables is None else tables
         wipe(self.tables)
         self.payloads = MemoryPayloads()
         self.window = window

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.sim.reader_world import ReaderWorld, memory_tables, no_blobs
+from tests.sim.reader_world import ReaderWorld, no_blobs
 
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord, RowLeaseRecord
 from penstock.dataflow.columns import row_window as row_window
@@ -24,10 +24,11 @@ from penstock.dataflow.columns.cells import number_cell
 from penstock.dataflow.columns.readers import GrantedRow
 from penstock.dataflow.columns.row_leases import Claim, ReaderSpec, RowTrigger
 from penstock.dataflow.core.leasing import DeliveryStatus
+from penstock.dataflow.ledger.tables import open_memory_tables
 from penstock.types import RowId
 
 WINDOW = 2
-TABLES = memory_tables()
+TABLES = open_memory_tables()
 TERMS = {
     terms.name: terms
     for terms in (

@@ -369,14 +369,14 @@ class _Explainer:
         return found[0]
 
     def _task_key(self, id: str) -> str:
-        matches = "(:len >= :min AND substr({0}, 1, :len) = :id OR {0} = :id)"
+        is_prefix = len(id) >= MIN_PREFIX
+        matches = "substr({0}, 1, length(:id)) = :id" if is_prefix else "{0} = :id"
         queries = (
             f"SELECT DISTINCT task_key FROM groups WHERE {matches.format('task_key')}",
             "SELECT DISTINCT subject FROM decisions WHERE hook = 'curate' "
             f"AND {matches.format('subject')}",
         )
-        values = {"id": id, "len": len(id), "min": MIN_PREFIX}
-        keys = {str(key) for query in queries for (key,) in self._tables.rows(query, **values)}
+        keys = {str(key) for query in queries for (key,) in self._tables.rows(query, id=id)}
         if id in keys or len(keys) == 1:
             return id if id in keys else keys.pop()
         if keys:

@@ -17,9 +17,10 @@ from typing import Any
 
 import structlog
 
+from penstock.dataflow.ledger.codec import BundleMove, ColumnMove, RowMove
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.store import Ledger
-from penstock.dataflow.ledger.tables import BundleMove, ColumnMove, RowMove, Tables
+from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import Record
 from penstock.errors import StoreError
 

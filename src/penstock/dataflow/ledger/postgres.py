@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ledger's tables in PostgreSQL: connecting, durable commits, and the lock for a single writer.
+"""A ledger's database in PostgreSQL: connections, durable commits, and the lock of a single writer.
 
 Each ledger has its own schema, so one database serves many runs and partitions. The writer's
 connection holds an advisory lock: a service that loses the connection can no longer commit.
@@ -7,66 +7,176 @@ connection holds an advisory lock: a service that loses the connection can no lo
 
 from __future__ import annotations
 
+import functools
+import getpass
 import hashlib
-import importlib.util
+import importlib
 import os
-from collections.abc import Iterable
+import queue
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, cast
+from urllib.parse import parse_qsl, unquote, urlsplit
 
-import sqlalchemy as sa
-from sqlalchemy import event
-from sqlalchemy.exc import DBAPIError
-
-from penstock.config.store_password import PASSWORD_ENV, password_in
+from penstock.config.store_password import PASSWORD_ENV, password_in, without_password
+from penstock.dataflow.ledger.codec import LIST_CONDITION, TYPES, PayloadMove, codec
+from penstock.dataflow.records import Record
 from penstock.errors import ConfigError, StoreError
 
+native: Any = importlib.import_module("pg8000.native")  # it has no types
+LOST = (native.InterfaceError, OSError)
+"""What the driver raises when the connection is lost."""
 MAX_NAME = 63
 """Maximum length of a PostgreSQL identifier, in bytes."""
+MAX_READERS = 10
+"""Connections that read at the same time; a server has 100 for all its clients."""
 
 
-def connect(url: str, name: str) -> tuple[sa.Engine, sa.Connection]:
-    """The engine for reading, and the one connection that may write."""
-    address = _address(url)
-    schema = _schema(name)
-    password = password_in(url) or os.environ.get(PASSWORD_ENV, "")
-    engine = sa.create_engine(
-        address,
-        isolation_level="AUTOCOMMIT",
-        pool_pre_ping=True,
-        connect_args={"password": password},  # the driver fails on a missing database name
+class PostgresDatabase:
+    """As SqliteDatabase."""
+
+    TYPES = TYPES | {bytes: "BYTEA"}
+    COLUMNS = (
+        "SELECT table_name, column_name FROM information_schema.columns "
+        "WHERE table_schema = current_schema()"
     )
-    event.listen(engine, "connect", _session_settings(schema))
-    where = f"{address.host or 'the local socket'}/{address.database or ''}"
-    try:
-        writer = engine.connect()
-    except DBAPIError as error:
-        engine.dispose()
-        fix = "" if password else f"; no password was given: set {PASSWORD_ENV}"
-        raise StoreError(
-            f"PostgreSQL at {where} cannot be reached: {_reason(error)}{fix}"
-        ) from error
-    try:
-        _require_durable(writer, where)
-        _lock(writer, schema, where)
-        writer.execute(sa.schema.CreateSchema(schema, if_not_exists=True))
-        writer.commit()
-        writer = writer.execution_options(isolation_level="READ COMMITTED")
-    except BaseException:
-        writer.close()
-        engine.dispose()
-        raise
-    return engine, writer
+    BUNDLE_KEYS = (
+        "json_array_elements(CAST(:bundles AS json)) w JOIN bundles b ON b.space = w->>0 "
+        "AND b.arrival = CAST(w->>1 AS bigint) CROSS JOIN LATERAL (SELECT value, n - 1 AS key FROM "
+        "json_array_elements_text(CAST(b.keys AS json)) WITH ORDINALITY AS o (value, n)) k"
+    )
+    ITEMS_OPTION = ""
+
+    def __init__(self, url: str, name: str) -> None:
+        self._address = _address(url)
+        self._schema = _schema(name)
+        self._readers: queue.LifoQueue[_Connection | None] = queue.LifoQueue()
+        """The connections for reading that are idle; None for one that is not open."""
+        for _ in range(MAX_READERS):
+            self._readers.put(None)
+        where = f"{urlsplit(url).hostname or 'the local socket'}/{self._address['database']}"
+        try:
+            self._writer = self._connect()
+        except (native.Error, OSError) as error:
+            is_given = self._address["password"]
+            fix = "" if is_given else f"; no password was given: set {PASSWORD_ENV}"
+            raise StoreError(
+                f"PostgreSQL at {where} cannot be reached: {_reason(error)}{fix}"
+            ) from error
+        try:
+            self._prepare_writer(where)
+        except BaseException:
+            self._writer.close()
+            raise
+
+    def _connect(self) -> _Connection:
+        connection = _Connection(native.Connection(**self._address))
+        schema = native.identifier(self._schema)
+        connection.run(f"SET search_path TO {schema}; SET synchronous_commit TO on", {})
+        return connection
+
+    def _prepare_writer(self, where: str) -> None:
+        if self._writer.run("SHOW fsync", {}) != [("on",)]:
+            raise StoreError(
+                f"PostgreSQL at {where} runs with fsync = off, so no commit there is durable; "
+                "set fsync = on in its configuration"
+            )
+        digest = hashlib.sha256(f"penstock ledger {self._schema}".encode()).digest()
+        key = int.from_bytes(digest[:8], "little", signed=True)
+        if self._writer.run(f"SELECT pg_try_advisory_lock({key})", {}) != [(True,)]:
+            raise StoreError(
+                f"another dataflow service has ledger {self._schema} of PostgreSQL at {where} "
+                "open; only one may write a ledger"
+            )
+        self._writer.run(f"CREATE SCHEMA IF NOT EXISTS {native.identifier(self._schema)}", {})
+
+    @contextmanager
+    def begin(self) -> Generator[None]:
+        try:
+            self._writer.run("BEGIN ISOLATION LEVEL READ COMMITTED", {})
+            yield
+            self._writer.run("COMMIT", {})
+        except BaseException as error:
+            if not self._writer.is_closed:
+                self._writer.run("ROLLBACK", {})
+                raise
+            raise StoreError(
+                "lost the database connection that held the ledger's lock, so another service may "
+                "be writing; restart this service"
+            ) from error
+
+    def execute(self, statement: str, values: Mapping[str, Any]) -> None:
+        self._writer.run(statement, values)
+
+    def write(self, kind: type[Record], rows: Sequence[Sequence[Any]]) -> None:
+        """All records in one round trip, an array per column."""
+        names = (column.name for column in codec(kind).columns)
+        arrays = map(_array, zip(*rows, strict=True))
+        self._writer.run(_statement(kind), dict(zip(names, arrays, strict=True)))
+
+    def read(self, query: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        sql = LIST_CONDITION.sub(r"= ANY(:\1)", query)
+        values = {name: _bindable(value) for name, value in values.items()}
+        connection = self._readers.get()
+        try:
+            if connection is not None:
+                with suppress(*LOST):  # the server may have closed it while it was idle
+                    return connection.run(sql, values)
+            connection = self._connect()
+            return connection.run(sql, values)
+        finally:
+            self._readers.put(None if connection is None or connection.is_closed else connection)
+
+    def verify(self) -> None:
+        """A server checks its own pages."""
+
+    def close(self) -> None:
+        for connection in (self._writer, *self._readers.queue):
+            if connection is not None:
+                connection.close()
 
 
-def _address(url: str) -> sa.URL:
-    if importlib.util.find_spec("pg8000") is None:
-        raise ConfigError("a PostgreSQL store needs its driver; pip install 'penstock[postgres]'")
-    address = sa.make_url(url)
-    if address.get_backend_name() not in ("postgresql", "postgres"):
-        raise ConfigError(
-            f"unknown ledger store {address.drivername}; use sqlite or a postgresql:// URL"
-        )
-    return address.set(drivername="postgresql+pg8000")
+class _Connection:
+    """Prepares each statement once: from then on, running it takes one round trip."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._prepared: dict[str, Any] = {}
+        self.is_closed = False
+
+    def run(self, sql: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """An error that is not the server's answer closes the connection: what the server did is
+        unknown."""
+        try:
+            if values and sql not in self._prepared:
+                self._prepared[sql] = self._connection.prepare(sql)
+            rows = self._prepared[sql].run(**values) if values else self._connection.run(sql)
+        except BaseException as error:
+            if not isinstance(error, native.DatabaseError):
+                self.close()
+            raise
+        return [tuple(row) for row in rows or ()]
+
+    def close(self) -> None:
+        self.is_closed = True
+        with suppress(*LOST):
+            self._connection.close()
+
+
+def _address(url: str) -> dict[str, Any]:
+    """The driver's arguments; options of the URL are passed on."""
+    parts = urlsplit(without_password(url))
+    if parts.scheme != "postgresql":
+        raise ConfigError(f"unknown ledger store {parts.scheme}; use sqlite or a postgresql:// URL")
+    return {
+        "user": unquote(parts.username or "") or getpass.getuser(),
+        "host": parts.hostname or "localhost",
+        "port": parts.port or 5432,
+        "database": parts.path.strip("/"),
+        # Never None, on which the driver fails.
+        "password": password_in(url) or os.environ.get(PASSWORD_ENV, ""),
+        **dict(parse_qsl(parts.query)),
+    }
 
 
 def _schema(name: str) -> str:
@@ -75,44 +185,29 @@ def _schema(name: str) -> str:
     return f"{name[:40]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
-def _session_settings(schema: str) -> Any:
-    def set_up(connection: Any, _: Any) -> None:
-        cursor = connection.cursor()
-        quoted = schema.replace('"', '""')
-        cursor.execute(f'SET search_path TO "{quoted}"')
-        cursor.execute("SET synchronous_commit TO on")
-        connection.commit()
-        cursor.close()
-
-    return set_up
-
-
-def _require_durable(writer: sa.Connection, where: str) -> None:
-    if writer.exec_driver_sql("SHOW fsync").scalar() != "on":
-        raise StoreError(
-            f"PostgreSQL at {where} runs with fsync = off, so no commit there is durable; "
-            "set fsync = on in its configuration"
-        )
-
-
-def _lock(writer: sa.Connection, schema: str, where: str) -> None:
-    digest = hashlib.sha256(f"penstock ledger {schema}".encode()).digest()
-    key = int.from_bytes(digest[:8], "little", signed=True)
-    query = sa.text("SELECT pg_try_advisory_lock(:key)").bindparams(key=key)
-    if not writer.execute(query).scalar():
-        raise StoreError(
-            f"another dataflow service has ledger {schema} of PostgreSQL at {where} open; "
-            "only one may write a ledger"
-        )
-
-
-def _reason(error: DBAPIError) -> str:
+def _reason(error: Exception) -> str:
     """The server's message, without the address and the password."""
-    detail: Any = error.orig.args[0] if error.orig and error.orig.args else error.orig
-    return str(cast(dict[str, str], detail).get("M")) if isinstance(detail, dict) else str(detail)
+    detail = error.args[0] if error.args else ""
+    return cast(dict[str, str], detail)["M"] if isinstance(detail, dict) else str(error)
 
 
-def array(values: Iterable[Any]) -> str:
+@functools.cache
+def _statement(kind: type[Record]) -> str:
+    own, types = codec(kind), PostgresDatabase.TYPES
+    arrays = ", ".join(f"CAST(:{c.name} AS {types[c.type]}[])" for c in own.columns)
+    new = f"unnest({arrays}) AS new ({own.names})"
+    if not issubclass(kind, PayloadMove):
+        return f'INSERT INTO "{kind.TABLE}" ({own.names}) SELECT * FROM {new} {own.on_conflict()}'
+    is_same = " AND ".join(f'old."{name}" = new."{name}"' for name in kind.KEY)
+    change = 'segment = new.to_segment, "offset" = new.to_offset'
+    return f'UPDATE "{kind.TABLE}" old SET {change} FROM {new} WHERE {is_same}'
+
+
+def _bindable(value: Any) -> Any:
+    return _array(cast(list[Any], value)) if isinstance(value, list) else value
+
+
+def _array(values: Iterable[Any]) -> str:
     """One column of many records as an array literal. Built here because the driver reads the text
     `null` as NULL."""
     return "{" + ",".join(map(_element, values)) + "}"

@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import sqlalchemy as sa
-from sqlalchemy.exc import DatabaseError
-
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.ledger.restore import restore_lineage
+from penstock.dataflow.ledger.sqlite import SqliteDatabase
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import (
     BatchRecord,
@@ -107,14 +105,12 @@ def _open_tables(path: Path, opened: ExitStack) -> Tables:
     # Without a write-ahead log no process has the ledger open, and reading must not create one.
     is_open = path.with_name(path.name + "-wal").exists()
     mode = "mode=ro" if is_open else "mode=ro&immutable=1"
-    uri = f"{path.absolute().as_uri()}?{mode}"
     try:
-        tables = Tables(sa.create_engine(f"sqlite:///{uri}&uri=true"))
-    except (DatabaseError, sqlite3.DatabaseError) as error:
-        why = error.orig if isinstance(error, DatabaseError) else error
+        tables = Tables(SqliteDatabase(f"{path.absolute().as_uri()}?{mode}"))
+    except sqlite3.DatabaseError as error:
         raise StoreError(
-            f"the ledger at {path} cannot be read: {why}; restore the ledger from a copy, or start "
-            "the run again if its first start was interrupted"
+            f"the ledger at {path} cannot be read: {error}; restore it from a backup, or start the "
+            "run again if its first start was interrupted"
         ) from error
     opened.callback(tables.close)
     return tables

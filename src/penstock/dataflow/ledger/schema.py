@@ -6,67 +6,107 @@ Owns the format number in `meta`. A ledger of another format is refused and left
 
 from __future__ import annotations
 
-import sqlalchemy as sa
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
-from penstock.dataflow.records import FORMAT
+from penstock.dataflow.column_records import BundleRecord, ColumnRecord, ItemRecord
+from penstock.dataflow.ledger.codec import CHECKSUM, codec, quoted
+from penstock.dataflow.records import (
+    FORMAT,
+    RECORDS,
+    FateRecord,
+    GroupRecord,
+    MetaRecord,
+    Record,
+    RowRecord,
+)
 from penstock.errors import StoreError
 
+if TYPE_CHECKING:
+    from penstock.dataflow.ledger.postgres import PostgresDatabase
+    from penstock.dataflow.ledger.sqlite import SqliteDatabase
 
-def prepare(connection: sa.Connection, metadata: sa.MetaData) -> bool:
-    """Create the tables of a new ledger, or check the tables of an existing one. Returns True for a
-    new ledger; the caller then writes its format."""
-    found = _ExistingSchema(connection, metadata)
-    if found.format is None:
-        found.require_empty()
-        found.create_missing()
-        return True
-    if found.format != str(FORMAT):
+Database: TypeAlias = "SqliteDatabase | PostgresDatabase"
+INDEXES: tuple[tuple[str, type[Record], tuple[str, ...]], ...] = (
+    ("rows_by_group", RowRecord, ("group_id",)),
+    ("rows_by_arrival", RowRecord, ("space", "arrival")),
+    ("rows_by_segment", RowRecord, ("segment",)),
+    ("items_by_arrival", ItemRecord, ("space", "arrival")),
+    ("groups_by_state", GroupRecord, ("partition", "state")),
+    ("fates_by_state", FateRecord, ("consumer", "state")),
+    ("fates_by_arrival", FateRecord, ("consumer", "arrival")),
+    ("fates_by_batch", FateRecord, ("consumer", "seq", "group_id")),
+    ("columns_by_segment", ColumnRecord, ("segment",)),
+    ("bundles_by_segment", BundleRecord, ("segment",)),
+)
+
+Columns = Mapping[str, set[str]]
+"""Names of the columns of each existing table."""
+
+
+def prepare(database: Database) -> None:
+    """Create the tables of a new ledger, or check the tables of an existing one."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for table, column in database.read(database.COLUMNS, {}):
+        found[table].add(column)
+    query = "SELECT value FROM meta WHERE key = 'format'"
+    formats = database.read(query, {}) if "meta" in found else []
+    if not formats:
+        _require_empty(database, found)
+        _create(database, found)
+    elif formats != [(str(FORMAT),)]:
         raise StoreError(
-            f"this ledger has format {found.format}, this penstock reads format {FORMAT}; continue "
-            "the run with the penstock that wrote it, or start a new run in another folder"
+            f"this ledger has format {formats[0][0]}, this penstock reads format {FORMAT}; "
+            "continue the run with the penstock that wrote it, or start a new run in another folder"
         )
-    found.require_complete()
-    return False
+    else:
+        _require_complete(found)
 
 
-class _ExistingSchema:
-    """The tables that exist, read in three queries, since a server may be far away."""
+def _require_empty(database: Database, found: Columns) -> None:
+    """Tables without a format are left from a first start that was interrupted."""
+    for kind in RECORDS:
+        if kind.TABLE in found and database.read(f'SELECT 1 FROM "{kind.TABLE}" LIMIT 1', {}):
+            raise StoreError(
+                f"the ledger database is damaged: table {kind.TABLE} has records, but the ledger "
+                "has no format; restore it from a backup"
+            )
 
-    def __init__(self, connection: sa.Connection, metadata: sa.MetaData) -> None:
-        self._connection = connection
-        self._metadata = metadata
-        self._columns = {
-            table: {column["name"] for column in columns}
-            for (_, table), columns in sa.inspect(connection).get_multi_columns().items()
-        }
-        self.format = self._format()
 
-    def _format(self) -> str | None:
-        if "meta" not in self._columns:
-            return None
-        query = sa.text("SELECT value FROM meta WHERE key = 'format'")
-        return self._connection.execute(query).scalar()
+def _require_complete(found: Columns) -> None:
+    """A table or column missing because of corruption must not be recreated empty."""
+    for kind in RECORDS:
+        columns = {column.name for column in codec(kind).columns}
+        if missing := columns - found.get(kind.TABLE, set()):
+            raise StoreError(
+                f"the ledger database is damaged: table {kind.TABLE} lacks "
+                f"{', '.join(sorted(missing))}; restore it from a backup"
+            )
 
-    def require_complete(self) -> None:
-        """A table or column missing because of corruption must not be recreated empty."""
-        for name, table in self._metadata.tables.items():
-            if missing := set(table.columns.keys()) - self._columns.get(name, set()):
-                raise StoreError(
-                    f"table {name} of this ledger lacks {', '.join(sorted(missing))}: the ledger's "
-                    "database is damaged; restore the ledger from a copy"
-                )
 
-    def require_empty(self) -> None:
-        """Tables without a format are left from a first start that was interrupted."""
-        for name in self._columns.keys() & self._metadata.tables.keys():
-            if self._connection.execute(sa.text(f"SELECT 1 FROM {name} LIMIT 1")).scalar():
-                raise StoreError(
-                    f"this ledger has records in table {name} but no format: its database is "
-                    "damaged; restore the ledger from a copy"
-                )
+def _create(database: Database, found: Columns) -> None:
+    """Tables of an interrupted first start are empty, so all are created from scratch."""
+    with database.begin():
+        for kind in RECORDS:
+            if kind.TABLE in found:
+                database.execute(f'DROP TABLE "{kind.TABLE}"', {})
+        for statement in _definitions(database):
+            database.execute(statement, {})
+        version = MetaRecord(key="format", value=str(FORMAT))
+        database.write(MetaRecord, codec(MetaRecord).encode([version]))
 
-    def create_missing(self) -> None:
-        """Tables of an interrupted first start are empty, so all are created from scratch."""
-        old = [table for name, table in self._metadata.tables.items() if name in self._columns]
-        self._metadata.drop_all(self._connection, tables=old, checkfirst=False)
-        self._metadata.create_all(self._connection, checkfirst=False)
+
+def _definitions(database: Database) -> Iterator[str]:
+    for kind in RECORDS:
+        columns = "".join(
+            f'"{column.name}" {database.TYPES[column.type]}'
+            f"{' NOT NULL' * (column.name in kind.KEY)}"
+            f"{' DEFAULT 0' * (column.name == CHECKSUM)}, "
+            for column in codec(kind).columns
+        )
+        option = database.ITEMS_OPTION if kind is ItemRecord else ""
+        key = f"PRIMARY KEY ({quoted(kind.KEY)})"
+        yield f'CREATE TABLE "{kind.TABLE}" ({columns}{key}){option}'
+    for name, kind, columns in INDEXES:
+        yield f'CREATE INDEX {name} ON "{kind.TABLE}" ({quoted(columns)})'

@@ -256,8 +256,7 @@ def _transactions(group: list[_PendingWrite]) -> list[list[Record | Deletion]]:
 
 def _is_full(error: Exception) -> bool:
     """The disk is full and the write was rolled back. Never true for an fsync error."""
-    driver_error = getattr(error, "orig", error)
-    code = getattr(driver_error, "sqlite_errorcode", None)
+    code = getattr(error, "sqlite_errorcode", None)
     return isinstance(error, DiskFull) or code in SQLITE_FULL_CODES
 
 

@@ -37,7 +37,7 @@ def check_wal(database: Path) -> None:
     if (num := _commits_after_damage(data)) > 1:
         raise StoreError(
             f"{path} is damaged: {num} commits follow a frame with a bad checksum, and SQLite "
-            "would drop them; restore the ledger from a copy, or delete the log to accept the loss"
+            "would drop them; restore it from a backup, or delete the log to accept the loss"
         )
 
 

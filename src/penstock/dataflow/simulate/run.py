@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import sqlalchemy as sa
-
 from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.manifests import ManifestCache
@@ -25,7 +23,7 @@ from penstock.dataflow.core.rule_runner import RuleRunner
 from penstock.dataflow.core.sealing import Sealing
 from penstock.dataflow.ledger.assemble import CoreSpec
 from penstock.dataflow.ledger.recorded import RecordedRun
-from penstock.dataflow.ledger.tables import Tables
+from penstock.dataflow.ledger.tables import Tables, open_memory_tables
 from penstock.dataflow.records import CommandJournal, GroupRecord
 from penstock.dataflow.simulate.recorded_tasks import (
     RecordedGroup,
@@ -164,7 +162,7 @@ class _Simulation:
             for action in [*self._blocked.values()]:
                 self._seal(action)
                 self._settle()
-        tables = Tables(sa.create_engine("sqlite://", poolclass=sa.StaticPool))
+        tables = open_memory_tables()
         tables.commit(self._outbox.take())
         return SimulationResult(
             tables=tables,

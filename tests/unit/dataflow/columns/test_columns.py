@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.sim.reader_world import ReaderWorld, memory_tables
+from tests.sim.reader_world import ReaderWorld
 
 from penstock.dataflow.columns.cells import (
     MAX_INLINE_BYTES,
@@ -19,10 +19,11 @@ from penstock.dataflow.columns.cells import (
 )
 from penstock.dataflow.columns.column_store import UnflushedWrites
 from penstock.dataflow.core.leasing import DeliveryStatus
+from penstock.dataflow.ledger.tables import open_memory_tables
 from penstock.errors import BadRequest
 from penstock.types import RowId
 
-TABLES = memory_tables()
+TABLES = open_memory_tables()
 ROW = RowId("p0-1.0.1")
 CELLS = st.one_of(
     st.builds(number_cell, st.just("x"), st.floats(allow_nan=False, allow_infinity=False)),

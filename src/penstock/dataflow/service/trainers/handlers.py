@@ -289,7 +289,7 @@ class TrainerHandlers:
         if blake3(record.manifest).hexdigest() != record.digest:
             name = f"{record.consumer}.{record.seq}"
             raise StoreError(
-                f"the manifest of batch {name} is damaged; restore the ledger from a copy"
+                f"the manifest of batch {name} is damaged; restore the ledger from a backup"
             )
         manifest = self._manifests.decode(record.manifest)
         return BatchAnswer(manifest=manifest, digest=record.digest)

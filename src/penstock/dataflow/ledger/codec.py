@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records as rows of SQL values, and back: one column per field, and a checksum over them. Moves of
+payload are written in the same way.
+
+Knows the types of the fields; knows no database."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from itertools import compress
+from operator import attrgetter
+from typing import Any, ClassVar, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
+
+import crc32c
+import msgspec
+
+from penstock.dataflow.column_records import ItemRecord
+from penstock.dataflow.records import RECORDS, Record
+from penstock.errors import StoreError
+from penstock.types import RowId
+
+R = TypeVar("R")
+TYPES = {str: "TEXT", int: "BIGINT", float: "FLOAT", bytes: "BLOB", bool: "BOOLEAN"}
+"""Column type of each Python type, in SQLite."""
+CHECKSUM = "checksum"
+"""CRC32C of a record, since SQLite has no page checksums. Never 0: SQLite fills in defaults for
+fields missing from a damaged record. Items have none, since their bundle's checksum covers them."""
+LOCATION_FIELDS = frozenset({"segment", "offset"})
+"""Changed by compaction alone; the payload there has its own checksum and digest."""
+LIST_CONDITION = re.compile(r"\bIN :(\w+)")
+"""A condition on a list of values, which each database writes in its own way."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadMove:
+    """A new location for the payload of a record. Applies only if the record still has the old
+    one, so a record that was deleted or put again meanwhile is not changed."""
+
+    TABLE: ClassVar[str]
+    KEY: ClassVar[tuple[str, ...]]
+    """All fields but the new location, in their order."""
+
+    to_segment: int
+    to_offset: int
+    segment: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowMove(PayloadMove):
+    TABLE: ClassVar[str] = "rows"
+    KEY: ClassVar[tuple[str, ...]] = ("segment", "offset", "row_id")
+
+    row_id: RowId
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnMove(PayloadMove):
+    TABLE: ClassVar[str] = "columns"
+    KEY: ClassVar[tuple[str, ...]] = ("segment", "offset", "space", "row_id", "name")
+
+    space: str
+    row_id: RowId
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BundleMove(PayloadMove):
+    TABLE: ClassVar[str] = "bundles"
+    KEY: ClassVar[tuple[str, ...]] = ("segment", "offset", "space", "arrival")
+
+    space: str
+    arrival: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    name: str
+    path: str
+    """Attribute of the record; `summary.reward` for a field of a nested record."""
+    hint: Any
+
+    @property
+    def type(self) -> type[Any]:
+        """What the database stores: one of TYPES."""
+        hint = self.hint
+        if isinstance(hint, types.UnionType):
+            hint = next(arg for arg in get_args(hint) if arg is not type(None))
+        hint = getattr(hint, "__supertype__", hint)
+        return str if self.is_json or issubclass(hint, StrEnum) else hint
+
+    @property
+    def is_json(self) -> bool:
+        return get_origin(self.hint) in (Mapping, tuple)
+
+    @property
+    def decoder(self) -> Callable[[str], Any] | None:
+        """For a value that is not stored as it is. Enums of an outer record stay plain text."""
+        hint = self.hint
+        if self.is_json:
+            return msgspec.json.Decoder(hint).decode
+        is_enum = inspect.isclass(hint) and issubclass(hint, StrEnum)
+        return hint if is_enum and self.path != self.name else None
+
+
+def quoted(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _fields(kind: type[Any], prefix: str = "") -> list[Column]:
+    hints = get_type_hints(kind)
+    return [
+        Column(name=field.name, path=prefix + field.name, hint=hints[field.name])
+        for field in dataclasses.fields(kind)
+    ]
+
+
+class Codec(Generic[R]):
+    """The records of one kind. A nested record has one column for each of its fields."""
+
+    def __init__(self, kind: type[R]) -> None:
+        columns: list[Column] = []
+        self._nested: list[tuple[str, type[Any], list[str]]] = []
+        for field in _fields(kind):
+            if dataclasses.is_dataclass(field.hint):
+                nested = cast(type[Any], field.hint)
+                inner = _fields(nested, f"{field.name}.")
+                self._nested.append((field.name, nested, [column.name for column in inner]))
+                columns += inner
+            else:
+                columns.append(field)
+        self._kind = cast(type[Record], kind)
+        self._names = [column.name for column in columns]
+        self._values = attrgetter(*(column.path for column in columns))
+        self._jsons = [i for i, column in enumerate(columns) if column.is_json]
+        self._bools = [i for i, column in enumerate(columns) if column.hint is bool]
+        self._decoders = [(i, c.decoder) for i, c in enumerate(columns) if c.decoder is not None]
+        self._is_checksummed = kind in RECORDS  # not the moves of payload
+        self._is_checked = [name not in LOCATION_FIELDS for name in self._names]
+        checked = compress(columns, self._is_checked)
+        self._floats = [i for i, column in enumerate(checked) if column.type is float]
+        if self._is_checksummed:
+            columns.append(Column(name=CHECKSUM, path=CHECKSUM, hint=int))
+        self.columns = tuple(columns)
+        self.names = quoted(column.name for column in columns)
+        self.select = f'SELECT {self.names} FROM "{self._kind.TABLE}"'
+        self.key = attrgetter(*self._kind.KEY)
+
+    def on_conflict(self) -> str:
+        """End of an INSERT: a record with the same key is replaced."""
+        names = (column.name for column in self.columns if column.name not in self._kind.KEY)
+        changes = ", ".join(f'"{name}" = excluded."{name}"' for name in names)
+        return f"ON CONFLICT ({quoted(self._kind.KEY)}) DO UPDATE SET {changes}"
+
+    def encode(self, records: Iterable[R]) -> list[Sequence[Any]]:
+        """One value per column; maps and tuples become JSON text."""
+        rows: list[Sequence[Any]] = [*map(self._values, records)]
+        if self._jsons:
+            rows = [*map(self._with_json, rows)]
+        if self._is_checksummed:
+            rows = [(*row, self._checksum(row)) for row in rows]
+        return rows
+
+    def _with_json(self, row: Sequence[Any]) -> Sequence[Any]:
+        encoded = [*row]
+        for index in self._jsons:
+            encoded[index] = msgspec.json.encode(encoded[index]).decode()
+        return encoded
+
+    def decode(self, rows: Iterable[Sequence[Any]]) -> list[R]:
+        """Raises StoreError for a record that is not as it was written."""
+        is_checked = self._kind is not ItemRecord
+        found: list[R] = []
+        for *row, checksum in rows:
+            for index in self._bools:
+                row[index] = bool(row[index])  # a number in SQLite
+            if is_checked and checksum != self._checksum(row):
+                which = ", ".join(map(str, row[:3]))
+                raise StoreError(f"a record of table {self._kind.TABLE} is damaged: {which}, …")
+            for index, decode in self._decoders:
+                row[index] = decode(row[index])
+            found.append(self._record(row))
+        return found
+
+    def _record(self, row: Sequence[Any]) -> R:
+        values = dict(zip(self._names, row, strict=True))
+        for name, nested, inner in self._nested:
+            values[name] = nested(**{column: values.pop(column) for column in inner})
+        return cast(Callable[..., R], self._kind)(**values)
+
+    def _checksum(self, row: Sequence[Any]) -> int:
+        """An integer in a float column is read back as a float, so it is hashed as one."""
+        values = [*compress(row, self._is_checked)]
+        for index in self._floats:
+            if values[index].__class__ is int:
+                values[index] = float(values[index])
+        return crc32c.crc32c(msgspec.msgpack.encode(values)) or 1
+
+
+@functools.cache
+def codec(kind: type[R]) -> Codec[R]:
+    return Codec(kind)
