@@ -17,14 +17,10 @@ if TYPE_CHECKING:
 def check(target: Path, /, *overrides: str, json: bool = False) -> int:
     """Check config, packages, your code and disk space without starting anything.
 
-    Parameters
-    ----------
-    target
-        Config file, or run folder.
-    overrides
-        Settings that override the file, such as training.steps=20.
-    json
-        Print one JSON object as the last line.
+    Args:
+        target: Config file, or run folder.
+        overrides: Settings that override the file, such as training.steps=20.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import pluralise, print_json
     from penstock.runs.preflight import derive_sizes, find_problems

@@ -13,16 +13,11 @@ def rollout(
 ) -> int:
     """Start a test dataflow that a rollout node joins; prints one line per rule of the protocol.
 
-    Parameters
-    ----------
-    host
-        Address to listen on.
-    port
-        Port to listen on; 0 picks a free one.
-    timeout_s
-        Time limit for the test, in seconds.
-    json
-        Print one JSON object as the last line.
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0 picks a free one.
+        timeout_s: Time limit for the test, in seconds.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.service_options import listen_address
     from penstock.conformance import conformance_rollout
@@ -38,16 +33,11 @@ def trainer(
 ) -> int:
     """Start a test dataflow that a trainer joins; prints one line per rule of the protocol.
 
-    Parameters
-    ----------
-    host
-        Address to listen on.
-    port
-        Port to listen on; 0 picks a free one.
-    timeout_s
-        Time limit for the test, in seconds.
-    json
-        Print one JSON object as the last line.
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0 picks a free one.
+        timeout_s: Time limit for the test, in seconds.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.service_options import listen_address
     from penstock.conformance import conformance_trainer

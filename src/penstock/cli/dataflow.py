@@ -31,24 +31,16 @@ def dataflow(
     With --partition N it serves only data partition N, with a separate ledger folder. A new
     partition joins a running service.
 
-    Parameters
-    ----------
-    run_dir
-        Run folder.
-    host
-        Address to listen on; off loopback only with TLS.
-    port
-        Port to listen on; by default the run's own.
-    tls_cert
-        TLS certificate file; required off loopback.
-    tls_key
-        TLS key file.
-    partition
-        Number of an additional data partition; 0 is the coordinator and its partition.
-    home
-        URL of the coordinator, for an additional partition; by default the run's own.
-    url
-        URL at which nodes and trainers reach this partition, if it differs from the listen address.
+    Args:
+        run_dir: Run folder.
+        host: Address to listen on; off loopback only with TLS.
+        port: Port to listen on; by default the run's own.
+        tls_cert: TLS certificate file; required off loopback.
+        tls_key: TLS key file.
+        partition: Number of an additional data partition; 0 is the coordinator and its partition.
+        home: URL of the coordinator, for an additional partition; by default the run's own.
+        url: URL at which nodes and trainers reach this partition, if it differs from the listen
+            address.
     """
     gc.disable()  # objects made at startup stay; the service enables collection once it is up
     from penstock.cli.service_options import make_tls

@@ -18,18 +18,12 @@ def demo(
 ) -> int:
     """Train a tiny model to reverse three letters, on this CPU, in two minutes.
 
-    Parameters
-    ----------
-    overrides
-        Settings that override the demo's, such as training.steps=20.
-    seed
-        Random seed of the run.
-    dir
-        Run folder; by default a new folder in the system's temporary directory.
-    headless
-        Print plain progress lines instead of the live panel.
-    json
-        Print one JSON object as the last line.
+    Args:
+        overrides: Settings that override the demo's, such as training.steps=20.
+        seed: Random seed of the run.
+        dir: Run folder; by default a new folder in the system's temporary directory.
+        headless: Print plain progress lines instead of the live panel.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.launching import launch_and_show, print_result
     from penstock.cli.output import print_note

@@ -13,15 +13,11 @@ if TYPE_CHECKING:
 def explain(run: Path, id: str, /, *, json: bool = False) -> int:
     """Explain from the ledger why something was skipped, dropped or trained.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file; running or finished.
-    id
-        Task key or its prefix, group (p0-17), row (p0-17.2.1), batch (POLICY.5) or version
-        (POLICY@1.5).
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file; running or finished.
+        id: Task key or its prefix, group (p0-17), row (p0-17.2.1), batch (POLICY.5) or version
+            (POLICY@1.5).
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
     from penstock.dataflow.explain.explain import explain as read

@@ -34,32 +34,22 @@ def gateway(
 ) -> int:
     """Serve external agents until SIGTERM or Ctrl-C, also after the run has ended.
 
-    Parameters
-    ----------
-    where
-        Run folder, its config file, or the URL of its dataflow.
-    port
-        Port to listen on.
-    host
-        Address to listen on; off loopback only with TLS.
-    token
-        Gateway token, with a URL. Prefer PENSTOCK_TOKEN: other users of this machine can read the
-        command line.
-    public_key
-        The run's public key, or a file that contains it, with a URL; `penstock token RUN --role
-        gateway` prints it.
-    name
-        Name of this gateway in the run; by default the host name and four random characters.
-    policy
-        Policy whose engine settings to use, with a run folder; optional if the run has only one.
-    capacity
-        Maximum number of sessions to record in parallel.
-    engines
-        Number of inference engines per policy, with a URL; a run folder has its own setting.
-    tls_cert
-        TLS certificate file; required off loopback.
-    tls_key
-        TLS key file.
+    Args:
+        where: Run folder, its config file, or the URL of its dataflow.
+        port: Port to listen on.
+        host: Address to listen on; off loopback only with TLS.
+        token: Gateway token, with a URL. Prefer PENSTOCK_TOKEN: other users of this machine can
+            read the command line.
+        public_key: The run's public key, or a file that contains it, with a URL; `penstock token
+            RUN --role gateway` prints it.
+        name: Name of this gateway in the run; by default the host name and four random characters.
+        policy: Policy whose engine settings to use, with a run folder; optional if the run has only
+            one.
+        capacity: Maximum number of sessions to record in parallel.
+        engines: Number of inference engines per policy, with a URL; a run folder has its own
+            setting.
+        tls_cert: TLS certificate file; required off loopback.
+        tls_key: TLS key file.
     """
     import uvloop
 

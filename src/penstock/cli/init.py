@@ -17,12 +17,9 @@ NAME = "{{name}}"
 def init(directory: Path, /, *, template: Literal["reverse"] = "reverse") -> int:
     """Create a task, a reward and a config in a folder. Existing files are never overwritten.
 
-    Parameters
-    ----------
-    directory
-        Folder to write to; created if it does not exist.
-    template
-        Template to copy: reverse (write three letters backwards).
+    Args:
+        directory: Folder to write to; created if it does not exist.
+        template: Template to copy: reverse (write three letters backwards).
     """
     from penstock.errors import ConfigError
 

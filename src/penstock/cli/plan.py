@@ -17,16 +17,11 @@ if TYPE_CHECKING:
 def plan(target: Path, /, *overrides: str, svg: Path | None = None, json: bool = False) -> int:
     """Show the training pipeline: stages, placement and memory. Also draws it as an SVG.
 
-    Parameters
-    ----------
-    target
-        Config file, or run folder.
-    overrides
-        Settings that override the file, such as algorithm.name=ppo.
-    svg
-        SVG file to write; by default next to the config.
-    json
-        Print one JSON object as the last line.
+    Args:
+        target: Config file, or run folder.
+        overrides: Settings that override the file, such as algorithm.name=ppo.
+        svg: SVG file to write; by default next to the config.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json, print_note
     from penstock.errors import ConfigError

@@ -22,16 +22,11 @@ def replay(run: Path, step: int, /, *, policy: str | None = None, json: bool = F
     that checkpoint and this step are recomputed too, with the same number of ranks. Steps before
     the oldest checkpoint of the run cannot be recomputed.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file; running or finished.
-    step
-        Step to recompute.
-    policy
-        Policy to recompute; optional if the run has only one.
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file; running or finished.
+        step: Step to recompute.
+        policy: Policy to recompute; optional if the run has only one.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.service_options import exit_now
     from penstock.fleet.processes import exit_with_parent

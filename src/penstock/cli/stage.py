@@ -13,17 +13,12 @@ if TYPE_CHECKING:
 def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> int:
     """Process rows of a pipeline stage until SIGTERM or Ctrl-C. Start several workers to scale.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file.
-    id
-        Stage id; the stage has `place` in the config.
-    url
-        URL of the run's dataflow, from another machine. Put a token from `penstock token RUN --role
-        stage` into PENSTOCK_TOKEN.
-    rows
-        Number of rows to lease at a time.
+    Args:
+        run: Run folder, or its config file.
+        id: Stage id; the stage has `place` in the config.
+        url: URL of the run's dataflow, from another machine. Put a token from `penstock token RUN
+            --role stage` into PENSTOCK_TOKEN.
+        rows: Number of rows to lease at a time.
     """
     import uvloop
 

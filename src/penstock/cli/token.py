@@ -21,18 +21,12 @@ def token(
 ) -> int:
     """Create an access token. `penstock join` needs one with role rollout.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file.
-    role
-        Role of the token: what its holder may do.
-    for_relay
-        Create a token that only relays accept, instead of one for the run's services.
-    ttl_h
-        Hours until the token expires.
-    json
-        Print one JSON object with token and URL; for role relay also the public key.
+    Args:
+        run: Run folder, or its config file.
+        role: Role of the token: what its holder may do.
+        for_relay: Create a token that only relays accept, instead of one for the run's services.
+        ttl_h: Hours until the token expires.
+        json: Print one JSON object with token and URL; for role relay also the public key.
     """
     from penstock.cli.output import print_json, print_note
     from penstock.errors import ConfigError

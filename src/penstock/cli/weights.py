@@ -26,18 +26,12 @@ def serve(
 ) -> int:
     """Serve a run's weights over HTTP until SIGTERM, and update its mirror if it has one.
 
-    Parameters
-    ----------
-    run_dir
-        Run folder.
-    host
-        Address to listen on; off loopback only with TLS.
-    port
-        Port to listen on; by default the run's own.
-    tls_cert
-        TLS certificate file; required off loopback.
-    tls_key
-        TLS key file.
+    Args:
+        run_dir: Run folder.
+        host: Address to listen on; off loopback only with TLS.
+        port: Port to listen on; by default the run's own.
+        tls_cert: TLS certificate file; required off loopback.
+        tls_key: TLS key file.
     """
     import uvloop
 
@@ -72,12 +66,9 @@ def _mirroring(store: DirectoryStore, url: str) -> AbstractContextManager[None]:
 def ls(run: Path, /, *, json: bool = False) -> int:
     """List the versions in a run's weight store.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file; running or finished.
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file; running or finished.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json, print_note
     from penstock.cli.weights_format import catalog_json, list_lines
@@ -99,14 +90,11 @@ def ls(run: Path, /, *, json: bool = False) -> int:
 def show(run: Path, version: str, /, *, json: bool = False) -> int:
     """Show one version: files, tensors and deltas.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file.
-    version
-        POLICY@NUMBER, just NUMBER if the run has one policy, or the start of a manifest digest.
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file.
+        version: POLICY@NUMBER, just NUMBER if the run has one policy, or the start of a manifest
+            digest.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
     from penstock.cli.weights_format import show_lines, version_json
@@ -124,14 +112,10 @@ def show(run: Path, version: str, /, *, json: bool = False) -> int:
 def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> int:
     """Verify the checksums of every file, tensor and delta; exits with 1 if any is damaged.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file.
-    version
-        POLICY@NUMBER, NUMBER or the start of a manifest digest; by default all versions.
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file.
+        version: POLICY@NUMBER, NUMBER or the start of a manifest digest; by default all versions.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import format_bytes, pluralise, print_json, print_note
     from penstock.cli.weights_format import damage_lines
@@ -173,16 +157,11 @@ def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> i
 def diff(run: Path, old: str, new: str, /, *, json: bool = False) -> int:
     """Compare two versions tensor by tensor.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file.
-    old
-        POLICY@NUMBER, NUMBER or the start of a manifest digest.
-    new
-        Version to compare with.
-    json
-        Print one JSON object as the last line, with every tensor.
+    Args:
+        run: Run folder, or its config file.
+        old: POLICY@NUMBER, NUMBER or the start of a manifest digest.
+        new: Version to compare with.
+        json: Print one JSON object as the last line, with every tensor.
     """
     from penstock.cli.output import print_json
     from penstock.cli.weights_format import diff_json, diff_lines

@@ -11,14 +11,10 @@ def gc(run: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
 
     A version is referenced by nodes, checkpoints and rows. A running trainer cleans up by itself.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file; running or finished.
-    dry_run
-        Only print what would be deleted.
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file; running or finished.
+        dry_run: Only print what would be deleted.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import format_bytes, pluralise, print_json
     from penstock.dataflow.service.trainers.messages import VersionUser
