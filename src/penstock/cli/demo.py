@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from importlib import resources
 from pathlib import Path
 
 
@@ -27,7 +26,7 @@ def demo(
     """
     from penstock.cli.launching import launch_and_show, print_result
     from penstock.cli.output import print_note
-    from penstock.config import load
+    from penstock.config import demo_config
     from penstock.fleet.processes import cpu_s
     from penstock.fleet.run_folder import RunFolder
     from penstock.runs.preflight import ensure_startable
@@ -35,8 +34,7 @@ def demo(
 
     began_at = time.monotonic()
     folder = RunFolder(dir or Path(tempfile.mkdtemp(prefix="penstock-demo-")))
-    with resources.as_file(resources.files("penstock.config") / "demo.yaml") as file:
-        config = load(file, [f"seed={seed}", f"output_dir={folder.path.parent}", *overrides])
+    config = demo_config(seed, [f"output_dir={folder.path.parent}", *overrides])
     target = RunTarget(config=config, folder=folder, python_path=())
     ensure_startable(target)
     print_note(f"run folder: {folder.path}")

@@ -96,10 +96,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return parse(_read(path), origin=str(path), overrides=overrides)
 
 
-def demo(seed: int) -> RunConfig:
+def demo_config(seed: int, overrides: Sequence[str] = ()) -> RunConfig:
     """The built-in demo: a tiny model learns to reverse three letters on a CPU."""
     text = resources.files("penstock.config").joinpath("demo.yaml").read_text(encoding="utf-8")
-    return parse(text, origin="demo.yaml", overrides=[f"seed={seed}"])
+    return parse(text, origin="demo.yaml", overrides=[f"seed={seed}", *overrides])
 
 
 def parse(text: str, *, origin: str, overrides: Sequence[str] = ()) -> RunConfig:

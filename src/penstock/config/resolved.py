@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The resolved config as a run stores it: its text, its digest, and changes between two configs.
+"""The resolved config as a run stores it: its text, and changes between two configs.
 
 Owns the stored form, the meaning of "the same config", and the list of keys that may change on
 resume. Reads and writes no file."""
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -33,12 +32,6 @@ def dump(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escape_interpolation(_public_values(config))))
 
 
-def digest(config: RunConfig) -> str:
-    """Equal for two configs that differ only in keys which may change on resume."""
-    text = json.dumps(identity(config), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def identity(config: RunConfig) -> dict[str, str]:
     """The keys that identify a run: it does not resume if one of them changed, unless the user
     accepts the change. A learning rate schedule includes the number of steps, because the rate of
@@ -50,21 +43,21 @@ def identity(config: RunConfig) -> dict[str, str]:
     return {
         path_text(path): text
         for path, text in flat_values.items()
-        if not may_change_on_resume(path)
+        if not any(_matches(path, pattern) for pattern in MUTABLE_ON_RESUME)
     }
 
 
-def differences(old: RunConfig, new: RunConfig) -> list[str]:
+def config_changes(old: RunConfig, new: RunConfig) -> list[str]:
     """Every key that changed, whether it may change or not."""
     before, after = (
         {path_text(path): text for path, text in _flat_values(config).items()}
         for config in (old, new)
     )
-    return changed(before, after)
+    return identity_changes(before, after)
 
 
-def changed(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """The differences between two identities: one `path.to.key: old -> new` per key."""
+def identity_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """The changes between two identities: one `path.to.key: old -> new` per key."""
     return [
         f"{key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
         for key in {**old, **new}
@@ -72,15 +65,9 @@ def changed(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     ]
 
 
-def may_change_on_resume(path: KeyPath) -> bool:
-    """Whether a run may resume with another value of this key."""
-    return any(_matches(path, pattern) for pattern in MUTABLE_ON_RESUME)
-
-
 def _matches(path: KeyPath, pattern: tuple[str, ...]) -> bool:
-    start = path[: len(pattern)]
-    return len(start) == len(pattern) and all(
-        expected in ("*", part) for expected, part in zip(pattern, start, strict=True)
+    return len(path) >= len(pattern) and all(
+        expected in ("*", part) for expected, part in zip(pattern, path, strict=False)
     )
 
 
