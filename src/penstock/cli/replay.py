@@ -47,7 +47,7 @@ def replay(run: Path, step: int, /, *, policy: str | None = None, json: bool = F
 
 def _start_ranks(num_ranks: int) -> int:
     """Run this command once per rank; rank 0 prints the result."""
-    from penstock.cli.per_rank import run_per_rank
+    from penstock.cli.service_options import run_per_rank
     from penstock.observe import logs
 
     logs.configure("replay")  # on stderr; the last line of stdout is for programs
