@@ -14,21 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from penstock.config.base import (
-    Contradiction,
-    Section,
-    one_of,
-    quoted,
-    raise_contradictions,
-    unknown_choice,
-)
+from penstock.config.base import Section
 from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.rules import RuleConfig
-from penstock.plugins import builtin_plugins
+from penstock.options import Contradiction, one_of, unknown_choice
+from penstock.plugins import builtin_plugins, quoted
 
 BUILTIN_PACKAGE = "penstock.trainer.algorithms"
 """The package that holds the built-in algorithms, one module each."""
@@ -105,15 +99,6 @@ def builtin_algorithms() -> Mapping[str, Algorithm]:
     return builtin_plugins(BUILTIN_PACKAGE, "ALGORITHM")
 
 
-def with_preset(section: object) -> object:
-    """The section `algorithm` as written, completed by the defaults of its name."""
-    if not isinstance(section, Mapping):
-        return section
-    written = cast(Mapping[str, Any], section)
-    declared = _declared(written)
-    return {**declared.preset, **written} if declared else written
-
-
 def with_minibatches(run: Mapping[str, Any]) -> dict[str, Any]:
     """The run file as written, its shared training completed by the algorithm's default."""
     completed = dict(run)
@@ -155,11 +140,6 @@ class CorrectionConfig(Section):
     """Upper bound of a sequence's ρ; null for none."""
     veto: float = Field(default=0.0, ge=0, lt=1)
     """Reject a sequence that has a token with a ρ below this; 1e-4 is usual, 0 is off."""
-
-    @model_validator(mode="after")
-    def _check_consistency(self) -> Self:
-        raise_contradictions(self._contradictions())
-        return self
 
     def _contradictions(self) -> Iterator[Contradiction]:
         if self.low >= self.high:
@@ -261,14 +241,17 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, data: Any) -> Any:
-        return with_preset(data)
+        """Complete the section by the defaults of its name."""
+        if not isinstance(data, Mapping):
+            return data
+        written = cast(Mapping[str, Any], data)
+        declared = _declared(written)
+        return {**declared.preset, **written} if declared else written
 
-    @model_validator(mode="after")
-    def _check_consistency(self) -> Self:
-        raise_contradictions(
-            [*self._contradictions(), *self._misplaced(), *self._double_correction()]
-        )
-        return self
+    def _contradictions(self) -> Iterator[Contradiction]:
+        yield from self._impossible_bounds()
+        yield from self._misplaced()
+        yield from self._double_correction()
 
     def _double_correction(self) -> Iterator[Contradiction]:
         """A ratio to the engine's log-probs includes the mismatch already."""
@@ -321,7 +304,7 @@ class AlgorithmConfig(Section):
     def _is_default(self, key: str) -> bool:
         return getattr(self, key) == type(self).model_fields[key].default
 
-    def _contradictions(self) -> Iterator[Contradiction]:
+    def _impossible_bounds(self) -> Iterator[Contradiction]:
         if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
             is_preset = self.declaration.preset.get("epsilon_high") == self.epsilon_high
             whose = f", the default of {self.name}," if is_preset else ""

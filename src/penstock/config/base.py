@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the schemas share: the base class of sections, patterns for names, and small validators.
 
-Owns the patterns. The strict base and the wording of refusals are in `penstock.options`; the names
-that sections need are importable from here."""
+Owns the patterns. The strict base and the wording of refusals are in `penstock.options`."""
 
 import re
 from collections.abc import Callable
@@ -11,43 +10,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator
 
-from penstock.options import (
-    Contradiction,
-    KeyPath,
-    Options,
-    nested_error,
-    non_empty,
-    one_of,
-    parse_options,
-    raise_contradictions,
-    unknown_choice,
-)
-from penstock.plugins import did_you_mean, quoted, unknown
-
-__all__ = [
-    "COLUMN",
-    "FUNCTION",
-    "MODULE",
-    "NAME",
-    "OBJECT_STORES",
-    "Contradiction",
-    "KeyPath",
-    "Options",
-    "Section",
-    "did_you_mean",
-    "is_url",
-    "matching",
-    "nested_error",
-    "non_blank",
-    "non_empty",
-    "one_of",
-    "only_supported",
-    "parse_options",
-    "quoted",
-    "raise_contradictions",
-    "unknown",
-    "unknown_choice",
-]
+from penstock.options import Options
+from penstock.plugins import quoted
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 """Names of policies and sources; they become parts of ids, paths and labels."""

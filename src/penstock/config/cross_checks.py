@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from penstock.config.base import Contradiction, KeyPath, quoted, unknown
 from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.dataflow import SurvivorsClosing
-from penstock.config.engines import is_reproducible, serves_adapters
+from penstock.config.models import is_reproducible, serves_adapters
 from penstock.config.pipeline_cross_checks import (
     group_comparer,
     pipeline_cross_checks,
@@ -19,6 +18,8 @@ from penstock.config.pipeline_cross_checks import (
 )
 from penstock.config.rules import RuleConfig
 from penstock.config.run_sections import PolicyConfig, RunSections
+from penstock.options import Contradiction, KeyPath
+from penstock.plugins import quoted, unknown
 from penstock.types import Hook
 
 VLLM_TEMPERATURE_RANGE = (0.01, 2.0)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the dataflow service: stores, bounds, leases, closing of groups, stages, rules.
+"""Settings of the dataflow service: stores, bounds, leases, closing of groups, stages, rules,
+balance report.
 
 Owns their defaults and the contradictions inside the section. Builds nothing."""
 
@@ -17,20 +18,11 @@ from pydantic import (
     Tag,
 )
 
-from penstock.config.base import (
-    FUNCTION,
-    NAME,
-    OBJECT_STORES,
-    Contradiction,
-    Section,
-    is_url,
-    matching,
-    quoted,
-    unknown_choice,
-)
-from penstock.config.report import ReportConfig
+from penstock.config.base import FUNCTION, NAME, OBJECT_STORES, Section, is_url, matching
 from penstock.config.rules import SHARED_HOOKS, Rules, rule_contradictions
 from penstock.config.stages import StageConfig
+from penstock.options import Contradiction, unknown_choice
+from penstock.plugins import quoted
 
 
 class LeaseConfig(Section):
@@ -132,6 +124,43 @@ class BoundsConfig(Section):
                 f"{self.disk_free_mb}, so leased work could not be delivered; set it lower"
             )
             yield Contradiction(text=text, keys=(("disk_reserve_mb",), ("disk_free_mb",)))
+
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class ReportConfig(Section):
+    """When the balance report recommends another size of the rollout pool."""
+
+    tau_low: Share = 0.05
+    """Trainers that wait less than this share of their time need fewer GPUs."""
+    tau_high: Share = 0.10
+    """Trainers that wait more than this share of their time need more GPUs."""
+    rho: float = Field(default=1.10, ge=1, le=10)
+    """Margin when the pool shrinks: the new size is at least this multiple of the usage."""
+    window: PositiveInt = 10
+    """Versions that some policy trains between two decisions."""
+    min_gpus: PositiveInt = 1
+    """Never recommend fewer GPUs."""
+    max_gpus: PositiveInt | None = None
+    """Never recommend more GPUs; null for no limit."""
+    node_start_s: float = Field(default=0.0, ge=0)
+    """Seconds from requesting a node to its first lease, if longer than measured from its join; the
+    cool-down after a decision lasts at least 1.5 times as long."""
+
+    def _contradictions(self) -> Iterator[Contradiction]:
+        if self.tau_low >= self.tau_high:
+            yield Contradiction(
+                text=f"tau_low {self.tau_low} leaves no zone below tau_high {self.tau_high}; "
+                "set tau_low < tau_high",
+                keys=(("tau_low",), ("tau_high",)),
+            )
+        if self.max_gpus is not None and self.max_gpus < self.min_gpus:
+            yield Contradiction(
+                text=f"max_gpus {self.max_gpus} is below min_gpus {self.min_gpus}; "
+                "set max_gpus >= min_gpus",
+                keys=(("max_gpus",), ("min_gpus",)),
+            )
 
 
 class SpaceConfig(Section):

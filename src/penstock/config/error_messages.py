@@ -13,8 +13,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
 from penstock.config.run import RunConfig
+from penstock.options import Contradiction, KeyPath
+from penstock.plugins import did_you_mean, quoted
 
 _KEYS_ELSEWHERE: Mapping[str, str] = {
     "lr": "training.learning_rate",

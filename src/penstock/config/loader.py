@@ -16,11 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from penstock.config.base import KeyPath, did_you_mean
 from penstock.config.error_messages import ConfigProblem, path_text, problems_of
 from penstock.config.run import RunConfig
 from penstock.config.yaml_positions import KeyPositions, locate_keys
 from penstock.errors import ConfigError
+from penstock.options import KeyPath
+from penstock.plugins import did_you_mean
 
 _OVERRIDE_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+|\[[0-9]+\])*", re.ASCII)
 _PARSE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, ValueError, OverflowError)

@@ -12,10 +12,10 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from penstock.config.base import KeyPath
 from penstock.config.error_messages import path_text
 from penstock.config.run import RunConfig
 from penstock.config.store_password import without_password
+from penstock.options import KeyPath
 
 _CONSTANT = '"constant"'
 _INTERPOLATION = re.compile(r"(\\*)\$\{")

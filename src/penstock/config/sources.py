@@ -8,16 +8,9 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Discriminator, Field, PositiveInt, Tag, model_validator
 
-from penstock.config.base import (
-    FUNCTION,
-    MODULE,
-    NAME,
-    Section,
-    matching,
-    non_empty,
-    quoted,
-    unknown,
-)
+from penstock.config.base import FUNCTION, MODULE, NAME, Section, matching
+from penstock.options import non_empty
+from penstock.plugins import quoted, unknown
 
 WORKFLOWS = ("single_turn",)
 """Built-in workflows, by name."""

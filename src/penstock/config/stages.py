@@ -9,16 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, ValidationInfo, field_validator
 
-from penstock.config.base import (
-    COLUMN,
-    FUNCTION,
-    NAME,
-    Section,
-    matching,
-    non_empty,
-    one_of,
-)
+from penstock.config.base import COLUMN, FUNCTION, NAME, Section, matching
 from penstock.config.builtin_stages import builtin_stage_for, check_options
+from penstock.options import non_empty, one_of
 
 INITIAL_COLUMNS = ("turns", "reward")
 """Columns a row has when it is delivered; `reward` only while no stage writes it."""

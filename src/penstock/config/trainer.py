@@ -5,17 +5,13 @@ Owns their defaults and the contradictions inside each. Does not know policies, 
 and builds nothing."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from penstock.config.base import (
-    Contradiction,
-    Section,
-    one_of,
-    raise_contradictions,
-)
+from penstock.config.base import Section
 from penstock.config.pipeline import ParallelConfig
+from penstock.options import Contradiction, one_of
 
 STALENESS_BY_MODE: Mapping[str, int] = {"sync": 0, "one_step": 1, "async": 8}
 """`max_staleness` of each mode; of async only where the file gives none."""
@@ -93,11 +89,6 @@ class TrainingConfig(Section):
         if not isinstance(mode, str) or mode not in STALENESS_BY_MODE:
             return written
         return {"max_staleness": STALENESS_BY_MODE[mode], **written}
-
-    @model_validator(mode="after")
-    def _check_consistency(self) -> Self:
-        raise_contradictions(self._contradictions())
-        return self
 
     @property
     def _matches_mode(self) -> bool:

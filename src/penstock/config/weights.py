@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from penstock.config.base import OBJECT_STORES, Section, is_url, one_of, quoted
+from penstock.config.base import OBJECT_STORES, Section, is_url
+from penstock.options import one_of
+from penstock.plugins import quoted
 
 
 def _read_mirror(value: object) -> object:
