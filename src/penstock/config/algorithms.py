@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 from penstock.config.base import Section
 from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.rules import RuleConfig
-from penstock.options import Contradiction, one_of, unknown_choice
+from penstock.options import Contradiction, unknown_choice
 from penstock.plugins import builtin_plugins, quoted
 
 BUILTIN_PACKAGE = "penstock.trainer.algorithms"
@@ -122,16 +122,14 @@ class CorrectionConfig(Section):
     """Correction for tokens on which trainer and engine disagree. ρ is the trainer's
     probability of a token at the start of the step over the engine's."""
 
-    weighting: Annotated[
-        Literal["truncate", "mask", "none"], one_of("truncate", "mask", "none")
-    ] = "truncate"
+    weighting: Literal["truncate", "mask", "none"] = "truncate"
     """truncate (TIS) weighs a token's loss by ρ, at most by high; mask (IcePop) weighs it by ρ and
     rejects tokens outside low and high; none does not weigh tokens."""
     low: float = Field(default=0.0, ge=0)
     """Lower bound of a token's ρ under mask."""
     high: float = Field(default=2.0, gt=0)
     """Upper bound of a token's ρ."""
-    sequence: Annotated[Literal["sum", "geometric"], one_of("sum", "geometric")] | None = None
+    sequence: Literal["sum", "geometric"] | None = None
     """Also reject sequences by their ρ: the product over their tokens (sum of logarithms), or its
     geometric mean, which needs bounds near 1."""
     sequence_low: float = Field(default=0.0, ge=0)
@@ -199,9 +197,8 @@ class AlgorithmConfig(Section):
     beta: float = Field(default=0.0, ge=0)
     """Weight of the divergence (k3) from a reference model; 0.0 needs none. 1e-3 for ppo, m2po and
     rloo."""
-    aggregation: Annotated[
-        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-constant"],
-        one_of("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-constant"),
+    aggregation: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-constant"
     ] = "token-mean"
     """What the sum over tokens is divided by: all trained tokens, each sequence's tokens and then
     the number of sequences, only the number of sequences, or that times sampling.max_tokens."""
@@ -214,9 +211,7 @@ class AlgorithmConfig(Section):
     """Lambda of generalised advantage estimation; ppo only."""
     teacher: str | None = None
     """Model that opd distils: `builtin:NAME`, or a folder in Hugging Face form."""
-    ratio_against: Annotated[Literal["sampling", "proximal"], one_of("sampling", "proximal")] = (
-        "sampling"
-    )
+    ratio_against: Literal["sampling", "proximal"] = "sampling"
     """The denominator of the loss's ratio: the log-probs recorded by the engine at sampling, or the
     trainer's own at the start of the step, which costs a forward pass."""
     correction: CorrectionConfig | None = None

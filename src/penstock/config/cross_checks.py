@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from penstock.config.base import repeated_names
 from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.dataflow import SurvivorsClosing
 from penstock.config.models import is_reproducible, serves_adapters
@@ -19,7 +20,7 @@ from penstock.config.pipeline_cross_checks import (
 from penstock.config.rules import RuleConfig
 from penstock.config.run_sections import PolicyConfig, RunSections
 from penstock.options import Contradiction, KeyPath
-from penstock.plugins import quoted, unknown
+from penstock.plugins import unknown
 from penstock.types import Hook
 
 VLLM_TEMPERATURE_RANGE = (0.01, 2.0)
@@ -28,7 +29,7 @@ VLLM_TEMPERATURE_RANGE = (0.01, 2.0)
 
 def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     """Every contradiction between sections."""
-    yield from _repeated_sources(config)
+    yield from repeated_names("source", [source.name for source in config.sources], "sources")
     yield from _temperatures(config)
     yield from row_stage_checks(config)
     yield from dict.fromkeys(_groups_too_small(config))
@@ -41,14 +42,6 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _determinism(config)
     yield from _lora(config)
     yield from pipeline_cross_checks(config)
-
-
-def _repeated_sources(config: RunSections) -> Iterator[Contradiction]:
-    names = [source.name for source in config.sources]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            text = f"duplicate source name {quoted(name)}; names must be unique"
-            yield Contradiction(text=text, keys=(("sources", index, "name"),))
 
 
 def _temperatures(config: RunSections) -> Iterator[Contradiction]:

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
@@ -18,7 +17,7 @@ from pydantic import (
     Tag,
 )
 
-from penstock.config.base import FUNCTION, NAME, OBJECT_STORES, Section, is_url, matching
+from penstock.config.base import FUNCTION, OBJECT_STORES, Name, Section, is_url, repeated_names
 from penstock.config.rules import SHARED_HOOKS, Rules, rule_contradictions
 from penstock.config.stages import StageConfig
 from penstock.options import Contradiction, unknown_choice
@@ -97,9 +96,8 @@ _PAYLOADS = ("segments", "memory", "s3://bucket/prefix", "file:///folder", "modu
 
 def _read_payload(value: object) -> object:
     if not isinstance(value, str) or "/" not in value:
-        if value in ("segments", "memory") or (
-            isinstance(value, str) and FUNCTION.fullmatch(value)
-        ):
+        is_class = isinstance(value, str) and FUNCTION.fullmatch(value)
+        if is_class or value in ("segments", "memory"):
             return value
         raise unknown_choice(value, _PAYLOADS)
     if not is_url(value, *OBJECT_STORES, "file"):
@@ -166,7 +164,7 @@ class ReportConfig(Section):
 class SpaceConfig(Section):
     """Rows kept separate from all others, and cleared separately."""
 
-    name: Annotated[str, AfterValidator(matching(NAME, "use up to 64 letters, digits, _ or -"))]
+    name: Name
     """Names the space, such as eval."""
     quota_mb: PositiveInt | None = None
     """Largest payload it may hold; null for no separate limit."""
@@ -204,7 +202,7 @@ class DataflowConfig(Section):
     def _contradictions(self) -> Iterator[Contradiction]:
         yield from rule_contradictions(self.rules)
         yield from self._mixed_durability()
-        yield from self._repeated_spaces()
+        yield from repeated_names("space", [space.name for space in self.spaces], "spaces")
 
     def _mixed_durability(self) -> Iterator[Contradiction]:
         """To survive the loss of a host, metadata and payload must both be elsewhere."""
@@ -224,15 +222,6 @@ class DataflowConfig(Section):
         else:
             return
         yield Contradiction(text=text, keys=(("payload",), ("store",)))
-
-    def _repeated_spaces(self) -> Iterator[Contradiction]:
-        names = [space.name for space in self.spaces]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                yield Contradiction(
-                    text=f"duplicate space name {quoted(name)}; names must be unique",
-                    keys=(("spaces", index, "name"),),
-                )
 
 
 def _is_local(url: str) -> bool:

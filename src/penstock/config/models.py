@@ -121,7 +121,7 @@ class ModelConfig(Section):
     replicas: NonNegativeInt = 1
     """Rollout nodes that the launcher starts; 0 for only nodes that join."""
     frozen: Annotated[
-        Literal[False], only_supported(False, "set frozen: false, or leave it out")
+        Literal[False], only_supported(False, fix="set frozen: false, or leave it out")
     ] = False
     """Used and never trained (judges, teachers); only false is supported yet."""
     capacity: PositiveInt = 256

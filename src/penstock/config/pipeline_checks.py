@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contradictions between the stages of a pipeline.
 
-Owns the checks that need only the stages. Columns from elsewhere and policies are checked in
-`pipeline_cross_checks`, stages that work on rows in `row_stage_checks`, options of built-in stages
-in `builtin_stages`."""
+Owns the checks that need only the stages. Columns from elsewhere, policies and stages that work on
+rows are checked in `pipeline_cross_checks`, options of built-in stages in `builtin_stages`."""
 
 from __future__ import annotations
 

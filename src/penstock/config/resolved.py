@@ -6,12 +6,13 @@ resume. Reads and writes no file."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 
+from penstock.config.base import leaves
 from penstock.config.error_messages import path_text
 from penstock.config.run import RunConfig
 from penstock.config.store_password import without_password
@@ -100,7 +101,7 @@ def _flat_values(config: RunConfig) -> dict[KeyPath, str]:
     """All values except `output_dir`, because a run may be moved."""
     values = _public_values(config)
     del values["output_dir"]
-    return dict(_flatten(values, ()))
+    return {path: json.dumps(leaf, ensure_ascii=False) for path, leaf in leaves(values)}
 
 
 def _public_values(config: RunConfig) -> dict[str, Any]:
@@ -108,17 +109,6 @@ def _public_values(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
     values["dataflow"]["store"] = without_password(config.dataflow.store)
     return values
-
-
-def _flatten(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    if isinstance(value, dict) and value:
-        for key, child in cast(dict[str, Any], value).items():
-            yield from _flatten(child, (*path, key))
-    elif isinstance(value, list) and value:
-        for index, child in enumerate(cast(list[Any], value)):
-            yield from _flatten(child, (*path, index))
-    else:
-        yield path, json.dumps(value, ensure_ascii=False)
 
 
 def _escape_interpolation(value: Any) -> Any:

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from penstock.config.algorithms import AlgorithmConfig, with_minibatches
-from penstock.config.base import FUNCTION, NAME, Section, matching, non_blank, only_supported
+from penstock.config.base import NAME, FunctionName, Name, Section, non_blank, only_supported
 from penstock.config.dataflow import DataflowConfig
 from penstock.config.models import ModelConfig
 from penstock.config.pipeline import PipelineConfig
 from penstock.config.rules import RuleConfig, effective_rules
-from penstock.config.sources import Name, SourceConfig, WorkflowConfig
+from penstock.config.sources import SourceConfig, WorkflowConfig
 from penstock.config.stages import PipelineStageConfig, StageConfig
 from penstock.config.trainer import SamplingConfig, TrainingConfig
 from penstock.config.weights import WeightsConfig
@@ -32,15 +32,6 @@ def _run_name(value: str) -> str:
             "letters, digits, _, - and single dots, starting with a letter or digit"
         )
     return value
-
-
-def _report_to(value: object) -> object:
-    if isinstance(value, str | list | tuple) and value:
-        trackers = quoted(cast(object, value))
-        raise ValueError(
-            f"{trackers} is not supported yet; set report_to: [] (metrics.jsonl is always written)"
-        )
-    return cast(object, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +70,7 @@ class RunSections(Section):
     """Where tasks come from."""
     workflow: WorkflowConfig = "single_turn"
     """What attempts a task."""
-    reward: (
-        Annotated[
-            str, AfterValidator(matching(FUNCTION, "write module:function, like my_task:reward"))
-        ]
-        | None
-    ) = None
+    reward: FunctionName | None = None
     """What scores a trajectory; null if the workflow does."""
     dataflow: DataflowConfig = DataflowConfig()
     """The dataflow service."""
@@ -98,12 +84,12 @@ class RunSections(Section):
     """How weights reach the nodes."""
     pipeline: PipelineConfig | None = None
     """What trainers do with a batch, as a graph of stages; null: the algorithm's graph."""
-    eval: Annotated[None, only_supported(None, "leave eval null")] = None
+    eval: Annotated[None, only_supported(None, fix="leave eval null")] = None
     """Evaluations during training; not supported yet."""
     report_to: Annotated[
         tuple[str, ...],
         Field(strict=False),
-        BeforeValidator(_report_to),
+        only_supported((), [], fix="set report_to: [] (metrics.jsonl is always written)"),
     ] = ()
     """Trackers in addition to metrics.jsonl; none is supported yet."""
 

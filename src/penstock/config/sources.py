@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Discriminator, Field, PositiveInt, Tag, model_validator
 
-from penstock.config.base import FUNCTION, MODULE, NAME, Section, matching
+from penstock.config.base import FUNCTION, MODULE, Name, Section
 from penstock.options import non_empty
 from penstock.plugins import quoted, unknown
 
@@ -16,9 +16,6 @@ WORKFLOWS = ("single_turn",)
 """Built-in workflows, by name."""
 
 _PLANNED_TASK_FORMATS = (".parquet", ".csv", ".arrow")
-_NAME_FIX = "use up to 64 letters, digits, _ or -, starting with a letter or digit"
-Name = Annotated[str, AfterValidator(matching(NAME, _NAME_FIX))]
-"""Name of a policy or source."""
 
 
 def _task(value: str) -> str:
