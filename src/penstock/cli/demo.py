@@ -7,6 +7,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from penstock.cli.output import print_json, print_note
+
 
 def demo(
     *overrides: str,
@@ -25,7 +27,6 @@ def demo(
         json: Print one JSON object as the last line.
     """
     from penstock.cli.launching import launch_and_show, print_result
-    from penstock.cli.output import print_note
     from penstock.config import demo_config
     from penstock.fleet.processes import cpu_s
     from penstock.fleet.run_folder import RunFolder
@@ -50,7 +51,6 @@ def demo(
 def _audit_and_print(folder: Path, *, seconds: float, cpu_ms: float, json: bool) -> int:
     """Audit the run from its files alone and print the result."""
     from penstock.audit import audit
-    from penstock.cli.output import print_json, print_note
 
     found = audit(folder)
     summary = found.summary

@@ -76,13 +76,9 @@ def draw(view: RunView, width: int, hint: str = LIVE_HINT) -> RenderableType:
             parts.append(_policy(policy, view.curves.get(policy.policy, []), width))
         parts += [_flow(status), Text(""), _nodes(status)]
         parts += [Text(f"\n{alarm}", style="yellow") for alarm in status.alarms]
-    if view.status is not None and view.unreachable_s > UNREACHABLE_S:
-        parts.append(
-            Text(
-                f"no response from the dataflow for {format_duration(view.unreachable_s)}",
-                style="yellow",
-            )
-        )
+    if status is not None and view.unreachable_s > UNREACHABLE_S:
+        text = f"no response from the dataflow for {format_duration(view.unreachable_s)}"
+        parts.append(Text(text, style="yellow"))
     if view.note:
         parts += [Text(""), Text(view.note, style="yellow", overflow="ellipsis", no_wrap=True)]
     return Box(

@@ -70,10 +70,7 @@ def build() -> App:
         weights.command(f"penstock.cli.weights:{verb}", name=verb, help=text)
     app.command(weights)
     conformance = App(name="conformance", help="Test a third-party node or trainer.", group=RUNS)
-    for role, text in (
-        ("rollout", "Test a rollout node."),
-        ("trainer", "Test a trainer."),
-    ):
+    for role, text in (("rollout", "Test a rollout node."), ("trainer", "Test a trainer.")):
         conformance.command(f"penstock.cli.conformance:{role}", name=role, help=text)
     app.command(conformance)
     app["--help"].group = app["--version"].group = Group("Options", sort_key=9)

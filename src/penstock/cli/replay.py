@@ -63,7 +63,18 @@ def _print_result(found: ReplayComparison | None, *, json: bool) -> int:
         return 0
     print("\n".join(_lines(found)))
     if json:
-        print_json({"is_equal": found.is_equal, **_as_json(found)})
+        print_json(
+            {
+                "is_equal": found.is_equal,
+                "policy": found.policy,
+                "step": found.step,
+                "begun_at": found.replayed.started_at.number,
+                "weights_digest": found.replayed.stored.weights_digest,
+                "published": found.published_digest,
+                "first_tensor": found.first_differing_tensor,
+                "differences": [str(difference) for difference in found.replayed.differences],
+            }
+        )
     return 0 if found.is_equal else 1
 
 
@@ -82,15 +93,3 @@ def _lines(found: ReplayComparison) -> Iterator[str]:
         yield f"  weights differ: published {found.published_digest}"
         yield f"                 recomputed {replayed.stored.weights_digest}"
         yield f"  first tensor that differs: {found.first_differing_tensor}"
-
-
-def _as_json(found: ReplayComparison) -> dict[str, object]:
-    return {
-        "policy": found.policy,
-        "step": found.step,
-        "begun_at": found.replayed.started_at.number,
-        "weights_digest": found.replayed.stored.weights_digest,
-        "published": found.published_digest,
-        "first_tensor": found.first_differing_tensor,
-        "differences": [str(difference) for difference in found.replayed.differences],
-    }

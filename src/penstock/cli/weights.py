@@ -7,10 +7,9 @@ Only `serve` is a service. The other commands read the run folder, during a run 
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> i
         def on_file(name: str, file: str, num_bytes: int) -> None:
             print_note(f"{name}  {file}  {format_bytes(num_bytes)}")
 
-        verifier = Verifier(store, scratch, on_file)
+        verifier = Verifier(store, Path(scratch), on_file)
         for each in versions:
             found += verifier.verify(each)
     if json:
@@ -173,7 +172,7 @@ def diff(run: Path, old: str, new: str, /, *, json: bool = False) -> int:
     root, store, catalog = _open(run)
     first, second = find_version(catalog, old), find_version(catalog, new)
     with _scratch(root) as scratch:
-        found = compare(store, first, second, scratch)
+        found = compare(store, first, second, Path(scratch))
     if json:
         print_json(diff_json(first, second, found))
     else:
@@ -254,9 +253,7 @@ def _open(run: Path) -> tuple[Path, DirectoryStore, Catalog]:
     return root, store, catalog
 
 
-@contextmanager
-def _scratch(root: Path) -> Generator[Path]:
+def _scratch(root: Path) -> TemporaryDirectory[str]:
     """A temporary folder on the same disk as the store, where a model fits."""
     parent_dir = root.parent if os.access(root.parent, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix=".weights-", dir=parent_dir) as folder:
-        yield Path(folder)
+    return TemporaryDirectory(prefix=".weights-", dir=parent_dir)

@@ -223,11 +223,6 @@ class AlgorithmConfig(Section):
         return builtin_algorithms()[self.name]
 
     @property
-    def is_group_relative(self) -> bool:
-        """Whether a group of one has no learning signal, under the algorithm's own graph."""
-        return self.declaration.is_group_relative
-
-    @property
     def needs_proximal(self) -> bool:
         """Whether the loss reads the trainer's log-probs at the start of the step."""
         is_set = self.ratio_against == "proximal" or self.correction is not None

@@ -251,22 +251,19 @@ def _lora(config: RunSections) -> Iterator[Contradiction]:
 
 def _tensor_parallel_lora(config: RunSections, name: str, at: KeyPath) -> Iterator[Contradiction]:
     """Tensor parallelism splits the layers that have adapters."""
-    own: KeyPath = ("models", name, "training", "parallel", "tp")
-    places: list[tuple[KeyPath, int]] = []
-    if not (config.pipeline and config.pipeline.stages):
-        is_own = config.models[name].training is not None
-        where: KeyPath = own if is_own else ("training", "parallel", "tp")
-        places = [(where, config.for_policy(name).training.parallel.tp)]
-    else:
-        places = [
-            (("pipeline", "stages", index, "parallel", "tp"), stage.parallel.tp)
-            for index, stage in enumerate(config.pipeline.stages)
-            if stage.policy in (None, name) and not stage.is_service
-        ]
-    for place, tp in places:
+    stages = config.pipeline.stages if config.pipeline else ()
+    degrees: dict[KeyPath, int] = {
+        ("pipeline", "stages", index): stage.parallel.tp
+        for index, stage in enumerate(stages)
+        if stage.policy in (None, name) and not stage.is_service
+    }
+    if not stages:
+        section = ("models", name, "training") if config.models[name].training else ("training",)
+        degrees = {section: config.for_policy(name).training.parallel.tp}
+    for place, tp in degrees.items():
         if tp > 1:
             yield Contradiction(
                 text=f"tp {tp} would split layers with adapters of {name}, which is not supported "
                 "yet; set tp: 1 and raise dp, or remove lora",
-                keys=(place, place[:-1], at),
+                keys=((*place, "parallel", "tp"), (*place, "parallel"), at),
             )

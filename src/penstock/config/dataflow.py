@@ -9,13 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    PositiveInt,
-    Tag,
-)
+from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag
 
 from penstock.config.base import FUNCTION, OBJECT_STORES, Name, Section, is_url, repeated_names
 from penstock.config.rules import SHARED_HOOKS, Rules, rule_contradictions
@@ -181,7 +175,6 @@ class DataflowConfig(Section):
     partitions: PositiveInt = 1
     """Processes that hold slots, leases and payload."""
     lease: LeaseConfig = LeaseConfig()
-    """How long work may be held."""
     closing: ClosingConfig = "complete"
     """How a group closes once all its slots are terminal: complete | drop | survivors(min)."""
     pace: str = "any"
@@ -193,9 +186,7 @@ class DataflowConfig(Section):
     spaces: Annotated[tuple[SpaceConfig, ...], Field(strict=False)] = ()
     """Named spaces with quotas."""
     bounds: BoundsConfig = BoundsConfig()
-    """Memory and disk the service may use."""
     report: ReportConfig = ReportConfig()
-    """When the balance report calls the rollout pool too small or too large."""
     retain_batches: PositiveInt = 8
     """Number of last batches whose rows are kept until a trainer names a checkpoint."""
 

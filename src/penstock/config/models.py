@@ -5,22 +5,16 @@ Owns the shape of one entry under `models`. Loads no model and starts no engine;
 have an adapter is checked when a model is loaded."""
 
 import re
-from typing import Annotated, Literal, Protocol, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal, Protocol
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from penstock.config.algorithms import AlgorithmConfig
 from penstock.config.base import FUNCTION, Section, matching, non_blank, only_supported
 from penstock.config.dataflow import PolicyDataflowConfig
 from penstock.config.trainer import TrainingConfig
-from penstock.options import non_empty
+from penstock.options import Contradiction, non_empty
 from penstock.plugins import builtin_names, load_object, unknown
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3",)
@@ -115,9 +109,7 @@ class ModelConfig(Section):
     """What generates: transformers in the node, vLLM or SGLang in a separate process, a table of
     answers, or a simulation of timing."""
     vllm: VllmConfig = VllmConfig()
-    """Settings of vLLM."""
     sglang: SglangConfig = SglangConfig()
-    """Settings of SGLang."""
     replicas: NonNegativeInt = 1
     """Rollout nodes that the launcher starts; 0 for only nodes that join."""
     frozen: Annotated[
@@ -139,16 +131,13 @@ class ModelConfig(Section):
     dataflow: PolicyDataflowConfig | None = None
     """This policy's rules."""
 
-    @model_validator(mode="after")
-    def _check_engine_server(self) -> Self:
+    def _contradictions(self) -> Iterator[Contradiction]:
         if self.engine == "sglang" and not self.sglang.url:
-            raise ValueError("engine sglang needs a running server; set sglang: {url: ...}")
+            text = "engine sglang needs a running server; set sglang: {url: ...}"
+            yield Contradiction(text=text, keys=((),))
         if self.engine_url and self.replicas * self.engines > 1:
-            raise ValueError(
-                f"{self.engine}.url names one server, and each engine needs a separate one; "
-                "set replicas: 1 and engines: 1"
-            )
-        return self
+            text = f"{self.engine}.url names one server, and each engine needs a separate one; "
+            yield Contradiction(text=f"{text}set replicas: 1 and engines: 1", keys=((),))
 
     @property
     def engine_url(self) -> str:

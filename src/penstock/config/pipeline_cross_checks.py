@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from penstock.config.algorithms import AlgorithmConfig
+from penstock.config.algorithms import CLIPPED_LOSS_KEYS, AlgorithmConfig
 from penstock.config.builtin_stages import builtin_stage_for
 from penstock.config.pipeline import PipelineConfig
 from penstock.config.pipeline_checks import (
@@ -40,15 +40,7 @@ PolicyStage = tuple[KeyPath, PipelineStageConfig, PolicyConfig]
 BUILTIN_GRAPH_KEYS = ("gamma", "lam")
 """Keys of `algorithm` that are options of a stage if the file has stages."""
 
-BUILTIN_LOSS_KEYS = (
-    "epsilon",
-    "epsilon_high",
-    "delta",
-    "beta",
-    "tau",
-    "ratio_against",
-    "correction",
-)
+BUILTIN_LOSS_KEYS = ("beta", "tau", *sorted(CLIPPED_LOSS_KEYS))
 """Keys of `algorithm` that a custom loss ignores. Not `entropy_coef`: above 0, the entropy has a
 gradient with any loss."""
 
@@ -115,7 +107,7 @@ def group_comparer(config: RunSections, policy: str) -> str | None:
     stages = config.pipeline.of_policy(policy) if config.pipeline else ()
     if not stages:
         algorithm = config.for_policy(policy).algorithm
-        return algorithm.name if algorithm.is_group_relative else None
+        return algorithm.name if algorithm.declaration.is_group_relative else None
     for stage in stages:
         builtin = builtin_stage_for(stage.type, stage.role, stage.fn)
         if builtin and builtin.is_group_relative and ADVANTAGE_COLUMN in stage.writes:

@@ -73,9 +73,7 @@ class RunSections(Section):
     reward: FunctionName | None = None
     """What scores a trajectory; null if the workflow does."""
     dataflow: DataflowConfig = DataflowConfig()
-    """The dataflow service."""
     sampling: SamplingConfig = SamplingConfig()
-    """How tokens are sampled."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """The algorithm of every policy without another."""
     training: TrainingConfig
@@ -100,13 +98,17 @@ class RunSections(Section):
         and each service of the pipeline is a stage of the dataflow."""
         if not isinstance(data, Mapping):
             return data
-        written = cast(Mapping[str, Any], data)
+        entries = cast(Mapping[str, Any], data)
+        written = {
+            key: value.model_dump() if isinstance(value, Section) else value
+            for key, value in entries.items()
+        }
         run_file = _with_service_stages(with_minibatches(written))
         models = run_file.get("models")
         if isinstance(models, Mapping):
-            entries = cast(Mapping[str, Any], models)
             run_file["models"] = {
-                n: _with_inherited_keys(entry, written) for n, entry in entries.items()
+                name: _with_inherited_keys(entry, written)
+                for name, entry in cast(Mapping[str, Any], models).items()
             }
         return run_file
 
@@ -142,8 +144,6 @@ def _with_inherited_keys(entry: Any, run_file: Mapping[str, Any]) -> Any:
     completed = dict(cast(Mapping[str, Any], entry))
     for section in ("algorithm", "training"):
         own, shared = completed.get(section), run_file.get(section)
-        if isinstance(shared, Section):
-            shared = shared.model_dump()
         if isinstance(own, Mapping) and isinstance(shared, Mapping):
             completed[section] = {**cast(Mapping[str, Any], shared), **cast(Mapping[str, Any], own)}
     return completed | _own_minibatches(completed, run_file)
@@ -164,9 +164,9 @@ def _with_service_stages(run_file: Mapping[str, Any]) -> dict[str, Any]:
     that is not valid is left to the section that declares it."""
     completed = dict(run_file)
     section: object = run_file.get("dataflow", {})
-    if not isinstance(section, Mapping | DataflowConfig):
+    if not isinstance(section, Mapping):
         return completed  # not valid; the section says so
-    dataflow = dict[str, Any](cast(Mapping[str, Any], section))
+    dataflow = cast(Mapping[str, Any], section)
     if not isinstance(dataflow.get("stages", ()), list | tuple):
         return completed
     written = [*cast(Sequence[object], dataflow.get("stages", ()))]
@@ -178,11 +178,8 @@ def _with_service_stages(run_file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _services(pipeline: object) -> Iterator[StageConfig]:
-    stages: object = None
-    if isinstance(pipeline, PipelineConfig):
-        stages = pipeline.stages
-    elif isinstance(pipeline, Mapping):
-        stages = cast(Mapping[str, object], pipeline).get("stages")
+    is_mapping = isinstance(pipeline, Mapping)
+    stages = cast(Mapping[str, object], pipeline).get("stages") if is_mapping else None
     for entry in cast(Sequence[object], stages) if isinstance(stages, list | tuple) else ():
         try:
             stage = PipelineStageConfig.model_validate(entry)
