@@ -38,7 +38,6 @@ def dataflow(
     import uvloop
 
     from penstock.cli.service_options import listen_address, make_tls
-    from penstock.dataflow.service.server import serve_dataflow, serve_partition
     from penstock.fleet.run_folder import free_port
     from penstock.runs.service_process import enter_run, service_token
     from penstock.wire.auth import Audience, Role, Verifier
@@ -51,6 +50,8 @@ def dataflow(
         known_urls = dict(enumerate(endpoints.partitions, start=1))
         own_url = known_urls.get(partition) or f"http://127.0.0.1:{free_port()}"
     listen_host, listen_port = listen_address(own_url, host, port)
+    from penstock.dataflow.service.server import serve_dataflow, serve_partition
+
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.DATAFLOW)
     if partition:
         scheme = "https" if tls else "http"
