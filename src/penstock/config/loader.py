@@ -7,9 +7,7 @@ mistake becomes one line of a `ConfigError`: `FILE:LINE: path.to.key: what; fix`
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from importlib import resources
-from operator import getitem
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -207,7 +205,9 @@ def _resolve_interpolation(tree: DictConfig, report: _ErrorReport) -> Any:
             report.add(ConfigProblem(keys=(path,), text="??? marks a missing value; set one"))
         elif isinstance(leaf, str) and "${" in leaf:
             try:
-                reduce(getitem, path, cast(Any, tree))
+                node: Any = tree
+                for part in path:
+                    node = node[part]
             except (OmegaConfBaseException, RecursionError) as error:
                 report.add(ConfigProblem(keys=(path,), text=_reason(error)))
     if len(report.lines) > num_before:
