@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from penstock.config import RunConfig, demo
+from penstock.config import RunConfig, demo_config
 from penstock.dataflow.core.leasing import (
     DeliveryStatus,
     Grant,
@@ -78,7 +78,7 @@ def run_config(
 ) -> RunConfig:
     """The demo's config with what a benchmark of the flow varies; `tasks` is a module or a JSONL
     file."""
-    values = demo(seed).model_dump(mode="json")
+    values = demo_config(seed).model_dump(mode="json")
     [model] = values["models"].values()
     for own in ("algorithm", "training"):
         model[own] = None

@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.config import RunConfig, demo
+from penstock.config import RunConfig, demo_config
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.server import build_server, surface
 from penstock.wire.auth import Audience, Signer
@@ -32,7 +32,7 @@ def config(
     max_tokens: int = 0,
 ) -> RunConfig:
     """The demo's config with these; a `workflow` gives its own reward."""
-    base = demo(0)
+    base = demo_config(0)
     training = base.training.model_copy(
         update={
             "groups_per_batch": groups_per_batch,

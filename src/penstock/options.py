@@ -13,7 +13,7 @@ Declare the options of a plug-in once, next to its code:
 Types, bounds, defaults and docs are all there. A check over several options is the method
 `_contradictions`, which yields one `Contradiction` per problem."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -43,11 +43,7 @@ class Options(BaseModel):
     """Base of all options: rejects unknown keys, wrong types and later changes."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     @model_validator(mode="after")
@@ -78,20 +74,17 @@ def parse_options(kind: type[OptionsT], label: str, options: Mapping[str, Any]) 
 
     Each problem is reported under its own key; `label` names the plug-in in messages."""
     known = tuple(kind.model_fields)
-    raise_contradictions(_unknown_options(label, options, known))
+    raise_contradictions(
+        Contradiction(
+            text=unknown("option", option, known, of=label, none="remove it"), keys=((option,), ())
+        )
+        for option in options
+        if option not in known
+    )
     try:
         return kind.model_validate(dict(options))
     except ValidationError as error:
         raise nested_error(error) from None
-
-
-def _unknown_options(
-    label: str, options: Mapping[str, Any], known: Sequence[str]
-) -> Iterator[Contradiction]:
-    for option in options:
-        if option not in known:
-            text = unknown("option", option, known, of=label, none="remove it")
-            yield Contradiction(text=text, keys=((option,), ()))
 
 
 def unknown_choice(

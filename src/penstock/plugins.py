@@ -42,21 +42,15 @@ def builtin_names(package: str) -> tuple[str, ...]:
 @cache
 def builtin_plugins(package: str, attribute: str) -> Mapping[str, Any]:
     """By module name, the `attribute` of every module of the package that defines it."""
-    modules = {
-        name: importlib.import_module(f"{package}.{name}") for name in builtin_names(package)
-    }
+    found = {n: vars(importlib.import_module(f"{package}.{n}")) for n in builtin_names(package)}
     return MappingProxyType(
-        {
-            name: vars(module)[attribute]
-            for name, module in modules.items()
-            if attribute in vars(module)
-        }
+        {n: names[attribute] for n, names in found.items() if attribute in names}
     )
 
 
 def load_object(name: str) -> Any:
     """The object called `module:name`; ConfigError says which half is wrong."""
-    return _load(name, "object", _is_any)
+    return _load(name, "object", lambda found: True)
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -66,7 +60,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
 def load_class(name: str) -> type[object]:
     """The class called `module:Class`."""
-    return _load(name, "class", _is_class)
+    return _load(name, "class", lambda found: isinstance(found, type))
 
 
 def _load(name: str, kind: str, fits: Callable[[object], bool]) -> Any:
@@ -80,14 +74,6 @@ def _load(name: str, kind: str, fits: Callable[[object], bool]) -> Any:
         where = getattr(module, "__file__", None) or "built-in"
         raise ConfigError(f"module {module_name!r} has no {kind} {attribute!r} ({where}); {fix}")
     return found
-
-
-def _is_class(value: object) -> bool:
-    return isinstance(value, type)
-
-
-def _is_any(value: object) -> bool:
-    return True
 
 
 def load_module(name: str) -> ModuleType:

@@ -20,7 +20,7 @@ from typing import Self
 
 import httpx2
 
-from penstock.config import RunConfig, demo
+from penstock.config import RunConfig, demo_config
 from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Signer
 
@@ -53,7 +53,7 @@ def make_run(path: Path, *, num_partitions: int = 1) -> RunFolder:
 
 
 def small_config(num_partitions: int) -> RunConfig:
-    config = demo(0)
+    config = demo_config(0)
     training = config.training.model_copy(
         update={"groups_per_batch": GROUPS_PER_BATCH, "steps": ENDLESS, "max_staleness": 2}
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
 
-from penstock.config import RunConfig, demo
+from penstock.config import RunConfig, demo_config
 from penstock.dataflow.client.dataflow import StatusClient, TrainerClient
 from penstock.dataflow.core.leasing import Grant, LiveVersion
 from penstock.dataflow.service.build import build, build_partition
@@ -58,7 +58,7 @@ POLICY = PolicyName("policy")
 def small_config(
     *, groups_per_batch: int = 2, num_generations: int = 2, steps: int = 3
 ) -> RunConfig:
-    config = demo(0)
+    config = demo_config(0)
     training = config.training.model_copy(
         update={"groups_per_batch": groups_per_batch, "steps": steps}
     )

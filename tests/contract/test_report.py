@@ -21,7 +21,7 @@ import pytest
 from tests.contract.dataflow_server import POLICY, small_config
 
 from penstock.config import RuleConfig
-from penstock.config.report import ReportConfig
+from penstock.config.dataflow import ReportConfig
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.report.figures import Flow
 from penstock.dataflow.report.flow_counter import KEY, TOTALS

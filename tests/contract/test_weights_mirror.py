@@ -20,7 +20,7 @@ from tests.contract.test_weights_object_store import files, names
 from tests.unit.weights.version_history import WEIGHTS, VersionHistory
 from tests.unit.weights.weight_servers import POLICY
 
-from penstock.config import demo
+from penstock.config import demo_config
 from penstock.errors import Unreachable
 from penstock.fleet.run_folder import RunFolder, free_port
 from penstock.types import PublishedVersion
@@ -125,7 +125,7 @@ def test_a_version_damaged_on_disk_does_not_block_others(made: VersionHistory, u
 @pytest.fixture
 def run(tmp_path: Path, url: str) -> RunFolder:
     folder = RunFolder(tmp_path / "run")
-    config = demo(0)
+    config = demo_config(0)
     weights = config.weights.model_copy(update={"mirror": url})
     folder.path.mkdir(exist_ok=True)
     folder.write_config(config.model_copy(update={"weights": weights}))
@@ -169,7 +169,7 @@ async def test_nodes_live_from_a_relay_over_the_mirror(
         while len(set(ObjectMirror(url).manifests())) < 3:
             assert time.monotonic() < give_up_at, "nothing is mirrored"
             await asyncio.sleep(0.1)
-    name, address = demo(0).name, f"http://127.0.0.1:{free_port()}"
+    name, address = demo_config(0).name, f"http://127.0.0.1:{free_port()}"
     wanted = PublishedVersion(policy=POLICY, incarnation=1, number=2, manifest_digest=newest)
     words = ("relay", url, f"--public-key={run.public_key()}", "--port", address.rpartition(":")[2])
     with process(*words, token=run.token(name, Role.RELAY, ttl_s=600)):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import demo
+from penstock.config import demo_config
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -81,7 +81,7 @@ def test_demo(shell_env: dict[str, str], tmp_path: Path) -> None:
     assert result["reward_first"] <= 0.35
     assert result["reward_last"] >= 0.8
     assert (result["lost"], result["trained_twice"]) == (0, 0)
-    training = demo(0).training
+    training = demo_config(0).training
     assert result["steps"] == training.steps
     assert result["trajectories"] >= training.steps * training.groups_per_batch * 16
     acknowledged = [path.read_text().count("\n") for path in (folder / "acks").iterdir()]

@@ -9,12 +9,9 @@ from pathlib import Path
 def audit(run: Path, /, *, json: bool = False) -> int:
     """Verify from a run's files that no data was lost, trained twice or too stale.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file; running, stopped or finished.
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file; running, stopped or finished.
+        json: Print one JSON object as the last line.
     """
     from penstock.audit import audit as read_and_check
     from penstock.cli.output import print_json

@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli.output import pluralise, print_json
+
 if TYPE_CHECKING:
     from penstock.runs.preflight import RunSizes
     from penstock.runs.probe_process import ProbeResult
@@ -17,16 +19,11 @@ if TYPE_CHECKING:
 def check(target: Path, /, *overrides: str, json: bool = False) -> int:
     """Check config, packages, your code and disk space without starting anything.
 
-    Parameters
-    ----------
-    target
-        Config file, or run folder.
-    overrides
-        Settings that override the file, such as training.steps=20.
-    json
-        Print one JSON object as the last line.
+    Args:
+        target: Config file, or run folder.
+        overrides: Settings that override the file, such as training.steps=20.
+        json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import pluralise, print_json
     from penstock.runs.preflight import derive_sizes, find_problems
     from penstock.runs.probe import run_probe
     from penstock.runs.target import read_target
@@ -47,8 +44,6 @@ def check(target: Path, /, *overrides: str, json: bool = False) -> int:
 
 
 def _print_summary(target: RunTarget, probed: ProbeResult, sizes: RunSizes) -> None:
-    from penstock.cli.output import pluralise
-
     config = target.config
     print(f"{config.name}: ready to run in {sizes.folder}")
     for name, policy in sizes.policies.items():

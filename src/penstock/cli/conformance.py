@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 
@@ -13,24 +13,15 @@ def rollout(
 ) -> int:
     """Start a test dataflow that a rollout node joins; prints one line per rule of the protocol.
 
-    Parameters
-    ----------
-    host
-        Address to listen on.
-    port
-        Port to listen on; 0 picks a free one.
-    timeout_s
-        Time limit for the test, in seconds.
-    json
-        Print one JSON object as the last line.
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0 picks a free one.
+        timeout_s: Time limit for the test, in seconds.
+        json: Print one JSON object as the last line.
     """
-    from penstock.cli.service_options import listen_address
     from penstock.conformance import conformance_rollout
 
-    listen_address("", host, port)
-    return _run(
-        conformance_rollout(host=host, port=port, out=_print_line, timeout_s=timeout_s, json=json)
-    )
+    return _run(conformance_rollout, host, port, timeout_s, json=json)
 
 
 def trainer(
@@ -38,35 +29,32 @@ def trainer(
 ) -> int:
     """Start a test dataflow that a trainer joins; prints one line per rule of the protocol.
 
-    Parameters
-    ----------
-    host
-        Address to listen on.
-    port
-        Port to listen on; 0 picks a free one.
-    timeout_s
-        Time limit for the test, in seconds.
-    json
-        Print one JSON object as the last line.
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0 picks a free one.
+        timeout_s: Time limit for the test, in seconds.
+        json: Print one JSON object as the last line.
     """
-    from penstock.cli.service_options import listen_address
     from penstock.conformance import conformance_trainer
 
-    listen_address("", host, port)
-    return _run(
-        conformance_trainer(host=host, port=port, out=_print_line, timeout_s=timeout_s, json=json)
-    )
+    return _run(conformance_trainer, host, port, timeout_s, json=json)
 
 
-def _run(examination: Coroutine[Any, Any, bool]) -> int:
+def _run(
+    examine: Callable[..., Coroutine[Any, Any, bool]],
+    host: str,
+    port: int,
+    timeout_s: float,
+    *,
+    json: bool,
+) -> int:
     import uvloop
 
+    from penstock.cli.service_options import listen_address
     from penstock.observe import logs
 
+    listen_address("", host, port)
     logs.configure("conformance", level="warning")
-    return 0 if uvloop.run(examination) else 1
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    out = partial(print, flush=True)
+    passed = uvloop.run(examine(host=host, port=port, out=out, timeout_s=timeout_s, json=json))
+    return 0 if passed else 1

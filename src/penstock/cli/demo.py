@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from importlib import resources
 from pathlib import Path
+
+from penstock.cli.output import print_json, print_note
 
 
 def demo(
@@ -18,22 +19,15 @@ def demo(
 ) -> int:
     """Train a tiny model to reverse three letters, on this CPU, in two minutes.
 
-    Parameters
-    ----------
-    overrides
-        Settings that override the demo's, such as training.steps=20.
-    seed
-        Random seed of the run.
-    dir
-        Run folder; by default a new folder in the system's temporary directory.
-    headless
-        Print plain progress lines instead of the live panel.
-    json
-        Print one JSON object as the last line.
+    Args:
+        overrides: Settings that override the demo's, such as training.steps=20.
+        seed: Random seed of the run.
+        dir: Run folder; by default a new folder in the system's temporary directory.
+        headless: Print plain progress lines instead of the live panel.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.launching import launch_and_show, print_result
-    from penstock.cli.output import print_note
-    from penstock.config import load
+    from penstock.config import demo_config
     from penstock.fleet.processes import cpu_s
     from penstock.fleet.run_folder import RunFolder
     from penstock.runs.preflight import ensure_startable
@@ -41,8 +35,7 @@ def demo(
 
     began_at = time.monotonic()
     folder = RunFolder(dir or Path(tempfile.mkdtemp(prefix="penstock-demo-")))
-    with resources.as_file(resources.files("penstock.config") / "demo.yaml") as file:
-        config = load(file, [f"seed={seed}", f"output_dir={folder.path.parent}", *overrides])
+    config = demo_config(seed, [f"output_dir={folder.path.parent}", *overrides])
     target = RunTarget(config=config, folder=folder, python_path=())
     ensure_startable(target)
     print_note(f"run folder: {folder.path}")
@@ -58,7 +51,6 @@ def demo(
 def _audit_and_print(folder: Path, *, seconds: float, cpu_ms: float, json: bool) -> int:
     """Audit the run from its files alone and print the result."""
     from penstock.audit import audit
-    from penstock.cli.output import print_json, print_note
 
     found = audit(folder)
     summary = found.summary

@@ -34,12 +34,10 @@ class Requirement:
 def doctor(*, environment: Path | None = None, json: bool = False) -> int:
     """List the components installed on this machine and how to add missing ones.
 
-    Parameters
-    ----------
-    environment
-        Virtual environment with vLLM; by default the one that `make setup-engine` creates.
-    json
-        Print one JSON object as the last line.
+    Args:
+        environment: Virtual environment with vLLM; by default the one that `make setup-engine`
+            creates.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
     from penstock.rollout.engines.vllm.server import default_environment

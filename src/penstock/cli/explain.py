@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,15 +16,11 @@ if TYPE_CHECKING:
 def explain(run: Path, id: str, /, *, json: bool = False) -> int:
     """Explain from the ledger why something was skipped, dropped or trained.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file; running or finished.
-    id
-        Task key or its prefix, group (p0-17), row (p0-17.2.1), batch (POLICY.5) or version
-        (POLICY@1.5).
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file; running or finished.
+        id: Task key or its prefix, group (p0-17), row (p0-17.2.1), batch (POLICY.5) or version
+            (POLICY@1.5).
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
     from penstock.dataflow.explain.explain import explain as read
@@ -36,15 +35,13 @@ def explain(run: Path, id: str, /, *, json: bool = False) -> int:
     if json:
         print_json(explanation)
     else:
-        print("\n".join(lines(explanation, _width())))
+        width = max(60, min(120, shutil.get_terminal_size().columns))
+        print("\n".join(lines(explanation, width)))
     return 0
 
 
 def lines(explanation: Explanation, width: int) -> list[str]:
     """As text: the summary, then the events that led to it, timed from the first one."""
-    import textwrap
-    from datetime import UTC, datetime
-
     times = [step.at for step in explanation.steps if step.at]
     began_at = min(times, default=0.0)
     written = textwrap.wrap(explanation.summary, width)
@@ -60,9 +57,3 @@ def lines(explanation: Explanation, width: int) -> list[str]:
         names = ", ".join(dict.fromkeys(explanation.related.values()))
         written += ["", *textwrap.wrap(f"see also: {names}", width, subsequent_indent="  ")]
     return written
-
-
-def _width() -> int:
-    import shutil
-
-    return max(60, min(120, shutil.get_terminal_size().columns))

@@ -17,14 +17,10 @@ STATE_TEXT = {
 def forget(run: Path, session: str, /, *, json: bool = False) -> int:
     """Exclude a session from everything that has not been trained yet.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file; the run must be running.
-    session
-        Session id, as returned by the gateway (p0-17.0.1).
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file; the run must be running.
+        session: Session id, as returned by the gateway (p0-17.0.1).
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
     from penstock.runs.control import forget_session

@@ -24,18 +24,12 @@ def fork(
     own ledger and starts with the first task of its data. RUN does not change. Start the new run
     with `penstock run`.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file; running or finished.
-    overrides
-        Settings that differ in the new run, such as training.learning_rate=1e-4.
-    at
-        Step to start from.
-    name
-        Name of the new run; by default NAME-fork-STEP.
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file; running or finished.
+        overrides: Settings that differ in the new run, such as training.learning_rate=1e-4.
+        at: Step to start from.
+        name: Name of the new run; by default NAME-fork-STEP.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json, print_note
     from penstock.runs.fork import fork_run

@@ -34,40 +34,32 @@ def gateway(
 ) -> int:
     """Serve external agents until SIGTERM or Ctrl-C, also after the run has ended.
 
-    Parameters
-    ----------
-    where
-        Run folder, its config file, or the URL of its dataflow.
-    port
-        Port to listen on.
-    host
-        Address to listen on; off loopback only with TLS.
-    token
-        Gateway token, with a URL. Prefer PENSTOCK_TOKEN: other users of this machine can read the
-        command line.
-    public_key
-        The run's public key, or a file that contains it, with a URL; `penstock token RUN --role
-        gateway` prints it.
-    name
-        Name of this gateway in the run; by default the host name and four random characters.
-    policy
-        Policy whose engine settings to use, with a run folder; optional if the run has only one.
-    capacity
-        Maximum number of sessions to record in parallel.
-    engines
-        Number of inference engines per policy, with a URL; a run folder has its own setting.
-    tls_cert
-        TLS certificate file; required off loopback.
-    tls_key
-        TLS key file.
+    Args:
+        where: Run folder, its config file, or the URL of its dataflow.
+        port: Port to listen on.
+        host: Address to listen on; off loopback only with TLS.
+        token: Gateway token, with a URL. Prefer PENSTOCK_TOKEN: other users of this machine can
+            read the command line.
+        public_key: The run's public key, or a file that contains it, with a URL; `penstock token
+            RUN --role gateway` prints it.
+        name: Name of this gateway in the run; by default the host name and four random characters.
+        policy: Policy whose engine settings to use, with a run folder; optional if the run has only
+            one.
+        capacity: Maximum number of sessions to record in parallel.
+        engines: Number of inference engines per policy, with a URL; a run folder has its own
+            setting.
+        tls_cert: TLS certificate file; required off loopback.
+        tls_key: TLS key file.
     """
     import uvloop
 
     from penstock.cli.output import print_note
-    from penstock.cli.service_options import exit_now, listen_address, make_tls
+    from penstock.cli.relay_options import read_public_key
+    from penstock.cli.service_options import exit_now, listen_address, make_tls, require_token
     from penstock.observe import logs
     from penstock.runs.join import NodeOptions, host_name, node_state_dir
     from penstock.types import NodeId
+    from penstock.wire.auth import Audience, Verifier
     from penstock.wire.serving import require_tls_off_loopback
 
     tls = make_tls(tls_cert, tls_key)
@@ -75,7 +67,9 @@ def gateway(
     node = name or f"gateway-{host_name()}-{secrets.token_hex(2)}"
     bind = listen_address("", host, port)
     if where.startswith(("http://", "https://")):
-        url, own_token, verify = _join_by_url(where, token, public_key)
+        url, own_token = where, require_token(token, role="gateway")
+        key = read_public_key(public_key)
+        verify = Verifier.from_token(own_token, key, audience=Audience.GATEWAY).verify
         node_options = NodeOptions(state_dir=node_state_dir(node), num_engines=engines)
     else:
         url, own_token, verify, node_options = _join_by_folder(Path(where), node, policy)
@@ -102,20 +96,6 @@ def gateway(
         )
     )
     exit_now(0)
-
-
-def _join_by_url(
-    url: str, token: str | None, public_key: str | None
-) -> tuple[str, str, Callable[[str], Credential]]:
-    from penstock.cli.relay_options import read_public_key
-    from penstock.cli.service_options import require_token
-    from penstock.wire.auth import Audience, Verifier
-
-    own_token = require_token(token, role="gateway")
-    verifier = Verifier.from_token(
-        own_token, read_public_key(public_key), audience=Audience.GATEWAY
-    )
-    return url, own_token, verifier.verify
 
 
 def _join_by_folder(

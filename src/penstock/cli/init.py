@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Literal
@@ -17,12 +18,9 @@ NAME = "{{name}}"
 def init(directory: Path, /, *, template: Literal["reverse"] = "reverse") -> int:
     """Create a task, a reward and a config in a folder. Existing files are never overwritten.
 
-    Parameters
-    ----------
-    directory
-        Folder to write to; created if it does not exist.
-    template
-        Template to copy: reverse (write three letters backwards).
+    Args:
+        directory: Folder to write to; created if it does not exist.
+        template: Template to copy: reverse (write three letters backwards).
     """
     from penstock.errors import ConfigError
 
@@ -55,7 +53,5 @@ def init(directory: Path, /, *, template: Literal["reverse"] = "reverse") -> int
 
 def _run_name(directory: Path) -> str:
     """The folder's name, reduced to characters that a run name may have."""
-    import re
-
     allowed = re.sub(r"[^A-Za-z0-9_-]+", "-", directory.resolve().name)
     return allowed.strip("_-")[:64] or "my-run"

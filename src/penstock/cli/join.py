@@ -24,31 +24,21 @@ def join(
 ) -> int:
     """Join a run as a rollout node until the run ends, or until SIGTERM or Ctrl-C.
 
-    Parameters
-    ----------
-    url
-        URL of the run's dataflow; `penstock token` prints it.
-    token
-        Rollout token. Prefer PENSTOCK_TOKEN: other users of this machine can read the command line.
-    name
-        Name of this node; by default the host name and four random characters.
-    capacity
-        Number of tasks to run in parallel.
-    engines
-        Number of inference engines per policy in this node.
-    relay
-        URL of a relay to fetch weights from before the run's weight server; needs a token in
-        PENSTOCK_RELAY_TOKEN.
-    serve_weights
-        HOST:PORT on which this node serves weights to other nodes; off loopback only with TLS.
-    serve_gb
-        Disk space for weights kept for other nodes, in GB.
-    public_key
-        The run's public key, or a file that contains it; required by --serve-weights.
-    tls_cert
-        TLS certificate file for --serve-weights.
-    tls_key
-        TLS key file for --serve-weights.
+    Args:
+        url: URL of the run's dataflow; `penstock token` prints it.
+        token: Rollout token. Prefer PENSTOCK_TOKEN: other users of this machine can read the
+            command line.
+        name: Name of this node; by default the host name and four random characters.
+        capacity: Number of tasks to run in parallel.
+        engines: Number of inference engines per policy in this node.
+        relay: URL of a relay to fetch weights from before the run's weight server; needs a token in
+            PENSTOCK_RELAY_TOKEN.
+        serve_weights: HOST:PORT on which this node serves weights to other nodes; off loopback only
+            with TLS.
+        serve_gb: Disk space for weights kept for other nodes, in GB.
+        public_key: The run's public key, or a file that contains it; required by --serve-weights.
+        tls_cert: TLS certificate file for --serve-weights.
+        tls_key: TLS key file for --serve-weights.
     """
     import uvloop
 

@@ -73,7 +73,9 @@ def choose_display(*, headless: bool) -> Display:
 
 def print_result(result: LaunchResult) -> int:
     """Print how the launch ended and what to do next; returns the exit code."""
-    where = _relative_to_cwd(Path(result.folder))
+    where, here = Path(result.folder), Path.cwd()
+    if where.is_relative_to(here):
+        where = where.relative_to(here)
     if result.was_finished:
         print_note(
             f"already finished: {result.steps} steps, {result.trajectories:,} trajectories in "
@@ -92,10 +94,3 @@ def print_result(result: LaunchResult) -> int:
         f"{result.seconds:.0f} s; results are in {where}"
     )
     return 0
-
-
-def _relative_to_cwd(path: Path) -> Path:
-    try:
-        return path.relative_to(Path.cwd())
-    except ValueError:
-        return path

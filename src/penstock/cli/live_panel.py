@@ -76,13 +76,9 @@ def draw(view: RunView, width: int, hint: str = LIVE_HINT) -> RenderableType:
             parts.append(_policy(policy, view.curves.get(policy.policy, []), width))
         parts += [_flow(status), Text(""), _nodes(status)]
         parts += [Text(f"\n{alarm}", style="yellow") for alarm in status.alarms]
-    if view.status is not None and view.unreachable_s > UNREACHABLE_S:
-        parts.append(
-            Text(
-                f"no response from the dataflow for {format_duration(view.unreachable_s)}",
-                style="yellow",
-            )
-        )
+    if status is not None and view.unreachable_s > UNREACHABLE_S:
+        text = f"no response from the dataflow for {format_duration(view.unreachable_s)}"
+        parts.append(Text(text, style="yellow"))
     if view.note:
         parts += [Text(""), Text(view.note, style="yellow", overflow="ellipsis", no_wrap=True)]
     return Box(
@@ -113,22 +109,20 @@ def _policy(policy: PolicyStatus, rewards: list[float], width: int) -> Renderabl
     grid = _grid()
     bar_width = max(10, min(width, 110) - 40)
     grid.add_row(
-        _label("step"),
-        Group(
-            _value_and_bar(
-                Text(f"{policy.number}/{policy.steps}", style="bold"),
-                ProgressBar(total=policy.steps, completed=policy.number, width=bar_width),
-            )
+        "step",
+        _value_and_bar(
+            Text(f"{policy.number}/{policy.steps}", style="bold"),
+            ProgressBar(total=policy.steps, completed=policy.number, width=bar_width),
         ),
     )
     if policy.reward_mean is not None:
         shown = Text(f"{policy.reward_mean:.3f}", style="bold green")
         curve = sparkline(rewards, bar_width) if len(rewards) > 1 else ""
-        grid.add_row(_label("reward"), _value_and_bar(shown, Text(curve, style="green")))
+        grid.add_row("reward", _value_and_bar(shown, Text(curve, style="green")))
     if policy.staleness_mean is not None:
         text = f"{policy.staleness_mean:.2f} mean · {policy.staleness_max} max"
         grid.add_row(
-            _label("staleness"),
+            "staleness",
             Text.assemble(
                 text,
                 ("   ready ", "dim"),
@@ -148,7 +142,7 @@ def _flow(status: Status) -> RenderableType:
     reasons = ", ".join(f"{why} {num:,}" for why, num in status.wasted_tokens.items() if num)
     grid = _grid()
     grid.add_row(
-        _label("flow"),
+        "flow",
         Text.assemble(
             (f"{status.trajectories:,}", "bold"),
             (" trajectories   ", "dim"),
@@ -157,7 +151,7 @@ def _flow(status: Status) -> RenderableType:
         ),
     )
     grid.add_row(
-        _label("waste"),
+        "waste",
         Text.assemble(
             (f"{share:.1%}", "bold" if share < 0.1 else "bold yellow"),
             (f" of tokens never trained{f'  ({reasons})' if reasons else ''}", "dim"),
@@ -165,7 +159,7 @@ def _flow(status: Status) -> RenderableType:
         if status.sampled_tokens
         else Text("–", style="dim"),
     )
-    grid.add_row(_label("waiting"), _waiting(status))
+    grid.add_row("waiting", _waiting(status))
     return grid
 
 
@@ -212,13 +206,9 @@ def _elapsed_text(view: RunView, hint: str) -> Text:
 
 def _grid() -> Table:
     grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=10)
+    grid.add_column(width=10, style="dim")
     grid.add_column()
     return grid
-
-
-def _label(text: str) -> Text:
-    return Text(text, style="dim")
 
 
 def _value_and_bar(first: RenderableType, second: RenderableType) -> Table:

@@ -65,15 +65,12 @@ def build() -> App:
         ("verify", "Verify checksums; report any damage and how to fix it."),
         ("diff", "Compare two versions tensor by tensor."),
         ("serve", "Serve weights over HTTP, read-only."),
+        ("gc", "Delete unreferenced versions."),
     ):
         weights.command(f"penstock.cli.weights:{verb}", name=verb, help=text)
-    weights.command("penstock.cli.weights_gc:gc", name="gc", help="Delete unreferenced versions.")
     app.command(weights)
     conformance = App(name="conformance", help="Test a third-party node or trainer.", group=RUNS)
-    for role, text in (
-        ("rollout", "Test a rollout node."),
-        ("trainer", "Test a trainer."),
-    ):
+    for role, text in (("rollout", "Test a rollout node."), ("trainer", "Test a trainer.")):
         conformance.command(f"penstock.cli.conformance:{role}", name=role, help=text)
     app.command(conformance)
     app["--help"].group = app["--version"].group = Group("Options", sort_key=9)

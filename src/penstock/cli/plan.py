@@ -6,8 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli.output import pluralise, print_json, print_note, table
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from penstock.config.pipeline import PipelineStageConfig
     from penstock.trainer.pipeline.memory_estimate import MemoryEstimate
@@ -17,18 +19,12 @@ if TYPE_CHECKING:
 def plan(target: Path, /, *overrides: str, svg: Path | None = None, json: bool = False) -> int:
     """Show the training pipeline: stages, placement and memory. Also draws it as an SVG.
 
-    Parameters
-    ----------
-    target
-        Config file, or run folder.
-    overrides
-        Settings that override the file, such as algorithm.name=ppo.
-    svg
-        SVG file to write; by default next to the config.
-    json
-        Print one JSON object as the last line.
+    Args:
+        target: Config file, or run folder.
+        overrides: Settings that override the file, such as algorithm.name=ppo.
+        svg: SVG file to write; by default next to the config.
+        json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import print_json, print_note
     from penstock.errors import ConfigError
     from penstock.runs.target import read_target
     from penstock.trainer.pipeline.builtin import plan_of
@@ -56,30 +52,28 @@ def plan(target: Path, /, *overrides: str, svg: Path | None = None, json: bool =
 
 def lines(plan: Plan) -> Iterator[str]:
     """As text: the stages of each trainer, then the services."""
-    from penstock.cli.output import pluralise, table
-
     for chain in plan.chains:
         yield ""
         yield f"trainer for {chain.policy}: {pluralise(chain.num_ranks, 'rank')}" + _on(chain)
-        headers = ("stage", "type", "role", "reads", "writes", "ranks")
-        rows = [[f"{n}. {stage.id}", *_cells(stage)] for n, stage in enumerate(chain.stages, 1)]
-        yield from (f"  {line}" for line in table(headers, rows, num_left_aligned=5))
+        yield from _table({f"{n}. {stage.id}": stage for n, stage in enumerate(chain.stages, 1)})
         yield f"  memory per rank: {_memory(chain.memory, chain.unknown_models)}"
     if plan.services:
         yield ""
         yield "stages outside the trainers (`penstock stage RUN ID` runs a worker)"
-        headers = ("stage", "type", "role", "reads", "writes", "ranks")
-        rows = [[service.stage.id, *_cells(service.stage)] for service in plan.services]
-        yield from (f"  {line}" for line in table(headers, rows, num_left_aligned=5))
+        yield from _table({service.stage.id: service.stage for service in plan.services})
         for service in plan.services:
             tags = ", ".join(service.stage.place or ())
             memory = _memory(service.memory, service.unknown_models)
             yield f"  {service.stage.id} on [{tags}]{_on(service)}: {memory}"
 
 
-def _cells(stage: PipelineStageConfig) -> list[str]:
-    reads, writes = ", ".join(stage.reads), ", ".join(stage.writes) or "-"
-    return [stage.type, stage.role, reads, writes, str(stage.parallel.num_ranks)]
+def _table(stages: Mapping[str, PipelineStageConfig]) -> Iterator[str]:
+    headers = ("stage", "type", "role", "reads", "writes", "ranks")
+    rows: list[tuple[str, ...]] = []
+    for name, stage in stages.items():
+        reads, writes = ", ".join(stage.reads), ", ".join(stage.writes) or "-"
+        rows.append((name, stage.type, stage.role, reads, writes, str(stage.parallel.num_ranks)))
+    return (f"  {line}" for line in table(headers, rows, num_left_aligned=5))
 
 
 def _on(placed: Chain | Service) -> str:

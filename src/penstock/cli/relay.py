@@ -22,29 +22,19 @@ def relay(
 ) -> int:
     """Serve a run's weights until SIGTERM; each file is fetched once, for any number of nodes.
 
-    Parameters
-    ----------
-    url
-        URL of the run's weight server; `penstock token RUN --role relay` prints it. Or the run's
-        `weights.mirror`, such as s3://bucket/run, with credentials in the environment.
-    public_key
-        The run's public key, or a file that contains it; the same command prints it.
-    port
-        Port to listen on.
-    cache
-        Cache folder; reused after a restart. Not allowed with a mirror.
-    host
-        Address to listen on; off loopback only with TLS.
-    upstream
-        URL of another relay to fetch from first; may be repeated.
-    max_gb
-        Maximum cache size in GB; the least recently used files are deleted first.
-    token
-        Relay token. Prefer PENSTOCK_TOKEN: other users of this machine can read the command line.
-    tls_cert
-        TLS certificate file; required off loopback.
-    tls_key
-        TLS key file.
+    Args:
+        url: URL of the run's weight server; `penstock token RUN --role relay` prints it. Or the
+            run's `weights.mirror`, such as s3://bucket/run, with credentials in the environment.
+        public_key: The run's public key, or a file that contains it; the same command prints it.
+        port: Port to listen on.
+        cache: Cache folder; reused after a restart. Not allowed with a mirror.
+        host: Address to listen on; off loopback only with TLS.
+        upstream: URL of another relay to fetch from first; may be repeated.
+        max_gb: Maximum cache size in GB; the least recently used files are deleted first.
+        token: Relay token. Prefer PENSTOCK_TOKEN: other users of this machine can read the command
+            line.
+        tls_cert: TLS certificate file; required off loopback.
+        tls_key: TLS key file.
     """
     import uvloop
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli.output import print_note
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ def parse_sharing(
 
 def parse_gigabytes(gb: float, folder: Path, option: str) -> int:
     """An option in GB as bytes; warns when the disk has less."""
-    from penstock.cli.output import print_note
     from penstock.fleet.run_folder import free_bytes
 
     if gb <= 0:
@@ -79,8 +79,6 @@ def parse_gigabytes(gb: float, folder: Path, option: str) -> int:
 
 
 def print_relay_hint(host: str, port: int, tls: Tls | None) -> None:
-    from penstock.cli.output import print_note
-
     scheme = "http" if tls is None else "https"
     print_note(f"nodes use this relay with: --relay {scheme}://{host}:{port}")
 

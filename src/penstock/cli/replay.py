@@ -22,16 +22,11 @@ def replay(run: Path, step: int, /, *, policy: str | None = None, json: bool = F
     that checkpoint and this step are recomputed too, with the same number of ranks. Steps before
     the oldest checkpoint of the run cannot be recomputed.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file; running or finished.
-    step
-        Step to recompute.
-    policy
-        Policy to recompute; optional if the run has only one.
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file; running or finished.
+        step: Step to recompute.
+        policy: Policy to recompute; optional if the run has only one.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.service_options import exit_now
     from penstock.fleet.processes import exit_with_parent
@@ -52,7 +47,7 @@ def replay(run: Path, step: int, /, *, policy: str | None = None, json: bool = F
 
 def _start_ranks(num_ranks: int) -> int:
     """Run this command once per rank; rank 0 prints the result."""
-    from penstock.cli.per_rank import run_per_rank
+    from penstock.cli.service_options import run_per_rank
     from penstock.observe import logs
 
     logs.configure("replay")  # on stderr; the last line of stdout is for programs
@@ -68,7 +63,18 @@ def _print_result(found: ReplayComparison | None, *, json: bool) -> int:
         return 0
     print("\n".join(_lines(found)))
     if json:
-        print_json({"is_equal": found.is_equal, **_as_json(found)})
+        print_json(
+            {
+                "is_equal": found.is_equal,
+                "policy": found.policy,
+                "step": found.step,
+                "begun_at": found.replayed.started_at.number,
+                "weights_digest": found.replayed.stored.weights_digest,
+                "published": found.published_digest,
+                "first_tensor": found.first_differing_tensor,
+                "differences": [str(difference) for difference in found.replayed.differences],
+            }
+        )
     return 0 if found.is_equal else 1
 
 
@@ -87,15 +93,3 @@ def _lines(found: ReplayComparison) -> Iterator[str]:
         yield f"  weights differ: published {found.published_digest}"
         yield f"                 recomputed {replayed.stored.weights_digest}"
         yield f"  first tensor that differs: {found.first_differing_tensor}"
-
-
-def _as_json(found: ReplayComparison) -> dict[str, object]:
-    return {
-        "policy": found.policy,
-        "step": found.step,
-        "begun_at": found.replayed.started_at.number,
-        "weights_digest": found.replayed.stored.weights_digest,
-        "published": found.published_digest,
-        "first_tensor": found.first_differing_tensor,
-        "differences": [str(difference) for difference in found.replayed.differences],
-    }

@@ -9,12 +9,10 @@ from pathlib import Path
 def report(run: Path, /, *, json: bool = False) -> int:
     """Show whether rollout and training are balanced, and where time goes.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file; the run must be running.
-    json
-        Print the report as one JSON object on the last line. The documentation has its schema.
+    Args:
+        run: Run folder, or its config file; the run must be running.
+        json: Print the report as one JSON object on the last line. The documentation has its
+            schema.
     """
     from penstock.cli.output import print_json
     from penstock.errors import WireError

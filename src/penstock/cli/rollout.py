@@ -20,26 +20,17 @@ def rollout(
 ) -> int:
     """Lease tasks, generate, score and deliver until the run ends or SIGTERM.
 
-    Parameters
-    ----------
-    run_dir
-        Run folder.
-    name
-        Name of this node; keep it across restarts.
-    policy
-        Policy whose engine settings to use; optional if the run has only one.
-    capacity
-        Number of tasks to run in parallel; by default the config's value.
-    relay
-        URL of a relay to fetch weights from before the run's weight server.
-    serve_weights
-        HOST:PORT on which this node serves weights to other nodes; off loopback only with TLS.
-    serve_gb
-        Disk space for weights kept for other nodes, in GB.
-    tls_cert
-        TLS certificate file for --serve-weights.
-    tls_key
-        TLS key file for --serve-weights.
+    Args:
+        run_dir: Run folder.
+        name: Name of this node; keep it across restarts.
+        policy: Policy whose engine settings to use; optional if the run has only one.
+        capacity: Number of tasks to run in parallel; by default the config's value.
+        relay: URL of a relay to fetch weights from before the run's weight server.
+        serve_weights: HOST:PORT on which this node serves weights to other nodes; off loopback only
+            with TLS.
+        serve_gb: Disk space for weights kept for other nodes, in GB.
+        tls_cert: TLS certificate file for --serve-weights.
+        tls_key: TLS key file for --serve-weights.
     """
     import uvloop
 

@@ -16,18 +16,12 @@ def run(
 ) -> int:
     """Start or resume a run and supervise it until its last step.
 
-    Parameters
-    ----------
-    target
-        Config file, or run folder to resume.
-    overrides
-        Settings that override the file, such as training.steps=20.
-    headless
-        Print plain progress lines instead of the live panel.
-    json
-        Print one JSON object as the last line.
-    accept_changes
-        Resume even if the config or dataset has changed since the run was started.
+    Args:
+        target: Config file, or run folder to resume.
+        overrides: Settings that override the file, such as training.steps=20.
+        headless: Print plain progress lines instead of the live panel.
+        json: Print one JSON object as the last line.
+        accept_changes: Resume even if the config or dataset has changed since the run was started.
     """
     from penstock.cli.launching import launch_and_show, print_result
     from penstock.cli.output import print_json

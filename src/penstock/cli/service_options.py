@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options shared by the commands that run a service: token, listen address, TLS files."""
+"""What commands that run a service share: token, listen address, TLS files, ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import socket
 import ssl
 import sys
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -82,3 +83,25 @@ def exit_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def run_per_rank(
+    num_ranks: int,
+    *,
+    final_codes: Collection[int],
+    is_stopping: Callable[[], bool] = lambda: False,
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Execute this command again in `num_ranks` processes; returns the exit code.
+
+    final_codes: exit codes after which the ranks are not restarted.
+    env: added to the environment of every rank."""
+    from penstock.trainer.ranks.supervisor import run_ranks
+
+    return run_ranks(
+        [sys.executable, "-m", "penstock.cli.main", *sys.argv[1:]],
+        num_ranks,
+        env={**os.environ, **(env or {})},
+        is_stopping=is_stopping,
+        final_codes=final_codes,
+    )

@@ -17,15 +17,11 @@ def simulate(
     Uses the recorded rollouts instead of nodes and trainers. Tasks that were never rolled out count
     as unknown.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file; running or finished.
-    rules
-        YAML file with a list of rules as under `dataflow.rules`, or with that list under the key
-        `rules`. Rules of a single policy stay in effect.
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file; running or finished.
+        rules: YAML file with a list of rules as under `dataflow.rules`, or with that list under the
+            key `rules`. Rules of a single policy stay in effect.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
     from penstock.dataflow.simulate.text import lines

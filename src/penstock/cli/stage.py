@@ -3,27 +3,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
 
 
 def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> int:
     """Process rows of a pipeline stage until SIGTERM or Ctrl-C. Start several workers to scale.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file.
-    id
-        Stage id; the stage has `place` in the config.
-    url
-        URL of the run's dataflow, from another machine. Put a token from `penstock token RUN --role
-        stage` into PENSTOCK_TOKEN.
-    rows
-        Number of rows to lease at a time.
+    Args:
+        run: Run folder, or its config file.
+        id: Stage id; the stage has `place` in the config.
+        url: URL of the run's dataflow, from another machine. Put a token from `penstock token RUN
+            --role stage` into PENSTOCK_TOKEN.
+        rows: Number of rows to lease at a time.
     """
     import uvloop
 
@@ -58,10 +53,6 @@ def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> i
 
 async def _until_signalled(work: Coroutine[None, None, None]) -> None:
     """Cancel on a signal; the worker then returns the rows it holds."""
-    import asyncio
-    import signal
-    from contextlib import suppress
-
     task = asyncio.ensure_future(work)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)

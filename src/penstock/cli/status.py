@@ -14,12 +14,9 @@ if TYPE_CHECKING:
 def status(run: Path, /, *, json: bool = False) -> int:
     """Show a run's state and what it is waiting for.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file.
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
     from penstock.runs.target import find_run_folder

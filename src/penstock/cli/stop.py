@@ -9,14 +9,10 @@ from pathlib import Path
 def stop(run: Path, /, *, timeout_s: float = 60.0, json: bool = False) -> int:
     """Stop a run gracefully: nodes return their work and trainers finish their step.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file.
-    timeout_s
-        Seconds to wait for the run to stop.
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file.
+        timeout_s: Seconds to wait for the run to stop.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json, print_note
     from penstock.runs.control import stop_run

@@ -21,18 +21,12 @@ def token(
 ) -> int:
     """Create an access token. `penstock join` needs one with role rollout.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file.
-    role
-        Role of the token: what its holder may do.
-    for_relay
-        Create a token that only relays accept, instead of one for the run's services.
-    ttl_h
-        Hours until the token expires.
-    json
-        Print one JSON object with token and URL; for role relay also the public key.
+    Args:
+        run: Run folder, or its config file.
+        role: Role of the token: what its holder may do.
+        for_relay: Create a token that only relays accept, instead of one for the run's services.
+        ttl_h: Hours until the token expires.
+        json: Print one JSON object with token and URL; for role relay also the public key.
     """
     from penstock.cli.output import print_json, print_note
     from penstock.errors import ConfigError
@@ -53,26 +47,19 @@ def token(
         print_json({**found, "public_key": folder.public_key()} if is_relay else found)
     else:
         print(minted)
-        if for_relay:
-            print_note(
-                "use it with: PENSTOCK_RELAY_TOKEN=<the line above> penstock join URL --relay RELAY"
-            )
-        elif is_relay:
-            print_note(
-                f"start the relay with: PENSTOCK_TOKEN=<the line above> penstock relay {url} "
-                f"--public-key={folder.public_key()} --cache DIR --port PORT"
-            )
-        elif role == "gateway":
-            print_note(
-                f"start the gateway with: PENSTOCK_TOKEN=<the line above> penstock gateway {url} "
-                f"--public-key={folder.public_key()} --port PORT"
-            )
-        elif role == "session":
-            print_note(
-                "agents use it as api_key; their base_url is the URL of `penstock gateway` plus /v1"
-            )
-        elif role == "rollout":
-            print_note(f"join with: PENSTOCK_TOKEN=<the line above> penstock join {url}")
+        command, key = "PENSTOCK_TOKEN=<the line above> penstock", folder.public_key()
+        hints = {
+            "relay": f"start the relay with: {command} relay {url} --public-key={key} --cache DIR "
+            "--port PORT",
+            "gateway": f"start the gateway with: {command} gateway {url} --public-key={key} "
+            "--port PORT",
+            "session": "agents use it as api_key; their base_url is the URL of `penstock gateway` "
+            "plus /v1",
+            "rollout": f"join with: {command} join {url}",
+        }
+        relay_hint = "use it with: PENSTOCK_RELAY_TOKEN=<the line above> penstock join URL --relay "
+        if hint := f"{relay_hint}RELAY" if for_relay else hints.get(role):
+            print_note(hint)
     if folder.launcher_pid() is None:
         print_note(f"the run is not running; `penstock run {run}` starts it")
     return 0

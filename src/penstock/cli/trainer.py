@@ -16,17 +16,12 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
 
     On SIGTERM it finishes its step, saves a checkpoint and exits with 143.
 
-    Parameters
-    ----------
-    run_dir
-        Run folder.
-    policy
-        Policy to train; optional if the run has only one.
-    accept_changes
-        Resume from a checkpoint even if the config has changed since it was saved.
+    Args:
+        run_dir: Run folder.
+        policy: Policy to train; optional if the run has only one.
+        accept_changes: Resume from a checkpoint even if the config has changed since it was saved.
     """
-    from penstock.cli.per_rank import run_per_rank
-    from penstock.cli.service_options import exit_now
+    from penstock.cli.service_options import exit_now, run_per_rank
     from penstock.config import identity
     from penstock.errors import ResumeRejected
     from penstock.fleet.launchers.local import EXIT_FENCED, EXIT_RESUME_REJECTED

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock weights`: inspect, verify and serve a run's weights.
+"""`penstock weights`: inspect, verify, serve and delete a run's weights.
 
 Only `serve` is a service. The other commands read the run folder, during a run or after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,18 +27,12 @@ def serve(
 ) -> int:
     """Serve a run's weights over HTTP until SIGTERM, and update its mirror if it has one.
 
-    Parameters
-    ----------
-    run_dir
-        Run folder.
-    host
-        Address to listen on; off loopback only with TLS.
-    port
-        Port to listen on; by default the run's own.
-    tls_cert
-        TLS certificate file; required off loopback.
-    tls_key
-        TLS key file.
+    Args:
+        run_dir: Run folder.
+        host: Address to listen on; off loopback only with TLS.
+        port: Port to listen on; by default the run's own.
+        tls_cert: TLS certificate file; required off loopback.
+        tls_key: TLS key file.
     """
     import uvloop
 
@@ -72,12 +67,9 @@ def _mirroring(store: DirectoryStore, url: str) -> AbstractContextManager[None]:
 def ls(run: Path, /, *, json: bool = False) -> int:
     """List the versions in a run's weight store.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file; running or finished.
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file; running or finished.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json, print_note
     from penstock.cli.weights_format import catalog_json, list_lines
@@ -99,14 +91,11 @@ def ls(run: Path, /, *, json: bool = False) -> int:
 def show(run: Path, version: str, /, *, json: bool = False) -> int:
     """Show one version: files, tensors and deltas.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file.
-    version
-        POLICY@NUMBER, just NUMBER if the run has one policy, or the start of a manifest digest.
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file.
+        version: POLICY@NUMBER, just NUMBER if the run has one policy, or the start of a manifest
+            digest.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
     from penstock.cli.weights_format import show_lines, version_json
@@ -124,14 +113,10 @@ def show(run: Path, version: str, /, *, json: bool = False) -> int:
 def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> int:
     """Verify the checksums of every file, tensor and delta; exits with 1 if any is damaged.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file.
-    version
-        POLICY@NUMBER, NUMBER or the start of a manifest digest; by default all versions.
-    json
-        Print one JSON object as the last line.
+    Args:
+        run: Run folder, or its config file.
+        version: POLICY@NUMBER, NUMBER or the start of a manifest digest; by default all versions.
+        json: Print one JSON object as the last line.
     """
     from penstock.cli.output import format_bytes, pluralise, print_json, print_note
     from penstock.cli.weights_format import damage_lines
@@ -146,7 +131,7 @@ def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> i
         def on_file(name: str, file: str, num_bytes: int) -> None:
             print_note(f"{name}  {file}  {format_bytes(num_bytes)}")
 
-        verifier = Verifier(store, scratch, on_file)
+        verifier = Verifier(store, Path(scratch), on_file)
         for each in versions:
             found += verifier.verify(each)
     if json:
@@ -173,16 +158,11 @@ def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> i
 def diff(run: Path, old: str, new: str, /, *, json: bool = False) -> int:
     """Compare two versions tensor by tensor.
 
-    Parameters
-    ----------
-    run
-        Run folder, or its config file.
-    old
-        POLICY@NUMBER, NUMBER or the start of a manifest digest.
-    new
-        Version to compare with.
-    json
-        Print one JSON object as the last line, with every tensor.
+    Args:
+        run: Run folder, or its config file.
+        old: POLICY@NUMBER, NUMBER or the start of a manifest digest.
+        new: Version to compare with.
+        json: Print one JSON object as the last line, with every tensor.
     """
     from penstock.cli.output import print_json
     from penstock.cli.weights_format import diff_json, diff_lines
@@ -192,11 +172,68 @@ def diff(run: Path, old: str, new: str, /, *, json: bool = False) -> int:
     root, store, catalog = _open(run)
     first, second = find_version(catalog, old), find_version(catalog, new)
     with _scratch(root) as scratch:
-        found = compare(store, first, second, scratch)
+        found = compare(store, first, second, Path(scratch))
     if json:
         print_json(diff_json(first, second, found))
     else:
         print("\n".join(diff_lines(first, second, found)))
+    return 0
+
+
+def gc(run: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
+    """Delete unreferenced versions, and full files that deltas can rebuild.
+
+    A version is referenced by nodes, checkpoints and rows. A running trainer cleans up by itself.
+
+    Args:
+        run: Run folder, or its config file; running or finished.
+        dry_run: Only print what would be deleted.
+        json: Print one JSON object as the last line.
+    """
+    from penstock.cli.output import format_bytes, pluralise, print_json
+    from penstock.dataflow.service.trainers.messages import VersionUser
+    from penstock.errors import WeightsError
+    from penstock.runs.control import versions_in_use
+    from penstock.runs.target import find_run_folder
+    from penstock.weights.retention import execute_plan, plan_deletion
+    from penstock.weights.store import DirectoryStore
+
+    folder = find_run_folder(run)
+    config = folder.read_config()
+    used = versions_in_use(folder, config)
+    if not used:
+        raise WeightsError(f"nothing to delete: {run} has not published a version yet")
+    store = DirectoryStore(folder.weights)
+    with store.deleting() as has_lock:
+        if not has_lock:
+            raise WeightsError(f"a trainer is writing to {folder.weights}; try again in a moment")
+        found = plan_deletion(
+            store,
+            [version.manifest_digest for version in used],
+            [version.manifest_digest for version in used if version.by is VersionUser.NEWEST],
+            anchor_every=config.weights.anchor_every,
+        )
+        if not dry_run:
+            execute_plan(store, found)
+    if json:
+        print_json(
+            {
+                "dry_run": dry_run,
+                "versions_deleted": list(found.manifests),
+                "blobs_deleted": [digest for digest, _ in found.blobs],
+                "bytes_freed": found.freed_bytes,
+                "versions_kept": found.num_versions,
+                "bytes_kept": found.kept_bytes,
+            }
+        )
+    else:
+        verb = "would be deleted" if dry_run else "deleted"
+        print(
+            f"{pluralise(len(found.manifests), 'version')} and "
+            f"{pluralise(len(found.blobs), 'file')} "
+            f"{verb}, {format_bytes(found.freed_bytes)}"
+        )
+        print(f"{pluralise(found.num_versions, 'version')} kept, {format_bytes(found.kept_bytes)}")
     return 0
 
 
@@ -216,12 +253,7 @@ def _open(run: Path) -> tuple[Path, DirectoryStore, Catalog]:
     return root, store, catalog
 
 
-@contextmanager
-def _scratch(root: Path) -> Generator[Path]:
+def _scratch(root: Path) -> TemporaryDirectory[str]:
     """A temporary folder on the same disk as the store, where a model fits."""
-    import os
-    import tempfile
-
     parent_dir = root.parent if os.access(root.parent, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix=".weights-", dir=parent_dir) as folder:
-        yield Path(folder)
+    return TemporaryDirectory(prefix=".weights-", dir=parent_dir)

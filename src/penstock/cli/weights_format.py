@@ -29,9 +29,6 @@ MAX_ROWS = 30
 NAME_WIDTH = 38
 
 
-# --- ls -------------------------------------------------------------------------------------------
-
-
 def catalog_json(catalog: Catalog) -> dict[str, object]:
     return {
         "versions": [_summary(version) for version in catalog.versions],
@@ -82,9 +79,6 @@ def _kept(version: CatalogVersion | CatalogFile) -> str:
     if version.is_full:
         return "whole"
     return "deltas" if version.is_available else "missing"
-
-
-# --- show -----------------------------------------------------------------------------------------
 
 
 def version_json(version: CatalogVersion) -> dict[str, object]:
@@ -197,17 +191,11 @@ def _density(store: DirectoryStore, file: CatalogFile, step: DeltaEntry) -> str:
     return DASH if found is None else percent(*found)
 
 
-# --- verify ---------------------------------------------------------------------------------------
-
-
 def damage_lines(found: Iterable[Damage]) -> Iterator[str]:
     for number, damage in enumerate(found, 1):
         yield f"{number}. {damage.version} {damage.what}: {damage.why}"
         yield f"   {damage.path}"
         yield f"   {damage.fix}"
-
-
-# --- diff -----------------------------------------------------------------------------------------
 
 
 def diff_json(old: CatalogVersion, new: CatalogVersion, found: Comparison) -> dict[str, object]:

@@ -14,21 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from penstock.config.base import (
-    Contradiction,
-    Section,
-    one_of,
-    quoted,
-    raise_contradictions,
-    unknown_choice,
-)
+from penstock.config.base import Section
 from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.rules import RuleConfig
-from penstock.plugins import builtin_plugins
+from penstock.options import Contradiction, unknown_choice
+from penstock.plugins import builtin_plugins, quoted
 
 BUILTIN_PACKAGE = "penstock.trainer.algorithms"
 """The package that holds the built-in algorithms, one module each."""
@@ -105,15 +99,6 @@ def builtin_algorithms() -> Mapping[str, Algorithm]:
     return builtin_plugins(BUILTIN_PACKAGE, "ALGORITHM")
 
 
-def with_preset(section: object) -> object:
-    """The section `algorithm` as written, completed by the defaults of its name."""
-    if not isinstance(section, Mapping):
-        return section
-    written = cast(Mapping[str, Any], section)
-    declared = _declared(written)
-    return {**declared.preset, **written} if declared else written
-
-
 def with_minibatches(run: Mapping[str, Any]) -> dict[str, Any]:
     """The run file as written, its shared training completed by the algorithm's default."""
     completed = dict(run)
@@ -137,16 +122,14 @@ class CorrectionConfig(Section):
     """Correction for tokens on which trainer and engine disagree. ρ is the trainer's
     probability of a token at the start of the step over the engine's."""
 
-    weighting: Annotated[
-        Literal["truncate", "mask", "none"], one_of("truncate", "mask", "none")
-    ] = "truncate"
+    weighting: Literal["truncate", "mask", "none"] = "truncate"
     """truncate (TIS) weighs a token's loss by ρ, at most by high; mask (IcePop) weighs it by ρ and
     rejects tokens outside low and high; none does not weigh tokens."""
     low: float = Field(default=0.0, ge=0)
     """Lower bound of a token's ρ under mask."""
     high: float = Field(default=2.0, gt=0)
     """Upper bound of a token's ρ."""
-    sequence: Annotated[Literal["sum", "geometric"], one_of("sum", "geometric")] | None = None
+    sequence: Literal["sum", "geometric"] | None = None
     """Also reject sequences by their ρ: the product over their tokens (sum of logarithms), or its
     geometric mean, which needs bounds near 1."""
     sequence_low: float = Field(default=0.0, ge=0)
@@ -155,11 +138,6 @@ class CorrectionConfig(Section):
     """Upper bound of a sequence's ρ; null for none."""
     veto: float = Field(default=0.0, ge=0, lt=1)
     """Reject a sequence that has a token with a ρ below this; 1e-4 is usual, 0 is off."""
-
-    @model_validator(mode="after")
-    def _check_consistency(self) -> Self:
-        raise_contradictions(self._contradictions())
-        return self
 
     def _contradictions(self) -> Iterator[Contradiction]:
         if self.low >= self.high:
@@ -219,9 +197,8 @@ class AlgorithmConfig(Section):
     beta: float = Field(default=0.0, ge=0)
     """Weight of the divergence (k3) from a reference model; 0.0 needs none. 1e-3 for ppo, m2po and
     rloo."""
-    aggregation: Annotated[
-        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-constant"],
-        one_of("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-constant"),
+    aggregation: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-constant"
     ] = "token-mean"
     """What the sum over tokens is divided by: all trained tokens, each sequence's tokens and then
     the number of sequences, only the number of sequences, or that times sampling.max_tokens."""
@@ -234,9 +211,7 @@ class AlgorithmConfig(Section):
     """Lambda of generalised advantage estimation; ppo only."""
     teacher: str | None = None
     """Model that opd distils: `builtin:NAME`, or a folder in Hugging Face form."""
-    ratio_against: Annotated[Literal["sampling", "proximal"], one_of("sampling", "proximal")] = (
-        "sampling"
-    )
+    ratio_against: Literal["sampling", "proximal"] = "sampling"
     """The denominator of the loss's ratio: the log-probs recorded by the engine at sampling, or the
     trainer's own at the start of the step, which costs a forward pass."""
     correction: CorrectionConfig | None = None
@@ -248,11 +223,6 @@ class AlgorithmConfig(Section):
         return builtin_algorithms()[self.name]
 
     @property
-    def is_group_relative(self) -> bool:
-        """Whether a group of one has no learning signal, under the algorithm's own graph."""
-        return self.declaration.is_group_relative
-
-    @property
     def needs_proximal(self) -> bool:
         """Whether the loss reads the trainer's log-probs at the start of the step."""
         is_set = self.ratio_against == "proximal" or self.correction is not None
@@ -261,14 +231,17 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, data: Any) -> Any:
-        return with_preset(data)
+        """Complete the section by the defaults of its name."""
+        if not isinstance(data, Mapping):
+            return data
+        written = cast(Mapping[str, Any], data)
+        declared = _declared(written)
+        return {**declared.preset, **written} if declared else written
 
-    @model_validator(mode="after")
-    def _check_consistency(self) -> Self:
-        raise_contradictions(
-            [*self._contradictions(), *self._misplaced(), *self._double_correction()]
-        )
-        return self
+    def _contradictions(self) -> Iterator[Contradiction]:
+        yield from self._impossible_bounds()
+        yield from self._misplaced()
+        yield from self._double_correction()
 
     def _double_correction(self) -> Iterator[Contradiction]:
         """A ratio to the engine's log-probs includes the mismatch already."""
@@ -321,7 +294,7 @@ class AlgorithmConfig(Section):
     def _is_default(self, key: str) -> bool:
         return getattr(self, key) == type(self).model_fields[key].default
 
-    def _contradictions(self) -> Iterator[Contradiction]:
+    def _impossible_bounds(self) -> Iterator[Contradiction]:
         if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
             is_preset = self.declaration.preset.get("epsilon_high") == self.epsilon_high
             whose = f", the default of {self.name}," if is_preset else ""

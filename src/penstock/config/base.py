@@ -1,53 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the schemas share: the base class of sections, patterns for names, and small validators.
 
-Owns the patterns. The strict base and the wording of refusals are in `penstock.options`; the names
-that sections need are importable from here."""
+Owns the patterns. The strict base and the wording of refusals are in `penstock.options`."""
 
 import re
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
-from penstock.options import (
-    Contradiction,
-    KeyPath,
-    Options,
-    nested_error,
-    non_empty,
-    one_of,
-    parse_options,
-    raise_contradictions,
-    unknown_choice,
-)
-from penstock.plugins import did_you_mean, quoted, unknown
-
-__all__ = [
-    "COLUMN",
-    "FUNCTION",
-    "MODULE",
-    "NAME",
-    "OBJECT_STORES",
-    "Contradiction",
-    "KeyPath",
-    "Options",
-    "Section",
-    "did_you_mean",
-    "is_url",
-    "matching",
-    "nested_error",
-    "non_blank",
-    "non_empty",
-    "one_of",
-    "only_supported",
-    "parse_options",
-    "quoted",
-    "raise_contradictions",
-    "unknown",
-    "unknown_choice",
-]
+from penstock.options import Contradiction, KeyPath, Options
+from penstock.plugins import quoted
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 """Names of policies and sources; they become parts of ids, paths and labels."""
@@ -81,11 +45,11 @@ def is_url(value: str, *schemes: str) -> bool:
     return parts.scheme in schemes and bool(parts.netloc or parts.path.strip("/"))
 
 
-def only_supported(supported: object, fix: str) -> BeforeValidator:
-    """Accept one value: the key is planned, and this release supports nothing else."""
+def only_supported(*supported: object, fix: str) -> BeforeValidator:
+    """Accept these values: the key is planned, and this release supports nothing else."""
 
     def check(value: T) -> T:
-        if value != supported:
+        if value not in supported:
             raise ValueError(f"{quoted(value)} is not supported yet; {fix}")
         return value
 
@@ -101,6 +65,38 @@ def matching(pattern: re.Pattern[str], fix: str) -> Callable[[str], str]:
         return value
 
     return check
+
+
+Name = Annotated[
+    str,
+    AfterValidator(
+        matching(NAME, "use up to 64 letters, digits, _ or -, starting with a letter or digit")
+    ),
+]
+"""Name of a policy, source, stage, space or tag."""
+FunctionName = Annotated[
+    str, AfterValidator(matching(FUNCTION, "write module:function, like my_task:reward"))
+]
+
+
+def repeated_names(kind: str, names: Sequence[str], at: str) -> Iterator[Contradiction]:
+    """Names that an earlier entry of the list at this key has."""
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            text = f"duplicate {kind} name {quoted(name)}; names must be unique"
+            yield Contradiction(text=text, keys=((at, index, "name"),))
+
+
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Every value that is not a mapping or list, or is an empty one, with its path."""
+    if isinstance(value, dict) and value:
+        for key, child in cast(dict[str, Any], value).items():
+            yield from leaves(child, (*path, key))
+    elif isinstance(value, list) and value:
+        for index, child in enumerate(cast(list[Any], value)):
+            yield from leaves(child, (*path, index))
+    else:
+        yield path, value
 
 
 def non_blank(value: str) -> str:

@@ -23,16 +23,11 @@ from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from pydantic import ConfigDict, Field, ValidationError, create_model
+from pydantic import ConfigDict, Field, create_model
 
-from penstock.config.base import (
-    Contradiction,
-    Section,
-    did_you_mean,
-    nested_error,
-    raise_contradictions,
-)
-from penstock.plugins import builtin_plugins
+from penstock.config.base import Section
+from penstock.options import Contradiction, parse_options, raise_contradictions
+from penstock.plugins import builtin_plugins, suggest
 
 STAGE_FUNCTIONS_MODULE = "penstock.trainer.pipeline.credits"
 """The module under which run files name the built-in stage functions."""
@@ -201,10 +196,7 @@ def known_axis(column: str) -> Axis | None:
 def check_options(builtin: BuiltinStage, options: Mapping[str, Any]) -> None:
     """Raise every problem of these options, each with its key."""
     raise_contradictions(_unknown_options(builtin, options))
-    try:
-        valid = builtin.options.model_validate(dict(options))
-    except ValidationError as error:
-        raise nested_error(error) from None
+    valid = parse_options(builtin.options, "the built-in stage", options)
     if builtin.check is not None:
         raise_contradictions(builtin.check(valid.model_dump()))
 
@@ -214,8 +206,7 @@ def _unknown_options(builtin: BuiltinStage, options: Mapping[str, Any]) -> Itera
     for option in options:
         if option in known:
             continue
-        closest = did_you_mean(option, known)
-        fix = f'did you mean "{closest}"?' if closest else "remove it, or give your own fn"
+        fix = suggest(option, known, "remove it, or give your own fn")
         listed = ", ".join(known) or "none"
         text = f"{option} is not an option of the built-in stage ({listed}); {fix}"
         yield Contradiction(text=text, keys=((option,), ()))

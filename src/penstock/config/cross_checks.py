@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from penstock.config.base import Contradiction, KeyPath, quoted, unknown
+from penstock.config.base import repeated_names
 from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.dataflow import SurvivorsClosing
-from penstock.config.engines import is_reproducible, serves_adapters
+from penstock.config.models import is_reproducible, serves_adapters
 from penstock.config.pipeline_cross_checks import (
     group_comparer,
     pipeline_cross_checks,
@@ -19,6 +19,8 @@ from penstock.config.pipeline_cross_checks import (
 )
 from penstock.config.rules import RuleConfig
 from penstock.config.run_sections import PolicyConfig, RunSections
+from penstock.options import Contradiction, KeyPath
+from penstock.plugins import unknown
 from penstock.types import Hook
 
 VLLM_TEMPERATURE_RANGE = (0.01, 2.0)
@@ -27,7 +29,7 @@ VLLM_TEMPERATURE_RANGE = (0.01, 2.0)
 
 def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     """Every contradiction between sections."""
-    yield from _repeated_sources(config)
+    yield from repeated_names("source", [source.name for source in config.sources], "sources")
     yield from _temperatures(config)
     yield from row_stage_checks(config)
     yield from dict.fromkeys(_groups_too_small(config))
@@ -40,14 +42,6 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _determinism(config)
     yield from _lora(config)
     yield from pipeline_cross_checks(config)
-
-
-def _repeated_sources(config: RunSections) -> Iterator[Contradiction]:
-    names = [source.name for source in config.sources]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            text = f"duplicate source name {quoted(name)}; names must be unique"
-            yield Contradiction(text=text, keys=(("sources", index, "name"),))
 
 
 def _temperatures(config: RunSections) -> Iterator[Contradiction]:
@@ -257,22 +251,19 @@ def _lora(config: RunSections) -> Iterator[Contradiction]:
 
 def _tensor_parallel_lora(config: RunSections, name: str, at: KeyPath) -> Iterator[Contradiction]:
     """Tensor parallelism splits the layers that have adapters."""
-    own: KeyPath = ("models", name, "training", "parallel", "tp")
-    places: list[tuple[KeyPath, int]] = []
-    if not (config.pipeline and config.pipeline.stages):
-        is_own = config.models[name].training is not None
-        where: KeyPath = own if is_own else ("training", "parallel", "tp")
-        places = [(where, config.for_policy(name).training.parallel.tp)]
-    else:
-        places = [
-            (("pipeline", "stages", index, "parallel", "tp"), stage.parallel.tp)
-            for index, stage in enumerate(config.pipeline.stages)
-            if stage.policy in (None, name) and not stage.is_service
-        ]
-    for place, tp in places:
+    stages = config.pipeline.stages if config.pipeline else ()
+    degrees: dict[KeyPath, int] = {
+        ("pipeline", "stages", index): stage.parallel.tp
+        for index, stage in enumerate(stages)
+        if stage.policy in (None, name) and not stage.is_service
+    }
+    if not stages:
+        section = ("models", name, "training") if config.models[name].training else ("training",)
+        degrees = {section: config.for_policy(name).training.parallel.tp}
+    for place, tp in degrees.items():
         if tp > 1:
             yield Contradiction(
                 text=f"tp {tp} would split layers with adapters of {name}, which is not supported "
                 "yet; set tp: 1 and raise dp, or remove lora",
-                keys=(place, place[:-1], at),
+                keys=((*place, "parallel", "tp"), (*place, "parallel"), at),
             )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the dataflow service: stores, bounds, leases, closing of groups, stages, rules.
+"""Settings of the dataflow service: stores, bounds, leases, closing of groups, stages, rules,
+balance report.
 
 Owns their defaults and the contradictions inside the section. Builds nothing."""
 
@@ -8,29 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    PositiveInt,
-    Tag,
-)
+from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag
 
-from penstock.config.base import (
-    FUNCTION,
-    NAME,
-    OBJECT_STORES,
-    Contradiction,
-    Section,
-    is_url,
-    matching,
-    quoted,
-    unknown_choice,
-)
-from penstock.config.report import ReportConfig
+from penstock.config.base import FUNCTION, OBJECT_STORES, Name, Section, is_url, repeated_names
 from penstock.config.rules import SHARED_HOOKS, Rules, rule_contradictions
 from penstock.config.stages import StageConfig
+from penstock.options import Contradiction, unknown_choice
+from penstock.plugins import quoted
 
 
 class LeaseConfig(Section):
@@ -105,9 +90,8 @@ _PAYLOADS = ("segments", "memory", "s3://bucket/prefix", "file:///folder", "modu
 
 def _read_payload(value: object) -> object:
     if not isinstance(value, str) or "/" not in value:
-        if value in ("segments", "memory") or (
-            isinstance(value, str) and FUNCTION.fullmatch(value)
-        ):
+        is_class = isinstance(value, str) and FUNCTION.fullmatch(value)
+        if is_class or value in ("segments", "memory"):
             return value
         raise unknown_choice(value, _PAYLOADS)
     if not is_url(value, *OBJECT_STORES, "file"):
@@ -134,10 +118,47 @@ class BoundsConfig(Section):
             yield Contradiction(text=text, keys=(("disk_reserve_mb",), ("disk_free_mb",)))
 
 
+Share = Annotated[float, Field(gt=0, lt=1)]
+
+
+class ReportConfig(Section):
+    """When the balance report recommends another size of the rollout pool."""
+
+    tau_low: Share = 0.05
+    """Trainers that wait less than this share of their time need fewer GPUs."""
+    tau_high: Share = 0.10
+    """Trainers that wait more than this share of their time need more GPUs."""
+    rho: float = Field(default=1.10, ge=1, le=10)
+    """Margin when the pool shrinks: the new size is at least this multiple of the usage."""
+    window: PositiveInt = 10
+    """Versions that some policy trains between two decisions."""
+    min_gpus: PositiveInt = 1
+    """Never recommend fewer GPUs."""
+    max_gpus: PositiveInt | None = None
+    """Never recommend more GPUs; null for no limit."""
+    node_start_s: float = Field(default=0.0, ge=0)
+    """Seconds from requesting a node to its first lease, if longer than measured from its join; the
+    cool-down after a decision lasts at least 1.5 times as long."""
+
+    def _contradictions(self) -> Iterator[Contradiction]:
+        if self.tau_low >= self.tau_high:
+            yield Contradiction(
+                text=f"tau_low {self.tau_low} leaves no zone below tau_high {self.tau_high}; "
+                "set tau_low < tau_high",
+                keys=(("tau_low",), ("tau_high",)),
+            )
+        if self.max_gpus is not None and self.max_gpus < self.min_gpus:
+            yield Contradiction(
+                text=f"max_gpus {self.max_gpus} is below min_gpus {self.min_gpus}; "
+                "set max_gpus >= min_gpus",
+                keys=(("max_gpus",), ("min_gpus",)),
+            )
+
+
 class SpaceConfig(Section):
     """Rows kept separate from all others, and cleared separately."""
 
-    name: Annotated[str, AfterValidator(matching(NAME, "use up to 64 letters, digits, _ or -"))]
+    name: Name
     """Names the space, such as eval."""
     quota_mb: PositiveInt | None = None
     """Largest payload it may hold; null for no separate limit."""
@@ -154,7 +175,6 @@ class DataflowConfig(Section):
     partitions: PositiveInt = 1
     """Processes that hold slots, leases and payload."""
     lease: LeaseConfig = LeaseConfig()
-    """How long work may be held."""
     closing: ClosingConfig = "complete"
     """How a group closes once all its slots are terminal: complete | drop | survivors(min)."""
     pace: str = "any"
@@ -166,16 +186,14 @@ class DataflowConfig(Section):
     spaces: Annotated[tuple[SpaceConfig, ...], Field(strict=False)] = ()
     """Named spaces with quotas."""
     bounds: BoundsConfig = BoundsConfig()
-    """Memory and disk the service may use."""
     report: ReportConfig = ReportConfig()
-    """When the balance report calls the rollout pool too small or too large."""
     retain_batches: PositiveInt = 8
     """Number of last batches whose rows are kept until a trainer names a checkpoint."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         yield from rule_contradictions(self.rules)
         yield from self._mixed_durability()
-        yield from self._repeated_spaces()
+        yield from repeated_names("space", [space.name for space in self.spaces], "spaces")
 
     def _mixed_durability(self) -> Iterator[Contradiction]:
         """To survive the loss of a host, metadata and payload must both be elsewhere."""
@@ -195,15 +213,6 @@ class DataflowConfig(Section):
         else:
             return
         yield Contradiction(text=text, keys=(("payload",), ("store",)))
-
-    def _repeated_spaces(self) -> Iterator[Contradiction]:
-        names = [space.name for space in self.spaces]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                yield Contradiction(
-                    text=f"duplicate space name {quoted(name)}; names must be unique",
-                    keys=(("spaces", index, "name"),),
-                )
 
 
 def _is_local(url: str) -> bool:

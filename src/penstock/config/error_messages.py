@@ -4,6 +4,7 @@
 Owns the translation of pydantic's errors into key paths and texts. Knows nothing of files and
 lines; the loader adds those."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,8 +14,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from penstock.config.base import Contradiction, KeyPath, did_you_mean, quoted
 from penstock.config.run import RunConfig
+from penstock.options import Contradiction, KeyPath, unknown_choice
+from penstock.plugins import did_you_mean, quoted
 
 _KEYS_ELSEWHERE: Mapping[str, str] = {
     "lr": "training.learning_rate",
@@ -43,6 +45,9 @@ _TYPES: Mapping[str, str] = {
     "none_required": "expected null",
     "finite_number": "expected a finite number",
 }
+
+_SCHEMA_BRANCHES = ("[key]", "<word>", "<mapping>")
+"""Parts of a location that name a branch of the schema, not a key of the file."""
 
 _BOUNDS: Mapping[str, tuple[str, str]] = {
     "greater_than": ("greater than", "gt"),
@@ -86,7 +91,7 @@ def path_text(path: KeyPath) -> str:
 
 
 def _problems(details: ErrorDetails) -> Iterator[ConfigProblem]:
-    path = tuple(part for part in details["loc"] if not _is_schema_branch(part))
+    path = tuple(part for part in details["loc"] if part not in _SCHEMA_BRANCHES)
     kind, value, context = details["type"], cast(object, details["input"]), details.get("ctx", {})
     if kind == "contradictions":
         for found in cast(Sequence[Contradiction], context["problems"]):
@@ -102,14 +107,11 @@ def _problems(details: ErrorDetails) -> Iterator[ConfigProblem]:
         yield ConfigProblem(keys=(path,), text=_value_problem(kind, value, context, details["msg"]))
 
 
-def _is_schema_branch(part: str | int) -> bool:
-    """Parts of a location that name a branch of the schema, not a key of the file."""
-    return isinstance(part, str) and part in ("[key]", "<word>", "<mapping>")
-
-
 def _value_problem(kind: str, value: object, context: Mapping[str, Any], message: str) -> str:
     if kind == "value_error":
         return str(context["error"])
+    if kind == "literal_error":
+        return str(unknown_choice(value, re.findall(r"'([^']*)'", context["expected"])))
     if kind in _BOUNDS:
         relation, key = _BOUNDS[kind]
         return f"{quoted(value)} is out of range; must be {relation} {context[key]}"

@@ -5,7 +5,7 @@ Owns files, lines, interpolation and dotted overrides. Holds no schema and no de
 mistake becomes one line of a `ConfigError`: `FILE:LINE: path.to.key: what; fix`."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -16,11 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from penstock.config.base import KeyPath, did_you_mean
+from penstock.config.base import leaves
 from penstock.config.error_messages import ConfigProblem, path_text, problems_of
 from penstock.config.run import RunConfig
 from penstock.config.yaml_positions import KeyPositions, locate_keys
 from penstock.errors import ConfigError
+from penstock.options import KeyPath
+from penstock.plugins import did_you_mean
 
 _OVERRIDE_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+|\[[0-9]+\])*", re.ASCII)
 _PARSE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, ValueError, OverflowError)
@@ -96,10 +98,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return parse(_read(path), origin=str(path), overrides=overrides)
 
 
-def demo(seed: int) -> RunConfig:
+def demo_config(seed: int, overrides: Sequence[str] = ()) -> RunConfig:
     """The built-in demo: a tiny model learns to reverse three letters on a CPU."""
     text = resources.files("penstock.config").joinpath("demo.yaml").read_text(encoding="utf-8")
-    return parse(text, origin="demo.yaml", overrides=[f"seed={seed}"])
+    return parse(text, origin="demo.yaml", overrides=[f"seed={seed}", *overrides])
 
 
 def parse(text: str, *, origin: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -134,11 +136,9 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         others = [entry.name for entry in path.parent.glob("*.y*ml")]
         closest = did_you_mean(path.name, others)
-        fix = (
-            f'did you mean "{path.with_name(closest)}"?'
-            if closest
-            else ("`penstock init DIR` writes one to start from")
-        )
+        fix = "`penstock init DIR` writes one to start from"
+        if closest:
+            fix = f'did you mean "{path.with_name(closest)}"?'
         raise ConfigError(f"{path}: no such file; {fix}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -200,12 +200,14 @@ def _apply(text: str, tree: DictConfig, report: _ErrorReport) -> None:
 def _resolve_interpolation(tree: DictConfig, report: _ErrorReport) -> Any:
     """The plain values with every `${}` resolved; fails with all that cannot be."""
     num_before = len(report.lines)
-    for path, leaf in _leaves(OmegaConf.to_container(tree), ()):
+    for path, leaf in leaves(OmegaConf.to_container(tree)):
         if leaf == "???":
             report.add(ConfigProblem(keys=(path,), text="??? marks a missing value; set one"))
         elif isinstance(leaf, str) and "${" in leaf:
             try:
-                _at(tree, path)
+                node: Any = tree
+                for part in path:
+                    node = node[part]
             except (OmegaConfBaseException, RecursionError) as error:
                 report.add(ConfigProblem(keys=(path,), text=_reason(error)))
     if len(report.lines) > num_before:
@@ -216,23 +218,6 @@ def _resolve_interpolation(tree: DictConfig, report: _ErrorReport) -> Any:
         path = _path_of(error)
         report.add_file_error(report.positions.line_of(path), path, _reason(error))
         report.fail()
-
-
-def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    if isinstance(value, dict):
-        for key, child in cast(dict[str, Any], value).items():
-            yield from _leaves(child, (*path, key))
-    elif isinstance(value, list):
-        for index, child in enumerate(cast(list[Any], value)):
-            yield from _leaves(child, (*path, index))
-    else:
-        yield path, value
-
-
-def _at(tree: Any, path: KeyPath) -> Any:
-    for part in path:
-        tree = tree[part]
-    return tree
 
 
 def _validate(values: Any, report: _ErrorReport) -> RunConfig | None:

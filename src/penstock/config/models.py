@@ -1,21 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies of the run file: their models, and the engines that generate with them.
 
-Owns the shape of one entry under `models`. Loads no model and starts no engine."""
+Owns the shape of one entry under `models`. Loads no model and starts no engine; which modules can
+have an adapter is checked when a model is loaded."""
 
-from typing import Annotated, Literal, Self
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal, Protocol
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from penstock.config.algorithms import AlgorithmConfig
-from penstock.config.base import Section, non_blank, only_supported, unknown
+from penstock.config.base import FUNCTION, Section, matching, non_blank, only_supported
 from penstock.config.dataflow import PolicyDataflowConfig
-from penstock.config.engines import EngineName
-from penstock.config.lora import LoraConfig
 from penstock.config.trainer import TrainingConfig
+from penstock.options import Contradiction, non_empty
+from penstock.plugins import builtin_names, load_object, unknown
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3",)
 """Models that penstock builds itself, without a download."""
+ENGINES_PACKAGE = "penstock.rollout.engines"
+"""Its modules are the built-in engines. Names are listed without an import; reading a property
+imports only the module of that engine. Custom engines are user code and never imported here."""
+
+
+def _check_name(value: object) -> object:
+    names = builtin_names(ENGINES_PACKAGE)
+    if isinstance(value, str) and (value in names or FUNCTION.fullmatch(value)):
+        return value
+    raise ValueError(unknown("engine", value, names, also="module:Class"))
+
+
+class _EngineType(Protocol):
+    @property
+    def serves_adapters(self) -> bool: ...
+    @property
+    def is_reproducible(self) -> bool: ...
+
+
+EngineName = Annotated[str, BeforeValidator(_check_name)]
+"""A built-in engine, or `module:Class`."""
+
+
+def serves_adapters(engine: str) -> bool:
+    """Whether it can serve LoRA adapters; a custom engine reports an error itself if not."""
+    return engine not in builtin_names(ENGINES_PACKAGE) or _declared(engine).serves_adapters
+
+
+def is_reproducible(engine: str) -> bool:
+    """Whether it can generate the same bits again; unknown for a custom engine, so False."""
+    return engine in builtin_names(ENGINES_PACKAGE) and _declared(engine).is_reproducible
+
+
+def _declared(engine: str) -> _EngineType:
+    return load_object(f"{ENGINES_PACKAGE}.{engine}:ENGINE")
 
 
 def _init(value: str) -> str:
@@ -42,6 +80,24 @@ class SglangConfig(Section):
     """The server, like http://127.0.0.1:30000."""
 
 
+_MODULE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_Target = Annotated[
+    str, AfterValidator(matching(_MODULE, "write the last part of a module's name, like q_proj"))
+]
+
+
+class LoraConfig(Section):
+    """Low-rank matrices beside frozen ones: y = W x + alpha / rank · B A x."""
+
+    rank: PositiveInt = 16
+    """Rows of A, columns of B."""
+    alpha: PositiveInt = 32
+    """The product B A is scaled by alpha / rank."""
+    targets: Annotated[tuple[_Target, ...], Field(strict=False), non_empty()] | None = None
+    """Linear layers that get an adapter, by the last part of their names, like [q_proj, v_proj];
+    null: all of attention and MLP."""
+
+
 class ModelConfig(Section):
     """One policy: its model, its engine, and settings that differ from the shared ones."""
 
@@ -53,13 +109,11 @@ class ModelConfig(Section):
     """What generates: transformers in the node, vLLM or SGLang in a separate process, a table of
     answers, or a simulation of timing."""
     vllm: VllmConfig = VllmConfig()
-    """Settings of vLLM."""
     sglang: SglangConfig = SglangConfig()
-    """Settings of SGLang."""
     replicas: NonNegativeInt = 1
     """Rollout nodes that the launcher starts; 0 for only nodes that join."""
     frozen: Annotated[
-        Literal[False], only_supported(False, "set frozen: false, or leave it out")
+        Literal[False], only_supported(False, fix="set frozen: false, or leave it out")
     ] = False
     """Used and never trained (judges, teachers); only false is supported yet."""
     capacity: PositiveInt = 256
@@ -77,16 +131,13 @@ class ModelConfig(Section):
     dataflow: PolicyDataflowConfig | None = None
     """This policy's rules."""
 
-    @model_validator(mode="after")
-    def _check_engine_server(self) -> Self:
+    def _contradictions(self) -> Iterator[Contradiction]:
         if self.engine == "sglang" and not self.sglang.url:
-            raise ValueError("engine sglang needs a running server; set sglang: {url: ...}")
+            text = "engine sglang needs a running server; set sglang: {url: ...}"
+            yield Contradiction(text=text, keys=((),))
         if self.engine_url and self.replicas * self.engines > 1:
-            raise ValueError(
-                f"{self.engine}.url names one server, and each engine needs a separate one; "
-                "set replicas: 1 and engines: 1"
-            )
-        return self
+            text = f"{self.engine}.url names one server, and each engine needs a separate one; "
+            yield Contradiction(text=f"{text}set replicas: 1 and engines: 1", keys=((),))
 
     @property
     def engine_url(self) -> str:

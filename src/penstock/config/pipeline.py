@@ -10,9 +10,10 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
-from penstock.config.base import Contradiction, Section
+from penstock.config.base import Section
 from penstock.config.pipeline_checks import pipeline_contradictions
 from penstock.config.stages import ParallelConfig, PipelineStageConfig, Tags
+from penstock.options import Contradiction
 
 __all__ = ["HostConfig", "ParallelConfig", "PipelineConfig", "PipelineStageConfig"]
 

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contradictions between the stages of a pipeline.
 
-Owns the checks that need only the stages. Columns from elsewhere and policies are checked in
-`pipeline_cross_checks`, stages that work on rows in `row_stage_checks`, options of built-in stages
-in `builtin_stages`."""
+Owns the checks that need only the stages. Columns from elsewhere, policies and stages that work on
+rows are checked in `pipeline_cross_checks`, options of built-in stages in `builtin_stages`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from penstock.config.base import Contradiction, KeyPath
 from penstock.config.builtin_stages import builtin_stage_for, builtin_stages
 from penstock.config.stage_graph import (
     Edge,
-    GraphProblem,
     cycles,
     draw_path,
     duplicate_ids,
@@ -21,6 +18,7 @@ from penstock.config.stage_graph import (
     unknown_after,
 )
 from penstock.config.stages import INITIAL_COLUMNS, PipelineStageConfig
+from penstock.options import Contradiction, KeyPath
 
 BATCH_COLUMNS = (*INITIAL_COLUMNS, "length", "truncated", "sampling_logprobs")
 """Columns of every batch: also the number of sampled tokens of each row, whether it was truncated,
@@ -38,25 +36,19 @@ CRITIC_COLUMNS = ("values", "returns")
 
 def pipeline_contradictions(stages: Sequence[PipelineStageConfig]) -> Iterator[Contradiction]:
     """What cannot work whatever the rest of the file says."""
-    repeated = [_at(range(len(stages)), problem) for problem in duplicate_ids(stages)]
+    repeated = [problem.at(("stages", problem.index)) for problem in duplicate_ids(stages)]
     if repeated:
         yield from repeated
         return
     for index, stage in enumerate(stages):
         yield from _check_stage(("stages", index), stage)
     for problem in unknown_after(stages):
-        yield _at(range(len(stages)), problem)
+        yield problem.at(("stages", problem.index))
     found: dict[Contradiction, None] = {}
     for policy in {stage.policy: None for stage in stages if stage.policy} or (None,):
         seen = {i: stage for i, stage in enumerate(stages) if stage.policy in (None, policy)}
         found |= dict.fromkeys(_check_policy_stages(seen))
     yield from found
-
-
-def _at(indices: Sequence[int], problem: GraphProblem) -> Contradiction:
-    """A problem of the graph as one of the section; `indices` are positions in the section."""
-    at: KeyPath = ("stages", indices[problem.index])
-    return Contradiction(text=problem.text, keys=((*at, *problem.key), (*at, problem.key[0]), at))
 
 
 def _check_stage(at: KeyPath, stage: PipelineStageConfig) -> Iterator[Contradiction]:
@@ -65,13 +57,10 @@ def _check_stage(at: KeyPath, stage: PipelineStageConfig) -> Iterator[Contradict
         *_kind_problems(stage),
         *_name_problems(stage),
         *_missing_columns_for_loss(stage),
-        *_ineffective_settings(stage),
+        *(_service_problems(stage) if stage.is_service else _ineffective_settings(stage)),
     )
     for key, text in wrong:
         yield Contradiction(text=f"stage {stage.id}: {text}", keys=((*at, key), at))
-    if stage.is_service:
-        for key, text in _service_problems(stage):
-            yield Contradiction(text=f"stage {stage.id}: {text}", keys=((*at, key), at))
 
 
 def _kind_problems(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
@@ -87,8 +76,8 @@ def _kind_problems(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
         fix = f"give fn: module:function, or one of the roles {roles}"
         yield "role", f"there is no built-in for type {stage.type} and role {stage.role}; {fix}"
     builtin = builtin_stage_for(stage.type, stage.role, stage.fn)
-    is_other = builtin and stage.writes and {*stage.writes} != {*builtin.writes}
-    if builtin and is_other and stage.type != "train":
+    is_writer = builtin and stage.writes and stage.type != "train"
+    if builtin and is_writer and {*stage.writes} != {*builtin.writes}:
         own, given = ", ".join(builtin.writes), ", ".join(stage.writes)
         fix = f"set writes: [{own}], or give a custom fn"
         yield "writes", f"the built-in for it writes {own}, not {given}; {fix}"
@@ -125,8 +114,6 @@ def missing_column_text(why: str, column: str) -> str:
 
 def _ineffective_settings(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
     """Settings that have no effect on a stage inside the trainer."""
-    if stage.is_service:
-        return
     runs_model = stage.type == "train" or (stage.type == "infer" and stage.fn is None)
     if stage.model is not None and (found := _ignored_model(stage, runs_model)):
         why, fix = found
@@ -148,9 +135,9 @@ def _ignored_model(stage: PipelineStageConfig, runs_model: bool) -> tuple[str, s
         return "compute stages run no model", "remove it"
     if not runs_model:
         return "it runs fn, which loads its own model", "remove it, or make it an option"
-    if runs_model and stage.role == "actor":
+    if stage.role == "actor":
         return "the actor is the policy itself", "set models.<policy>.init instead"
-    if runs_model and (stage.type, stage.role) == ("infer", "critic"):
+    if (stage.type, stage.role) == ("infer", "critic"):
         return "the critic is the one being trained", "write it at the stage that trains it"
     return None
 
@@ -178,7 +165,7 @@ def _check_policy_stages(seen: dict[int, PipelineStageConfig]) -> Iterator[Contr
     """Stages of one policy."""
     stages, indices = tuple(seen.values()), tuple(seen)
     for problem in (*duplicate_writers(stages), *cycles(stages)):
-        yield _at(indices, problem)
+        yield problem.at(("stages", indices[problem.index]))
     yield from _rewritten_batch_columns(seen)
     yield from _service_reads(seen)
     yield from _duplicate_train_stages(seen)

@@ -1,41 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contradictions between the pipeline and the rest of the run file.
+"""Contradictions between the pipeline and the rest of the run file, and between stages that work on
+rows of the ledger, wherever the file declares them.
 
 Owns which key declares each stage that works on rows, and which settings have no effect with custom
 stages. Sets no default and changes no value."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from penstock.config.algorithms import AlgorithmConfig
-from penstock.config.base import Contradiction, KeyPath, unknown
+from penstock.config.algorithms import CLIPPED_LOSS_KEYS, AlgorithmConfig
 from penstock.config.builtin_stages import builtin_stage_for
-from penstock.config.pipeline import PipelineStageConfig
+from penstock.config.pipeline import PipelineConfig
 from penstock.config.pipeline_checks import (
     ADVANTAGE_COLUMN,
     BATCH_COLUMNS,
     CRITIC_COLUMNS,
     missing_column_text,
 )
-from penstock.config.row_stage_checks import row_stage_problems
 from penstock.config.run_sections import PolicyConfig, RunSections
-from penstock.config.stage_graph import Edge, draw_path, unknown_reads
-from penstock.config.stages import StageConfig
+from penstock.config.stage_graph import (
+    Edge,
+    GraphProblem,
+    cycles,
+    draw_path,
+    duplicate_ids,
+    duplicate_writers,
+    unknown_reads,
+)
+from penstock.config.stages import INITIAL_COLUMNS, PipelineStageConfig, StageConfig
 from penstock.config.trainer import TrainingConfig
+from penstock.options import Contradiction, KeyPath
+from penstock.plugins import unknown
+
+PolicyStage = tuple[KeyPath, PipelineStageConfig, PolicyConfig]
+"""A stage, its key, and one of the policies whose trainers run it."""
 
 BUILTIN_GRAPH_KEYS = ("gamma", "lam")
 """Keys of `algorithm` that are options of a stage if the file has stages."""
 
-BUILTIN_LOSS_KEYS = (
-    "epsilon",
-    "epsilon_high",
-    "delta",
-    "beta",
-    "tau",
-    "ratio_against",
-    "correction",
-)
+BUILTIN_LOSS_KEYS = ("beta", "tau", *sorted(CLIPPED_LOSS_KEYS))
 """Keys of `algorithm` that a custom loss ignores. Not `entropy_coef`: above 0, the entropy has a
 gradient with any loss."""
 
@@ -57,10 +62,43 @@ def row_stages(config: RunSections) -> list[tuple[KeyPath, StageConfig]]:
 def row_stage_checks(config: RunSections) -> Iterator[Contradiction]:
     """What cannot work among the stages that work on rows."""
     places = [at for at, _ in row_stages(config)]
-    for problem in row_stage_problems(config.dataflow.stages):
-        at = places[problem.index]
-        keys = ((*at, *problem.key), (*at, problem.key[0]), at)
-        yield Contradiction(text=problem.text, keys=keys)
+    for problem in _row_stage_problems(config.dataflow.stages):
+        yield problem.at(places[problem.index])
+
+
+def _row_stage_problems(stages: Sequence[StageConfig]) -> Iterator[GraphProblem]:
+    """What cannot work whatever the rest of the file says."""
+    found = [
+        *(replace(problem, key=("name",)) for problem in duplicate_ids(stages)),
+        *duplicate_writers(stages),
+        *unknown_reads(stages, INITIAL_COLUMNS),
+        *_mistimed_columns(stages),
+    ]
+    yield from found or cycles(stages)  # a column that is wrong itself may look like a cycle
+
+
+def _mistimed_columns(stages: Sequence[StageConfig]) -> Iterator[GraphProblem]:
+    """Columns written too late for those who read them."""
+    writers = {column: stage for stage in reversed(stages) for column in stage.writes}
+    for index, stage in enumerate(stages):
+        for position, column in enumerate(stage.writes):
+            if text := _write_problem(column, stage):
+                key = ("writes", position)
+                yield GraphProblem(index=index, key=key, text=f"stage {stage.name}: {text}")
+        for position, column in enumerate(stage.reads):
+            writer = writers.get(column)
+            if writer is not None and writer.on == "admitted" and stage.on == "delivered":
+                text = f"stage {stage.name} works on delivered rows and reads {column}, which "
+                text += f"stage {writer.name} writes for admitted groups only; set on: admitted"
+                yield GraphProblem(index=index, key=("reads", position), text=text)
+
+
+def _write_problem(column: str, stage: StageConfig) -> str:
+    if column == "turns":
+        return "every row has turns on delivery, and a column is written once; rename this one"
+    if column == "reward" and stage.on == "admitted":
+        return "admission depends on reward, so reward must be written before; set on: delivered"
+    return ""
 
 
 def group_comparer(config: RunSections, policy: str) -> str | None:
@@ -69,7 +107,7 @@ def group_comparer(config: RunSections, policy: str) -> str | None:
     stages = config.pipeline.of_policy(policy) if config.pipeline else ()
     if not stages:
         algorithm = config.for_policy(policy).algorithm
-        return algorithm.name if algorithm.is_group_relative else None
+        return algorithm.name if algorithm.declaration.is_group_relative else None
     for stage in stages:
         builtin = builtin_stage_for(stage.type, stage.role, stage.fn)
         if builtin and builtin.is_group_relative and ADVANTAGE_COLUMN in stage.writes:
@@ -79,31 +117,34 @@ def group_comparer(config: RunSections, policy: str) -> str | None:
 
 def pipeline_cross_checks(config: RunSections) -> Iterator[Contradiction]:
     """Every contradiction between the pipeline and other sections."""
-    if config.pipeline is None:
+    pipeline = config.pipeline
+    if pipeline is None:
         return
-    yield from _conflicting_declarations(config)
-    stages = config.pipeline.stages
-    for index, stage in enumerate(stages):
+    yield from _conflicting_declarations(config, pipeline)
+    for index, stage in enumerate(pipeline.stages):
         at: KeyPath = ("pipeline", "stages", index)
         if stage.policy is not None and stage.policy not in config.models:
             text = f"stage {stage.id}: {unknown('policy', stage.policy, config.models)}"
             yield Contradiction(text=text, keys=((*at, "policy"), at))
         if not stage.is_service:
-            yield from _missing_columns(config, at, stage)
-    if stages:
-        yield from _untrained_policies(config)
-        yield from _untrained_critic(config)
+            yield from _missing_columns(config, pipeline, at, stage)
+    if pipeline.stages:
+        yield from _untrained_policies(config, pipeline)
+        by_policy = tuple(_stages_by_policy(config, pipeline))
+        yield from _untrained_critic(by_policy, pipeline)
         yield from _redundant_parallel(config)
         yield from dict.fromkeys(
-            (*_missing_columns_for_loss(config), *_conflicting_teacher(config))
+            (*_missing_columns_for_loss(by_policy), *_conflicting_teacher(by_policy))
         )
-        yield from dict.fromkeys(_ineffective_settings(config))
+        yield from dict.fromkeys(_ineffective_settings(config, pipeline))
 
 
-def _conflicting_declarations(config: RunSections) -> Iterator[Contradiction]:
+def _conflicting_declarations(
+    config: RunSections, pipeline: PipelineConfig
+) -> Iterator[Contradiction]:
     """An entry under dataflow.stages may give a service its deadlines, not other columns."""
     declared = {stage.name: (i, stage) for i, stage in enumerate(config.dataflow.stages)}
-    for index, stage in config.pipeline.services if config.pipeline else ():
+    for index, stage in pipeline.services:
         if stage.id not in declared:
             continue
         position, other = declared[stage.id]
@@ -117,26 +158,19 @@ def _conflicting_declarations(config: RunSections) -> Iterator[Contradiction]:
 
 
 def _missing_columns(
-    config: RunSections, at: KeyPath, stage: PipelineStageConfig
+    config: RunSections, pipeline: PipelineConfig, at: KeyPath, stage: PipelineStageConfig
 ) -> Iterator[Contradiction]:
     """Columns that no stage writes for one of the policies that run this stage."""
-    assert config.pipeline is not None, "the stage is one of its stages"
     writer = {column: other for _, other in row_stages(config) for column in other.writes}
     sent = {column for column, other in writer.items() if other.required}
     for policy in (stage.policy,) if stage.policy else config.models:
-        policy_stages = [
-            sibling for sibling in config.pipeline.of_policy(policy) if not sibling.is_service
-        ]
-        known = {
-            *BATCH_COLUMNS,
-            *sent,
-            *(column for sibling in policy_stages for column in sibling.writes),
-        }
+        inside = (other for other in pipeline.of_policy(policy) if not other.is_service)
+        known = {*BATCH_COLUMNS, *sent, *(column for other in inside for column in other.writes)}
         missing = [*unknown_reads((stage,), known)]
         for problem in missing:
             column = stage.reads[int(problem.key[1])]
             text = _unsent_column(stage, column, writer.get(column)) or problem.text
-            yield Contradiction(text=text, keys=((*at, *problem.key), (*at, "reads"), at))
+            yield replace(problem, text=text).at(at)
         if missing:
             return
 
@@ -168,20 +202,17 @@ def _redundant_parallel(config: RunSections) -> Iterator[Contradiction]:
             return
 
 
-def _stages_by_policy(
-    config: RunSections,
-) -> Iterator[tuple[KeyPath, PipelineStageConfig, PolicyConfig]]:
+def _stages_by_policy(config: RunSections, pipeline: PipelineConfig) -> Iterator[PolicyStage]:
     """Each stage with every policy whose trainer runs it."""
-    assert config.pipeline is not None, "only called with a pipeline"
-    for index, stage in enumerate(config.pipeline.stages):
+    for index, stage in enumerate(pipeline.stages):
         for policy in (stage.policy,) if stage.policy else config.models:
             if policy in config.models:
                 yield ("pipeline", "stages", index), stage, config.for_policy(policy)
 
 
-def _missing_columns_for_loss(config: RunSections) -> Iterator[Contradiction]:
+def _missing_columns_for_loss(by_policy: Iterable[PolicyStage]) -> Iterator[Contradiction]:
     """Columns that the algorithm's built-in loss needs."""
-    for at, stage, policy in _stages_by_policy(config):
+    for at, stage, policy in by_policy:
         if (stage.type, stage.role, stage.fn) != ("train", "actor", None):
             continue
         algorithm, needed = policy.algorithm, dict[str, str]()
@@ -202,10 +233,10 @@ def _missing_columns_for_loss(config: RunSections) -> Iterator[Contradiction]:
                 )
 
 
-def _conflicting_teacher(config: RunSections) -> Iterator[Contradiction]:
+def _conflicting_teacher(by_policy: Iterable[PolicyStage]) -> Iterator[Contradiction]:
     """`algorithm.teacher` is for the built-in graph; a stage has its own `model`, and the two must
     agree."""
-    for at, stage, policy in _stages_by_policy(config):
+    for at, stage, policy in by_policy:
         teacher = policy.algorithm.teacher
         is_builtin_teacher = (stage.type, stage.role, stage.fn) == ("infer", "teacher", None)
         if teacher is None or not is_builtin_teacher or stage.model == teacher:
@@ -218,13 +249,12 @@ def _conflicting_teacher(config: RunSections) -> Iterator[Contradiction]:
         )
 
 
-def _ineffective_settings(config: RunSections) -> Iterator[Contradiction]:
+def _ineffective_settings(config: RunSections, pipeline: PipelineConfig) -> Iterator[Contradiction]:
     """Settings of the algorithm that nothing reads; its presets do not count as written."""
-    assert config.pipeline is not None, "only called with a pipeline"
     for name, model in config.models.items():
         algorithm = config.for_policy(name).algorithm
         at: KeyPath = ("models", name, "algorithm") if model.algorithm else ("algorithm",)
-        for key, why in _ineffective_keys(algorithm, config.pipeline.of_policy(name)):
+        for key, why in _ineffective_keys(algorithm, pipeline.of_policy(name)):
             yield Contradiction(
                 text=f"{why}, so {key} has no effect here; write options: "
                 f"{{{key}: {getattr(algorithm, key)}}} at that stage, if its function takes it, "
@@ -253,33 +283,30 @@ def _written(algorithm: AlgorithmConfig, keys: Sequence[str]) -> Iterator[str]:
             yield key
 
 
-def _untrained_policies(config: RunSections) -> Iterator[Contradiction]:
-    assert config.pipeline is not None, "only called with a pipeline"
+def _trains(pipeline: PipelineConfig, policy: str, role: str) -> bool:
+    kinds = ((stage.type, stage.role) for stage in pipeline.of_policy(policy))
+    return ("train", role) in kinds
+
+
+def _untrained_policies(config: RunSections, pipeline: PipelineConfig) -> Iterator[Contradiction]:
     for name in config.models:
-        policy_stages = config.pipeline.of_policy(name)
-        if not any(stage.type == "train" and stage.role == "actor" for stage in policy_stages):
+        if not _trains(pipeline, name, "actor"):
             yield Contradiction(
                 text=f"no stage trains policy {name}; add one with type: train and role: actor",
                 keys=(("pipeline", "stages"), ("pipeline",)),
             )
 
 
-def _untrained_critic(config: RunSections) -> Iterator[Contradiction]:
+def _untrained_critic(
+    by_policy: Iterable[PolicyStage], pipeline: PipelineConfig
+) -> Iterator[Contradiction]:
     """Only a trained critic has a value head."""
-    asking = [
-        (at, stage, policy.name)
-        for at, stage, policy in _stages_by_policy(config)
-        if (stage.type, stage.role, stage.fn) == ("infer", "critic", None)
-    ]
-    assert config.pipeline is not None, "only called with a pipeline"
-    for at, stage, name in asking:
-        policy_stages = config.pipeline.of_policy(name)
-        if not any(
-            (sibling.type, sibling.role) == ("train", "critic") for sibling in policy_stages
-        ):
+    for at, stage, policy in by_policy:
+        uses_critic = (stage.type, stage.role, stage.fn) == ("infer", "critic", None)
+        if uses_critic and not _trains(pipeline, policy.name, "critic"):
             yield Contradiction(
                 text=f"stage {stage.id} uses the critic for {', '.join(stage.writes)}, but no "
-                f"stage trains the critic of policy {name}; add one with type: train, role: critic "
-                f"and reads: [turns, {', '.join(CRITIC_COLUMNS)}], or give fn",
+                f"stage trains the critic of policy {policy.name}; add one with type: train, role: "
+                f"critic and reads: [turns, {', '.join(CRITIC_COLUMNS)}], or give fn",
                 keys=((*at, "role"), at),
             )

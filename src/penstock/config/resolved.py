@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The resolved config as a run stores it: its text, its digest, and changes between two configs.
+"""The resolved config as a run stores it: its text, and changes between two configs.
 
 Owns the stored form, the meaning of "the same config", and the list of keys that may change on
 resume. Reads and writes no file."""
 
-import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from penstock.config.base import KeyPath
+from penstock.config.base import leaves
 from penstock.config.error_messages import path_text
 from penstock.config.run import RunConfig
 from penstock.config.store_password import without_password
+from penstock.options import KeyPath
 
 _CONSTANT = '"constant"'
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
@@ -33,12 +33,6 @@ def dump(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escape_interpolation(_public_values(config))))
 
 
-def digest(config: RunConfig) -> str:
-    """Equal for two configs that differ only in keys which may change on resume."""
-    text = json.dumps(identity(config), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def identity(config: RunConfig) -> dict[str, str]:
     """The keys that identify a run: it does not resume if one of them changed, unless the user
     accepts the change. A learning rate schedule includes the number of steps, because the rate of
@@ -50,21 +44,21 @@ def identity(config: RunConfig) -> dict[str, str]:
     return {
         path_text(path): text
         for path, text in flat_values.items()
-        if not may_change_on_resume(path)
+        if not any(_matches(path, pattern) for pattern in MUTABLE_ON_RESUME)
     }
 
 
-def differences(old: RunConfig, new: RunConfig) -> list[str]:
+def config_changes(old: RunConfig, new: RunConfig) -> list[str]:
     """Every key that changed, whether it may change or not."""
     before, after = (
         {path_text(path): text for path, text in _flat_values(config).items()}
         for config in (old, new)
     )
-    return changed(before, after)
+    return identity_changes(before, after)
 
 
-def changed(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """The differences between two identities: one `path.to.key: old -> new` per key."""
+def identity_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """The changes between two identities: one `path.to.key: old -> new` per key."""
     return [
         f"{key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
         for key in {**old, **new}
@@ -72,15 +66,9 @@ def changed(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     ]
 
 
-def may_change_on_resume(path: KeyPath) -> bool:
-    """Whether a run may resume with another value of this key."""
-    return any(_matches(path, pattern) for pattern in MUTABLE_ON_RESUME)
-
-
 def _matches(path: KeyPath, pattern: tuple[str, ...]) -> bool:
-    start = path[: len(pattern)]
-    return len(start) == len(pattern) and all(
-        expected in ("*", part) for expected, part in zip(pattern, start, strict=True)
+    return len(path) >= len(pattern) and all(
+        expected in ("*", part) for expected, part in zip(pattern, path, strict=False)
     )
 
 
@@ -113,7 +101,7 @@ def _flat_values(config: RunConfig) -> dict[KeyPath, str]:
     """All values except `output_dir`, because a run may be moved."""
     values = _public_values(config)
     del values["output_dir"]
-    return dict(_flatten(values, ()))
+    return {path: json.dumps(leaf, ensure_ascii=False) for path, leaf in leaves(values)}
 
 
 def _public_values(config: RunConfig) -> dict[str, Any]:
@@ -121,17 +109,6 @@ def _public_values(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
     values["dataflow"]["store"] = without_password(config.dataflow.store)
     return values
-
-
-def _flatten(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    if isinstance(value, dict) and value:
-        for key, child in cast(dict[str, Any], value).items():
-            yield from _flatten(child, (*path, key))
-    elif isinstance(value, list) and value:
-        for index, child in enumerate(cast(list[Any], value)):
-            yield from _flatten(child, (*path, index))
-    else:
-        yield path, json.dumps(value, ensure_ascii=False)
 
 
 def _escape_interpolation(value: Any) -> Any:

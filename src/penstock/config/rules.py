@@ -10,17 +10,9 @@ from typing import Annotated, Any, cast
 
 from pydantic import ConfigDict, Field, model_serializer, model_validator
 
-from penstock.config.base import (
-    FUNCTION,
-    Contradiction,
-    Options,
-    Section,
-    did_you_mean,
-    parse_options,
-    raise_contradictions,
-    unknown,
-)
-from penstock.plugins import load_function
+from penstock.config.base import FUNCTION, Section
+from penstock.options import Contradiction, Options, parse_options, raise_contradictions
+from penstock.plugins import did_you_mean, load_function, unknown
 from penstock.types import Hook
 
 SHARED_HOOKS = frozenset({Hook.MIX, Hook.CURATE})

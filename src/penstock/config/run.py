@@ -5,9 +5,9 @@ The shape of the file is in `run_sections`, the checks between sections in `cros
 
 from collections.abc import Iterator
 
-from penstock.config.base import Contradiction
 from penstock.config.cross_checks import cross_checks
 from penstock.config.run_sections import RunSections
+from penstock.options import Contradiction
 
 
 class RunConfig(RunSections):

@@ -4,34 +4,25 @@
 Owns the shape of run.yaml, each section valid by itself. Whether the sections fit together is
 checked in `run`. Plain data: reads no file, imports no user code and builds nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from penstock.config.algorithms import AlgorithmConfig, with_minibatches
-from penstock.config.base import (
-    FUNCTION,
-    NAME,
-    Section,
-    matching,
-    non_blank,
-    non_empty,
-    one_of,
-    only_supported,
-    quoted,
-    unknown,
-)
+from penstock.config.base import NAME, FunctionName, Name, Section, non_blank, only_supported
 from penstock.config.dataflow import DataflowConfig
 from penstock.config.models import ModelConfig
 from penstock.config.pipeline import PipelineConfig
 from penstock.config.rules import RuleConfig, effective_rules
-from penstock.config.service_stages import with_service_stages
-from penstock.config.sources import Name, SourceConfig, WorkflowConfig
+from penstock.config.sources import SourceConfig, WorkflowConfig
+from penstock.config.stages import PipelineStageConfig, StageConfig
 from penstock.config.trainer import SamplingConfig, TrainingConfig
 from penstock.config.weights import WeightsConfig
 from penstock.errors import ConfigError
+from penstock.options import non_empty, one_of
+from penstock.plugins import quoted, unknown
 
 
 def _run_name(value: str) -> str:
@@ -43,29 +34,16 @@ def _run_name(value: str) -> str:
     return value
 
 
-def _report_to(value: object) -> object:
-    if isinstance(value, str | list | tuple) and value:
-        trackers = quoted(cast(object, value))
-        raise ValueError(
-            f"{trackers} is not supported yet; set report_to: [] (metrics.jsonl is always written)"
-        )
-    return cast(object, value)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig:
     """The effective settings of one policy."""
 
     name: str
-    """The policy."""
     model: ModelConfig
     """Its entry in the file."""
     algorithm: AlgorithmConfig
-    """Its effective algorithm."""
     training: TrainingConfig
-    """Its effective training."""
     sampling: SamplingConfig
-    """How its tokens are sampled."""
     rules: tuple[RuleConfig, ...]
     """Its effective rules, hook by hook, defaults included."""
 
@@ -92,17 +70,10 @@ class RunSections(Section):
     """Where tasks come from."""
     workflow: WorkflowConfig = "single_turn"
     """What attempts a task."""
-    reward: (
-        Annotated[
-            str, AfterValidator(matching(FUNCTION, "write module:function, like my_task:reward"))
-        ]
-        | None
-    ) = None
+    reward: FunctionName | None = None
     """What scores a trajectory; null if the workflow does."""
     dataflow: DataflowConfig = DataflowConfig()
-    """The dataflow service."""
     sampling: SamplingConfig = SamplingConfig()
-    """How tokens are sampled."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """The algorithm of every policy without another."""
     training: TrainingConfig
@@ -111,12 +82,12 @@ class RunSections(Section):
     """How weights reach the nodes."""
     pipeline: PipelineConfig | None = None
     """What trainers do with a batch, as a graph of stages; null: the algorithm's graph."""
-    eval: Annotated[None, only_supported(None, "leave eval null")] = None
+    eval: Annotated[None, only_supported(None, fix="leave eval null")] = None
     """Evaluations during training; not supported yet."""
     report_to: Annotated[
         tuple[str, ...],
         Field(strict=False),
-        BeforeValidator(_report_to),
+        only_supported((), [], fix="set report_to: [] (metrics.jsonl is always written)"),
     ] = ()
     """Trackers in addition to metrics.jsonl; none is supported yet."""
 
@@ -127,13 +98,17 @@ class RunSections(Section):
         and each service of the pipeline is a stage of the dataflow."""
         if not isinstance(data, Mapping):
             return data
-        written = cast(Mapping[str, Any], data)
-        run_file = with_service_stages(with_minibatches(written))
+        entries = cast(Mapping[str, Any], data)
+        written = {
+            key: value.model_dump() if isinstance(value, Section) else value
+            for key, value in entries.items()
+        }
+        run_file = _with_service_stages(with_minibatches(written))
         models = run_file.get("models")
         if isinstance(models, Mapping):
-            entries = cast(Mapping[str, Any], models)
             run_file["models"] = {
-                n: _with_inherited_keys(entry, written) for n, entry in entries.items()
+                name: _with_inherited_keys(entry, written)
+                for name, entry in cast(Mapping[str, Any], models).items()
             }
         return run_file
 
@@ -169,8 +144,6 @@ def _with_inherited_keys(entry: Any, run_file: Mapping[str, Any]) -> Any:
     completed = dict(cast(Mapping[str, Any], entry))
     for section in ("algorithm", "training"):
         own, shared = completed.get(section), run_file.get(section)
-        if isinstance(shared, Section):
-            shared = shared.model_dump()
         if isinstance(own, Mapping) and isinstance(shared, Mapping):
             completed[section] = {**cast(Mapping[str, Any], shared), **cast(Mapping[str, Any], own)}
     return completed | _own_minibatches(completed, run_file)
@@ -182,3 +155,41 @@ def _own_minibatches(entry: Mapping[str, Any], run_file: Mapping[str, Any]) -> d
     sections = {name: entry.get(name) or run_file.get(name) for name in ("algorithm", "training")}
     own, shared = (with_minibatches(given).get("training") for given in (sections, run_file))
     return {"training": own} if entry.get("training") or own != shared else {}
+
+
+def _with_service_stages(run_file: Mapping[str, Any]) -> dict[str, Any]:
+    """The run file as written, with every service of the pipeline added to `dataflow.stages`.
+
+    An entry that the file has there wins, so it can set deadlines. Reports no mistakes: an entry
+    that is not valid is left to the section that declares it."""
+    completed = dict(run_file)
+    section: object = run_file.get("dataflow", {})
+    if not isinstance(section, Mapping):
+        return completed  # not valid; the section says so
+    dataflow = cast(Mapping[str, Any], section)
+    if not isinstance(dataflow.get("stages", ()), list | tuple):
+        return completed
+    written = [*cast(Sequence[object], dataflow.get("stages", ()))]
+    names = {_name(entry) for entry in written}
+    services = [stage for stage in _services(run_file.get("pipeline")) if stage.name not in names]
+    if services:
+        completed["dataflow"] = {**dataflow, "stages": [*written, *services]}
+    return completed
+
+
+def _services(pipeline: object) -> Iterator[StageConfig]:
+    is_mapping = isinstance(pipeline, Mapping)
+    stages = cast(Mapping[str, object], pipeline).get("stages") if is_mapping else None
+    for entry in cast(Sequence[object], stages) if isinstance(stages, list | tuple) else ():
+        try:
+            stage = PipelineStageConfig.model_validate(entry)
+        except ValidationError:
+            continue
+        if stage.is_service and stage.writes:
+            yield stage.to_stage_config()
+
+
+def _name(entry: object) -> object:
+    if isinstance(entry, StageConfig):
+        return entry.name
+    return cast(Mapping[str, object], entry).get("name") if isinstance(entry, Mapping) else None

@@ -3,29 +3,19 @@
 
 Owns their shape in the run file. Imports no task module and no workflow."""
 
-from collections.abc import Mapping
-from typing import Annotated, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated
 
-from pydantic import AfterValidator, Discriminator, Field, PositiveInt, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, PositiveInt, Tag
 
-from penstock.config.base import (
-    FUNCTION,
-    MODULE,
-    NAME,
-    Section,
-    matching,
-    non_empty,
-    quoted,
-    unknown,
-)
+from penstock.config.base import FUNCTION, MODULE, Name, Section
+from penstock.options import Contradiction, non_empty
+from penstock.plugins import quoted, unknown
 
 WORKFLOWS = ("single_turn",)
 """Built-in workflows, by name."""
 
 _PLANNED_TASK_FORMATS = (".parquet", ".csv", ".arrow")
-_NAME_FIX = "use up to 64 letters, digits, _ or -, starting with a letter or digit"
-Name = Annotated[str, AfterValidator(matching(NAME, _NAME_FIX))]
-"""Name of a policy or source."""
 
 
 def _task(value: str) -> str:
@@ -72,14 +62,10 @@ class SourceConfig(Section):
     limit: PositiveInt | None = None
     """Use only this many tasks, the first ones; null for all."""
 
-    @model_validator(mode="after")
-    def _check_single_supply(self) -> Self:
+    def _contradictions(self) -> Iterator[Contradiction]:
         if (self.task is None) is (self.session is None):
-            raise ValueError(
-                f"source {self.name} needs either task: (a module or a .jsonl file) or session: "
-                "({} for sessions of external agents)"
-            )
-        return self
+            text = f"source {self.name} needs either task: (a module or a .jsonl file) or session: "
+            yield Contradiction(text=f"{text}({{}} for sessions of external agents)", keys=((),))
 
 
 class CommandWorkflow(Section):

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.options import Contradiction, KeyPath
 from penstock.plugins import quoted, suggest
 
 
@@ -40,10 +41,15 @@ class GraphProblem:
 
     index: int
     """Position of the stage in the list."""
-    key: tuple[str | int, ...]
+    key: KeyPath
     """The key of the stage that is wrong, such as ("reads", 0)."""
     text: str
     """What is wrong and how to fix it."""
+
+    def at(self, place: KeyPath) -> Contradiction:
+        """The same as a contradiction of the section that has this stage at `place`."""
+        keys = ((*place, *self.key), (*place, self.key[0]), place)
+        return Contradiction(text=self.text, keys=keys)
 
 
 def find_edges(stages: Sequence[GraphStage]) -> tuple[Edge, ...]:
@@ -147,8 +153,6 @@ def cycles(stages: Sequence[GraphStage]) -> Iterator[GraphProblem]:
 
 def draw_path(path: Sequence[Edge]) -> str:
     """`a ─[x]─► b ─► c`: a path as one line of text."""
-    if not path:
-        return ""
     return path[0].source + "".join(f" {draw_arrow(edge.columns)} {edge.target}" for edge in path)
 
 

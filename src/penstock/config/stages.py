@@ -2,23 +2,16 @@
 """The schema of stages: of the dataflow, which lease rows, and of pipelines, which read batches.
 
 Owns which columns exist on delivery and in a batch. How stages fit together is checked in
-`stage_graph`, `row_stage_checks` and `pipeline_checks`."""
+`stage_graph`, `pipeline_checks` and `pipeline_cross_checks`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, ValidationInfo, field_validator
 
-from penstock.config.base import (
-    COLUMN,
-    FUNCTION,
-    NAME,
-    Section,
-    matching,
-    non_empty,
-    one_of,
-)
+from penstock.config.base import COLUMN, FunctionName, Name, Section, matching
 from penstock.config.builtin_stages import builtin_stage_for, check_options
+from penstock.options import non_empty
 
 INITIAL_COLUMNS = ("turns", "reward")
 """Columns a row has when it is delivered; `reward` only while no stage writes it."""
@@ -27,23 +20,19 @@ Column = Annotated[
     str, AfterValidator(matching(COLUMN, "use up to 64 letters, digits, _ - . or @"))
 ]
 Columns = Annotated[tuple[Column, ...], Field(strict=False), non_empty()]
-StageName = Annotated[
-    str, AfterValidator(matching(NAME, "use up to 64 letters, digits, _ or -, no dots"))
-]
-Tag = Annotated[str, AfterValidator(matching(NAME, "a tag has up to 64 letters, digits, _ or -"))]
-Tags = Annotated[tuple[Tag, ...], Field(strict=False), non_empty()]
+Tags = Annotated[tuple[Name, ...], Field(strict=False), non_empty()]
 
 
 class StageConfig(Section):
     """One stage: what it reads, what it writes, and how long a row may wait for it."""
 
-    name: Annotated[str, AfterValidator(matching(NAME, "use up to 64 letters, digits, _ or -"))]
+    name: Name
     """Names the consumer its workers lease rows for."""
     reads: Columns
     """Columns a row must have before the stage gets it."""
     writes: Columns
     """Columns it adds, each written once."""
-    on: Annotated[Literal["delivered", "admitted"], one_of("delivered", "admitted")] = "delivered"
+    on: Literal["delivered", "admitted"] = "delivered"
     """Rows it works on: all delivered ones, or only rows of admitted groups."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Seconds a row waits for its columns before they fail as overdue."""
@@ -82,12 +71,12 @@ class ParallelConfig(Section):
 class PipelineStageConfig(Section):
     """One stage: a function over columns of the batch, or of rows if it runs as a service."""
 
-    id: StageName
+    id: Name
     """Names the stage in plans, messages and metrics."""
-    type: Annotated[Literal["infer", "compute", "train"], one_of("infer", "compute", "train")]
+    type: Literal["infer", "compute", "train"]
     """infer runs a model or a scorer, compute a pure function over complete groups, train updates
     a model."""
-    role: StageName
+    role: Name
     """Its role: actor, critic, reference, teacher, reward, advantage, or a custom one."""
     reads: Columns
     """Columns it needs: `turns`, `reward`, or columns that other stages write."""
@@ -95,22 +84,17 @@ class PipelineStageConfig(Section):
     """Columns it adds, each once; a train stage adds none."""
     rename: Mapping[str, str] = Field(default_factory=dict[str, str])
     """Columns that fn receives under another name, like {shaped_reward: reward}."""
-    after: Annotated[tuple[StageName, ...], Field(strict=False)] = ()
+    after: Annotated[tuple[Name, ...], Field(strict=False)] = ()
     """Stages to wait for although no column flows from them."""
-    fn: (
-        Annotated[
-            str, AfterValidator(matching(FUNCTION, "write module:function, like my_dag:shape"))
-        ]
-        | None
-    ) = None
+    fn: FunctionName | None = None
     """The function it runs, as module:function; null: the built-in for its type and role."""
-    policy: StageName | None = None
+    policy: Name | None = None
     """The policy whose trainer runs it; null: all policies."""
     place: Tags | None = None
     """Tags of the hosts where it runs as a separate service; null: in the trainer."""
     parallel: ParallelConfig = ParallelConfig()
     """Ranks of its model."""
-    on: Annotated[Literal["delivered", "admitted"], one_of("delivered", "admitted")] = "delivered"
+    on: Literal["delivered", "admitted"] = "delivered"
     """Rows that a service works on: all delivered ones, or only rows of admitted groups."""
     options: Mapping[str, Any] = Field(default_factory=dict[str, Any], validate_default=True)
     """Keyword arguments of fn in addition to the columns."""

@@ -5,17 +5,13 @@ Owns their defaults and the contradictions inside each. Does not know policies, 
 and builds nothing."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from penstock.config.base import (
-    Contradiction,
-    Section,
-    one_of,
-    raise_contradictions,
-)
+from penstock.config.base import Section
 from penstock.config.pipeline import ParallelConfig
+from penstock.options import Contradiction
 
 STALENESS_BY_MODE: Mapping[str, int] = {"sync": 0, "one_step": 1, "async": 8}
 """`max_staleness` of each mode; of async only where the file gives none."""
@@ -49,9 +45,7 @@ class TrainingConfig(Section):
     """Batches to train on; the run is finished after the last."""
     learning_rate: float = Field(default=1e-6, ge=0, lt=10)
     """AdamW's peak learning rate; 0 changes nothing, which is a useful control."""
-    lr_scheduler_type: Annotated[
-        Literal["constant", "linear", "cosine"], one_of("constant", "linear", "cosine")
-    ] = "constant"
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after its peak: constant, or falling to 0 after the last step."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises evenly to its peak."""
@@ -61,9 +55,7 @@ class TrainingConfig(Section):
     """Parts a batch is cut into; one optimizer update each."""
     epochs: PositiveInt = 1
     """Passes over a batch."""
-    mode: Annotated[
-        Literal["sync", "one_step", "async"] | None, one_of("sync", "one_step", "async")
-    ] = None
+    mode: Literal["sync", "one_step", "async"] | None = None
     """Pacing by name: sync is max_staleness 0, one_step 1, async 8 or the value of max_staleness;
     null: the value of max_staleness."""
     max_staleness: NonNegativeInt = 1
@@ -76,7 +68,7 @@ class TrainingConfig(Section):
     """AdamW's weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
-    precision: Annotated[Literal["float32", "bfloat16"], one_of("float32", "bfloat16")] = "float32"
+    precision: Literal["float32", "bfloat16"] = "float32"
     """Of activations; weights and optimizer stay in float32. bfloat16 is faster where the processor
     has instructions for it, and on others slower."""
     micro_batch_tokens: PositiveInt = 4096
@@ -93,11 +85,6 @@ class TrainingConfig(Section):
         if not isinstance(mode, str) or mode not in STALENESS_BY_MODE:
             return written
         return {"max_staleness": STALENESS_BY_MODE[mode], **written}
-
-    @model_validator(mode="after")
-    def _check_consistency(self) -> Self:
-        raise_contradictions(self._contradictions())
-        return self
 
     @property
     def _matches_mode(self) -> bool:

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from penstock.config.base import OBJECT_STORES, Section, is_url, one_of, quoted
+from penstock.config.base import OBJECT_STORES, Section, is_url
+from penstock.plugins import quoted
 
 
 def _read_mirror(value: object) -> object:
@@ -19,7 +20,7 @@ def _read_mirror(value: object) -> object:
 class WeightsConfig(Section):
     """How versions are stored and transferred."""
 
-    transfer: Annotated[Literal["auto", "delta", "full"], one_of("auto", "delta", "full")] = "auto"
+    transfer: Literal["auto", "delta", "full"] = "auto"
     """What nodes fetch: auto picks the faster one by the measured speed of the link, delta fetches
     changes whenever they are smaller, full always fetches complete files."""
     mirror: Annotated[str, BeforeValidator(_read_mirror)] = ""

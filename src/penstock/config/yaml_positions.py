@@ -10,7 +10,8 @@ from typing import cast
 
 import yaml
 
-from penstock.config.base import KeyPath, quoted
+from penstock.options import KeyPath
+from penstock.plugins import quoted
 
 MAX_DEPTH = 32
 """Deepest nesting; the schema needs seven levels."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.config import RunConfig, changed, differences, identity
+from penstock.config import RunConfig, config_changes, identity, identity_changes
 from penstock.dataflow.client.dataflow import StatusClient
 from penstock.dataflow.sources import are_same_tasks, preferred_digest
 from penstock.errors import ConfigError, LaunchError
@@ -128,14 +128,17 @@ def _claim_folder(
     record if the run is already complete."""
     is_new = not folder.config_file.exists()
     known = config if is_new else folder.last_started_config() or folder.read_config()
-    changes = [*changed(identity(known), identity(config)), *_changed_sources(folder, sources)]
+    changes = [
+        *identity_changes(identity(known), identity(config)),
+        *_changed_sources(folder, sources),
+    ]
     if changes and not accept_changes:
         listed = "\n".join(f"    {change}" for change in changes)
         raise ConfigError(
             f"{folder.path} was started with a different config or dataset:\n{listed}\n"
             "  Use another `name`, or pass --accept-changes to resume anyway"
         )
-    if changes or differences(known, config):
+    if changes or config_changes(known, config):
         folder.clear_finish()  # first: killed between the two, the new config is not finished
     folder.write_config(config)
     folder.write_last_started_config(config)

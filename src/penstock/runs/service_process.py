@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 from penstock.config import RunConfig, StageConfig
-from penstock.config.base import did_you_mean
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.errors import ConfigError
 from penstock.fleet.processes import exit_with_parent
 from penstock.fleet.run_folder import Endpoints, RunFolder
 from penstock.fleet.services import TOKEN_ENV, TOKEN_TTL_S
+from penstock.plugins import did_you_mean
 from penstock.wire.auth import Role
 
 

@@ -25,7 +25,7 @@ import structlog
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.config import changed
+from penstock.config import identity_changes
 from penstock.errors import ConfigError, Fenced, StoreError
 from penstock.trainer.checkpoint_manifest import (
     Checkpoint,
@@ -155,7 +155,7 @@ class Checkpoints:
     def changes(self, found: Checkpoint) -> list[str]:
         """Config changes since this one was saved; empty if its config was not recorded."""
         saved = found.state.config
-        return changed(self._complete_config(saved), self._config) if saved else []
+        return identity_changes(self._complete_config(saved), self._config) if saved else []
 
     def is_due(self, cursor: Cursor) -> bool:
         return cursor.number >= self.last.cursor.number + self._every

@@ -11,8 +11,8 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from penstock.config import RunConfig, identity
-from penstock.config.base import KeyPath
 from penstock.config.error_messages import path_text
+from penstock.options import KeyPath
 
 _NOTHING = object()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from penstock.config import RunConfig, demo, dump
+from penstock.config import RunConfig, demo_config, dump
 from penstock.dataflow.core.leasing import (
     DeliveryStatus,
     Grant,
@@ -59,7 +59,7 @@ Choose = Callable[[Grant], OutcomeKind]
 
 def small_config() -> RunConfig:
     """Batches of 3 groups of 4, so a ledger is made in a second."""
-    config = demo(0)
+    config = demo_config(0)
     return config.model_copy(
         update={
             "algorithm": config.algorithm.model_copy(update={"num_generations": 4}),

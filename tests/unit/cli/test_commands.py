@@ -16,7 +16,7 @@ import pytest
 
 from penstock.cli import main as command_line
 from penstock.cli.main import COMMANDS, build, main
-from penstock.config import demo, load
+from penstock.config import demo_config, load
 from penstock.errors import Forbidden
 from penstock.fleet.processes import cpu_s
 from penstock.fleet.run_folder import FinishRecord, RunFolder
@@ -46,7 +46,7 @@ def run_main(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str,
 def run_folder(tmp_path: Path) -> RunFolder:
     """A run that was started once."""
     folder = RunFolder(tmp_path / "outputs" / "reverse")
-    folder.write_config(demo(0))
+    folder.write_config(demo_config(0))
     folder.allocate_endpoints(tmp_path, ())
     Signer.create(folder.keys, "reverse")
     return folder
@@ -281,7 +281,7 @@ def test_a_changed_config_is_rejected_with_the_differences(
     assert code == 1
     assert "training.epochs: 1 -> 2" in err
     assert "--accept-changes" in err
-    assert run_folder.read_config() == demo(0)
+    assert run_folder.read_config() == demo_config(0)
 
 
 def test_a_running_run_is_rejected_with_the_pid_of_its_launcher(

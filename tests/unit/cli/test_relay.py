@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
-from penstock.config import demo
+from penstock.config import demo_config
 from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Audience, Role, Signer, Verifier
 
@@ -23,7 +23,7 @@ AWAY = "http://127.0.0.1:1"
 def folder(tmp_path: Path) -> RunFolder:
     """A run that was started once."""
     folder = RunFolder(tmp_path / "run")
-    folder.write_config(demo(0))
+    folder.write_config(demo_config(0))
     folder.allocate_endpoints(tmp_path, ())
     Signer.create(folder.keys, RUN)
     return folder

@@ -14,7 +14,7 @@ from tests.contract.dataflow_server import serving
 from tests.unit.dataflow.report.report_factories import figures
 
 from penstock.cli.main import main
-from penstock.config import demo
+from penstock.config import demo_config
 from penstock.dataflow.report.build import make_report
 from penstock.dataflow.report.figures import BalanceSettings
 from penstock.dataflow.report.shape import BalanceReport
@@ -34,7 +34,7 @@ async def _report(call: Call) -> BalanceReport:
 def folder(tmp_path: Path) -> RunFolder:
     """A run that was started once."""
     made = RunFolder(tmp_path / "outputs" / "reverse")
-    made.write_config(demo(0))
+    made.write_config(demo_config(0))
     made.allocate_endpoints(tmp_path, ())
     Signer.create(made.keys, "reverse")
     return made

@@ -15,7 +15,7 @@ from tests.unit.weights.version_history import WEIGHTS, VersionHistory
 
 from penstock.cli.output import format_bytes, table
 from penstock.cli.weights_format import percent, shorten
-from penstock.config import demo
+from penstock.config import demo_config
 from penstock.fleet.run_folder import RunFolder
 from penstock.types import PolicyName
 from penstock.weights.manifest import encode_manifest, make_manifest, parse_manifest
@@ -31,7 +31,7 @@ class Run:
 
     def __init__(self, tmp_path: Path) -> None:
         self.folder = RunFolder(tmp_path / "reverse")
-        self.folder.write_config(demo(0))
+        self.folder.write_config(demo_config(0))
         self.history = VersionHistory(self.folder.weights)
         self.history.add_versions(5)
         self.store = self.history.store
@@ -150,7 +150,7 @@ def test_several_versions_of_one_number_are_all_listed(run: Run, weights: Any) -
 
 def test_a_store_without_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(tmp_path / "reverse")
-    folder.write_config(demo(0))
+    folder.write_config(demo_config(0))
     for verb, words in (("ls", []), ("show", ["0"]), ("verify", []), ("diff", ["0", "1"])):
         code, out, err = run_main(capsys, "weights", verb, str(folder.path), *words)
         assert (code, out) == (1, "")

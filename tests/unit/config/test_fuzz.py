@@ -9,11 +9,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import RunConfig, demo, dump
+from penstock.config import RunConfig, demo_config, dump
 from penstock.config.loader import parse
 from penstock.errors import ConfigError
 
-VALID_CONFIG = dump(demo(0))
+VALID_CONFIG = dump(demo_config(0))
 LINE = re.compile(r"(run\.yaml:\d+: |override \").+")
 
 JUNK = st.recursive(

@@ -14,7 +14,7 @@ from penstock.config import (
     Hook,
     RunConfig,
     SurvivorsClosing,
-    demo,
+    demo_config,
     load,
 )
 from penstock.errors import ConfigError
@@ -301,7 +301,7 @@ def test_configs_are_frozen(example: str, load_text: LoadText) -> None:
 
 @pytest.mark.parametrize("seed", [0, 4])
 def test_demo(seed: int) -> None:
-    config = demo(seed)
+    config = demo_config(seed)
     assert config.seed == seed
     assert (config.training.steps, config.algorithm.num_generations) == (130, 16)
     assert config.sampling.max_tokens == 3
@@ -310,7 +310,7 @@ def test_demo(seed: int) -> None:
 
 def test_demo_refuses_a_bad_seed() -> None:
     with pytest.raises(ConfigError, match="seed: -1 is out of range"):
-        demo(-1)
+        demo_config(-1)
 
 
 def test_import_is_quick_and_brings_no_torch() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.config.conftest import LoadStages, LoadText
 
-from penstock.config import AlgorithmConfig, Hook, RunConfig, StageConfig, digest, dump
+from penstock.config import AlgorithmConfig, Hook, RunConfig, StageConfig, dump, identity
 from penstock.config.algorithms import builtin_algorithms
 from penstock.config.loader import parse
 from penstock.errors import ConfigError
@@ -45,7 +45,7 @@ def test_a_pipeline_is_kept_as_it_was_written(load_stages: LoadStages) -> None:
     assert config.pipeline is not None
     assert [stage.id for stage in config.pipeline.stages] == ["advantage", "train"]
     again = parse(dump(config), origin="config.yaml")
-    assert again == config and digest(again) == digest(config)
+    assert again == config and identity(again) == identity(config)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from penstock.config import (
     RunConfig,
-    changed,
-    demo,
-    differences,
-    digest,
+    config_changes,
+    demo_config,
     dump,
     identity,
+    identity_changes,
     load,
     run_dir,
 )
@@ -81,32 +80,27 @@ def configs(draw: st.DrawFn) -> RunConfig:
 def test_reading_a_dump_gives_an_equal_config(config: RunConfig) -> None:
     again = parse(dump(config), origin="config.yaml")
     assert again == config
-    assert digest(again) == digest(config)
-    assert differences(config, again) == []
+    assert identity(again) == identity(config)
+    assert config_changes(config, again) == []
     assert dump(again) == dump(config)
 
 
 def test_dump_survives_a_file(tmp_path: Path) -> None:
-    config = demo(3)
+    config = demo_config(3)
     path = tmp_path / "config.yaml"
     path.write_text(dump(config), encoding="utf-8")
     assert load(path) == config
 
 
-def test_digest_is_the_same_in_every_process() -> None:
-    assert digest(demo(0)) == digest(demo(0))
-    assert len(digest(demo(0))) == 64
-
-
 def test_writing_out_a_default_changes_nothing(example: str, load_text: LoadText) -> None:
     written_out = load_text(example, ["sampling.top_p=1", "models.policy.capacity=256"])
-    assert digest(load_text(example)) == digest(written_out)
+    assert identity(load_text(example)) == identity(written_out)
 
 
 def test_moving_the_folder_changes_nothing(example: str, load_text: LoadText) -> None:
     here, there = load_text(example), load_text(example, ["output_dir=/elsewhere"])
-    assert digest(here) == digest(there)
-    assert differences(here, there) == []
+    assert identity(here) == identity(there)
+    assert config_changes(here, there) == []
 
 
 def test_differences_name_keys_and_values(example: str, load_text: LoadText) -> None:
@@ -115,8 +109,8 @@ def test_differences_name_keys_and_values(example: str, load_text: LoadText) -> 
         example,
         ["training.steps=81", "reward=null", "models.b={init: x}", "dataflow.rules=[{admit: all}]"],
     )
-    assert digest(old) != digest(new)
-    found = differences(old, new)
+    assert identity(old) != identity(new)
+    found = config_changes(old, new)
     assert "training.steps: 80 -> 81" in found
     assert 'reward: "penstock.tasks.reverse:reward" -> null' in found
     assert 'models.b.init: (absent) -> "x"' in found
@@ -129,11 +123,11 @@ def test_what_may_change_freely_is_no_part_of_what_a_run_is(
 ) -> None:
     old = load_text(example)
     free = ["training.steps=81", "models.policy.capacity=9", "dataflow.lease.ttl_s=3"]
-    assert digest(load_text(example, free)) == digest(old)
-    assert len(differences(old, load_text(example, free))) == 3
+    assert identity(load_text(example, free)) == identity(old)
+    assert len(config_changes(old, load_text(example, free))) == 3
     for name in ("training.learning_rate=1", "seed=5", "algorithm.epsilon=0.3", "reward=null"):
-        assert digest(load_text(example, [*free, name])) != digest(old), name
-        (found,) = changed(identity(old), identity(load_text(example, [*free, name])))
+        assert identity(load_text(example, [*free, name])) != identity(old), name
+        (found,) = identity_changes(identity(old), identity(load_text(example, [*free, name])))
         assert found.startswith(name.partition("=")[0])
 
 
@@ -144,23 +138,23 @@ def test_steps_are_free_while_the_learning_rate_stays(
 ) -> None:
     more, falls = f"{where}.steps=81", f"{where}.lr_scheduler_type={shape}"
     same = f"{where}.steps=80"
-    assert digest(load_text(example, [more])) == digest(load_text(example, [same]))
+    assert identity(load_text(example, [more])) == identity(load_text(example, [same]))
     old, new = (load_text(example, [falls, steps]) for steps in (same, more))
-    assert digest(old) != digest(new)
-    (found,) = changed(identity(old), identity(new))
+    assert identity(old) != identity(new)
+    (found,) = identity_changes(identity(old), identity(new))
     key = f"{where}.lr_scheduler_type"
     assert found == (f'{key}: "{shape}" over 80 training.steps -> "{shape}" over 81 training.steps')
     assert identity(parse(dump(old), origin="x")) == identity(old)
 
 
 def test_run_dir() -> None:
-    assert run_dir(demo(0)) == Path("outputs/reverse")
+    assert run_dir(demo_config(0)) == Path("outputs/reverse")
 
 
 def test_the_password_of_a_store_is_kept_nowhere() -> None:
     with_it, without = (
         parse(
-            dump(demo(0)),
+            dump(demo_config(0)),
             origin="x",
             overrides=[f"dataflow.store={url}", "dataflow.payload=s3://bucket/run"],
         )
@@ -171,7 +165,7 @@ def test_the_password_of_a_store_is_kept_nowhere() -> None:
     )
     assert "cret" not in dump(with_it)
     assert parse(dump(with_it), origin="x") == without
-    assert digest(with_it) == digest(without) and differences(with_it, without) == []
+    assert identity(with_it) == identity(without) and config_changes(with_it, without) == []
     assert password_in(with_it.dataflow.store) == "se/cret"
     assert password_in(without.dataflow.store) == password_in("sqlite") == ""
     assert without_password("postgresql:///runs") == "postgresql:///runs"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.dataflow.core.test_version_gate import A, lineage, live
 
-from penstock.config import RunConfig, demo
+from penstock.config import RunConfig, demo_config
 from penstock.dataflow.core.version_gate import VersionGate
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import IncarnationRecord
@@ -113,7 +113,7 @@ def test_versions_made_again_bit_for_bit_are_one_version_over_any_number_of_live
     ],
 )
 def test_what_cannot_be_deterministic_is_refused(section: str, change: object) -> None:
-    values = {**demo(0).model_dump(mode="json"), "deterministic": True}
+    values = {**demo_config(0).model_dump(mode="json"), "deterministic": True}
     assert RunConfig.model_validate(values).deterministic
     with pytest.raises(ValueError, match=r"deterministic|is not deterministic|remove it"):
         RunConfig.model_validate({**values, section: change})

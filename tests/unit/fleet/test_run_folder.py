@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import demo
+from penstock.config import demo_config
 from penstock.errors import ConfigError, Forbidden, LaunchError
 from penstock.fleet.run_folder import (
     LOOPBACK,
@@ -126,7 +126,7 @@ def test_config_and_finish_are_kept(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     with pytest.raises(ConfigError, match="not a run folder"):
         RunFolder.open_existing(tmp_path / "r")
-    config = demo(3)
+    config = demo_config(3)
     folder.write_config(config)
     assert RunFolder.open_existing(tmp_path / "r").read_config() == config
     assert folder.finish() is None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import RunConfig, demo
+from penstock.config import RunConfig, demo_config
 from penstock.config.store_password import PASSWORD_ENV
 from penstock.fleet.run_folder import RunFolder
 from penstock.fleet.services import TOKEN_ENV, ServiceKind, local_services
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def test_the_demo_has_two_servers_a_trainer_and_two_nodes(folder: RunFolder) -> None:
-    services = local_services(demo(0), folder)
+    services = local_services(demo_config(0), folder)
     assert [(service.name, service.kind) for service in services] == [
         ("dataflow", ServiceKind.SERVER),
         ("weights", ServiceKind.SERVER),
@@ -33,7 +33,7 @@ def test_the_demo_has_two_servers_a_trainer_and_two_nodes(folder: RunFolder) -> 
 
 
 def test_every_policy_has_its_own_trainer_and_nodes(folder: RunFolder) -> None:
-    config = demo(0)
+    config = demo_config(0)
     model = config.models["policy"]
     two = RunConfig.model_validate(
         {**config.model_dump(), "models": {"a": model.model_dump(), "b": model.model_dump()}}
@@ -48,7 +48,7 @@ def test_tokens_are_in_environments_and_never_in_commands(
     monkeypatch.setenv(TOKEN_ENV, "the user's own")
     verifier = Signer.read(folder.keys, "reverse").verifier(Audience.DATAFLOW)
     roles: dict[str, Role | None] = {}
-    for service in local_services(demo(0), folder):
+    for service in local_services(demo_config(0), folder):
         env = service.build_env()
         assert not any("penstock1." in word for word in service.command)
         assert env["OMP_NUM_THREADS"] == "1"
@@ -66,7 +66,7 @@ def test_only_services_with_a_ledger_get_the_password_of_the_store(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(PASSWORD_ENV, raising=False)
-    config = demo(0)
+    config = demo_config(0)
     flow = config.dataflow.model_copy(
         update={"store": "postgresql://me:secret@127.0.0.1/runs", "partitions": 2}
     )

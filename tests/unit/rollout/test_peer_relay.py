@@ -22,7 +22,7 @@ from tests.unit.weights.relay_doubles import origin
 from tests.unit.weights.snapshot_folders import contents
 from tests.unit.weights.weight_servers import listening
 
-from penstock.config import demo
+from penstock.config import demo_config
 from penstock.dataflow.service.nodes.messages import NodeDirectives
 from penstock.fleet.run_folder import Endpoints, RunFolder
 from penstock.weights.serving.server import build
@@ -47,7 +47,7 @@ async def process(env: Mapping[str, str], *words: str) -> AsyncGenerator[Process
 
 def run_folder(path: Path, dataflow: FakeDataflow) -> None:
     """The files of a started run that `penstock rollout` needs."""
-    config = demo(0)
+    config = demo_config(0)
     models = {"policy": config.models["policy"].model_copy(update={"engine": "scripted"})}
     RunFolder(path).write_config(config.model_copy(update={"name": RUN, "models": models}))
     endpoints = Endpoints(dataflow=dataflow.url, weights="http://127.0.0.1:1", work_dir=str(path))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import RunConfig, demo
+from penstock.config import RunConfig, demo_config
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import FinishRecord, LauncherRecord, RunFolder
 from penstock.fleet.services import ServiceKind, ServiceSpec
@@ -34,9 +34,9 @@ def test_a_kill_while_changes_are_accepted_does_not_mark_the_run_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     folder = RunFolder(tmp_path / "r")
-    folder.write_config(demo(0))
+    folder.write_config(demo_config(0))
     folder.write_finish(FinishRecord(finished_at=1.0, steps=2, trajectories=3))
-    assert start(folder, demo(0)).was_finished
+    assert start(folder, demo_config(0)).was_finished
 
     def die(*_: object) -> None:
         raise KeyboardInterrupt
@@ -46,12 +46,12 @@ def test_a_kill_while_changes_are_accepted_does_not_mark_the_run_finished(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RunFolder, moment, die)
-        start(folder, demo(1), accept_changes=True)
+        start(folder, demo_config(1), accept_changes=True)
     monkeypatch.setattr(Signer, "create", started)
     with pytest.raises(ConfigError, match="different config or dataset"):
-        start(folder, demo(1))
+        start(folder, demo_config(1))
     with pytest.raises(Started):
-        start(folder, demo(1), accept_changes=True)
+        start(folder, demo_config(1), accept_changes=True)
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def with_changes(config: RunConfig, **training: object) -> RunConfig:
 @pytest.mark.usefixtures("started")
 def test_settings_that_may_change_on_resume_are_accepted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
-    folder.write_config(demo(0))
+    folder.write_config(demo_config(0))
     folder.write_finish(FinishRecord(finished_at=1.0, steps=2, trajectories=3))
-    longer = with_changes(demo(0), steps=999, checkpoint_every=3)
+    longer = with_changes(demo_config(0), steps=999, checkpoint_every=3)
     with pytest.raises(Started):
         start(folder, longer)  # not finished any more
     assert folder.read_config() == longer == folder.last_started_config()
@@ -84,8 +84,8 @@ def test_settings_that_may_change_on_resume_are_accepted(tmp_path: Path) -> None
 def test_a_config_edited_by_hand_in_the_run_folder_is_noticed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
     with pytest.raises(Started):
-        start(folder, demo(0))
-    edited = with_changes(demo(0), learning_rate=0.5)
+        start(folder, demo_config(0))
+    edited = with_changes(demo_config(0), learning_rate=0.5)
     folder.write_config(edited)
     with pytest.raises(ConfigError, match=r"training\.learning_rate: 0\.002 -> 0\.5"):
         start(folder, edited)
@@ -101,7 +101,7 @@ def test_a_changed_dataset_is_rejected_until_it_is_accepted(tmp_path: Path) -> N
 
     def begin(digest: str, *, accept_changes: bool = False) -> None:
         with pytest.raises(Started):
-            launch(demo(0), folder, sources={"train": digest}, accept_changes=accept_changes)
+            launch(demo_config(0), folder, sources={"train": digest}, accept_changes=accept_changes)
 
     begin("a")
     begin("a")
@@ -169,7 +169,7 @@ def test_a_launch_installs_no_signal_handlers_and_prints_nothing(
 
     stop = StopRequest()
     display = Spy(stop)
-    result = launch(demo(0), RunFolder(tmp_path / "r"), display=display, stop=stop)
+    result = launch(demo_config(0), RunFolder(tmp_path / "r"), display=display, stop=stop)
     assert (result.signal, result.finished) == (signal.SIGTERM, False)
     assert seen and all(handlers == before for handlers in seen)
     assert display.is_closed and any("stopping" in note for note in display.notes)
@@ -185,7 +185,7 @@ def test_a_launch_that_is_stopped_before_it_starts_runs_nothing(
 
     monkeypatch.setattr("penstock.runs.launch.local_services", refuse)
     stop = StopRequest(number=signal.SIGINT)
-    result = launch(demo(0), RunFolder(tmp_path / "r"), stop=stop)
+    result = launch(demo_config(0), RunFolder(tmp_path / "r"), stop=stop)
     assert (result.signal, result.finished) == (signal.SIGINT, False)
 
 
@@ -200,6 +200,6 @@ def test_pids_that_cannot_be_recorded_do_not_end_the_run(
     monkeypatch.setattr(RunFolder, "write_launcher", full)
     stop = StopRequest()
     display = StopAtFirstUpdate(stop)
-    result = launch(demo(0), RunFolder(tmp_path / "r"), display=display, stop=stop)
+    result = launch(demo_config(0), RunFolder(tmp_path / "r"), display=display, stop=stop)
     assert result.signal == signal.SIGTERM
     assert any("cannot record process ids" in note for note in display.notes)

@@ -20,7 +20,7 @@ LAUNCH = """
 import sys
 from pathlib import Path
 import penstock.runs.launch as launching
-from penstock.config import demo
+from penstock.config import demo_config
 from penstock.errors import LaunchError
 from penstock.fleet.run_folder import RunFolder
 from penstock.fleet.services import ServiceKind, ServiceSpec
@@ -37,7 +37,7 @@ class Stop:
 
 launching.local_services = services
 stop = launching.StopRequest()
-result = launching.launch(demo(0), RunFolder(Path(sys.argv[1])), display=Stop(), stop=stop)
+result = launching.launch(demo_config(0), RunFolder(Path(sys.argv[1])), display=Stop(), stop=stop)
 assert result.signal == 15 and not result.finished
 """
 FORK = """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.unit.trainer.doubles import POLICY, MemoryDataflow, random_batch
 
-from penstock.config import RunConfig, demo
+from penstock.config import RunConfig, demo_config
 from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.trainers.messages import (
     BatchRequest,
@@ -129,7 +129,7 @@ def train(dataflow: MemoryDataflow, tmp_path: Path, config: RunConfig) -> int:
 
 def test_a_whole_run_over_http(tmp_path: Path) -> None:
     dataflow = MemoryDataflow(batches=[random_batch(0, seq=seq) for seq in (1, 2)])
-    assert train(dataflow, tmp_path, demo(0)) == 0
+    assert train(dataflow, tmp_path, demo_config(0)) == 0
     assert (dataflow.number, dataflow.seq) == (2, 2)
     assert dataflow.retained == ((0, 0), (2, 2))
     folders = {path.name for path in (tmp_path / "checkpoints").iterdir()}
@@ -145,7 +145,7 @@ def test_a_replaced_trainer_exits_with_its_own_code(tmp_path: Path) -> None:
             super().commit(POLICY, seq, body)
 
     dataflow = Replaced(batches=[random_batch(0)])
-    assert train(dataflow, tmp_path, demo(0)) == EXIT_FENCED
+    assert train(dataflow, tmp_path, demo_config(0)) == EXIT_FENCED
     assert local.EXIT_FENCED == EXIT_FENCED, "what the launcher must not start again"
     assert dataflow.commits == []
 
@@ -155,7 +155,7 @@ def test_a_trainer_stops_also_while_the_dataflow_is_away(tmp_path: Path) -> None
     threading.Timer(1.0, told.set).start()
     began_at = time.monotonic()
     code = run_trainer(
-        demo(0),
+        demo_config(0),
         POLICY,
         url="http://127.0.0.1:9",
         token="token",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.config.algorithms import CLIP_KEYS, Algorithm
-from penstock.config.base import Contradiction
+from penstock.options import Contradiction
 from penstock.trainer.losses.clipped import clip_bounds
 from penstock.trainer.losses.ratios import (
     RatioAgainst,

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import PositiveInt
 
-from penstock.config.base import Contradiction, one_of
 from penstock.config.builtin_stages import Axis, stage_function
+from penstock.options import Contradiction, one_of
 from penstock.trainer.advantages.overlong import Overlong, OverlongPenalty
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues
 

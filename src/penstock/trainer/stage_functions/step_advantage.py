@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from penstock.config.base import one_of
 from penstock.config.builtin_stages import Axis, stage_function
+from penstock.options import one_of
 from penstock.trainer.advantages.credit import Combine, Turns, combine_returns, compare_turns
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues, TokenValues, TrainedTurns
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from penstock.config.report import ReportConfig
+from penstock.config.dataflow import ReportConfig
 from penstock.dataflow.core.groups import Node
 from penstock.dataflow.core.leasing import LiveVersion, NodeState
 from penstock.dataflow.records import NodeRecord

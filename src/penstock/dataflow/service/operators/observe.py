@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import msgspec
 
-from penstock.config.report import ReportConfig
+from penstock.config.dataflow import ReportConfig
 from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.groups import Node
 from penstock.dataflow.core.leasing import NodeState
