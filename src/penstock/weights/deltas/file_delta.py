@@ -3,14 +3,13 @@
 
 Two files have the same layout if all bytes except their weights are equal; there is no delta
 between other files. Files are memory-mapped, so little more than one tensor is in memory. The
-result of `apply_delta` is not verified: the caller must hash it before use.
+result of `apply_in_place` is not verified: the caller must hash it before use.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import shutil
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,12 +42,6 @@ def _tensors(layout: Layout, old: memoryview, now: memoryview) -> Iterator[Tenso
     for name, byte_range in layout.byte_ranges.items():
         here = slice(byte_range.start, byte_range.end)
         yield name, ITEM_BYTES[byte_range.dtype], old[here], now[here]
-
-
-def apply_delta(base: Path, delta: BinaryIO, made: Path, *, base_blob: str) -> None:
-    """Create the target file from a copy of the verified base."""
-    shutil.copyfile(base, made)
-    apply_in_place(made, delta, base_blob=base_blob)
 
 
 def apply_in_place(made: Path, delta: BinaryIO, *, base_blob: str) -> None:
