@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -47,24 +47,16 @@ def _tensors(layout: Layout, old: memoryview, now: memoryview) -> Iterator[Tenso
 def apply_in_place(made: Path, delta: BinaryIO, *, base_blob: str) -> None:
     """Turn a file that contains the delta's base into its target."""
     layout = layout_of(made)
-    sizes = {name: byte_range.num_bytes for name, byte_range in layout.byte_ranges.items()}
-    header, frames = read_delta(delta, sizes)
+    header, frames = read_delta(delta, layout.sizes)
     if header.base != base_blob:
         raise WeightsError(
             f"the delta has base {header.base[:12]}, but {made.name} is {base_blob[:12]}"
         )
     with _mapped(made, is_writable=True) as raw:
-        tensors = _views(layout, raw)
         for frame in frames:
-            here = [tensors[name] for name in frame.names]
+            ranges = [layout.byte_ranges[name] for name in frame.names]
+            here = [raw[found.start : found.end] for found in ranges]
             apply_payload(frame.payload, here, frame.item_bytes)
-
-
-def _views(layout: Layout, raw: memoryview) -> Mapping[str, memoryview]:
-    return {
-        name: raw[byte_range.start : byte_range.end]
-        for name, byte_range in layout.byte_ranges.items()
-    }
 
 
 @contextmanager

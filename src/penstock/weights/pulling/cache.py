@@ -52,10 +52,6 @@ class BlobCache:
                     return
             await asyncio.sleep(LOCK_POLL_S)
 
-    def has(self, file: FileEntry) -> bool:
-        """A file with this name exists; `check` verifies it."""
-        return (self._blobs / file.blob).exists()
-
     def check(self, file: FileEntry) -> Scan | None:
         """Verify the cached blob; None if it is missing or damaged."""
         path = self._blobs / file.blob
