@@ -7,6 +7,8 @@ the types of a table row while it converts it.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import lru_cache
 from typing import TypeVar
 
 import msgspec
@@ -271,25 +273,21 @@ class MessageBody(msgspec.Struct, frozen=True):
     record: _GroupRef = _GroupRef()
 
 
-def decode_map(text: str, kind: type[T], known: dict[str, T]) -> T | None:
-    """Decode a JSON column; the few distinct texts of a run are decoded once."""
-    if text not in known:
-        try:
-            known[text] = msgspec.json.decode(text, type=kind)
-        except msgspec.MsgspecError:
-            return None
-    return known[text]
+@lru_cache(maxsize=4096)  # most columns of a run have few distinct texts
+def decode_json(text: str, kind: type[T]) -> T | None:
+    """Decode a JSON column; None if it is damaged."""
+    with suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(text, type=kind)
+    return None
 
 
 def decode_manifest(batch: Batch) -> Manifest | None:
-    try:
+    with suppress(msgspec.MsgspecError):
         return msgspec.msgpack.decode(batch.manifest, type=Manifest)
-    except msgspec.MsgspecError:
-        return None
+    return None
 
 
 def decode_body(message: Message) -> MessageBody | None:
-    try:
+    with suppress(msgspec.MsgspecError):
         return msgspec.msgpack.decode(message.body, type=MessageBody)
-    except msgspec.MsgspecError:
-        return None
+    return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from penstock.audit.evidence import Evidence
 from penstock.audit.payloads import PayloadSummary
-from penstock.audit.records import SCORED, Lease, Row, decode_map
+from penstock.audit.records import SCORED, Lease, Row, decode_json
 from penstock.audit.report import Check, Violations
 
 LEASE_END_BY_OUTCOME = {
@@ -89,7 +89,6 @@ def check_sampled(evidence: Evidence) -> Check:
     """Every trainable token was sampled by the policy it counts for, under a published version."""
     violations = Violations("sampled_by_policy")
     published = {(v.policy, v.incarnation, v.number) for v in evidence.coordinator_after.versions}
-    counts: dict[str, dict[str, int]] = {}
     for row in evidence.rows.values():
         content = evidence.contents[row.row_id]
         if content.damage or content.is_freed:
@@ -102,7 +101,7 @@ def check_sampled(evidence: Evidence) -> Check:
                     violations.add(
                         row.row_id, f"{policy}@{incarnation}.{number} was never published"
                     )
-        if content.sampled != decode_map(row.sampled, dict[str, int], counts):
+        if content.sampled != decode_json(row.sampled, dict[str, int]):
             violations.add(
                 row.row_id, f"counted as {row.sampled}; its payload has {content.sampled}"
             )
