@@ -74,6 +74,10 @@ RULES = (
 )
 
 
+FIRST_FAULTS = ("lease-repeated", "delivery-repeated", "fenced-dropped", "rejoin-when-unknown")
+"""Rules whose faults are injected while the first version is live."""
+
+
 class RolloutExaminer:
     def __init__(self, double: DataflowDouble) -> None:
         self.verdicts = RuleVerdicts(RULES)
@@ -118,15 +122,7 @@ class RolloutExaminer:
     @property
     def has_seen_all_faults(self) -> bool:
         """Whether every fault of the first version has been exercised."""
-        return all(
-            self.verdicts.has_result(rule)
-            for rule in (
-                "lease-repeated",
-                "delivery-repeated",
-                "fenced-dropped",
-                "rejoin-when-unknown",
-            )
-        )
+        return all(map(self.verdicts.has_result, FIRST_FAULTS))
 
     @property
     def has_fetched_wrong_tensor(self) -> bool:
@@ -261,9 +257,10 @@ class RolloutExaminer:
         body: DeliveryRequest = call.body
         for delivery in body.deliveries:
             row_id = delivery.row_id
-            for rule_check in check_row(delivery, self._leases.get(row_id), self._node_id):
-                self.verdicts.check(rule_check.rule, not rule_check.wrong, rule_check.wrong)
             trajectory = read_row(delivery)
+            lease = self._leases.get(row_id)
+            for rule, wrong in check_row(delivery, trajectory, lease, self._node_id):
+                self.verdicts.check(rule, not wrong, f"row {row_id[:80]}: {wrong}")
             if isinstance(trajectory, Trajectory):
                 self._check_versions(trajectory)
             payload = bytes(delivery.payload)

@@ -149,9 +149,8 @@ class _DigestingReader:
         while num_bytes > 0:
             piece = self.read_up_to(min(num_bytes, PIECE_BYTES))
             if not piece:
-                raise WeightsError(
-                    f"{self.name} is truncated {where or f'at byte {self.num_bytes}'}"
-                )
+                where = where or f"at byte {self.num_bytes}"
+                raise WeightsError(f"{self.name} is truncated {where}")
             yield piece
             num_bytes -= len(piece)
 
