@@ -243,7 +243,7 @@ class _Pull:
             self.transfer,
             delta_bytes=sum(step.bytes for step in steps),
             file_bytes=file.bytes,
-            link_bytes_per_s=weight_server.bytes_per_s,
+            link_bytes_per_s=weight_server.link.speed.bytes_per_s,
             rebuild_bytes_per_s=self.rebuild_speed.bytes_per_s,
         )
         if not is_faster:

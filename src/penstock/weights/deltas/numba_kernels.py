@@ -140,18 +140,11 @@ def _compile(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
     read, read_words = source(bits), source(numba.uint64)
     read_bytes, read_places = source(numba.uint8), source(numba.int64)
     out, out_bytes, out_places = bits[::1], numba.uint8[::1], numba.int64[::1]
-    numbers = numba.int32[::1]
+    number, numbers = numba.int64, numba.int32[::1]
     found = (numbers, numbers, out_bytes, out_places, out_bytes, out)
     arguments = {
         _find: (read_words, read_words, read, read, *found),
-        _decode_positions: (
-            read_bytes,
-            read_places,
-            read_bytes,
-            numba.int64,
-            numba.int64,
-            out_places,
-        ),
+        _decode_positions: (read_bytes, read_places, read_bytes, number, number, out_places),
         _decode_zigzags: (read_bytes, read, out),
         _apply: (out, read_places, read),
     }[loop]

@@ -54,12 +54,8 @@ class Changes:
     @property
     def num_bytes(self) -> int:
         """Memory of these changes, about the size of their streams before compression."""
-        return (
-            self.num_changed
-            + self.num_changed // 4
-            + self.long_gaps.nbytes
-            + self.large_codes.nbytes
-        )
+        escaped_bytes = self.long_gaps.nbytes + self.large_codes.nbytes
+        return self.num_changed + self.num_changed // 4 + escaped_bytes
 
 
 class Kernels(Protocol):

@@ -193,11 +193,8 @@ def _drain(items: list[T]) -> Iterator[T]:
 def _num_low_bits(num_elements: int, num_changed: int) -> int:
     """Number of two-bit groups to split off so that the average gap fits in a byte."""
     mean = num_elements // num_changed
-    return next(
-        n
-        for n in range(MAX_LOW_BIT_PAIRS + 1)
-        if mean >> 2 * n < MAX_MEAN_GAP or n == MAX_LOW_BIT_PAIRS
-    )
+    enough = (n for n in range(MAX_LOW_BIT_PAIRS) if mean >> 2 * n < MAX_MEAN_GAP)
+    return next(enough, MAX_LOW_BIT_PAIRS)
 
 
 # --- unpacking -----------------------------------------------------------------------------------
