@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from penstock.weights.deltas.codec import apply_payload, diff_tensor, encode_one
 from penstock.weights.deltas.numba_kernels import NumbaKernels
-from penstock.weights.deltas.numpy_kernels import Kernels, NumpyKernels
+from penstock.weights.deltas.numpy_kernels import Kernels
 from penstock.weights.deltas.payload import Payload
 
-NUMPY: Kernels = NumpyKernels()
+NUMPY: Kernels = Kernels()
 COMPILED: Kernels = NumbaKernels()
 ODD_BITS = {
     2: [0x0000, 0x8000, 0x0001, 0x8001, 0x7F80, 0xFF80, 0x7F81, 0xFFFF, 0x7FFF, 0x7C00, 0x3F80],

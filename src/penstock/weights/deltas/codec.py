@@ -29,7 +29,6 @@ from penstock.weights.deltas.numpy_kernels import (
     Bits,
     Changes,
     Kernels,
-    NumpyKernels,
 )
 from penstock.weights.deltas.payload import (
     Kind,
@@ -253,7 +252,7 @@ def _apply_sparse(
 def _kernels_for(num_bytes: int) -> Kernels:
     """Small tensors do not trigger compilation, but use compiled kernels once they exist."""
     is_started = best_kernels.cache_info().currsize > 0
-    return best_kernels() if is_started or num_bytes >= MIN_COMPILED_BYTES else NumpyKernels()
+    return best_kernels() if is_started or num_bytes >= MIN_COMPILED_BYTES else Kernels()
 
 
 @cache
@@ -262,7 +261,7 @@ def best_kernels() -> Kernels:
     try:
         importlib.import_module("numba")
     except ImportError:
-        return NumpyKernels()
+        return Kernels()
     from penstock.weights.deltas.numba_kernels import NumbaKernels
 
     return NumbaKernels()

@@ -23,7 +23,6 @@ from penstock.weights.deltas.numpy_kernels import (
     Bytes,
     Changes,
     Kernels,
-    NumpyKernels,
     Positions,
     count_threes,
     from_planes,
@@ -174,7 +173,7 @@ def pack_differences(chunks: list[Changes], num_changed: int) -> list[Stream]:
 def pack_values(changed_positions: ChangedPositions, tensors: Sequence[Bits]) -> list[Stream]:
     values = [
         tensor[inside]
-        for positions in changed_positions.steps(NumpyKernels())
+        for positions in changed_positions.steps(Kernels())
         for tensor, inside, _ in split_by_tensor(tensors, positions)
     ]
     max_value = max(int(piece.max()) for piece in values)
