@@ -153,20 +153,14 @@ class SegmentReader:
         except OSError as error:
             return f"its blob {digest} cannot be read: {error.strerror}"
 
-    def _summarise_payload(self, trajectory: Trajectory) -> PayloadSummary:
-        turns = trajectory.turns
+    def _summarise_payload(self, row: Trajectory) -> PayloadSummary:
+        turns = row.turns
         counted = tuple((t.policy, len(t.sampled_ids), t.is_trainable, t.spans) for t in turns)
         sampled, trainable, all_versions = self._count(counted)
         return PayloadSummary(
-            name=(
-                trajectory.row_id,
-                trajectory.group_id,
-                trajectory.slot,
-                trajectory.epoch,
-                trajectory.node_id,
-            ),
-            outcome=trajectory.outcome.kind,
-            reward=trajectory.reward,
+            name=(row.row_id, row.group_id, row.slot, row.epoch, row.node_id),
+            outcome=row.outcome.kind,
+            reward=row.reward,
             fault=_fault(turns),
             sampled=sampled,
             trainable=trainable,

@@ -246,11 +246,9 @@ class RolloutExaminer:
         """Release a lease without the node's knowledge; its slot is granted again with the next
         epoch."""
         self._has_revoked_lease = True
-        released = (row_id_of(grant),)
+        node_id, boot_id, released = self._node_id, self._boot_id, (row_id_of(grant),)
         await self._service.nodes.deliver(
-            DeliveryRequest(
-                node_id=self._node_id, boot_id=self._boot_id, deliveries=(), released=released
-            )
+            DeliveryRequest(node_id=node_id, boot_id=boot_id, deliveries=(), released=released)
         )
 
     async def _deliver(self, call: Call, handler: Handler) -> object:
@@ -303,10 +301,9 @@ class RolloutExaminer:
                     "fetch-before-live", f"{version} is live but was never published"
                 )
             elif key in self._wrong:
-                detail = f"{version.incarnation}.{version.number} is live"
-                self.verdicts.mark_broken("wrong-tensor-refused", detail)
+                self.verdicts.mark_broken("wrong-tensor-refused", f"{key[0]}.{key[1]} is live")
             else:
-                detail = f"{version.incarnation}.{version.number} is live but not fully fetched"
+                detail = f"{key[0]}.{key[1]} is live but not fully fetched"
                 self.verdicts.check("fetch-before-live", self.fetches.has_all(digest), detail)
                 if key in self._damaged:
                     is_intact = self.fetches.has_all(digest, undamaged=True)

@@ -52,21 +52,12 @@ def check_row(
             yield "spans-name-live", _older_than_live(turn, lease.live)
 
 
-def _wrong_name(
-    delivery: Delivery, trajectory: Trajectory, lease: Lease | None, node_id: NodeId
-) -> str:
+def _wrong_name(delivery: Delivery, row: Trajectory, lease: Lease | None, node_id: NodeId) -> str:
     if lease is None:
         return "this lease was never granted"
     grant = lease.grant
     expected = (delivery.row_id, grant.group_id, grant.slot, grant.epoch, grant.attempt, node_id)
-    named = (
-        trajectory.row_id,
-        trajectory.group_id,
-        trajectory.slot,
-        trajectory.epoch,
-        trajectory.attempt,
-        trajectory.node_id,
-    )
+    named = (row.row_id, row.group_id, row.slot, row.epoch, row.attempt, row.node_id)
     return "" if named == expected else f"the record has {named}, its lease {expected}"
 
 

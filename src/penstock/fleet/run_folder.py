@@ -277,9 +277,6 @@ class RunFolder:
     def public_key(self) -> str:
         return (self.keys / "public.key").read_text().strip()
 
-    def free_bytes(self) -> int:
-        return free_bytes(self.path)
-
 
 def free_bytes(path: Path) -> int:
     """Free disk space at this path, which need not exist yet."""

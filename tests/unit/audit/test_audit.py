@@ -23,7 +23,7 @@ from tests.unit.audit.tampering import (
     store,
 )
 
-from penstock.audit import audit, summary
+from penstock.audit import audit
 from penstock.audit.evidence import read_contents
 from penstock.audit.ledger import open_ledger
 from penstock.errors import StoreError
@@ -169,7 +169,7 @@ def test_freed_payload_may_be_deleted(run_dir: Path) -> None:
     gone = one(run_dir, "SELECT count(*) FROM rows WHERE segment = 77")
     assert gone >= (12,), "their segment is deleted"
     assert_passes(run_dir)
-    assert summary(run_dir).lost == 0
+    assert audit(run_dir).summary.lost == 0
 
 
 def test_survivors_may_close_without_all(run_dir: Path) -> None:
@@ -209,9 +209,9 @@ def test_payload_may_be_a_blob(run_dir: Path) -> None:
     change(run_dir, statement, row["row_id"])
     assert_passes(run_dir)
     blob.write_bytes(data + b"!")
-    assert summary(run_dir).lost == 1
+    assert audit(run_dir).summary.lost == 1
     blob.unlink()
-    assert summary(run_dir).lost == 1
+    assert audit(run_dir).summary.lost == 1
 
 
 def test_payload_moved_while_the_audit_reads_is_found(run_dir: Path) -> None:
