@@ -29,11 +29,8 @@ def check_freed(evidence: Evidence) -> Check:
             if seq > committed.get(consumer, 0):
                 violations.add(group_id, f"freed before batch {consumer}.{seq} was committed")
             elif seq > kept.get(consumer, seq):
-                violations.add(
-                    group_id,
-                    f"freed, but the checkpoint after batch {kept[consumer]} needs batch "
-                    f"{consumer}.{seq}",
-                )
+                needs = f"batch {kept[consumer]} needs batch {consumer}.{seq}"
+                violations.add(group_id, f"freed, but the checkpoint after {needs}")
     return violations.result(len(evidence.coordinator.freed))
 
 

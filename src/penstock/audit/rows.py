@@ -58,10 +58,8 @@ def _against_payload(row: Row, content: PayloadSummary) -> str:
     if content.name != (row.row_id, row.group_id, row.slot, row.epoch, row.node_id):
         return f"its payload identifies itself as {content.name}"
     if (content.outcome, content.reward) != (row.outcome, row.reward):
-        return (
-            f"{row.outcome} with reward {row.reward}; its payload says {content.outcome} with "
-            f"{content.reward}"
-        )
+        said = f"{content.outcome} with {content.reward}"
+        return f"{row.outcome} with reward {row.reward}; its payload says {said}"
     return ""
 
 
@@ -98,11 +96,9 @@ def check_sampled(evidence: Evidence) -> Check:
         for policy, versions in content.all_versions.items():
             for incarnation, number in versions:
                 if (policy, incarnation, number) not in published:
-                    violations.add(
-                        row.row_id, f"{policy}@{incarnation}.{number} was never published"
-                    )
+                    name = f"{policy}@{incarnation}.{number}"
+                    violations.add(row.row_id, f"{name} was never published")
         if content.sampled != decode_json(row.sampled, dict[str, int]):
-            violations.add(
-                row.row_id, f"counted as {row.sampled}; its payload has {content.sampled}"
-            )
+            why = f"counted as {row.sampled}; its payload has {content.sampled}"
+            violations.add(row.row_id, why)
     return violations.result(len(evidence.rows))
