@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -273,9 +273,13 @@ class MessageBody(msgspec.Struct, frozen=True):
     record: _GroupRef = _GroupRef()
 
 
-@lru_cache(maxsize=4096)  # most columns of a run have few distinct texts
 def decode_json(text: str, kind: type[T]) -> T | None:
     """Decode a JSON column; None if it is damaged."""
+    return _decode_json(text, kind)
+
+
+@lru_cache(maxsize=4096)  # most columns of a run have few distinct texts
+def _decode_json(text: str, kind: Any) -> Any:
     with suppress(msgspec.MsgspecError):
         return msgspec.json.decode(text, type=kind)
     return None
