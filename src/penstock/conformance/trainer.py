@@ -209,7 +209,8 @@ class TrainerExaminer:
             self._pending_batch = body.seq
             return answer
         self._last_served = max(self._last_served, body.seq)
-        self._unfetched_rows.setdefault(body.seq, set(range(len(answer.manifest.rows))))
+        indexes = {index for index, _ in enumerate(answer.manifest.rows)}
+        self._unfetched_rows.setdefault(body.seq, indexes)
         return replace(answer, checkpoint_now=body.seq == CHECKPOINT_AT)
 
     async def _until_superseded(self, wait_s: float) -> None:
