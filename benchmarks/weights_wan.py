@@ -30,7 +30,7 @@ from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.client import NUM_RANGES
 from penstock.weights.manifest import FileEntry, parse_manifest
 from penstock.weights.pulling.links import Transfer
-from penstock.weights.pulling.partial import Partial
+from penstock.weights.pulling.partial import piece_bytes
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 
@@ -310,8 +310,24 @@ def missing_bytes(cache: Path, files: Sequence[FileEntry]) -> int:
             found += file.bytes
             continue
         with contextlib.suppress(FileNotFoundError):  # it is whole now
-            found += Partial(path, blob, file, {}).num_missing_bytes
+            found += _unmarked_bytes(path, file)
     return found
+
+
+def _unmarked_bytes(path: Path, file: FileEntry) -> int:
+    """Only reads: after the blob's bytes and the piece size follows a mark per finished piece."""
+    if path.stat().st_size == file.bytes:
+        return 0
+    with path.open("rb") as partial:
+        partial.seek(file.bytes + 8)
+        marks = partial.read()
+    size = piece_bytes(file.bytes)
+    starts = range(0, file.bytes, size)
+    return sum(
+        min(size, file.bytes - start)
+        for number, start in enumerate(starts)
+        if marks[number : number + 1] != b"\1"
+    )
 
 
 # --- all of it ----------------------------------------------------------------------------------

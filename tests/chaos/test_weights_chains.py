@@ -32,7 +32,7 @@ from penstock.weights.client import Puller
 from penstock.weights.deltas import codec, delta, sparse
 from penstock.weights.deltas.codec import apply_payload
 from penstock.weights.deltas.delta import read_delta, write_delta
-from penstock.weights.deltas.file_delta import apply_delta, has_same_layout, make_delta
+from penstock.weights.deltas.file_delta import apply_in_place, has_same_layout, make_delta
 from penstock.weights.deltas.numpy_kernels import Kernels
 from penstock.weights.manifest import (
     FileEntry,
@@ -139,7 +139,8 @@ class Node:
         start, made = self._made / base.blob, self._made / file.blob
         start = start if start.exists() else self._store.blob_path(base.blob)
         made.unlink(missing_ok=True)
-        apply_delta(start, io.BytesIO(step), made, base_blob=base.blob)
+        shutil.copyfile(start, made)
+        apply_in_place(made, io.BytesIO(step), base_blob=base.blob)
         assert digest_of(made.read_bytes()) == file.blob
 
 

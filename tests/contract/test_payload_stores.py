@@ -289,7 +289,7 @@ class Lacking:
         ("no.such.module:Store", "cannot be loaded"),
         (f"{__name__}:Missing", "cannot be loaded"),
         (f"{__name__}:Lacking", "has no place, read, sizes, delete"),
-        ("ftp://host/x", "is not an object store URL"),
+        ("ftp://host/x", "cannot open object store"),
     ],
 )
 def test_a_store_that_cannot_be_opened_is_explained(

@@ -25,13 +25,14 @@ from penstock.weights.publish import put_snapshot
 from penstock.weights.serving import mirror as mirror_module
 from penstock.weights.serving import object_store as object_store
 from penstock.weights.serving.mirror import ObjectMirror
-from penstock.weights.serving.object_store import ObjectSource, open_objects
+from penstock.weights.serving.object_store import ObjectSource
 from penstock.weights.serving.origin import Origin
 from penstock.weights.serving.server import build
 from penstock.weights.serving.sources import Blob, Source
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import connect
+from penstock.wire.objects import open_objects
 
 ABSENT = "0" * 64
 _numbers = itertools.count()
@@ -49,7 +50,7 @@ def url(s3_url: str) -> str:
 
 
 def names(url: str) -> set[str]:
-    pages = obstore.list(open_objects(url, retry_timeout_s=10))  # pyright: ignore[reportUnknownMemberType]
+    pages = obstore.list(open_objects(url, "weights"))  # pyright: ignore[reportUnknownMemberType]
     return {meta["path"] for page in pages for meta in page}
 
 
@@ -260,7 +261,7 @@ async def test_nothing_is_overwritten_and_damage_is_found_by_the_reader(
 ) -> None:
     version = put(tmp_path)
     file = files_of(store, version.manifest_digest)["config.json"]
-    bucket = open_objects(url, retry_timeout_s=10)
+    bucket = open_objects(url, "weights")
     obstore.put(bucket, f"blobs/{file.blob}", bytes(file.bytes))
     ObjectMirror(url).upload(store, version.manifest_digest)
     assert await read_all(await ObjectSource(url).blob(file.blob), 1000) == bytes(file.bytes)
@@ -274,7 +275,7 @@ def test_an_object_of_the_wrong_size_is_reported(
 ) -> None:
     version = put(tmp_path)
     file = files_of(store, version.manifest_digest)["config.json"]
-    obstore.put(open_objects(url, retry_timeout_s=10), f"blobs/{file.blob}", b"half")
+    obstore.put(open_objects(url, "weights"), f"blobs/{file.blob}", b"half")
     with pytest.raises(
         WeightsError, match=r"is damaged \(4 bytes instead of .* delete it and upload"
     ):
@@ -307,9 +308,7 @@ async def test_a_damaged_entry_is_as_good_as_none(
 ) -> None:
     file = made.file(1)
     [step] = store.deltas_to(file.blob)
-    obstore.put(
-        open_objects(url, retry_timeout_s=10), f"deltas/{file.blob}/{step.base}.json", entry
-    )
+    obstore.put(open_objects(url, "weights"), f"deltas/{file.blob}/{step.base}.json", entry)
     assert await ObjectSource(url).chain(file.blob, file.bytes, [step.base, "../x"]) == ()
 
 

@@ -21,7 +21,7 @@ from penstock.audit.report import AuditReport, Check, Summary
 from penstock.audit.rows import check_lost, check_rows, check_sampled
 from penstock.audit.training import check_trained_twice, check_versions, summarise
 
-__all__ = ["AuditReport", "Check", "Summary", "audit", "summary"]
+__all__ = ["AuditReport", "Check", "Summary", "audit"]
 
 
 def audit(run_dir: Path) -> AuditReport:
@@ -43,8 +43,3 @@ def audit(run_dir: Path) -> AuditReport:
         check_messages(evidence),
     )
     return AuditReport(checks=checks, summary=summarise(evidence, lineages, checks[0]))
-
-
-def summary(run_dir: Path) -> Summary:
-    """Only the summary of an audit."""
-    return audit(run_dir).summary

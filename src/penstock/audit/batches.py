@@ -20,10 +20,11 @@ from penstock.audit.records import (
     ManifestRow,
     Row,
     VersionId,
-    decode_map,
+    decode_json,
 )
 from penstock.audit.report import Check, Violations
 
+Counts = dict[str, int]
 TOLERANCE = 1e-9
 """Tolerance for means of the same numbers, summed in another order."""
 
@@ -35,7 +36,7 @@ def check_batches(evidence: Evidence) -> Check:
     members = _RowChecker(evidence)
     uses: Counter[tuple[str, str]] = Counter()
     expected: defaultdict[str, int] = defaultdict(lambda: 1)
-    for batch in evidence.batches:
+    for batch in evidence.tables.batches:
         if batch.seq != expected[batch.consumer]:
             violations.add(batch.name, f"found where batch {expected[batch.consumer]} is expected")
         expected[batch.consumer] = batch.seq + 1
@@ -47,22 +48,21 @@ def check_batches(evidence: Evidence) -> Check:
             continue
         named = {group.group_id for group in manifest.groups}
         max_uses = evidence.config.max_uses(batch.consumer)
-        for why in _batch_faults(batch, manifest):
-            violations.add(batch.name, why)
-        for why in _fate_faults(manifest, sealed[batch.consumer], is_replayed=max_uses > 1):
-            violations.add(batch.name, why)
+        violations.extend(batch.name, _batch_faults(batch, manifest))
+        violations.extend(
+            batch.name, _fate_faults(manifest, sealed[batch.consumer], is_replayed=max_uses > 1)
+        )
         for group in manifest.groups:
-            for why in members.faults(manifest, group):
-                violations.add(f"{batch.name} {group.group_id}", why)
+            violations.extend(f"{batch.name} {group.group_id}", members.faults(manifest, group))
         for group_id in named:
             uses[batch.consumer, group_id] += 1
             if uses[batch.consumer, group_id] > max_uses:
                 violations.add(f"{batch.name} {group_id}", f"used in more than {max_uses} batches")
-    known = {(batch.consumer, batch.seq) for batch in evidence.batches}
-    for commit in evidence.commits:
+    known = {(batch.consumer, batch.seq) for batch in evidence.tables.batches}
+    for commit in evidence.coordinator.commits:
         if (commit.consumer, commit.seq) not in known:
             violations.add(f"{commit.consumer}.{commit.seq}", "committed but never sealed")
-    return violations.result(len(evidence.batches))
+    return violations.result(len(evidence.tables.batches))
 
 
 def _sealed_groups(evidence: Evidence) -> defaultdict[str, dict[str, int]]:
@@ -108,10 +108,9 @@ class _RowChecker:
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
-        self._by_group = evidence.rows_by_group()
-        self._counts: dict[str, dict[str, int]] = {}
-        self._versions: dict[str, dict[str, list[VersionId]]] = {}
-        self._by_role: dict[str, dict[str, dict[str, int]]] = {}
+        self._by_group: defaultdict[str, list[Row]] = defaultdict(list)
+        for row in evidence.rows.values():
+            self._by_group[row.group_id].append(row)
 
     def faults(self, manifest: Manifest, group: ManifestGroup) -> Iterable[str]:
         known = self._evidence.issued.get(group.group_id)
@@ -121,7 +120,7 @@ class _RowChecker:
             return  # its rows were lost with their partition
         expected = {
             row.row_id
-            for row in self._by_group.get(group.group_id, [])
+            for row in self._by_group[group.group_id]
             if self._is_complete(row) and self._is_seen(row, manifest)
         }
         if mismatched := sorted(expected.symmetric_difference(row.row_id for row in group.rows)):
@@ -133,10 +132,10 @@ class _RowChecker:
 
     def _is_seen(self, row: Row, manifest: Manifest) -> bool:
         """Whether it has a token that this batch trains."""
-        sampled = self._sampled(row) or {}
+        sampled = decode_json(row.sampled, Counts) or {}
         if manifest.visible_roles is None:
             return sampled.get(manifest.consumer, 0) > 0
-        roles = self._roles(row) or {}
+        roles = decode_json(row.roles or "{}", dict[str, Counts]) or {}
         return any(
             tokens > 0 and (policy, role) in manifest.visible_roles
             for policy, count in sampled.items()
@@ -154,15 +153,13 @@ class _RowChecker:
     def _member_fault(self, member: ManifestRow, row: Row) -> str:
         if (member.reward, member.outcome) != (self._evidence.reward(row), row.outcome):
             return f"sealed as {member.outcome}, reward {member.reward}, but the row differs"
-        if member.sampled != self._sampled(row):
+        if member.sampled != decode_json(row.sampled, Counts):
             return f"sealed with tokens {member.sampled}, but the row has {row.sampled}"
-        if member.versions != decode_map(row.versions, dict[str, list[VersionId]], self._versions):
+        if member.versions != decode_json(row.versions, dict[str, list[VersionId]]):
             return f"sealed with versions {member.versions}, but the row has {row.versions}"
-        if member.roles != self._roles(row):
+        if member.roles != decode_json(row.roles or "{}", dict[str, Counts]):
             return f"sealed with roles {member.roles}, but the row has {row.roles}"
-        if member.compute_cost != decode_map(
-            row.compute_cost or "{}", dict[str, tuple[int, int]], {}
-        ):
+        if member.compute_cost != decode_json(row.compute_cost or "{}", dict[str, tuple[int, int]]):
             return f"sealed with cost {member.compute_cost}, but the row has {row.compute_cost}"
         # Another check reports damaged rows; their digest proves nothing here.
         if member.digest != row.digest and not self._evidence.contents[row.row_id].damage:
@@ -181,17 +178,11 @@ class _RowChecker:
                 return f"sealed with another value of column {name} than the row has"
         return ""
 
-    def _sampled(self, row: Row) -> dict[str, int] | None:
-        return decode_map(row.sampled, dict[str, int], self._counts)
-
-    def _roles(self, row: Row) -> dict[str, dict[str, int]] | None:
-        return decode_map(row.roles or "{}", dict[str, dict[str, int]], self._by_role)
-
 
 def check_staleness(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
     """Every row was within its staleness bound at sealing, recomputed from its tokens' versions."""
     violations = Violations("staleness")
-    for batch in evidence.batches:
+    for batch in evidence.tables.batches:
         manifest = evidence.manifests.get(batch.name)
         lineage = lineages[batch.consumer]
         if manifest is None:
@@ -207,9 +198,8 @@ def check_staleness(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
             )
         stalenesses, is_complete = _stalenesses(evidence, lineage, batch, manifest)
         bound = evidence.config.max_staleness(batch.consumer)
-        for why in _staleness_faults(batch, stalenesses, bound, is_complete):
-            violations.add(batch.name, why)
-    return violations.result(len(evidence.batches))
+        violations.extend(batch.name, _staleness_faults(batch, stalenesses, bound, is_complete))
+    return violations.result(len(evidence.tables.batches))
 
 
 def _possible_numbers(lineage: Lineage, batch: Batch) -> set[int]:
@@ -264,7 +254,7 @@ def _versions(
         return member.versions.get(consumer, ()) if is_exempt else ()
     if not content.is_freed:
         return content.trainable.get(consumer, ())
-    kept = decode_map(evidence.rows[member.row_id].versions, dict[str, list[VersionId]], {})
+    kept = decode_json(evidence.rows[member.row_id].versions, dict[str, list[VersionId]])
     return () if kept is None else kept.get(consumer, ())
 
 

@@ -34,19 +34,16 @@ class _Stage(msgspec.Struct, frozen=True):
     required: bool = True
 
 
-class _PolicyDataflow(msgspec.Struct, frozen=True):
-    rules: tuple[_Rule, ...] = ()
-
-
-class _Model(msgspec.Struct, frozen=True):
-    training: _Training | None = None
-    dataflow: _PolicyDataflow | None = None
-
-
 class _Dataflow(msgspec.Struct, frozen=True):
     closing: Any = "complete"
     rules: tuple[_Rule, ...] = ()
     stages: tuple[_Stage, ...] = ()
+
+
+class _Model(msgspec.Struct, frozen=True):
+    training: _Training | None = None
+    dataflow: _Dataflow | None = None
+    """Only its rules; the rest is shared by all policies."""
 
 
 class AuditedConfig(msgspec.Struct, frozen=True):
@@ -75,9 +72,9 @@ class AuditedConfig(msgspec.Struct, frozen=True):
 
     def _replay(self, policy: str) -> _Rule | None:
         """The replay rule in effect: the policy's own, otherwise the shared one."""
-        own = self.models.get(policy, _Model()).dataflow or _PolicyDataflow()
-        found = [rule for rule in (*own.rules, *self.dataflow.rules) if rule.replay is not None]
-        return found[0] if found else None
+        own = self.models.get(policy, _Model()).dataflow or _Dataflow()
+        rules = (*own.rules, *self.dataflow.rules)
+        return next((rule for rule in rules if rule.replay is not None), None)
 
     @property
     def min_survivors(self) -> int | None:

@@ -12,25 +12,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from penstock.audit.config import REWARD, AuditedConfig, read_config
 from penstock.audit.ledger import CoordinatorTables, PartitionTables, ReplicatedTables, open_ledger
 from penstock.audit.payloads import PayloadSummary, SegmentReader
 from penstock.audit.records import (
-    Batch,
-    Checkpoints,
     Column,
-    Commit,
     Fate,
-    Fork,
     Group,
     Lease,
     Manifest,
     Row,
-    Source,
-    Version,
     decode_manifest,
 )
 
@@ -66,17 +59,9 @@ class Evidence:
     contents: dict[str, PayloadSummary]
     """Payload summaries by row id."""
     fates: list[Fate]
-    batches: list[Batch]
-    """In order of consumer and seq."""
     manifests: dict[str, Manifest]
     """By the batch's name; damaged ones are missing."""
-    commits: list[Commit]
-    forks: list[Fork]
-    versions: list[Version]
-    sources: list[Source]
-    freed: frozenset[str]
-    """Groups whose payload is not needed any more."""
-    checkpoints: list[Checkpoints]
+    tables: CoordinatorTables
     coordinator: ReplicatedTables
     remote: dict[int, RemotePartition]
     """By index: partitions with a readable ledger, other than the coordinator's own."""
@@ -87,16 +72,10 @@ class Evidence:
     """State by index: partitions that were declared lost, or drained and removed."""
     weights: Path
 
-    def rows_by_group(self) -> dict[str, list[Row]]:
-        found: defaultdict[str, list[Row]] = defaultdict(list)
-        for row in self.rows.values():
-            found[row.group_id].append(row)
-        return found
-
     def is_exempt(self, group_id: str) -> bool:
         """Whether its rows need not exist: its partition is lost, or removed after freeing them."""
         state = self.missing.get(partition_of(group_id))
-        return state == "lost" or (state is not None and group_id in self.freed)
+        return state == "lost" or (state is not None and group_id in self.coordinator.freed)
 
     def reward(self, row: Row) -> float | None:
         """The reward that rules and trainers use: as delivered, or as written by a stage."""
@@ -117,12 +96,9 @@ def read(run_dir: Path) -> Evidence:
     acknowledged = frozenset(_read_acknowledged(run_dir / "acks"))
     folder = run_dir / "ledger"
     with open_ledger(folder) as ledger:
-        own_tables, coordinator, coordinator_tables = (
-            ledger.work("partition = 0"),
-            ledger.replicated(),
-            ledger.coordinator_tables(),
-        )
-    folders = _folders(folder, coordinator_tables)
+        own_tables, coordinator = ledger.work("partition = 0"), ledger.replicated()
+        tables = ledger.coordinator_tables()
+    folders = _folders(folder, tables)
     remote = {index: _read_remote(index, state, path) for index, (state, path) in folders.items()}
     coordinator_after = coordinator
     if remote:
@@ -136,45 +112,37 @@ def read(run_dir: Path) -> Evidence:
         config=config,
         acknowledged=acknowledged,
         issued=coordinator.issued,
-        groups={group.group_id: group for _, tables in partitions for group in tables.groups},
-        leases=[lease for _, tables in partitions for lease in tables.leases],
-        rows={row.row_id: row for _, tables in partitions for row in tables.rows},
-        columns=_by_row(chain.from_iterable(tables.columns for _, tables in partitions)),
+        groups={group.group_id: group for _, work in partitions for group in work.groups},
+        leases=[lease for _, work in partitions for lease in work.leases],
+        rows={row.row_id: row for _, work in partitions for row in work.rows},
+        columns=_by_row(column for _, work in partitions for column in work.columns),
         awaiting_columns=frozenset(
             (one.group_id, one.policy)
-            for _, tables in partitions
-            for one in tables.completions
+            for _, work in partitions
+            for one in work.completions
             if one.state == "judging"
         ),
         contents={
             row_id: content
-            for path, tables in partitions
-            for row_id, content in read_contents(path, tables.rows, coordinator_after.freed).items()
+            for path, work in partitions
+            for row_id, content in read_contents(path, work.rows, coordinator_after.freed).items()
         },
         fates=coordinator.fates,
-        batches=coordinator_tables.batches,
-        manifests={
-            b.name: m for b in coordinator_tables.batches if (m := decode_manifest(b)) is not None
-        },
-        commits=coordinator.commits,
-        forks=coordinator.forks,
-        versions=coordinator.versions,
-        sources=coordinator_tables.sources,
-        freed=coordinator.freed,
-        checkpoints=coordinator_tables.checkpoints,
+        manifests={b.name: m for b in tables.batches if (m := decode_manifest(b)) is not None},
+        tables=tables,
         coordinator=coordinator,
         remote=remote,
         coordinator_after=coordinator_after,
-        missing={p.index: p.state for p in coordinator_tables.partitions if p.index not in remote},
+        missing={p.index: p.state for p in tables.partitions if p.index not in remote},
         weights=run_dir / "weights",
     )
 
 
-def _folders(folder: Path, coordinator_tables: CoordinatorTables) -> dict[int, tuple[str, Path]]:
+def _folders(folder: Path, tables: CoordinatorTables) -> dict[int, tuple[str, Path]]:
     """State and folder of each partition that must have a ledger. Lost partitions are ignored;
     drained ones may have been removed."""
     found: dict[int, tuple[str, Path]] = {}
-    for partition in coordinator_tables.partitions:
+    for partition in tables.partitions:
         path = folder / f"p{partition.index}"
         is_removed = partition.state == "gone" and not (path / "ledger.db").exists()
         if partition.state != "lost" and not is_removed:

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-
-import msgspec
 
 from penstock.audit.evidence import Evidence
+from penstock.audit.records import decode_json
 from penstock.audit.report import Check, Violations
 
 
@@ -19,7 +17,7 @@ def check_freed(evidence: Evidence) -> Check:
     fates = {(fate.group_id, fate.consumer): fate.state for fate in evidence.fates}
     batches = _batches_of_groups(evidence)
     committed, kept = _committed(evidence), _oldest_kept(evidence)
-    for group_id in sorted(evidence.freed):
+    for group_id in sorted(evidence.coordinator.freed):
         if group_id not in evidence.issued:
             violations.add(group_id, "freed but never issued")
             continue
@@ -31,19 +29,16 @@ def check_freed(evidence: Evidence) -> Check:
             if seq > committed.get(consumer, 0):
                 violations.add(group_id, f"freed before batch {consumer}.{seq} was committed")
             elif seq > kept.get(consumer, seq):
-                violations.add(
-                    group_id,
-                    f"freed, but the checkpoint after batch {kept[consumer]} needs batch "
-                    f"{consumer}.{seq}",
-                )
-    return violations.result(len(evidence.freed))
+                needs = f"batch {kept[consumer]} needs batch {consumer}.{seq}"
+                violations.add(group_id, f"freed, but the checkpoint after {needs}")
+    return violations.result(len(evidence.coordinator.freed))
 
 
 def _batches_of_groups(evidence: Evidence) -> defaultdict[str, list[tuple[str, int]]]:
     found: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for manifest in evidence.manifests.values():
         for group in manifest.groups:
-            if group.group_id in evidence.freed:
+            if group.group_id in evidence.coordinator.freed:
                 found[group.group_id].append((manifest.consumer, manifest.seq))
     return found
 
@@ -51,19 +46,15 @@ def _batches_of_groups(evidence: Evidence) -> defaultdict[str, list[tuple[str, i
 def _committed(evidence: Evidence) -> dict[str, int]:
     """Last batch that any incarnation of each trainer committed."""
     found: dict[str, int] = {}
-    for commit in evidence.commits:
+    for commit in evidence.coordinator.commits:
         found[commit.consumer] = max(commit.seq, found.get(commit.consumer, 0))
     return found
 
 
 def _oldest_kept(evidence: Evidence) -> dict[str, int]:
     """By policy, the batch of its oldest retained checkpoint."""
-    seqs = {one.policy: list(_seqs(one.retained)) for one in evidence.checkpoints}
-    return {policy: min(found) for policy, found in seqs.items() if found}
-
-
-def _seqs(retained: str) -> Iterable[int]:
-    try:
-        return [seq for _, seq in msgspec.json.decode(retained, type=list[tuple[int, int]])]
-    except msgspec.MsgspecError:
-        return []
+    found: dict[str, int] = {}
+    for one in evidence.tables.checkpoints:
+        if retained := decode_json(one.retained, list[tuple[int, int]]):
+            found[one.policy] = min(seq for _, seq in retained)
+    return found

@@ -7,7 +7,7 @@ Times are not compared: a machine's wall clock may step back between restarts of
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from itertools import groupby
 
 from penstock.audit.evidence import Evidence
@@ -33,8 +33,7 @@ def check_slots(evidence: Evidence) -> Check:
     for (group_id, slot), found in groupby(evidence.leases, key=lambda x: (x.group_id, x.slot)):
         leases = list(found)
         last[group_id, slot] = leases[-1]
-        for why in _lease_faults(leases, has_row_keys):
-            violations.add(f"{group_id}.{slot}", why)
+        violations.extend(f"{group_id}.{slot}", _lease_faults(leases, has_row_keys))
         group = evidence.groups.get(group_id)
         if group is None or not 0 <= slot < group.num_slots:
             violations.add(f"{group_id}.{slot}", "leased but does not belong to a group")
@@ -43,8 +42,7 @@ def check_slots(evidence: Evidence) -> Check:
             violations.add(f"{group_id}.{slot}", f"has {num_rows} scored rows, expected one")
     for group in evidence.groups.values():
         ends = [last.get((group.group_id, slot)) for slot in range(group.num_slots)]
-        for why in _group_faults(group, ends, evidence.config.min_survivors):
-            violations.add(group.group_id, why)
+        violations.extend(group.group_id, _group_faults(group, ends, evidence.config.min_survivors))
     return violations.result(len(last))
 
 
@@ -96,7 +94,7 @@ def check_groups(evidence: Evidence) -> Check:
     violations = Violations("groups")
     _check_issues(evidence, violations)
     _check_arrivals(evidence, violations)
-    batches = {(batch.consumer, batch.seq) for batch in evidence.batches}
+    batches = {(batch.consumer, batch.seq) for batch in evidence.tables.batches}
     for fate in evidence.fates:
         group = evidence.groups.get(fate.group_id)
         why = _fate_fault(fate, batches)
@@ -121,20 +119,16 @@ def _check_issues(evidence: Evidence, violations: Violations) -> None:
         if issued.group_id != f"p{issued.partition}-{issued.issue}":
             where = f"issue {issued.issue} of partition {issued.partition}"
             violations.add(issued.group_id, f"its name does not match {where}")
-    sources = {source.name: source for source in evidence.sources}
+    sources = {source.name: source for source in evidence.tables.sources}
     for name in sources.keys() | ordinals.keys():
         found = set(ordinals[name])
-        expected, skipped = 0, 0
-        if (source := sources.get(name)) is not None:
-            expected, skipped = source.next_ordinal, source.skipped
+        source = sources.get(name)
+        expected, skipped = (source.next_ordinal, source.skipped) if source else (0, 0)
         is_complete = found <= set(range(expected)) and len(found) == expected - skipped
         if not is_complete or len(found) != len(ordinals[name]):
-            issued_text = (
-                f"issued {expected - skipped} of {expected} tasks"
-                if skipped
-                else f"issued {expected} tasks"
-            )
-            violations.add(name, f"{issued_text}, but the groups have {len(found)} of them")
+            issued_text = f"{expected - skipped} of {expected}" if skipped else f"{expected}"
+            why = f"issued {issued_text} tasks, but the groups have {len(found)} of them"
+            violations.add(name, why)
 
 
 def _check_arrivals(evidence: Evidence, violations: Violations) -> None:
@@ -178,17 +172,10 @@ def _check_judged(evidence: Evidence, violations: Violations) -> None:
             continue
         else:
             state = group.state
-            lacks -= _cannot_have_judged(evidence, group_id, reports)
+            lacks -= reports.get(group_id, set())
+            lacks = {p for p in lacks if (group_id, p) not in evidence.awaiting_columns}
         for consumer in sorted(lacks):
             violations.add(group_id, f"{state}, but not judged for {consumer}")
-
-
-def _cannot_have_judged(
-    evidence: Evidence, group_id: str, reports: dict[str, set[str]]
-) -> Set[str]:
-    """Consumers that cannot have judged this ended group yet."""
-    by_columns = {p for p in evidence.config.models if (group_id, p) in evidence.awaiting_columns}
-    return by_columns | reports.get(group_id, set())
 
 
 def _fate_of_group_fault(fate: Fate, group: Group | None) -> str:

@@ -85,10 +85,10 @@ def read_lineages(evidence: Evidence) -> dict[str, Lineage]:
     names = dict.fromkeys(
         [
             *evidence.config.models,
-            *(fork.policy for fork in evidence.forks),
-            *(commit.consumer for commit in evidence.commits),
-            *(version.policy for version in evidence.versions),
-            *(batch.consumer for batch in evidence.batches),
+            *(fork.policy for fork in evidence.coordinator.forks),
+            *(commit.consumer for commit in evidence.coordinator.commits),
+            *(version.policy for version in evidence.coordinator.versions),
+            *(batch.consumer for batch in evidence.tables.batches),
         ]
     )
     return {name: _read_lineage(evidence, name) for name in names}
@@ -96,13 +96,13 @@ def read_lineages(evidence: Evidence) -> dict[str, Lineage]:
 
 def _read_lineage(evidence: Evidence, policy: str) -> Lineage:
     commits: defaultdict[int, list[Commit]] = defaultdict(list)
-    for commit in evidence.commits:
+    for commit in evidence.coordinator.commits:
         if commit.consumer == policy:
             commits[commit.incarnation].append(commit)
-    forks = {fork.incarnation: fork for fork in evidence.forks if fork.policy == policy}
+    forks = {fork.incarnation: fork for fork in evidence.coordinator.forks if fork.policy == policy}
     versions = {
         (version.incarnation, version.number): version
-        for version in evidence.versions
+        for version in evidence.coordinator.versions
         if version.policy == policy
     }
     return Lineage(

@@ -12,21 +12,20 @@ from collections.abc import Iterator
 
 from penstock.audit.evidence import Evidence, RemotePartition, partition_of
 from penstock.audit.ledger import ReplicatedTables
-from penstock.audit.records import Message, MessageBody, decode_body
+from penstock.audit.records import MessageBody, decode_body
 from penstock.audit.report import Check, Violations
 
 
 def undelivered_issues(evidence: Evidence) -> set[str]:
     """Groups issued by the coordinator whose message has not reached their partition."""
-    found: set[str] = set()
-    for remote in evidence.remote.values():
-        link = f"coordinator>p{remote.index}"
+    return {
+        body.record.group_id
+        for remote in evidence.remote.values()
         for body in _undelivered(
-            evidence.coordinator, link, remote.replicated.progress.get(link, 0)
-        ):
-            if body.type == "IssueGroup":
-                found.add(body.record.group_id)
-    return found
+            evidence.coordinator, f"coordinator>p{remote.index}", remote.replicated
+        )
+        if body.type == "IssueGroup"
+    }
 
 
 def undelivered_reports(evidence: Evidence) -> dict[str, set[str]]:
@@ -34,21 +33,20 @@ def undelivered_reports(evidence: Evidence) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for remote in evidence.remote.values():
         link = f"p{remote.index}>coordinator"
-        for body in _undelivered(
-            remote.replicated, link, evidence.coordinator_after.progress.get(link, 0)
-        ):
+        for body in _undelivered(remote.replicated, link, evidence.coordinator_after):
             if body.type == "GroupEnded":
                 policies = body.policies or evidence.config.models
                 found.setdefault(body.group_id, set()).update(policies)
     return found
 
 
-def _undelivered(sender: ReplicatedTables, link: str, received: int) -> Iterator[MessageBody]:
+def _undelivered(
+    sender: ReplicatedTables, link: str, receiver: ReplicatedTables
+) -> Iterator[MessageBody]:
+    received = receiver.progress.get(link, 0)
     for message in sender.messages:
-        if message.link == link and message.number > received:
-            body = decode_body(message)
-            if body is not None:
-                yield body
+        if message.link == link and message.number > received and (body := decode_body(message)):
+            yield body
 
 
 def check_messages(evidence: Evidence) -> Check:
@@ -61,8 +59,7 @@ def check_messages(evidence: Evidence) -> Check:
         coordinator, coordinator_after = evidence.coordinator, evidence.coordinator_after
         num_examined += coordinator_after.sent(down) + remote.replicated.sent(up)
         for link, sender in ((down, coordinator), (up, remote.replicated)):
-            for why in _kept_faults(sender, link):
-                violations.add(link, why)
+            violations.extend(link, _kept_faults(sender, link))
         # Each side is compared with a later read of the other, so a running run passes too.
         received = remote.replicated.progress.get(down, 0)
         for why in _progress_faults(
@@ -71,13 +68,14 @@ def check_messages(evidence: Evidence) -> Check:
             violations.add(down, why)
         early, late = coordinator.progress.get(up, 0), coordinator_after.progress.get(up, 0)
         acknowledged = remote.replicated.progress.get(up, 0)
-        for why in _progress_faults(acknowledged, late, early, remote.replicated.sent(up)):
-            violations.add(up, why)
+        violations.extend(
+            up, _progress_faults(acknowledged, late, early, remote.replicated.sent(up))
+        )
     return violations.result(num_examined)
 
 
 def _kept_faults(sender: ReplicatedTables, link: str) -> Iterator[str]:
-    kept: list[Message] = [message for message in sender.messages if message.link == link]
+    kept = [message for message in sender.messages if message.link == link]
     for expected, message in enumerate(kept, start=sender.progress.get(link, 0) + 1):
         if message.number != expected:
             yield f"message {message.number} found where {expected} is expected"
@@ -108,9 +106,8 @@ def check_partitions(evidence: Evidence) -> Check:
         for group_id in sorted(remote.replicated.freed - evidence.coordinator_after.freed):
             violations.add(group_id, "freed by its partition but not by the coordinator")
         link = f"coordinator>{name}"
-        if remote.state != "gone" and remote.replicated.progress.get(
-            link, 0
-        ) >= evidence.coordinator.sent(link):
+        received = remote.replicated.progress.get(link, 0)
+        if remote.state != "gone" and received >= evidence.coordinator.sent(link):
             for fact in sorted(_lineage(evidence.coordinator) - _lineage(remote.replicated)):
                 violations.add(name, f"lacks {fact} although it has every message")
     return violations.result(len(evidence.remote))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import struct
+from collections import Counter
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -97,7 +99,7 @@ class SegmentReader:
         self._folder = folder
         self._open: dict[int, int] = {}
         self._decoder = msgspec.msgpack.Decoder(Trajectory)
-        self._shared: dict[tuple[object, ...], tuple[dict[str, int], Versions, Versions]] = {}
+        self._count = cache(_count)  # many rows have the same counts; they share one copy
 
     def __enter__(self) -> Self:
         return self
@@ -151,23 +153,14 @@ class SegmentReader:
         except OSError as error:
             return f"its blob {digest} cannot be read: {error.strerror}"
 
-    def _summarise_payload(self, trajectory: Trajectory) -> PayloadSummary:
-        turns = trajectory.turns
-        key = tuple((t.policy, len(t.sampled_ids), t.is_trainable, t.spans) for t in turns)
-        shared = self._shared.get(key)
-        if shared is None:  # many rows have the same counts; share one copy
-            shared = self._shared[key] = _count(turns)
-        sampled, trainable, all_versions = shared
+    def _summarise_payload(self, row: Trajectory) -> PayloadSummary:
+        turns = row.turns
+        counted = tuple((t.policy, len(t.sampled_ids), t.is_trainable, t.spans) for t in turns)
+        sampled, trainable, all_versions = self._count(counted)
         return PayloadSummary(
-            name=(
-                trajectory.row_id,
-                trajectory.group_id,
-                trajectory.slot,
-                trajectory.epoch,
-                trajectory.node_id,
-            ),
-            outcome=trajectory.outcome.kind,
-            reward=trajectory.reward,
+            name=(row.row_id, row.group_id, row.slot, row.epoch, row.node_id),
+            outcome=row.outcome.kind,
+            reward=row.reward,
             fault=_fault(turns),
             sampled=sampled,
             trainable=trainable,
@@ -175,18 +168,20 @@ class SegmentReader:
         )
 
 
-def _count(turns: tuple[Turn, ...]) -> tuple[dict[str, int], Versions, Versions]:
-    sampled: dict[str, int] = {}
+def _count(
+    turns: tuple[tuple[str, int, bool, tuple[Span, ...]], ...],
+) -> tuple[dict[str, int], Versions, Versions]:
+    """From policy, bytes of sampled ids, `is_trainable` and spans of each turn."""
+    sampled: Counter[str] = Counter()
     trainable: dict[str, dict[tuple[int, int], None]] = {}
     everything: dict[str, dict[tuple[int, int], None]] = {}
-    for turn in turns:
-        pairs = {(span.incarnation, span.number): None for span in turn.spans}
-        everything.setdefault(turn.policy, {}).update(pairs)
-        if turn.is_trainable and turn.sampled_ids:
-            num_tokens = len(turn.sampled_ids) // TOKEN_BYTES
-            sampled[turn.policy] = sampled.get(turn.policy, 0) + num_tokens
-            trainable.setdefault(turn.policy, {}).update(pairs)
-    return sampled, _frozen(trainable), _frozen(everything)
+    for policy, num_bytes, is_trainable, spans in turns:
+        pairs = {(span.incarnation, span.number): None for span in spans}
+        everything.setdefault(policy, {}).update(pairs)
+        if is_trainable and num_bytes:
+            sampled[policy] += num_bytes // TOKEN_BYTES
+            trainable.setdefault(policy, {}).update(pairs)
+    return dict(sampled), _frozen(trainable), _frozen(everything)
 
 
 def _frozen(pairs: dict[str, dict[tuple[int, int], None]]) -> Versions:

@@ -7,7 +7,9 @@ the types of a table row while it converts it.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -258,25 +260,25 @@ class MessageBody(msgspec.Struct, frozen=True):
     record: _GroupRef = _GroupRef()
 
 
-def decode_map(text: str, kind: type[T], known: dict[str, T]) -> T | None:
-    """Decode a JSON column; the few distinct texts of a run are decoded once."""
-    if text not in known:
-        try:
-            known[text] = msgspec.json.decode(text, type=kind)
-        except msgspec.MsgspecError:
-            return None
-    return known[text]
+def decode_json(text: str, kind: type[T]) -> T | None:
+    """Decode a JSON column; None if it is damaged."""
+    return _decode_json(text, kind)
+
+
+@lru_cache(maxsize=4096)  # most columns of a run have few distinct texts
+def _decode_json(text: str, kind: Any) -> Any:
+    with suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(text, type=kind)
+    return None
 
 
 def decode_manifest(batch: Batch) -> Manifest | None:
-    try:
+    with suppress(msgspec.MsgspecError):
         return msgspec.msgpack.decode(batch.manifest, type=Manifest)
-    except msgspec.MsgspecError:
-        return None
+    return None
 
 
 def decode_body(message: Message) -> MessageBody | None:
-    try:
+    with suppress(msgspec.MsgspecError):
         return msgspec.msgpack.decode(message.body, type=MessageBody)
-    except msgspec.MsgspecError:
-        return None
+    return None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 NUM_SHOWN = 5
@@ -35,6 +36,10 @@ class Violations:
         self._num += 1
         if len(self._first) < NUM_SHOWN:
             self._first.append(f"{where}: {why}")
+
+    def extend(self, where: str, whys: Iterable[str]) -> None:
+        for why in whys:
+            self.add(where, why)
 
     def result(self, num_examined: int) -> Check:
         return Check(

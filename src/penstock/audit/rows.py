@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from penstock.audit.evidence import Evidence
 from penstock.audit.payloads import PayloadSummary
-from penstock.audit.records import SCORED, Lease, Row, decode_map
+from penstock.audit.records import SCORED, Lease, Row, decode_json
 from penstock.audit.report import Check, Violations
 
 LEASE_END_BY_OUTCOME = {
@@ -58,10 +58,8 @@ def _against_payload(row: Row, content: PayloadSummary) -> str:
     if content.name != (row.row_id, row.group_id, row.slot, row.epoch, row.node_id):
         return f"its payload identifies itself as {content.name}"
     if (content.outcome, content.reward) != (row.outcome, row.reward):
-        return (
-            f"{row.outcome} with reward {row.reward}; its payload says {content.outcome} with "
-            f"{content.reward}"
-        )
+        said = f"{content.outcome} with {content.reward}"
+        return f"{row.outcome} with reward {row.reward}; its payload says {said}"
     return ""
 
 
@@ -89,7 +87,6 @@ def check_sampled(evidence: Evidence) -> Check:
     """Every trainable token was sampled by the policy it counts for, under a published version."""
     violations = Violations("sampled_by_policy")
     published = {(v.policy, v.incarnation, v.number) for v in evidence.coordinator_after.versions}
-    counts: dict[str, dict[str, int]] = {}
     for row in evidence.rows.values():
         content = evidence.contents[row.row_id]
         if content.damage or content.is_freed:
@@ -99,11 +96,9 @@ def check_sampled(evidence: Evidence) -> Check:
         for policy, versions in content.all_versions.items():
             for incarnation, number in versions:
                 if (policy, incarnation, number) not in published:
-                    violations.add(
-                        row.row_id, f"{policy}@{incarnation}.{number} was never published"
-                    )
-        if content.sampled != decode_map(row.sampled, dict[str, int], counts):
-            violations.add(
-                row.row_id, f"counted as {row.sampled}; its payload has {content.sampled}"
-            )
+                    name = f"{policy}@{incarnation}.{number}"
+                    violations.add(row.row_id, f"{name} was never published")
+        if content.sampled != decode_json(row.sampled, dict[str, int]):
+            why = f"counted as {row.sampled}; its payload has {content.sampled}"
+            violations.add(row.row_id, why)
     return violations.result(len(evidence.rows))

@@ -88,7 +88,7 @@ def check_versions(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
     needed = _versions_to_keep(evidence)
     manifests = evidence.weights / "manifests"
     proved: dict[tuple[str, int, str, bool], str] = {}
-    for version in evidence.versions:
+    for version in evidence.coordinator.versions:
         lineage = lineages[version.policy]
         fork = lineage.forks.get(version.incarnation)
         committed = {c.number for c in lineage.commits.get(version.incarnation, [])}
@@ -101,16 +101,16 @@ def check_versions(evidence: Evidence, lineages: dict[str, Lineage]) -> Check:
                 proved[content] = _manifest_fault(manifests, version, is_needed=is_needed)
             if why := proved[content]:
                 violations.add(version.name, why)
-    return violations.result(len(evidence.versions))
+    return violations.result(len(evidence.coordinator.versions))
 
 
 def _versions_to_keep(evidence: Evidence) -> set[str]:
     """The two newest versions of each policy, and all whose rows may be trained again after a
     restart."""
-    checkpoints = {one.policy: json.loads(one.retained) for one in evidence.checkpoints}
+    checkpoints = {one.policy: json.loads(one.retained) for one in evidence.tables.checkpoints}
     needed: set[str] = set()
-    for policy in {version.policy for version in evidence.versions}:
-        mine = [version for version in evidence.versions if version.policy == policy]
+    for policy in {version.policy for version in evidence.coordinator.versions}:
+        mine = [version for version in evidence.coordinator.versions if version.policy == policy]
         mine.sort(key=lambda version: (version.incarnation, version.number))
         oldest = min((number for number, _ in checkpoints.get(policy) or [(0, 0)]), default=0)
         floor = oldest - evidence.config.max_fresh_staleness(policy)
@@ -149,10 +149,8 @@ def summarise(evidence: Evidence, lineages: dict[str, Lineage], lost: Check) -> 
         times = _times_trained(evidence, lineage).values()
         twice += sum(int(found - allowed) for found in times if found > allowed)
     return Summary(
-        reward_first=_reward(
-            evidence, (c for found in trained.values() for c in found[:NUM_FIRST])
-        ),
-        reward_last=_reward(evidence, (c for found in trained.values() for c in found[-NUM_LAST:])),
+        reward_first=_reward(evidence, [c for all_ in trained.values() for c in all_[:NUM_FIRST]]),
+        reward_last=_reward(evidence, [c for all_ in trained.values() for c in all_[-NUM_LAST:]]),
         steps=min((len(found) for found in trained.values()), default=0),
         trajectories=len(evidence.rows),
         lost=lost.num_violations,

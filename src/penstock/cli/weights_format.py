@@ -14,6 +14,7 @@ from penstock.weights.catalog import (
     Catalog,
     CatalogFile,
     CatalogVersion,
+    count_changes,
     names_by_blob,
 )
 from penstock.weights.verify import Damage
@@ -180,7 +181,6 @@ def _name(names: dict[str, str], blob: str) -> str:
 def _density(store: DirectoryStore, file: CatalogFile, step: DeltaEntry) -> str:
     """Share of elements that the delta changes; "damaged" if it cannot be read."""
     from penstock.errors import WeightsError
-    from penstock.weights.deltas.density import count_changes
 
     # Deltas keep the layout, so every file of the chain has the layout of the last.
     same_layout = (step.target, step.base, *(each.base for each in file.chain))

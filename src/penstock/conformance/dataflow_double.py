@@ -8,15 +8,15 @@ check and which faults to inject.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import socket
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.responses import Response
@@ -36,10 +36,9 @@ from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.server import surface
 from penstock.errors import ConfigError
-from penstock.observe.prometheus import new_registry
 from penstock.types import PolicyName
 from penstock.weights.serving.origin import Origin
-from penstock.weights.serving.server import READERS, WeightServer
+from penstock.weights.serving.server import WeightServer
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.routes import Call, Route
@@ -83,48 +82,42 @@ class DataflowDouble:
     @asynccontextmanager
     async def serve(self, interceptor: Interceptor) -> AsyncGenerator[None]:
         """Serve calls, each through `interceptor`, until the block ends."""
-        routes = [intercepted(route, interceptor) for route in self._routes()]
+        routes = [_intercepted(route, interceptor) for route in self._routes()]
         verifier = self.signer.verifier(Audience.DATAFLOW)
         app = build_app(routes, verifier, title="penstock double", lifespan=self._lifespan)
         # Responses are truncated on purpose; do not log that.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        serving = asyncio.create_task(serve_on_socket(app, self.listener), name="double")
-        try:
+        async with _background(serve_on_socket(app, self.listener)):
             yield
-        finally:
-            serving.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await serving
 
     def _routes(self) -> list[Route]:
-        calls = surface(self.service, run_config(), self.url).routes()
-        weight_server = WeightServer(
-            Origin(DirectoryStore(self.store)), new_registry("weights", RUN)
-        )
-        # Both services share one address; the weight server's blobs take precedence.
+        """Both services share one address: the dataflow has the metrics, the weight server the
+        blobs."""
+        dataflow = surface(self.service, run_config(), self.url).routes()
+        weights = WeightServer(Origin(DirectoryStore(self.store)), RUN).routes()
         return [
-            _read("/v1/manifests/{digest}", weight_server.manifest, "A manifest."),
-            _read("/v1/deltas/{digest}", weight_server.deltas, "Deltas that lead to a blob."),
-            _read("/v1/blobs/{digest}", weight_server.blob, "A blob."),
-            *(call for call in calls if (call.method, call.path) != ("GET", "/v1/blobs/{digest}")),
+            *(route for route in weights if route.path != "/metrics"),
+            *(r for r in dataflow if (r.method, r.path) != ("GET", "/v1/blobs/{digest}")),
         ]
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncGenerator[None]:
-        timers = asyncio.create_task(self.service.run_timers(), name="timers")
-        try:
+        async with _background(self.service.run_timers()):
             yield
-        finally:
-            timers.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await timers
 
 
-def _read(path: str, handler: Handler, summary: str) -> Route:
-    return Route(method="GET", path=path, handler=handler, roles=READERS, summary=summary)
+@asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
-def intercepted(route: Route, interceptor: Interceptor) -> Route:
+def _intercepted(route: Route, interceptor: Interceptor) -> Route:
     name = f"{route.method} {route.path}"
 
     async def handler(call: Call) -> object:

@@ -74,6 +74,10 @@ RULES = (
 )
 
 
+FIRST_FAULTS = ("lease-repeated", "delivery-repeated", "fenced-dropped", "rejoin-when-unknown")
+"""Rules whose faults are injected while the first version is live."""
+
+
 class RolloutExaminer:
     def __init__(self, double: DataflowDouble) -> None:
         self.verdicts = RuleVerdicts(RULES)
@@ -88,9 +92,8 @@ class RolloutExaminer:
         self._service = double.service
         self._node_id = NodeId("")
         self._boot_id = ""
-        self._versions: dict[tuple[int, int], str] = {}
-        self._wrong: set[tuple[int, int]] = set()
-        self._damaged: set[tuple[int, int]] = set()
+        self._versions: dict[tuple[int, int], tuple[str, str]] = {}
+        """Manifest digest and fault of each announced (incarnation, number)."""
         self._last_heartbeat_at = 0.0
         self._rejected_heartbeat_at: float | None = None
         self._lost_request: LeaseRequest | None = None
@@ -107,31 +110,20 @@ class RolloutExaminer:
         self, incarnation: int, number: int, stored: StoredVersion, *, fault: str = ""
     ) -> None:
         """Announce a version before it is published; `fault` is "damaged", "wrong" or empty."""
-        key = (incarnation, number)
-        self._versions[key] = stored.manifest_digest
+        self._versions[incarnation, number] = stored.manifest_digest, fault
         if fault == "damaged":
-            self._damaged.add(key)
             self.fetches.damage(stored.manifest_digest)
-        elif fault == "wrong":
-            self._wrong.add(key)
 
     @property
     def has_seen_all_faults(self) -> bool:
         """Whether every fault of the first version has been exercised."""
-        return all(
-            self.verdicts.has_result(rule)
-            for rule in (
-                "lease-repeated",
-                "delivery-repeated",
-                "fenced-dropped",
-                "rejoin-when-unknown",
-            )
-        )
+        return all(map(self.verdicts.has_result, FIRST_FAULTS))
 
     @property
     def has_fetched_wrong_tensor(self) -> bool:
         """Whether the node fetched the version with the wrong tensor and could have loaded it."""
-        return any(self.fetches.has_all(self._versions[key]) for key in self._wrong)
+        wrong = [digest for digest, fault in self._versions.values() if fault == "wrong"]
+        return any(map(self.fetches.has_all, wrong))
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -250,20 +242,19 @@ class RolloutExaminer:
         """Release a lease without the node's knowledge; its slot is granted again with the next
         epoch."""
         self._has_revoked_lease = True
-        released = (row_id_of(grant),)
+        node_id, boot_id, released = self._node_id, self._boot_id, (row_id_of(grant),)
         await self._service.nodes.deliver(
-            DeliveryRequest(
-                node_id=self._node_id, boot_id=self._boot_id, deliveries=(), released=released
-            )
+            DeliveryRequest(node_id=node_id, boot_id=boot_id, deliveries=(), released=released)
         )
 
     async def _deliver(self, call: Call, handler: Handler) -> object:
         body: DeliveryRequest = call.body
         for delivery in body.deliveries:
             row_id = delivery.row_id
-            for rule_check in check_row(delivery, self._leases.get(row_id), self._node_id):
-                self.verdicts.check(rule_check.rule, not rule_check.wrong, rule_check.wrong)
             trajectory = read_row(delivery)
+            lease = self._leases.get(row_id)
+            for rule, wrong in check_row(delivery, trajectory, lease, self._node_id):
+                self.verdicts.check(rule, not wrong, f"row {row_id[:80]}: {wrong}")
             if isinstance(trajectory, Trajectory):
                 self._check_versions(trajectory)
             payload = bytes(delivery.payload)
@@ -300,18 +291,17 @@ class RolloutExaminer:
     def _check_live(self, live: tuple[LiveVersion, ...]) -> None:
         for version in live:
             key = (version.incarnation, version.number)
-            digest = self._versions.get(key)
-            if digest is None or version.policy != POLICY:
+            digest, fault = self._versions.get(key, ("", ""))
+            if not digest or version.policy != POLICY:
                 self.verdicts.mark_broken(
                     "fetch-before-live", f"{version} is live but was never published"
                 )
-            elif key in self._wrong:
-                detail = f"{version.incarnation}.{version.number} is live"
-                self.verdicts.mark_broken("wrong-tensor-refused", detail)
+            elif fault == "wrong":
+                self.verdicts.mark_broken("wrong-tensor-refused", f"{key[0]}.{key[1]} is live")
             else:
-                detail = f"{version.incarnation}.{version.number} is live but not fully fetched"
+                detail = f"{key[0]}.{key[1]} is live but not fully fetched"
                 self.verdicts.check("fetch-before-live", self.fetches.has_all(digest), detail)
-                if key in self._damaged:
+                if fault == "damaged":
                     is_intact = self.fetches.has_all(digest, undamaged=True)
                     self.verdicts.check("corrupt-blob-refused", is_intact, detail)
 
@@ -319,10 +309,10 @@ class RolloutExaminer:
         for turn in trajectory.turns:
             for span in turn.spans:
                 key = (span.incarnation, span.number)
-                digest = self._versions.get(key)
+                digest, fault = self._versions.get(key, ("", ""))
                 detail = f"row {trajectory.row_id}: {key} was never fetched"
-                is_fetched = digest is not None and self.fetches.has_all(digest)
-                self.verdicts.check("spans-name-live", is_fetched or key in self._wrong, detail)
+                is_fetched = fault == "wrong" or (bool(digest) and self.fetches.has_all(digest))
+                self.verdicts.check("spans-name-live", is_fetched, detail)
                 self.sampled_numbers.add(span.number)
 
     # --- orders and ends ----------------------------------------------------------------------

@@ -28,64 +28,46 @@ class Lease:
     live: tuple[LiveVersion, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuleCheck:
-    rule: str
-    wrong: str
-    """What is wrong; empty if the rule is kept."""
-
-
 def read_row(delivery: Delivery) -> Trajectory | str:
+    """The record, or why it cannot be read."""
     try:
         return decode(delivery.payload, Trajectory)
     except BadRequest as error:
         return str(error)
 
 
-def check_row(delivery: Delivery, lease: Lease | None, node_id: NodeId) -> Iterator[RuleCheck]:
-    trajectory = read_row(delivery)
+def check_row(
+    delivery: Delivery, trajectory: Trajectory | str, lease: Lease | None, node_id: NodeId
+) -> Iterator[tuple[str, str]]:
+    """Each rule that was checked, and what is wrong; empty if the rule is kept."""
     if isinstance(trajectory, str):
-        yield _rule_check("row-names-lease", delivery, trajectory)
+        yield "row-names-lease", trajectory
         return
-    yield _rule_check(
-        "row-names-lease", delivery, _wrong_name(delivery, trajectory, lease, node_id)
-    )
-    yield _rule_check("reward-by-outcome", delivery, _wrong_reward(trajectory))
+    yield "row-names-lease", _wrong_name(delivery, trajectory, lease, node_id)
+    yield "reward-by-outcome", _wrong_reward(trajectory)
     for turn in trajectory.turns:
-        yield _rule_check("spans-cover", delivery, _wrong_spans(turn))
-        yield _rule_check("logprobs-at-most-0", delivery, _wrong_logprobs(turn))
+        yield "spans-cover", _wrong_spans(turn)
+        yield "logprobs-at-most-0", _wrong_logprobs(turn)
         if lease is not None:
-            yield _rule_check("spans-name-live", delivery, _older_than_live(turn, lease.live))
+            yield "spans-name-live", _older_than_live(turn, lease.live)
 
 
-def _rule_check(rule: str, delivery: Delivery, wrong: str) -> RuleCheck:
-    return RuleCheck(rule=rule, wrong=f"row {delivery.row_id[:80]}: {wrong}" if wrong else "")
-
-
-def _wrong_name(
-    delivery: Delivery, trajectory: Trajectory, lease: Lease | None, node_id: NodeId
-) -> str:
+def _wrong_name(delivery: Delivery, row: Trajectory, lease: Lease | None, node_id: NodeId) -> str:
     if lease is None:
         return "this lease was never granted"
     grant = lease.grant
     expected = (delivery.row_id, grant.group_id, grant.slot, grant.epoch, grant.attempt, node_id)
-    named = (
-        trajectory.row_id,
-        trajectory.group_id,
-        trajectory.slot,
-        trajectory.epoch,
-        trajectory.attempt,
-        trajectory.node_id,
-    )
+    named = (row.row_id, row.group_id, row.slot, row.epoch, row.attempt, row.node_id)
     return "" if named == expected else f"the record has {named}, its lease {expected}"
 
 
 def _wrong_reward(trajectory: Trajectory) -> str:
-    kind, reward = trajectory.outcome.kind, trajectory.reward
-    if not trajectory.outcome.has_reward:
-        return "" if reward is None else f"{kind} with reward {reward}"
-    is_finite = reward is not None and math.isfinite(reward)
-    return "" if is_finite else f"{kind} with reward {reward}"
+    outcome, reward = trajectory.outcome, trajectory.reward
+    if not outcome.has_reward:
+        is_right = reward is None
+    else:
+        is_right = reward is not None and math.isfinite(reward)
+    return "" if is_right else f"{outcome.kind} with reward {reward}"
 
 
 def _wrong_spans(turn: Turn) -> str:

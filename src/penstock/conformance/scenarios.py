@@ -186,8 +186,7 @@ async def conformance_rollout(
     """Test a rollout node: print how to join, then one line per rule. True if all are kept."""
 
     def on_ready(join_info: JoinInfo) -> None:
-        out(f"url    {join_info.url}")
-        out(f"token  {join_info.token}")
+        _print_join_info(join_info, out)
         out("now join as a rollout node: penstock join URL, with PENSTOCK_TOKEN set to the token")
 
     verdicts = await examine_rollout(host=host, port=port, on_ready=on_ready, timeout_s=timeout_s)
@@ -200,13 +199,17 @@ async def conformance_trainer(
     """Like `conformance_rollout`, for a trainer of policy `policy`."""
 
     def on_ready(join_info: JoinInfo) -> None:
-        out(f"url    {join_info.url}")
-        out(f"token  {join_info.token}")
+        _print_join_info(join_info, out)
         out(f"store  {join_info.store}")
         out("now join as the trainer of policy `policy`, and write its versions to the store")
 
     verdicts = await examine_trainer(host=host, port=port, on_ready=on_ready, timeout_s=timeout_s)
     return _report("trainer", verdicts, out, json)
+
+
+def _print_join_info(join_info: JoinInfo, out: Out) -> None:
+    out(f"url    {join_info.url}")
+    out(f"token  {join_info.token}")
 
 
 def _report(role: str, verdicts: Sequence[RuleVerdict], out: Out, json: bool) -> bool:

@@ -69,30 +69,23 @@ class SimulatedNode:
         if newest is None:
             return
         live = LiveVersion(policy=POLICY, incarnation=newest.incarnation, number=newest.number)
+        nodes, boot_id = self._service.nodes, self._boot_id
         if not self._has_joined:
             self._has_joined = True
-            await self._service.nodes.register(
-                RegisterRequest(
-                    node_id=NODE, boot_id=self._boot_id, capacity=NUM_SLOTS, policies=()
-                )
+            await nodes.register(
+                RegisterRequest(node_id=NODE, boot_id=boot_id, capacity=NUM_SLOTS, policies=())
             )
-        await self._service.nodes.heartbeat(
-            NODE, Heartbeat(boot_id=self._boot_id, state=NodeState.LIVE, live=(live,))
+        await nodes.heartbeat(NODE, Heartbeat(boot_id=boot_id, state=NodeState.LIVE, live=(live,)))
+        lease = LeaseRequest(
+            request_id=secrets.token_hex(8),
+            node_id=NODE,
+            boot_id=boot_id,
+            max_slots=NUM_SLOTS,
+            wait_s=0.0,
+            live=(live,),
         )
-        answer = await self._service.nodes.lease(
-            LeaseRequest(
-                request_id=secrets.token_hex(8),
-                node_id=NODE,
-                boot_id=self._boot_id,
-                max_slots=NUM_SLOTS,
-                wait_s=0.0,
-                live=(live,),
-            )
-        )
-        deliveries = tuple(_row(grant, live) for grant in answer.grants)
-        await self._service.nodes.deliver(
-            DeliveryRequest(node_id=NODE, boot_id=self._boot_id, deliveries=deliveries)
-        )
+        deliveries = tuple(_row(grant, live) for grant in (await nodes.lease(lease)).grants)
+        await nodes.deliver(DeliveryRequest(node_id=NODE, boot_id=boot_id, deliveries=deliveries))
 
 
 def _row(grant: Grant, live: LiveVersion) -> Delivery:

@@ -165,9 +165,8 @@ class TrainerExaminer:
         detail = f"number {body.number}: no blob for {', '.join(missing)} in the store"
         self.verdicts.check("store-before-publish", not missing, detail)
         if not missing:
-            wrong = identity_problem(manifest, POLICY, body) or digest_problem(
-                self._store, manifest
-            )
+            wrong = identity_problem(manifest, POLICY, body)
+            wrong = wrong or digest_problem(self._store, manifest)
             self.verdicts.check("digests-right", not wrong, f"number {body.number}: {wrong}")
 
     async def _checkpoints(self, call: Call, handler: Handler) -> object:
@@ -210,9 +209,8 @@ class TrainerExaminer:
             self._pending_batch = body.seq
             return answer
         self._last_served = max(self._last_served, body.seq)
-        self._unfetched_rows.setdefault(
-            body.seq, {index for index, _ in enumerate(answer.manifest.rows)}
-        )
+        indexes = {index for index, _ in enumerate(answer.manifest.rows)}
+        self._unfetched_rows.setdefault(body.seq, indexes)
         return replace(answer, checkpoint_now=body.seq == CHECKPOINT_AT)
 
     async def _until_superseded(self, wait_s: float) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from starlette.responses import Response
 
 from penstock.conformance.dataflow_double import Handler
-from penstock.weights.manifest import SnapshotManifest, is_digest, parse_manifest
+from penstock.weights.manifest import is_digest, parse_manifest
 from penstock.weights.serving.server import RANGE, parse_range
 from penstock.wire.routes import Call
 
@@ -39,12 +39,9 @@ class WeightFetches:
         """Serve the weights of this version damaged, once."""
         self._blob_to_damage = self._weights(manifest_digest)[0][0]
 
-    def has_manifest(self, digest: str) -> bool:
-        return digest in self._manifests
-
     def has_all(self, manifest_digest: str, *, undamaged: bool = False) -> bool:
         """Whether every byte of this version's weights was served."""
-        return self.has_manifest(manifest_digest) and all(
+        return manifest_digest in self._manifests and all(
             self._covers(blob, num_bytes, undamaged)
             for blob, num_bytes in self._weights(manifest_digest)
         )
@@ -64,19 +61,18 @@ class WeightFetches:
         byte_range = parse_range(range_header, len(data))
         if byte_range is None:
             return await handler(call)
-        is_damaged = digest == self._blob_to_damage and byte_range[1] == len(data)
-        self._served.append(
-            ServedRange(blob=digest, start=byte_range[0], end=byte_range[1], is_damaged=is_damaged)
-        )
+        start, end = byte_range
+        is_damaged = digest == self._blob_to_damage and end == len(data)
+        self._served.append(ServedRange(blob=digest, start=start, end=end, is_damaged=is_damaged))
         if not is_damaged:
             return await handler(call)
         self._blob_to_damage = ""
         damaged = bytearray(data)
         damaged[DAMAGED_BYTE] ^= 1
-        headers = {"content-range": f"bytes {byte_range[0]}-{byte_range[1] - 1}/{len(data)}"}
+        headers = {"content-range": f"bytes {start}-{end - 1}/{len(data)}"}
         is_partial = bool(RANGE.fullmatch(range_header))
         return Response(
-            bytes(damaged[byte_range[0] : byte_range[1]]),
+            bytes(damaged[start:end]),
             status_code=206 if is_partial else 200,
             headers=headers if is_partial else {},
             media_type="application/octet-stream",
@@ -94,5 +90,5 @@ class WeightFetches:
     def _weights(self, manifest_digest: str) -> list[tuple[str, int]]:
         """Only tensor files: a peer may already have the others, under the same digest."""
         data = (self._store / "manifests" / f"{manifest_digest}.json").read_bytes()
-        manifest: SnapshotManifest = parse_manifest(data)
-        return [(f.blob, f.bytes) for f in manifest.files if f.name.endswith(".safetensors")]
+        files = parse_manifest(data).files
+        return [(f.blob, f.bytes) for f in files if f.name.endswith(".safetensors")]

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 
 def surviving_groups(lines: Iterable[str]) -> set[int]:
@@ -28,10 +29,8 @@ def main() -> None:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     for group in surviving_groups(sys.stdin):
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 if __name__ == "__main__":

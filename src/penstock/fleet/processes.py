@@ -65,10 +65,8 @@ def reap(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def signal_group(group: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(group, number)
-    except ProcessLookupError:
-        return
 
 
 class OrphanReaper:
@@ -96,17 +94,12 @@ class OrphanReaper:
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # the reaper was killed; PDEATHSIG still ends children
             self._process.stdin.write(line)
             self._process.stdin.flush()
-        except BrokenPipeError:
-            return  # the reaper was killed; children still die with us by PDEATHSIG
 
 
 def cpu_s() -> float:
     """CPU seconds of this process and of its reaped children."""
-    total = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
-        total += usage.ru_utime + usage.ru_stime
-    return total
+    both = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in both)

@@ -138,25 +138,23 @@ class RunFolder:
 
     def sources(self) -> dict[str, str]:
         """Digest of each source's tasks, from the last launch that checked them."""
-        stored = _read(self._run / "sources.json", SourceDigests)
+        stored = self._read("sources.json", SourceDigests)
         return {} if stored is None else stored.digests
 
     def parent(self) -> ForkOrigin | None:
         """The run that this one was forked from, if it was."""
-        return _read(self._run / "parent.json", ForkOrigin)
+        return self._read("parent.json", ForkOrigin)
 
     def write_parent(self, parent: ForkOrigin) -> None:
-        _write_atomically(self._run / "parent.json", encode_json(parent))
+        self._write("parent.json", parent)
 
     def write_source_digests(self, digests: Mapping[str, str]) -> None:
-        _write_atomically(
-            self._run / "sources.json", encode_json(SourceDigests(digests=dict(digests)))
-        )
+        self._write("sources.json", SourceDigests(digests=dict(digests)))
 
     # --- state of the run -------------------------------------------------------------------------
 
     def endpoints(self) -> Endpoints:
-        found = _read(self._run / "endpoints.json", Endpoints)
+        found = self._read("endpoints.json", Endpoints)
         if found is None:
             raise ConfigError(
                 f"{self.path} was never started; start it with `penstock run {self.path}`"
@@ -165,14 +163,14 @@ class RunFolder:
 
     def python_path(self) -> tuple[str, ...]:
         """Folders of the user's modules, as of the first start."""
-        stored = _read(self._run / "endpoints.json", Endpoints)
+        stored = self._read("endpoints.json", Endpoints)
         return () if stored is None else stored.python_path
 
     def allocate_endpoints(
         self, work_dir: Path, python_path: tuple[str, ...], *, num_partitions: int = 1
     ) -> Endpoints:
         """The addresses of this run; free ports are picked once and kept."""
-        stored = _read(self._run / "endpoints.json", Endpoints)
+        stored = self._read("endpoints.json", Endpoints)
         if stored is None:
             first = free_port()
             stored = Endpoints(
@@ -187,23 +185,35 @@ class RunFolder:
             port = free_port(exclude=(int(url.rpartition(":")[2]) for url in urls))
             partitions.append(f"http://{LOOPBACK}:{port}")
         chosen = replace(stored, partitions=tuple(partitions))
-        _write_atomically(self._run / "endpoints.json", encode_json(chosen))
+        self._write("endpoints.json", chosen)
         return chosen
 
     def launcher(self) -> LauncherRecord | None:
-        return _read(self._run / "launcher.json", LauncherRecord)
+        return self._read("launcher.json", LauncherRecord)
 
     def write_launcher(self, launcher: LauncherRecord) -> None:
-        _write_atomically(self._run / "launcher.json", encode_json(launcher))
+        self._write("launcher.json", launcher)
 
     def finish(self) -> FinishRecord | None:
-        return _read(self._run / "finished.json", FinishRecord)
+        return self._read("finished.json", FinishRecord)
 
     def write_finish(self, finish: FinishRecord) -> None:
-        _write_atomically(self._run / "finished.json", encode_json(finish))
+        self._write("finished.json", finish)
 
     def clear_finish(self) -> None:
         (self._run / "finished.json").unlink(missing_ok=True)
+
+    def _read(self, name: str, kind: type[T]) -> T | None:
+        path = self._run / name
+        try:
+            return decode(path.read_bytes(), kind, media_type=JSON)
+        except FileNotFoundError:
+            return None
+        except BadRequest as error:
+            raise ConfigError(f"{path} is damaged: {error}; delete it and run again") from None
+
+    def _write(self, name: str, record: object) -> None:
+        _write_atomically(self._run / name, encode_json(record))
 
     # --- the lock ---------------------------------------------------------------------------------
 
@@ -266,9 +276,6 @@ class RunFolder:
 
     def public_key(self) -> str:
         return (self.keys / "public.key").read_text().strip()
-
-    def free_bytes(self) -> int:
-        return free_bytes(self.path)
 
 
 def free_bytes(path: Path) -> int:
@@ -346,14 +353,3 @@ def _write_atomically(path: Path, content: bytes) -> None:
         out.flush()
         os.fsync(out.fileno())
     partial.replace(path)
-
-
-def _read(path: Path, kind: type[T]) -> T | None:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
-        return decode(content, kind, media_type=JSON)
-    except BadRequest as error:
-        raise ConfigError(f"{path} is damaged: {error}; delete it and run again") from None

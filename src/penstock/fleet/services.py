@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.config import PipelineStageConfig, RunConfig
+from penstock.config import RunConfig
 from penstock.config.store_password import PASSWORD_ENV, password_in
 from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Role
@@ -52,90 +52,47 @@ class ServiceSpec:
 def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, ...]:
     """Every service of a run on this machine: dataflow and its partitions, weight server, a worker
     for each pipeline stage outside the trainer, and per policy one trainer and `replicas` nodes."""
-    run_dir_args = ("--run-dir", str(folder.path))
-    services = [
-        ServiceSpec(
-            name="dataflow",
-            kind=ServiceKind.SERVER,
-            command=_command("dataflow", *run_dir_args),
-            build_env=lambda: {**_env(1), **_store_env(config)},
-        ),
-        *(_partition(config, folder, index) for index in range(1, config.dataflow.partitions)),
-        ServiceSpec(
-            name="weights",
-            kind=ServiceKind.SERVER,
-            command=_command("weights", "serve", *run_dir_args),
-            build_env=lambda: _env(1),
-        ),
-        *(_stage(config, folder, stage.id) for stage in _service_stages(config)),
-    ]
+    server, node, trainer = ServiceKind.SERVER, ServiceKind.NODE, ServiceKind.TRAINER
+    run_dir = ("--run-dir", str(folder.path))
+
+    def env(
+        role: Role | None = None, subject: str = "", *, threads: int = 1, with_store: bool = False
+    ) -> Callable[[], Mapping[str, str]]:
+        def build_env() -> Mapping[str, str]:
+            found = {**_env(threads), **(_store_env(config) if with_store else {})}
+            if role is not None:
+                token = folder.token(config.name, role, ttl_s=TOKEN_TTL_S, subject=subject)
+                found[TOKEN_ENV] = token
+            return found
+
+        return build_env
+
+    services = [_service("dataflow", server, env(with_store=True), "dataflow", *run_dir)]
+    for index in range(1, config.dataflow.partitions):
+        args = ("dataflow", *run_dir, "--partition", str(index))
+        build_env = env(Role.PARTITION, with_store=True)
+        services.append(_service(f"partition-{index}", server, build_env, *args))
+    services.append(_service("weights", server, env(), "weights", "serve", *run_dir))
+    for _, stage in config.pipeline.services if config.pipeline else ():
+        args = ("stage", str(folder.path), stage.id)
+        services.append(_service(f"stage-{stage.id}", server, env(Role.STAGE, stage.id), *args))
     for policy, model in config.models.items():
-        services.append(
-            ServiceSpec(
-                name=f"trainer-{policy}",
-                kind=ServiceKind.TRAINER,
-                command=_command("trainer", *run_dir_args, "--policy", policy),
-                build_env=_token_env(config, folder, Role.TRAINER, policy),
-            )
-        )
+        args = ("trainer", *run_dir, "--policy", policy)
+        build_env = env(Role.TRAINER, policy, threads=model.torch_threads)
+        services.append(_service(f"trainer-{policy}", trainer, build_env, *args))
         prefix = "node" if len(config.models) == 1 else f"{policy}-node"
-        for replica in range(model.replicas):
-            name = f"{prefix}-{replica}"
-            services.append(
-                ServiceSpec(
-                    name=name,
-                    kind=ServiceKind.NODE,
-                    command=_command("rollout", *run_dir_args, "--name", name, "--policy", policy),
-                    build_env=_token_env(config, folder, Role.ROLLOUT, policy),
-                )
-            )
+        build_env = env(Role.ROLLOUT, policy, threads=model.torch_threads)
+        for name in (f"{prefix}-{replica}" for replica in range(model.replicas)):
+            args = ("rollout", *run_dir, "--name", name, "--policy", policy)
+            services.append(_service(name, node, build_env, *args))
     return tuple(services)
 
 
-def _partition(config: RunConfig, folder: RunFolder, index: int) -> ServiceSpec:
-    args = ("dataflow", "--run-dir", str(folder.path), "--partition", str(index))
-
-    def build_env() -> Mapping[str, str]:
-        token = folder.token(config.name, Role.PARTITION, ttl_s=TOKEN_TTL_S)
-        return {**_env(1), **_store_env(config), TOKEN_ENV: token}
-
-    return ServiceSpec(
-        name=f"partition-{index}",
-        kind=ServiceKind.SERVER,
-        command=_command(*args),
-        build_env=build_env,
-    )
-
-
-def _service_stages(config: RunConfig) -> list[PipelineStageConfig]:
-    return [stage for _, stage in config.pipeline.services] if config.pipeline else []
-
-
-def _stage(config: RunConfig, folder: RunFolder, stage: str) -> ServiceSpec:
-    def build_env() -> Mapping[str, str]:
-        token = folder.token(config.name, Role.STAGE, ttl_s=TOKEN_TTL_S, subject=stage)
-        return {**_env(1), TOKEN_ENV: token}
-
-    return ServiceSpec(
-        name=f"stage-{stage}",
-        kind=ServiceKind.SERVER,
-        command=_command("stage", str(folder.path), stage),
-        build_env=build_env,
-    )
-
-
-def _command(*args: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "penstock.cli.main", *args)
-
-
-def _token_env(
-    config: RunConfig, folder: RunFolder, role: Role, policy: str
-) -> Callable[[], Mapping[str, str]]:
-    def build_env() -> Mapping[str, str]:
-        token = folder.token(config.name, role, ttl_s=TOKEN_TTL_S, subject=policy)
-        return {**_env(config.models[policy].torch_threads), TOKEN_ENV: token}
-
-    return build_env
+def _service(
+    name: str, kind: ServiceKind, build_env: Callable[[], Mapping[str, str]], *args: str
+) -> ServiceSpec:
+    command = (sys.executable, "-m", "penstock.cli.main", *args)
+    return ServiceSpec(name=name, kind=kind, command=command, build_env=build_env)
 
 
 def _store_env(config: RunConfig) -> Mapping[str, str]:

@@ -16,9 +16,13 @@ from pathlib import Path
 from penstock.errors import WeightsError
 from penstock.types import PolicyName
 from penstock.weights.deltas.chain import DeltaEntry
+from penstock.weights.deltas.delta import read_delta
+from penstock.weights.deltas.file_delta import layout_of
+from penstock.weights.deltas.payload import Kind
 from penstock.weights.manifest import FileEntry, SnapshotManifest, parse_manifest
 from penstock.weights.rebuild import apply_chain, chain_from_full
-from penstock.weights.store import DirectoryStore
+from penstock.weights.store import DirectoryStore, open_regular
+from penstock.weights.tensors import ITEM_BYTES
 
 SHORT_DIGEST_CHARS = 12
 """Number of digest characters shown to humans."""
@@ -115,13 +119,15 @@ def _catalog_file(store: DirectoryStore, entry: FileEntry) -> CatalogFile:
 def find_version(catalog: Catalog, reference: str) -> CatalogVersion:
     """Find a version by `policy@number`, by number alone if there is one policy, or by a prefix of
     its manifest digest."""
+    versions, is_only_policy = catalog.versions, len(catalog.policies) == 1
     found = [
         version
-        for version in catalog.versions
-        if _matches_reference(version, reference, catalog.policies)
+        for version in versions
+        if reference == version.name
+        or (is_only_policy and reference == str(version.manifest.number))
     ]
     if not found and len(reference) >= MIN_PREFIX:
-        found = [version for version in catalog.versions if version.digest.startswith(reference)]
+        found = [version for version in versions if version.digest.startswith(reference)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -136,35 +142,19 @@ def find_version(catalog: Catalog, reference: str) -> CatalogVersion:
     )
 
 
-def _matches_reference(
-    version: CatalogVersion, reference: str, policies: Sequence[PolicyName]
-) -> bool:
-    return reference == version.name or (
-        len(policies) == 1 and reference == str(version.manifest.number)
-    )
-
-
 def _suggestion(catalog: Catalog, reference: str) -> str:
     names = list(dict.fromkeys(version.name for version in catalog.versions))
     if not names:
         return "the store is empty"
     policy, _, number = reference.rpartition("@")
-    if "." in number and (
-        named := [name for name in names if name == _without_incarnation(reference)]
-    ):
-        return f"weight versions are addressed without the incarnation; use {named[0]}"
-    if not policy and number.isdecimal() and len(catalog.policies) > 1:
-        near = [f"{policy}@{number}" for policy in catalog.policies]
-        near = [name for name in near if name in names]
-    else:
-        near = []
+    without_incarnation = f"{policy}@{number.rpartition('.')[2]}"
+    if "." in number and without_incarnation in names:
+        return f"weight versions are addressed without the incarnation; use {without_incarnation}"
+    near: list[str] = []
+    if not policy and len(catalog.policies) > 1:
+        near = [name for each in catalog.policies if (name := f"{each}@{number}") in names]
     near = near or _nearest(names, reference if policy else f"{catalog.policies[0]}@{reference}")
     return f"did you mean {' or '.join(near)}? `penstock weights ls RUN` lists all"
-
-
-def _without_incarnation(reference: str) -> str:
-    policy, _, number = reference.rpartition("@")
-    return f"{policy}@{number.rpartition('.')[2]}"
 
 
 def _nearest(names: Sequence[str], reference: str) -> list[str]:
@@ -198,6 +188,26 @@ def deletion_paused(store: DirectoryStore) -> Generator[None]:
         with suppress(OSError):
             held.enter_context(store.writing())
         yield
+
+
+def count_changes(
+    store: DirectoryStore, step: DeltaEntry, full_files: Sequence[str]
+) -> tuple[int, int] | None:
+    """Elements that a delta changes, and all elements; a tensor stored in full counts as changed.
+    `full_files` may be files of the same layout; None if none of them is available."""
+    available = [blob for blob in full_files if store.has_blob(blob)]
+    if not available:
+        return None
+    layout = layout_of(store.blob_path(available[0]))
+    sizes, dtypes = layout.sizes, {name: r.dtype for name, r in layout.byte_ranges.items()}
+    changed = 0
+    with open_regular(store.blob_path(step.blob)) as file:
+        for frame in read_delta(file, sizes)[1]:
+            if frame.payload.kind is Kind.FULL:
+                changed += sum(sizes[name] for name in frame.names) // frame.item_bytes
+            else:
+                changed += frame.payload.num_changed
+    return changed, sum(sizes[name] // ITEM_BYTES[dtype] for name, dtype in dtypes.items())
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -85,9 +86,10 @@ class Puller:
                     clients, lambda weight_server: _fetch_manifest(weight_server, target)
                 )
                 slots = asyncio.Semaphore(self._num_ranges)
-                pull = _Pull(blobs, clients, manifest, slots, self._rebuild_speed, self._transfer)
+                tensors = {tensor.name: tensor for tensor in manifest.tensors}
+                pull = _Pull(blobs, clients, tensors, slots, self._rebuild_speed, self._transfer)
                 scans = await pull.fetch_all(manifest.files)
-                _check_scans(manifest, scans)
+                _check_scans(manifest, tensors, scans)
                 folder = await asyncio.to_thread(blobs.stage, target.manifest_digest, manifest)
                 self._mtimes_ns[folder] = {
                     file.name: found.mtime_ns
@@ -168,24 +170,16 @@ async def _fetch_manifest(
     return manifest
 
 
+@dataclass(frozen=True, slots=True)
 class _Pull:
     """The pull of one version."""
 
-    def __init__(
-        self,
-        blobs: BlobCache,
-        weight_servers: Sequence[WeightServerClient],
-        manifest: SnapshotManifest,
-        slots: asyncio.Semaphore,
-        rebuild_speed: Throughput,
-        transfer: Transfer,
-    ) -> None:
-        self._blobs = blobs
-        self._weight_servers = weight_servers
-        self._tensors = {tensor.name: tensor for tensor in manifest.tensors}
-        self._slots = slots
-        self._rebuild_speed = rebuild_speed
-        self._transfer: Transfer = transfer
+    blobs: BlobCache
+    weight_servers: Sequence[WeightServerClient]
+    tensors: Mapping[str, TensorEntry]
+    slots: asyncio.Semaphore
+    rebuild_speed: Throughput
+    transfer: Transfer
 
     async def fetch_all(self, files: Iterable[FileEntry]) -> list[Scan]:
         file_slots = asyncio.Semaphore(NUM_FILES)
@@ -199,7 +193,7 @@ class _Pull:
     async def _fetch(self, file: FileEntry) -> Scan:
         """Put the verified blob into the cache: already there, rebuilt from deltas, or fetched in
         full."""
-        if (found := await self._from_cache(file)) is not None:
+        if (found := await asyncio.to_thread(self.blobs.check, file)) is not None:
             return found
         try:
             if (found := await self._fetch_deltas(file)) is not None:
@@ -207,13 +201,8 @@ class _Pull:
         except WeightsError as error:
             log.warning("delta failed, fetching the full file", file=file.name, error=str(error))
         return await _first_success(
-            self._weight_servers, lambda weight_server: self._fetch_full(weight_server, file)
+            self.weight_servers, lambda weight_server: self._fetch_full(weight_server, file)
         )
-
-    async def _from_cache(self, file: FileEntry) -> Scan | None:
-        if not self._blobs.has(file):
-            return None
-        return await asyncio.to_thread(self._blobs.check, file)
 
     async def _fetch_deltas(self, file: FileEntry) -> Scan | None:
         """Rebuild from a cached file and deltas; None if that is impossible or not worth it."""
@@ -225,20 +214,18 @@ class _Pull:
             for step in steps
         )
         started_at = time.monotonic()
-        found = await asyncio.to_thread(self._blobs.rebuild, file, steps)
-        self._rebuild_speed.add(file.bytes, time.monotonic() - started_at)
+        found = await asyncio.to_thread(self.blobs.rebuild, file, steps)
+        self.rebuild_speed.add(file.bytes, time.monotonic() - started_at)
         return found
 
     async def _find_chain(self, file: FileEntry) -> tuple[DeltaEntry, ...]:
-        have = (
-            await asyncio.to_thread(self._blobs.possible_bases, file)
-            if self._transfer != "full"
-            else ()
-        )
+        if self.transfer == "full":
+            return ()
+        have = await asyncio.to_thread(self.blobs.possible_bases, file)
         if not have:
             return ()
         path = f"/v1/deltas/{file.blob}?bytes={file.bytes}&from={','.join(have)}"
-        for weight_server in self._weight_servers:
+        for weight_server in self.weight_servers:
             if not weight_server.is_usable:
                 continue
             try:
@@ -253,21 +240,21 @@ class _Pull:
         self, weight_server: WeightServerClient, steps: Sequence[DeltaEntry], file: FileEntry
     ) -> bool:
         is_faster = prefers_delta(
-            self._transfer,
+            self.transfer,
             delta_bytes=sum(step.bytes for step in steps),
             file_bytes=file.bytes,
-            link_bytes_per_s=weight_server.bytes_per_s,
-            rebuild_bytes_per_s=self._rebuild_speed.bytes_per_s,
+            link_bytes_per_s=weight_server.link.speed.bytes_per_s,
+            rebuild_bytes_per_s=self.rebuild_speed.bytes_per_s,
         )
         if not is_faster:
-            self._rebuild_speed.decay()
+            self.rebuild_speed.decay()
         return is_faster
 
     async def _fetch_full(self, weight_server: WeightServerClient, file: FileEntry) -> Scan:
         """Fetch the missing parts from one weight server."""
-        async with self._blobs.partial(file, self._tensors) as partial:
+        async with self.blobs.partial(file, self.tensors) as partial:
             # Another pull may have fetched it while this one waited for the lock.
-            if (found := await self._from_cache(file)) is not None:
+            if (found := await asyncio.to_thread(self.blobs.check, file)) is not None:
                 partial.drop()
                 return found
             if partial.is_complete:  # left by a pull that could not repair it
@@ -277,8 +264,7 @@ class _Pull:
                     return found
                 missing = await asyncio.to_thread(partial.missing)
                 await _gather(
-                    self._fetch_range(weight_server, file, partial, byte_range)
-                    for byte_range in missing
+                    self._fetch_range(weight_server, partial, byte_range) for byte_range in missing
                 )
                 found = await asyncio.to_thread(partial.finish)
         if found is not None:
@@ -289,49 +275,41 @@ class _Pull:
         )
 
     async def _fetch_range(
-        self,
-        weight_server: WeightServerClient,
-        file: FileEntry,
-        partial: Partial,
-        byte_range: ByteRange,
+        self, weight_server: WeightServerClient, partial: Partial, byte_range: ByteRange
     ) -> None:
+        file = partial.file
         start, end = byte_range
-        pieces: list[bytes] = []
-        async with self._slots:
-            at = start
-            while at < end:
-                piece = await weight_server.get(
-                    f"/v1/blobs/{file.blob}",
-                    end - at,
-                    f"blob of {file.name}",
-                    {"range": f"bytes={at}-{end - 1}"},
-                )
+        what = f"blob of {file.name}"
+        data = b""
+        async with self.slots:
+            while (at := start + len(data)) < end:
+                headers = {"range": f"bytes={at}-{end - 1}"}
+                piece = await weight_server.get(f"/v1/blobs/{file.blob}", end - at, what, headers)
                 if not piece:
-                    raise WeightsError(
-                        f"{file.name}: {weight_server.url} sent no data for byte {at}"
-                    )
-                pieces.append(piece)
-                at += len(piece)
-            await run_uncancelled(partial.write, start, b"".join(pieces))
+                    raise WeightsError(f"{what}: {weight_server.url} sent no data for byte {at}")
+                data += piece
+            await run_uncancelled(partial.write, start, data)
 
 
-def _check_scans(manifest: SnapshotManifest, scans: list[Scan]) -> None:
+def _check_scans(
+    manifest: SnapshotManifest, tensors: Mapping[str, TensorEntry], scans: list[Scan]
+) -> None:
     """Check that each tensor of the manifest is in exactly one file, with its dtype, shape and
     digest."""
-    expected = {tensor.name: tensor for tensor in manifest.tensors}
+    expected = dict(tensors)
+    problem = ""
     for tensor in (tensor for found in scans for tensor in found.tensors):
         if expected.pop(tensor.name, None) != tensor:
-            raise WeightsError(_mismatch_message(manifest, tensor))
-    if expected:
+            shape = "x".join(map(str, tensor.shape))
+            problem = (
+                f"tensor {tensor.name} ({tensor.dtype}, {shape}) differs from the manifest, "
+                "although the file matches its digest"
+            )
+            break
+    if not problem and expected:
+        problem = f"no file contains tensor {min(expected)}"
+    if problem:
         raise WeightsError(
-            f"{manifest.policy} number {manifest.number}: no file contains tensor "
-            f"{min(expected)}; the manifest is inconsistent with its files; publish it again"
+            f"{manifest.policy} number {manifest.number}: {problem}; the manifest is inconsistent "
+            "with its files; publish the version again"
         )
-
-
-def _mismatch_message(manifest: SnapshotManifest, tensor: TensorEntry) -> str:
-    return (
-        f"{manifest.policy} number {manifest.number}: tensor {tensor.name} ({tensor.dtype}, "
-        f"{'x'.join(map(str, tensor.shape))}) differs from the manifest, although the file matches "
-        "its digest; the manifest is inconsistent with its files; publish the version again"
-    )

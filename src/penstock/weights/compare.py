@@ -23,7 +23,7 @@ from penstock.weights.store import DirectoryStore
 from penstock.weights.tensors import ITEM_BYTES, TensorEntry
 
 PIECE_ITEMS = 1 << 20
-FLOATS = {"BF16": np.dtype("<u2"), "F16": np.dtype("<u2"), "F32": np.dtype("<u4")}
+FLOATS = ("BF16", "F16", "F32")
 """Float types for which a distance in representable numbers (ULPs) can be computed."""
 INTEGERS = {"U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4"}
 
@@ -67,18 +67,16 @@ def compare(
     old_tensors, new_tensors = _by_name(old.manifest), _by_name(new.manifest)
     both = [name for name in new_tensors if name in old_tensors]
     same_kind = [name for name in both if _kind(old_tensors[name]) == _kind(new_tensors[name])]
-    changes: list[TensorChange] = []
+    differing = {name for name in same_kind if old_tensors[name] != new_tensors[name]}
     with deletion_paused(store), ExitStack() as opened:
-        differing = {
-            name for name in same_kind if old_tensors[name].digest != new_tensors[name].digest
-        }
         before = _tensors(opened, store, old, scratch / "old", differing)
         after = _tensors(opened, store, new, scratch / "new", differing)
-        for name in same_kind:
-            if name in differing:
-                changes.append(_change(new_tensors[name], before[name], after[name]))
-            else:
-                changes.append(_unchanged(new_tensors[name]))
+        changes = [
+            _change(new_tensors[name], before[name], after[name])
+            if name in differing
+            else _unchanged(new_tensors[name])
+            for name in same_kind
+        ]
     return Comparison(
         changes=tuple(sorted(changes, key=lambda change: (-change.share, change.name))),
         removed=tuple(name for name in old_tensors if name not in new_tensors),
@@ -110,12 +108,9 @@ def _tensors(
             continue
         path = opened.enter_context(full_file(store, file.entry.blob, scratch))
         mapped = np.memmap(path, np.uint8, "r")
-        byte_ranges = layout_of(path).byte_ranges.items()
-        found |= {
-            name: mapped[byte_range.start : byte_range.end]
-            for name, byte_range in byte_ranges
-            if name in names
-        }
+        for name, byte_range in layout_of(path).byte_ranges.items():
+            if name in names:
+                found[name] = mapped[byte_range.start : byte_range.end]
     if missing := names - found.keys():
         raise WeightsError(
             f"{version.name}: tensor {min(missing)} is in none of its files; "

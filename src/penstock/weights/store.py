@@ -71,20 +71,12 @@ class DirectoryStore:
     def deleting(self) -> Generator[bool]:
         """Yields False while a writer holds the lock; the caller retries later."""
         with self._lock_file() as descriptor:
-            has_lock = True
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                has_lock = False
-            yield has_lock
+            yield try_lock(descriptor, fcntl.LOCK_EX)
 
     @contextmanager
     def _lock_file(self) -> Generator[int]:
-        descriptor = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
+        with (self._root / "lock").open("ab") as lock:
+            yield lock.fileno()
 
     def put_blob(self, source: BinaryIO, name: str) -> Scan:
         """Copy a file into the store, hashing it on the way. Durable only after `sync_blobs`."""
@@ -136,13 +128,10 @@ class DirectoryStore:
         """All delta entries to this blob, even if their data is gone. Damaged entries are
         skipped."""
         found: list[DeltaEntry] = []
-        try:
-            paths = sorted((self._deltas / target).iterdir())
-        except OSError:
-            return found
-        for path in paths:
-            with suppress(msgspec.MsgspecError, OSError):
-                found.append(_entry_decoder.decode(path.read_bytes()))
+        with suppress(OSError):
+            for path in sorted((self._deltas / target).iterdir()):
+                with suppress(msgspec.MsgspecError, OSError):
+                    found.append(_entry_decoder.decode(path.read_bytes()))
         return found
 
     def chain_to(self, file: str, num_bytes: int, have: Collection[str]) -> tuple[DeltaEntry, ...]:
@@ -295,6 +284,15 @@ def _open(folder: Path, digest: str, suffix: str) -> BinaryIO:
     if not is_digest(digest):
         raise ValueError(f"{digest[:80]!r} is not a BLAKE3 digest (64 lowercase hex characters)")
     return open_regular(folder / f"{digest}{suffix}")
+
+
+def try_lock(descriptor: int, kind: int) -> bool:
+    """False if another process holds the lock."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _write_all(descriptor: int, piece: bytes) -> None:

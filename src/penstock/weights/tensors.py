@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -20,22 +20,10 @@ from blake3 import blake3
 from penstock.errors import WeightsError
 
 ITEM_BYTES: Mapping[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F64": 8,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
 """Item size of every dtype allowed in a snapshot, by safetensors name."""
 MAX_HEADER_BYTES = 100_000_000
@@ -79,10 +67,6 @@ class TensorRange:
     start: int
     end: int
 
-    @property
-    def num_bytes(self) -> int:
-        return self.end - self.start
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -93,10 +77,9 @@ class Layout:
     byte_ranges: Mapping[str, TensorRange]
 
     @property
-    def num_bytes(self) -> int:
-        return len(self.head) + sum(
-            byte_range.num_bytes for byte_range in self.byte_ranges.values()
-        )
+    def sizes(self) -> dict[str, int]:
+        """Size in bytes of each tensor."""
+        return {name: found.end - found.start for name, found in self.byte_ranges.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,17 +106,15 @@ def check_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
 
 def read_layout(source: BinaryIO, name: str) -> Layout:
     """Read the header of a file, without its weights."""
-    reader = _DigestingReader(source, name, None)
+    reader = _DigestingReader(source, name)
     length, header = _read_header(reader)
+    head = length + header
     byte_ranges = {
-        tensor: TensorRange(
-            dtype=found.dtype,
-            start=reader.num_bytes + found.data_offsets[0],
-            end=reader.num_bytes + found.data_offsets[1],
-        )
+        tensor: TensorRange(dtype=found.dtype, start=len(head) + start, end=len(head) + end)
         for tensor, found in parse_header(header, name)
+        for start, end in [found.data_offsets]
     }
-    return Layout(head=length + header, byte_ranges=byte_ranges)
+    return Layout(head=head, byte_ranges=byte_ranges)
 
 
 def scan(source: BinaryIO, name: str, sink: Sink | None = None) -> Scan:
@@ -142,51 +123,48 @@ def scan(source: BinaryIO, name: str, sink: Sink | None = None) -> Scan:
     tensors = _scan_tensors(reader) if name.endswith(".safetensors") else ()
     while reader.read_up_to(PIECE_BYTES):
         pass
-    return Scan(blob=reader.digest(), num_bytes=reader.num_bytes, tensors=tensors)
+    return Scan(blob=reader.hash.hexdigest(), num_bytes=reader.num_bytes, tensors=tensors)
 
 
 class _DigestingReader:
     """One pass over a file: each piece goes to the hash, the sink and the caller."""
 
-    def __init__(self, source: BinaryIO, name: str, sink: Sink | None) -> None:
+    def __init__(self, source: BinaryIO, name: str, sink: Sink | None = None) -> None:
         self.name = name
         self.num_bytes = 0
+        self.hash = blake3()
         self._source = source
         self._sink = sink
-        self._hash = blake3()
 
     def read_up_to(self, max_bytes: int) -> bytes:
         piece = self._source.read(max_bytes)
         self.num_bytes += len(piece)
-        self._hash.update(piece)
+        self.hash.update(piece)
         if self._sink is not None:
             self._sink(piece)
         return piece
 
-    def read_exactly(self, num_bytes: int) -> bytes:
-        pieces: list[bytes] = []
+    def pieces(self, num_bytes: int, where: str = "") -> Iterator[bytes]:
+        """Exactly this many bytes."""
         while num_bytes > 0:
             piece = self.read_up_to(min(num_bytes, PIECE_BYTES))
             if not piece:
-                raise WeightsError(f"{self.name} is truncated at byte {self.num_bytes}")
-            pieces.append(piece)
+                where = where or f"at byte {self.num_bytes}"
+                raise WeightsError(f"{self.name} is truncated {where}")
+            yield piece
             num_bytes -= len(piece)
-        return b"".join(pieces)
-
-    def digest(self) -> str:
-        return self._hash.hexdigest()
 
 
 def _read_header(reader: _DigestingReader) -> tuple[bytes, bytes]:
     """The length field and the header itself."""
-    length = reader.read_exactly(8)
+    length = b"".join(reader.pieces(8))
     header_bytes = int.from_bytes(length, "little")
     if not 2 <= header_bytes <= MAX_HEADER_BYTES:
         raise WeightsError(
             f"{reader.name}: header of {header_bytes} bytes exceeds the limit of "
             f"{MAX_HEADER_BYTES}; this is not a safetensors file"
         )
-    return length, reader.read_exactly(header_bytes)
+    return length, b"".join(reader.pieces(header_bytes))
 
 
 def _scan_tensors(reader: _DigestingReader) -> tuple[TensorEntry, ...]:
@@ -200,14 +178,9 @@ def _scan_tensors(reader: _DigestingReader) -> tuple[TensorEntry, ...]:
 
 def _digest_tensor(reader: _DigestingReader, name: str, found: _HeaderEntry) -> TensorEntry:
     start, end = found.data_offsets
-    left = end - start
     digest = blake3()
-    while left > 0:
-        piece = reader.read_up_to(min(left, PIECE_BYTES))
-        if not piece:
-            raise WeightsError(f"{reader.name} is truncated inside tensor {name}")
+    for piece in reader.pieces(end - start, f"inside tensor {name}"):
         digest.update(piece)
-        left -= len(piece)
     return TensorEntry(name=name, dtype=found.dtype, shape=found.shape, digest=digest.hexdigest())
 
 

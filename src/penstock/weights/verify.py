@@ -99,23 +99,18 @@ class Verifier:
             return
         self._deltas.add(step.blob)
         path = self._store.blob_path(step.blob)
-        why = ""
         try:
             with open_regular(path) as opened:
                 found = scan(opened, "")
             self.num_bytes += found.num_bytes
-            if (found.blob, found.num_bytes) != (step.blob, step.bytes):
-                why = f"its digest is {found.blob[:SHORT_DIGEST_CHARS]}"
+            if (found.blob, found.num_bytes) == (step.blob, step.bytes):
+                return
+            why = f"its digest is {found.blob[:SHORT_DIGEST_CHARS]}"
         except OSError as error:
             why = str(error)
-        if why:
-            yield Damage(
-                version=version.name,
-                what=f"delta to {file.entry.name} from {step.base[:SHORT_DIGEST_CHARS]}",
-                path=str(path),
-                why=why,
-                fix="delete it; nodes fetch the full file instead" if file.is_full else REPUBLISH,
-            )
+        what = f"delta to {file.entry.name} from {step.base[:SHORT_DIGEST_CHARS]}"
+        fix = "delete it; nodes fetch the full file instead" if file.is_full else REPUBLISH
+        yield Damage(version=version.name, what=what, path=str(path), why=why, fix=fix)
 
     def _damage(self, version: CatalogVersion, file: CatalogFile, why: str) -> Damage:
         path = self._store.blob_path(file.entry.blob)

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx2
 import structlog
@@ -35,6 +35,9 @@ T = TypeVar("T")
 RETRY_DEADLINE_S = 600.0
 """How long to retry during an outage of a service before giving up."""
 REQUEST_TIMEOUT_S = 30.0
+NO_COMPRESSION = {"accept-encoding": "identity"}
+"""Header for a response that must have a declared length."""
+LIMITS = httpx2.Limits(max_connections=64, max_keepalive_connections=64)
 WARN_AFTER_S = 3.0
 """Log a warning after this many seconds of retrying, then every ten times that."""
 
@@ -59,6 +62,11 @@ def _raise_for_status(response: httpx2.Response, url: str) -> None:
     )
 
 
+def _decode(response: httpx2.Response, kind: type[T]) -> T:
+    media_type = response.headers.get("content-type", MSGPACK)
+    return decode(response.content, kind, media_type=media_type)
+
+
 def _check_length(response: httpx2.Response, url: str, max_bytes: int | None) -> None:
     if max_bytes is None or response.status_code >= 400:
         return
@@ -71,9 +79,8 @@ def _check_length(response: httpx2.Response, url: str, max_bytes: int | None) ->
 
 def _is_transient(error: Exception) -> bool:
     """Whether to retry: no response, or the service is temporarily unable to respond."""
-    if isinstance(error, (httpx2.TransportError, Busy, StorageFull, Unreachable)):
-        return True
-    return isinstance(error, WireError) and type(error) is WireError
+    transient = (httpx2.TransportError, Busy, StorageFull, Unreachable)
+    return isinstance(error, transient) or type(error) is WireError
 
 
 class _RetryState:
@@ -113,14 +120,9 @@ class _RetryState:
 class AsyncServiceClient:
     """Calls one service from an event loop."""
 
-    def __init__(self, base_url: str, token: str, *, max_connections: int = 64) -> None:
+    def __init__(self, base_url: str, token: str) -> None:
         self.base_url = base_url.rstrip("/")
-        self._http = httpx2.AsyncClient(
-            headers=_headers(token),
-            limits=httpx2.Limits(
-                max_connections=max_connections, max_keepalive_connections=max_connections
-            ),
-        )
+        self._http = httpx2.AsyncClient(headers=_headers(token), limits=LIMITS)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -134,13 +136,10 @@ class AsyncServiceClient:
         *,
         deadline_s: float = RETRY_DEADLINE_S,
         timeout_s: float = REQUEST_TIMEOUT_S,
-        headers: dict[str, str] | None = None,
     ) -> T:
         content = None if body is None else encode(body)
-        raw = await self.request(
-            method, path, content, deadline_s=deadline_s, timeout_s=timeout_s, headers=headers
-        )
-        return decode(raw.content, kind, media_type=raw.headers.get("content-type", MSGPACK))
+        raw = await self.request(method, path, content, deadline_s=deadline_s, timeout_s=timeout_s)
+        return _decode(raw, kind)
 
     async def request(
         self,
@@ -227,8 +226,7 @@ class ServiceClient:
             try:
                 response = self._http.request(method, url, content=content, timeout=timeout_s)
                 _raise_for_status(response, url)
-                media_type: Any = response.headers.get("content-type", MSGPACK)
-                return decode(response.content, kind, media_type=media_type)
+                return _decode(response, kind)
             except (httpx2.TransportError, WireError) as error:
                 delay_s = retry.next_delay_s(error)
             time.sleep(delay_s)

@@ -139,9 +139,7 @@ class _Endpoint:
 
     def route(self) -> StarletteRoute:
         starlette_route = StarletteRoute(self.spec.path, self, methods=[self.spec.method])
-        starlette_route.methods = {
-            self.spec.method
-        }  # Starlette adds HEAD to GET; the table is exact
+        starlette_route.methods = {self.spec.method}  # Starlette adds HEAD to GET
         return starlette_route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

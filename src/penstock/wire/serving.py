@@ -15,10 +15,11 @@ from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.errors import ConfigError
-from penstock.wire.header_limit import HeaderLimitProtocol
 
+MAX_HEADER_BYTES = 64 << 10
 MALLOC_WARMUP_BYTES = 31 << 20
 """Freeing a block of this size raises glibc's dynamic mmap threshold (32 MB at most), so that the
 allocator keeps and reuses freed memory."""
@@ -69,6 +70,32 @@ async def serve_on_socket(app: Starlette, listener: socket.socket, tls: Tls | No
         if embedded.started:
             await embedded.shutdown(sockets=[listener])
         raise
+
+
+class HeaderLimitProtocol(HttpToolsProtocol):
+    """Rejects requests with headers over MAX_HEADER_BYTES and closes their connection: the fast
+    HTTP parser buffers the request line and headers without a limit, before any credential is
+    checked."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_in_headers = False
+        self._header_bytes = 0
+
+    def on_message_begin(self) -> None:
+        self._is_in_headers, self._header_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_headers = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_in_headers:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self.send_400_response(f"request headers exceed {MAX_HEADER_BYTES} bytes")
 
 
 class _EmbeddedServer(uvicorn.Server):

@@ -23,7 +23,7 @@ from tests.unit.audit.tampering import (
     store,
 )
 
-from penstock.audit import audit, summary
+from penstock.audit import audit
 from penstock.audit.evidence import read_contents
 from penstock.audit.ledger import open_ledger
 from penstock.errors import StoreError
@@ -51,7 +51,7 @@ async def test_rewound_and_finished_run_passes(tmp_path: Path, same_weights: boo
     assert_passes(tmp_path)
     commits = one(tmp_path, "SELECT count(*), count(DISTINCT seq) FROM commits")
     assert commits == (12, 9)
-    told = summary(tmp_path)
+    told = audit(tmp_path).summary
     assert (told.steps, told.lost, told.trained_twice) == (8, 0, 0)
     assert told.trajectories == one(tmp_path, "SELECT count(*) FROM rows")[0]
     assert told.reward_first == told.reward_last == pytest.approx((0 + 1 + 2 + 3) / 16)
@@ -70,11 +70,11 @@ async def test_summary_reads_rewards_of_the_surviving_batches(tmp_path: Path) ->
                 "(SELECT group_id FROM fates WHERE seq = ?)",
                 (reward, seq),
             )
-    told = summary(tmp_path)
+    told = audit(tmp_path).summary
     assert told.reward_first == pytest.approx(0.2)
     assert told.reward_last == pytest.approx(0.4)
     change(tmp_path, "UPDATE commits SET skipped = 'why' WHERE seq = 1")
-    assert summary(tmp_path).reward_first == pytest.approx(0.55)
+    assert audit(tmp_path).summary.reward_first == pytest.approx(0.55)
 
 
 async def test_running_run_passes(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ async def test_killed_run_passes(tmp_path: Path) -> None:
     run.close()
     assert (killed / "ledger" / "ledger.db-wal").stat().st_size > 0
     assert_passes(killed)
-    assert summary(killed) == summary(tmp_path / "alive")
+    assert audit(killed).summary == audit(tmp_path / "alive").summary
     (killed / "ledger" / "ledger.db-wal").unlink()
     with pytest.raises(StoreError):  # the acknowledged rows were there
         audit(killed)
@@ -106,7 +106,7 @@ async def test_run_that_never_trained_passes(tmp_path: Path) -> None:
     run = Run(tmp_path, small_config())
     run.close()
     assert_passes(tmp_path)
-    told = summary(tmp_path)
+    told = audit(tmp_path).summary
     assert (told.reward_first, told.reward_last, told.steps) == (None, None, 0)
 
 
@@ -169,7 +169,7 @@ def test_freed_payload_may_be_deleted(run_dir: Path) -> None:
     gone = one(run_dir, "SELECT count(*) FROM rows WHERE segment = 77")
     assert gone >= (12,), "their segment is deleted"
     assert_passes(run_dir)
-    assert summary(run_dir).lost == 0
+    assert audit(run_dir).summary.lost == 0
 
 
 def test_survivors_may_close_without_all(run_dir: Path) -> None:
@@ -209,9 +209,9 @@ def test_payload_may_be_a_blob(run_dir: Path) -> None:
     change(run_dir, statement, row["row_id"])
     assert_passes(run_dir)
     blob.write_bytes(data + b"!")
-    assert summary(run_dir).lost == 1
+    assert audit(run_dir).summary.lost == 1
     blob.unlink()
-    assert summary(run_dir).lost == 1
+    assert audit(run_dir).summary.lost == 1
 
 
 def test_payload_moved_while_the_audit_reads_is_found(run_dir: Path) -> None:

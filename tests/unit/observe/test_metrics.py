@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from threading import Thread
 
-from prometheus_client import Counter
+from prometheus_client import Counter, generate_latest
 
 from penstock.observe.metrics import MetricsFile
-from penstock.observe.prometheus import exposition, new_registry
+from penstock.observe.prometheus import new_registry
 
 
 def test_records_are_complete_lines_of_strict_json(tmp_path: Path) -> None:
@@ -52,6 +52,6 @@ def test_writers_never_tear_a_line(tmp_path: Path) -> None:
 def test_two_services_in_one_process_have_separate_registries() -> None:
     first, second = new_registry("dataflow", "r"), new_registry("weights", "r")
     Counter("rows", "Rows.", registry=first).inc(3)
-    assert b"rows_total 3.0" in exposition(first)
-    assert b"rows_total" not in exposition(second)
-    assert b'service="weights"' in exposition(second)
+    assert b"rows_total 3.0" in generate_latest(first)
+    assert b"rows_total" not in generate_latest(second)
+    assert b'service="weights"' in generate_latest(second)

@@ -10,12 +10,12 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.weights.deltas.codec import apply_tensor, encode_tensor
+from penstock.weights.deltas.codec import apply_payload, diff_tensor, encode_one
 from penstock.weights.deltas.numba_kernels import NumbaKernels
-from penstock.weights.deltas.numpy_kernels import Kernels, NumpyKernels
+from penstock.weights.deltas.numpy_kernels import Kernels
 from penstock.weights.deltas.payload import Payload
 
-NUMPY: Kernels = NumpyKernels()
+NUMPY: Kernels = Kernels()
 COMPILED: Kernels = NumbaKernels()
 ODD_BITS = {
     2: [0x0000, 0x8000, 0x0001, 0x8001, 0x7F80, 0xFF80, 0x7F81, 0xFFFF, 0x7FFF, 0x7C00, 0x3F80],
@@ -38,13 +38,19 @@ def raw(array: NDArray[Any]) -> memoryview:
     return array.view(np.uint8).data
 
 
+def encode_tensor(
+    base: memoryview | None, new: memoryview, item_bytes: int, *, kernels: Kernels | None = None
+) -> Payload:
+    return encode_one(diff_tensor(base, new, item_bytes, kernels=kernels), base, new)
+
+
 def encode(pair: Pair, kernels: Kernels | None = None) -> Payload:
     return encode_tensor(raw(pair.base), raw(pair.new), pair.item_bytes, kernels=kernels)
 
 
 def applied(payload: Payload, pair: Pair, kernels: Kernels | None = None) -> NDArray[Any]:
     target = pair.base.copy()
-    apply_tensor(payload, raw(target), pair.item_bytes, kernels=kernels)
+    apply_payload(payload, [raw(target)], pair.item_bytes, kernels=kernels)
     return target
 
 

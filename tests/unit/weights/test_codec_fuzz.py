@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tests.unit.weights.tensor_pairs import COMPILED, NUMPY, Pair, encode, raw, trained
 
 from penstock.errors import WeightsError
-from penstock.weights.deltas.codec import apply_payload, apply_tensor
+from penstock.weights.deltas.codec import apply_payload
 from penstock.weights.deltas.delta import MAGIC, read_delta, write_delta
 from penstock.weights.deltas.numpy_kernels import Kernels
 from penstock.weights.deltas.payload import Kind, Payload, Role, Stream, pack, unpack
@@ -38,7 +38,7 @@ def try_apply(payload: Payload, base: NDArray[Any], kernels: Kernels) -> bytes |
     fenced[FENCE:-FENCE] = raw(base)
     target = memoryview(fenced)[FENCE:-FENCE]
     try:
-        apply_tensor(payload, target, base.itemsize, kernels=kernels)
+        apply_payload(payload, [target], base.itemsize, kernels=kernels)
     except WeightsError:
         assert target == raw(base)
         return None
@@ -180,7 +180,7 @@ def test_refused_with_the_reason(why: str, num_changed: int, streams: list[Strea
     base = np.arange(64, dtype=np.uint16)
     payload = Payload(kind=Kind.SPARSE, num_changed=num_changed, streams=tuple(streams))
     with pytest.raises(WeightsError, match=why):
-        apply_tensor(payload, raw(base), 2)
+        apply_payload(payload, [raw(base)], 2)
     assert np.array_equal(base, np.arange(64))
 
 
@@ -198,9 +198,9 @@ def test_the_largest_difference_is_allowed() -> None:
 def test_a_sparse_payload_fits_no_other_item_size() -> None:
     for item_bytes in (1, 3, 8):
         with pytest.raises(WeightsError, match="unsupported item size"):
-            apply_tensor(PAYLOADS["small"], raw(SMALL.base.copy()), item_bytes)
+            apply_payload(PAYLOADS["small"], [raw(SMALL.base.copy())], item_bytes)
     with pytest.raises(WeightsError, match="unsupported item size"):
-        apply_tensor(PAYLOADS["small"], memoryview(bytearray(6001)), 2)
+        apply_payload(PAYLOADS["small"], [memoryview(bytearray(6001))], 2)
 
 
 def test_full_is_for_one_tensor_of_its_size() -> None:
@@ -217,9 +217,9 @@ def test_unchanged_tensors_have_no_changes() -> None:
         (Kind.FULL, 1, (FULL(1, 2),)),
     ):
         with pytest.raises(WeightsError):
-            apply_tensor(
+            apply_payload(
                 Payload(kind=kind, num_changed=num_changed, streams=streams),
-                memoryview(bytearray(2)),
+                [memoryview(bytearray(2))],
                 2,
             )
 
@@ -241,8 +241,8 @@ def test_zstd_bombs_are_not_unpacked() -> None:
         stream = Stream(role=Role.FULL, num_bytes=len(target), data=data)
         tracemalloc.start()
         with pytest.raises(WeightsError, match="zstd frame declares"):
-            apply_tensor(
-                Payload(kind=Kind.FULL, num_changed=0, streams=(stream,)), memoryview(target), 2
+            apply_payload(
+                Payload(kind=Kind.FULL, num_changed=0, streams=(stream,)), [memoryview(target)], 2
             )
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
         tracemalloc.stop()

@@ -2,21 +2,19 @@
 """Payload in object storage: one immutable object per segment and commit group, read by range.
 
 Puts are create-only, so no writer overwrites another's bytes, and an append returns after the store
-has accepted it. Records have the same layout as in segment files. Credentials come from the
-environment (`AWS_…`, `GOOGLE_…`, `AZURE_…`), never from a config file. Also opens the store named
-in a config: a built-in name, a URL, or a user class.
+has accepted it. Records have the same layout as in segment files. Also opens the store named in a
+config: a built-in name, a URL, or a user class.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import crc32c
 
@@ -29,9 +27,7 @@ from penstock.dataflow.ledger.payloads import (
 from penstock.dataflow.ledger.segments import HEADER, MAGIC, Location, PlacedPayload
 from penstock.errors import ConfigError, StoreError
 from penstock.plugins import load_function
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
+from penstock.wire.objects import list_objects, open_objects
 
 SEGMENT_BYTES = 64 << 20
 DURABLE_SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
@@ -69,7 +65,7 @@ class ObjectPayloads:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._store = _open(url)
+        self._store = open_objects(url, "payload")
         self._segment = max(self._segments(), default=0) + 1
         self._offset = 0
         self._objects: dict[int, dict[int, int]] = {}
@@ -106,14 +102,13 @@ class ObjectPayloads:
                 self._objects.setdefault(segment, {})[first] = len(body)
 
     def _put(self, name: str, body: bytes) -> None:
-        import obstore
         from obstore.exceptions import AlreadyExistsError
 
         try:
-            obstore.put(self._store, name, body, mode="create")
+            self._store.put(name, body, mode="create")
         except AlreadyExistsError as error:
             # A retry may find the object of a first put whose response was lost.
-            if bytes(obstore.get(self._store, name).bytes()) != body:
+            if bytes(self._store.get(name).bytes()) != body:
                 raise StoreError(
                     f"{self._url}/{name} was written by another process; "
                     "only one service may write a payload store"
@@ -122,8 +117,6 @@ class ObjectPayloads:
     # --- reading ------------------------------------------------------------------------------
 
     def read(self, location: Location) -> bytes:
-        import obstore
-
         where = f"record {location.segment}:{location.offset} of {self._url}"
         parts = self._objects_of(location.segment)
         with self._lock:
@@ -138,7 +131,7 @@ class ObjectPayloads:
             raise StoreError(f"{where} is cut off")
         try:
             name = _name(location.segment, first)
-            data = bytes(obstore.get_range(self._store, name, start=begin, length=size))
+            data = bytes(self._store.get_range(name, start=begin, length=size))
         except FileNotFoundError as error:
             raise StoreError(f"{where} is missing") from error
         return _payload(data, location, where)
@@ -154,12 +147,10 @@ class ObjectPayloads:
         return found
 
     def delete(self, segment: int) -> None:
-        import obstore
-
         assert segment != self._segment, "the open segment still takes payload"
         for first in self._list_segment(segment):
             with suppress(FileNotFoundError):
-                obstore.delete(self._store, _name(segment, first))
+                self._store.delete(_name(segment, first))
         with self._lock:
             self._objects.pop(segment, None)
 
@@ -174,30 +165,12 @@ class ObjectPayloads:
         return known
 
     def _list_segment(self, segment: int) -> dict[int, int]:
-        import obstore
-
-        prefix = f"{segment:08d}"
-        pages = obstore.list(self._store, prefix)  # pyright: ignore[reportUnknownMemberType]
-        found = {int(meta["path"].rpartition("/")[2]): meta["size"] for p in pages for meta in p}
-        return dict(sorted(found.items()))
+        listed = list_objects(self._store, f"{segment:08d}")
+        return dict(sorted((int(name.rpartition("/")[2]), size) for name, size in listed))
 
     def _segments(self) -> list[int]:
-        import obstore
-
-        listed = obstore.list_with_delimiter(self._store)  # pyright: ignore[reportUnknownMemberType]
+        listed = self._store.list_with_delimiter()  # pyright: ignore[reportUnknownMemberType]
         return sorted(int(name) for name in listed["common_prefixes"] if name.isdecimal())
-
-
-def _open(url: str) -> ObjectStore:
-    if importlib.util.find_spec("obstore") is None:
-        raise ConfigError("payload in object storage needs obstore; pip install 'penstock[s3]'")
-    from obstore.exceptions import BaseError
-    from obstore.store import from_url
-
-    try:
-        return from_url(url)
-    except (BaseError, ValueError) as error:
-        raise ConfigError(f"{url} is not an object store URL: {error}") from error
 
 
 def _name(segment: int, first: int) -> str:

@@ -141,16 +141,10 @@ class LocalLauncher:
 
     def has_finished_training(self) -> bool:
         """Every trainer exited with code 0."""
-        return all(
-            entry.is_done for entry in self._supervised if entry.service.kind is ServiceKind.TRAINER
-        )
+        return all(entry.is_done for entry in self._of_kind(ServiceKind.TRAINER))
 
     def pids(self) -> dict[str, int]:
-        return {
-            entry.service.name: entry.child.pid
-            for entry in self._supervised
-            if entry.child is not None
-        }
+        return {e.service.name: e.child.pid for e in self._supervised if e.child is not None}
 
     def logs(self) -> dict[str, Path]:
         return {entry.service.name: entry.log for entry in self._supervised}
@@ -260,8 +254,8 @@ class LocalLauncher:
 
     def _is_run_over(self) -> bool:
         has_trainers = bool(self._of_kind(ServiceKind.TRAINER))
-        has_finished_training = has_trainers and self.has_finished_training()
-        return self.is_finishing or has_finished_training or self._monitor.is_finished()
+        is_trained = has_trainers and self.has_finished_training()
+        return self.is_finishing or is_trained or self._monitor.is_finished()
 
     # --- all processes ----------------------------------------------------------------------------
 

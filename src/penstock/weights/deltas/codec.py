@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import cache
 
@@ -29,7 +29,6 @@ from penstock.weights.deltas.numpy_kernels import (
     Bits,
     Changes,
     Kernels,
-    NumpyKernels,
 )
 from penstock.weights.deltas.payload import (
     Kind,
@@ -51,7 +50,6 @@ from penstock.weights.deltas.sparse import (
 )
 
 NUM_THREADS = 2
-MIN_THREADED_BYTES = 8 << 20
 RARE_RATIO = 16
 """Changes smaller than this fraction of their tensor count as rare."""
 SKIP_FULL_RATIO = 4
@@ -82,44 +80,30 @@ class TensorDiff:
 # --- encoding ------------------------------------------------------------------------------------
 
 
-def encode_tensor(
-    base: memoryview | None, new: memoryview, item_bytes: int, *, kernels: Kernels | None = None
-) -> Payload:
-    """The smallest payload that turns the base bits into the new ones; `full` without a base.
-
-    Both are a tensor's raw little-endian bytes. The payload does not depend on the kernels used.
-    """
-    if base is None or len(base) != len(new):
-        return encode_full(new)
-    if item_bytes not in BITS:
-        return _SAME if _is_equal(base, new) else encode_full(new)
-    if len(new) < MIN_THREADED_BYTES:
-        return encode_one(diff_tensor(base, new, item_bytes, kernels=kernels), new)
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        found = diff_tensor(base, new, item_bytes, kernels=kernels, pool=pool)
-    return encode_one(found, new)
-
-
-def encode_one(found: TensorDiff | None, new: memoryview) -> Payload:
-    """The smaller of the sparse and full forms."""
+def encode_one(found: TensorDiff | None, base: memoryview | None, new: memoryview) -> Payload:
+    """The smallest payload that turns the base bits into the new ones, given `diff_tensor` of both.
+    Does not depend on the kernels used."""
     payload = None if found is None else encode_diffs([found])
     if payload is None:
-        return encode_full(new)
+        return _SAME if base is not None and _is_equal(base, new) else encode_full(new)
     if len(new) > LARGE_BYTES and payload.size * SKIP_FULL_RATIO <= len(new):
         return payload
     return payload if payload.size <= packed_bytes(new) else encode_full(new)
 
 
 def diff_tensor(
-    base: memoryview,
+    base: memoryview | None,
     new: memoryview,
     item_bytes: int,
     *,
     kernels: Kernels | None = None,
     pool: Executor | None = None,
 ) -> TensorDiff | None:
-    """All changes, or None if they would be larger than the tensor; `pool` parallelizes the
-    search."""
+    """All changes between a tensor's raw little-endian bytes; None if there is no base of the same
+    size, no sparse form for this item size, or if they would be larger than the tensor. `pool`
+    parallelizes the search."""
+    if base is None or len(base) != len(new) or item_bytes not in BITS:
+        return None
     kernels = kernels or _kernels_for(len(new))
     base_bits, new_bits = as_bits(base, item_bytes), as_bits(new, item_bytes)
     step = kernels.chunk_bytes // item_bytes
@@ -191,7 +175,7 @@ def as_bits(raw: memoryview, item_bytes: int) -> Bits:
 
 
 def _is_equal(base: memoryview, new: memoryview) -> bool:
-    return all(
+    return len(base) == len(new) and all(
         base[start : start + BLOCK_BYTES].tobytes() == new[start : start + BLOCK_BYTES].tobytes()
         for start in range(0, len(new), BLOCK_BYTES)
     )
@@ -204,13 +188,6 @@ def _size(streams: Sequence[Stream]) -> int:
 # --- applying ------------------------------------------------------------------------------------
 
 
-def apply_tensor(
-    payload: Payload, target: memoryview, item_bytes: int, *, kernels: Kernels | None = None
-) -> None:
-    """Turn the base bits in `target` into the new ones; raises before changing any."""
-    apply_payload(payload, [target], item_bytes, kernels=kernels)
-
-
 def apply_payload(
     payload: Payload,
     targets: Sequence[memoryview],
@@ -218,7 +195,8 @@ def apply_payload(
     *,
     kernels: Kernels | None = None,
 ) -> None:
-    """`apply_tensor` for tensors that share a payload, in encoding order."""
+    """Turn the base bits in the tensors of this payload, in encoding order, into the new ones;
+    raises before changing any."""
     if payload.kind is Kind.SPARSE:
         _apply_sparse(payload, targets, item_bytes, kernels)
     elif payload.num_changed:
@@ -274,7 +252,7 @@ def _apply_sparse(
 def _kernels_for(num_bytes: int) -> Kernels:
     """Small tensors do not trigger compilation, but use compiled kernels once they exist."""
     is_started = best_kernels.cache_info().currsize > 0
-    return best_kernels() if is_started or num_bytes >= MIN_COMPILED_BYTES else NumpyKernels()
+    return best_kernels() if is_started or num_bytes >= MIN_COMPILED_BYTES else Kernels()
 
 
 @cache
@@ -283,7 +261,7 @@ def best_kernels() -> Kernels:
     try:
         importlib.import_module("numba")
     except ImportError:
-        return NumpyKernels()
+        return Kernels()
     from penstock.weights.deltas.numba_kernels import NumbaKernels
 
     return NumbaKernels()

@@ -26,13 +26,11 @@ import msgspec
 
 from penstock.errors import WeightsError
 from penstock.weights.deltas.codec import (
-    MIN_THREADED_BYTES,
     NUM_THREADS,
     TensorDiff,
     diff_tensor,
     encode_diffs,
     encode_one,
-    encode_tensor,
 )
 from penstock.weights.deltas.numpy_kernels import BITS
 from penstock.weights.deltas.payload import Kind, Payload, Role, Stream, compress, decompress
@@ -48,6 +46,7 @@ MAX_STREAMS = 64
 SHARED_FRAME_BYTES = 32 << 20
 """Approximate size of a shared frame, large enough to make zstd tables cheap."""
 
+MIN_THREADED_BYTES = 8 << 20
 AHEAD_BYTES = 16 << 20
 MAX_AHEAD = 16
 """Number of tensors searched ahead."""
@@ -118,10 +117,8 @@ def write_delta(
         if found is not None and found.is_rare:
             if shared[item_bytes].add(name, found):
                 shared[item_bytes] = _write_shared_frame(out, item_bytes, shared[item_bytes])
-        elif _has_sparse_form(item_bytes, base, new):
-            _write_frame(out, [name], item_bytes, encode_one(found, new))
         else:
-            _write_frame(out, [name], item_bytes, encode_tensor(base, new, item_bytes))
+            _write_frame(out, [name], item_bytes, encode_one(found, base, new))
     for item_bytes, rest in shared.items():
         _write_shared_frame(out, item_bytes, rest)
     out.write(_LENGTHS.pack(0, 0))
@@ -153,13 +150,7 @@ def _diff_result(
 
 def _diff(tensor: Tensor, pool: Executor | None = None) -> TensorDiff | None:
     _, item_bytes, base, new = tensor
-    if base is None or not _has_sparse_form(item_bytes, base, new):
-        return None
     return diff_tensor(base, new, item_bytes, pool=pool)
-
-
-def _has_sparse_form(item_bytes: int, base: memoryview | None, new: memoryview) -> bool:
-    return base is not None and len(base) == len(new) and item_bytes in BITS
 
 
 @dataclass(slots=True)
@@ -187,17 +178,9 @@ def _write_shared_frame(out: Writable, item_bytes: int, shared: _SharedFrame) ->
 
 
 def _write_frame(out: Writable, names: list[str], item_bytes: int, payload: Payload) -> None:
+    streams = tuple(_StreamHead(s.role, s.num_bytes, len(s.data)) for s in payload.streams)
     head = msgspec.msgpack.encode(
-        _Head(
-            names=tuple(names),
-            item_bytes=item_bytes,
-            kind=payload.kind,
-            num_changed=payload.num_changed,
-            streams=tuple(
-                _StreamHead(role=s.role, num_bytes=s.num_bytes, num_packed=len(s.data))
-                for s in payload.streams
-            ),
-        )
+        _Head(tuple(names), item_bytes, payload.kind, payload.num_changed, streams)
     )
     packed = compress(memoryview(head))
     out.write(_LENGTHS.pack(len(head), len(packed)))

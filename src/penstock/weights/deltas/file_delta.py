@@ -3,15 +3,14 @@
 
 Two files have the same layout if all bytes except their weights are equal; there is no delta
 between other files. Files are memory-mapped, so little more than one tensor is in memory. The
-result of `apply_delta` is not verified: the caller must hash it before use.
+result of `apply_in_place` is not verified: the caller must hash it before use.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import shutil
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -45,33 +44,19 @@ def _tensors(layout: Layout, old: memoryview, now: memoryview) -> Iterator[Tenso
         yield name, ITEM_BYTES[byte_range.dtype], old[here], now[here]
 
 
-def apply_delta(base: Path, delta: BinaryIO, made: Path, *, base_blob: str) -> None:
-    """Create the target file from a copy of the verified base."""
-    shutil.copyfile(base, made)
-    apply_in_place(made, delta, base_blob=base_blob)
-
-
 def apply_in_place(made: Path, delta: BinaryIO, *, base_blob: str) -> None:
     """Turn a file that contains the delta's base into its target."""
     layout = layout_of(made)
-    sizes = {name: byte_range.num_bytes for name, byte_range in layout.byte_ranges.items()}
-    header, frames = read_delta(delta, sizes)
+    header, frames = read_delta(delta, layout.sizes)
     if header.base != base_blob:
         raise WeightsError(
             f"the delta has base {header.base[:12]}, but {made.name} is {base_blob[:12]}"
         )
     with _mapped(made, is_writable=True) as raw:
-        tensors = _views(layout, raw)
         for frame in frames:
-            here = [tensors[name] for name in frame.names]
+            ranges = [layout.byte_ranges[name] for name in frame.names]
+            here = [raw[found.start : found.end] for found in ranges]
             apply_payload(frame.payload, here, frame.item_bytes)
-
-
-def _views(layout: Layout, raw: memoryview) -> Mapping[str, memoryview]:
-    return {
-        name: raw[byte_range.start : byte_range.end]
-        for name, byte_range in layout.byte_ranges.items()
-    }
 
 
 @contextmanager

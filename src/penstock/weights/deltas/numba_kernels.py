@@ -24,8 +24,8 @@ from penstock.weights.deltas.numpy_kernels import (
     Bits,
     Bytes,
     Changes,
+    Kernels,
     LongGaps,
-    NumpyKernels,
     Positions,
     unchanged,
 )
@@ -36,21 +36,20 @@ Counts = tuple[Any, Any, Any, Any, Any]
 _numba: Any = importlib.import_module("numba")
 
 
-class NumbaKernels:
+class NumbaKernels(Kernels):
     """Unaligned tensors, which are rare, use the NumPy kernels."""
 
     chunk_bytes = 4 * BLOCK_BYTES
     """Large chunks: the compiled loops release the GIL, so other threads can run."""
 
     def __init__(self) -> None:
-        self._plain = NumpyKernels()
         self._scratches = local()
 
     def find(self, base: Bits, new: Bits) -> Changes:
         num_paired = new.nbytes // 8 * 8 // new.itemsize
         base_words, new_words = base[:num_paired].view("<u8"), new[:num_paired].view("<u8")
         if not (base_words.flags.aligned and new_words.flags.aligned):
-            return self._plain.find(base, new)
+            return super().find(base, new)
         out = self._scratch(len(new), new.dtype)
         count, num_long_gaps, num_large_codes, first, last = _compiled(_find, new.itemsize)(
             base_words, new_words, base, new,
@@ -94,7 +93,7 @@ class NumbaKernels:
 
     def apply(self, target: Bits, positions: Positions, zigzags: Bits) -> None:
         if not target.flags.aligned:
-            return self._plain.apply(target, positions, zigzags)
+            return super().apply(target, positions, zigzags)
         return _compiled(_apply, target.itemsize)(target, positions, zigzags)
 
 
@@ -140,18 +139,11 @@ def _compile(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
     read, read_words = source(bits), source(numba.uint64)
     read_bytes, read_places = source(numba.uint8), source(numba.int64)
     out, out_bytes, out_places = bits[::1], numba.uint8[::1], numba.int64[::1]
-    numbers = numba.int32[::1]
+    number, numbers = numba.int64, numba.int32[::1]
     found = (numbers, numbers, out_bytes, out_places, out_bytes, out)
     arguments = {
         _find: (read_words, read_words, read, read, *found),
-        _decode_positions: (
-            read_bytes,
-            read_places,
-            read_bytes,
-            numba.int64,
-            numba.int64,
-            out_places,
-        ),
+        _decode_positions: (read_bytes, read_places, read_bytes, number, number, out_places),
         _decode_zigzags: (read_bytes, read, out),
         _apply: (out, read_places, read),
     }[loop]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,47 +54,18 @@ class Changes:
     @property
     def num_bytes(self) -> int:
         """Memory of these changes, about the size of their streams before compression."""
-        return (
-            self.num_changed
-            + self.num_changed // 4
-            + self.long_gaps.nbytes
-            + self.large_codes.nbytes
-        )
+        escaped_bytes = self.long_gaps.nbytes + self.large_codes.nbytes
+        return self.num_changed + self.num_changed // 4 + escaped_bytes
 
 
-class Kernels(Protocol):
-    """The inner loops; all implementations give bit-identical results."""
+class Kernels:
+    """The inner loops; `NumbaKernels` gives bit-identical results."""
 
-    chunk_bytes: int
+    chunk_bytes = BLOCK_BYTES
     """Best chunk size for `find`."""
 
     def find(self, base: Bits, new: Bits) -> Changes:
         """Differences between two chunks of the same length."""
-        ...
-
-    def decode_positions(
-        self, gaps: Bytes, long_gaps: LongGaps, low_bits: Bytes, shift: int, last: int
-    ) -> Positions:
-        """Ascending positions from gaps, after `last`.
-
-        Each gap byte of 255 consumes the next of `long_gaps`. `low_bits` are the lowest `shift`
-        bits of each gap; empty if `shift` is 0.
-        """
-        ...
-
-    def decode_zigzags(self, codes: Bytes, large_codes: Bits) -> Bits:
-        """Zigzag differences from codes; each code of 3 consumes the next of `large_codes`."""
-        ...
-
-    def apply(self, target: Bits, positions: Positions, zigzags: Bits) -> None:
-        """Add the differences in place; positions are unique and inside the target."""
-        ...
-
-
-class NumpyKernels:
-    chunk_bytes = BLOCK_BYTES
-
-    def find(self, base: Bits, new: Bits) -> Changes:
         positions = _differing(base, new)
         if not len(positions):
             return unchanged(new)
@@ -115,6 +86,11 @@ class NumpyKernels:
     def decode_positions(
         self, gaps: Bytes, long_gaps: LongGaps, low_bits: Bytes, shift: int, last: int
     ) -> Positions:
+        """Ascending positions from gaps, after `last`.
+
+        Each gap byte of 255 consumes the next of `long_gaps`. `low_bits` are the lowest `shift`
+        bits of each gap; empty if `shift` is 0.
+        """
         steps = merge_gaps(gaps, long_gaps)
         if shift:
             steps <<= shift
@@ -124,12 +100,14 @@ class NumpyKernels:
         return np.cumsum(steps, out=steps)
 
     def decode_zigzags(self, codes: Bytes, large_codes: Bits) -> Bits:
+        """Zigzag differences from codes; each code of 3 consumes the next of `large_codes`."""
         merged = codes.astype(large_codes.dtype) + 1
         if len(large_codes):
             merged[codes == ESCAPE_CODE] += large_codes
         return merged
 
     def apply(self, target: Bits, positions: Positions, zigzags: Bits) -> None:
+        """Add the differences in place; positions are unique and inside the target."""
         target[positions] = _monotone(_monotone(target[positions]) + _unzigzag(zigzags))
 
 

@@ -23,7 +23,6 @@ from penstock.weights.deltas.numpy_kernels import (
     Bytes,
     Changes,
     Kernels,
-    NumpyKernels,
     Positions,
     count_threes,
     from_planes,
@@ -174,7 +173,7 @@ def pack_differences(chunks: list[Changes], num_changed: int) -> list[Stream]:
 def pack_values(changed_positions: ChangedPositions, tensors: Sequence[Bits]) -> list[Stream]:
     values = [
         tensor[inside]
-        for positions in changed_positions.steps(NumpyKernels())
+        for positions in changed_positions.steps(Kernels())
         for tensor, inside, _ in split_by_tensor(tensors, positions)
     ]
     max_value = max(int(piece.max()) for piece in values)
@@ -193,11 +192,8 @@ def _drain(items: list[T]) -> Iterator[T]:
 def _num_low_bits(num_elements: int, num_changed: int) -> int:
     """Number of two-bit groups to split off so that the average gap fits in a byte."""
     mean = num_elements // num_changed
-    return next(
-        n
-        for n in range(MAX_LOW_BIT_PAIRS + 1)
-        if mean >> 2 * n < MAX_MEAN_GAP or n == MAX_LOW_BIT_PAIRS
-    )
+    enough = (n for n in range(MAX_LOW_BIT_PAIRS) if mean >> 2 * n < MAX_MEAN_GAP)
+    return next(enough, MAX_LOW_BIT_PAIRS)
 
 
 # --- unpacking -----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from penstock.weights.deltas.chain import MAX_BASES, DeltaEntry
 from penstock.weights.manifest import FileEntry, SnapshotManifest, is_digest
 from penstock.weights.pulling.partial import Partial, verify
 from penstock.weights.rebuild import apply_chain
+from penstock.weights.store import try_lock
 from penstock.weights.tensors import Scan, TensorEntry
 
 LOCK_POLL_S = 0.02
@@ -51,10 +52,6 @@ class BlobCache:
                     yield
                     return
             await asyncio.sleep(LOCK_POLL_S)
-
-    def has(self, file: FileEntry) -> bool:
-        """A file with this name exists; `check` verifies it."""
-        return (self._blobs / file.blob).exists()
 
     def check(self, file: FileEntry) -> Scan | None:
         """Verify the cached blob; None if it is missing or damaged."""
@@ -102,7 +99,7 @@ class BlobCache:
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             try:
-                if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_at(descriptor, path):
+                if try_lock(descriptor, fcntl.LOCK_EX) and _is_file_at(descriptor, path):
                     partial = Partial(path, self._blobs / file.blob, file, tensors)
                     if self._damaged_path(file).exists():
                         await run_uncancelled(partial.start_from, self._damaged_path(file))
@@ -145,11 +142,8 @@ class BlobCache:
 
     @contextmanager
     def _lock(self, kind: int) -> Generator[bool]:
-        descriptor = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            yield _is_locked(descriptor, kind)
-        finally:
-            os.close(descriptor)
+        with (self._root / "lock").open("ab") as lock:
+            yield try_lock(lock.fileno(), kind)
 
     def _is_staged(self, folder: Path, manifest: SnapshotManifest) -> bool:
         """True if the folder contains exactly the inodes that were just verified."""
@@ -182,14 +176,6 @@ async def run_uncancelled(work: Callable[..., object], *args: object) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([thread])
         raise
-
-
-def _is_locked(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_file_at(descriptor: int, path: Path) -> bool:

@@ -14,7 +14,12 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from penstock.errors import BadRequest, NotFound, TooLarge, Unreachable, WeightsError
-from penstock.wire.client import REQUEST_TIMEOUT_S, RETRY_DEADLINE_S, AsyncServiceClient
+from penstock.wire.client import (
+    NO_COMPRESSION,
+    REQUEST_TIMEOUT_S,
+    RETRY_DEADLINE_S,
+    AsyncServiceClient,
+)
 
 T = TypeVar("T")
 Transfer = Literal["auto", "delta", "full"]
@@ -35,7 +40,6 @@ HISTORY_WEIGHT = 0.5
 """Weight of all earlier samples against the newest."""
 DECAY = 0.9
 """Factor on the measured seconds each time a speed ruled out its own path."""
-NO_COMPRESSION = {"accept-encoding": "identity"}
 
 
 class Throughput:
@@ -108,28 +112,24 @@ class LinkStats:
             self.speed.add(self.busy_bytes, time.monotonic() - self.busy_since_s)
 
 
+@dataclass(frozen=True, slots=True)
 class WeightServerClient:
     """One weight server, as used by one pull."""
 
-    def __init__(self, caller: AsyncServiceClient, link: LinkStats, *, is_last: bool) -> None:
-        self._caller = caller
-        self._link = link
-        self._is_last = is_last
+    caller: AsyncServiceClient
+    link: LinkStats
+    is_last: bool
 
     @property
     def url(self) -> str:
-        return self._caller.base_url
-
-    @property
-    def bytes_per_s(self) -> float | None:
-        return self._link.speed.bytes_per_s
+        return self.caller.base_url
 
     @property
     def is_usable(self) -> bool:
-        return self._is_last or time.monotonic() >= self._link.backoff_until_s
+        return self.is_last or time.monotonic() >= self.link.backoff_until_s
 
     async def request(self, path: str, kind: type[T]) -> T:
-        return await self._caller.call(
+        return await self.caller.call(
             "GET", path, None, kind, deadline_s=QUERY_TIMEOUT_S, timeout_s=QUERY_TIMEOUT_S
         )
 
@@ -138,7 +138,7 @@ class WeightServerClient:
     ) -> bytes:
         """The response body; raises WeightsError if this server cannot provide it."""
         num_bytes = 0
-        self._link.start()
+        self.link.start()
         try:
             body = await self._wait_for(path, {**NO_COMPRESSION, **(headers or {})}, max_bytes)
             num_bytes = len(body)
@@ -146,21 +146,19 @@ class WeightServerClient:
         except (BadRequest, NotFound, TooLarge) as error:
             raise WeightsError(f"{what}: {error}") from error
         except Unreachable:
-            self._link.backoff_until_s = time.monotonic() + BACKOFF_S
+            self.link.backoff_until_s = time.monotonic() + BACKOFF_S
             raise
         finally:
-            self._link.end(num_bytes)
+            self.link.end(num_bytes)
 
     async def _wait_for(self, path: str, headers: dict[str, str], max_bytes: int) -> bytes:
         started_at = time.monotonic()
-        deadline_s, idle_timeout_s = (
-            (RETRY_DEADLINE_S, REQUEST_TIMEOUT_S)
-            if self._is_last
-            else (TRY_TIMEOUT_S, IDLE_TIMEOUT_S)
-        )
+        deadline_s, idle_timeout_s = TRY_TIMEOUT_S, IDLE_TIMEOUT_S
+        if self.is_last:
+            deadline_s, idle_timeout_s = RETRY_DEADLINE_S, REQUEST_TIMEOUT_S
         while True:
             try:
-                answer = await self._caller.request(
+                answer = await self.caller.request(
                     "GET",
                     path,
                     headers=headers,
@@ -170,7 +168,7 @@ class WeightServerClient:
                 )
                 return answer.content
             except Unreachable as error:
-                is_late = self._is_last or time.monotonic() > started_at + PENDING_TIMEOUT_S
+                is_late = self.is_last or time.monotonic() > started_at + PENDING_TIMEOUT_S
                 if is_late or not _is_pending(error):
                     raise
 
@@ -187,9 +185,7 @@ def weight_server_clients(
     """Clients in order of preference; their measurements are kept in `links`."""
     return [
         WeightServerClient(
-            caller,
-            links.setdefault(caller.base_url, LinkStats()),
-            is_last=number == len(callers),
+            caller, links.setdefault(caller.base_url, LinkStats()), caller is callers[-1]
         )
-        for number, caller in enumerate(callers, 1)
+        for caller in callers
     ]

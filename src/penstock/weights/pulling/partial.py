@@ -45,7 +45,7 @@ class Partial:
     ) -> None:
         self._path = path
         self._final = final
-        self._file = file
+        self.file = file
         self._tensors = tensors
         self._piece_bytes = piece_bytes(file.bytes)
         self._num_pieces = -(-file.bytes // self._piece_bytes)
@@ -54,7 +54,7 @@ class Partial:
 
     @property
     def is_complete(self) -> bool:
-        return self._path.stat().st_size == self._file.bytes
+        return self._path.stat().st_size == self.file.bytes
 
     def missing(self) -> list[ByteRange]:
         """Missing ranges, each to be written by one call; creates the file if needed."""
@@ -65,15 +65,6 @@ class Partial:
             self._start_over()
             marks = bytes(self._num_pieces)
         return [self._piece_range(number) for number, mark in enumerate(marks) if not mark]
-
-    @property
-    def num_missing_bytes(self) -> int:
-        """Number of missing bytes; does not create the file."""
-        if self.is_complete:
-            return 0
-        marks = self._marks() or bytes(self._num_pieces)
-        byte_ranges = (self._piece_range(number) for number, mark in enumerate(marks) if not mark)
-        return sum(end - start for start, end in byte_ranges)
 
     def start_from(self, damaged: Path) -> None:
         """Start from the bytes of an almost correct file, unless this one already has data."""
@@ -88,23 +79,23 @@ class Partial:
             out.seek(start)
             out.write(piece)
             out.flush()
-            if os.fstat(out.fileno()).st_size > self._file.bytes:
+            if os.fstat(out.fileno()).st_size > self.file.bytes:
                 number = start // self._piece_bytes
                 if self._piece_range(number) == (start, start + len(piece)):
-                    out.seek(self._file.bytes + _SIZE_BYTES + number)
+                    out.seek(self.file.bytes + _SIZE_BYTES + number)
                     out.write(b"\1")
 
     def finish(self) -> Scan | None:
         """Rename the blob to its final name if it verifies. Otherwise its damaged ranges, or the
         full file if they cannot be located, become missing."""
-        os.truncate(self._path, self._file.bytes)
-        found = verify(self._path, self._file)
+        os.truncate(self._path, self.file.bytes)
+        found = verify(self._path, self.file)
         if found is not None:
             # Engines open hard links to it; a stray write must not reach other versions.
             self._path.chmod(0o444)
             self._path.rename(self._final)
             return found
-        self._damaged = damaged_ranges(self._path, self._file, self._tensors)
+        self._damaged = damaged_ranges(self._path, self.file, self._tensors)
         if not self._damaged:
             self._start_over()
         return None
@@ -114,12 +105,12 @@ class Partial:
 
     def _piece_range(self, number: int) -> ByteRange:
         start = number * self._piece_bytes
-        return start, min(start + self._piece_bytes, self._file.bytes)
+        return start, min(start + self._piece_bytes, self.file.bytes)
 
     def _marks(self) -> bytes | None:
         """None if this file was not started, or uses another piece size."""
         with open_regular(self._path) as file:
-            file.seek(self._file.bytes)
+            file.seek(self.file.bytes)
             record = file.read(_SIZE_BYTES + self._num_pieces + 1)
         size, marks = record[:_SIZE_BYTES], record[_SIZE_BYTES:]
         is_ours = size == self._piece_bytes.to_bytes(_SIZE_BYTES, "little")
@@ -129,8 +120,8 @@ class Partial:
         self._damaged = []
         with self._path.open("r+b") as out:
             out.truncate(0)
-            out.truncate(self._file.bytes + _SIZE_BYTES + self._num_pieces)
-            out.seek(self._file.bytes)
+            out.truncate(self.file.bytes + _SIZE_BYTES + self._num_pieces)
+            out.seek(self.file.bytes)
             out.write(self._piece_bytes.to_bytes(_SIZE_BYTES, "little"))
 
 

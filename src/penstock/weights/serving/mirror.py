@@ -27,9 +27,9 @@ from penstock.weights.serving.object_store import (
     entry_name,
     is_valid_entry,
     manifest_name,
-    open_objects,
 )
 from penstock.weights.store import DirectoryStore, open_regular
+from penstock.wire.objects import list_objects, open_objects
 
 NUM_FILES = 2
 """Files uploaded concurrently."""
@@ -48,7 +48,7 @@ class ObjectMirror:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._objects = open_objects(url, retry_timeout_s=UPLOAD_S)
+        self._objects = open_objects(url, "weights", retry_timeout_s=UPLOAD_S)
         self._has_stopped = False
 
     def stop(self) -> None:
@@ -87,11 +87,9 @@ class ObjectMirror:
 
     def blobs_of(self, manifest_digest: str) -> set[str]:
         """Blobs of a version in the bucket; empty if its manifest is damaged."""
-        import obstore
-
         name = manifest_name(manifest_digest)
         with wrap_errors(WeightsError, f"reading {self._url}/{name}"):
-            data = bytes(obstore.get(self._objects, name).bytes())
+            data = bytes(self._objects.get(name).bytes())
         if digest_of(data) != manifest_digest:
             return set()
         return {file.blob for file in parse_manifest(data).files}
@@ -107,18 +105,13 @@ class ObjectMirror:
         self._delete(entry_name(entry))
 
     def _listed(self, folder: str) -> Iterator[tuple[str, int]]:
-        import obstore
-
         with wrap_errors(WeightsError, f"listing {self._url}/{folder}"):
-            pages = obstore.list(self._objects, folder)  # pyright: ignore[reportUnknownMemberType]
-            for meta in (meta for page in pages for meta in page):
-                yield meta["path"].removeprefix(f"{folder}/"), meta["size"]
+            for name, size in list_objects(self._objects, folder):
+                yield name.removeprefix(f"{folder}/"), size
 
     def _delete(self, name: str) -> None:
-        import obstore
-
         with wrap_errors(WeightsError, f"deleting {self._url}/{name}"), suppress(FileNotFoundError):
-            obstore.delete(self._objects, name)
+            self._objects.delete(name)
 
     # --- uploading ------------------------------------------------------------------------------
 
@@ -132,8 +125,6 @@ class ObjectMirror:
                 raise
 
     def _put_blob(self, store: DirectoryStore, digest: str, num_bytes: int) -> int:
-        import obstore
-
         name = blob_name(digest)
         if self._has(name, num_bytes):
             return 0
@@ -144,13 +135,8 @@ class ObjectMirror:
             # verified bytes twice.
             size = max(PART_BYTES, -(-num_bytes // MAX_PARTS))
             pieces = self._until_stopped(_verified(file, digest, num_bytes, size))
-            obstore.put(
-                self._objects,
-                name,
-                pieces,
-                use_multipart=True,
-                chunk_size=size,
-                max_concurrency=NUM_PARTS,
+            self._objects.put(
+                name, pieces, use_multipart=True, chunk_size=size, max_concurrency=NUM_PARTS
             )
         if not self._has(name, num_bytes):
             raise WeightsError(
@@ -168,11 +154,10 @@ class ObjectMirror:
         return self._create(entry_name(step), msgspec.json.encode(step, order="sorted"))
 
     def _create(self, name: str, data: bytes) -> int:
-        import obstore
         from obstore.exceptions import AlreadyExistsError
 
         try:
-            obstore.put(self._objects, name, data, mode="create")
+            self._objects.put(name, data, mode="create")
         except AlreadyExistsError:
             # The response to an earlier put may have been lost; its retry then finds the object.
             self._has(name, len(data))
@@ -180,10 +165,8 @@ class ObjectMirror:
         return len(data)
 
     def _has(self, name: str, num_bytes: int) -> bool:
-        import obstore
-
         try:
-            found = obstore.head(self._objects, name)["size"]
+            found = self._objects.head(name)["size"]
         except FileNotFoundError:
             return False
         if found != num_bytes:

@@ -1,28 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Object storage (`s3://`, `gs://`, `az://`): opening a bucket, object names, and a bucket as a
-source of weights.
+"""A bucket as a source of weights, and the names of its objects.
 
 Objects are named like the files of a directory store. Readers verify all data, as with every
-source. Credentials come from the environment (`AWS_…`, `GOOGLE_…`, `AZURE_…`), never from a config
-file.
+source.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager, suppress
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
 from anyio.to_thread import run_sync
 
-from penstock.errors import ConfigError, NotFound, Unreachable
+from penstock.errors import NotFound, Unreachable
 from penstock.weights.deltas.chain import DeltaEntry, cheapest_chain
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of, is_digest
 from penstock.weights.serving.sources import missing
+from penstock.wire.objects import list_objects, open_objects
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -41,14 +39,12 @@ class ObjectSource:
     """A bucket as a source for a weight server, read by range."""
 
     def __init__(self, url: str) -> None:
-        self._objects = open_objects(url, retry_timeout_s=READ_TIMEOUT_S)
+        self._objects = open_objects(url, "weights", retry_timeout_s=READ_TIMEOUT_S)
         self._known: dict[str, DeltaEntry | None] = {}
 
     async def manifest(self, digest: str) -> bytes:
-        import obstore
-
         with _translated_errors("manifest", digest):
-            found = await obstore.get_async(self._objects, manifest_name(digest))
+            found = await self._objects.get_async(manifest_name(digest))
             if found.meta["size"] > MAX_MANIFEST_BYTES:
                 raise NotFound(f"manifest {digest} is too large ({found.meta['size']} bytes)")
             data = bytes(await found.bytes_async())
@@ -60,10 +56,8 @@ class ObjectSource:
         return data
 
     async def blob(self, digest: str) -> ObjectBlob:
-        import obstore
-
         with _translated_errors("blob", digest):
-            meta = await obstore.head_async(self._objects, blob_name(digest))
+            meta = await self._objects.head_async(blob_name(digest))
         return ObjectBlob(self._objects, digest, meta["size"])
 
     async def chain(
@@ -84,44 +78,22 @@ class ObjectSource:
         return None
 
 
+@dataclass(frozen=True, slots=True)
 class ObjectBlob:
-    def __init__(self, objects: ObjectStore, digest: str, num_bytes: int) -> None:
-        self._objects = objects
-        self._digest = digest
-        self.num_bytes = num_bytes
+    objects: ObjectStore
+    digest: str
+    num_bytes: int
 
     async def read(self, start: int, num_bytes: int) -> bytes:
-        import obstore
-
         end = min(start + num_bytes, self.num_bytes)
         if start >= end:
             return b""
-        name = blob_name(self._digest)
-        with _translated_errors("blob", self._digest):
-            return bytes(await obstore.get_range_async(self._objects, name, start=start, end=end))
+        name = blob_name(self.digest)
+        with _translated_errors("blob", self.digest):
+            return bytes(await self.objects.get_range_async(name, start=start, end=end))
 
     async def close(self) -> None:
         return None
-
-
-def open_objects(url: str, *, retry_timeout_s: float) -> ObjectStore:
-    if importlib.util.find_spec("obstore") is None:
-        raise ConfigError("weights in object storage need obstore; pip install 'penstock[s3]'")
-    from obstore.exceptions import BaseError
-    from obstore.store import from_url
-
-    try:
-        if url.startswith(("file:", "memory:")):
-            return from_url(url)
-        # No client options: they would override those from the environment.
-        return from_url(
-            url,
-            retry_config={"max_retries": 10, "retry_timeout": timedelta(seconds=retry_timeout_s)},
-        )
-    except (BaseError, ValueError) as error:
-        raise ConfigError(
-            f"cannot open object store {url}: {error}; use s3://bucket/run, gs://… or az://…"
-        ) from error
 
 
 @contextmanager
@@ -146,23 +118,16 @@ def deltas_to(
     objects: ObjectStore, target: str, known: dict[str, DeltaEntry | None]
 ) -> list[DeltaEntry]:
     """Deltas to this blob; damaged entries are skipped."""
-    import obstore
-
-    pages = obstore.list(objects, f"deltas/{target}")  # pyright: ignore[reportUnknownMemberType]
-    found: list[DeltaEntry] = []
-    for name in sorted(meta["path"] for page in pages for meta in page):
+    names = sorted(name for name, _ in list_objects(objects, f"deltas/{target}"))
+    for name in names:
         if name not in known:
             known[name] = _read_entry(objects, name, target)
-        if (entry := known[name]) is not None:
-            found.append(entry)
-    return found
+    return [entry for name in names if (entry := known[name]) is not None]
 
 
 def _read_entry(objects: ObjectStore, name: str, target: str) -> DeltaEntry | None:
-    import obstore
-
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, FileNotFoundError):
-        entry = _entry_decoder.decode(bytes(obstore.get(objects, name).bytes()))
+        entry = _entry_decoder.decode(bytes(objects.get(name).bytes()))
         if entry.target == target and is_valid_entry(entry):
             return entry
     return None

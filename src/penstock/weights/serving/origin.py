@@ -37,7 +37,8 @@ MIN_MERGE_STEPS = 4
 class Origin:
     def __init__(self, store: DirectoryStore) -> None:
         self._store = store
-        self._jobs = _BackgroundJobs()
+        self._jobs = SingleFlight[str, None]()
+        self._one_at_a_time = asyncio.Semaphore(1)
         self._marked_at: dict[str, float] = {}
 
     async def manifest(self, digest: str) -> bytes:
@@ -54,7 +55,7 @@ class Origin:
             return await self._open(digest)
         if not await run_sync(chain_from_full, self._store, digest):
             raise missing("blob", digest)
-        if not await self._jobs.run_and_wait(digest, lambda: rebuild_blob(self._store, digest)):
+        if not await self._run_and_wait(digest, lambda: rebuild_blob(self._store, digest)):
             raise Unreachable(f"blob {digest} is being rebuilt from deltas", retry_after_s=1.0)
         try:
             return await self._open(digest)
@@ -89,26 +90,16 @@ class Origin:
         if len(chain) < MIN_MERGE_STEPS:
             return chain
         base = chain[0].base
-        await self._jobs.run_and_wait(
-            base + target, lambda: merge_deltas(self._store, base, target)
-        )
+        await self._run_and_wait(base + target, lambda: merge_deltas(self._store, base, target))
         return await run_sync(self._store.chain_to, target, num_bytes, have)
 
     async def close(self) -> None:
         await self._jobs.close()
 
-
-class _BackgroundJobs:
-    """Slow jobs in threads, one at a time, identified by name."""
-
-    def __init__(self) -> None:
-        self._running = SingleFlight[str, None]()
-        self._one_at_a_time = asyncio.Semaphore(1)
-
-    async def run_and_wait(self, name: str, work: Callable[[], object]) -> bool:
-        """Start the job unless it is running, and wait briefly; True if it ended, even with an
-        error."""
-        task = self._running.start(name, lambda: self._run(work))
+    async def _run_and_wait(self, name: str, work: Callable[[], object]) -> bool:
+        """Start a slow job in a thread unless it is running, and wait briefly; True if it ended,
+        even with an error."""
+        task = self._jobs.start(name, lambda: self._run(work))
         done, _ = await asyncio.wait([task], timeout=JOB_WAIT_S)
         return bool(done)
 
@@ -118,9 +109,6 @@ class _BackgroundJobs:
                 await asyncio.to_thread(work)
         except (WeightsError, OSError) as error:
             log.error("rebuild from deltas failed", error=str(error))
-
-    async def close(self) -> None:
-        await self._running.close()
 
 
 class StoredBlob:

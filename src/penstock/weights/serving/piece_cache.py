@@ -8,7 +8,6 @@ verified before reuse, and an incomplete one is dropped. Does no networking.
 from __future__ import annotations
 
 import fcntl
-import os
 import secrets
 import shutil
 from collections.abc import Generator
@@ -76,20 +75,14 @@ class CachedBlob:
             self.num_users -= 1
 
     def write(self, start: int, data: bytes) -> None:
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            view = memoryview(data)
-            while view:
-                num_written = os.pwrite(descriptor, view, start)
-                start, view = start + num_written, view[num_written:]
-        finally:
-            os.close(descriptor)
+        with self.path.open("r+b") as file:
+            file.seek(start)
+            file.write(data)
 
     def open(self) -> BinaryIO:
         return open_regular(self.path)
 
     def matches_digest(self) -> bool:
-        """True if the file matches its digest."""
         digest = blake3()
         with self.open() as file:
             while piece := file.read(1 << 20):

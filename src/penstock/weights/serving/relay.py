@@ -87,7 +87,7 @@ class Relay:
             self._cache.drop(cached)
 
         async def get(upstream: Upstream) -> bytes:
-            found = await upstream.get(f"/v1/manifests/{digest}", MAX_MANIFEST_BYTES)
+            found = (await upstream.get(f"/v1/manifests/{digest}", MAX_MANIFEST_BYTES)).content
             if digest_of(found) != digest:
                 raise WeightsError(f"sent a manifest that does not match digest {digest}")
             return found
@@ -116,7 +116,11 @@ class Relay:
         path = f"/v1/deltas/{target}?bytes={num_bytes}&from={','.join(have)}"
 
         async def get(upstream: Upstream) -> Steps:
-            return _steps(await upstream.get(path, MAX_CHAIN_BYTES))
+            answer = await upstream.get(path, MAX_CHAIN_BYTES)
+            try:
+                return decode(answer.content, DeltaChain, media_type=MSGPACK).steps
+            except BadRequest as error:
+                raise WeightsError(f"sent an invalid delta chain: {error}") from None
 
         steps = await self._upstreams.try_each(get)
         now = time.monotonic()
@@ -262,10 +266,3 @@ class RelayedBlob:
         if not self._file.closed:
             self._file.close()
             self._cached.num_users -= 1
-
-
-def _steps(answer: bytes) -> Steps:
-    try:
-        return decode(answer, DeltaChain, media_type=MSGPACK).steps
-    except BadRequest as error:
-        raise WeightsError(f"sent an invalid delta chain: {error}") from None

@@ -11,16 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, generate_latest
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from penstock.errors import BadRequest, WireError
-from penstock.observe.prometheus import MEDIA_TYPE, exposition, new_registry
+from penstock.observe.prometheus import new_registry
 from penstock.weights.deltas.chain import MAX_BASES, DeltaChain
 from penstock.weights.manifest import is_digest
 from penstock.weights.serving.sources import Blob, Source
@@ -39,53 +40,20 @@ MAX_DIGITS = 18
 
 
 def build(source: Source, verifier: Verifier) -> Starlette:
-    weight_server = WeightServer(source, new_registry("weights", verifier.run))
-    routes = [
-        Route(
-            method="GET",
-            path="/v1/manifests/{digest}",
-            handler=weight_server.manifest,
-            roles=READERS,
-            summary="The manifest with this BLAKE3, as JSON, byte for byte.",
-        ),
-        Route(
-            method="GET",
-            path="/v1/blobs/{digest}",
-            handler=weight_server.blob,
-            roles=READERS,
-            summary="The blob with this BLAKE3; supports Range requests.",
-        ),
-        Route(
-            method="GET",
-            path="/v1/deltas/{digest}",
-            handler=weight_server.deltas,
-            roles=READERS,
-            response=DeltaChain,
-            query=("from", "bytes"),
-            summary="Deltas to the blob with this BLAKE3 and size `bytes` from one of the blobs "
-            "`from=DIGEST,DIGEST,…`; empty if they would not be smaller than the blob.",
-        ),
-        Route(
-            method="GET",
-            path="/metrics",
-            handler=weight_server.metrics,
-            roles=READERS,
-            summary="Prometheus metrics.",
-        ),
-    ]
+    weight_server = WeightServer(source, verifier.run)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
         yield
         await source.close()
 
-    return build_app(routes, verifier, title="penstock weights", lifespan=lifespan)
+    return build_app(weight_server.routes(), verifier, title="penstock weights", lifespan=lifespan)
 
 
 class WeightServer:
-    def __init__(self, source: Source, registry: CollectorRegistry) -> None:
+    def __init__(self, source: Source, run: str) -> None:
         self._source = source
-        self._registry = registry
+        self._registry = registry = new_registry("weights", run)
         self._requests = Counter(
             "penstock_weights_requests",
             "Reads answered, by kind and role.",
@@ -95,6 +63,27 @@ class WeightServer:
         self._sent_bytes = Counter(
             "penstock_weights_sent_bytes", "Blob bytes sent.", registry=registry
         )
+
+    def routes(self) -> list[Route]:
+        manifest = "The manifest with this BLAKE3, as JSON, byte for byte."
+        blob = "The blob with this BLAKE3; supports Range requests."
+        deltas = (
+            "Deltas to the blob with this BLAKE3 and size `bytes` from one of the blobs "
+            "`from=DIGEST,DIGEST,…`; empty if they would not be smaller than the blob."
+        )
+        get = partial(Route, method="GET", roles=READERS)
+        return [
+            get(path="/v1/manifests/{digest}", handler=self.manifest, summary=manifest),
+            get(path="/v1/blobs/{digest}", handler=self.blob, summary=blob),
+            get(
+                path="/v1/deltas/{digest}",
+                handler=self.deltas,
+                response=DeltaChain,
+                query=("from", "bytes"),
+                summary=deltas,
+            ),
+            get(path="/metrics", handler=self.metrics, summary="Prometheus metrics."),
+        ]
 
     async def manifest(self, call: Call) -> object:
         data = await self._source.manifest(_digest(call))
@@ -115,7 +104,7 @@ class WeightServer:
             raise
         self._requests.labels("blob", call.credential.role).inc()
         is_partial = bool(RANGE.fullmatch(range_header))
-        return BlobResponse(blob, byte_range, first, self._sent_bytes, is_partial=is_partial)
+        return BlobResponse(blob, byte_range, first, self._sent_bytes, is_partial)
 
     async def deltas(self, call: Call) -> DeltaChain:
         have = call.query.get("from", "").split(",")
@@ -129,7 +118,7 @@ class WeightServer:
         return DeltaChain(steps=chain)
 
     async def metrics(self, call: Call) -> object:
-        return RawResponse(exposition(self._registry), MEDIA_TYPE)
+        return RawResponse(generate_latest(self._registry), CONTENT_TYPE_LATEST)
 
 
 def parse_range(header: str, size: int) -> tuple[int, int] | None:
@@ -155,13 +144,7 @@ class BlobResponse(StreamingResponse):
     """
 
     def __init__(
-        self,
-        blob: Blob,
-        byte_range: tuple[int, int],
-        first: bytes,
-        sent: Counter,
-        *,
-        is_partial: bool,
+        self, blob: Blob, byte_range: tuple[int, int], first: bytes, sent: Counter, is_partial: bool
     ) -> None:
         start, end = byte_range
         headers = {"accept-ranges": "bytes", "content-length": str(end - start)}

@@ -13,11 +13,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import httpx2
 import structlog
 
 from penstock.errors import BadRequest, NotFound, Unreachable, WeightsError, WireError
 from penstock.weights.manifest import MAX_FILE_BYTES
-from penstock.wire.client import AsyncServiceClient
+from penstock.wire.client import NO_COMPRESSION, AsyncServiceClient
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -26,7 +27,6 @@ DEMOTE_S = 60.0
 IDLE_TIMEOUT_S = 8.0
 """Timeout without data from an upstream; shorter than readers allow a relay."""
 CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
-NO_COMPRESSION = {"accept-encoding": "identity"}
 
 
 @dataclass(slots=True, eq=False)
@@ -48,27 +48,19 @@ class Upstream:
             )
         self.demoted_until = time.monotonic() + DEMOTE_S
 
-    async def get(self, path: str, max_bytes: int) -> bytes:
-        answer = await self.caller.request(
+    async def get(self, path: str, max_bytes: int, **headers: str) -> httpx2.Response:
+        return await self.caller.request(
             "GET",
             path,
-            headers=NO_COMPRESSION,
+            headers=headers | NO_COMPRESSION,
             max_response_bytes=max_bytes,
             deadline_s=0.0,
             timeout_s=IDLE_TIMEOUT_S,
         )
-        return answer.content
 
     async def head(self, blob: str, num_bytes: int) -> tuple[bytes, int]:
         """The first `num_bytes` of a blob, and its total size."""
-        answer = await self.caller.request(
-            "GET",
-            f"/v1/blobs/{blob}",
-            headers={"range": f"bytes=0-{num_bytes - 1}", **NO_COMPRESSION},
-            max_response_bytes=num_bytes,
-            deadline_s=0.0,
-            timeout_s=IDLE_TIMEOUT_S,
-        )
+        answer = await self.get(f"/v1/blobs/{blob}", num_bytes, range=f"bytes=0-{num_bytes - 1}")
         size = _size(answer.headers.get("content-range", ""), 0, num_bytes)
         if len(answer.content) != min(num_bytes, size):
             raise WeightsError(f"{self.url} sent {len(answer.content)} bytes of a blob of {size}")
