@@ -30,7 +30,7 @@ from penstock.errors import ConfigError
 from penstock.trainer.batches import Batch
 from penstock.trainer.forward_pass import ForwardPass, Scorer
 from penstock.trainer.inputs import Inputs, advantages_of
-from penstock.trainer.losses.ratios import behaviour_kl, log_ratio
+from penstock.trainer.losses.ratios import k3, log_ratio
 from penstock.trainer.losses.tokens import BudgetedObjective, Objective, TokenLoss, Tokens
 from penstock.trainer.ranks.group import RankReductions
 from penstock.trainer.ranks.sharding import clip
@@ -286,7 +286,7 @@ def _ratio_sums(tokens: Tokens) -> dict[str, Tensor]:
     return {
         "fresh": is_fresh_K.sum(),
         "entropy": tokens.entropy_K.sum(),
-        "kl": behaviour_kl(log_ratio_K).sum(),
+        "kl": k3(log_ratio_K).sum(),
         "mismatch": (log_ratio_K.abs() * is_fresh_K).sum(),
     }
 

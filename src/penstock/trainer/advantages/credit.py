@@ -69,11 +69,6 @@ class Turns:
         return self.depths_Q == self.nums_R[self.rows_Q] - 1
 
 
-def broadcast(advantages_R: Floats, turns: Turns) -> Floats:
-    """Every turn carries its trajectory's advantage (Flow-GRPO)."""
-    return advantages_R[turns.rows_Q]
-
-
 def last_turn(advantages_R: Floats, turns: Turns) -> Floats:
     """The last turn carries it, the others nothing."""
     return np.where(turns.is_last_Q, advantages_R[turns.rows_Q], 0.0)

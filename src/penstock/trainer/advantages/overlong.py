@@ -9,7 +9,6 @@ R = rows of the manifest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -29,29 +28,21 @@ class Overlong(StrEnum):
     """Truncated answers are masked; others near the limit lose reward."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverlongPenalty:
-    how: Overlong
-    max_length: int
-    """Tokens an answer may have, the margin included."""
-    margin: int
-    """Over the last `margin` tokens before the limit the penalty grows from 0 to -1."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.margin <= self.max_length:
-            raise ValueError(
-                f"the margin of {self.margin} tokens must be above 0 and within the "
-                f"{self.max_length} that an answer may have"
-            )
-
-    def __call__(
-        self, rewards_R: Floats, lengths_R: Ints, is_truncated_R: Bools
-    ) -> tuple[Floats, Bools]:
-        """(rewards to compare, rows whose tokens are masked)."""
-        is_excluded_R = is_truncated_R & (self.how is not Overlong.PUNISH)
-        if self.how is not Overlong.MASK:
-            rewards_R = rewards_R + overlong_penalty(lengths_R, self.max_length, self.margin)
-        return np.where(is_excluded_R, np.nan, rewards_R), is_excluded_R
+def shape_overlong(
+    rewards_R: Floats,
+    lengths_R: Ints,
+    is_truncated_R: Bools,
+    *,
+    how: Overlong,
+    max_length: int,
+    margin: int,
+) -> tuple[Floats, Bools]:
+    """(rewards to compare, rows whose tokens are masked). An answer may have `max_length` tokens,
+    margin included; over the last `margin` of them the penalty grows from 0 to -1."""
+    is_excluded_R = is_truncated_R & (how is not Overlong.PUNISH)
+    if how is not Overlong.MASK:
+        rewards_R = rewards_R + overlong_penalty(lengths_R, max_length, margin)
+    return np.where(is_excluded_R, np.nan, rewards_R), is_excluded_R
 
 
 def overlong_penalty(lengths_R: Ints, max_length: int, margin: int) -> Floats:

@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 
 from penstock.config.base import Contradiction, one_of
 from penstock.config.builtin_stages import Axis, stage_function
-from penstock.trainer.advantages.overlong import Overlong, OverlongPenalty
+from penstock.trainer.advantages.overlong import Overlong, shape_overlong
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues
 
 How = Annotated[Literal["mask", "punish", "both"], one_of(*Overlong)]
@@ -42,9 +42,11 @@ def overlong(
     `max_length` is the most tokens of one turn, margin included; over the last `margin` tokens the
     penalty grows from 0 to -1. A row is as long as its longest turn; a stage that reads `length`
     compares the total of all turns instead."""
-    rule = OverlongPenalty(how=Overlong(how), max_length=max_length, margin=margin)
     lengths_R = layout.longest_R if length is None else length.astype(np.int64)
-    shaped_R, is_excluded_R = rule(reward, lengths_R, truncated > 0)
+    limits = {"max_length": max_length, "margin": margin}
+    shaped_R, is_excluded_R = shape_overlong(
+        reward, lengths_R, truncated > 0, how=Overlong(how), **limits
+    )
     return {"shaped_reward": shaped_R, "excluded": is_excluded_R.astype(np.float64)}
 
 
