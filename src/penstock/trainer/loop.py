@@ -104,7 +104,7 @@ class Trainer:
         ranks: Ranks | None = None,
         publish_every_version: bool = False,
     ) -> None:
-        """publishes_all: skip no number if publishing falls behind; training waits for it."""
+        """publish_every_version: training waits if publishing falls behind, and skips no number."""
         self._policy = policy
         self._models = models
         self._ranks = ranks or SingleRank()
@@ -302,7 +302,7 @@ class Trainer:
         if last == self._cursor:
             return
         if last.number == self._cursor.number and not self._other_models_updated:
-            self._saver.advance_cursor(self._cursor, to_json(self._monitor.monitor_state))
+            self._saver.advance_cursor(self._cursor, to_json(self._monitor.state))
         else:
             self._save_all()
         self._seconds["checkpoint"] = time.perf_counter() - started
@@ -319,7 +319,7 @@ class Trainer:
             state=state,
             static=self._snapshots.static,
             token=token,
-            monitor_state=to_json(self._monitor.monitor_state),
+            monitor_state=to_json(self._monitor.state),
         )
         self._other_models_updated = False
 

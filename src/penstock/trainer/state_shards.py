@@ -93,7 +93,7 @@ def write_shard(folder: Path, rank: int, num_ranks: int, shares: StateShard) -> 
 
 
 def wait_for_shards(folder: Path, num_ranks: int) -> dict[str, str]:
-    """The digest of every rank's file, by name, once all of them are durable.
+    """The digest of every rank's file, by name, once all of them are durable; removes the receipts.
 
     waits for: receipts · ends: when all exist. A rank that dies is noticed by the supervisor, which
     also ends this wait. Rank 0's own receipt exists from the start."""
@@ -106,13 +106,10 @@ def wait_for_shards(folder: Path, num_ranks: int) -> dict[str, str]:
             )
         found = [receipt for receipt in receipts if receipt is not None]
         if len(found) == num_ranks:
+            for rank in range(num_ranks):
+                (folder / f"{_RECEIPT}{rank}").unlink()
             return {receipt.name: receipt.digest for receipt in found}
         time.sleep(POLL_S)
-
-
-def remove_receipts(folder: Path) -> None:
-    for path in folder.glob(f"{_RECEIPT}*"):
-        path.unlink()
 
 
 def _read_receipt(folder: Path, rank: int) -> _Receipt | None:

@@ -176,9 +176,8 @@ class StagedRanks(_WorldBroadcasts):
         return self._broadcast(torch.from_numpy(own)).numpy()
 
     def max_over_ranks(self, number: int) -> int:
-        return self.broadcast_from_rank0(
-            [self._group.max_over_ranks(number) if self._group else 0]
-        )[0]
+        most = self._group.max_over_ranks(number) if self._group else 0
+        return self.broadcast_from_rank0([most])[0]
 
     def gather_over_ranks(self, terms: Tensor) -> Tensor:
         own = self._group.gather_over_ranks(terms) if self._group else terms

@@ -22,28 +22,18 @@ _log = structlog.get_logger(__name__)
 
 class SignalMonitor:
     def __init__(
-        self, quarantine: Callable[[DriftingNode], None], monitor_state: MonitorState | None = None
+        self, quarantine: Callable[[DriftingNode], None], state: MonitorState | None = None
     ) -> None:
-        monitor_state = monitor_state or MonitorState()
         self._quarantine = quarantine
-        self._mismatches = monitor_state.mismatches
-        self._no_signal = monitor_state.no_signal
-        self._divergence = monitor_state.divergence
-
-    @property
-    def monitor_state(self) -> MonitorState:
-        return MonitorState(
-            mismatches=self._mismatches, no_signal=self._no_signal, divergence=self._divergence
-        )
+        self.state = state or MonitorState()
 
     def observe(self, seq: int, stats: Stats) -> str | None:
         """Judge the metrics of batch `seq`; return the alarms to raise now, if any."""
-        self._mismatches = self._mismatches.updated(stats.mismatches, seq)
-        drifting = self._mismatches.drifting()
+        mismatches = self.state.mismatches.updated(stats.mismatches, seq)
+        drifting = mismatches.drifting()
         for node in drifting:
             _log.warning("node quarantined", node=node.node_id, boot_id=node.boot_id, why=str(node))
             self._quarantine(node)
-        self._mismatches = self._mismatches.without_reported(drifting)
         values = stats.values
         cause = cause_of(
             num_tokens=values.get("tokens/trained", 0.0),
@@ -54,11 +44,14 @@ class SignalMonitor:
             is_rejected=stats.skipped is SkipReason.REJECTED,
             num_excluded=values.get(EXCLUDED, 0.0),
         )
-        self._no_signal = self._no_signal.updated(cause)
-        self._divergence = self._divergence.updated(
-            values.get("gap/k3", 0.0), values.get("gap/staleness", 0.0)
+        self.state = MonitorState(
+            mismatches=mismatches.without_reported(drifting),
+            no_signal=self.state.no_signal.updated(cause),
+            divergence=self.state.divergence.updated(
+                values.get("gap/k3", 0.0), values.get("gap/staleness", 0.0)
+            ),
         )
-        alarm = self._no_signal.alarm or self._divergence.alarm
+        alarm = self.state.no_signal.alarm or self.state.divergence.alarm
         if alarm is not None:
             _log.error("run may have no learning signal", why=alarm)
         return alarm

@@ -30,16 +30,13 @@ class MonitorState:
     divergence: DivergenceStreak = field(default_factory=DivergenceStreak)
 
 
-def to_json(monitor_state: MonitorState) -> dict[str, Any]:
+def to_json(state: MonitorState) -> dict[str, Any]:
     """Without numbers that JSON cannot hold: a node with such an average starts fresh."""
-    nodes = {
-        name: known for name, known in monitor_state.mismatches.nodes.items() if _is_finite(known)
-    }
-    k3 = monitor_state.divergence.k3 if math.isfinite(monitor_state.divergence.k3) else 0.0
+    known, streak = state.mismatches, state.divergence
+    nodes = {name: one for name, one in known.nodes.items() if _is_finite(one)}
+    k3 = streak.k3 if math.isfinite(streak.k3) else 0.0
     finite = replace(
-        monitor_state,
-        mismatches=replace(monitor_state.mismatches, nodes=nodes),
-        divergence=replace(monitor_state.divergence, k3=k3),
+        state, mismatches=replace(known, nodes=nodes), divergence=replace(streak, k3=k3)
     )
     return json.loads(encode_json(finite))
 
