@@ -30,6 +30,7 @@ MAX_LOGITS = 1 << 27
 
 class Actor(nn.Module):
     gives_logprobs = True
+    """Whether its outputs are log-probs, comparable with the sampling engine's."""
 
     def __init__(self, model: PreTrainedModel, *, learns_entropy: bool = False) -> None:
         super().__init__()
@@ -51,6 +52,7 @@ class Actor(nn.Module):
         return inputs.tokens(logprobs_K, entropy_K)
 
     def scores(self, tokens: Tokens) -> Tensor:
+        """The one number per token that an infer stage writes."""
         return tokens.logprobs_K
 
     def _score(

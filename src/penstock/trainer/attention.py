@@ -15,15 +15,13 @@ from functools import partial
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from penstock.errors import ConfigError
-
-Ints = npt.NDArray[np.int64]
+from penstock.trainer.arrays import Ints
 
 PACKED = "penstock_packed"
 SHORT = 16

@@ -20,6 +20,7 @@ import structlog
 from blake3 import blake3
 
 from penstock.errors import StoreError
+from penstock.trainer.arrays import Floats, Ints
 from penstock.trainer.ranks.balance import manifest_costs
 from penstock.trainer.ranks.group import RankReductions, SingleRank
 from penstock.trainer.samples import Samples, is_trained_role, make_samples
@@ -34,8 +35,6 @@ from penstock.types import (
 )
 from penstock.wire.codec import decode
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 NO_COLUMNS: Mapping[str, Floats] = MappingProxyType({})
 
 _log = structlog.get_logger(__name__)

@@ -14,18 +14,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.trainer.arrays import Floats, Ints
 from penstock.trainer.attention import AttentionLayout, make_attention_layout
 from penstock.trainer.batches import Batch
 from penstock.trainer.losses.logprobs import Truncation
 from penstock.trainer.losses.tokens import Tokens
 from penstock.trainer.samples import Samples, ranges
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 PROXIMAL, REFERENCE = "proximal_logprobs", "reference_logprobs"
 

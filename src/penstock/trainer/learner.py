@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
+from penstock.trainer.arrays import Floats
 from penstock.trainer.attention import vocab_size
 from penstock.trainer.batches import Batch
 from penstock.trainer.forward_pass import ForwardPass, Scorer
@@ -39,8 +39,6 @@ from penstock.trainer.signals.first_update import first_update_stats
 from penstock.trainer.signals.mismatch import Mismatch
 from penstock.trainer.state_shards import load_shard
 from penstock.trainer.updates import Update, UpdateSpec, plan_updates
-
-Floats = npt.NDArray[np.float64]
 
 MetricSums = dict[str, Tensor]
 """Sums over trained tokens, by metric."""

@@ -43,8 +43,7 @@ from penstock.trainer.ranks.group import Ranks, SingleRank
 from penstock.trainer.ranks.row_fetch import fetch_rows
 from penstock.trainer.ranks.worker_loop import BatchSource, RankOrder, broadcast_order, num_ranks
 from penstock.trainer.signals.mismatch import DriftingNode
-from penstock.trainer.signals.monitor import SignalMonitor
-from penstock.trainer.signals.monitor_state import from_json, to_json
+from penstock.trainer.signals.monitor import SignalMonitor, from_json, to_json
 from penstock.trainer.snapshots import Snapshots
 from penstock.types import NodeId, PolicyName
 from penstock.weights.publish import StoredVersion

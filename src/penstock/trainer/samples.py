@@ -17,11 +17,10 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from penstock.trainer.arrays import Bools, Ints
 from penstock.types import PolicyName, Trajectory, Turn, is_trainable
 
 Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 TrainedRoles = Collection[tuple[PolicyName, str]]
 """The (policy, role) pairs whose turns are trained."""
 NO_ROLES: Mapping[str, int] = {}

@@ -76,20 +76,13 @@ def write_state(path: Path, shares: StateShard) -> None:
 # --- several ranks, one checkpoint ----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Receipt:
-    name: str
-    digest: str
-
-
 def write_shard(folder: Path, rank: int, num_ranks: int, shares: StateShard) -> None:
     """Write one rank's file; the receipt comes last, when it is durable."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / state_names(num_ranks)[rank]
     write_state(path, shares)
     sync(path)
-    receipt = _Receipt(name=path.name, digest=digest(path))
-    write_durably(folder / f"{_RECEIPT}{rank}", encode_json(receipt).decode())
+    write_durably(folder / f"{_RECEIPT}{rank}", digest(path))
 
 
 def wait_for_shards(folder: Path, num_ranks: int) -> dict[str, str]:
@@ -104,23 +97,20 @@ def wait_for_shards(folder: Path, num_ranks: int) -> dict[str, str]:
                 f"{folder} vanished while a checkpoint was written into it: another trainer, or "
                 "a user, has removed it. Let one trainer at a time save here"
             )
-        found = [receipt for receipt in receipts if receipt is not None]
-        if len(found) == num_ranks:
+        digests = [receipt for receipt in receipts if receipt is not None]
+        if len(digests) == num_ranks:
             for rank in range(num_ranks):
                 (folder / f"{_RECEIPT}{rank}").unlink()
-            return {receipt.name: receipt.digest for receipt in found}
+            return dict(zip(state_names(num_ranks), digests, strict=True))
         time.sleep(POLL_S)
 
 
-def _read_receipt(folder: Path, rank: int) -> _Receipt | None:
+def _read_receipt(folder: Path, rank: int) -> str | None:
+    """The digest that the rank has confirmed; None before it has."""
     try:
-        content = (folder / f"{_RECEIPT}{rank}").read_bytes()
+        return (folder / f"{_RECEIPT}{rank}").read_text()
     except FileNotFoundError:
         return None
-    try:
-        return decode(content, _Receipt, media_type=JSON)
-    except BadRequest as error:
-        raise StoreError(f"the receipt of rank {rank} in {folder} is damaged: {error}") from error
 
 
 # --- reading --------------------------------------------------------------------------------------

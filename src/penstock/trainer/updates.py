@@ -13,18 +13,14 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from penstock.trainer.arrays import Bools, Floats, Ints
 from penstock.trainer.batches import Batch
 from penstock.trainer.inputs import PROXIMAL, advantages_of, tokens_of, trained_tokens
 from penstock.trainer.losses.aggregation import Counts, LossWeights, count
 from penstock.trainer.losses.mismatch import Correction
 from penstock.trainer.ranks.group import RankReductions
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -420,7 +420,7 @@ def mortal(folder: Path) -> dict[str, Any]:
         if ranks.position.is_rank0:
             save_file(whole, folder / "partial")
             (folder / "partial").rename(folder / f"step.{step}.safetensors")
-        ranks.barrier()
+        dist.barrier()
     return {"began_at": len(saved)}
 
 

@@ -27,7 +27,7 @@ from penstock.trainer.learner import Learner
 from penstock.trainer.model_folders import WEIGHTS, load_model, static_files
 from penstock.trainer.signals.alarms import Cause, DivergenceStreak, NoSignalStreak
 from penstock.trainer.signals.mismatch import Mismatch, NodeMismatches
-from penstock.trainer.signals.monitor_state import MonitorState, from_json, to_json
+from penstock.trainer.signals.monitor import MonitorState, from_json, to_json
 from penstock.trainer.snapshots import weights_of
 
 NewModel = Callable[[], PreTrainedModel]

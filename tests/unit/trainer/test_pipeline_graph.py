@@ -29,7 +29,6 @@ from penstock.config.pipeline_checks import BATCH_COLUMNS
 from penstock.errors import ConfigError
 from penstock.plugins import load_function
 from penstock.trainer.advantages.credit import Combine
-from penstock.trainer.advantages.overlong import Overlong
 from penstock.trainer.model_folders import TINY_QWEN3, init_model
 from penstock.trainer.pipeline import credits
 from penstock.trainer.pipeline.functions import find_function, signature_errors
@@ -37,6 +36,7 @@ from penstock.trainer.pipeline.graph import depths, topological_order
 from penstock.trainer.pipeline.memory_estimate import count_adapter, count_parameters, estimate
 from penstock.trainer.pipeline.plan import Plan, PolicyToPlan, make_plan
 from penstock.trainer.pipeline.svg import to_svg
+from penstock.trainer.stage_functions.overlong import Overlong
 
 BUILTINS = tuple(builtin_algorithms())
 

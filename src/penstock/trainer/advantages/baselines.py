@@ -14,16 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+
+from penstock.trainer.arrays import Bools, Floats, Ints
 
 EPSILON = 1e-5
 """Keeps the division finite; far below any spread that counts as one."""
 MIN_SPREAD = 1e-6
 """A group whose best and worst reward differ by no more has no spread, and no advantage."""
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 Credit = Callable[[Floats, Ints], Floats]
 """Rewards and groups of all rows of a batch to their advantages. Groups are numbered 0, 1, …"""
 

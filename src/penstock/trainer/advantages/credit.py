@@ -15,13 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.trainer.advantages.baselines import EPSILON, Credit, has_spread
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from penstock.trainer.arrays import Bools, Floats, Ints
 
 
 class Combine(StrEnum):

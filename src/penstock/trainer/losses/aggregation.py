@@ -21,11 +21,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
+from penstock.trainer.arrays import Bools, Floats, Ints
 
 _MIN_SURVIVING = 0.5
 

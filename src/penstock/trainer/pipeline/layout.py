@@ -19,13 +19,11 @@ import numpy.typing as npt
 from penstock.config.builtin_stages import Axis
 from penstock.trainer.advantages.baselines import Moments, moments, normalised
 from penstock.trainer.advantages.credit import Turns, spread_to_tokens
+from penstock.trainer.arrays import Bools, Floats, Ints
 
 if TYPE_CHECKING:
     from penstock.trainer.batches import Batch, Roles
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 RowValues = Annotated[Floats, Axis.ROW]
 """A column that a stage function reads by row."""
 TokenValues = Annotated[Floats, Axis.TOKEN]

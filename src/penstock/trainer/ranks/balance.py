@@ -13,13 +13,9 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock.trainer.arrays import Floats, Ints
 from penstock.types import Manifest
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-
 
 PER_SQUARE = 1 / 16384
 """Cost of attention per L², where the cost of all matrices is 1 per token: a forward pass costs

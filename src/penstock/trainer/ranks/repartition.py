@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.trainer.arrays import Ints
 from penstock.trainer.ranks.topology import Parallel
 
-Ints = npt.NDArray[np.int64]
 RowBytes = dict[int, bytes]
 """By index in the manifest."""
 

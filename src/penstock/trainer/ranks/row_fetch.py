@@ -14,18 +14,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.errors import StoreError
+from penstock.trainer.arrays import Floats, Ints
 from penstock.trainer.ranks.balance import balance_parts, manifest_costs
 from penstock.trainer.ranks.group import Ranks
 from penstock.trainer.updates import updates_of
 from penstock.types import Manifest, PolicyName, RowPayload
 from penstock.wire.codec import decode, encode
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 class RowSource(Protocol):

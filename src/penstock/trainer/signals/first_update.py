@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from penstock.trainer.arrays import Floats
 from penstock.trainer.batches import Batch
 from penstock.trainer.ranks.group import RankReductions
 from penstock.trainer.signals.mismatch import (
@@ -20,7 +21,6 @@ from penstock.trainer.signals.mismatch import (
     to_vector,
 )
 from penstock.trainer.signals.ratio_stats import (
-    Floats,
     RatioStats,
     informative_share,
     measure_ratios,

@@ -22,7 +22,8 @@ from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 
-from penstock.trainer.signals.ratio_stats import Floats, Ints, log_ratios
+from penstock.trainer.arrays import Floats, Ints
+from penstock.trainer.signals.ratio_stats import log_ratios
 from penstock.types import NodeId
 
 DRIFT = 10.0

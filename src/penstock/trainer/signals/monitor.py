@@ -3,21 +3,68 @@
 far from the trainer.
 
 Owns the state over batches (average mismatch by node, consecutive bad batches), which survives a
-restart of the trainer. Measures nothing itself: the learner does, before the weights move.
+restart of the trainer; if a trainer of another version cannot read it, it starts with empty state:
+a checkpoint stays usable without its alarms. Measures nothing itself: the learner does, before the
+weights move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import structlog
 
+from penstock.errors import BadRequest
 from penstock.trainer.learner import SkipReason, Stats
-from penstock.trainer.signals.alarms import EXCLUDED, cause_of
-from penstock.trainer.signals.mismatch import DriftingNode, pool_mismatch
-from penstock.trainer.signals.monitor_state import MonitorState
+from penstock.trainer.signals.alarms import EXCLUDED, DivergenceStreak, NoSignalStreak, cause_of
+from penstock.trainer.signals.mismatch import (
+    DriftingNode,
+    MovingAverage,
+    NodeMismatches,
+    pool_mismatch,
+)
+from penstock.wire.codec import JSON, decode, encode_json
 
 _log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorState:
+    """What a trainer keeps about past batches; part of its checkpoint, as plain JSON."""
+
+    mismatches: NodeMismatches = field(default_factory=NodeMismatches)
+    no_signal: NoSignalStreak = field(default_factory=NoSignalStreak)
+    divergence: DivergenceStreak = field(default_factory=DivergenceStreak)
+
+
+def to_json(state: MonitorState) -> dict[str, Any]:
+    """Without numbers that JSON cannot hold: a node with such an average starts fresh."""
+    known, streak = state.mismatches, state.divergence
+    nodes = {name: one for name, one in known.nodes.items() if _is_finite(one)}
+    k3 = streak.k3 if math.isfinite(streak.k3) else 0.0
+    finite = replace(
+        state, mismatches=replace(known, nodes=nodes), divergence=replace(streak, k3=k3)
+    )
+    return json.loads(encode_json(finite))
+
+
+def from_json(found: Mapping[str, Any]) -> MonitorState:
+    try:
+        return decode(encode_json(found), MonitorState, media_type=JSON)
+    except BadRequest as error:
+        _log.warning(
+            "monitor state in the checkpoint is unreadable; starting with empty state",
+            why=str(error),
+        )
+        return MonitorState()
+
+
+def _is_finite(average: MovingAverage) -> bool:
+    return math.isfinite(average.sum_k3) and math.isfinite(average.sum_abs)
 
 
 class SignalMonitor:

@@ -13,10 +13,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from penstock.trainer.arrays import Floats, Ints
 
 MAX_LOG_RATIO = 20.0
 """As in the losses: one absurd record must not make every sum infinite."""

@@ -13,7 +13,6 @@ from tests.unit.trainer import oracles
 from penstock.trainer.advantages.baselines import group_advantages, leave_one_out_advantages
 from penstock.trainer.advantages.credit import (
     Combine,
-    Floats,
     Turns,
     by_role,
     combine_returns,
@@ -22,7 +21,8 @@ from penstock.trainer.advantages.credit import (
     last_turn,
     spread_to_tokens,
 )
-from penstock.trainer.advantages.overlong import Overlong, overlong_penalty, shape_overlong
+from penstock.trainer.arrays import Floats
+from penstock.trainer.stage_functions.overlong import Overlong, overlong_penalty, shape_overlong
 
 NAN = math.nan
 TURNS = Turns(nums_R=np.array([3, 1, 0, 2]))

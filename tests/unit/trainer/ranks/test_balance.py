@@ -8,7 +8,8 @@ import itertools
 import numpy as np
 import pytest
 
-from penstock.trainer.ranks.balance import Floats, Ints, balance_parts, row_costs
+from penstock.trainer.arrays import Floats, Ints
+from penstock.trainer.ranks.balance import balance_parts, row_costs
 
 
 def _optimum(costs_R: Floats, num_parts: int) -> float:
