@@ -57,12 +57,6 @@ KEEPALIVE_S = 1.0
 """Seconds between keepalives to the other ranks while waiting for a checkpoint."""
 
 
-class Batches(BatchSource, Protocol):
-    """Sealed batches and their outcome."""
-
-    def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None: ...
-
-
 class Versions(Protocol):
     """The takeover of a policy, and its published versions."""
 
@@ -77,14 +71,12 @@ class Versions(Protocol):
     def versions_in_use(self) -> VersionsInUse: ...
 
 
-class Nodes(Protocol):
-    """The nodes that produced its rows."""
+class TrainerDataflow(BatchSource, Versions, Protocol):
+    """Everything a trainer requests from the dataflow."""
+
+    def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None: ...
 
     def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None: ...
-
-
-class TrainerDataflow(Batches, Versions, Nodes, Protocol):
-    """Everything a trainer requests from the dataflow."""
 
 
 class Trainer:

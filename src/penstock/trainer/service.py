@@ -77,10 +77,7 @@ def run_trainer(
         worker_loop(PolicyName(policy), models, client, ranks, checkpoints.root)
         return 0
     snapshots = Snapshots(
-        store_root,
-        PolicyName(policy),
-        checkpoint.folder,
-        anchor_every=config.weights.anchor_every,
+        store_root, PolicyName(policy), checkpoint.folder, anchor_every=config.weights.anchor_every
     )
     try:
         is_complete = Trainer(

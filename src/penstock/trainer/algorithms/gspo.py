@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.config.algorithms import CLIP_KEYS, Algorithm
 from penstock.config.base import Contradiction
 from penstock.trainer.losses.clipped import clip_bounds
-from penstock.trainer.losses.ratios import (
-    RatioAgainst,
-    clip_loss,
-    policy_log_ratio,
-    sequence_means,
-)
+from penstock.trainer.losses.ratios import RatioAgainst, clip_loss, policy_log_ratio, sequence_means
 from penstock.trainer.losses.tokens import TokenLoss, Tokens
 
 if TYPE_CHECKING:

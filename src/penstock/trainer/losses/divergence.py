@@ -3,7 +3,7 @@
 
 With x = log reference - log now on sampled tokens, the KL is estimated as k3 = e^x - 1 - x. Tokens
 were sampled by older weights, so it is multiplied by the ratio now / sampling: with the gradient
-through the ratio too, value and gradient are those of KL(now ‖ reference) in expectation. Without
+through the ratio too, it has value and gradient of KL(now ‖ reference) in expectation. Without
 it, the gradient would be another divergence's.
 
 K = trained tokens of a micro-batch.

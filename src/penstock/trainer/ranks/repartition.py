@@ -66,11 +66,7 @@ def plan_transfers(before: RowPlacement, after: RowPlacement) -> list[RowTransfe
 
 
 def repartition(
-    rows: Mapping[int, bytes],
-    before: RowPlacement,
-    after: RowPlacement,
-    *,
-    rank: int,
+    rows: Mapping[int, bytes], before: RowPlacement, after: RowPlacement, *, rank: int
 ) -> RowBytes:
     """This rank's rows in the next stage. Every rank calls it with the same plan."""
     moves = plan_transfers(before, after)
@@ -83,9 +79,7 @@ def repartition(
 
 
 def _exchange(
-    rows: Mapping[int, bytes],
-    outgoing: Sequence[RowTransfer],
-    incoming: Sequence[RowTransfer],
+    rows: Mapping[int, bytes], outgoing: Sequence[RowTransfer], incoming: Sequence[RowTransfer]
 ) -> RowBytes:
     num_ranks = dist.get_world_size()
     outgoing = sorted(outgoing, key=lambda move: (move.target, move.row))
