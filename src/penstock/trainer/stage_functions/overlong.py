@@ -80,9 +80,13 @@ def overlong(
     penalty grows from 0 to -1. A row is as long as its longest turn; a stage that reads `length`
     compares the total of all turns instead."""
     lengths_R = layout.longest_R if length is None else length.astype(np.int64)
-    limits = {"max_length": max_length, "margin": margin}
     shaped_R, is_excluded_R = shape_overlong(
-        reward, lengths_R, truncated > 0, how=Overlong(how), **limits
+        reward,
+        lengths_R,
+        truncated > 0,
+        how=Overlong(how),
+        max_length=max_length,
+        margin=margin,
     )
     return {"shaped_reward": shaped_R, "excluded": is_excluded_R.astype(np.float64)}
 
