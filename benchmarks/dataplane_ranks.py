@@ -287,10 +287,10 @@ def _measure(world: World, ranks: RankGroup) -> dict[str, dict[str, list[float]]
     for seq in range(world.steps):
         order = list(sides.items())
         for name, (design, learner) in order if seq % 2 else reversed(order):
-            ranks.barrier()
+            dist.barrier()
             began_at = time.perf_counter()
             rows = design.rows(seq)
-            ranks.barrier()
+            dist.barrier()
             found[name]["stall_s"].append(time.perf_counter() - began_at)
             found[name]["losses"].append(learner.step(rows))
             found[name]["through_bytes"] = [float(design.through_bytes)]

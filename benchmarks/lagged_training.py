@@ -29,7 +29,7 @@ from penstock.trainer.advantages.baselines import (
     moments,
     normalised,
 )
-from penstock.trainer.advantages.gae import OLD_VALUES, RETURNS, Gae
+from penstock.trainer.advantages.gae import OLD_VALUES, RETURNS, estimate_advantages
 from penstock.trainer.batches import Batch, Roles
 from penstock.trainer.inputs import PROXIMAL
 from penstock.trainer.learner import Learner
@@ -182,13 +182,13 @@ class ActorCritic:
         rewards_T = final_rewards(
             batch.row_columns["reward"], mask_T, samples.starts_S, ends_S, samples.rows_S
         )
-        found = Gae(lam=0.95)(rewards_T, values_T, mask_T, ends_S)
-        scale = moments(found.advantages_T, mask_T)
+        advantages_T, returns_T = estimate_advantages(rewards_T, values_T, mask_T, ends_S, lam=0.95)
+        scale = moments(advantages_T, mask_T)
         batch = batch.with_columns(
             token_columns={
                 OLD_VALUES: values_T,
-                RETURNS: found.returns_T,
-                "advantage": normalised(found.advantages_T, mask_T, scale),
+                RETURNS: returns_T,
+                "advantage": normalised(advantages_T, mask_T, scale),
             }
         )
         self._critic.step(batch)

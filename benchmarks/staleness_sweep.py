@@ -27,10 +27,10 @@ from penstock.trainer.actor import Actor
 from penstock.trainer.advantages.gae import ValueLoss
 from penstock.trainer.algorithms.decoupled import DecoupledLoss
 from penstock.trainer.algorithms.m2po import M2poBudget
+from penstock.trainer.build_objective import WrappedBudget
 from penstock.trainer.critic import Critic
 from penstock.trainer.forward_pass import ForwardPass, Scorer
 from penstock.trainer.learner import Learner, Optimizer
-from penstock.trainer.losses.budgets import WrappedBudget
 from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.losses.divergence import EntropyBonus
 from penstock.trainer.losses.tokens import BudgetedObjective, Objective

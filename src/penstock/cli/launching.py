@@ -11,8 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from penstock.cli.output import print_note
-from penstock.runs.display import Display
-from penstock.runs.launch import ForcedStop, LaunchResult, StopRequest, launch
+from penstock.runs.launch import Display, ForcedStop, LaunchResult, StopRequest, launch
 from penstock.runs.target import RunTarget
 
 

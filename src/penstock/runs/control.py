@@ -6,16 +6,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import TYPE_CHECKING
 
+from penstock.dataflow.client.dataflow import StatusClient
 from penstock.errors import LaunchError
 from penstock.wire.auth import Role
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
-    from penstock.dataflow.client.dataflow import StatusClient
     from penstock.dataflow.report.shape import BalanceReport
     from penstock.dataflow.service.operators.messages import ForgetSessionAnswer, Status
     from penstock.dataflow.service.trainers.messages import VersionInUse
@@ -28,19 +27,12 @@ STOP_POLL_S = 0.1
 
 def make_status_client(folder: RunFolder, run: str, *, ttl_s: float = TOKEN_TTL_S) -> StatusClient:
     """A reader of this run's dataflow; the caller closes it."""
-    from penstock.dataflow.client.dataflow import StatusClient
-
     token = folder.token(run, Role.READER, ttl_s=ttl_s)
     return StatusClient(folder.endpoints().dataflow, token)
 
 
-@contextmanager
-def _status_client(folder: RunFolder) -> Generator[StatusClient]:
-    client = make_status_client(folder, folder.read_config().name)
-    try:
-        yield client
-    finally:
-        client.close()
+def _status_client(folder: RunFolder) -> closing[StatusClient]:
+    return closing(make_status_client(folder, folder.read_config().name))
 
 
 def read_status(folder: RunFolder) -> Status:
@@ -68,11 +60,8 @@ def versions_in_use(folder: RunFolder, config: RunConfig) -> list[VersionInUse]:
     bounds = {
         PolicyName(name): config.for_policy(name).training.max_staleness for name in config.models
     }
-    recorded = open_recorded_run(folder.path / "ledger")
-    try:
+    with closing(open_recorded_run(folder.path / "ledger")) as recorded:
         return list(versions_in_use_on_disk(recorded, bounds))
-    finally:
-        recorded.close()
 
 
 def forget_session(folder: RunFolder, session: str) -> ForgetSessionAnswer:
@@ -81,12 +70,9 @@ def forget_session(folder: RunFolder, session: str) -> ForgetSessionAnswer:
     from penstock.wire.client import ServiceClient
 
     token = folder.token(folder.read_config().name, Role.ADMIN, ttl_s=TOKEN_TTL_S)
-    client = ServiceClient(folder.endpoints().dataflow, token)
-    try:
+    with closing(ServiceClient(folder.endpoints().dataflow, token)) as client:
         path = f"/v1/sessions/{session}"
         return client.call("DELETE", path, None, ForgetSessionAnswer, deadline_s=FORGET_DEADLINE_S)
-    finally:
-        client.close()
 
 
 def stop_run(folder: RunFolder, *, timeout_s: float) -> bool:

@@ -7,16 +7,22 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.config import RunConfig, load
+from penstock.dataflow.ledger.recorded import open_recorded_run
+from penstock.dataflow.ledger.sealed_batches import SealedBatches
+from penstock.errors import ConfigError
+from penstock.fleet.run_folder import ForkOrigin, RunFolder
+from penstock.types import PolicyName
+from penstock.weights.catalog import CatalogVersion, deletion_paused, full_file, read_catalog
+from penstock.weights.store import DirectoryStore
+
 if TYPE_CHECKING:
-    from penstock.config import RunConfig
-    from penstock.fleet.run_folder import RunFolder
     from penstock.trainer.checkpoint import Checkpoint
-    from penstock.weights.catalog import CatalogVersion
-    from penstock.weights.store import DirectoryStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +43,6 @@ def fork_run(
     Returns the new folder, and the policies that start from weights only, each with the damage of
     its checkpoint (empty if it has none). Built in a hidden folder and renamed when complete.
     """
-    from penstock.config import load
-    from penstock.errors import ConfigError
-    from penstock.fleet.run_folder import ForkOrigin, RunFolder
-
     old = parent.read_config()
     runs_dir = parent.path.parent
     new_name = f"{old.name}-fork-{step}" if name is None else name
@@ -69,17 +71,12 @@ def fork_run(
         staging.write_parent(
             ForkOrigin(run=str(parent.path), step=step, weights_only=tuple(weights_only))
         )
-        _copy_python_path(parent, staging, config)
+        known = parent.endpoints()  # imports and paths of the parent, but its own addresses
+        staging.allocate_endpoints(
+            Path(known.work_dir), known.python_path, num_partitions=config.dataflow.partitions
+        )
         staging.path.rename(folder)
     return RunFolder(folder), weights_only
-
-
-def _copy_python_path(parent: RunFolder, fork_folder: RunFolder, config: RunConfig) -> None:
-    """The fork imports modules and resolves paths like its parent, but has its own addresses."""
-    known = parent.endpoints()
-    fork_folder.allocate_endpoints(
-        Path(known.work_dir), known.python_path, num_partitions=config.dataflow.partitions
-    )
 
 
 def _write_step_zero(
@@ -100,11 +97,8 @@ def _find_start(
     parent: RunFolder, config: RunConfig, policy: str, step: int, temporary: Path
 ) -> Checkpoint | _WeightsOnly:
     """The checkpoint of this step, or else its published weights."""
-    from penstock.errors import ConfigError
     from penstock.trainer.checkpoint import format_unusable
     from penstock.trainer.service import make_checkpoints
-    from penstock.weights.catalog import read_catalog
-    from penstock.weights.store import DirectoryStore
 
     checkpoints = make_checkpoints(config, policy, parent.path)
     complete, unusable = checkpoints.scan()
@@ -134,22 +128,13 @@ def _find_start(
 
 def _published_digest(parent: RunFolder, policy: str, step: int) -> str:
     """Manifest digest of the version published at this step; empty if there is none."""
-    from penstock.dataflow.ledger.recorded import open_recorded_run
-    from penstock.dataflow.ledger.sealed_batches import SealedBatches
-    from penstock.types import PolicyName
-
-    recorded = open_recorded_run(parent.path / "ledger")
-    try:
-        batches = SealedBatches(recorded, parent.path / "ledger", PolicyName(policy))
-        version = batches.version(step)
-    finally:
-        recorded.close()
+    ledger = parent.path / "ledger"
+    with closing(open_recorded_run(ledger)) as recorded:
+        version = SealedBatches(recorded, ledger, PolicyName(policy)).version(step)
     return "" if version is None else version.manifest_digest
 
 
 def _write_snapshot(store: DirectoryStore, version: CatalogVersion, folder: Path) -> Path:
-    from penstock.weights.catalog import deletion_paused, full_file
-
     folder.mkdir()
     with deletion_paused(store):
         for kept in version.files:

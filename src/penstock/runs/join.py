@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import TypedDict
 
@@ -47,11 +48,8 @@ def check_reachable(url: str, token: str) -> None:
     from penstock.wire.client import ServiceClient
     from penstock.wire.routes import Health
 
-    client = ServiceClient(url, token)
-    try:
+    with closing(ServiceClient(url, token)) as client:
         client.call("GET", "/healthz", None, Health, deadline_s=CONNECT_TIMEOUT_S)
-    finally:
-        client.close()
 
 
 def host_name() -> str:

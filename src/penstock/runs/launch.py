@@ -12,18 +12,18 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from penstock.config import RunConfig, config_changes, identity, identity_changes
-from penstock.dataflow.client.dataflow import StatusClient
 from penstock.dataflow.sources import are_same_tasks, preferred_digest
 from penstock.errors import ConfigError, LaunchError
 from penstock.fleet.launchers.local import POLL_S, LocalLauncher
 from penstock.fleet.run_folder import FinishRecord, LauncherRecord, RunFolder, wait_for_port
 from penstock.fleet.services import local_services
 from penstock.runs.control import make_status_client
-from penstock.runs.display import Display, NoDisplay
-from penstock.runs.monitor import ErrorTail, StatusPoller
+from penstock.runs.monitor import ErrorTail, RunView, StatusPoller
 from penstock.wire.auth import Signer
 
 REDRAW_S = 0.5
@@ -32,6 +32,30 @@ NODE_EXIT_TIMEOUT_S = 5.0
 FINISH_TIMEOUT_S = 60.0
 """Maximum wait for the dataflow to report `finished` after the last trainer exits."""
 READER_TTL_S = 3600.0
+
+
+class Display(Protocol):
+    """Shows a run to people. All calls come from the thread that called `launch`."""
+
+    def update(self, view: RunView) -> None:
+        """The run as it is now; called about twice a second."""
+        ...
+
+    def notify(self, text: str) -> None:
+        """One event: a service that exited, a graceful stop."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class NoDisplay:
+    """Shows nothing."""
+
+    def update(self, view: RunView) -> None: ...
+
+    def notify(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +125,7 @@ def launch(
         wait_for_port(endpoints.dataflow, timeout_s=10.0, what="dataflow")
         wait_for_port(endpoints.weights, timeout_s=10.0, what="weight server")
 
-        def make_reader() -> StatusClient:
-            return make_status_client(folder, config.name, ttl_s=READER_TTL_S)
-
+        make_reader = partial(make_status_client, folder, config.name, ttl_s=READER_TTL_S)
         with StatusPoller(config.name, make_reader) as poller:
             try:
                 if not stop.number:

@@ -6,6 +6,7 @@ Owns the thread that polls the dataflow once a second. Draws nothing.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
@@ -192,8 +193,6 @@ class ErrorTail:
 
 
 def _message(line: bytes) -> str:
-    import json
-
     try:
         record = json.loads(line)
     except ValueError:

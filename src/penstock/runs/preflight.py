@@ -22,10 +22,7 @@ from penstock.runs.probe import run_probe, user_stages, user_workflow
 from penstock.runs.target import RunTarget
 
 MIN_FREE_BYTES = 1 << 30
-EXTRAS = {
-    "train": ("torch", "transformers", "safetensors"),
-    "tokens": ("tokenizers", "jinja2"),
-}
+EXTRAS = {"train": ("torch", "transformers", "safetensors"), "tokens": ("tokenizers", "jinja2")}
 """The packages of each extra; every training run needs both."""
 
 

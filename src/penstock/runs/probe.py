@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from penstock.config import RunConfig
-    from penstock.runs.probe_process import ProbeResult
-    from penstock.runs.target import RunTarget
-    from penstock.types import JsonObject
+from penstock.config import RunConfig
+from penstock.runs.probe_process import ProbeRequest, ProbeResult
+from penstock.runs.target import RunTarget
+from penstock.types import JsonObject
+from penstock.wire.codec import JSON, decode, encode_json
 
 DEADLINE_S = 30.0
 """Time limit for importing the user's modules and calling each once."""
@@ -19,9 +18,6 @@ DEADLINE_S = 30.0
 
 def run_probe(target: RunTarget) -> ProbeResult:
     """Run the user's task, reward and workflow once and collect the problems."""
-    from penstock.runs.probe_process import ProbeRequest, ProbeResult
-    from penstock.wire.codec import JSON, decode, encode_json
-
     config = target.config
     request = ProbeRequest(
         sources=[(s.name, s.task, s.limit) for s in config.sources if s.task],

@@ -12,12 +12,17 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import penstock
 from penstock.errors import ConfigError
 from penstock.types import JsonObject
+
+T = TypeVar("T")
 
 _INTERNAL_PATHS = (
     str(Path(penstock.__file__).parent),
@@ -101,10 +106,8 @@ def _try_reward(request: ProbeRequest, payload: JsonObject, result: ProbeResult)
     from penstock.rollout.rewards.worker import score
 
     reward = request.reward
-    try:
-        function = load_function(reward)
-    except ConfigError as error:
-        result.problems.append(_with_cause(f"reward: {error}", error, request))
+    function = _load("reward", partial(load_function, reward), request, result)
+    if function is None:
         return
     answer = score(function, ScoreRequest(completions=[""], payloads=[payload]))
     if answer.error:
@@ -118,20 +121,24 @@ def _try_reward(request: ProbeRequest, payload: JsonObject, result: ProbeResult)
 def _try_workflow(request: ProbeRequest, result: ProbeResult) -> None:
     from penstock.rollout.workflows import find_workflow
 
-    try:
-        find_workflow(request.workflow)
-    except ConfigError as error:
-        result.problems.append(_with_cause(f"workflow: {error}", error, request))
+    _load("workflow", partial(find_workflow, request.workflow), request, result)
 
 
 def _try_stage(entry: JsonObject, request: ProbeRequest, result: ProbeResult) -> None:
     from penstock.config.pipeline import PipelineStageConfig
     from penstock.trainer.pipeline.functions import find_function
 
+    stage = PipelineStageConfig.model_validate(entry)
+    _load("pipeline", partial(find_function, stage), request, result)
+
+
+def _load(what: str, load: Callable[[], T], request: ProbeRequest, result: ProbeResult) -> T | None:
+    """What it loads; None, with the problem noted, if that cannot be loaded."""
     try:
-        find_function(PipelineStageConfig.model_validate(entry))
+        return load()
     except ConfigError as error:
-        result.problems.append(_with_cause(f"pipeline: {error}", error, request))
+        result.problems.append(_with_cause(f"{what}: {error}", error, request))
+        return None
 
 
 def _with_cause(text: str, error: ConfigError, request: ProbeRequest) -> str:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, Forbidden, NotFound, Unauthorized, Unreachable
-
-if TYPE_CHECKING:
-    from penstock.weights.serving.sources import Source
-    from penstock.wire.client import AsyncServiceClient
+from penstock.weights.serving.object_store import ObjectSource
+from penstock.weights.serving.relay import Relay
+from penstock.weights.serving.sources import Source
+from penstock.wire.client import AsyncServiceClient, connect
 
 CONNECT_TIMEOUT_S = 5.0
 UNKNOWN_DIGEST = "0" * 64
@@ -30,9 +29,6 @@ async def open_cache(
     urls: Sequence[str], token: str, cache: Path, *, max_bytes: int, warn: Warn
 ) -> AsyncGenerator[Source]:
     """A cache on disk in front of these weight servers, in order of preference."""
-    from penstock.weights.serving.relay import Relay
-    from penstock.wire.client import connect
-
     async with AsyncExitStack() as clients:
         weight_servers = [await clients.enter_async_context(connect(url, token)) for url in urls]
         for weight_server in weight_servers:
@@ -43,8 +39,6 @@ async def open_cache(
 @asynccontextmanager
 async def open_mirror(url: str, *, warn: Warn) -> AsyncGenerator[Source]:
     """The run's mirror in object storage, read directly."""
-    from penstock.weights.serving.object_store import ObjectSource
-
     source = ObjectSource(url)
     try:
         await source.manifest(UNKNOWN_DIGEST)

@@ -4,18 +4,24 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.dataflow.ledger.recorded import open_recorded_run
+from penstock.dataflow.ledger.sealed_batches import SealedBatches
+from penstock.errors import StoreError, WeightsError
+from penstock.fleet.run_folder import RunFolder
+from penstock.runs.service_process import add_import_paths, resolve_policy
+from penstock.trainer.pipeline.builtin import chain_of
+from penstock.types import PolicyName
+from penstock.weights.manifest import parse_manifest
+from penstock.weights.store import DirectoryStore
+
 if TYPE_CHECKING:
-    from penstock.dataflow.ledger.sealed_batches import SealedBatches
-    from penstock.errors import StoreError
-    from penstock.fleet.run_folder import RunFolder
     from penstock.trainer.ranks.supervisor import RankEnv
     from penstock.trainer.replay import RecordedCommit, ReplayResult
-    from penstock.types import Manifest, RowPayload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +46,6 @@ class ReplayComparison:
 
 def num_trainer_ranks(folder: RunFolder, policy: str | None) -> int:
     """Number of ranks that trained this policy; a replay needs the same number."""
-    from penstock.runs.service_process import add_import_paths, resolve_policy
-    from penstock.trainer.pipeline.builtin import chain_of
-
     config = folder.read_config()
     add_import_paths(folder.python_path())
     return chain_of(config, resolve_policy(config, policy)).num_ranks
@@ -54,19 +57,15 @@ def replay_and_compare(
     """Recompute `step` and compare it with the published version. None in ranks other than 0.
 
     rank_env: needed if the policy was trained by several ranks; call this once in each of them."""
-    from penstock.dataflow.ledger.recorded import open_recorded_run
-    from penstock.dataflow.ledger.sealed_batches import SealedBatches
-    from penstock.runs.service_process import add_import_paths, resolve_policy
     from penstock.trainer.device import select_device
     from penstock.trainer.service import join_ranks, replay_step
-    from penstock.types import PolicyName
 
     config = folder.read_config()
     name = resolve_policy(config, policy)
     add_import_paths(folder.python_path())
-    recorded = open_recorded_run(folder.path / "ledger")
-    try:
-        batches = SealedBatches(recorded, folder.path / "ledger", PolicyName(name))
+    ledger = folder.path / "ledger"
+    with closing(open_recorded_run(ledger)) as recorded:
+        batches = _RecordedBatches(recorded, ledger, PolicyName(name))
         published = batches.version(step)
         if published is None:
             if rank_env is None or rank_env.rank == 0:
@@ -75,42 +74,31 @@ def replay_and_compare(
         device = select_device(rank_env.local_rank if rank_env else 0)
         ranks = join_ranks(config, name, rank_env, device)
         with tempfile.TemporaryDirectory(prefix="penstock-replay-") as scratch:
-            record, where = _LedgerBatches(batches), Path(scratch)
             replayed = replay_step(
                 config,
                 name,
-                record,
+                batches,
                 number=step,
                 run_dir=folder.path,
-                scratch=where,
+                scratch=Path(scratch),
                 ranks=ranks,
                 device=device,
             )
             if replayed is None:
                 return None
             published_tensors = _tensors(folder.weights, published.manifest_digest)
-            replayed_tensors = _tensors(where / "weights", replayed.stored.manifest_digest)
-    finally:
-        recorded.close()
+            replayed_tensors = _tensors(Path(scratch) / "weights", replayed.stored.manifest_digest)
+    differing = (n for n, digest in replayed_tensors.items() if published_tensors.get(n) != digest)
     return ReplayComparison(
         policy=name,
         step=step,
         published_digest=published.weights_digest,
         replayed=replayed,
-        first_differing_tensor=next(
-            (
-                name
-                for name in replayed_tensors
-                if published_tensors.get(name) != replayed_tensors[name]
-            ),
-            "",
-        ),
+        first_differing_tensor=next(differing, ""),
     )
 
 
 def _not_published_error(batches: SealedBatches, policy: str, step: int) -> StoreError:
-    from penstock.errors import StoreError
-
     numbers = sorted({version.number for version in batches.lineage.versions()})
     return StoreError(
         f"{policy}: step {step} was not published, so there is nothing to compare with. Published "
@@ -120,10 +108,6 @@ def _not_published_error(batches: SealedBatches, policy: str, step: int) -> Stor
 
 def _tensors(store_root: Path, manifest_digest: str) -> dict[str, str]:
     """Digest by tensor name; empty if the store has deleted the version."""
-    from penstock.errors import WeightsError
-    from penstock.weights.manifest import parse_manifest
-    from penstock.weights.store import DirectoryStore
-
     try:
         manifest = parse_manifest(DirectoryStore(store_root).read_manifest(manifest_digest))
     except (WeightsError, OSError):
@@ -131,23 +115,13 @@ def _tensors(store_root: Path, manifest_digest: str) -> dict[str, str]:
     return {tensor.name: tensor.digest for tensor in manifest.tensors}
 
 
-class _LedgerBatches:
-    """Adapts recorded batches to the trainer's replay interface."""
-
-    def __init__(self, batches: SealedBatches) -> None:
-        self._batches = batches
-
-    def manifest(self, seq: int) -> Manifest | None:
-        return self._batches.manifest(seq)
-
-    def rows(self, manifest: Manifest) -> Sequence[RowPayload]:
-        return self._batches.rows(manifest)
+class _RecordedBatches(SealedBatches):
+    """Recorded batches as the trainer's replay reads them."""
 
     def committed(self, seq: int) -> RecordedCommit | None:
         from penstock.trainer.replay import RecordedCommit
 
-        found = self._batches.commit(seq)
+        found = self.commit(seq)
         if found is None:
             return None
-        stats = self._batches.stats(found)
-        return RecordedCommit(number=found.number, skipped=found.skipped, stats=stats)
+        return RecordedCommit(number=found.number, skipped=found.skipped, stats=self.stats(found))

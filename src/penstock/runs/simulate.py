@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import yaml
+from pydantic import ValidationError
 
 from penstock.config import RunConfig
+from penstock.config.error_messages import path_text, problems_of
+from penstock.dataflow.ledger.recorded import open_recorded_run
+from penstock.dataflow.service.build import core_spec
+from penstock.dataflow.simulate.figures import RunTotals, count_totals, recorded_totals
+from penstock.dataflow.simulate.run import SimulatedSource, simulate
 from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.dataflow.simulate.figures import RunTotals
-    from penstock.fleet.run_folder import RunFolder
+from penstock.fleet.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,36 +31,21 @@ class SimulatedRun:
 
 def simulate_run(folder: RunFolder, config: RunConfig) -> SimulatedRun:
     """Feed the run's recorded rollouts through the rules of `config`."""
-    from penstock.dataflow.ledger.recorded import open_recorded_run
-    from penstock.dataflow.service.build import core_spec
-    from penstock.dataflow.simulate.figures import count_totals, recorded_totals
-    from penstock.dataflow.simulate.run import SimulatedSource, simulate
-
-    recorded = open_recorded_run(folder.path / "ledger")
-    try:
+    sources = [
+        SimulatedSource(name=source.name, weight=source.weight, limit=source.limit)
+        for source in config.sources
+    ]
+    with closing(open_recorded_run(folder.path / "ledger")) as recorded:
         before = recorded_totals(recorded)
-        sources = [
-            SimulatedSource(name=source.name, weight=source.weight, limit=source.limit)
-            for source in config.sources
-        ]
         simulated = simulate(recorded, core_spec(config), sources)
-    finally:
-        recorded.close()
     after = count_totals(simulated.tables, simulated.rows, simulated.unknown)
     simulated.tables.close()
-    return SimulatedRun(
-        recorded=before,
-        simulated=after,
-        num_unfilled_batches=simulated.num_unfilled_batches,
-    )
+    num_unfilled = simulated.num_unfilled_batches
+    return SimulatedRun(recorded=before, simulated=after, num_unfilled_batches=num_unfilled)
 
 
 def with_rules(config: RunConfig, path: Path) -> RunConfig:
     """The same config with the data rules of this file."""
-    from pydantic import ValidationError
-
-    from penstock.config.error_messages import path_text, problems_of
-
     values = config.model_dump(mode="json")
     values["dataflow"]["rules"] = _read_rules(path)
     try:
@@ -68,8 +59,6 @@ def with_rules(config: RunConfig, path: Path) -> RunConfig:
 
 
 def _read_rules(path: Path) -> list[Any]:
-    import yaml
-
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -5,7 +5,7 @@ It covers one complete forward pass, so it is also what is sharded over ranks. L
 for the trained tokens only, in chunks if there are many; a chunk is recomputed in the backward pass
 instead of being kept, so their memory is bounded by `MAX_LOGITS`.
 
-K = trained tokens, D = hidden size.
+K = trained tokens, P = tokens of the line, D = hidden size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from penstock.trainer.attention import use_packed_attention
+from penstock.trainer.attention import AttentionLayout, use_packed_attention, vocab_size
 from penstock.trainer.inputs import Inputs
 from penstock.trainer.losses.logprobs import Truncation, entropy, sampling_log_softmax
 from penstock.trainer.losses.tokens import Tokens
@@ -30,6 +30,7 @@ MAX_LOGITS = 1 << 27
 
 class Actor(nn.Module):
     gives_logprobs = True
+    """Whether its outputs are log-probs, comparable with the sampling engine's."""
 
     def __init__(self, model: PreTrainedModel, *, learns_entropy: bool = False) -> None:
         super().__init__()
@@ -37,13 +38,9 @@ class Actor(nn.Module):
         self.model = model.eval()  # dropout would move the ratio away from 1 on unchanged weights
         self._learns_entropy = learns_entropy
 
-    @property
-    def vocab_size(self) -> int:
-        return cast(nn.Embedding, self.model.get_input_embeddings()).num_embeddings
-
     def forward(self, inputs: Inputs) -> Tokens:
         hidden_KD = last_hidden(self.model, inputs)
-        num_tokens, size = hidden_KD.shape[0], max(1, MAX_LOGITS // self.vocab_size)
+        num_tokens, size = hidden_KD.shape[0], max(1, MAX_LOGITS // vocab_size(self.model))
         score: Callable[..., tuple[Tensor, Tensor]] = self._score
         if num_tokens > size and torch.is_grad_enabled():
             score = partial(cast(Any, checkpoint), self._score, use_reentrant=False)
@@ -55,6 +52,7 @@ class Actor(nn.Module):
         return inputs.tokens(logprobs_K, entropy_K)
 
     def scores(self, tokens: Tokens) -> Tensor:
+        """The one number per token that an infer stage writes."""
         return tokens.logprobs_K
 
     def _score(
@@ -75,11 +73,16 @@ class Actor(nn.Module):
 
 def last_hidden(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     """The last layer's state at the tokens from which the trained ones are predicted."""
+    hidden_PD = decode_line(model, inputs.ids_P, inputs.positions_P, inputs.rows)
+    return hidden_PD.index_select(0, inputs.predictor_K)
+
+
+def decode_line(
+    model: PreTrainedModel, ids_P: Tensor, positions_P: Tensor, rows: AttentionLayout
+) -> Tensor:
+    """The last layer's state at every token of a line of packed samples."""
     decoder: Any = model.get_decoder()
     line = decoder(
-        input_ids=inputs.ids_P[None],
-        position_ids=inputs.positions_P[None],
-        rows=inputs.rows,
-        use_cache=False,
+        input_ids=ids_P[None], position_ids=positions_P[None], rows=rows, use_cache=False
     )
-    return line.last_hidden_state[0].index_select(0, inputs.predictor_K)
+    return line.last_hidden_state[0]

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from penstock.errors import ConfigError
-
-Ints = npt.NDArray[np.int64]
+from penstock.trainer.arrays import Ints
 
 PACKED = "penstock_packed"
 SHORT = 16
@@ -71,6 +69,10 @@ def make_attention_layout(lengths: Ints) -> AttentionLayout:
         num_cells += token_NL.size
         first = end
     return AttentionLayout(buckets=tuple(buckets), unbucket_P=torch.from_numpy(unbucket_P))
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    return cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:

@@ -13,6 +13,9 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+CLOSE_TIMEOUT_S = 5.0
+"""A trainer that ends, or fails for another reason, waits no longer than this for current work."""
+
 
 class BackgroundWorker(Generic[T]):
     """Runs `work` on each submitted item in one background thread, then `after_each`."""
@@ -55,12 +58,12 @@ class BackgroundWorker(Generic[T]):
             self._raise_error()
             return is_done
 
-    def close(self, timeout_s: float) -> None:
-        """Start no further work; wait up to `timeout_s` for the current item."""
+    def close(self) -> None:
+        """Start no further work; wait for the current item, but not for long."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     @property
     def _has_work(self) -> bool:

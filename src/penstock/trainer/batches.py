@@ -20,6 +20,7 @@ import structlog
 from blake3 import blake3
 
 from penstock.errors import StoreError
+from penstock.trainer.arrays import Floats, Ints
 from penstock.trainer.ranks.balance import manifest_costs
 from penstock.trainer.ranks.group import RankReductions, SingleRank
 from penstock.trainer.samples import Samples, is_trained_role, make_samples
@@ -34,8 +35,6 @@ from penstock.types import (
 )
 from penstock.wire.codec import decode
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 NO_COLUMNS: Mapping[str, Floats] = MappingProxyType({})
 
 _log = structlog.get_logger(__name__)
@@ -98,7 +97,7 @@ class Batch:
     roles: Roles
     nodes: Mapping[int, str] = field(default_factory=dict[int, str])
     """Which node process produced each row held here, as NODE/BOOT: a restarted node counts as
-    another."""
+    another, and no node's name has a slash."""
 
     @property
     def num_groups(self) -> int:
@@ -128,21 +127,11 @@ class Batch:
         row_columns: Mapping[str, Floats] = NO_COLUMNS,
         token_columns: Mapping[str, Floats] = NO_COLUMNS,
     ) -> Batch:
-        """This batch with the columns that a stage wrote; a column is written once."""
+        """This batch with the columns that a stage wrote and checked; each is written once."""
         written = {*row_columns, *token_columns}
         twice = (written & self.column_names) | (row_columns.keys() & token_columns.keys())
         if twice:
             raise ValueError(f"columns {sorted(twice)} exist already; write each column once")
-        for axis, columns, size in (
-            ("row", row_columns, self.groups_R.size),
-            ("token", token_columns, self.samples.ids_T.size),
-        ):
-            for name, values in columns.items():
-                if values.shape != (size,):
-                    raise ValueError(
-                        f"{axis} column {name} has shape {values.shape}, and the batch has {size} "
-                        f"{axis}s; give one number per {axis}"
-                    )
         return replace(
             self,
             row_columns={**self.row_columns, **row_columns},
@@ -179,14 +168,9 @@ def assemble(
         row_columns=_row_columns(manifest, truncated_R),
         longest_R=longest_R,
         roles=roles,
-        nodes={index: _boot_key(trajectory) for index, trajectory in received.items()},
+        nodes={index: f"{one.node_id}/{one.boot_id}" for index, one in received.items()},
     )
     return _with_token_columns(batch, rows, manifest)
-
-
-def _boot_key(trajectory: Trajectory) -> str:
-    """No node's name has a slash."""
-    return f"{trajectory.node_id}/{trajectory.boot_id}"
 
 
 def _trajectories(

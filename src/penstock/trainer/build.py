@@ -19,14 +19,19 @@ from penstock.errors import ConfigError
 from penstock.trainer.actor import Actor
 from penstock.trainer.advantages.gae import ValueLoss
 from penstock.trainer.batches import Batch
-from penstock.trainer.build_objective import NO_BOUNDS, bounds_of, loss_weights_of, objective_of
+from penstock.trainer.build_objective import (
+    NO_BOUNDS,
+    bounds_of,
+    correction_of,
+    loss_weights_of,
+    objective_of,
+)
 from penstock.trainer.critic import Critic
 from penstock.trainer.device import CPU
 from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.learner import Learner, Optimizer, Stats
 from penstock.trainer.lora import adapter_disabled, attach_adapter
-from penstock.trainer.losses.mismatch import correction_of
-from penstock.trainer.losses.tokens import BudgetedObjective, Objective
+from penstock.trainer.losses.tokens import Objective
 from penstock.trainer.model_folders import has_adapter, initial_folder, load_model
 from penstock.trainer.models import Models
 from penstock.trainer.packing_check import require_packable
@@ -188,18 +193,16 @@ class _Builder:
     def _actor(self, folder: Path, stage: PipelineStageConfig | None, ranks: Ranks) -> Learner:
         algorithm = self._settings.algorithm
         own = stage and _own_objective(stage)
-        objective = own or objective_of(algorithm)
-        is_budgeted = isinstance(objective, BudgetedObjective)
         model = load_policy(self._settings, folder, is_rank0=self._ranks.position.is_rank0)
         actor = Actor(model, learns_entropy=algorithm.entropy_coef > 0)
         return Learner(
             self._shard(actor, folder, ranks),
-            objective,
+            own or objective_of(algorithm),
             self._optimizer(self._settings.training.learning_rate),
             update_spec=UpdateSpec(
                 minibatches=self._settings.training.minibatches,
                 weights=loss_weights_of(algorithm, self._settings.sampling.max_tokens),
-                correction=None if is_budgeted else correction_of(objective),
+                correction=None if own else correction_of(algorithm),
                 needs_advantage=algorithm.declaration.needs_advantage,
             ),
             forward_pass=self._forward_pass(ranks),

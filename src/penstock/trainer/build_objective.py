@@ -8,16 +8,33 @@ and in the algorithms' modules.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from penstock.config import AlgorithmConfig, CorrectionConfig
+from torch import Tensor
+
+from penstock.config import AlgorithmConfig
 from penstock.trainer.losses.aggregation import Aggregation, LossWeights
-from penstock.trainer.losses.budgets import WrappedBudget
 from penstock.trainer.losses.clipped import clip_bounds
 from penstock.trainer.losses.divergence import EntropyBonus, KlPenalty
 from penstock.trainer.losses.mismatch import CorrectedLoss, Correction, SequenceRatio, Weighting
-from penstock.trainer.losses.tokens import BudgetedObjective, Objective
+from penstock.trainer.losses.tokens import BudgetedObjective, Objective, Tokens
 
 NO_BOUNDS = (math.inf, math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrappedBudget:
+    """An objective around one that has a budget: settled first, then wrapped."""
+
+    budget: BudgetedObjective
+    wrap: Callable[[Objective], Objective]
+
+    def budget_terms(self, tokens: Tokens) -> Tensor:
+        return self.budget.budget_terms(tokens)
+
+    def with_budget(self, terms: Tensor) -> Objective:
+        return self.wrap(self.budget.with_budget(terms))
 
 
 def objective_of(algorithm: AlgorithmConfig) -> Objective | BudgetedObjective:
@@ -33,12 +50,15 @@ def objective_of(algorithm: AlgorithmConfig) -> Objective | BudgetedObjective:
     inner = algorithm.declaration.loss(algorithm)
     if isinstance(inner, BudgetedObjective):
         return WrappedBudget(budget=inner, wrap=with_penalties)
-    if algorithm.correction is not None:
-        inner = CorrectedLoss(inner=inner, correction=_correction(algorithm.correction))
+    if (correction := correction_of(algorithm)) is not None:
+        inner = CorrectedLoss(inner=inner, correction=correction)
     return with_penalties(inner)
 
 
-def _correction(config: CorrectionConfig) -> Correction:
+def correction_of(algorithm: AlgorithmConfig) -> Correction | None:
+    """What rejects tokens in its loss, and so in the denominators."""
+    if (config := algorithm.correction) is None:
+        return None
     return Correction(
         weighting=Weighting(config.weighting),
         low=config.low,
@@ -60,6 +80,4 @@ def bounds_of(algorithm: AlgorithmConfig) -> tuple[float, float]:
 
 def loss_weights_of(algorithm: AlgorithmConfig, max_tokens: int) -> LossWeights:
     """How the losses of tokens are weighed in the sum of an update."""
-    aggregation = Aggregation(algorithm.aggregation)
-    is_fixed = aggregation is Aggregation.FIXED_CONSTANT
-    return LossWeights(aggregation=aggregation, constant_length=max_tokens if is_fixed else 0)
+    return LossWeights(aggregation=Aggregation(algorithm.aggregation), constant_length=max_tokens)

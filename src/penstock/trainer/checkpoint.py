@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,6 @@ from penstock.trainer.ranks.regions import TensorRegion
 from penstock.trainer.state_shards import (
     OPTIMIZER,
     StateShard,
-    remove_receipts,
     state_names,
     wait_for_shards,
     write_shard,
@@ -88,21 +87,15 @@ class Checkpoints:
         every: int,
         config: Mapping[str, str] | None = None,
         accepts_changes: bool = False,
-        upgrade_config: Callable[[Mapping[str, str]], Mapping[str, str]] = dict,
     ) -> None:
         """config: values that must be unchanged when a checkpoint is restored, unless changes are
-        accepted, by key. upgrade_config: adds keys that an older version did not write."""
-        self._root = root
+        accepted, by key."""
+        self.root = root
         self._policy = policy
         self._config = dict(config or {})
         self._accepts_changes = accepts_changes
-        self._complete_config = upgrade_config
         self._every = every
         self._complete: list[Checkpoint] = []
-
-    @property
-    def root(self) -> Path:
-        return self._root
 
     @property
     def last(self) -> Checkpoint:
@@ -119,11 +112,11 @@ class Checkpoints:
 
         None means that there are no checkpoints at all: starting at number 0 next to checkpoints
         that cannot be read would throw them away."""
-        recover_replaced(self._root)
+        recover_replaced(self.root)
         self._complete, unusable = self.scan()
         if unusable and not self._complete:
             raise StoreError(
-                f"{self._root} has checkpoints, but none that could be restored:\n"
+                f"{self.root} has checkpoints, but none that could be restored:\n"
                 f"{format_unusable(unusable)}\n"
                 "  nothing was changed. Make them readable or restore a copy; to start again at "
                 "number 0, move these folders away"
@@ -139,7 +132,7 @@ class Checkpoints:
         readers: moves nothing."""
         complete: list[Checkpoint] = []
         unusable: dict[Path, str] = {}
-        for _, folder in sorted(_numbered(self._root)):
+        for _, folder in sorted(_numbered(self.root)):
             try:
                 complete.append(self._read(folder))
             except UnusableCheckpoint as error:
@@ -149,13 +142,13 @@ class Checkpoints:
 
     def read_step(self, number: int) -> Checkpoint:
         """The checkpoint of this number; another rank has just checked its digests."""
-        folder = self._root / f"step_{number}"
+        folder = self.root / f"step_{number}"
         return Checkpoint(folder=folder, state=read_checkpoint_manifest(folder))
 
     def changes(self, found: Checkpoint) -> list[str]:
         """Config changes since this one was saved; empty if its config was not recorded."""
         saved = found.state.config
-        return identity_changes(self._complete_config(saved), self._config) if saved else []
+        return identity_changes(saved, self._config) if saved else []
 
     def is_due(self, cursor: Cursor) -> bool:
         return cursor.number >= self.last.cursor.number + self._every
@@ -183,16 +176,15 @@ class Checkpoints:
             carry(path, partial / path.name)
         name = weights_name(path.name for path in static)
         save_file(dict(weights), partial / name, metadata={"format": "pt"})
+        num_ranks, known = 1, dict[str, str]()
         if sharded is None:
             write_state(partial / OPTIMIZER, StateShard(tensors=state, regions={}))
-            return self._make_visible(partial, cursor, monitor_state=monitor_state)
-        write_shard(
-            partial, 0, sharded.num_ranks, StateShard(tensors=state, regions=sharded.regions)
-        )
-        shares = wait_for_shards(partial, sharded.num_ranks)
-        remove_receipts(partial)
+        else:
+            num_ranks = sharded.num_ranks
+            write_shard(partial, 0, num_ranks, StateShard(tensors=state, regions=sharded.regions))
+            known = wait_for_shards(partial, num_ranks)
         return self._make_visible(
-            partial, cursor, num_ranks=sharded.num_ranks, known=shares, monitor_state=monitor_state
+            partial, cursor, num_ranks=num_ranks, known=known, monitor_state=monitor_state
         )
 
     def advance_cursor(self, cursor: Cursor, monitor_state: Mapping[str, Any]) -> Checkpoint:
@@ -224,8 +216,8 @@ class Checkpoints:
 
     def _partial_folder(self, token: int) -> Path:
         """Other ranks may have started to write into this one."""
-        partial = self._root / partial_name(token)
-        remove_partials(self._root, keep=partial.name)
+        partial = self.root / partial_name(token)
+        remove_partials(self.root, keep=partial.name)
         partial.mkdir(parents=True, exist_ok=True)
         return partial
 
@@ -254,11 +246,11 @@ class Checkpoints:
             monitor_state=dict(monitor_state or {}),
         )
         write_checkpoint_manifest(partial, manifest)
-        folder = self._root / f"step_{cursor.number}"
+        folder = self.root / f"step_{cursor.number}"
         self._check_owner(cursor)  # again: writing may have taken minutes
         # Higher numbers are from a trainer that was replaced; this number may be our last one, if
         # only a critic has learned since.
-        remove(path for number, path in _numbered(self._root) if number > cursor.number)
+        remove(path for number, path in _numbered(self.root) if number > cursor.number)
         replace_folder(partial, folder)
         self._complete = [one for one in self._complete if one.folder != folder]
         self._complete.append(Checkpoint(folder=folder, state=manifest))
@@ -277,7 +269,7 @@ class Checkpoints:
     def _prune(self) -> None:
         self._complete = self._complete[-NUM_KEPT:]
         kept = {one.folder for one in self._complete}
-        remove(path for _, path in _numbered(self._root) if path not in kept)
+        remove(path for _, path in _numbered(self.root) if path not in kept)
 
     def _check_owner(self, cursor: Cursor) -> None:
         """Before anything is removed: a successor's checkpoint raises Fenced, and unreadable ones
@@ -287,7 +279,7 @@ class Checkpoints:
     def _unreadable(self, cursor: Cursor) -> dict[Path, str]:
         """Why each unreadable checkpoint is, by folder; Fenced if a successor has saved one."""
         unreadable: dict[Path, str] = {}
-        for _, folder in _numbered(self._root):
+        for _, folder in _numbered(self.root):
             try:
                 incarnation = read_checkpoint_manifest(folder).cursor.incarnation
             except UnusableCheckpoint as error:

@@ -28,8 +28,6 @@ from penstock.wire.codec import JSON, decode, encode_json
 STATE = "trainer.json"
 FORMAT = 3
 """The version that is written, and the highest that can be read."""
-FIRST_WITH_DIGEST = 3
-"""Older manifests have no digest and are accepted without one."""
 _DIGEST = re.compile(rb'\{\s*"digest": "([0-9a-f]{64})"')
 
 
@@ -108,7 +106,7 @@ def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
         found = decode(content, CheckpointManifest, media_type=JSON)
     except (OSError, BadRequest) as error:
         raise UnusableCheckpoint(str(error)) from error
-    if not has_digest and written >= FIRST_WITH_DIGEST:
+    if not has_digest:
         raise UnusableCheckpoint(f"{STATE} is damaged: it does not start with its digest")
     if found.num_ranks < 1:
         raise UnusableCheckpoint(f"{STATE} names {found.num_ranks} ranks")
@@ -119,7 +117,7 @@ def write_cursor(known: Checkpoint, cursor: Cursor, monitor_state: Mapping[str, 
     """Rewrite the cursor and the monitor state; batches skipped since change nothing else."""
     if known.cursor == cursor:
         return known
-    state = replace(known.state, cursor=cursor, monitor_state=dict(monitor_state), format=FORMAT)
+    state = replace(known.state, cursor=cursor, monitor_state=dict(monitor_state))
     write_checkpoint_manifest(known.folder, state)
     return Checkpoint(folder=known.folder, state=state)
 

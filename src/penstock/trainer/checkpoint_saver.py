@@ -11,7 +11,7 @@ Every rank writes its shard of the state in the background, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +22,11 @@ from penstock.trainer.checkpoint import Checkpoints, Cursor, ShardedSave
 from penstock.trainer.durable_files import partial_name
 from penstock.trainer.state_shards import StateShard, copy_shard, write_shard
 
-CLOSE_TIMEOUT_S = 5.0
-"""A trainer that fails for another reason waits no longer than this for the current checkpoint."""
+Save = Callable[[], object]
+"""Writes what was copied, which no later step changes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FullSave:
-    """The state at one cursor, which no later step changes."""
-
-    cursor: Cursor
-    weights: Mapping[str, Tensor]
-    state: StateShard
-    static: Sequence[Path]
-    token: int
-    monitor_state: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CursorSave:
-    """Only the cursor has changed."""
-
-    cursor: Cursor
-    monitor_state: Mapping[str, Any]
-
-
-class Saver:
+class Saver(BackgroundWorker[Save]):
     """Writes the checkpoints of one trainer; with several ranks, on rank 0.
 
     `check_allowed` raises if this trainer may no longer write, and `on_saved` reports the retained
@@ -64,11 +44,11 @@ class Saver:
         self._permit = check_allowed
         self._tell = on_saved
         self._num_ranks = num_ranks
-        self._worker = BackgroundWorker("saver", self._write)
+        super().__init__("saver", self._write)
 
     def is_due(self, cursor: Cursor) -> bool:
         """Whether a checkpoint should be taken now; not before the last one is written."""
-        return not self._worker.is_busy and self._checkpoints.is_due(cursor)
+        return not self.is_busy and self._checkpoints.is_due(cursor)
 
     def submit(
         self,
@@ -84,83 +64,54 @@ class Saver:
 
         token: the one the other ranks were given for their shards of the state."""
         self.flush()
-        copied = _FullSave(
-            cursor=cursor,
+        copied = copy_shard(state)
+        save = partial(
+            self._checkpoints.save,
+            cursor,
             weights={name: value.detach().clone() for name, value in weights.items()},
-            state=copy_shard(state),
+            state=copied.tensors,
             static=static,
-            token=token,
+            sharded=self._sharded(token, copied),
             monitor_state=monitor_state,
         )
-        self._worker.put(copied)
+        self.put(save)
 
     def advance_cursor(self, cursor: Cursor, monitor_state: Mapping[str, Any]) -> None:
         """Save only a new cursor: the last state is also the state at this one."""
         self.flush()
-        self._worker.put(_CursorSave(cursor=cursor, monitor_state=monitor_state))
+        self.put(partial(self._checkpoints.advance_cursor, cursor, monitor_state))
 
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait for all submitted work, at most `timeout_s`; return whether it is complete and
-        reported."""
-        return self._worker.flush(timeout_s)
-
-    def close(self) -> None:
-        """Start no further work."""
-        self._worker.close(CLOSE_TIMEOUT_S)
-
-    def _write(self, copied: _FullSave | _CursorSave) -> None:
+    def _write(self, save: Save) -> None:
         """In the thread."""
         self._permit()
-        if isinstance(copied, _CursorSave):
-            self._checkpoints.advance_cursor(copied.cursor, copied.monitor_state)
-        else:
-            self._checkpoints.save(
-                copied.cursor,
-                weights=copied.weights,
-                state=copied.state.tensors,
-                static=copied.static,
-                sharded=self._sharded(copied),
-                monitor_state=copied.monitor_state,
-            )
-        del copied
+        save()
+        del save
         self._tell()
 
-    def _sharded(self, copied: _FullSave) -> ShardedSave | None:
+    def _sharded(self, token: int, copied: StateShard) -> ShardedSave | None:
         if self._num_ranks == 1:
             return None
-        return ShardedSave(
-            num_ranks=self._num_ranks, token=copied.token, regions=copied.state.regions
-        )
+        return ShardedSave(num_ranks=self._num_ranks, token=token, regions=copied.regions)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ShardSave:
-    token: int
-    shares: StateShard
-
-
-class ShardSaver:
+class ShardSaver(BackgroundWorker[Save]):
     """Writes the shards of ranks other than 0; rank 0 decides when a checkpoint is complete."""
 
     def __init__(self, root: Path, *, rank: int, num_ranks: int) -> None:
         self._root = root
         self._rank = rank
         self._num_ranks = num_ranks
-        self._worker = BackgroundWorker("saver", self._write)
+        super().__init__("saver", self._write)
 
     def submit(self, token: int, state: Mapping[str, Tensor]) -> None:
         """Copy this rank's shard of the state; it is written in the background."""
-        self._worker.flush()
-        self._worker.put(_ShardSave(token=token, shares=copy_shard(state)))
+        self.flush()
+        folder = self._root / partial_name(token)
+        self.put(partial(write_shard, folder, self._rank, self._num_ranks, copy_shard(state)))
 
     def raise_if_failed(self) -> None:
         """Raise an error of the thread: rank 0 would wait for a file that never comes."""
-        self._worker.flush(timeout_s=0.0)
+        self.flush(timeout_s=0.0)
 
-    def close(self) -> None:
-        self._worker.close(CLOSE_TIMEOUT_S)
-
-    def _write(self, share: _ShardSave) -> None:
-        """In the thread."""
-        folder = self._root / partial_name(share.token)
-        write_shard(folder, self._rank, self._num_ranks, share.shares)
+    def _write(self, write: Save) -> None:
+        write()

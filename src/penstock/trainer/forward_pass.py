@@ -9,43 +9,22 @@ K = trained tokens, T = tokens of all samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from penstock.trainer.actor import Actor
+from penstock.trainer.arrays import Floats, Ints
 from penstock.trainer.batches import Batch
+from penstock.trainer.critic import Critic
 from penstock.trainer.inputs import Inputs, make_inputs, split
 from penstock.trainer.losses.tokens import Tokens
 from penstock.trainer.ranks.group import RankReductions
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-
-
-class Scorer(Protocol):
-    """A model with an output per trained token."""
-
-    @property
-    def model(self) -> PreTrainedModel: ...
-
-    @property
-    def gives_logprobs(self) -> bool:
-        """Whether its outputs are log-probs, comparable with the sampling engine's."""
-        ...
-
-    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
-
-    def __call__(self, inputs: Inputs) -> Tokens: ...
-
-    def scores(self, tokens: Tokens) -> Tensor:
-        """The one number per token that an infer stage writes."""
-        ...
+Scorer = Actor | Critic
+"""A model with an output per trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

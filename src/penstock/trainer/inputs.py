@@ -14,18 +14,15 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.trainer.arrays import Floats, Ints
 from penstock.trainer.attention import AttentionLayout, make_attention_layout
 from penstock.trainer.batches import Batch
 from penstock.trainer.losses.logprobs import Truncation
 from penstock.trainer.losses.tokens import Tokens
-from penstock.trainer.samples import Samples
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from penstock.trainer.samples import Samples, ranges
 
 PROXIMAL, REFERENCE = "proximal_logprobs", "reference_logprobs"
 
@@ -59,10 +56,7 @@ class Inputs:
     def to(self, device: torch.device) -> Inputs:
         if device.type == "cpu":
             return self
-        moved: dict[str, Any] = {
-            one.name: _moved(getattr(self, one.name), device) for one in fields(self)
-        }
-        return replace(self, **moved)
+        return _moved_fields(self, device)
 
     def specs(self, part: slice) -> tuple[Tensor | None, Truncation | None]:
         """Temperature and truncation of some of the trained tokens."""
@@ -91,15 +85,18 @@ class Inputs:
         )
 
 
+def _moved_fields(record: Any, device: torch.device) -> Any:
+    names = [one.name for one in fields(record)]
+    return replace(record, **{name: _moved(getattr(record, name), device) for name in names})
+
+
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, AttentionLayout):
         return value.to(device)
     if isinstance(value, Truncation):
-        return Truncation(
-            **{one.name: _moved(getattr(value, one.name), device) for one in fields(value)}
-        )
+        return _moved_fields(value, device)
     if isinstance(value, Mapping):
         return {name: _moved(one, device) for name, one in value.items()}
     return value
@@ -127,20 +124,23 @@ def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> 
     lines, line_B = _distinct(samples, chosen)
     lengths = (samples.ends_S - samples.starts_S)[lines] - 1
     offsets = np.cumsum(lengths) - lengths
-    ids_P = samples.ids_T[_ranges(samples.starts_S[lines], lengths)].astype(np.int64)
+    ids_P = samples.ids_T[ranges(samples.starts_S[lines], lengths)].astype(np.int64)
     if not ids_P.size:  # models cannot compute an empty input: one token, whose output is not used
         lengths, ids_P = np.ones(1, np.int64), np.zeros(1, np.int64)
-    sample_K, column_K = _trained(samples, chosen)
-    token_K = tokens_of(samples, chosen)
+    sample_K, token_K = _trained(samples, chosen)
+    column_K = token_K - samples.starts_S[chosen][sample_K]
     columns = {
         name: torch.from_numpy(values[token_K])
         for name, values in batch.token_columns.items()
         if name != "advantage"
     }
     _, sequences_K = np.unique(sample_K, return_inverse=True)
+    weights_K = np.ones(token_K.size) if weights_T is None else weights_T[token_K]
+    temperature_K = samples.temperature_T[token_K]
+    staleness_K = batch.trains_from - samples.versions_T[token_K].astype(np.int64)
     return Inputs(
         ids_P=torch.from_numpy(ids_P),
-        positions_P=torch.from_numpy(_ranges(np.zeros_like(lengths), lengths)),
+        positions_P=torch.from_numpy(ranges(np.zeros_like(lengths), lengths)),
         rows=make_attention_layout(lengths),
         token_K=torch.from_numpy(token_K),
         predictor_K=torch.from_numpy(offsets[line_B][sample_K] + column_K - 1),
@@ -148,11 +148,9 @@ def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> 
         sampling_K=torch.from_numpy(samples.logprobs_T[token_K]),
         advantages_K=torch.from_numpy(advantages_of(batch)[token_K]),
         sequences_K=torch.from_numpy(sequences_K),
-        weights_K=_weights(weights_T, token_K),
-        staleness_K=torch.from_numpy(
-            batch.trains_from - samples.versions_T[token_K].astype(np.int64)
-        ),
-        temperature_K=_temperature(samples, token_K),
+        weights_K=torch.from_numpy(weights_K),
+        staleness_K=torch.from_numpy(staleness_K),
+        temperature_K=None if (temperature_K == 1).all() else torch.from_numpy(temperature_K),
         kept=_truncation(samples, token_K),
         extra_columns=columns,
     )
@@ -181,28 +179,13 @@ def _distinct(samples: Samples, chosen: Ints) -> tuple[Ints, Ints]:
     return chosen[first], line_B
 
 
-def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """start, start+1, … of each, one after another."""
-    offsets = np.cumsum(lengths) - lengths
-    return np.repeat(starts - offsets, lengths) + np.arange(int(lengths.sum()))
-
-
 def _trained(samples: Samples, chosen: Ints) -> tuple[Ints, Ints]:
-    """(which of the chosen, which token of it) for each trained token, in order."""
+    """(which of the chosen, which token of the batch) for each trained token, in order."""
     lengths = (samples.ends_S - samples.starts_S)[chosen]
-    token = _ranges(samples.starts_S[chosen], lengths)
+    token = ranges(samples.starts_S[chosen], lengths)
     sample = np.repeat(np.arange(chosen.size), lengths)
     is_trained = samples.mask_T[token]
-    return sample[is_trained], (token - samples.starts_S[chosen][sample])[is_trained]
-
-
-def _weights(weights_T: Floats | None, token_K: Ints) -> Tensor:
-    return torch.from_numpy(np.ones(token_K.size) if weights_T is None else weights_T[token_K])
-
-
-def _temperature(samples: Samples, token_K: Ints) -> Tensor | None:
-    temperature_K = samples.temperature_T[token_K]
-    return None if (temperature_K == 1).all() else torch.from_numpy(temperature_K)
+    return sample[is_trained], token[is_trained]
 
 
 def _truncation(samples: Samples, token_K: Ints) -> Truncation | None:
@@ -225,5 +208,4 @@ def trained_tokens(samples: Samples) -> Ints:
 
 def tokens_of(samples: Samples, chosen: Ints) -> Ints:
     """The trained tokens of these samples, sample after sample."""
-    sample_K, column_K = _trained(samples, chosen)
-    return samples.starts_S[chosen][sample_K] + column_K
+    return _trained(samples, chosen)[1]

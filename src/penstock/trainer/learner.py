@@ -18,29 +18,27 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
+from penstock.trainer.arrays import Floats
+from penstock.trainer.attention import vocab_size
 from penstock.trainer.batches import Batch
 from penstock.trainer.forward_pass import ForwardPass, Scorer
 from penstock.trainer.inputs import Inputs, advantages_of
-from penstock.trainer.losses.ratios import behaviour_kl, log_ratio
+from penstock.trainer.losses.ratios import k3, log_ratio
 from penstock.trainer.losses.tokens import BudgetedObjective, Objective, TokenLoss, Tokens
 from penstock.trainer.ranks.group import RankReductions
 from penstock.trainer.ranks.sharding import clip
 from penstock.trainer.schedules import Schedule
-from penstock.trainer.signals.first_update import FirstUpdateStats, first_update_stats
+from penstock.trainer.signals.first_update import first_update_stats
 from penstock.trainer.signals.mismatch import Mismatch
 from penstock.trainer.state_shards import load_shard
 from penstock.trainer.updates import Update, UpdateSpec, plan_updates
-
-Floats = npt.NDArray[np.float64]
 
 MetricSums = dict[str, Tensor]
 """Sums over trained tokens, by metric."""
@@ -117,38 +115,34 @@ class Learner:
 
     @property
     def vocab_size(self) -> int:
-        return cast(torch.nn.Embedding, self.model.get_input_embeddings()).num_embeddings
+        return vocab_size(self.model)
 
     def step(self, batch: Batch) -> Stats:
         """Train on one batch."""
         started = time.perf_counter()
-        rate = self._set_rate(batch.trains_from)
-        plan = plan_updates(batch, self._update_spec, self._forward_pass.ranks) * self._spec.epochs
+        rate, ranks = self._set_rate(batch.trains_from), self._forward_pass.ranks
+        plan = plan_updates(batch, self._update_spec, ranks) * self._spec.epochs
         seen_T = np.full(batch.samples.ids_T.shape, np.nan)
         done = [
             self._update(update, batch, seen_T if index == 0 else None)
             for index, update in enumerate(plan)
         ]
-        sums = reduce_sums([sums for sums, _ in done], self._forward_pass.ranks)
+        sums = reduce_sums([sums for sums, _ in done], ranks)
         norms = [norm for _, norm in done if math.isfinite(norm)]
         applied = [one for one, (_, norm) in zip(sums, done, strict=True) if math.isfinite(norm)]
-        values = _describe(batch, self._forward_pass.ranks) | _averages(applied)
+        values = _describe(batch, ranks) | _averages(applied)
         values["learning_rate"] = rate
         values["grad_norm"] = math.fsum(norms) / max(len(norms), 1)
         values["updates"] = float(len(applied))
         values["updates/non_finite"] = float(len(done) - len(applied))
         peak_mb = peak_memory_mb(self.model.device)
-        values["memory/peak_mb"] = float(
-            self._forward_pass.ranks.max_over_ranks(math.ceil(peak_mb))
-        )
-        found = FirstUpdateStats(metrics={})
+        values["memory/peak_mb"] = float(ranks.max_over_ranks(math.ceil(peak_mb)))
+        signals, mismatches = dict[str, float](), dict[str, Mismatch]()
         if self._bounds is not None:
-            found = first_update_stats(batch, seen_T, self._bounds, self._forward_pass.ranks)
+            signals, mismatches = first_update_stats(batch, seen_T, self._bounds, ranks)
         values["seconds/train"] = time.perf_counter() - started
         skipped = None if applied else self._reason(values, plan)
-        return Stats(
-            skipped=skipped, values={**values, **found.metrics}, mismatches=found.mismatches
-        )
+        return Stats(skipped=skipped, values={**values, **signals}, mismatches=mismatches)
 
     def infer(self, batch: Batch) -> Floats:
         """The model's current output for each trained token, by token of the batch."""
@@ -286,7 +280,7 @@ def _ratio_sums(tokens: Tokens) -> dict[str, Tensor]:
     return {
         "fresh": is_fresh_K.sum(),
         "entropy": tokens.entropy_K.sum(),
-        "kl": behaviour_kl(log_ratio_K).sum(),
+        "kl": k3(log_ratio_K).sum(),
         "mismatch": (log_ratio_K.abs() * is_fresh_K).sum(),
     }
 

@@ -43,8 +43,7 @@ from penstock.trainer.ranks.group import Ranks, SingleRank
 from penstock.trainer.ranks.row_fetch import fetch_rows
 from penstock.trainer.ranks.worker_loop import BatchSource, RankOrder, broadcast_order, num_ranks
 from penstock.trainer.signals.mismatch import DriftingNode
-from penstock.trainer.signals.monitor import SignalMonitor
-from penstock.trainer.signals.monitor_state import from_json, to_json
+from penstock.trainer.signals.monitor import SignalMonitor, from_json, to_json
 from penstock.trainer.snapshots import Snapshots
 from penstock.types import NodeId, PolicyName
 from penstock.weights.publish import StoredVersion
@@ -56,12 +55,6 @@ POLL_S = 5.0
 """Longest wait for a batch in one request, and so the delay before a stop takes effect."""
 KEEPALIVE_S = 1.0
 """Seconds between keepalives to the other ranks while waiting for a checkpoint."""
-
-
-class Batches(BatchSource, Protocol):
-    """Sealed batches and their outcome."""
-
-    def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None: ...
 
 
 class Versions(Protocol):
@@ -78,14 +71,12 @@ class Versions(Protocol):
     def versions_in_use(self) -> VersionsInUse: ...
 
 
-class Nodes(Protocol):
-    """The nodes that produced its rows."""
+class TrainerDataflow(BatchSource, Versions, Protocol):
+    """Everything a trainer requests from the dataflow."""
+
+    def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None: ...
 
     def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None: ...
-
-
-class TrainerDataflow(Batches, Versions, Nodes, Protocol):
-    """Everything a trainer requests from the dataflow."""
 
 
 class Trainer:
@@ -104,7 +95,7 @@ class Trainer:
         ranks: Ranks | None = None,
         publish_every_version: bool = False,
     ) -> None:
-        """publishes_all: skip no number if publishing falls behind; training waits for it."""
+        """publish_every_version: training waits if publishing falls behind, and skips no number."""
         self._policy = policy
         self._models = models
         self._ranks = ranks or SingleRank()
@@ -302,7 +293,7 @@ class Trainer:
         if last == self._cursor:
             return
         if last.number == self._cursor.number and not self._other_models_updated:
-            self._saver.advance_cursor(self._cursor, to_json(self._monitor.monitor_state))
+            self._saver.advance_cursor(self._cursor, to_json(self._monitor.state))
         else:
             self._save_all()
         self._seconds["checkpoint"] = time.perf_counter() - started
@@ -319,7 +310,7 @@ class Trainer:
             state=state,
             static=self._snapshots.static,
             token=token,
-            monitor_state=to_json(self._monitor.monitor_state),
+            monitor_state=to_json(self._monitor.state),
         )
         self._other_models_updated = False
 

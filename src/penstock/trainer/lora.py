@@ -16,15 +16,16 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from penstock.config import LoraConfig
 from penstock.errors import ConfigError, WeightsError
+from penstock.trainer.ranks.weight_loading import make_meta_model
 from penstock.weights.lora import PLAIN_LORA_CONFIG, A, B, unsupported_setting
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 
@@ -37,10 +38,6 @@ class Adapter:
     alpha: int
     targets: tuple[str, ...]
     """Last parts of the names of its layers, in order."""
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
 
 
 class LoraLinear(nn.Linear):
@@ -57,7 +54,7 @@ class LoraLinear(nn.Linear):
         dtype = base.weight.dtype
         self.lora_A = nn.Linear(base.in_features, adapter.rank, bias=False, dtype=dtype)
         self.lora_B = nn.Linear(adapter.rank, base.out_features, bias=False, dtype=dtype)
-        self.scale = adapter.scale
+        self.scale = adapter.alpha / adapter.rank
         self.is_on = True
 
     def forward(self, input: Tensor) -> Tensor:
@@ -111,7 +108,7 @@ def init_adapter(folder: Path, config: LoraConfig, seed: int) -> None:
     policy continues with that."""
     if (folder / ADAPTER_CONFIG).exists():
         return
-    model = _meta_model(folder)
+    model = make_meta_model(folder)
     targets = config.targets or tuple({name.rpartition(".")[2] for name in _linears(model)})
     adapter = Adapter(rank=config.rank, alpha=config.alpha, targets=tuple(sorted(set(targets))))
     draw = torch.Generator().manual_seed(seed)
@@ -167,16 +164,9 @@ def _check_adapter(adapter: Adapter, config: LoraConfig, folder: Path) -> None:
         )
 
 
-def _meta_model(folder: Path) -> nn.Module:
-    """The model of a folder without its weights."""
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-    with torch.device("meta"):
-        return cast(nn.Module, AutoModelForCausalLM.from_config(config))
-
-
-def _linears(model: nn.Module) -> dict[str, nn.Linear]:
+def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Linear layers by name, without the head."""
-    head = cast(PreTrainedModel, model).get_output_embeddings()
+    head = model.get_output_embeddings()
     return {
         name: module
         for name, module in model.named_modules()
@@ -184,7 +174,7 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def _layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
+def _layers(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Linear]:
     found = _linears(model)
     known = sorted({name.rpartition(".")[2] for name in found})
     if missing := sorted({*targets} - {*known}):

@@ -248,16 +248,9 @@ def _tiny_config() -> dict[str, Any]:
 
 def _tiny_tokenizer() -> dict[str, Any]:
     """One token per character; anything but the letters and `>` is `<unk>`."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = [
-        {
-            "id": _VOCABULARY.index(token),
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
+        {"id": _VOCABULARY.index(token), "content": token, **plain, "special": True}
         for token in (*_SPECIAL, *_RESERVED)
     ]
     return {

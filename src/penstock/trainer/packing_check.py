@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
-from penstock.trainer.attention import make_attention_layout, use_packed_attention
+from penstock.trainer.actor import decode_line
+from penstock.trainer.attention import make_attention_layout, use_packed_attention, vocab_size
 
 LENGTHS = (5, 12)
 """Lengths of the test samples, packed one after another."""
@@ -38,7 +39,7 @@ def require_packable(model: PreTrainedModel) -> None:
     """Refuse a model whose log-probs change when samples are packed. Installs packed attention in
     it."""
     _check_rope_type(model)
-    ids_P = torch.arange(1, sum(LENGTHS) + 1, device=model.device) * _STRIDE % _vocab_size(model)
+    ids_P = torch.arange(1, sum(LENGTHS) + 1, device=model.device) * _STRIDE % vocab_size(model)
     samples = ids_P.split(LENGTHS)
     alone: Any = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in samples]
     use_packed_attention(model)
@@ -77,18 +78,8 @@ def _refused(model: PreTrainedModel, why: str) -> ConfigError:
 
 
 def _packed_logits(model: PreTrainedModel, ids_P: Tensor) -> Tensor:
-    """As the actor makes them: see `last_hidden` and `Actor`."""
-    decoder: Any = model.get_decoder()
-    rows = make_attention_layout(np.array(LENGTHS, np.int64))
+    """As the actor makes them."""
+    rows = make_attention_layout(np.array(LENGTHS, np.int64)).to(ids_P.device)
     positions = [torch.arange(length, device=ids_P.device) for length in LENGTHS]
-    line = decoder(
-        input_ids=ids_P[None],
-        position_ids=torch.cat(positions)[None],
-        rows=rows.to(ids_P.device),
-        use_cache=False,
-    )
-    return cast(nn.Linear, model.get_output_embeddings())(line.last_hidden_state[0])
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    return cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
+    hidden_PD = decode_line(model, ids_P, torch.cat(positions), rows)
+    return cast(nn.Linear, model.get_output_embeddings())(hidden_PD)

@@ -28,37 +28,25 @@ InUse = Callable[[], tuple[list[str], list[str]]]
 
 GC_INTERVAL_S = 10.0
 """Between two searches for unreferenced versions."""
-CLOSE_TIMEOUT_S = 5.0
-"""A trainer that ends does not wait longer than this for its last version."""
 
 
-class Publisher:
+class Publisher(BackgroundWorker[tuple[int, Mapping[str, Tensor]]]):
     def __init__(self, snapshots: Snapshots, announce: Announce, in_use: InUse) -> None:
         self._snapshots = snapshots
         self._announce = announce
         self._in_use = in_use
         self._collected_at = time.monotonic()
-        self._worker = BackgroundWorker(
-            "publisher", self._publish, after_each=self._collect_garbage
-        )
+        super().__init__("publisher", self._publish, after_each=self._collect_garbage)
 
     def submit(self, weights: Mapping[str, Tensor], number: int) -> None:
         """Copy the weights; the rest happens in the background."""
-        skipped = self._worker.put((number, self._snapshots.copy(weights)))
+        skipped = self.put((number, self._snapshots.copy(weights)))
         if skipped is not None:
             _log.info(
                 "version skipped: publishing is slower than training",
                 number=skipped[0],
                 newer=number,
             )
-
-    def flush(self) -> None:
-        """Wait until all submitted versions are announced."""
-        self._worker.flush()
-
-    def close(self) -> None:
-        """Start no further work."""
-        self._worker.close(CLOSE_TIMEOUT_S)
 
     # --- in the thread ------------------------------------------------------------------------
 

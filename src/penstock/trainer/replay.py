@@ -138,11 +138,7 @@ def _last_before(checkpoints: Checkpoints, number: int) -> Checkpoint:
 
 
 def replay(
-    record: RunRecord,
-    cursor: Cursor,
-    number: int,
-    *,
-    step: Callable[[Manifest], Stats],
+    record: RunRecord, cursor: Cursor, number: int, *, step: Callable[[Manifest], Stats]
 ) -> tuple[Cursor, list[Difference]]:
     """Train again from `cursor` to `number`; return where that ends, and the differences."""
     found: list[Difference] = []

@@ -17,11 +17,10 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from penstock.trainer.arrays import Bools, Ints
 from penstock.types import PolicyName, Trajectory, Turn, is_trainable
 
 Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 TrainedRoles = Collection[tuple[PolicyName, str]]
 """The (policy, role) pairs whose turns are trained."""
 NO_ROLES: Mapping[str, int] = {}
@@ -62,6 +61,11 @@ class Samples:
 TOKEN_COLUMNS = tuple(one.name for one in fields(Samples) if one.name.endswith("_T"))
 
 
+_Spec = tuple[bool, float, int, float, float]
+"""(whether it is trained, temperature, top-k, top-p, min-p)."""
+_CONTEXT: _Spec = (False, 1.0, 0, 1.0, 0.0)
+
+
 @dataclass(slots=True)
 class _SampleBuilder:
     """What `make_samples` collects before concatenating: a segment is one prompt part or one
@@ -70,9 +74,7 @@ class _SampleBuilder:
     ids: list[bytes] = field(default_factory=list[bytes])
     logprobs: list[bytes] = field(default_factory=list[bytes])
     lengths: list[int] = field(default_factory=list[int])
-    specs: list[tuple[bool, float, int, float, float]] = field(
-        default_factory=list[tuple[bool, float, int, float, float]]
-    )
+    specs: list[_Spec] = field(default_factory=list[_Spec])
     span_lengths: list[int] = field(default_factory=list[int])
     span_numbers: list[int] = field(default_factory=list[int])
     turns: list[int] = field(default_factory=list[int])
@@ -82,37 +84,32 @@ class _SampleBuilder:
     rows: list[int] = field(default_factory=list[int])
 
     def add_context(self, ids: bytes, turn: int) -> int:
-        num_ids = len(ids) // 4
-        self.turns.append(turn)
-        self.roles.append(0)
-        self.sampled.append(0)
-        self.ids.append(ids)
-        self.logprobs.append(bytes(len(ids)))
-        self.lengths.append(num_ids)
-        self.specs.append(_CONTEXT)
-        self.span_lengths.append(num_ids)
+        self.span_lengths.append(len(ids) // 4)
         self.span_numbers.append(-1)
-        return num_ids
+        return self._add(ids, bytes(len(ids)), _CONTEXT, turn, role=0, num_before=0)
 
     def add_answer(
         self, turn: Turn, index: int, role: int, num_before: int, *, is_own: bool
     ) -> int:
-        num_ids = len(turn.sampled_ids) // 4
-        self.turns.append(index)
-        self.roles.append(role)
-        self.sampled.append(num_before)
-        spec = turn.sampling
-        self.ids.append(turn.sampled_ids)
-        self.logprobs.append(turn.logprobs)
-        self.lengths.append(num_ids)
-        self.specs.append((True, spec.temperature, spec.top_k, spec.top_p, spec.min_p))
         for span in turn.spans:
             self.span_lengths.append(span.end - span.start)
             self.span_numbers.append(span.number if is_own else -1)
+        rule = turn.sampling
+        spec = (True, rule.temperature, rule.top_k, rule.top_p, rule.min_p)
+        return self._add(turn.sampled_ids, turn.logprobs, spec, index, role, num_before)
+
+    def _add(
+        self, ids: bytes, logprobs: bytes, spec: _Spec, turn: int, role: int, num_before: int
+    ) -> int:
+        num_ids = len(ids) // 4
+        self.ids.append(ids)
+        self.logprobs.append(logprobs)
+        self.lengths.append(num_ids)
+        self.specs.append(spec)
+        self.turns.append(turn)
+        self.roles.append(role)
+        self.sampled.append(num_before)
         return num_ids
-
-
-_CONTEXT = (False, 1.0, 0, 1.0, 0.0)
 
 
 def make_samples(
@@ -150,11 +147,6 @@ def is_trained_role(
     return made_by == policy if visible_roles is None else (made_by, role) in visible_roles
 
 
-def is_trained(turn: Turn, policy: PolicyName, visible_roles: TrainedRoles | None = None) -> bool:
-    """Whether this policy learns from the turn's answer."""
-    return is_trained_role(turn.policy, turn.role, policy, visible_roles) and is_trainable(turn)
-
-
 def _paths(
     turns: Sequence[Turn], policy: PolicyName, visible_roles: TrainedRoles | None
 ) -> Iterator[tuple[Sequence[int], frozenset[int]]]:
@@ -162,7 +154,11 @@ def _paths(
 
     A turn shared by several branches is trained in the first; a path without turns to train is
     dropped."""
-    left = {index for index, turn in enumerate(turns) if is_trained(turn, policy, visible_roles)}
+    left = {
+        index
+        for index, turn in enumerate(turns)
+        if is_trained_role(turn.policy, turn.role, policy, visible_roles) and is_trainable(turn)
+    }
     if len(turns) == 1:
         if left:
             yield (0,), frozenset(left)
@@ -204,7 +200,7 @@ def _join(pieces: _SampleBuilder) -> Samples:
         versions_T=np.repeat(np.array(pieces.span_numbers, np.int32), span_lengths),
         turns_T=np.repeat(np.array(pieces.turns, np.int32), lengths),
         roles_T=np.repeat(np.array(pieces.roles, np.int32), lengths),
-        sampled_T=_counted_from(np.array(pieces.sampled, np.int64), lengths),
+        sampled_T=ranges(np.array(pieces.sampled, np.int64), lengths),
         temperature_T=np.repeat(specs[:, 1].astype(np.float32), lengths),
         top_k_T=np.repeat(specs[:, 2].astype(np.int32), lengths),
         top_p_T=np.repeat(specs[:, 3].astype(np.float32), lengths),
@@ -212,7 +208,7 @@ def _join(pieces: _SampleBuilder) -> Samples:
     )
 
 
-def _counted_from(firsts: Ints, lengths: Ints) -> Ints:
-    """start, start+1, … of each segment."""
+def ranges(firsts: Ints, lengths: Ints) -> Ints:
+    """first, first+1, … of each, one after another."""
     offsets = np.cumsum(lengths) - lengths
     return np.repeat(firsts - offsets, lengths) + np.arange(int(lengths.sum()))

@@ -19,7 +19,6 @@ from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import assemble
 from penstock.trainer.build import build_models, load_policy, parallel_layouts
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
-from penstock.trainer.config_upgrade import upgrade_saved_config
 from penstock.trainer.device import CPU, select_device
 from penstock.trainer.learner import SkipReason, Stats, initial_state
 from penstock.trainer.loop import Trainer
@@ -78,10 +77,7 @@ def run_trainer(
         worker_loop(PolicyName(policy), models, client, ranks, checkpoints.root)
         return 0
     snapshots = Snapshots(
-        store_root,
-        PolicyName(policy),
-        checkpoint.folder,
-        anchor_every=config.weights.anchor_every,
+        store_root, PolicyName(policy), checkpoint.folder, anchor_every=config.weights.anchor_every
     )
     try:
         is_complete = Trainer(
@@ -174,7 +170,6 @@ def make_checkpoints(
         policy=policy,
         config=identity(config),
         accepts_changes=accepts_changes,
-        upgrade_config=lambda saved: upgrade_saved_config(saved, config),
         every=config.for_policy(policy).training.checkpoint_every,
     )
 

@@ -64,7 +64,7 @@ class Snapshots:
         self._parent.mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._parent))
         for path in unchanged_files(model_folder):
-            if path.name not in _NOT_SERVED:
+            if path.name != "trainer.json":  # a checkpoint's own file, which no engine needs
                 link_or_copy(path, self._folder / path.name)
         self._weights_name = ADAPTER_WEIGHTS if has_adapter(model_folder) else WEIGHTS
         self._dtype = torch.float32 if has_adapter(model_folder) else _dtype(model_folder)
@@ -85,10 +85,12 @@ class Snapshots:
 
     def put(self, weights: Mapping[str, Tensor], number: int) -> StoredVersion:
         """Store such a copy as a version; the ledger publishes it."""
-        folder = self._write(weights)
+        temporary = self._folder / f".{self._weights_name}"
+        save_file(dict(weights), temporary, metadata={"format": "pt"})
+        temporary.replace(self._folder / self._weights_name)
         self._last = put_snapshot(
             self._store_root,
-            folder,
+            self._folder,
             policy=self._policy,
             number=number,
             after=self._last,
@@ -100,13 +102,6 @@ class Snapshots:
         """Delete versions from the store, except the ones that these manifests reference."""
         delete_unreferenced(self._store_root, in_use, newest, anchor_every=self._anchor_every)
 
-    def _write(self, weights: Mapping[str, Tensor]) -> Path:
-        """The folder with these weights."""
-        temporary = self._folder / f".{self._weights_name}"
-        save_file(dict(weights), temporary, metadata={"format": "pt"})
-        temporary.replace(self._folder / self._weights_name)
-        return self._folder
-
     def remove_stale_folders(self) -> None:
         """Delete what earlier processes of this trainer left; call it once they are fenced."""
         for path in self._parent.glob(f"{self._prefix}*"):
@@ -115,10 +110,6 @@ class Snapshots:
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-_NOT_SERVED = ("trainer.json",)
-"""In a checkpoint's folder next to the model, and not needed by an engine."""
 
 
 def unchanged_files(folder: Path) -> list[Path]:

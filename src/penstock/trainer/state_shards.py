@@ -76,24 +76,17 @@ def write_state(path: Path, shares: StateShard) -> None:
 # --- several ranks, one checkpoint ----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Receipt:
-    name: str
-    digest: str
-
-
 def write_shard(folder: Path, rank: int, num_ranks: int, shares: StateShard) -> None:
     """Write one rank's file; the receipt comes last, when it is durable."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / state_names(num_ranks)[rank]
     write_state(path, shares)
     sync(path)
-    receipt = _Receipt(name=path.name, digest=digest(path))
-    write_durably(folder / f"{_RECEIPT}{rank}", encode_json(receipt).decode())
+    write_durably(folder / f"{_RECEIPT}{rank}", digest(path))
 
 
 def wait_for_shards(folder: Path, num_ranks: int) -> dict[str, str]:
-    """The digest of every rank's file, by name, once all of them are durable.
+    """The digest of every rank's file, by name, once all of them are durable; removes the receipts.
 
     waits for: receipts · ends: when all exist. A rank that dies is noticed by the supervisor, which
     also ends this wait. Rank 0's own receipt exists from the start."""
@@ -104,26 +97,20 @@ def wait_for_shards(folder: Path, num_ranks: int) -> dict[str, str]:
                 f"{folder} vanished while a checkpoint was written into it: another trainer, or "
                 "a user, has removed it. Let one trainer at a time save here"
             )
-        found = [receipt for receipt in receipts if receipt is not None]
-        if len(found) == num_ranks:
-            return {receipt.name: receipt.digest for receipt in found}
+        digests = [receipt for receipt in receipts if receipt is not None]
+        if len(digests) == num_ranks:
+            for rank in range(num_ranks):
+                (folder / f"{_RECEIPT}{rank}").unlink()
+            return dict(zip(state_names(num_ranks), digests, strict=True))
         time.sleep(POLL_S)
 
 
-def remove_receipts(folder: Path) -> None:
-    for path in folder.glob(f"{_RECEIPT}*"):
-        path.unlink()
-
-
-def _read_receipt(folder: Path, rank: int) -> _Receipt | None:
+def _read_receipt(folder: Path, rank: int) -> str | None:
+    """The digest that the rank has confirmed; None before it has."""
     try:
-        content = (folder / f"{_RECEIPT}{rank}").read_bytes()
+        return (folder / f"{_RECEIPT}{rank}").read_text()
     except FileNotFoundError:
         return None
-    try:
-        return decode(content, _Receipt, media_type=JSON)
-    except BadRequest as error:
-        raise StoreError(f"the receipt of rank {rank} in {folder} is damaged: {error}") from error
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -9,22 +9,18 @@ S = samples, T = tokens of all samples, K = trained tokens of an update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from penstock.trainer.arrays import Bools, Floats, Ints
 from penstock.trainer.batches import Batch
 from penstock.trainer.inputs import PROXIMAL, advantages_of, tokens_of, trained_tokens
 from penstock.trainer.losses.aggregation import Counts, LossWeights, count
 from penstock.trainer.losses.mismatch import Correction
 from penstock.trainer.ranks.group import RankReductions
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +54,8 @@ def plan_updates(batch: Batch, update_spec: UpdateSpec, ranks: RankReductions) -
     totals = ranks.sum_over_ranks(np.array(local, np.float64)).astype(np.int64)
     return [
         _update(batch, samples, counts, update_spec.weights, is_kept_T)
-        for samples, counts, num_credited in zip(
-            shares, _counts(totals), totals[:, -1], strict=True
-        )
+        for samples, (*sums, num_credited) in zip(shares, totals.tolist(), strict=True)
+        for counts in (Counts(*sums),)
         if not counts.is_empty and (num_credited > 0 or not update_spec.needs_advantage)
     ]
 
@@ -85,18 +80,6 @@ def _count(batch: Batch, samples: Ints, is_kept_T: Bools | None) -> tuple[int, .
     kept_K = None if is_kept_T is None else is_kept_T[token_K]
     counts = count(trained_tokens(batch.samples)[samples], kept_K)
     return (*astuple(counts), int(np.count_nonzero(advantages_of(batch)[token_K])))
-
-
-def _counts(totals: Ints) -> Sequence[Counts]:
-    return [
-        Counts(
-            num_tokens=int(one[0]),
-            num_sequences=int(one[1]),
-            num_surviving_tokens=int(one[2]),
-            num_surviving_sequences=int(one[3]),
-        )
-        for one in totals
-    ]
 
 
 def _update(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,7 +30,7 @@ from penstock.trainer.ranks.group import RankGroup, Ranks, init_process_group, m
 from penstock.trainer.ranks.repartition import RowPlacement, repartition
 from penstock.trainer.ranks.row_fetch import fetch_rows
 from penstock.trainer.ranks.supervisor import LOOPBACK, RankEnv, read_rank_env, run_ranks
-from penstock.trainer.ranks.topology import Parallel, round_robin
+from penstock.trainer.ranks.topology import Parallel
 from penstock.types import (
     GroupId,
     Manifest,
@@ -335,24 +336,46 @@ def four(folder: Path) -> dict[str, Any]:
     return results
 
 
+def round_robin(num_parts: int) -> npt.NDArray[np.int64]:
+    """The part of each row if parts take rows in turn: p, p + parts, …"""
+    return np.arange(NUM_ROWS, dtype=np.int64) % num_parts
+
+
 def payload_of(row: int) -> bytes:
     """Ragged, and some of nothing."""
     return bytes([row]) * (row * 37 % 101)
 
 
+def count_exchanged() -> list[tuple[int, int]]:
+    """(sent, received) bytes of each exchange of rows from now on."""
+    found: list[tuple[int, int]] = []
+    original: Any = getattr(dist.all_to_all_single, "original", dist.all_to_all_single)
+
+    def counted(received: Tensor, sent: Tensor, *sizes: list[int]) -> None:
+        if sent.dtype is torch.uint8:
+            found.append((sent.numel(), received.numel()))
+        original(received, sent, *sizes)
+
+    counted.original = original  # pyright: ignore[reportFunctionMemberAccess]
+    dist.all_to_all_single = counted
+    return found
+
+
 def _chain(chain: list[Parallel], rank: int) -> list[dict[str, Any]]:
-    before = RowPlacement(parallel=chain[0], parts_R=round_robin(NUM_ROWS, chain[0].dp))
+    before = RowPlacement(parallel=chain[0], parts_R=round_robin(chain[0].dp))
     rows = {row: payload_of(row) for row in before.rows_of(rank)}
     stages: list[dict[str, Any]] = []
+    exchanged = count_exchanged()
     for parallel in chain[1:]:
-        after = RowPlacement(parallel=parallel, parts_R=round_robin(NUM_ROWS, parallel.dp))
-        rows, moved = repartition(rows, before, after, rank=rank)
+        after = RowPlacement(parallel=parallel, parts_R=round_robin(parallel.dp))
+        exchanged.clear()
+        rows = repartition(rows, before, after, rank=rank)
         stages.append(
             {
                 "rows": list(rows),
                 "is_right": all(content == payload_of(row) for row, content in rows.items()),
-                "sent": moved.sent_bytes,
-                "received": moved.received_bytes,
+                "sent": sum(sent for sent, _ in exchanged),
+                "received": sum(received for _, received in exchanged),
             }
         )
         before = after
@@ -397,7 +420,7 @@ def mortal(folder: Path) -> dict[str, Any]:
         if ranks.position.is_rank0:
             save_file(whole, folder / "partial")
             (folder / "partial").rename(folder / f"step.{step}.safetensors")
-        ranks.barrier()
+        dist.barrier()
     return {"began_at": len(saved)}
 
 

@@ -129,7 +129,7 @@ def _in_the_middle(folder: Path, before: str, after: str, ranks: Ranks) -> list[
     if ranks.position.is_rank0:
         between = Path("checkpoints", f"step_{EVERY}")
         shutil.copytree(folder / before / between, folder / after / between)
-    ranks.barrier()
+    dist.barrier()
     return lived(folder, after, ranks)
 
 
@@ -206,7 +206,7 @@ def _put_together(where: Path, model: Path, ranks: RankGroup) -> dict[str, Any]:
     rank, num_ranks = ranks.position.rank, ranks.position.parallel.num_ranks
     before = state_shards.copy_shard(models.state_tensors())
     state_shards.write_shard(where, rank, num_ranks, before)
-    ranks.barrier()
+    dist.barrier()
     found = state_shards.open_state([where / name for name in state_shards.state_names(num_ranks)])
     whole = gather(models.state_tensors(), ranks)
     models.restore(found)

@@ -29,7 +29,6 @@ from penstock.config.pipeline import PipelineStageConfig
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.ranks import batch_repartition
 from penstock.trainer.ranks.group import Ranks, StagedRanks, make_ranks
-from penstock.trainer.ranks.repartition import TransferStats
 from penstock.trainer.ranks.row_fetch import fetch_rows
 from penstock.trainer.ranks.topology import Parallel
 from penstock.trainer.ranks.worker_loop import worker_loop
@@ -103,15 +102,15 @@ def _lives(folder: Path, name: str) -> dict[str, Any]:
     from penstock.trainer.build import parallel_layouts
     from penstock.trainer.pipeline.builtin import chain_of
 
-    moved = _count_moves()
+    moves, exchanged = _count_moves(), rank_jobs.count_exchanged()
     config = spread_settings(folder, name)
     ranks = make_ranks(parallel_layouts(chain_of(config, POLICY).stages))
     whole = live(config, ranks, folder / name / "whole", NUM_STEPS)
     found = {
         "whole": whole,
-        "moves": len(moved),
-        "sent_bytes": sum(one.sent_bytes for one in moved),
-        "received_bytes": sum(one.received_bytes for one in moved),
+        "moves": len(moves),
+        "sent_bytes": sum(sent for sent, _ in exchanged),
+        "received_bytes": sum(received for _, received in exchanged),
     }
     if isinstance(ranks, StagedRanks):
         if ranks.position.is_rank0:
@@ -121,18 +120,19 @@ def _lives(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def _count_moves() -> list[TransferStats]:
-    pluralise: list[TransferStats] = []
+def _count_moves() -> list[int]:
+    """Rows that this rank holds after each move from now on."""
+    moves: list[int] = []
     original = getattr(batch_repartition.repartition, "original", batch_repartition.repartition)
 
     def count(*args: Any, **kwargs: Any) -> Any:
-        rows, moved = original(*args, **kwargs)
-        pluralise.append(moved)
-        return rows, moved
+        rows = original(*args, **kwargs)
+        moves.append(len(rows))
+        return rows
 
     count.original = original  # pyright: ignore[reportFunctionMemberAccess]
     batch_repartition.repartition = count
-    return pluralise
+    return moves
 
 
 def _all_moves() -> dict[str, list[str]]:

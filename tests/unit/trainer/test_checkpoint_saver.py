@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.errors import Fenced, StoreError
-from penstock.trainer import checkpoint_saver
+from penstock.trainer import background_worker
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
 from penstock.trainer.checkpoint_manifest import STATE
 from penstock.trainer.checkpoint_saver import Saver
@@ -149,7 +149,7 @@ def test_a_full_disk_ends_the_trainer_and_leaves_the_older_checkpoint(
 
 
 def test_closing_waits_for_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_saver, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(background_worker, "CLOSE_TIMEOUT_S", 0.05)
     world.checkpoints.may_write.clear()
     world.submit(1)
     assert world.checkpoints.began.wait(60)

@@ -28,10 +28,11 @@ from tests.unit.trainer.stage_makers import of, stage
 from penstock.config.builtin_stages import declaration_of
 from penstock.dataflow.service.nodes.validate import summarise
 from penstock.errors import ConfigError
+from penstock.trainer.arrays import Floats
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.pipeline import credits
 from penstock.trainer.pipeline.functions import find_function
-from penstock.trainer.pipeline.layout import Columns, Floats, Layout, Sum
+from penstock.trainer.pipeline.layout import Columns, Layout, Sum
 from penstock.trainer.pipeline.run import bind
 from penstock.trainer.ranks.group import SingleRank
 from penstock.types import (

@@ -29,7 +29,6 @@ from penstock.config.pipeline_checks import BATCH_COLUMNS
 from penstock.errors import ConfigError
 from penstock.plugins import load_function
 from penstock.trainer.advantages.credit import Combine
-from penstock.trainer.advantages.overlong import Overlong
 from penstock.trainer.model_folders import TINY_QWEN3, init_model
 from penstock.trainer.pipeline import credits
 from penstock.trainer.pipeline.functions import find_function, signature_errors
@@ -37,6 +36,7 @@ from penstock.trainer.pipeline.graph import depths, topological_order
 from penstock.trainer.pipeline.memory_estimate import count_adapter, count_parameters, estimate
 from penstock.trainer.pipeline.plan import Plan, PolicyToPlan, make_plan
 from penstock.trainer.pipeline.svg import to_svg
+from penstock.trainer.stage_functions.overlong import Overlong
 
 BUILTINS = tuple(builtin_algorithms())
 
@@ -60,17 +60,17 @@ def test_stages_run_after_what_they_read_and_after_whom_they_name() -> None:
         stage("b", "a1", "b2"),
         stage("a", "turns", "a1"),
     ]
-    assert [one.id for one in topological_order(stages, BATCH_COLUMNS)] == ["a", "b", "c", "train"]
+    assert [one.id for one in topological_order(stages)] == ["a", "b", "c", "train"]
     waiting = [stage("x", "turns", "x1", after=["y"]), stage("y", "turns", "y1")]
-    assert [one.id for one in topological_order(waiting, BATCH_COLUMNS)] == ["y", "x"]
+    assert [one.id for one in topological_order(waiting)] == ["y", "x"]
     assert depths(stages) == {"a": 0, "b": 1, "c": 2, "train": 3}
 
 
 def test_the_order_is_one_of_the_graph_and_the_same_each_time() -> None:
     stages = of("ppo")
     for shuffled in itertools.permutations(stages):
-        found = topological_order(shuffled, BATCH_COLUMNS)
-        assert found == topological_order(shuffled, BATCH_COLUMNS)
+        found = topological_order(shuffled)
+        assert found == topological_order(shuffled)
         written = {*BATCH_COLUMNS}
         for one in found:
             assert {*one.reads} <= written
@@ -79,32 +79,7 @@ def test_the_order_is_one_of_the_graph_and_the_same_each_time() -> None:
 
 def test_of_stages_that_can_run_the_first_in_the_list_runs() -> None:
     stages = [stage(name, "turns", name * 2) for name in "cab"]
-    assert [one.id for one in topological_order(stages, BATCH_COLUMNS)] == ["c", "a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("stages", "says"),
-    [
-        ([stage("a", "bb", "aa"), stage("b", "aa", "bb")], "b ─[bb]─► a ─[aa]─► b"),
-        ([stage("a", "aa", "aa")], "a ─[aa]─► a"),
-        ([stage("a", "turns", "x"), stage("b", "turns", "x")], "stages a and b both write x"),
-        ([stage("a", "nothing", "x")], "stage a reads nothing, which no stage writes"),
-        ([stage("a", "turns", "x", after=["z"])], 'a waits for the unknown stage "z"'),
-        ([stage("a", "turns", "x"), stage("a", "turns", "y")], 'duplicate stage "a"'),
-        (
-            [
-                stage("a", "turns", "x", after=["c"]),
-                stage("b", "x", "y"),
-                stage("c", "y", "z"),
-            ],
-            "c ─► a ─[x]─► b ─[y]─► c",
-        ),
-    ],
-)
-def test_what_has_no_order_names_its_stages(stages: list[PipelineStageConfig], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        topological_order(stages, BATCH_COLUMNS)
-    assert says in str(caught.value)
+    assert [one.id for one in topological_order(stages)] == ["c", "a", "b"]
 
 
 # --- functions ------------------------------------------------------------------------------------

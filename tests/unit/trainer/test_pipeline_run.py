@@ -18,10 +18,11 @@ from tests.unit.trainer.stage_makers import OWN, of, stage, train
 from penstock.config.builtin_stages import Axis, builtin_functions
 from penstock.config.pipeline_checks import BATCH_COLUMNS
 from penstock.errors import ConfigError
+from penstock.trainer.arrays import Floats
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.learner import SkipReason, Stats
 from penstock.trainer.pipeline import credits
-from penstock.trainer.pipeline.layout import Columns, Floats, Layout, Sum
+from penstock.trainer.pipeline.layout import Columns, Layout, Sum
 from penstock.trainer.pipeline.run import Pipeline, bind, column_of
 
 SEED = 5

@@ -15,6 +15,7 @@ from tests.unit.trainer.doubles import POLICY
 from torch import Tensor
 
 from penstock.errors import Fenced, WeightsError
+from penstock.trainer import background_worker
 from penstock.trainer import publisher as module
 from penstock.trainer.model_folders import WEIGHTS
 from penstock.trainer.publisher import Publisher
@@ -169,7 +170,7 @@ def test_a_store_that_cannot_be_tidied_is_no_reason_to_stop(
 def test_closing_waits_for_nobody(
     snapshots: Snapshots, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(background_worker, "CLOSE_TIMEOUT_S", 0.05)
     ledger.may_answer.clear()
     publisher = Publisher(snapshots, ledger.announce, ledger.in_use)
     publisher.submit(weights(0.0), 0)

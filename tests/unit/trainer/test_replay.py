@@ -12,13 +12,13 @@ import torch
 from tests.unit.trainer.doubles import POLICY, MemoryDataflow, Sealed, random_batch
 from tests.unit.trainer.test_loop import config, equal_rewards, run
 
-from penstock.config import RunConfig, identity
+from penstock.config import RunConfig
 from penstock.config.pipeline import ParallelConfig
 from penstock.errors import ConfigError, StoreError
 from penstock.trainer.checkpoint import Checkpoints, Cursor
 from penstock.trainer.ranks.group import SingleRank
 from penstock.trainer.replay import RecordedCommit, ReplayResult, choose_start_checkpoint
-from penstock.trainer.service import make_checkpoints, replay_step
+from penstock.trainer.service import replay_step
 from penstock.types import Manifest, RowPayload
 
 BATCHES = [random_batch(0, seq=1), random_batch(0, seq=2), equal_rewards(3), random_batch(0, seq=4)]
@@ -173,36 +173,6 @@ def save_little(checkpoints: Checkpoints, number: int) -> None:
     cursor = Cursor(number=number, seq=number, incarnation=1)
     one = {"one": torch.ones(1)}
     checkpoints.save(cursor, weights=one, state=one, static=[])
-
-
-@pytest.mark.parametrize("is_linear", [False, True])
-def test_what_an_older_penstock_did_not_write_down_is_as_by_default(
-    finished: Run, tmp_path: Path, is_linear: bool
-) -> None:
-    plain = config(finished.model_folder)
-    shape = "linear" if is_linear else "constant"
-    then = with_training(plain, lr_scheduler_type=shape)
-    written = identity(then) | {"training.lr_scheduler_type": f'"{shape}"'}
-    for key in ("algorithm.ratio_against", "algorithm.correction"):
-        del written[key]
-    old = Checkpoints(tmp_path / "checkpoints", policy=POLICY, every=1, config=written)
-    save_little(old, 1)
-
-    def restored(settings: RunConfig) -> bool:
-        return make_checkpoints(settings, POLICY, tmp_path).open_newest() is not None
-
-    assert restored(then)
-    corrected = {"weighting": "none", "veto": 1e-4}
-    other = {"ratio_against": "proximal", "correction": corrected}
-    values = then.model_dump(mode="json")
-    values["algorithm"] |= other
-    with pytest.raises(
-        ConfigError, match=r"(?s)ratio_against: \"sampling\" -> \"proximal\".*"
-    ) as told:
-        restored(RunConfig.model_validate(values))
-    assert "algorithm.correction.veto: (absent) -> 0.0001" in str(told.value)
-    with pytest.raises(ConfigError, match=r"learning_rate: 0.002 -> 0.001\n  undo"):
-        restored(with_training(then, learning_rate=1e-3))
 
 
 def with_training(settings: RunConfig, **values: object) -> RunConfig:

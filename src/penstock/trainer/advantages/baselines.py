@@ -14,25 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+
+from penstock.trainer.arrays import Bools, Floats, Ints
 
 EPSILON = 1e-5
 """Keeps the division finite; far below any spread that counts as one."""
 MIN_SPREAD = 1e-6
 """A group whose best and worst reward differ by no more has no spread, and no advantage."""
-MAX_ADVANTAGE = 20.0
-"""Where advantages are clipped, if they are."""
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 Credit = Callable[[Floats, Ints], Floats]
 """Rewards and groups of all rows of a batch to their advantages. Groups are numbered 0, 1, …"""
 
 
-def group_advantages(
-    rewards_R: Floats, groups_R: Ints, *, std_ddof: int = 1, is_clipped: bool = False
-) -> Floats:
+def group_advantages(rewards_R: Floats, groups_R: Ints, *, std_ddof: int = 1) -> Floats:
     """GRPO: (reward - group mean) / (group std + ε); a group of one, or without spread, gets zeros.
 
     `std_ddof` 1 is the unbiased std, 0 the population's: 7 % apart in groups of 8.
@@ -40,8 +34,7 @@ def group_advantages(
     groups = _compare(rewards_R, groups_R)
     squares_G = np.bincount(groups_R, groups.centred_R**2, groups.sizes_G.size)
     stds_G = np.sqrt(squares_G / np.maximum(groups.sizes_G - std_ddof, 1))
-    advantages_R = groups.centred_R / (stds_G[groups_R] + EPSILON)
-    return np.clip(advantages_R, -MAX_ADVANTAGE, MAX_ADVANTAGE) if is_clipped else advantages_R
+    return groups.centred_R / (stds_G[groups_R] + EPSILON)
 
 
 def centred_advantages(rewards_R: Floats, groups_R: Ints) -> Floats:
@@ -62,11 +55,11 @@ def batch_advantages(rewards_R: Floats, groups_R: Ints) -> Floats:
     return group_advantages(rewards_R, np.zeros_like(groups_R))
 
 
-def group_then_batch_advantages(rewards_R: Floats, groups_R: Ints, *, std_ddof: int = 1) -> Floats:
+def group_then_batch_advantages(rewards_R: Floats, groups_R: Ints) -> Floats:
     """REINFORCE++ with a baseline: reward - group mean, then (· - mean) / (std + ε) over all rows.
     Not the same as dividing by the batch's std of rewards."""
     centred_R = np.where(np.isfinite(rewards_R), centred_advantages(rewards_R, groups_R), np.nan)
-    return group_advantages(centred_R, np.zeros_like(groups_R), std_ddof=std_ddof)
+    return group_advantages(centred_R, np.zeros_like(groups_R))
 
 
 def returns_to_go(rewards_T: Floats, mask_T: Bools, starts_S: Ints, ends_S: Ints) -> Floats:
@@ -114,20 +107,13 @@ def subtract_kl(
     return rewards_R - coef * np.bincount(rows_T[mask_T], kl_T[mask_T], rewards_R.size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Moments:
     """Of the advantages of trained tokens; added over ranks before anybody normalises."""
 
-    num_tokens: int
+    num_tokens: float
     total: float
     square: float
-
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(
-            num_tokens=self.num_tokens + other.num_tokens,
-            total=self.total + other.total,
-            square=self.square + other.square,
-        )
 
     @property
     def mean(self) -> float:

@@ -15,13 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.trainer.advantages.baselines import EPSILON, Credit, has_spread
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from penstock.trainer.arrays import Bools, Floats, Ints
 
 
 class Combine(StrEnum):
@@ -67,11 +63,6 @@ class Turns:
     @property
     def is_last_Q(self) -> Bools:
         return self.depths_Q == self.nums_R[self.rows_Q] - 1
-
-
-def broadcast(advantages_R: Floats, turns: Turns) -> Floats:
-    """Every turn carries its trajectory's advantage (Flow-GRPO)."""
-    return advantages_R[turns.rows_Q]
 
 
 def last_turn(advantages_R: Floats, turns: Turns) -> Floats:

@@ -14,59 +14,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from penstock.trainer.arrays import Bools, Floats, Ints
 from penstock.trainer.losses.tokens import TokenLoss, Tokens
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
+def estimate_advantages(
+    rewards_T: Floats,
+    values_T: Floats,
+    mask_T: Bools,
+    ends_S: Ints,
+    bootstrap_S: Floats | None = None,
+    *,
+    discount: float = 1.0,
+    lam: float = 1.0,
+) -> tuple[Floats, Floats]:
+    """(advantages, returns) by token, 0 where it is not trained. Returns are what the critic is to
+    learn: advantage + value.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GaeResult:
-    """0 where a token is not trained."""
-
-    advantages_T: Floats
-    returns_T: Floats
-    """What the critic is to learn: advantage + value."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gae:
-    """Generalised advantage estimation."""
-
-    discount: float = 1.0
-    lam: float = 1.0
-    """λ: 1 uses full returns, 0 only the next value."""
-
-    def __call__(
-        self,
-        rewards_T: Floats,
-        values_T: Floats,
-        mask_T: Bools,
-        ends_S: Ints,
-        bootstrap_S: Floats | None = None,
-    ) -> GaeResult:
-        """`bootstrap_S`: the value after each sample's last token, if it was truncated; 0 if the
-        episode ended (None: everywhere). `ends_S` increases, and samples hold all trained tokens.
-        """
-        tokens_K = np.flatnonzero(mask_T)
-        ends_K = np.searchsorted(tokens_K, ends_S)
-        lengths_S = np.diff(ends_K, prepend=0)
-        values_K, rewards_K = values_T[tokens_K], rewards_T[tokens_K]
-        following_K = np.append(values_K[1:], 0.0)
-        has_tokens_S = lengths_S > 0
-        after_S = np.zeros(ends_S.size) if bootstrap_S is None else bootstrap_S
-        following_K[ends_K[has_tokens_S] - 1] = after_S[has_tokens_S]
-        errors_K = rewards_K + self.discount * following_K - values_K
-        advantages_K = _discounted_sums(errors_K, lengths_S, ends_K, self.discount * self.lam)
-        advantages_K = np.where(np.isfinite(advantages_K), advantages_K, 0.0)
-        return GaeResult(
-            advantages_T=_scatter(advantages_K, tokens_K, mask_T.size),
-            returns_T=_scatter(advantages_K + values_K, tokens_K, mask_T.size),
-        )
+    `lam` 1 uses full returns, 0 only the next value. `bootstrap_S`: the value after each sample's
+    last token, if it was truncated; 0 if the episode ended (None: everywhere). `ends_S` increases,
+    and samples hold all trained tokens."""
+    tokens_K = np.flatnonzero(mask_T)
+    ends_K = np.searchsorted(tokens_K, ends_S)
+    lengths_S = np.diff(ends_K, prepend=0)
+    values_K, rewards_K = values_T[tokens_K], rewards_T[tokens_K]
+    following_K = np.append(values_K[1:], 0.0)
+    has_tokens_S = lengths_S > 0
+    after_S = np.zeros(ends_S.size) if bootstrap_S is None else bootstrap_S
+    following_K[ends_K[has_tokens_S] - 1] = after_S[has_tokens_S]
+    errors_K = rewards_K + discount * following_K - values_K
+    advantages_K = _discounted_sums(errors_K, lengths_S, ends_K, discount * lam)
+    advantages_K = np.where(np.isfinite(advantages_K), advantages_K, 0.0)
+    out_T, returns_T = np.zeros(mask_T.size), np.zeros(mask_T.size)
+    out_T[tokens_K], returns_T[tokens_K] = advantages_K, advantages_K + values_K
+    return out_T, returns_T
 
 
 def _discounted_sums(errors_K: Floats, lengths_S: Ints, ends_K: Ints, decay: float) -> Floats:
@@ -81,12 +64,6 @@ def _discounted_sums(errors_K: Floats, lengths_S: Ints, ends_K: Ints, decay: flo
         tokens = ends[:num_left] - back
         out_K[tokens] += decay * out_K[tokens + 1]
     return out_K
-
-
-def _scatter(values_K: Floats, tokens_K: Ints, num_tokens: int) -> Floats:
-    out_T = np.zeros(num_tokens)
-    out_T[tokens_K] = values_K
-    return out_T
 
 
 OLD_VALUES, NEW_VALUES, RETURNS = "values", "values_now", "returns"

@@ -4,18 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from penstock.config.algorithms import CLIP_KEYS, Algorithm
 from penstock.trainer.losses.clipped import clip_bounds
-from penstock.trainer.losses.ratios import (
-    RatioAgainst,
-    clip_loss,
-    clipped_tokens,
-    log_ratio,
-    ratio_metrics,
-    require_proximal,
-)
+from penstock.trainer.losses.ratios import clip_loss, log_ratio, require_proximal
 from penstock.trainer.losses.tokens import TokenLoss, Tokens
 
 if TYPE_CHECKING:
@@ -29,8 +22,6 @@ class DecoupledLoss:
 
     K = trained tokens of a micro-batch."""
 
-    ratio_against: ClassVar[RatioAgainst] = RatioAgainst.SAMPLING
-    """What its weight corrects for, so that no other layer does."""
     epsilon: float = 0.2
     epsilon_high: float = 0.2
     max_weight: float = 5.0
@@ -40,12 +31,10 @@ class DecoupledLoss:
         weight_K = log_ratio(proximal_K, tokens.sampling_K).exp().clamp(max=self.max_weight)
         weight_K = weight_K.detach()
         ratio_K = log_ratio(tokens.logprobs_K, proximal_K).exp()
-        bounds = self.epsilon, self.epsilon_high
-        loss_K = clip_loss(ratio_K, tokens.advantages_K, *bounds)
-        metrics = ratio_metrics(tokens, *clipped_tokens(ratio_K, tokens.advantages_K, *bounds))
-        metrics["weight"] = weight_K
-        metrics["weight/at_bound"] = (weight_K >= self.max_weight).to(weight_K.dtype)
-        return TokenLoss(loss_K=weight_K * loss_K, metrics=metrics)
+        out = clip_loss(tokens, ratio_K, self.epsilon, self.epsilon_high)
+        is_at_bound_K = (weight_K >= self.max_weight).to(weight_K.dtype)
+        metrics = {**out.metrics, "weight": weight_K, "weight/at_bound": is_at_bound_K}
+        return TokenLoss(loss_K=weight_K * out.loss_K, metrics=metrics)
 
 
 def _loss(config: AlgorithmConfig) -> DecoupledLoss:

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.config.algorithms import CLIP_KEYS, Algorithm
 from penstock.options import Contradiction
 from penstock.trainer.losses.clipped import clip_bounds
-from penstock.trainer.losses.ratios import (
-    RatioAgainst,
-    clip_loss,
-    clipped_tokens,
-    policy_log_ratio,
-    ratio_metrics,
-    sequence_means,
-)
+from penstock.trainer.losses.ratios import RatioAgainst, clip_loss, policy_log_ratio, sequence_means
 from penstock.trainer.losses.tokens import TokenLoss, Tokens
 
 if TYPE_CHECKING:
@@ -37,25 +30,12 @@ class GspoLoss:
     epsilon: float = 3e-4
     epsilon_high: float = 4e-4
     ratio_against: RatioAgainst = RatioAgainst.SAMPLING
-    is_wide_allowed: bool = False
-
-    def __post_init__(self) -> None:
-        widest = max(self.epsilon, self.epsilon_high)
-        if widest > MAX_CLIP and not self.is_wide_allowed:
-            raise ValueError(
-                f"GSPO with a clip of {widest}: a sequence's mean ratio never moves that far, so "
-                f"nothing would be clipped; stay below {MAX_CLIP} (3e-4 and 4e-4 are "
-                "usual), or allow it on purpose"
-            )
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         log_ratio_K = policy_log_ratio(tokens, self.ratio_against)
         mean_K = sequence_means(log_ratio_K.detach(), tokens.sequences_K)[tokens.sequences_K]
         ratio_K = (mean_K + log_ratio_K - log_ratio_K.detach()).exp()
-        bounds = self.epsilon, self.epsilon_high
-        loss_K = clip_loss(ratio_K, tokens.advantages_K, *bounds)
-        metrics = ratio_metrics(tokens, *clipped_tokens(ratio_K, tokens.advantages_K, *bounds))
-        return TokenLoss(loss_K=loss_K, metrics=metrics)
+        return clip_loss(tokens, ratio_K, self.epsilon, self.epsilon_high)
 
 
 def _loss(config: AlgorithmConfig) -> GspoLoss:

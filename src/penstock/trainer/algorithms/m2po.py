@@ -13,17 +13,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from penstock.config.algorithms import Algorithm
-from penstock.trainer.losses.ratios import (
-    MAX_LOG_RATIO,
-    RatioAgainst,
-    behaviour_kl,
-    log_ratio,
-    require_proximal,
-)
+from penstock.trainer.losses.ratios import MAX_LOG_RATIO, log_ratio, ratio_metrics
 from penstock.trainer.losses.tokens import Objective, TokenLoss, Tokens
 
 if TYPE_CHECKING:
@@ -32,13 +25,8 @@ if TYPE_CHECKING:
     from penstock.config import AlgorithmConfig
 
 
-class Refresh(StrEnum):
-    """When the threshold is computed."""
-
-    UPDATE = "update"
-    """Before each update, under the weights of that moment: one forward pass more."""
-    BATCH = "batch"
-    """Once per batch, from the proximal log-probs: no pass more, and older by the updates since."""
+RATIO_BOUNDS = (0.05, 20.0)
+"""Of the ratio of tokens within the budget: they return by themselves, but not in one long step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,49 +36,30 @@ class M2poBudget:
     budget: float = 0.04
     """Largest mean squared log-ratio over harmful tokens: a variance per token, whatever the
     length."""
-    ratio_low: float = 0.05
-    ratio_high: float = 20.0
-    refresh: Refresh = Refresh.UPDATE
-
-    def __post_init__(self) -> None:
-        if not self.budget > 0:
-            raise ValueError(f"M2PO's budget is {self.budget}; it must be above 0, 0.04 is usual")
 
     def budget_terms(self, tokens: Tokens) -> Tensor:
         """Squared log-ratios of this micro-batch's harmful tokens."""
-        now_K = tokens.logprobs_K.detach()
-        if self.refresh is Refresh.BATCH:
-            now_K = require_proximal(tokens, "M2PO refreshed per batch")
-        square_K, is_harmful_K = _squared_log_ratios(now_K, tokens)
+        square_K, is_harmful_K = _squared_log_ratios(tokens)
         return square_K[is_harmful_K]
 
     def with_budget(self, terms: Tensor) -> Objective:
         threshold, num_dropped = _threshold(terms, self.budget)
-        return M2poLoss(
-            threshold=threshold,
-            is_all_dropped=0 < num_dropped == terms.numel(),
-            ratio_low=self.ratio_low,
-            ratio_high=self.ratio_high,
-        )
+        return M2poLoss(threshold=threshold, is_all_dropped=0 < num_dropped == terms.numel())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class M2poLoss:
     """M2PO's loss in one update."""
 
-    ratio_against: ClassVar[RatioAgainst] = RatioAgainst.SAMPLING
-    """What the budget bounds the distance from, so that no other layer corrects for it."""
     threshold: float
     """Harmful tokens at or above this squared log-ratio are dropped; inf when none is."""
     is_all_dropped: bool
     """No harmful token was within the budget; only self-correcting ones are left. An alarm."""
-    ratio_low: float
-    ratio_high: float
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         log_ratio_K = log_ratio(tokens.logprobs_K, tokens.sampling_K)
-        ratio_K = log_ratio_K.exp().clamp(self.ratio_low, self.ratio_high)
-        square_K, is_harmful_K = _squared_log_ratios(tokens.logprobs_K.detach(), tokens)
+        ratio_K = log_ratio_K.exp().clamp(*RATIO_BOUNDS)
+        square_K, is_harmful_K = _squared_log_ratios(tokens)
         is_dropped_K = is_harmful_K & (square_K >= self.threshold)
         loss_K = (-ratio_K * tokens.advantages_K).masked_fill(is_dropped_K, 0.0)
         metrics = self._metrics(log_ratio_K.detach(), is_dropped_K, tokens)
@@ -100,30 +69,26 @@ class M2poLoss:
     def _metrics(
         self, log_ratio_K: Tensor, is_dropped_K: Tensor, tokens: Tokens
     ) -> dict[str, Tensor]:
-        ratio_K, square_K = log_ratio_K.exp(), log_ratio_K**2
+        square_K = log_ratio_K**2
         is_fresh_K = tokens.staleness_K == 0
-        everywhere_K = ratio_K.new_ones(ratio_K.shape)
+        everywhere_K = square_K.new_ones(square_K.shape)
         radius = min(math.sqrt(self.threshold), MAX_LOG_RATIO)
         is_good_K = tokens.advantages_K > 0
         return {
-            "clip_ratio/low": (is_dropped_K & ~is_good_K).to(ratio_K.dtype),
-            "clip_ratio/high": (is_dropped_K & is_good_K).to(ratio_K.dtype),
-            "kl": behaviour_kl(log_ratio_K),
-            "ratio": ratio_K,
-            "ratio/square": ratio_K**2,
+            **ratio_metrics(tokens, is_dropped_K & ~is_good_K, is_dropped_K & is_good_K),
             "m2po/second_moment": square_K,
             "m2po/second_moment_kept": square_K.masked_fill(is_dropped_K, 0.0),
             "m2po/second_moment_fresh": square_K.masked_fill(~is_fresh_K, 0.0),
-            "m2po/fresh": is_fresh_K.to(ratio_K.dtype),
+            "m2po/fresh": is_fresh_K.to(square_K.dtype),
             "m2po/radius": radius * everywhere_K,
             "m2po/all_dropped": float(self.is_all_dropped) * everywhere_K,
         }
 
 
-def _squared_log_ratios(now_K: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _squared_log_ratios(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """(squared log-ratio, whether the advantage makes it grow); in float64, so that thresholds mean
     the same on every rank."""
-    log_ratio_K = log_ratio(now_K, tokens.sampling_K).double()
+    log_ratio_K = log_ratio(tokens.logprobs_K.detach(), tokens.sampling_K).double()
     return log_ratio_K**2, tokens.advantages_K * log_ratio_K > 0
 
 

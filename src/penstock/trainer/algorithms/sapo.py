@@ -25,14 +25,6 @@ class SapoLoss:
     temperature_bad: float = 1.05
     ratio_against: RatioAgainst = RatioAgainst.SAMPLING
 
-    def __post_init__(self) -> None:
-        if not 0 < self.temperature_good <= self.temperature_bad:
-            raise ValueError(
-                f"SAPO temperatures {self.temperature_good} for good and {self.temperature_bad} "
-                "for bad tokens: they must be above 0, and bad tokens decay at least as fast as "
-                "good ones, or training is unstable; 1.0 and 1.05 are usual"
-            )
-
     def __call__(self, tokens: Tokens) -> TokenLoss:
         ratio_K = policy_log_ratio(tokens, self.ratio_against).exp()
         is_good_K = tokens.advantages_K > 0

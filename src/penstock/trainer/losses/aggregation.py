@@ -6,9 +6,8 @@ One rule for denominators:
 - A token that is not trained (prompt, tool output, another policy's, overlong and filtered) is in
   neither numerator nor denominator: it never gets here.
 - A token that a trust region suppresses (PPO's clip, M2PO) is out of the numerator only.
-- A token rejected as data (engine mismatch) is out of the numerator, and with
-  `Denominator.SURVIVING` out of the denominator, which stays at least half of its size: few
-  survivors are not scaled up without bound.
+- A token rejected as data (engine mismatch) is out of both, but the denominator stays at least half
+  of its size: few survivors are not scaled up without bound.
 
 Counts are of a complete update: added over micro-batches and ranks first. A sequence counts if it
 has a token. Pure NumPy.
@@ -22,11 +21,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
+from penstock.trainer.arrays import Bools, Floats, Ints
 
 _MIN_SURVIVING = 0.5
 
@@ -43,14 +39,7 @@ class Aggregation(StrEnum):
     """Sum over tokens / (sequences × a constant length): Dr.GRPO."""
 
 
-class Denominator(StrEnum):
-    """Whether tokens rejected as data are counted."""
-
-    ORIGINAL = "original"
-    SURVIVING = "surviving"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Counts:
     """Of an update, or of the part of it that one rank or micro-batch holds."""
 
@@ -60,21 +49,13 @@ class Counts:
     num_surviving_sequences: int
     """With at least one surviving token."""
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            num_tokens=self.num_tokens + other.num_tokens,
-            num_sequences=self.num_sequences + other.num_sequences,
-            num_surviving_tokens=self.num_surviving_tokens + other.num_surviving_tokens,
-            num_surviving_sequences=self.num_surviving_sequences + other.num_surviving_sequences,
-        )
-
     @property
     def is_empty(self) -> bool:
         """Nothing to train on: the step is skipped."""
         return self.num_surviving_tokens == 0
 
 
-def count(lengths_S: Ints, is_kept_K: Bools | None = None) -> Counts:
+def count(lengths_S: Ints, is_kept_K: Bools | None) -> Counts:
     """Of these sequences, given by their trained tokens; a sequence may have none."""
     surviving_S = _surviving(lengths_S, is_kept_K)
     return Counts(
@@ -90,21 +71,10 @@ class LossWeights:
     """The rule a run has chosen."""
 
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
-    denominator: Denominator = Denominator.SURVIVING
     constant_length: int = 0
-    """Only for a fixed constant: the longest answer allowed."""
+    """The longest answer allowed; read for a fixed constant only."""
 
-    def __post_init__(self) -> None:
-        is_fixed = self.aggregation is Aggregation.FIXED_CONSTANT
-        if is_fixed != (self.constant_length > 0):
-            raise ValueError(
-                f"aggregation {self.aggregation} with a constant length of {self.constant_length}: "
-                "fixed-constant needs one above 0 (the longest answer allowed), others none"
-            )
-
-    def by_token(
-        self, lengths_S: Ints, of_update: Counts, is_kept_K: Bools | None = None
-    ) -> Floats:
+    def by_token(self, lengths_S: Ints, of_update: Counts, is_kept_K: Bools | None) -> Floats:
         """The factor of each token's loss, given the counts of the complete update."""
         if of_update.is_empty:
             return np.zeros(int(lengths_S.sum()))
@@ -113,13 +83,13 @@ class LossWeights:
         return weights_K if is_kept_K is None else np.where(is_kept_K, weights_K, 0.0)
 
     def _denominators(self, lengths_S: Ints, of_update: Counts, is_kept_K: Bools | None) -> Floats:
-        num_tokens = self._counted(of_update.num_tokens, of_update.num_surviving_tokens)
-        num_sequences = self._counted(of_update.num_sequences, of_update.num_surviving_sequences)
+        num_tokens = _counted(of_update.num_tokens, of_update.num_surviving_tokens)
+        num_sequences = _counted(of_update.num_sequences, of_update.num_surviving_sequences)
         match self.aggregation:
             case Aggregation.TOKEN_MEAN:
                 denominator = num_tokens
             case Aggregation.SEQ_MEAN_TOKEN_MEAN:
-                counted_S = self._counted(lengths_S, _surviving(lengths_S, is_kept_K))
+                counted_S = _counted(lengths_S, _surviving(lengths_S, is_kept_K))
                 denominator = num_sequences * np.where(lengths_S > 0, counted_S, 1.0)
             case Aggregation.SEQ_MEAN_TOKEN_SUM:
                 denominator = num_sequences
@@ -127,10 +97,9 @@ class LossWeights:
                 denominator = num_sequences * self.constant_length
         return np.broadcast_to(denominator, lengths_S.shape)
 
-    def _counted(self, original: int | Ints, surviving: int | Ints) -> Floats:
-        if self.denominator is Denominator.ORIGINAL:
-            return np.asarray(original, np.float64)
-        return np.maximum(surviving, _MIN_SURVIVING * np.asarray(original, np.float64))
+
+def _counted(original: int | Ints, surviving: int | Ints) -> Floats:
+    return np.maximum(surviving, _MIN_SURVIVING * np.asarray(original, np.float64))
 
 
 def _surviving(lengths_S: Ints, is_kept_K: Bools | None) -> Ints:

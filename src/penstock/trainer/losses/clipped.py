@@ -14,13 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.trainer.losses.ratios import (
-    RatioAgainst,
-    clip_loss,
-    clipped_tokens,
-    policy_log_ratio,
-    ratio_metrics,
-)
+from penstock.trainer.losses.ratios import RatioAgainst, clip_loss, policy_log_ratio
 from penstock.trainer.losses.tokens import TokenLoss, Tokens
 
 if TYPE_CHECKING:
@@ -41,23 +35,9 @@ class ClippedLoss:
     loss is bounded."""
     ratio_against: RatioAgainst = RatioAgainst.SAMPLING
 
-    def __post_init__(self) -> None:
-        if self.delta < 1 + self.epsilon_high:
-            raise ValueError(
-                f"delta {self.delta} must not be below 1 + epsilon_high ({1 + self.epsilon_high}): "
-                "it bounds what the ordinary clip leaves open; 3 is usual"
-            )
-
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        log_ratio_K = policy_log_ratio(tokens, self.ratio_against)
-        ratio_K = log_ratio_K.exp().clamp(max=self.delta)
-        loss_K = clip_loss(ratio_K, tokens.advantages_K, self.epsilon, self.epsilon_high)
-        ratio_K = log_ratio_K.exp()
-        low_K, high_K = clipped_tokens(
-            ratio_K, tokens.advantages_K, self.epsilon, self.epsilon_high
-        )
-        high_K = high_K | ((ratio_K > self.delta) & (tokens.advantages_K < 0))
-        return TokenLoss(loss_K=loss_K, metrics=ratio_metrics(tokens, low_K, high_K))
+        ratio_K = policy_log_ratio(tokens, self.ratio_against).exp()
+        return clip_loss(tokens, ratio_K, self.epsilon, self.epsilon_high, delta=self.delta)
 
 
 def clip_bounds(config: AlgorithmConfig) -> tuple[float, float]:

@@ -3,11 +3,11 @@
 
 Owns the correction, as a layer around an objective. For a token sampled by the version trained
 from, ρ = proximal / sampling is that mismatch only; for an older token it includes the staleness
-since then. An objective with a ratio to the sampling log-probs has corrected for ρ already:
-weighing it again is refused.
+since then. An objective with a ratio to the sampling log-probs has corrected for ρ already: the
+config refuses to weigh it again.
 
-Rejected tokens are out of the numerator, and by default out of the denominator (aggregation.py),
-which needs `survivors` before the first backward pass.
+Rejected tokens are out of numerator and denominator (aggregation.py), which needs
+`survivors` before the first backward pass.
 
 K = trained tokens of a micro-batch, S = its sequences.
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.trainer.losses.ratios import (
-    RatioAgainst,
+    k3,
     log_ratio,
     require_proximal,
     sequence_means,
@@ -64,13 +64,6 @@ class Correction:
     veto: float = 0.0
     """Reject a sequence with a token whose ρ is below this; 1e-4 is usual, 0 is off."""
 
-    def __post_init__(self) -> None:
-        if not (0 <= self.low < self.high and 0 <= self.sequence_low < self.sequence_high):
-            raise ValueError(
-                f"bounds of ρ must rise from 0: tokens [{self.low}, {self.high}], sequences "
-                f"[{self.sequence_low}, {self.sequence_high}]"
-            )
-
     @torch.no_grad()
     def survivors(self, proximal_K: Tensor, sampling_K: Tensor, sequences_K: Tensor) -> Tensor:
         """True for the tokens that are not rejected. Needs no forward pass."""
@@ -109,16 +102,6 @@ class CorrectedLoss:
     inner: Objective
     correction: Correction
 
-    def __post_init__(self) -> None:
-        for part in _layers(self.inner):
-            is_corrected = getattr(part, "ratio_against", None) == RatioAgainst.SAMPLING
-            if is_corrected and self.correction.weighting is not Weighting.NONE:
-                raise ValueError(
-                    f"{type(part).__name__} corrects for the sampling log-probs already; weighing "
-                    "its tokens by ρ would count the mismatch twice. Take its ratio against "
-                    "proximal, or reject only (weighting none)"
-                )
-
     def __call__(self, tokens: Tokens) -> TokenLoss:
         proximal_K = require_proximal(tokens, "mismatch correction")
         out = self.inner(tokens)
@@ -129,24 +112,8 @@ class CorrectedLoss:
             **out.metrics,
             "mismatch/weight": torch.where(is_kept_K, weights_K, 0.0),
             "mismatch/rejected": (~is_kept_K).to(weights_K.dtype),
-            "mismatch/k3": log_rho_K.exp() - 1 - log_rho_K,
+            "mismatch/k3": k3(log_rho_K),
         }
         return TokenLoss(
             loss_K=torch.where(is_kept_K, weights_K * out.loss_K, 0.0), metrics=metrics
         )
-
-
-def correction_of(objective: Objective) -> Correction | None:
-    """What rejects tokens in this objective, for the denominators; None when nothing does."""
-    found = (part.correction for part in _layers(objective) if isinstance(part, CorrectedLoss))
-    return next(found, None)
-
-
-def _layers(objective: Objective) -> list[object]:
-    """The objective, and those it wraps."""
-    found: list[object] = []
-    part: object = objective
-    while part is not None:
-        found.append(part)
-        part = getattr(part, "inner", None)
-    return found

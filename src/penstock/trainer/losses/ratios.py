@@ -10,10 +10,11 @@ K = trained tokens of a micro-batch, S = its sequences.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from penstock.trainer.losses.tokens import Tokens
+from penstock.trainer.losses.tokens import TokenLoss, Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,8 +39,9 @@ def log_ratio(logprobs_K: Tensor, behaviour_K: Tensor) -> Tensor:
     return (logprobs_K - behaviour_K).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def behaviour_kl(log_ratio_K: Tensor) -> Tensor:
-    """Estimate of KL(behaviour ‖ current) per token: never negative, unbiased (k3)."""
+def k3(log_ratio_K: Tensor) -> Tensor:
+    """Estimate by token of the KL from the policy below the ratio, which sampled, to the one above:
+    never negative, unbiased."""
     return log_ratio_K.exp() - 1 - log_ratio_K
 
 
@@ -60,18 +62,19 @@ def require_proximal(tokens: Tokens, reader: str) -> Tensor:
     return tokens.proximal_K.detach()
 
 
-def clip_loss(ratio_K: Tensor, advantages_K: Tensor, low: float, high: float) -> Tensor:
-    """PPO's pessimistic loss with the ratio clipped to [1 - low, 1 + high]."""
-    bounded_K = ratio_K.clamp(1 - low, 1 + high)
-    return -(ratio_K * advantages_K).minimum(bounded_K * advantages_K)
-
-
-def clipped_tokens(
-    ratio_K: Tensor, advantages_K: Tensor, low: float, high: float
-) -> tuple[Tensor, Tensor]:
-    """Tokens without a gradient: (already too unlikely, already too likely)."""
-    low_K = (ratio_K < 1 - low) & (advantages_K < 0)
-    return low_K, (ratio_K > 1 + high) & (advantages_K > 0)
+def clip_loss(
+    tokens: Tokens, ratio_K: Tensor, low: float, high: float, *, delta: float = math.inf
+) -> TokenLoss:
+    """PPO's pessimistic loss with the ratio clipped to [1 - low, 1 + high]; `delta` bounds the
+    ratio of tokens with negative advantage."""
+    advantages_K = tokens.advantages_K
+    counted_K = ratio_K.clamp(max=delta)
+    bounded_K = counted_K.clamp(1 - low, 1 + high)
+    loss_K = -(counted_K * advantages_K).minimum(bounded_K * advantages_K)
+    is_low_K = (ratio_K < 1 - low) & (advantages_K < 0)
+    is_high_K = (ratio_K > 1 + high) & (advantages_K > 0)
+    is_high_K = is_high_K | ((ratio_K > delta) & (advantages_K < 0))
+    return TokenLoss(loss_K=loss_K, metrics=ratio_metrics(tokens, is_low_K, is_high_K))
 
 
 def ratio_metrics(tokens: Tokens, low_K: Tensor, high_K: Tensor) -> dict[str, Tensor]:
@@ -82,7 +85,7 @@ def ratio_metrics(tokens: Tokens, low_K: Tensor, high_K: Tensor) -> dict[str, Te
     return {
         "clip_ratio/low": low_K.to(ratio_K.dtype),
         "clip_ratio/high": high_K.to(ratio_K.dtype),
-        "kl": behaviour_kl(log_ratio_K),
+        "kl": k3(log_ratio_K),
         "ratio": ratio_K,
         "ratio/square": ratio_K**2,
     }

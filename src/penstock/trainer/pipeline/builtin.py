@@ -28,15 +28,11 @@ def pipeline_of(config: RunConfig, policy: str) -> Stages:
 
 def plan_of(config: RunConfig) -> Plan:
     """The plan of a run; ConfigError if it does not fit."""
-    written = {column for stage in config.dataflow.stages for column in stage.writes}
-    return make_plan(
-        {
-            name: PolicyToPlan(init=model.init, stages=pipeline_of(config, name), lora=model.lora)
-            for name, model in config.models.items()
-        },
-        config.pipeline.hosts if config.pipeline else (),
-        from_ledger=tuple(written),
-    )
+    policies = {
+        name: PolicyToPlan(init=model.init, stages=pipeline_of(config, name), lora=model.lora)
+        for name, model in config.models.items()
+    }
+    return make_plan(policies, config.pipeline.hosts if config.pipeline else ())
 
 
 def chain_of(config: RunConfig, policy: str) -> Chain:

@@ -58,30 +58,22 @@ def signature_errors(stage: PipelineStageConfig, function: Function) -> Iterator
         return
     parameters = [*signature.parameters.values()]
     first, named = parameters[:1], {p.name: p for p in parameters[1:] if p.kind in _NAMED}
-    subject = _subject(stage)
+    subject = "tokens" if stage.type == "train" else "layout"
+    subject = "trajectory" if stage.is_service else subject
     if not first or first[0].kind is inspect.Parameter.KEYWORD_ONLY:
         yield f"takes no {subject}; write it as fn({subject}, *, …)"
         return
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     given = {**dict.fromkeys(keywords(stage), "column"), **dict.fromkeys(stage.options, "option")}
+    fixes = {"column": "rename or drop the column", "option": "remove the option"}
     for name, kind in given.items():
         if name not in named and not takes_any:
-            yield f"has no keyword {name} for the {kind} of that name; add it, or {_fix_hint(kind)}"
+            yield f"has no keyword {name} for the {kind} of that name; add it, or {fixes[kind]}"
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in given:
             yield f"needs {name}, which the stage neither reads nor gives as an option; add either"
     if stage.type != "train" and not _gives_mapping(signature.return_annotation):
         yield "is not annotated to return columns; write -> Mapping[str, …]"
-
-
-def _subject(stage: PipelineStageConfig) -> str:
-    if stage.type == "train":
-        return "tokens"
-    return "trajectory" if stage.is_service else "layout"
-
-
-def _fix_hint(kind: str) -> str:
-    return "rename or drop the column" if kind == "column" else "remove the option"
 
 
 def _signature(function: Function) -> inspect.Signature | None:

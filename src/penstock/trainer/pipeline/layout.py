@@ -19,13 +19,11 @@ import numpy.typing as npt
 from penstock.config.builtin_stages import Axis
 from penstock.trainer.advantages.baselines import Moments, moments, normalised
 from penstock.trainer.advantages.credit import Turns, spread_to_tokens
+from penstock.trainer.arrays import Bools, Floats, Ints
 
 if TYPE_CHECKING:
     from penstock.trainer.batches import Batch, Roles
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 RowValues = Annotated[Floats, Axis.ROW]
 """A column that a stage function reads by row."""
 TokenValues = Annotated[Floats, Axis.TOKEN]
@@ -140,6 +138,4 @@ def normalised_over_batch(layout: Layout, reward: Floats, advantages_T: Floats) 
     counts_T = layout.mask_T & np.isfinite(reward[layout.rows_T])
     own = moments(advantages_T, counts_T)
     sums = layout.sum_over_ranks(np.array([own.num_tokens, own.total, own.square], np.float64))
-    num_tokens, total, square = sums.tolist()
-    of_batch = Moments(num_tokens=int(num_tokens), total=total, square=square)
-    return normalised(advantages_T, counts_T, of_batch)
+    return normalised(advantages_T, counts_T, Moments(*sums.tolist()))

@@ -11,22 +11,21 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from penstock.config import LoraConfig
 from penstock.trainer.model_folders import TINY_QWEN3, tiny_shapes
 
 WEIGHT_BYTES = 4
-"""float32 is what the optimizer updates, whatever precision a forward pass computes in."""
-FROZEN_BYTES = 4
-"""float32 too: a reference must agree with the policy it was copied from."""
+"""float32 is what the optimizer updates, whatever precision a forward pass computes in; a frozen
+reference must agree with the policy it was copied from."""
 ADAMW_BYTES = 8
 """Two moments in float32."""
 MAX_HEADER_BYTES = 100_000_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """Bytes of one model, or of one rank's shard of it."""
 
@@ -36,38 +35,22 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return sum(astuple(self))
 
     def per_rank(self, num_ranks: int) -> MemoryEstimate:
         """One rank's shard, rounded up."""
-        return MemoryEstimate(
-            weights_bytes=-(-self.weights_bytes // num_ranks),
-            gradients_bytes=-(-self.gradients_bytes // num_ranks),
-            optimizer_bytes=-(-self.optimizer_bytes // num_ranks),
-        )
+        return MemoryEstimate(*(-(-size // num_ranks) for size in astuple(self)))
 
     def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
-        return MemoryEstimate(
-            weights_bytes=self.weights_bytes + other.weights_bytes,
-            gradients_bytes=self.gradients_bytes + other.gradients_bytes,
-            optimizer_bytes=self.optimizer_bytes + other.optimizer_bytes,
-        )
+        return MemoryEstimate(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 def estimate(num_parameters: int, *, is_trained: bool) -> MemoryEstimate:
     """Of a full model: its weights and, if it is trained, gradients and AdamW's state."""
+    weights_bytes = WEIGHT_BYTES * num_parameters
     if not is_trained:
-        return MemoryEstimate(weights_bytes=FROZEN_BYTES * num_parameters)
-    return MemoryEstimate(
-        weights_bytes=WEIGHT_BYTES * num_parameters,
-        gradients_bytes=WEIGHT_BYTES * num_parameters,
-        optimizer_bytes=ADAMW_BYTES * num_parameters,
-    )
-
-
-def estimate_adapted(num_parameters: int, num_adapter: int) -> MemoryEstimate:
-    """Of a frozen model and a trained adapter on it."""
-    return estimate(num_parameters, is_trained=False) + estimate(num_adapter, is_trained=True)
+        return MemoryEstimate(weights_bytes)
+    return MemoryEstimate(weights_bytes, weights_bytes, ADAMW_BYTES * num_parameters)
 
 
 def count_parameters(init: str) -> int | None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from penstock.config import LoraConfig
 from penstock.config.pipeline import HostConfig, PipelineStageConfig
-from penstock.config.pipeline_checks import BATCH_COLUMNS
 from penstock.errors import ConfigError
 from penstock.trainer.pipeline.graph import topological_order
 from penstock.trainer.pipeline.memory_estimate import (
@@ -20,7 +19,6 @@ from penstock.trainer.pipeline.memory_estimate import (
     count_adapter,
     count_parameters,
     estimate,
-    estimate_adapted,
     size_text,
 )
 
@@ -117,17 +115,14 @@ def make_plan(
     policies: Mapping[str, PolicyToPlan],
     hosts: Sequence[HostConfig] = (),
     *,
-    from_ledger: Sequence[str] = (),
     count: Callable[[str], int | None] = count_parameters,
 ) -> Plan:
-    """The plan of a run; ConfigError if it does not fit.
-
-    `from_ledger` are columns that stages outside the pipeline add to rows."""
+    """The plan of a run; ConfigError if it does not fit."""
     room = _HostPool(_expanded(hosts))
     chains: list[Chain] = []
     services: dict[str, Service] = {}
     for policy, trained in policies.items():
-        order = topological_order(trained.stages, {*BATCH_COLUMNS, *from_ledger})
+        order = topological_order(trained.stages)
         inside = tuple(stage for stage in order if not stage.is_service)
         chains.append(_chain(policy, trained, inside, room, count))
         for stage in order:
@@ -160,9 +155,10 @@ def _chain(
         if (num_parameters := count(model)) is None:
             unknown_models.append(model)
             continue
-        found = estimate(num_parameters, is_trained=role in learning)
-        if trained.lora and role == ACTOR:
-            found = estimate_adapted(num_parameters, count_adapter(model, trained.lora) or 0)
+        is_adapted = trained.lora is not None and role == ACTOR
+        found = estimate(num_parameters, is_trained=role in learning and not is_adapted)
+        if trained.lora and is_adapted:
+            found += estimate(count_adapter(model, trained.lora) or 0, is_trained=True)
         memory += found.per_rank(num_ranks)
     num_ranks = max((stage.parallel.num_ranks for stage in stages), default=1)
     who = f"the trainer for policy {policy}"
@@ -194,13 +190,8 @@ def _service(
     num_parameters = count(stage.model) if stage.model else 0
     memory = estimate(num_parameters or 0, is_trained=False).per_rank(num_ranks)
     hosts = room.allocate(f"service {stage.id}", stage.place or (), num_ranks, memory.total_bytes)
-    is_unknown = stage.model is not None and num_parameters is None
-    return Service(
-        stage=stage,
-        memory=memory,
-        hosts=tuple(hosts),
-        unknown_models=(stage.model,) if is_unknown and stage.model else (),
-    )
+    unknown = (stage.model,) if stage.model and num_parameters is None else ()
+    return Service(stage=stage, memory=memory, hosts=tuple(hosts), unknown_models=unknown)
 
 
 def _expanded(hosts: Sequence[HostConfig]) -> list[_Host]:

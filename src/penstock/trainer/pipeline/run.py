@@ -18,12 +18,12 @@ import numpy as np
 from penstock.config.builtin_stages import Axis, BuiltinStage, declaration_of, known_axis
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.errors import ConfigError
+from penstock.trainer.arrays import Floats
 from penstock.trainer.batches import Batch
 from penstock.trainer.learner import Stats
 from penstock.trainer.pipeline.functions import find_function, keywords
 from penstock.trainer.pipeline.layout import (
     Columns,
-    Floats,
     Layout,
     RowColumn,
     Sum,

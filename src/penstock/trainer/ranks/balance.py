@@ -10,17 +10,12 @@ R = rows, P = parts.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock.trainer.arrays import Floats, Ints
 from penstock.types import Manifest
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-
 
 PER_SQUARE = 1 / 16384
 """Cost of attention per L², where the cost of all matrices is 1 per token: a forward pass costs
@@ -43,15 +38,14 @@ def manifest_costs(manifest: Manifest) -> Floats:
     return row_costs(work_R2[:, 0], work_R2[:, 1])
 
 
-def balance_parts(costs_R: Floats, num_parts: int, *, has_equal_counts: bool = False) -> list[Ints]:
-    """Rows of each part, ascending; the most expensive part is at most 4/3 of the optimum.
-
-    With equal counts, parts differ by at most one row, and may be less even in cost."""
-    if num_parts < 1:
-        raise ValueError(f"rows cannot be divided into {num_parts} parts; give at least 1")
-    if costs_R.size and not (np.isfinite(costs_R) & (costs_R >= 0)).all():
-        raise ValueError("the cost of a row is a finite number >= 0")
-    heap = _first_splits(costs_R, num_parts, has_equal_counts=has_equal_counts)
+def balance_parts(costs_R: Floats, num_parts: int) -> list[Ints]:
+    """Rows of each part, ascending; the most expensive part is at most 4/3 of the optimum."""
+    order = np.argsort(-costs_R, kind="stable")
+    empty = [_Part(cost=0.0, rows=())] * num_parts
+    heap = [
+        _entry(age, [_Part(cost=float(costs_R[row]), rows=(int(row),)), *empty[1:]])
+        for age, row in enumerate(order)
+    ]
     heapq.heapify(heap)
     num_splits = len(heap)
     while len(heap) > 1:
@@ -59,16 +53,8 @@ def balance_parts(costs_R: Floats, num_parts: int, *, has_equal_counts: bool = F
         _, _, second = heapq.heappop(heap)
         num_splits += 1
         heapq.heappush(heap, _entry(num_splits, _merge(widest, second)))
-    parts = heap[0][2] if heap else [_Part(cost=0.0, rows=()) for _ in range(num_parts)]
+    parts = heap[0][2] if heap else empty
     return [np.array(sorted(part.rows), np.int64) for part in parts]
-
-
-def imbalance(costs_R: Floats, parts: Sequence[Ints]) -> float:
-    """The most expensive part over the mean: 1.0 is perfect, and the share of time lost is 1 - 1 /
-    it."""
-    sums_P = np.array([costs_R[rows].sum() for rows in parts])
-    mean = float(sums_P.mean())
-    return float(sums_P.max()) / mean if mean else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,18 +67,6 @@ _Split = list[_Part]
 """Some of the rows in P parts, most expensive first."""
 _Entry = tuple[float, int, _Split]
 """Widest split first; among equals the older, so that the order is deterministic."""
-
-
-def _first_splits(costs_R: Floats, num_parts: int, *, has_equal_counts: bool) -> list[_Entry]:
-    """Each row in the first part; for equal counts, each run of P rows with one per part."""
-    order = np.argsort(-costs_R, kind="stable")
-    size = num_parts if has_equal_counts else 1
-    splits: list[_Entry] = []
-    for first in range(0, order.size, size):
-        run = [_Part(cost=float(costs_R[row]), rows=(int(row),)) for row in order[first:][:size]]
-        empty = [_Part(cost=0.0, rows=()) for _ in range(num_parts - len(run))]
-        splits.append(_entry(len(splits), run + empty))
-    return splits
 
 
 def _entry(age: int, split: _Split) -> _Entry:

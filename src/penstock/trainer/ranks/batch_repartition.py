@@ -8,7 +8,7 @@ Row columns are on every rank already.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +22,6 @@ from penstock.trainer.ranks.row_fetch import assign_rows
 from penstock.trainer.ranks.topology import Parallel
 from penstock.trainer.samples import TOKEN_COLUMNS, Samples
 from penstock.wire.codec import decode, encode
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +44,7 @@ def repartition_batch(
     rank = dist.get_rank()
     held, needed = (_placement(batch, parallel, minibatches) for parallel in (before, after))
     rows = {row: encode(_pack(batch, row)) for row in held.rows_of(rank)}
-    found, _ = repartition(rows, held, needed, rank=rank)
+    found = repartition(rows, held, needed, rank=rank)
     return _unpack(batch, {row: decode(content, PackedRow) for row, content in found.items()})
 
 
@@ -80,7 +77,14 @@ def _unpack(batch: Batch, rows: Mapping[int, PackedRow]) -> Batch:
     packed = list(rows.values())
     lengths_S = np.array([length for row in packed for length in row.lengths], np.int64)
     ends_S = np.cumsum(lengths_S)
-    joined = {name: _joined(batch.samples, name, packed) for name in TOKEN_COLUMNS}
+    joined = {
+        name: _joined((row.tokens[name] for row in packed), getattr(batch.samples, name).dtype)
+        for name in TOKEN_COLUMNS
+    }
+    columns = {
+        name: _joined((row.columns[name] for row in packed), np.float64)
+        for name in batch.token_columns
+    }
     samples = Samples(
         starts_S=ends_S - lengths_S,
         ends_S=ends_S,
@@ -90,15 +94,10 @@ def _unpack(batch: Batch, rows: Mapping[int, PackedRow]) -> Batch:
     return replace(
         batch,
         samples=samples,
-        token_columns={name: _column(name, packed) for name in batch.token_columns},
+        token_columns=columns,
         nodes={row: found.node for row, found in rows.items() if found.node is not None},
     )
 
 
-def _joined(samples: Samples, name: str, packed: Sequence[PackedRow]) -> npt.NDArray[Any]:
-    content = bytearray().join(row.tokens[name] for row in packed)
-    return np.frombuffer(content, getattr(samples, name).dtype)
-
-
-def _column(name: str, packed: Sequence[PackedRow]) -> Floats:
-    return np.frombuffer(bytearray().join(row.columns[name] for row in packed), np.float64)
+def _joined(parts: Iterable[bytes], dtype: Any) -> npt.NDArray[Any]:
+    return np.frombuffer(bytearray().join(parts), dtype)

@@ -15,16 +15,14 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.trainer.arrays import Floats
 from penstock.trainer.ranks.supervisor import RankEnv
 from penstock.trainer.ranks.topology import Parallel, RankPosition
-
-Floats = npt.NDArray[np.float64]
 
 TIMEOUT_S = 3600.0
 """For a rank that hangs; a rank that exits is noticed by its supervisor."""
@@ -46,8 +44,11 @@ class RankReductions(Protocol):
         ...
 
 
-class RankBroadcasts(Protocol):
-    """Broadcasts that keep all ranks in step."""
+class Ranks(RankReductions, Protocol):
+    """The ranks of a trainer, several or one: also what keeps all of them in step."""
+
+    @property
+    def position(self) -> RankPosition: ...
 
     def broadcast_from_rank0(self, numbers: Sequence[int]) -> list[int]:
         """Rank 0's numbers, on every rank; all pass arrays of the same size."""
@@ -57,15 +58,6 @@ class RankBroadcasts(Protocol):
         """The value of this part's fetching rank; values from the part's other ranks are
         ignored."""
         ...
-
-    def barrier(self) -> None: ...
-
-
-class Ranks(RankReductions, RankBroadcasts, Protocol):
-    """The ranks of a trainer: several, or one."""
-
-    @property
-    def position(self) -> RankPosition: ...
 
 
 class SingleRank:
@@ -88,9 +80,6 @@ class SingleRank:
     def broadcast_in_tp_group(self, payload: bytes) -> bytes:
         return payload
 
-    def barrier(self) -> None:
-        return
-
 
 class _WorldBroadcasts:
     """Broadcasts to every rank, including ranks that are idle in a stage."""
@@ -99,9 +88,6 @@ class _WorldBroadcasts:
         said = torch.tensor(list(numbers), dtype=torch.int64)
         dist.broadcast(said, src=0)
         return said.tolist()
-
-    def barrier(self) -> None:
-        dist.barrier()
 
 
 class RankGroup(_WorldBroadcasts):
@@ -176,9 +162,8 @@ class StagedRanks(_WorldBroadcasts):
         return self._broadcast(torch.from_numpy(own)).numpy()
 
     def max_over_ranks(self, number: int) -> int:
-        return self.broadcast_from_rank0(
-            [self._group.max_over_ranks(number) if self._group else 0]
-        )[0]
+        most = self._group.max_over_ranks(number) if self._group else 0
+        return self.broadcast_from_rank0([most])[0]
 
     def gather_over_ranks(self, terms: Tensor) -> Tensor:
         own = self._group.gather_over_ranks(terms) if self._group else terms

@@ -32,12 +32,9 @@ class TensorRegion:
         offset = tuple(map(max, self.offset, other.offset))
         ends = map(min, self._ends, other._ends)
         shape = tuple(end - start for end, start in zip(ends, offset, strict=True))
-        is_empty = min(shape, default=1) <= 0
-        return (
-            None
-            if is_empty
-            else TensorRegion(offset=offset, shape=shape, full_shape=self.full_shape)
-        )
+        if min(shape, default=1) <= 0:
+            return None
+        return TensorRegion(offset=offset, shape=shape, full_shape=self.full_shape)
 
     def slices_in(self, other: TensorRegion) -> tuple[slice, ...]:
         """This region's slices in another one that contains it."""
@@ -57,10 +54,8 @@ def region_of(tensor: Tensor) -> TensorRegion | None:
         return None
     offset, shape = [0] * tensor.ndim, list(tensor.shape)
     mesh = tensor.device_mesh
-    cuts = zip(mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True)
-    for num_parts, part, placement in reversed(
-        list(cuts)
-    ):  # FSDP shards what tp has sharded already
+    cuts = list(zip(mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True))
+    for num_parts, part, placement in reversed(cuts):  # FSDP shards what tp has sharded already
         assert not placement.is_partial(), "a pending reduction"
         if not placement.is_replicate():
             dim = int(cast(Any, placement).dim)

@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.trainer.arrays import Ints
 from penstock.trainer.ranks.topology import Parallel
 
-Ints = npt.NDArray[np.int64]
 RowBytes = dict[int, bytes]
 """By index in the manifest."""
 
@@ -46,24 +45,12 @@ class RowTransfer:
     target: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferStats:
-    """Bytes of rows that an exchange sent and received on this rank."""
-
-    sent_bytes: int = 0
-    received_bytes: int = 0
-
-
 def plan_transfers(before: RowPlacement, after: RowPlacement) -> list[RowTransfer]:
     """One move for each row that a rank of the next stage lacks, by target and row.
 
     Of several ranks that hold a row, the one with the fewest to send so far sends it.
     """
-    if before.parts_R.size != after.parts_R.size:
-        raise ValueError(
-            f"{before.parts_R.size} rows cannot become {after.parts_R.size}: both stages must "
-            "have the same batch"
-        )
+    assert before.parts_R.size == after.parts_R.size, "both stages have the same batch"
     num_sent = [0] * before.parallel.num_ranks
     moves: list[RowTransfer] = []
     for target in range(after.parallel.num_ranks):
@@ -79,49 +66,32 @@ def plan_transfers(before: RowPlacement, after: RowPlacement) -> list[RowTransfe
 
 
 def repartition(
-    rows: Mapping[int, bytes],
-    before: RowPlacement,
-    after: RowPlacement,
-    *,
-    rank: int,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[RowBytes, TransferStats]:
-    """This rank's rows in the next stage. Every rank of the group calls it with the same plan."""
+    rows: Mapping[int, bytes], before: RowPlacement, after: RowPlacement, *, rank: int
+) -> RowBytes:
+    """This rank's rows in the next stage. Every rank calls it with the same plan."""
     moves = plan_transfers(before, after)
-    needed = after.rows_of(rank)
-    kept = {row: rows[row] for row in needed if row in rows}
-    if not moves:
-        return kept, TransferStats()
-    outgoing = [move for move in moves if move.source == rank]
-    incoming = [move for move in moves if move.target == rank]
-    received = _exchange(rows, outgoing, incoming, group)
-    moved = TransferStats(
-        sent_bytes=sum(len(rows[move.row]) for move in outgoing),
-        received_bytes=sum(map(len, received.values())),
-    )
-    found = kept | received
-    return {row: found[row] for row in needed}, moved
+    found = dict(rows)
+    if moves:
+        outgoing = [move for move in moves if move.source == rank]
+        incoming = [move for move in moves if move.target == rank]
+        found |= _exchange(rows, outgoing, incoming)
+    return {row: found[row] for row in after.rows_of(rank)}
 
 
 def _exchange(
-    rows: Mapping[int, bytes],
-    outgoing: Sequence[RowTransfer],
-    incoming: Sequence[RowTransfer],
-    group: dist.ProcessGroup | None,
+    rows: Mapping[int, bytes], outgoing: Sequence[RowTransfer], incoming: Sequence[RowTransfer]
 ) -> RowBytes:
-    num_ranks = dist.get_world_size(group)
+    num_ranks = dist.get_world_size()
     outgoing = sorted(outgoing, key=lambda move: (move.target, move.row))
     incoming = sorted(incoming, key=lambda move: (move.source, move.row))
     targets_W = _counts([move.target for move in outgoing], num_ranks)
     sources_W = _counts([move.source for move in incoming], num_ranks)
     lengths = torch.tensor([len(rows[move.row]) for move in outgoing], dtype=torch.int64)
     coming = torch.empty(len(incoming), dtype=torch.int64)
-    dist.all_to_all_single(coming, lengths, sources_W, targets_W, group=group)
+    dist.all_to_all_single(coming, lengths, sources_W, targets_W)
     sent = _as_bytes(b"".join(rows[move.row] for move in outgoing))
     received = torch.empty(int(coming.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(
-        received, sent, _sums(coming, sources_W), _sums(lengths, targets_W), group=group
-    )
+    dist.all_to_all_single(received, sent, _sums(coming, sources_W), _sums(lengths, targets_W))
     payload = received.numpy()
     ends = coming.cumsum(0)
     starts = ends - coming

@@ -14,19 +14,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.errors import StoreError
+from penstock.trainer.arrays import Floats, Ints
 from penstock.trainer.ranks.balance import balance_parts, manifest_costs
-from penstock.trainer.ranks.group import RankBroadcasts
-from penstock.trainer.ranks.topology import RankPosition
+from penstock.trainer.ranks.group import Ranks
 from penstock.trainer.updates import updates_of
 from penstock.types import Manifest, PolicyName, RowPayload
 from penstock.wire.codec import decode, encode
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 class RowSource(Protocol):
@@ -35,15 +31,8 @@ class RowSource(Protocol):
     ) -> RowsAnswer: ...
 
 
-class RowFetchRanks(RankBroadcasts, Protocol):
-    """What fetching needs from the ranks."""
-
-    @property
-    def position(self) -> RankPosition: ...
-
-
 def fetch_rows(
-    dataflow: RowSource, manifest: Manifest, ranks: RowFetchRanks, *, minibatches: int = 1
+    dataflow: RowSource, manifest: Manifest, ranks: Ranks, *, minibatches: int = 1
 ) -> list[RowPayload]:
     """One entry for each row of the manifest; rows of other parts have no payload, like missing
     rows."""
@@ -51,13 +40,11 @@ def fetch_rows(
     if position.is_idle:
         return _at_manifest_index(manifest, (), ())
     own = split_rows(manifest, position.parallel.dp, minibatches)[position.part]
-    encoded = b""
+    answer = RowsAnswer(rows=())
     if position.fetches_rows:
         answer = dataflow.rows(policy, manifest.seq, own)
-        if position.parallel.tp == 1:
-            return _at_manifest_index(manifest, answer.rows, own)
-        encoded = encode(answer)
-    answer = decode(ranks.broadcast_in_tp_group(encoded), RowsAnswer)
+    if position.parallel.tp > 1:
+        answer = decode(ranks.broadcast_in_tp_group(encode(answer)), RowsAnswer)
     return _at_manifest_index(manifest, answer.rows, own)
 
 

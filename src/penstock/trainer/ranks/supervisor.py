@@ -91,9 +91,8 @@ def run_ranks(
         code = _run_once(command, num_ranks, env=env, is_stopping=is_stopping)
         if code == 0 or code in final_codes or is_stopping():
             return code
-        num_fast_failures = (
-            1 if time.monotonic() - began_at > HEALTHY_UPTIME_S else num_fast_failures + 1
-        )
+        was_healthy = time.monotonic() - began_at > HEALTHY_UPTIME_S
+        num_fast_failures = 1 if was_healthy else num_fast_failures + 1
         if num_fast_failures >= MAX_FAST_FAILURES:
             _log.error(
                 "ranks keep crashing on startup; giving up", failures=num_fast_failures, code=code
@@ -122,9 +121,9 @@ def _run_once(
                 for rank in ranks:
                     rank.terminate()
             codes = [rank.poll() for rank in ranks]
-            failed = [number for number, code in enumerate(codes) if code]
+            failed = [(number, code) for number, code in enumerate(codes) if code]
             if failed and not (is_terminated and _is_shutting_down(codes)):
-                return _report(failed[0], codes)
+                return _report(*failed[0])
             if None not in codes:
                 return 0
             time.sleep(POLL_S)
@@ -135,9 +134,7 @@ def _is_shutting_down(codes: Sequence[int | None]) -> bool:
     return None in codes and all(code in (None, 0, 128 + signal.SIGTERM) for code in codes)
 
 
-def _report(failed: int, codes: Sequence[int | None]) -> int:
-    code = codes[failed]
-    assert code is not None
+def _report(failed: int, code: int) -> int:
     shell_code = code if code > 0 else 128 - code
     if shell_code != 128 + signal.SIGTERM:
         why = signal.Signals(-code).name if code < 0 else f"exit code {code}"

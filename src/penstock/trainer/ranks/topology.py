@@ -3,18 +3,11 @@
 
 Owns the numbering. Rank r of a stage with `dp` × `tp` is in part r // tp; ranks from dp × tp on are
 idle in this stage. Imports no other module of penstock, and no torch.
-
-R = rows of a batch, in manifest order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +56,3 @@ class RankPosition:
     def fetches_rows(self) -> bool:
         """The one rank of its part that fetches rows; the part's other ranks get them from it."""
         return self.rank % self.parallel.tp == 0
-
-
-def round_robin(num_rows: int, num_parts: int) -> Ints:
-    """The part of each row if parts take rows in turn: p, p + parts, …"""
-    return np.arange(num_rows, dtype=np.int64) % num_parts

@@ -25,13 +25,17 @@ from penstock.trainer.ranks.group import RankGroup, Ranks
 from penstock.trainer.ranks.regions import TensorRegion, local, region_of
 
 
-def load_meta_model(folder: Path) -> PreTrainedModel:
-    """The model of a folder without its content; loaded in full if its files use other tensor
-    names."""
+def make_meta_model(folder: Path) -> PreTrainedModel:
+    """The model of a folder without its content."""
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     maker: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        meta_model: PreTrainedModel = maker.from_config(config, dtype=torch.float32)
+        return maker.from_config(config, dtype=torch.float32)
+
+
+def load_meta_model(folder: Path) -> PreTrainedModel:
+    """The same, but loaded in full if its files use other tensor names."""
+    meta_model = make_meta_model(folder)
     stored = {name: file.get_slice(name).get_shape() for name, file in _files(folder).items()}
     is_known = all(stored.get(name) == [*p.shape] for name, p in meta_model.named_parameters())
     return meta_model if is_known else load_model(folder)

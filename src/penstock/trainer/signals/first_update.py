@@ -7,12 +7,10 @@ T = tokens of all samples, K = tokens of the first update.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 import numpy as np
 import torch
 
+from penstock.trainer.arrays import Floats
 from penstock.trainer.batches import Batch
 from penstock.trainer.ranks.group import RankReductions
 from penstock.trainer.signals.mismatch import (
@@ -23,7 +21,6 @@ from penstock.trainer.signals.mismatch import (
     to_vector,
 )
 from penstock.trainer.signals.ratio_stats import (
-    Floats,
     RatioStats,
     informative_share,
     measure_ratios,
@@ -31,16 +28,11 @@ from penstock.trainer.signals.ratio_stats import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstUpdateStats:
-    metrics: Mapping[str, float]
-    mismatches: Mapping[str, Mismatch] = field(default_factory=dict[str, Mismatch])
-
-
 def first_update_stats(
     batch: Batch, logprobs_T: Floats, bounds: tuple[float, float], ranks: RankReductions
-) -> FirstUpdateStats:
-    """`logprobs_T`: log-probs of the first update's tokens, NaN elsewhere."""
+) -> tuple[dict[str, float], dict[str, Mismatch]]:
+    """(metrics, mismatch by node). `logprobs_T`: log-probs of the first update's tokens, NaN
+    elsewhere."""
     samples, rows_T = batch.samples, batch.rows_T
     advantages_T = np.where(samples.mask_T, batch.token_columns["advantage"], 0.0)
     teaching_G = tokens_with_advantage(advantages_T, batch.groups_R[rows_T], batch.num_groups)
@@ -66,4 +58,4 @@ def first_update_stats(
     pool = pool_mismatch(mismatches)
     metrics |= {"gap/mean": pool.mean_abs, "gap/k3": pool.k3, "gap/max": pool.max_abs}
     metrics["gap/staleness"] = float(staleness if pool.num_tokens else 0)
-    return FirstUpdateStats(metrics=metrics, mismatches=mismatches)
+    return metrics, mismatches

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 
-from penstock.trainer.signals.ratio_stats import Floats, Ints, log_ratios
+from penstock.trainer.arrays import Floats, Ints
+from penstock.trainer.signals.ratio_stats import log_ratios
 from penstock.types import NodeId
 
 DRIFT = 10.0
@@ -40,7 +41,7 @@ FORGET_AFTER = 200
 """Batches after which a node that sends nothing leaves the pool."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Mismatch:
     """Between one node's engine and the trainer, over fresh tokens of one batch."""
 
@@ -60,14 +61,14 @@ class Mismatch:
 
     def __add__(self, other: Mismatch) -> Mismatch:
         return Mismatch(
-            num_tokens=self.num_tokens + other.num_tokens,
-            sum_abs=self.sum_abs + other.sum_abs,
-            sum_k3=self.sum_k3 + other.sum_k3,
-            max_abs=max(self.max_abs, other.max_abs),
+            self.num_tokens + other.num_tokens,
+            self.sum_abs + other.sum_abs,
+            self.sum_k3 + other.sum_k3,
+            max(self.max_abs, other.max_abs),
         )
 
 
-NO_GAP = Mismatch(num_tokens=0, sum_abs=0.0, sum_k3=0.0, max_abs=0.0)
+NO_GAP = Mismatch(0, 0.0, 0.0, 0.0)
 
 
 def mismatch_by_node(
@@ -90,15 +91,8 @@ def mismatch_by_node(
     nums_N = np.bincount(node_K, minlength=names.size)
     abs_N = np.bincount(node_K, size_K, minlength=names.size)
     k3_N = np.bincount(node_K, np.expm1(log_K) - log_K, minlength=names.size)
-    return {
-        str(name): Mismatch(
-            num_tokens=int(nums_N[n]),
-            sum_abs=float(abs_N[n]),
-            sum_k3=float(k3_N[n]),
-            max_abs=float(most_N[n]),
-        )
-        for n, name in enumerate(names)
-    }
+    sums = zip(nums_N.tolist(), abs_N.tolist(), k3_N.tolist(), most_N.tolist(), strict=True)
+    return {str(name): Mismatch(*found) for name, found in zip(names, sums, strict=True)}
 
 
 def pool_mismatch(mismatches: Mapping[str, Mismatch]) -> Mismatch:
@@ -111,14 +105,7 @@ def to_vector(mismatches: Mapping[str, Mismatch]) -> Floats:
     numbers: list[float] = []
     for node, mismatch in mismatches.items():
         name = node.encode()
-        numbers += [
-            len(name),
-            *name,
-            mismatch.num_tokens,
-            mismatch.sum_abs,
-            mismatch.sum_k3,
-            mismatch.max_abs,
-        ]
+        numbers += [len(name), *name, *astuple(mismatch)]
     return np.array(numbers, np.float64)
 
 
@@ -129,11 +116,8 @@ def from_vector(numbers: Floats) -> dict[str, Mismatch]:
     while at < numbers.size:
         end = at + 1 + int(numbers[at])
         node = bytes(int(byte) for byte in numbers[at + 1 : end]).decode()
-        num_tokens, sum_abs, sum_k3, max_abs = (float(one) for one in numbers[end : end + 4])
-        mismatch = Mismatch(
-            num_tokens=int(num_tokens), sum_abs=sum_abs, sum_k3=sum_k3, max_abs=max_abs
-        )
-        found[node] = found.get(node, NO_GAP) + mismatch
+        num_tokens, *sums = numbers[end : end + 4].tolist()
+        found[node] = found.get(node, NO_GAP) + Mismatch(int(num_tokens), *sums)
         at = end + 4
     return found
 
@@ -175,7 +159,7 @@ class DriftingNode:
     """A node that differs from its pool."""
 
     boot: str
-    """NODE/SESSION."""
+    """NODE/BOOT."""
     k3: float
     mean_abs: float
     median_k3: float

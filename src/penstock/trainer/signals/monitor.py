@@ -3,47 +3,84 @@
 far from the trainer.
 
 Owns the state over batches (average mismatch by node, consecutive bad batches), which survives a
-restart of the trainer. Measures nothing itself: the learner does, before the weights move.
+restart of the trainer; if a trainer of another version cannot read it, it starts with empty state:
+a checkpoint stays usable without its alarms. Measures nothing itself: the learner does, before the
+weights move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import structlog
 
+from penstock.errors import BadRequest
 from penstock.trainer.learner import SkipReason, Stats
-from penstock.trainer.signals.alarms import EXCLUDED, cause_of
-from penstock.trainer.signals.mismatch import DriftingNode, pool_mismatch
-from penstock.trainer.signals.monitor_state import MonitorState
+from penstock.trainer.signals.alarms import EXCLUDED, DivergenceStreak, NoSignalStreak, cause_of
+from penstock.trainer.signals.mismatch import (
+    DriftingNode,
+    MovingAverage,
+    NodeMismatches,
+    pool_mismatch,
+)
+from penstock.wire.codec import JSON, decode, encode_json
 
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorState:
+    """What a trainer keeps about past batches; part of its checkpoint, as plain JSON."""
+
+    mismatches: NodeMismatches = field(default_factory=NodeMismatches)
+    no_signal: NoSignalStreak = field(default_factory=NoSignalStreak)
+    divergence: DivergenceStreak = field(default_factory=DivergenceStreak)
+
+
+def to_json(state: MonitorState) -> dict[str, Any]:
+    """Without numbers that JSON cannot hold: a node with such an average starts fresh."""
+    known, streak = state.mismatches, state.divergence
+    nodes = {name: one for name, one in known.nodes.items() if _is_finite(one)}
+    k3 = streak.k3 if math.isfinite(streak.k3) else 0.0
+    finite = replace(
+        state, mismatches=replace(known, nodes=nodes), divergence=replace(streak, k3=k3)
+    )
+    return json.loads(encode_json(finite))
+
+
+def from_json(found: Mapping[str, Any]) -> MonitorState:
+    try:
+        return decode(encode_json(found), MonitorState, media_type=JSON)
+    except BadRequest as error:
+        _log.warning(
+            "monitor state in the checkpoint is unreadable; starting with empty state",
+            why=str(error),
+        )
+        return MonitorState()
+
+
+def _is_finite(average: MovingAverage) -> bool:
+    return math.isfinite(average.sum_k3) and math.isfinite(average.sum_abs)
+
+
 class SignalMonitor:
     def __init__(
-        self, quarantine: Callable[[DriftingNode], None], monitor_state: MonitorState | None = None
+        self, quarantine: Callable[[DriftingNode], None], state: MonitorState | None = None
     ) -> None:
-        monitor_state = monitor_state or MonitorState()
         self._quarantine = quarantine
-        self._mismatches = monitor_state.mismatches
-        self._no_signal = monitor_state.no_signal
-        self._divergence = monitor_state.divergence
-
-    @property
-    def monitor_state(self) -> MonitorState:
-        return MonitorState(
-            mismatches=self._mismatches, no_signal=self._no_signal, divergence=self._divergence
-        )
+        self.state = state or MonitorState()
 
     def observe(self, seq: int, stats: Stats) -> str | None:
         """Judge the metrics of batch `seq`; return the alarms to raise now, if any."""
-        self._mismatches = self._mismatches.updated(stats.mismatches, seq)
-        drifting = self._mismatches.drifting()
+        mismatches = self.state.mismatches.updated(stats.mismatches, seq)
+        drifting = mismatches.drifting()
         for node in drifting:
             _log.warning("node quarantined", node=node.node_id, boot_id=node.boot_id, why=str(node))
             self._quarantine(node)
-        self._mismatches = self._mismatches.without_reported(drifting)
         values = stats.values
         cause = cause_of(
             num_tokens=values.get("tokens/trained", 0.0),
@@ -54,11 +91,14 @@ class SignalMonitor:
             is_rejected=stats.skipped is SkipReason.REJECTED,
             num_excluded=values.get(EXCLUDED, 0.0),
         )
-        self._no_signal = self._no_signal.updated(cause)
-        self._divergence = self._divergence.updated(
-            values.get("gap/k3", 0.0), values.get("gap/staleness", 0.0)
+        self.state = MonitorState(
+            mismatches=mismatches.without_reported(drifting),
+            no_signal=self.state.no_signal.updated(cause),
+            divergence=self.state.divergence.updated(
+                values.get("gap/k3", 0.0), values.get("gap/staleness", 0.0)
+            ),
         )
-        alarm = self._no_signal.alarm or self._divergence.alarm
+        alarm = self.state.no_signal.alarm or self.state.divergence.alarm
         if alarm is not None:
             _log.error("run may have no learning signal", why=alarm)
         return alarm

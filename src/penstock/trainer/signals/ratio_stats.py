@@ -10,20 +10,17 @@ K = trained tokens of this rank, G = groups of the batch, B = bins.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from penstock.trainer.arrays import Floats, Ints
 
 MAX_LOG_RATIO = 20.0
 """As in the losses: one absurd record must not make every sum infinite."""
 _EDGES_B = np.linspace(-2.0, 2.0, 801)
 """Bins of log ratios; values outside count in the first and the last."""
 _QUANTILES = {"q001": 0.001, "q01": 0.01, "q50": 0.5, "q99": 0.99, "q999": 0.999}
-_NUM_SUMS = 8
 
 
 def log_ratios(logprobs_K: Floats, sampling_K: Floats) -> Floats:
@@ -34,7 +31,7 @@ def log_ratios(logprobs_K: Floats, sampling_K: Floats) -> Floats:
     return np.clip(filled_K, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RatioStats:
     """Sums over the ratios of a batch; add two ranks' sums by their `vector`."""
 
@@ -55,32 +52,13 @@ class RatioStats:
     @property
     def vector(self) -> Floats:
         """All of it as one vector, for `sum_over_ranks`."""
-        sums = [
-            self.num_tokens,
-            self.sum_weights,
-            self.sum_squares,
-            self.num_up,
-            self.num_down,
-            self.num_clipped_up,
-            self.num_clipped_down,
-            self.num_beyond,
-        ]
-        return np.concatenate([np.array(sums, np.float64), self.counts_B])
+        *sums, counts_B = astuple(self)
+        return np.concatenate([sums, counts_B])
 
     @staticmethod
     def from_vector(vector: Floats) -> RatioStats:
-        sums = [float(number) for number in vector[:_NUM_SUMS]]
-        return RatioStats(
-            num_tokens=sums[0],
-            sum_weights=sums[1],
-            sum_squares=sums[2],
-            num_up=sums[3],
-            num_down=sums[4],
-            num_clipped_up=sums[5],
-            num_clipped_down=sums[6],
-            num_beyond=sums[7],
-            counts_B=vector[_NUM_SUMS:],
-        )
+        num_bins = _EDGES_B.size - 1
+        return RatioStats(*vector[:-num_bins].tolist(), counts_B=vector[-num_bins:])
 
     @property
     def effective_samples(self) -> float:

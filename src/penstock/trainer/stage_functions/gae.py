@@ -10,9 +10,9 @@ from pydantic import Field
 
 from penstock.config.builtin_stages import Axis, stage_function
 from penstock.trainer.advantages.baselines import final_rewards, last_trained
+from penstock.trainer.arrays import Floats
 from penstock.trainer.pipeline.layout import (
     Columns,
-    Floats,
     Layout,
     RowValues,
     TokenValues,
@@ -35,15 +35,17 @@ def gae(
     critic's values. `gamma` discounts later rewards; `lam` 1 uses full returns, 0 only the next
     value. A stage that reads `truncated` bootstraps such rows from their last value instead of 0.
     `normalise` scales the advantages, not the returns, over the batch."""
-    from penstock.trainer.advantages.gae import Gae  # imports torch, which planning does not need
+    # imports torch, which planning does not need
+    from penstock.trainer.advantages.gae import estimate_advantages
 
     rewards_T = final_rewards(reward, layout.mask_T, layout.starts_S, layout.ends_S, layout.rows_S)
     after_S = None if truncated is None else _bootstrap_values(layout, values, truncated)
-    found = Gae(discount=gamma, lam=lam)(rewards_T, values, layout.mask_T, layout.ends_S, after_S)
-    advantages_T = found.advantages_T
+    advantages_T, returns_T = estimate_advantages(
+        rewards_T, values, layout.mask_T, layout.ends_S, after_S, discount=gamma, lam=lam
+    )
     if normalise:
         advantages_T = normalised_over_batch(layout, reward, advantages_T)
-    return {"advantage": advantages_T, "returns": found.returns_T}
+    return {"advantage": advantages_T, "returns": returns_T}
 
 
 def _bootstrap_values(layout: Layout, values: Floats, truncated: Floats) -> Floats:

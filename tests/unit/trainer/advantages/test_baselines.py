@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -128,13 +129,6 @@ def test_groups_of_one_are_compared_with_their_batch() -> None:
     assert batch_advantages(rewards, each_alone).tolist() == pytest.approx(expected)
 
 
-def test_clipping_bounds_the_one_outlier() -> None:
-    rewards = np.array([1e6] + [0.0] * 999)
-    zeros = np.zeros(1000, np.int64)
-    assert group_advantages(rewards, zeros).max() > 30
-    assert group_advantages(rewards, zeros, is_clipped=True).max() == 20.0
-
-
 def test_rloo_is_dr_grpo_stretched() -> None:
     groups = [[0.1, 0.9, 0.4, 0.4], [1.0, 0.0]]
     stretched = np.array([4 / 3] * 4 + [2.0] * 2) * centred_advantages(*flatten(groups))
@@ -221,7 +215,7 @@ def test_normalised_over_trained_tokens_and_ranks() -> None:
     assert (whole[~mask] == 0).all()
     shards = [slice(0, 7), slice(7, 300), slice(300, 500)]
     parts = [moments(values[cut], mask[cut]) for cut in shards]
-    summed = parts[0] + parts[1] + parts[2]
+    summed = Moments(*np.sum([astuple(part) for part in parts], axis=0).tolist())
     for cut in shards:
         np.testing.assert_allclose(
             normalised(values[cut], mask[cut], summed), whole[cut], rtol=1e-9

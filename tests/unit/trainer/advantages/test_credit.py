@@ -13,9 +13,7 @@ from tests.unit.trainer import oracles
 from penstock.trainer.advantages.baselines import group_advantages, leave_one_out_advantages
 from penstock.trainer.advantages.credit import (
     Combine,
-    Floats,
     Turns,
-    broadcast,
     by_role,
     combine_returns,
     compare_turns,
@@ -23,7 +21,8 @@ from penstock.trainer.advantages.credit import (
     last_turn,
     spread_to_tokens,
 )
-from penstock.trainer.advantages.overlong import Overlong, OverlongPenalty, overlong_penalty
+from penstock.trainer.arrays import Floats
+from penstock.trainer.stage_functions.overlong import Overlong, overlong_penalty, shape_overlong
 
 NAN = math.nan
 TURNS = Turns(nums_R=np.array([3, 1, 0, 2]))
@@ -31,8 +30,7 @@ SCORES = np.array([0.1, 0.9, 0.4, 0.7, 0.2, 0.6])
 OUTCOMES = np.array([1.0, 0.0, 5.0, 0.5])
 
 
-def test_every_turn_carries_its_trajectory_or_the_last_one_does() -> None:
-    assert broadcast(OUTCOMES, TURNS).tolist() == [1.0, 1.0, 1.0, 0.0, 0.5, 0.5]
+def test_the_last_turn_carries_its_trajectory() -> None:
     assert last_turn(OUTCOMES, TURNS).tolist() == [0.0, 0.0, 1.0, 0.0, 0.0, 0.5]
 
 
@@ -117,7 +115,7 @@ def test_equal_returns_give_the_trajectories_own_advantages() -> None:
     got = compare_turns(
         combine_returns(outcomes, np.zeros(17), turns, Combine.OUTCOME), groups, turns
     )
-    want = broadcast(group_advantages(outcomes, groups), turns)
+    want = group_advantages(outcomes, groups)[turns.rows_Q]
     np.testing.assert_allclose(got, want, rtol=1e-12)
     with_scores = combine_returns(outcomes, np.arange(17.0), turns, Combine.WEIGHTED, share=1.0)
     np.testing.assert_array_equal(compare_turns(with_scores, groups, turns), got)
@@ -175,7 +173,7 @@ def test_finer_credit_is_nearer_the_truth() -> None:
     both = combine_returns(outcomes, scores, turns, Combine.WEIGHTED, share=0.2)
     process = compare_turns(both, groups, turns)
     later = discounted(last_turn(advantages, turns), turns, 0.4)
-    everywhere = broadcast(advantages, turns)
+    everywhere = advantages[turns.rows_Q]
     assert nearness(process) > nearness(later) + 0.02 > nearness(everywhere) + 0.04
     assert (everywhere[::2] == everywhere[1::2]).all()
 
@@ -203,20 +201,13 @@ CUT = np.array([False, False, True, False])
 def test_what_becomes_of_overlong_answers(
     how: Overlong, rewards: list[float], aside: list[bool]
 ) -> None:
-    rule = OverlongPenalty(how=how, max_length=80, margin=40)
-    got, is_aside = rule(REWARDS, LENGTHS, CUT)
+    got, is_aside = shape_overlong(REWARDS, LENGTHS, CUT, how=how, max_length=80, margin=40)
     np.testing.assert_array_equal(got, rewards)
     assert is_aside.tolist() == aside
 
 
 def test_an_answer_set_aside_does_not_shift_its_group() -> None:
-    rule = OverlongPenalty(how=Overlong.MASK, max_length=80, margin=40)
-    got, _ = rule(REWARDS, LENGTHS, CUT)
+    got, _ = shape_overlong(REWARDS, LENGTHS, CUT, how=Overlong.MASK, max_length=80, margin=40)
     credit = group_advantages(got, np.zeros(4, np.int64))
     assert credit[[0, 1, 3]].tolist() == pytest.approx(oracles.grpo([[1.0, 1.0, 0.5]]))
     assert credit[2] == 0
-
-
-def test_a_margin_beyond_the_limit_is_refused() -> None:
-    with pytest.raises(ValueError, match="margin"):
-        OverlongPenalty(how=Overlong.PUNISH, max_length=10, margin=11)

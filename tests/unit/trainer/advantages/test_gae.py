@@ -12,7 +12,7 @@ import torch
 from tests.unit.trainer import oracles
 from tests.unit.trainer.cases import Floats, random_case, tokens_of
 
-from penstock.trainer.advantages.gae import Gae, GaeResult, ValueLoss
+from penstock.trainer.advantages.gae import ValueLoss, estimate_advantages
 
 
 def ragged(
@@ -33,7 +33,8 @@ def explicit(
     mask: np.ndarray[tuple[int], np.dtype[np.bool_]],
     lengths: list[int],
     after: Floats,
-    rule: Gae,
+    discount: float,
+    lam: float,
 ) -> tuple[Floats, Floats]:
     advantages, returns = np.zeros(mask.size), np.zeros(mask.size)
     for sample, span in enumerate(oracles.spans(lengths)):
@@ -42,8 +43,8 @@ def explicit(
             [float(rewards[t]) for t in trained],
             [float(values[t]) for t in trained],
             float(after[sample]),
-            rule.discount,
-            rule.lam,
+            discount,
+            lam,
         )
         advantages[trained], returns[trained] = one, other
     return advantages, returns
@@ -55,50 +56,54 @@ def explicit(
 @pytest.mark.parametrize("is_truncated", [False, True])
 def test_against_the_double_sum(seed: int, discount: float, lam: float, is_truncated: bool) -> None:
     rewards, values, mask, lengths = ragged(seed)
-    rule = Gae(discount=discount, lam=lam)
     after = np.array([0.0, 2.0, -1.0, 3.0, 0.5, 0.0]) * is_truncated
-    got = rule(rewards, values, mask, np.cumsum(lengths), after if is_truncated else None)
-    advantages, returns = explicit(rewards, values, mask, lengths, after, rule)
-    np.testing.assert_allclose(got.advantages_T, advantages, rtol=1e-12, atol=1e-13)
-    np.testing.assert_allclose(got.returns_T, returns, rtol=1e-12, atol=1e-13)
-    assert (got.advantages_T[~mask] == 0).all() and (got.returns_T[~mask] == 0).all()
+    bootstrap, ends = after if is_truncated else None, np.cumsum(lengths)
+    got = estimate_advantages(rewards, values, mask, ends, bootstrap, discount=discount, lam=lam)
+    want = explicit(rewards, values, mask, lengths, after, discount, lam)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-13)
+        assert (ours[~mask] == 0).all()
 
 
-def chain(rule: Gae, values: list[float], rewards: list[float]) -> GaeResult:
-    mask = np.ones(len(values), np.bool_)
-    return rule(np.array(rewards), np.array(values), mask, np.array([len(values)]))
+def chain(
+    values: list[float], rewards: list[float], *, discount: float = 1.0, lam: float = 1.0
+) -> tuple[Floats, Floats]:
+    mask, ends = np.ones(len(values), np.bool_), np.array([len(values)])
+    return estimate_advantages(
+        np.array(rewards), np.array(values), mask, ends, discount=discount, lam=lam
+    )
 
 
 def test_the_two_ends_of_the_trace() -> None:
     values, rewards = [0.5, 0.2, -0.4], [0.1, 0.0, 1.0]
-    whole = chain(Gae(discount=0.9), values, rewards).advantages_T
+    whole, _ = chain(values, rewards, discount=0.9)
     sums = [0.1 + 0.81, 0.9, 1.0]
     assert whole.tolist() == pytest.approx([s - v for s, v in zip(sums, values, strict=True)])
-    single = chain(Gae(discount=0.9, lam=0.0), values, rewards).advantages_T
+    single, _ = chain(values, rewards, discount=0.9, lam=0.0)
     assert single.tolist() == pytest.approx([0.1 + 0.18 - 0.5, -0.36 - 0.2, 1.0 + 0.4])
 
 
 def test_without_values_every_token_has_the_outcome() -> None:
-    got = chain(Gae(), [0.0] * 4, [0.0, 0.0, 0.0, 0.7])
-    assert got.advantages_T.tolist() == got.returns_T.tolist() == [0.7] * 4
+    advantages, returns = chain([0.0] * 4, [0.0, 0.0, 0.0, 0.7])
+    assert advantages.tolist() == returns.tolist() == [0.7] * 4
 
 
 def test_a_sample_without_a_reward_teaches_nothing() -> None:
     rewards, values, mask, lengths = ragged(0)
-    plain = Gae(lam=0.9)(rewards, values, mask, np.cumsum(lengths))
+    plain, _ = estimate_advantages(rewards, values, mask, np.cumsum(lengths), lam=0.9)
     last = np.flatnonzero(mask[:18])[-1]
     rewards[last] = math.nan
-    got = Gae(lam=0.9)(rewards, values, mask, np.cumsum(lengths))
-    assert (got.advantages_T[6:18] == 0).all()
-    np.testing.assert_array_equal(got.returns_T[6:18], np.where(mask, values, 0)[6:18])
+    got, returns = estimate_advantages(rewards, values, mask, np.cumsum(lengths), lam=0.9)
+    assert (got[6:18] == 0).all()
+    np.testing.assert_array_equal(returns[6:18], np.where(mask, values, 0)[6:18])
     others = np.r_[0:6, 18:55]
-    np.testing.assert_array_equal(got.advantages_T[others], plain.advantages_T[others])
+    np.testing.assert_array_equal(got[others], plain[others])
 
 
 def test_an_empty_batch() -> None:
     none = np.zeros(0)
-    got = Gae()(none, none, np.zeros(0, np.bool_), np.zeros(0, np.int64))
-    assert got.advantages_T.size == 0
+    got, _ = estimate_advantages(none, none, np.zeros(0, np.bool_), np.zeros(0, np.int64))
+    assert got.size == 0
 
 
 @pytest.mark.parametrize("seed", range(4))

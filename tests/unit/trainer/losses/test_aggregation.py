@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import reduce
-from operator import add
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -13,16 +11,20 @@ from tests.unit.trainer import oracles
 from tests.unit.trainer.cases import Case, Floats, losses_and_gradient, random_case
 
 from penstock.trainer.algorithms.gspo import GspoLoss
-from penstock.trainer.losses.aggregation import Aggregation, Counts, Denominator, LossWeights, count
+from penstock.trainer.losses.aggregation import Aggregation, Counts, LossWeights, count
 from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.losses.mismatch import CorrectedLoss, Correction, Weighting
 from penstock.trainer.losses.ratios import RatioAgainst
 from penstock.trainer.losses.tokens import Objective
 
 
-def rule(mode: Aggregation, denominator: Denominator = Denominator.SURVIVING) -> LossWeights:
-    length = 16 if mode is Aggregation.FIXED_CONSTANT else 0
-    return LossWeights(aggregation=mode, denominator=denominator, constant_length=length)
+def rule(mode: Aggregation) -> LossWeights:
+    return LossWeights(aggregation=mode, constant_length=16)
+
+
+def add(counts: list[Counts]) -> Counts:
+    """Of a whole update, as ranks add them up."""
+    return Counts(*np.sum([astuple(one) for one in counts], axis=0).tolist())
 
 
 def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -40,27 +42,24 @@ def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 )
 def test_two_sequences_by_hand(mode: LossWeights, flat: float, peaked: float) -> None:
     lengths = ints(1, 3)
-    weights = mode.by_token(lengths, count(lengths))
+    weights = mode.by_token(lengths, count(lengths, None), None)
     assert weights @ np.ones(4) == pytest.approx(flat)
     assert weights @ np.array([4.0, 0, 0, 0]) == pytest.approx(peaked)
 
 
 @pytest.mark.parametrize("mode", Aggregation)
-@pytest.mark.parametrize("denominator", Denominator)
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.3, 0.05])
-def test_rejected_tokens_against_the_oracle(
-    mode: Aggregation, denominator: Denominator, share: float
-) -> None:
+def test_rejected_tokens_against_the_oracle(mode: Aggregation, share: float) -> None:
     draw = np.random.default_rng(0)
     lengths = ints(3, 0, 1, 12, 7, 0)
     losses, kept = draw.standard_normal(23), draw.random(23) < share
-    weights = rule(mode, denominator).by_token(lengths, count(lengths, kept), kept)
+    weights = rule(mode).by_token(lengths, count(lengths, kept), kept)
     want = oracles.aggregate(
         losses,
         lengths.tolist(),
         mode,
         kept=kept.tolist(),
-        is_surviving=denominator is Denominator.SURVIVING,
+        is_surviving=True,
         constant=16,
     )
     assert weights @ losses == pytest.approx(want, rel=1e-12)
@@ -75,8 +74,8 @@ def test_few_survivors_are_not_blown_up() -> None:
 
 def test_sequences_without_tokens_do_not_count() -> None:
     lengths = ints(2, 0, 2)
-    assert count(lengths).num_sequences == 2
-    assert count(ints(0, 0)).is_empty
+    assert count(lengths, None).num_sequences == 2
+    assert count(ints(0, 0), None).is_empty
     kept = np.array([True, True, False, False])
     assert count(lengths, kept) == Counts(
         num_tokens=4, num_sequences=2, num_surviving_tokens=2, num_surviving_sequences=1
@@ -89,13 +88,6 @@ def test_nothing_left_gives_zeros_and_says_so() -> None:
     assert counts.is_empty
     for mode in Aggregation:
         assert rule(mode).by_token(lengths, counts, kept).tolist() == [0.0] * 5
-
-
-def test_a_constant_length_belongs_to_its_mode_alone() -> None:
-    with pytest.raises(ValueError, match="fixed-constant"):
-        LossWeights(aggregation=Aggregation.FIXED_CONSTANT)
-    with pytest.raises(ValueError, match="others none"):
-        LossWeights(constant_length=4)
 
 
 # ---------------------------------------------------------------------- the same whatever the parts
@@ -125,7 +117,7 @@ def in_parts(
     cut = [part(case, sequences) for sequences in parts]
     kept = [~rejected(objective, piece) for piece, _ in cut]
     lengths = [np.array(piece.lengths, np.int64) for piece, _ in cut]
-    of_update = reduce(add, (count(n, k) for n, k in zip(lengths, kept, strict=True)))
+    of_update = add([count(n, k) for n, k in zip(lengths, kept, strict=True)])
     total, gradient = 0.0, np.zeros(case.now.size)
     for (piece, tokens), n, k in zip(cut, lengths, kept, strict=True):
         by_token = weights.by_token(n, of_update, k)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.trainer.losses.logprobs import Truncation, entropy, sampling_log_softmax
-from penstock.trainer.losses.ratios import behaviour_kl, log_ratio
+from penstock.trainer.losses.ratios import k3, log_ratio
 
 Floats = npt.NDArray[np.float64]
 DRAW = np.random.default_rng(0)
@@ -90,13 +90,13 @@ def test_one_absurd_record_leaves_all_gradients_numbers(recorded: float, advanta
     loss.backward()
     assert now.grad is not None and torch.isfinite(loss)
     np.testing.assert_allclose(now.grad.numpy(), [-1.0, np.exp(0.1), 0.0], rtol=1e-6)
-    assert torch.isfinite(behaviour_kl(ratio)).all()
+    assert torch.isfinite(k3(ratio)).all()
 
 
-def test_behaviour_kl_is_unbiased_and_never_negative() -> None:
+def test_k3_is_unbiased_and_never_negative() -> None:
     behaviour = np.array([0.5, 0.3, 0.2])
     current = np.array([0.4, 0.4, 0.2])
-    values = behaviour_kl(torch.tensor(np.log(current / behaviour)))
+    values = k3(torch.tensor(np.log(current / behaviour)))
     assert (values >= 0).all()
     exact = float((behaviour * np.log(behaviour / current)).sum())
     assert float((torch.tensor(behaviour) * values).sum()) == pytest.approx(exact)

@@ -19,20 +19,14 @@ from tests.unit.trainer.cases import (
     tokens_of,
 )
 
-from penstock.trainer.algorithms.decoupled import DecoupledLoss
-from penstock.trainer.algorithms.m2po import M2poBudget, M2poLoss
-from penstock.trainer.losses.budgets import WrappedBudget
 from penstock.trainer.losses.clipped import ClippedLoss
-from penstock.trainer.losses.divergence import EntropyBonus
 from penstock.trainer.losses.mismatch import (
     CorrectedLoss,
     Correction,
     SequenceRatio,
     Weighting,
-    correction_of,
 )
 from penstock.trainer.losses.ratios import RatioAgainst
-from penstock.trainer.losses.tokens import Objective
 
 PPO = ClippedLoss(ratio_against=RatioAgainst.PROXIMAL)
 HAND = torch.tensor([0.2, -1.2, 0.9, -8.0, 0.5], dtype=torch.float64)
@@ -127,48 +121,11 @@ def test_what_is_told() -> None:
     assert "clip_ratio/low" in metrics
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        DecoupledLoss(),
-        ClippedLoss(),
-        EntropyBonus(inner=DecoupledLoss(), coef=0.1),
-        M2poLoss(threshold=1.0, is_all_dropped=False, ratio_low=0.05, ratio_high=20.0),
-    ],
-    ids=lambda one: type(one).__name__,
-)
-def test_the_mismatch_is_never_counted_twice(inner: Objective) -> None:
-    with pytest.raises(ValueError, match="twice"):
-        CorrectedLoss(inner=inner, correction=Correction())
-    CorrectedLoss(inner=inner, correction=Correction(weighting=Weighting.NONE, veto=1e-4))
-
-
-def test_a_budget_is_refused_its_correction_before_the_first_update() -> None:
-    with pytest.raises(ValueError, match="twice"):
-        WrappedBudget(
-            budget=M2poBudget(),
-            wrap=lambda inner: CorrectedLoss(inner=inner, correction=Correction()),
-        )
-    rejects = Correction(weighting=Weighting.NONE, veto=1e-4)
-    WrappedBudget(
-        budget=M2poBudget(), wrap=lambda inner: CorrectedLoss(inner=inner, correction=rejects)
-    )
-
-
-def test_bounds_out_of_order_and_a_missing_column_are_refused() -> None:
-    with pytest.raises(ValueError, match="bounds"):
-        Correction(low=3.0, high=2.0)
+def test_a_missing_column_is_refused() -> None:
     with pytest.raises(ValueError, match="proximal_logprobs"):
         CorrectedLoss(
             inner=ClippedLoss(ratio_against=RatioAgainst.PROXIMAL), correction=Correction()
         )(replace(tokens_of(random_case(0)), proximal_K=None))
-
-
-def test_a_correction_is_found_under_other_layers() -> None:
-    correction = Correction(high=1.7)
-    layered = EntropyBonus(inner=CorrectedLoss(inner=PPO, correction=correction), coef=0.1)
-    assert correction_of(layered) is correction
-    assert correction_of(PPO) is None
 
 
 @pytest.mark.parametrize("recorded", [-1e38, 0.0])

@@ -23,10 +23,10 @@ from tests.unit.trainer.cases import (
 from penstock.trainer.algorithms.cispo import CispoLoss
 from penstock.trainer.algorithms.decoupled import DecoupledLoss
 from penstock.trainer.algorithms.gspo import GspoLoss
-from penstock.trainer.algorithms.m2po import M2poBudget, M2poLoss, Refresh
+from penstock.trainer.algorithms.m2po import M2poBudget, M2poLoss
 from penstock.trainer.algorithms.opd import DistillationLoss
 from penstock.trainer.algorithms.sapo import SapoLoss
-from penstock.trainer.losses.budgets import WrappedBudget
+from penstock.trainer.build_objective import WrappedBudget
 from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.losses.divergence import EntropyBonus
 from penstock.trainer.losses.ratios import RatioAgainst
@@ -79,11 +79,6 @@ def test_what_is_told_of_the_ratio() -> None:
     np.testing.assert_allclose(metrics["kl"].numpy(), ratio - 1 - np.log(ratio), atol=1e-12)
 
 
-def test_a_dual_clip_inside_the_ordinary_one_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"delta 1\.1"):
-        ClippedLoss(delta=1.1)
-
-
 # ---------------------------------------------------------------------------------------- decoupled
 
 
@@ -132,7 +127,7 @@ def test_decoupled_descends_the_on_policy_gradient_in_expectation() -> None:
 
 
 def wide(low: float, high: float) -> GspoLoss:
-    return GspoLoss(epsilon=low, epsilon_high=high, is_wide_allowed=True)
+    return GspoLoss(epsilon=low, epsilon_high=high)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -165,11 +160,6 @@ def test_gspo_of_single_tokens_is_ppo() -> None:
         strict=True,
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-14)
-
-
-def test_gspo_refuses_a_clip_that_never_bites() -> None:
-    with pytest.raises(ValueError, match="nothing would be clipped"):
-        GspoLoss(epsilon=0.2, epsilon_high=0.2)
 
 
 # ------------------------------------------------------------------------------------- CISPO, SAPO
@@ -212,11 +202,6 @@ def test_the_soft_gate_has_slope_one_at_one_and_falls_on_both_sides(tau: float) 
     assert slopes[0] == pytest.approx(1.0, rel=1e-12)
     steps = np.diff(slopes[1:])
     assert (steps[ratios[1:] <= 1] > 0).all() and (steps[ratios[:-1] >= 1] < 0).all()
-
-
-def test_sapo_refuses_bad_tokens_that_decay_slower() -> None:
-    with pytest.raises(ValueError, match="at least as fast"):
-        SapoLoss(temperature_good=1.1, temperature_bad=1.0)
 
 
 # --------------------------------------------------------------------------------------------- M2PO
@@ -320,14 +305,6 @@ def test_m2po_without_a_harmful_token_keeps_everything() -> None:
     assert region.threshold == math.inf and not region.is_all_dropped
 
 
-def test_m2po_refreshed_per_batch_looks_at_the_proximal_log_probs() -> None:
-    case = random_case(1)
-    per_batch = M2poBudget(refresh=Refresh.BATCH).budget_terms(tokens_of(case))
-    moved = replace(case, now=case.proximal)
-    assert torch.equal(per_batch, M2poBudget().budget_terms(tokens_of(moved)))
-    assert not torch.equal(per_batch, M2poBudget().budget_terms(tokens_of(case)))
-
-
 def test_a_layer_around_m2po_is_settled_first() -> None:
     case = random_case(1)
     layered = WrappedBudget(
@@ -378,7 +355,7 @@ EVERY: list[Objective] = [
     GspoLoss(),
     CispoLoss(),
     SapoLoss(),
-    M2poLoss(threshold=0.09, is_all_dropped=False, ratio_low=0.05, ratio_high=20.0),
+    M2poLoss(threshold=0.09, is_all_dropped=False),
     DistillationLoss(inner=SapoLoss()),
 ]
 
