@@ -130,7 +130,7 @@ class DiskReserve:
         is_fresh = time.monotonic() < at + STATVFS_INTERVAL_S
         return free - self.missing_bytes if is_fresh else self.free_bytes()
 
-    def take(self) -> None:
+    def allocate_if_room(self) -> None:
         """Allocate the reserve if the disk has room for it twice; never take the last free
         space."""
         if self.is_held or self.free_bytes() < self._num_bytes:

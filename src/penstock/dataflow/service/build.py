@@ -61,8 +61,7 @@ def begin(
         stages=dict.fromkeys(map(PolicyName, config.models), _required(config)),
         report=balance_settings(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
     )
-    for record in ledger.start_records():
-        journal(record)
+    journal(ledger.next_epoch())
     return service
 
 
@@ -85,8 +84,7 @@ def build_partition(
     clock = monotonic_clock()
     journal = CommandJournal()
     ledger = _open(config, folder, f"p{index}", on_failure)
-    stamped = ledger.start_records()
-    epoch = next(int(r.value) for r in stamped if r.key == "service_epoch")
+    epoch = ledger.next_epoch()
     spec = core_spec(config)
     service = PartitionService(
         partial(Process, ledger, journal, clock, _bounds(config)),
@@ -95,11 +93,10 @@ def build_partition(
         coordinator,
         stages=_required(config),
         url=url,
-        epoch=epoch,
+        epoch=int(epoch.value),
     )
     service.nodes.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
-    for record in stamped:
-        journal(record)
+    journal(epoch)
     return service
 
 

@@ -50,7 +50,7 @@ def stored(draft: BundleDraft, arrival: int = 1) -> tuple[Bundle, bytes]:
         draft, lambda payload: PLACE, space="eval", arrival=arrival, writer="w", now=1.0
     )
     bundle = Bundle(record)
-    return bundle, record.payload if bundle.where is None else draft.payload
+    return bundle, draft.payload if record.segment else record.payload
 
 
 @settings(deadline=None)
@@ -101,7 +101,7 @@ def test_bundles_have_a_limited_size() -> None:
 def test_short_values_are_stored_in_the_record(size: int, is_here: bool) -> None:
     (draft,) = drafts(rows_of([{"x": bytes(size)}]), no_blobs)
     bundle, _ = stored(draft)
-    assert bundle.where == (None if is_here else PLACE)
+    assert bundle.record.segment == (0 if is_here else PLACE.segment)
     assert len(bundle.record.payload) == (size if is_here else 0)
 
 

@@ -79,17 +79,17 @@ def test_marks_that_contradict_are_refused() -> None:
 
 def test_the_reserve_is_real_space(tmp_path: Path) -> None:
     reserve = DiskReserve(tmp_path, 3 * MB)
-    reserve.take()
+    reserve.allocate_if_room()
     found = (tmp_path / "reserve").stat()
     assert reserve.is_held and found.st_blocks * 512 >= 3 * MB
     assert reserve.release() and not reserve.release()
     assert not (tmp_path / "reserve").exists() and reserve.missing_bytes == 3 * MB
-    reserve.take()
+    reserve.allocate_if_room()
     assert reserve.is_held and reserve.missing_bytes == 0
 
 
 def test_a_reserve_never_takes_the_last_space(tmp_path: Path) -> None:
     free = DiskReserve(tmp_path, 0).free_bytes()
     reserve = DiskReserve(tmp_path, free - MB)
-    reserve.take()
+    reserve.allocate_if_room()
     assert not reserve.is_held and not (tmp_path / "reserve").exists()

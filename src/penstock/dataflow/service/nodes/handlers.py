@@ -307,8 +307,8 @@ class NodeHandlers:
             columns = (
                 INITIAL_COLUMNS_SCORED if item.row.summary.reward is not None else INITIAL_COLUMNS
             )
-            add_row = self._rows.row_window.add_row
-            add_row(item.row.space, item.row.row_id, item.row.arrival, columns, now)
+            row = item.row
+            self._rows.row_window.add_rows(row.space, (row.row_id,), row.arrival, columns, now)
         self.trajectories += 1
         self.sampled_tokens += item.tokens
         node = self._partition.nodes.get(item.row.node_id)

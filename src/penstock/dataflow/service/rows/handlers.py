@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TypeVar
 
 from penstock.dataflow.column_records import ColumnRecord
@@ -23,24 +24,22 @@ from penstock.dataflow.columns.cells import (
     require_finite,
 )
 from penstock.dataflow.columns.column_store import Columns
-from penstock.dataflow.columns.pages import TablePageLoader, load_saved_readers
+from penstock.dataflow.columns.pages import load_saved_readers
 from penstock.dataflow.columns.readers import Readers, Status
 from penstock.dataflow.columns.reading import RowStoreReader
-from penstock.dataflow.columns.row_leases import Claim, ReaderSpec
+from penstock.dataflow.columns.row_leases import ReaderSpec
 from penstock.dataflow.columns.row_window import RowWindow
-from penstock.dataflow.columns.spaces import RejectedColumn, Spaces
+from penstock.dataflow.columns.spaces import Spaces
 from penstock.dataflow.columns.values import BlobRef, WireValue
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.ledger.blobs import BlobStore
 from penstock.dataflow.records import RowRecord
 from penstock.dataflow.service.process import IsDisconnected, Process, never_disconnected
 from penstock.dataflow.service.rows.messages import (
-    ColumnStatus,
     ExtendAnswer,
     ExtendRequest,
     GetAnswer,
     GetRequest,
-    LeasedRow,
     LeaseOutcome,
     PutAnswer,
     PutRequest,
@@ -68,7 +67,7 @@ class RowService:
     def __init__(self, process: Process, blobs: BlobStore) -> None:
         ledger, journal = process.ledger, process.journal
         self.columns = Columns(ledger.tables, journal, ledger.place)
-        self.row_window = RowWindow(self.columns, TablePageLoader(ledger.tables), journal)
+        self.row_window = RowWindow(self.columns, ledger.tables, journal)
         self.readers = Readers(self.row_window, journal)
         self.spaces = Spaces(self.row_window, self.columns, journal)
         self.blobs = blobs
@@ -115,16 +114,8 @@ class RowService:
 
     def state(self, name: str) -> ReaderState:
         reader = self.readers.reader(name)
-        terms = reader.terms
         return ReaderState(
-            name=name,
-            space=terms.space,
-            reads=terms.reads,
-            writes=terms.writes,
-            on=terms.on,
-            deadline_s=terms.deadline_s,
-            ttl_s=terms.ttl_s,
-            max_attempts=terms.max_attempts,
+            **asdict(reader.terms),
             cursor=reader.advance(),
             num_loaded=len(reader.window),
             num_leased=len(reader.leased),
@@ -143,16 +134,7 @@ class RowService:
             if grants:
                 await self._process.repeat()
             if grants or now >= give_up_at:
-                return RowLeaseAnswer(
-                    rows=tuple(
-                        LeasedRow(
-                            claim=Claim(row_id=g.row_id, arrival=g.arrival, epoch=g.epoch),
-                            attempt=g.attempt,
-                        )
-                        for g in grants
-                    ),
-                    ttl_s=ttl_s,
-                )
+                return RowLeaseAnswer(rows=tuple(grants), ttl_s=ttl_s)
             # Checks again every half ttl: a waiting worker counts as live.
             await self._process.wait_for(change, min(give_up_at, now + ttl_s / 2))
             if await is_disconnected():  # the caller hung up; a grant would have no holder
@@ -240,7 +222,7 @@ class RowService:
         async with self._delete_lock:
             refused = self.spaces.put(space, made, writer, self._clock())
         await self._process.repeat()
-        return PutAnswer(rejected=tuple(map(_outcome, refused)))
+        return PutAnswer(rejected=tuple(refused))
 
     def _drafts(self, rows: Iterable[PutRow]) -> list[BundleDraft]:
         return [*drafts([(row.key, row.columns) for row in rows], self._blob_cell)]
@@ -293,7 +275,7 @@ class RowService:
 
 def _check_lease(body: RowLeaseRequest) -> None:
     if not 0 < len(body.request_id) <= 128 or not 0 < len(body.worker) <= 128:
-        raise BadRequest("request_id and worker must have 1 to 128 characters")
+        raise BadRequest("request_id and worker must each be 1 to 128 characters long")
     if not 0 < body.max_rows <= MAX_ROWS:
         raise BadRequest(f"max_rows must be 1 to {MAX_ROWS}")
 
@@ -301,9 +283,3 @@ def _check_lease(body: RowLeaseRequest) -> None:
 def _check_count(num: int) -> None:
     if num > MAX_ROWS:
         raise BadRequest(f"{num} rows in one call; at most {MAX_ROWS} are allowed")
-
-
-def _outcome(result: RejectedColumn) -> ColumnStatus:
-    return ColumnStatus(
-        key=result.key, name=result.name, status=result.status, detail=result.detail
-    )

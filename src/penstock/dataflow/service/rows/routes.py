@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from starlette.responses import FileResponse
 
-from penstock.dataflow.columns.row_leases import ReaderSpec, RowTrigger
+from penstock.dataflow.columns.row_leases import ReaderRequest, ReaderSpec, RowTrigger
 from penstock.dataflow.columns.spaces import check_name
 from penstock.dataflow.core.names import RESERVED, TRAIN
 from penstock.dataflow.ledger.blobs import BlobStore
@@ -25,7 +25,6 @@ from penstock.dataflow.service.rows.messages import (
     PutAnswer,
     PutRequest,
     QuotaRequest,
-    ReaderRequest,
     ReadersAnswer,
     ReaderState,
     ResultsAnswer,
@@ -63,16 +62,7 @@ class RowRoutes:
     @route("PUT", "/v1/readers/{name}", READERS)
     async def declare(self, call: Call, body: ReaderRequest) -> ReaderState:
         """Declare a reader: the columns it reads and writes; a known one continues."""
-        terms = ReaderSpec(
-            name=call.path["name"],
-            reads=body.reads,
-            writes=body.writes,
-            space=body.space,
-            on=body.on,
-            deadline_s=body.deadline_s,
-            ttl_s=body.ttl_s,
-            max_attempts=body.max_attempts,
-        )
+        terms = ReaderSpec(name=call.path["name"], **asdict(body))
         check_reader_spec(terms)
         if body.writes and call.credential.role is Role.READER:
             raise Forbidden(
