@@ -61,8 +61,8 @@ class RowServiceHost:
         row = replace(row, summary=summary)
         self.process.journal(row)
         initial_columns = {"turns"} if reward is None else {"turns", "reward"}
-        self.rows.row_window.add_row("train", row.row_id, arrival, initial_columns, self.now)
-        await self.process.settle()
+        self.rows.row_window.add_rows("train", (row.row_id,), arrival, initial_columns, self.now)
+        await self.process.make_durable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

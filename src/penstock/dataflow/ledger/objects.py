@@ -67,7 +67,10 @@ def _load_user_store(store: str, folder: Path) -> PayloadStore:
     made = kind(folder)
     wanted = ("durability", "place", "append", "read", "sizes", "delete")
     if missing := [name for name in wanted if not hasattr(made, name)]:
-        raise ConfigError(f"payload store {store!r} has no {', '.join(missing)}")
+        raise ConfigError(
+            f"payload store {store!r} is missing {', '.join(missing)}; "
+            "its class must have all members of PayloadStore"
+        )
     return cast(PayloadStore, made)
 
 

@@ -38,12 +38,12 @@ def build(
     config: RunConfig, ledger_folder: Path, *, on_failure: OnFailure = ignore_failure
 ) -> DataflowService:
     """Restore the coordinator and one partition from one ledger."""
-    service = begin(config, ledger_folder, on_failure=on_failure)
+    service = build_partly_restored(config, ledger_folder, on_failure=on_failure)
     service.complete(service.restore())
     return service
 
 
-def begin(
+def build_partly_restored(
     config: RunConfig, ledger_folder: Path, *, on_failure: OnFailure = ignore_failure
 ) -> DataflowService:
     """As `build`, but not fully restored: it can lease slots, and restores the rest once it
@@ -159,11 +159,7 @@ def core_spec(config: RunConfig) -> CoreSpec:
         ),
         closing=_closing(config),
         lease=LeaseSpec(
-            ttl_s=lease.ttl_s,
-            start_to_close_s=lease.start_to_close_s,
-            max_attempts=lease.max_attempts,
-            schedule_to_start_s=lease.schedule_to_start_s,
-            schedule_to_close_s=lease.schedule_to_close_s,
+            **lease.model_dump(),
             session_source="" if session is None else session.name,
             session_start_to_close_s=_session_s(config),
         ),
@@ -184,11 +180,7 @@ def _session_spec(config: RunConfig) -> SessionSpec | None:
     source = config.session_source
     if source is None or source.session is None:
         return None
-    return SessionSpec(
-        reward_deadline_s=source.session.reward_deadline_s,
-        idle_s=source.session.idle_s,
-        default_reward=source.session.default_reward,
-    )
+    return SessionSpec(**source.session.model_dump())
 
 
 def _needs(config: RunConfig) -> RequiredColumns:
@@ -253,18 +245,12 @@ def _workflow(config: RunConfig) -> str:
 
 def run_info(config: RunConfig) -> RunInfo:
     first = next(iter(config.models.values()))
-    sampling = config.sampling
     return RunInfo(
         run=config.name,
         policies=tuple(PolicyName(name) for name in config.models),
         workflow=_workflow(config),
         reward=config.reward or "",
-        sampling=SamplingSpec(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-        ),
+        sampling=SamplingSpec(**config.sampling.model_dump()),
         engine=first.engine,
         engine_options=first.vllm.options,
         torch_threads=first.torch_threads,

@@ -16,11 +16,9 @@ from typing import Protocol
 
 import structlog
 
-from penstock.dataflow.core.message_router import MessageRouter
-from penstock.dataflow.core.messages import NumberedMessage
-from penstock.dataflow.core.partition_runtime import PartitionRuntime, RowReaders
-from penstock.dataflow.ledger.compaction import Compactor
-from penstock.dataflow.service.coordinator import run_ticks, sweep_blobs, verify_once
+from penstock.dataflow.core.partition_runtime import RowReaders
+from penstock.dataflow.ledger.assemble import PartitionCore
+from penstock.dataflow.service.coordinator import start_loops
 from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.handlers import NodeHandlers
 from penstock.dataflow.service.operators.messages import PartitionMetrics
@@ -32,7 +30,7 @@ from penstock.dataflow.service.partitions.messages import (
     PartitionBoot,
     PartitionJoin,
 )
-from penstock.dataflow.service.process import OnCommand, Process
+from penstock.dataflow.service.process import Process
 from penstock.dataflow.service.rows.handlers import RowService
 
 log = structlog.get_logger(__name__)
@@ -58,18 +56,19 @@ class CoordinatorApi(Protocol):
 class PartitionService:
     def __init__(
         self,
-        make_process: Callable[[OnCommand], Process],
+        make_process: Callable[..., Process],
         make_rows: Callable[[Process], RowService],
-        make_core: Callable[[RowReaders], tuple[MessageRouter, PartitionRuntime]],
+        make_core: Callable[[RowReaders], PartitionCore],
         coordinator: CoordinatorApi,
         *,
         stages: tuple[str, ...],
         url: str,
         epoch: int,
     ) -> None:
-        process = make_process(self._on_command)
+        process = make_process(on_command=self._on_command, on_wake=self._on_wake)
         rows = make_rows(process)
-        router, host = make_core(rows.row_window)
+        core = make_core(rows.row_window)
+        host = core.host
         self.process = process
         self.host = host
         self.partition = host.partition
@@ -78,34 +77,23 @@ class PartitionService:
         self._coordinator = coordinator
         self._url = url
         self._boot = PartitionBoot(epoch=epoch, boot_id=secrets.token_hex(8))
-        assert router.coordinator_link is not None, (
-            "a partition in a separate process has a link to the coordinator"
-        )
-        self._link = router.coordinator_link
+        self._link = core.link
         self.rows = rows
         self._stages = stages
-        self._router = router
+        self._router = core.router
         self._has_outgoing = asyncio.Event()
-        process.on_wake.append(self._on_wake)
 
     async def run(self) -> None:
         """Run until cancelled; a failed loop ends the process with an error."""
         try:
             async with asyncio.TaskGroup() as loops:
-                ticks = run_ticks(self.process, self.tick, self.extend_deadlines)
-                loops.create_task(ticks, name="ticks")
-                loops.create_task(Compactor(self.process.ledger).run(), name="compaction")
-                loops.create_task(sweep_blobs(self.rows), name="blobs")
-                loops.create_task(verify_once(self.process.ledger), name="verification")
-                await self._join()
+                start_loops(loops, self.process, self.partition, self.rows, self.tick)
+                joining = PartitionJoin(boot=self._boot, url=self._url)
+                await self._coordinator.join(self.partition.index, joining)
                 loops.create_task(self._push(), name="push")
                 loops.create_task(self._pull(), name="pull")
         finally:
             await self._coordinator.close()
-
-    async def _join(self) -> None:
-        body = PartitionJoin(boot=self._boot, url=self._url)
-        await self._coordinator.join(self.partition.index, body)
 
     def _on_command(self, now: float) -> None:
         self.host.apply_completed_columns(now)
@@ -113,13 +101,9 @@ class PartitionService:
 
     async def tick(self) -> None:
         self.partition.tick(self.process.clock())
-        await self.process.settle()
+        await self.process.make_durable()
         self.nodes.tick()
         await self.rows.tick()
-
-    def extend_deadlines(self, gap_s: float) -> None:
-        self.partition.extend_deadlines(gap_s)
-        self.rows.readers.extend_deadlines(gap_s)
 
     async def _push(self) -> None:
         """consumes: reports of this partition · produces: messages to the coordinator
@@ -132,27 +116,24 @@ class PartitionService:
                 await self.process.wait_for(self._has_outgoing, beat_at)
                 continue
             await self.process.ledger.flush()  # only durable state may reach the coordinator
-            answer = await self._coordinator.push(index, self._push_request(messages))
+            push = LinkPush(boot=self._boot, messages=messages, figures=self.figures())
+            answer = await self._coordinator.push(index, push)
             beat_at = self.process.clock() + HEARTBEAT_S
             self._link.acknowledged(answer.received)  # written with the next commit
             await asyncio.sleep(PUSH_INTERVAL_S)
 
     def _on_wake(self) -> None:
+        self.nodes.on_wake()
         if self._link.has_unacknowledged:
             self._has_outgoing.set()
-
-    def _push_request(self, messages: tuple[NumberedMessage, ...]) -> LinkPush:
-        return LinkPush(boot=self._boot, messages=messages, figures=self.figures())
 
     async def _pull(self) -> None:
         """consumes: the coordinator's orders · produces: groups to run, versions, fates
         waits for: new orders · woken by: the coordinator's response"""
         while True:
             answer = await self._pull_once(PULL_S)
-            over = answer.finished and not answer.messages
-            await asyncio.sleep(
-                1.0 if over else PUSH_INTERVAL_S
-            )  # a finished run answers immediately
+            is_over = answer.finished and not answer.messages  # then it answers immediately
+            await asyncio.sleep(1.0 if is_over else PUSH_INTERVAL_S)
 
     async def _pull_once(self, wait_s: float) -> LinkPullAnswer:
         request = LinkPull(boot=self._boot, received=self._link.num_received, wait_s=wait_s)
@@ -161,7 +142,7 @@ class PartitionService:
         for message in self._link.receive(answer.messages):
             self.host.apply(message, now)
         self.is_finished = answer.finished
-        await self.process.settle()
+        await self.process.make_durable()
         return answer
 
     async def _catch_up(self) -> bool:

@@ -20,7 +20,7 @@ from penstock.dataflow.explain.explain import Explanation, explain
 from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.sealed_batches import partition_folder
 from penstock.dataflow.report.shape import BalanceReport
-from penstock.dataflow.service.build import begin, build_partition, run_info
+from penstock.dataflow.service.build import build_partition, build_partly_restored, run_info
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.dataflow.service.nodes.routes import NodeRoutes
@@ -205,7 +205,7 @@ async def serve_dataflow(
 ) -> None:
     """Serve one run until stopped; raises StoreError when storage failed."""
     failures = _StorageFailures()
-    service = begin(config, run_dir / "ledger", on_failure=failures)
+    service = build_partly_restored(config, run_dir / "ledger", on_failure=failures)
     app = build_server(surface(service, config, weights_url), verifier)
     log.info("dataflow serves", run=config.name, host=host, port=port)
     await _serve(failures, server(app, host, port, tls))

@@ -82,7 +82,6 @@ class NodeHandlers:
         """Slots on offer when polls were last woken."""
         self._last_orders: tuple[tuple[PublishedVersion, ...], bool] = ((), False)
         """Target versions, and whether the run is finished, when polls were last woken."""
-        process.on_wake.append(self._on_wake)
 
     # --- membership ---------------------------------------------------------------------------
 
@@ -99,7 +98,7 @@ class NodeHandlers:
     async def register(self, body: RegisterRequest) -> NodeDirectives:
         self._partition.register(body, self._process.clock())
         self._call(body.node_id)
-        await self._process.settle()
+        await self._process.make_durable()
         log.info("node registered", node=body.node_id, capacity=body.capacity)
         return self.orders(body.node_id)
 
@@ -114,7 +113,7 @@ class NodeHandlers:
     async def leave(self, node_id: NodeId, boot_id: str) -> None:
         self._partition.leave(node_id, boot_id, self._process.clock())
         self._call(node_id)
-        await self._process.settle()
+        await self._process.make_durable()
         self._sent_versions.pop(node_id, None)
         log.info("node left", node=node_id)
 
@@ -126,7 +125,7 @@ class NodeHandlers:
         process = self._process
         give_up_at = process.poll_deadline(body.wait_s)
         if not 0 < len(body.request_id) <= 128:
-            raise BadRequest("request_id must have 1 to 128 characters")
+            raise BadRequest("request_id must be 1 to 128 characters long")
         self._partition.ask(body.node_id, body.boot_id, body.request_id, process.clock())
         is_session_gateway = self._partition.nodes[body.node_id].is_session_gateway
         polls = self._session_polls if is_session_gateway else self._polls
@@ -156,7 +155,7 @@ class NodeHandlers:
             polls.mark_checked(poll)
             self._offer()
 
-    def _on_wake(self) -> None:
+    def on_wake(self) -> None:
         """Wake the polls that a command may affect."""
         orders = (self._host.partition.target_versions, self._is_finished())
         if orders != self._last_orders:
@@ -165,14 +164,14 @@ class NodeHandlers:
             self._session_polls.wake_all()
         if self._partition.num_enqueued != self._num_offered:
             self._num_offered = self._partition.num_enqueued
-            self._tell()
+            self._mark_new_work()
         self._offer()
 
     def _call(self, node_id: NodeId) -> None:
         self._polls.call(node_id)
         self._session_polls.call(node_id)
 
-    def _tell(self) -> None:
+    def _mark_new_work(self) -> None:
         self._polls.mark_new_work()
         self._session_polls.mark_new_work()
 
@@ -190,8 +189,8 @@ class NodeHandlers:
     def tick(self) -> None:
         """React to changes without a command: disk space, the lease limit of a slow node."""
         self.turns.tick()
-        self._tell()
-        self._on_wake()
+        self._mark_new_work()
+        self.on_wake()
 
     async def _try_lease(self, body: LeaseRequest) -> LeaseAnswer:
         process = self._process
@@ -207,7 +206,7 @@ class NodeHandlers:
         tasks = tuple(self._partition.groups[group_id].task for group_id in groups)
         wanted = self._sent_versions.get(body.node_id)
         if grants:
-            await process.repeat()  # the first answer to a repeated request may be lost
+            await process.make_all_durable()  # the first answer to a repeated request may be lost
             wanted = None
         finished = self._is_finished()
         return LeaseAnswer(
@@ -242,7 +241,7 @@ class NodeHandlers:
         now = self._process.clock()
         results = [item.result for item in taken]
         results += [self.intake.release(body.node_id, row_id, now) for row_id in body.released]
-        await self._process.settle()
+        await self._process.make_durable()
         if any(result.status is DeliveryStatus.FENCED for result in results):
             await self._process.ledger.flush()  # its first copy may be committing right now
             payloads = {delivery.row_id: delivery.payload for delivery in deliveries}
@@ -254,7 +253,8 @@ class NodeHandlers:
     ) -> list[IntakeResult]:
         now = self._process.clock()
         taken = [
-            self.intake.take(node_id, d, now, is_authoritative=is_authoritative) for d in deliveries
+            self.intake.store_or_refuse(node_id, d, now, is_authoritative=is_authoritative)
+            for d in deliveries
         ]
         for item in taken:
             self._count(item, now)

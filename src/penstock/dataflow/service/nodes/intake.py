@@ -57,7 +57,7 @@ class DeliveryIntake:
         self._is_scored = is_scored
         self._next_arrival = next_arrival
 
-    def take(
+    def store_or_refuse(
         self, node_id: NodeId, delivery: Delivery, now: float, *, is_authoritative: bool = True
     ) -> IntakeResult:
         """`is_authoritative`: a version unknown here was never published."""

@@ -91,7 +91,7 @@ class RowService:
             self.readers.tick(self._clock())
             self.columns.cut()
             upto = self.row_window.last_arrival
-            await self._process.repeat()
+            await self._process.make_all_durable()
             self.columns.release()
             self.row_window.durable_through = upto
         self._process.wake()
@@ -104,13 +104,13 @@ class RowService:
     async def declare(self, terms: ReaderSpec) -> ReaderState:
         async with self._delete_lock:
             self.readers.declare(terms, self._clock())
-        await self._process.repeat()
+        await self._process.make_all_durable()
         return self.state(terms.name)
 
     async def remove(self, name: str) -> None:
         async with self._delete_lock:
             self.readers.remove(name)
-            await self._process.repeat()
+            await self._process.make_all_durable()
 
     def state(self, name: str) -> ReaderState:
         reader = self.readers.reader(name)
@@ -132,7 +132,7 @@ class RowService:
             change, now = self._process.changed, self._clock()
             grants = self.readers.lease(name, body.worker, body.request_id, body.max_rows, now)
             if grants:
-                await self._process.repeat()
+                await self._process.make_all_durable()
             if grants or now >= give_up_at:
                 return RowLeaseAnswer(rows=tuple(grants), ttl_s=ttl_s)
             # Checks again every half ttl: a waiting worker counts as live.
@@ -155,7 +155,7 @@ class RowService:
             self._record_one(body, result, row_cells, now)
             for result, row_cells in zip(body.results, cells, strict=True)
         ]
-        await self._process.repeat()
+        await self._process.make_all_durable()
         return ResultsAnswer(outcomes=tuple(outcomes))
 
     def _record_one(
@@ -221,7 +221,7 @@ class RowService:
         )
         async with self._delete_lock:
             refused = self.spaces.put(space, made, writer, self._clock())
-        await self._process.repeat()
+        await self._process.make_all_durable()
         return PutAnswer(rejected=tuple(refused))
 
     def _drafts(self, rows: Iterable[PutRow]) -> list[BundleDraft]:
@@ -244,12 +244,12 @@ class RowService:
 
     async def set_quota(self, space: str, quota_bytes: int) -> None:
         self.spaces.set_quota(space, quota_bytes, self._clock())
-        await self._process.repeat()
+        await self._process.make_all_durable()
 
     async def clear(self, space: str) -> None:
         async with self._delete_lock:
             self.spaces.clear(space)
-            await self._process.repeat()
+            await self._process.make_all_durable()
 
     def space_states(self) -> tuple[SpaceState, ...]:
         return tuple(
