@@ -120,12 +120,7 @@ class RowsClient:
         await self.call("DELETE", _space(space), None, Ack)
 
     async def set_quota(self, space: str, quota_bytes: int) -> None:
-        await self.call(
-            "PUT",
-            _space(space),
-            QuotaRequest(quota_bytes=quota_bytes),
-            Ack,
-        )
+        await self.call("PUT", _space(space), QuotaRequest(quota_bytes=quota_bytes), Ack)
 
     # --- blobs --------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 import structlog
@@ -155,22 +156,9 @@ class PartitionService:
         return False
 
     def figures(self) -> PartitionMetrics:
-        nodes = self.nodes
-        return PartitionMetrics(
-            num_waiting=self.partition.num_waiting,
-            num_open=len(self.partition.groups),
-            num_nodes=len(self.partition.nodes),
-            trajectories=nodes.trajectories,
-            sampled_tokens=nodes.sampled_tokens,
-            failed_tokens=nodes.failed_tokens,
-            salvaged_tokens=nodes.turns.salvaged_tokens,
-            tokens_per_s=nodes.tokens_per_s(self.process.clock()),
-            missing_stages=tuple(
-                stage
-                for stage in self._stages
-                if not self.rows.readers.has_worker(stage, self.process.clock())
-            ),
-        )
+        now, has_worker = self.process.clock(), self.rows.readers.has_worker
+        missing = tuple(stage for stage in self._stages if not has_worker(stage, now))
+        return replace(self.nodes.figures(), missing_stages=missing)
 
     def close(self) -> None:
         self.process.ledger.close()

@@ -29,11 +29,7 @@ from penstock.dataflow.service.operators.messages import ForgetSessionAnswer, St
 from penstock.dataflow.service.operators.observe import observe_service
 from penstock.dataflow.service.partition import PartitionService
 from penstock.dataflow.service.partitions.coordinator_client import CoordinatorClient
-from penstock.dataflow.service.partitions.routes import (
-    OPERATORS,
-    PartitionRoutes,
-    RowPayloadRoutes,
-)
+from penstock.dataflow.service.partitions.routes import OPERATORS, PartitionRoutes, RowPayloadRoutes
 from penstock.dataflow.service.row_payloads import RowPayloads
 from penstock.dataflow.service.rows.routes import row_routes
 from penstock.dataflow.service.trainers.messages import VersionsInUse

@@ -27,6 +27,7 @@ from penstock.dataflow.service.nodes.messages import (
 )
 from penstock.dataflow.service.nodes.polls import Poll, PollQueue
 from penstock.dataflow.service.nodes.turns import TurnHandlers
+from penstock.dataflow.service.operators.messages import PartitionMetrics
 from penstock.dataflow.service.process import IsDisconnected, Process, never_disconnected
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.errors import BadRequest, Busy, TooLarge
@@ -41,8 +42,6 @@ MAX_ROW_BYTES = 256 << 20
 RATE_WINDOW_S = 10.0
 CatchUpWithCoordinator = Callable[[], Awaitable[bool]]
 """Receive everything the coordinator has sent so far; False when it is unreachable."""
-INITIAL_COLUMNS = (TURNS,)
-INITIAL_COLUMNS_SCORED = (TURNS, REWARD)
 
 
 class NodeHandlers:
@@ -304,10 +303,8 @@ class NodeHandlers:
             return
         self.turns.on_delivery(item)
         if not item.is_failure:
-            columns = (
-                INITIAL_COLUMNS_SCORED if item.row.summary.reward is not None else INITIAL_COLUMNS
-            )
             row = item.row
+            columns = (TURNS,) if row.summary.reward is None else (TURNS, REWARD)
             self._rows.row_window.add_rows(row.space, (row.row_id,), row.arrival, columns, now)
         self.trajectories += 1
         self.sampled_tokens += item.tokens
@@ -320,7 +317,20 @@ class NodeHandlers:
         if item.is_failure:
             self.failed_tokens += item.tokens
 
-    def tokens_per_s(self, now: float) -> float:
+    def _tokens_per_s(self) -> float:
+        now = self._process.clock()
         seen = [tokens for at, tokens in self.tokens_seen if at > now - RATE_WINDOW_S]
         span_s = min(RATE_WINDOW_S, max(1.0, now - self._process.started_at))
         return sum(seen) / span_s
+
+    def figures(self) -> PartitionMetrics:
+        return PartitionMetrics(
+            num_waiting=self._partition.num_waiting,
+            num_open=len(self._partition.groups),
+            num_nodes=len(self._partition.nodes),
+            trajectories=self.trajectories,
+            sampled_tokens=self.sampled_tokens,
+            failed_tokens=self.failed_tokens,
+            salvaged_tokens=self.turns.salvaged_tokens,
+            tokens_per_s=self._tokens_per_s(),
+        )

@@ -93,11 +93,7 @@ class DeliveryIntake:
         return summary if isinstance(summary, str) else (trajectory, summary)
 
     def _store(
-        self,
-        delivery: Delivery,
-        trajectory: Trajectory,
-        summary: RowSummary,
-        now: float,
+        self, delivery: Delivery, trajectory: Trajectory, summary: RowSummary, now: float
     ) -> IntakeResult:
         if delivery.blob:
             location = Location(segment=0, offset=0, length=len(delivery.payload))

@@ -33,10 +33,7 @@ from penstock.dataflow.records import (
 )
 from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.messages import PartitionAddress
-from penstock.dataflow.service.operators.messages import (
-    PartitionMetrics,
-    PartitionStatus,
-)
+from penstock.dataflow.service.operators.messages import PartitionMetrics, PartitionStatus
 from penstock.dataflow.service.partitions.messages import (
     LinkPull,
     LinkPullAnswer,
