@@ -101,8 +101,8 @@ class ReaderWorld:
         self.row_window = RowWindow(self.columns, self.tables, journal, window=self.window)
         self.readers = Readers(self.row_window, journal)
         self.spaces = Spaces(self.row_window, self.columns, journal)
-        self.row_window.restore(load_saved_readers(self.tables), self.now)
         self.spaces.restore(self.tables)
+        self.row_window.restore(load_saved_readers(self.tables), self.now)
 
     crash = start
     """What was not settled is gone."""

@@ -159,10 +159,9 @@ class Readers:
         row_lease = _find_lease(reader, claim)
         if row_lease is None:
             return LEASE_ENDED
-        if row_lease.pending_outputs:
-            missing = [
-                n for n, bit in reader.output_bits.items() if row_lease.pending_outputs & bit
-            ]
+        pending = row_lease.pending_outputs
+        if pending:
+            missing = [n for n, bit in reader.output_bits.items() if pending & bit]
             return DeliveryStatus.INVALID, f"columns {missing} are not written yet"
         self._finish(reader, row_lease, now)
         return STORED

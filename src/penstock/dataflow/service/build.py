@@ -129,16 +129,8 @@ def _rows(config: RunConfig, folder: Path, process: Process) -> RowService:
     rows = RowService(process, BlobStore(folder / "blobs"))
     rows.restore()
     for stage in config.dataflow.stages:
-        terms = ReaderSpec(
-            name=stage.name,
-            reads=stage.reads,
-            writes=stage.writes,
-            on=RowTrigger(stage.on),
-            deadline_s=stage.deadline_s,
-            ttl_s=stage.ttl_s,
-            max_attempts=stage.max_attempts,
-        )
-        rows.readers.declare(terms, process.clock())
+        fields = stage.model_dump(exclude={"required", "on"})
+        rows.readers.declare(ReaderSpec(**fields, on=RowTrigger(stage.on)), process.clock())
     return rows
 
 

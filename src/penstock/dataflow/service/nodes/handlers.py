@@ -299,23 +299,24 @@ class NodeHandlers:
         return replace(delivery, payload=memoryview(payload))
 
     def _count(self, item: IntakeResult, now: float) -> None:
-        if item.row is None:
+        row, outcome = item.row, item.outcome
+        if row is None or outcome is None:
             return
-        self.turns.on_delivery(item)
-        if not item.is_failure:
-            row = item.row
+        self.turns.on_delivery(row, outcome)
+        tokens = sum(row.summary.sampled.values())
+        if outcome.has_reward:
             columns = (TURNS,) if row.summary.reward is None else (TURNS, REWARD)
             self._rows.row_window.add_rows(row.space, (row.row_id,), row.arrival, columns, now)
+        else:
+            self.failed_tokens += tokens
         self.trajectories += 1
-        self.sampled_tokens += item.tokens
-        node = self._partition.nodes.get(item.row.node_id)
+        self.sampled_tokens += tokens
+        node = self._partition.nodes.get(row.node_id)
         if node is not None:
-            node.num_tokens += item.tokens
-        self.tokens_seen.append((now, item.tokens))
+            node.num_tokens += tokens
+        self.tokens_seen.append((now, tokens))
         while self.tokens_seen and self.tokens_seen[0][0] < now - RATE_WINDOW_S:
             self.tokens_seen.popleft()
-        if item.is_failure:
-            self.failed_tokens += item.tokens
 
     def _tokens_per_s(self) -> float:
         now = self._process.clock()

@@ -82,8 +82,8 @@ class RowService:
 
     def restore(self) -> None:
         """Restore the state from the ledger; call this first."""
+        self.spaces.restore(self._ledger.tables)  # windows load rows with the columns of spaces
         self.row_window.restore(load_saved_readers(self._ledger.tables), self._clock())
-        self.spaces.restore(self._ledger.tables)
 
     async def tick(self) -> None:
         """Expire leases and deadlines; returns when all earlier decisions are in the tables."""
