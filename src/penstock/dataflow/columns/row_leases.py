@@ -257,7 +257,8 @@ class Reader:
     def record(self) -> ReaderRecord:
         names = (self.terms.reads, self.terms.writes)
         reads, writes = (msgspec.json.encode(columns).decode() for columns in names)
-        fields = asdict(self.terms) | {"reads": reads, "writes": writes}
+        fields = asdict(self.terms)
+        fields.update(reads=reads, writes=writes)
         return ReaderRecord(**fields, cursor=self.cursor, at=self.declared_at)
 
     def lease_record(self, row_lease: RowLease, now: float) -> RowLeaseRecord:
