@@ -21,7 +21,7 @@ from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import CommandJournal
 from penstock.dataflow.service.process import Process
 from penstock.dataflow.service.rows.handlers import RowService
-from penstock.dataflow.service.rows.routes import RowRoutes
+from penstock.dataflow.service.rows.routes import row_routes
 from penstock.types import RowId
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.server import build_app
@@ -61,8 +61,8 @@ class RowServiceHost:
         row = replace(row, summary=summary)
         self.process.journal(row)
         initial_columns = {"turns"} if reward is None else {"turns", "reward"}
-        self.rows.row_window.add_row("train", row.row_id, arrival, initial_columns, self.now)
-        await self.process.settle()
+        self.rows.row_window.add_rows("train", (row.row_id,), arrival, initial_columns, self.now)
+        await self.process.make_durable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def running_row_service(
         await asyncio.wait([timer])
         host.ledger.close()
 
-    routes = RowRoutes(service=host.rows).routes()
+    routes = row_routes(host.rows)
     app = build_app(routes, signer.verifier(Audience.DATAFLOW), title="rows", lifespan=lifespan)
     port = port or free_port()
     listener = server(app, "127.0.0.1", port)

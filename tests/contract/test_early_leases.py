@@ -23,7 +23,7 @@ from penstock.dataflow.core.leasing import (
     NodeState,
     RegisterRequest,
 )
-from penstock.dataflow.service.build import begin, build
+from penstock.dataflow.service.build import build, build_partly_restored
 from penstock.dataflow.service.nodes.messages import (
     DeliveryAnswer,
     DeliveryRequest,
@@ -88,7 +88,7 @@ def next_life(
 ) -> Generator[ServiceClient]:
     """A service whose ledger is slow to give what waits for a batch."""
     signer = Signer.create(folder / "keys", config.name)
-    service = begin(config, folder / "ledger")
+    service = build_partly_restored(config, folder / "ledger")
     restore = service.restore
 
     def slowly() -> list[GroupId]:
@@ -155,7 +155,7 @@ async def test_a_ledger_that_cannot_be_read_ends_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures: list[StoreError] = []
-    service = begin(small_config(), tmp_path, on_failure=failures.append)
+    service = build_partly_restored(small_config(), tmp_path, on_failure=failures.append)
 
     def damaged() -> list[GroupId]:
         raise StoreError("a record of table fates is damaged")

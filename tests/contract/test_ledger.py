@@ -83,7 +83,7 @@ async def test_a_failed_sync_is_final(tmp_path: Path, monkeypatch: pytest.Monkey
 
 async def test_one_process_writes_a_ledger(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
-    with pytest.raises(StoreError, match="only one may write"):
+    with pytest.raises(StoreError, match="already open in another dataflow service"):
         Ledger(tmp_path)
     ledger.close()
     Ledger(tmp_path).close()

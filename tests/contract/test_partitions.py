@@ -234,7 +234,7 @@ def test_work_and_rows_go_through_every_partition(tmp_path: Path) -> None:
         assert {row.row_id[1] for row in rows} & {"1", "2"}, "rows of far partitions are in it"
         assert trainer.client.rows(POLICY, 1, (6, 1)).rows == (rows[6], rows[1])
         for beyond in ((8,), (-1,), (2, 2)):
-            with pytest.raises(BadRequest, match="positions 0 to 7"):
+            with pytest.raises(BadRequest, match="between 0 and 7"):
                 trainer.client.rows(POLICY, 1, beyond)
         assert second.nodes.trajectories > 0
 

@@ -288,7 +288,7 @@ class Lacking:
         ("nowhere", "segments, memory, a URL"),
         ("no.such.module:Store", "cannot be loaded"),
         (f"{__name__}:Missing", "cannot be loaded"),
-        (f"{__name__}:Lacking", "has no place, read, sizes, delete"),
+        (f"{__name__}:Lacking", "is missing place, read, sizes, delete"),
         ("ftp://host/x", "cannot open object store"),
     ],
 )

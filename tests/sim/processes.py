@@ -392,14 +392,11 @@ class PartitionProcess(SimProcess):
         self.index = index
 
     def build(self) -> None:
-        self.router, self.host = build_partition_core(
+        core = build_partition_core(
             self.index, self.plan.terms, self.disk.tables, self.journal, self.clock
         )
-
-    @property
-    def link(self) -> Link[Any, Any]:
-        assert self.router.coordinator_link is not None
-        return self.router.coordinator_link
+        self.router, self.host = core.router, core.host
+        self.link: Link[Any, Any] = core.link
 
     def take(self, received: int, messages: Any, now: float) -> str:
         """Home's answer to an exchange."""

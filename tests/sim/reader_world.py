@@ -18,7 +18,7 @@ from penstock.dataflow.column_records import (
 from penstock.dataflow.columns.bundles import BlobLike
 from penstock.dataflow.columns.cells import Cell
 from penstock.dataflow.columns.column_store import Columns
-from penstock.dataflow.columns.pages import TablePageLoader, load_saved_readers
+from penstock.dataflow.columns.pages import load_saved_readers
 from penstock.dataflow.columns.readers import Readers
 from penstock.dataflow.columns.row_window import RowWindow
 from penstock.dataflow.columns.spaces import Spaces
@@ -90,12 +90,11 @@ class ReaderWorld:
             self.journaled.append(record)
 
         self.columns = Columns(self.tables, journal, self._place)
-        pages = TablePageLoader(self.tables)
-        self.row_window = RowWindow(self.columns, pages, journal, window=self.window)
+        self.row_window = RowWindow(self.columns, self.tables, journal, window=self.window)
         self.readers = Readers(self.row_window, journal)
         self.spaces = Spaces(self.row_window, self.columns, journal)
-        self.row_window.restore(load_saved_readers(self.tables), self.now)
         self.spaces.restore(self.tables)
+        self.row_window.restore(load_saved_readers(self.tables), self.now)
 
     crash = start
     """What was not settled is gone."""
@@ -125,7 +124,7 @@ class ReaderWorld:
         arrival = self.row_window.next_arrival()
         self.journaled.append(rollout_row(RowId(row_id), arrival, self.now, reward))
         initial_columns = {"turns"} if reward is None else {"turns", "reward"}
-        self.row_window.add_row("train", RowId(row_id), arrival, initial_columns, self.now)
+        self.row_window.add_rows("train", (RowId(row_id),), arrival, initial_columns, self.now)
         return arrival
 
     def free(self, row_id: str) -> None:

@@ -21,8 +21,7 @@ from penstock.dataflow.column_records import BundleRecord, ColumnRecord, RowLeas
 from penstock.dataflow.columns import row_window as row_window
 from penstock.dataflow.columns.bundles import Bundle, drafts
 from penstock.dataflow.columns.cells import number_cell
-from penstock.dataflow.columns.readers import GrantedRow
-from penstock.dataflow.columns.row_leases import Claim, ReaderSpec, RowTrigger
+from penstock.dataflow.columns.row_leases import Claim, LeasedRow, ReaderSpec, RowTrigger
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.ledger.tables import open_memory_tables
 from penstock.types import RowId
@@ -253,15 +252,15 @@ class ReadersMachine(RuleBasedStateMachine):
             self.requests.append((name, request_id))
         return len(grants)
 
-    def _granted(self, name: str, grant: GrantedRow) -> None:
-        terms, key = TERMS[name], (name, grant.row_id)
+    def _granted(self, name: str, grant: LeasedRow) -> None:
+        terms, key = TERMS[name], (name, grant.claim.row_id)
         assert key not in self.truth.leases, "one lease per row and reader"
-        assert not self.truth.is_over(terms, grant.row_id), "finished rows stay finished"
-        assert self.truth.is_ready(terms, grant.row_id), "it lacks a column"
-        assert grant.epoch > self.truth.epochs.get(key, 0), "epochs only grow"
+        assert not self.truth.is_over(terms, grant.claim.row_id), "finished rows stay finished"
+        assert self.truth.is_ready(terms, grant.claim.row_id), "it lacks a column"
+        assert grant.claim.epoch > self.truth.epochs.get(key, 0), "epochs only grow"
         assert grant.attempt == self.truth.attempts.get(key, 0) + 1
-        self.truth.epochs[key] = grant.epoch
-        claim = Claim(row_id=grant.row_id, arrival=grant.arrival, epoch=grant.epoch)
+        self.truth.epochs[key] = grant.claim.epoch
+        claim = grant.claim
         self.truth.leases[key] = (claim, self.world.now + TTL_S)
         self.claims.append((name, claim))
 
@@ -272,8 +271,8 @@ class ReadersMachine(RuleBasedStateMachine):
             name, request_id = data.draw(st.sampled_from(self.requests))
             again = self.world.readers.lease(name, "w", request_id, 3, self.world.now)
             for grant in again:
-                claim = Claim(row_id=grant.row_id, arrival=grant.arrival, epoch=grant.epoch)
-                assert self.truth.leases[name, grant.row_id][0] == claim
+                claim = grant.claim
+                assert self.truth.leases[name, grant.claim.row_id][0] == claim
 
     def _any_claim(self, data: st.DataObject) -> Iterator[tuple[str, Claim, bool]]:
         """One that somebody holds, or held once."""

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar, get_type_hints
 
 from penstock.wire.auth import Credential, Role
 from penstock.wire.codec import MSGPACK
 
 DEFAULT_MAX_BODY_BYTES = 1 << 20
 ALL_ROLES = frozenset(Role)
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[object]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +78,36 @@ class StreamedResponse:
     chunks: AsyncGenerator[bytes | memoryview]
     num_bytes: int | None = None
     """Total size, if known in advance."""
+
+
+def route(
+    method: str, path: str, roles: frozenset[Role], **options: Any
+) -> Callable[[Handler], Handler]:
+    """Declares a method as the handler of a route: its docstring is the summary, the type of its
+    parameter `body` (if it has one) the request, its return type the response. `options`: further
+    fields of `Route`."""
+
+    def declare(handler: Handler) -> Handler:
+        required = {"method": method, "path": path, "roles": roles, "summary": handler.__doc__}
+        vars(handler)["route"] = required | options
+        return handler
+
+    return declare
+
+
+def routes_of(service: object) -> list[Route]:
+    """The routes declared by methods of this object, bound to it."""
+    found: list[Route] = []
+    for name, function in vars(type(service)).items():
+        if hasattr(function, "route"):
+            types = get_type_hints(function)
+            handler = getattr(service, name)
+            if "body" in types:
+                handler = partial(_with_body, handler)
+            fields = {"request": types.get("body"), "response": types["return"]} | function.route
+            found.append(Route(handler=handler, **fields))
+    return found
+
+
+def _with_body(handler: Callable[[Call, Any], Awaitable[object]], call: Call) -> Awaitable[object]:
+    return handler(call, call.body)

@@ -89,8 +89,8 @@ class PartitionedRun(Run):
                 == self.service.coordinator.open_by_partition[1]
             )
         )
-        await self.partition_service.process.repeat()
-        await self.service.process.repeat()
+        await self.partition_service.process.make_all_durable()
+        await self.service.process.make_all_durable()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         give_up_at = asyncio.get_running_loop().time() + 60
@@ -151,6 +151,6 @@ async def disconnected_run(run_dir: Path) -> None:
     while await run.trainer.batch() is None:
         assert sum([await node.work(7) for node in run.nodes]), "partition 0 has enough for a batch"
     await run.trainer.commit()
-    await run.partition_service.process.repeat()
-    await run.service.process.repeat()
+    await run.partition_service.process.make_all_durable()
+    await run.service.process.make_all_durable()
     await run.stop()

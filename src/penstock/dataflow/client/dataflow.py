@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from penstock.dataflow.client.blobs import INLINE_BYTES, put_blob
 from penstock.dataflow.core.leasing import RegisterRequest
@@ -38,12 +39,14 @@ from penstock.dataflow.service.trainers.messages import (
     RowsRequest,
     VersionsInUse,
 )
-from penstock.types import NodeId, PolicyName, RowId, Turn
+from penstock.types import NodeId, PolicyName, RowId, RowPayload, Turn
 from penstock.wire.client import RETRY_DEADLINE_S, AsyncServiceClient, ServiceClient
 
+T = TypeVar("T")
 HEARTBEAT_TIMEOUT_S = 4.0
 """Well below any ttl, so that one lost packet does not cost a node its leases."""
 ROWS_TIMEOUT_S = 120.0
+STATUS_TIMEOUT_S = 5.0
 LEAVE_S = 5.0
 """A leaving node does not wait longer for an unreachable service; its leases expire anyway."""
 
@@ -156,19 +159,13 @@ class TrainerClient:
                 remote.setdefault(row.at, []).append(row.row_id)
         if not remote:
             return answer
-        fetched = {
-            row.row_id: row
-            for url, row_ids in remote.items()
-            for row in self._partition(url)
-            .call(
-                "POST",
-                "/v1/rows",
-                RowsRequest(row_ids=tuple(row_ids), columns=answer.columns),
-                RowsAnswer,
-                timeout_s=ROWS_TIMEOUT_S,
+        fetched: dict[RowId, RowPayload] = {}
+        for url, row_ids in remote.items():
+            wanted = RowsRequest(row_ids=tuple(row_ids), columns=answer.columns)
+            found = self._partition(url).call(
+                "POST", "/v1/rows", wanted, RowsAnswer, timeout_s=ROWS_TIMEOUT_S
             )
-            .rows
-        }
+            fetched |= {row.row_id: row for row in found.rows}
         return RowsAnswer(rows=tuple(fetched.get(row.row_id, row) for row in answer.rows))
 
     def _partition(self, url: str) -> ServiceClient:
@@ -203,16 +200,15 @@ class StatusClient:
         self._caller.close()
 
     def versions_in_use(self) -> VersionsInUse:
-        return self._caller.call(
-            "GET", "/v1/versions", None, VersionsInUse, deadline_s=self._patience_s
-        )
+        return self._get("/v1/versions", VersionsInUse)
 
     def status(self) -> Status:
-        return self._caller.call(
-            "GET", "/v1/status", None, Status, deadline_s=self._patience_s, timeout_s=5.0
-        )
+        return self._get("/v1/status", Status)
 
     def report(self) -> BalanceReport:
+        return self._get("/v1/report", BalanceReport)
+
+    def _get(self, path: str, kind: type[T]) -> T:
         return self._caller.call(
-            "GET", "/v1/report", None, BalanceReport, deadline_s=self._patience_s, timeout_s=5.0
+            "GET", path, None, kind, deadline_s=self._patience_s, timeout_s=STATUS_TIMEOUT_S
         )

@@ -21,19 +21,17 @@ from urllib.parse import quote
 
 from penstock.dataflow.client.blobs import INLINE_BYTES, get_blob, put_blob
 from penstock.dataflow.client.row_stream import ColumnValue, FetchedRow, RowReader
-from penstock.dataflow.columns.row_leases import RowTrigger
-from penstock.dataflow.columns.values import BlobRef, WireValue
+from penstock.dataflow.columns.row_leases import ReaderRequest, RowTrigger
+from penstock.dataflow.columns.values import BlobRef, ColumnStatus, WireValue
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.rows.messages import (
-    ColumnStatus,
     GetAnswer,
     GetRequest,
     PutAnswer,
     PutRequest,
     PutRow,
     QuotaRequest,
-    ReaderRequest,
     ReaderState,
 )
 from penstock.errors import Conflict
@@ -122,12 +120,7 @@ class RowsClient:
         await self.call("DELETE", _space(space), None, Ack)
 
     async def set_quota(self, space: str, quota_bytes: int) -> None:
-        await self.call(
-            "PUT",
-            _space(space),
-            QuotaRequest(quota_bytes=quota_bytes),
-            Ack,
-        )
+        await self.call("PUT", _space(space), QuotaRequest(quota_bytes=quota_bytes), Ack)
 
     # --- blobs --------------------------------------------------------------------------------
 

@@ -303,14 +303,6 @@ class Bundle:
     def _numbers(self) -> dict[str, array[float]]:
         return {name: array("d", data) for name, data in self._contents.numbers.items()}
 
-    @property
-    def where(self) -> Location | None:
-        """Location of the values in the payload store; None if the record holds them."""
-        record = self.record
-        if not record.segment:
-            return None
-        return Location(segment=record.segment, offset=record.offset, length=record.length)
-
     def select(self, names: Sequence[str]) -> ColumnSlice:
         """These columns, or all columns if `names` is empty."""
         order = self._contents.names

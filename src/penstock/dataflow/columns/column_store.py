@@ -83,9 +83,8 @@ class Columns:
         self._place = place
         self.used_bytes: dict[str, int] = {}
         """By space; `train` is not counted."""
-        self._spaces_with_singles: set[str] | None = None
-        """Spaces with at least one single-column record; others skip that lookup. None until
-        restored."""
+        self._spaces_with_singles = {TRAIN}
+        """Spaces with at least one single-column record; others skip that lookup."""
         self._recent: UnflushedWrites[tuple[str, RowId, str], ColumnRecord] = UnflushedWrites()
         self._row_positions: UnflushedWrites[tuple[str, RowId], RowPosition] = UnflushedWrites()
         self._bundles: UnflushedWrites[tuple[str, int], BundleRecord] = UnflushedWrites()
@@ -107,7 +106,7 @@ class Columns:
 
     def has_single_columns(self, space: str) -> bool:
         """Whether any column of this space may be stored as a single record."""
-        return self._spaces_with_singles is None or space in self._spaces_with_singles
+        return space in self._spaces_with_singles
 
     def existing(
         self, space: str, row_ids: Sequence[RowId], names: Iterable[str]
@@ -204,8 +203,7 @@ class Columns:
         )
         self._journal(record)
         self._recent[space, row_id, cell.name] = record
-        if self._spaces_with_singles is not None:
-            self._spaces_with_singles.add(space)
+        self._spaces_with_singles.add(space)
         if space != TRAIN:
             used = self.used_bytes.get(space, 0)
             self.used_bytes[space] = used + where.length + COLUMN_BYTES
@@ -237,8 +235,7 @@ class Columns:
         self._row_positions.drop(lambda key: key[0] == space)
         self._bundles.drop(lambda key: key[0] == space)
         self.used_bytes.pop(space, None)
-        if self._spaces_with_singles is not None:
-            self._spaces_with_singles.discard(space)
+        self._spaces_with_singles.discard(space)
         for kind in (ColumnRecord, ItemRecord, BundleRecord):
             self._journal(Deletion(kind=kind, where="space = :space", values={"space": space}))
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any
 
 import msgspec
 
-from penstock.dataflow.column_records import ReaderRecord, RowLeaseRecord
+from penstock.dataflow.column_records import ReaderRecord
+from penstock.dataflow.columns.row_leases import LeaseHolder, ReaderSpec, RowLeaseState
 from penstock.dataflow.core.names import REWARD, TRAIN, TURNS
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import FORGOTTEN_PREFIX
@@ -51,14 +53,10 @@ class StoredRow:
     at: float
     initial_columns: frozenset[str]
     """Columns delivered with the row; they have no column records."""
-    row_lease: RowLeaseRecord | None = None
-    """Lease granted before the service restarted and not finished since."""
-
-
-class LoadPage(Protocol):
-    def __call__(self, reader: str, space: str, after: int, num: int) -> list[StoredRow]:
-        """The next rows of a space that this reader has not finished, in order of arrival."""
-        ...
+    holder: LeaseHolder | None = None
+    """The last worker that leased it before the service restarted."""
+    is_leased: bool = False
+    """That lease has not ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +70,11 @@ class SavedReaders:
     """Arrival of the newest row under lease, by reader."""
 
 
-class TablePageLoader:
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
-
-    def __call__(self, reader: str, space: str, after: int, num: int) -> list[StoredRow]:
-        found: list[StoredRow] = []
-        for query in (ROWS, ITEMS):
-            rows = self._tables.rows(query, reader=reader, space=space, after=after, num=num)
-            found += (_stored_row(reader, row) for row in rows)
-        found.sort(key=lambda row: row.arrival)
-        return found[:num]
+def load_page(tables: Tables, terms: ReaderSpec, after: int, num: int) -> list[StoredRow]:
+    """The next rows that this reader has not finished, in order of arrival."""
+    values = {"reader": terms.name, "space": terms.space, "after": after, "num": num}
+    found = [_stored_row(row) for query in (ROWS, ITEMS) for row in tables.rows(query, **values)]
+    return sorted(found, key=attrgetter("arrival"))[:num]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -91,29 +83,18 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(msgspec.json.decode(text, type=list[str]))
 
 
-def _stored_row(reader: str, row: tuple[Any, ...]) -> StoredRow:
+def _stored_row(row: tuple[Any, ...]) -> StoredRow:
     row_id, arrival, at, names, epoch, attempt, worker, request_id, state, error = row
-    initial_columns = _names(names) if names else frozenset[str]()
-    row_lease = None
+    holder = None
     if state is not None:
-        row_lease = RowLeaseRecord(
-            reader=reader,
-            row_id=RowId(row_id),
-            arrival=int(arrival),
-            epoch=int(epoch),
-            attempt=int(attempt),
-            worker=worker,
-            request_id=request_id,
-            state=state,
-            at=float(at),
-            error=error,
-        )
+        holder = LeaseHolder(epoch, attempt, worker, request_id, error=error)
     return StoredRow(
-        row_id=RowId(row_id),
-        arrival=int(arrival),
-        at=float(at),
-        initial_columns=initial_columns,
-        row_lease=row_lease,
+        row_id=row_id,
+        arrival=arrival,
+        at=at,
+        initial_columns=_names(names) if names else frozenset[str](),
+        holder=holder,
+        is_leased=state == RowLeaseState.LEASED,
     )
 
 

@@ -9,12 +9,14 @@ attempts or time. Then its missing columns are marked as failed, so that nothing
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import attrgetter
 
 from penstock.dataflow.column_records import ReaderRecord, RowLeaseRecord
 from penstock.dataflow.columns.cells import Cell, compare_write
 from penstock.dataflow.columns.row_leases import (
     Claim,
+    LeasedRow,
     LeaseHolder,
     Reader,
     ReaderSpec,
@@ -37,16 +39,6 @@ Status = tuple[DeliveryStatus, str]
 """The status, and an explanation for people."""
 LEASE_ENDED: Status = (DeliveryStatus.FENCED, "the lease has already ended")
 STORED: Status = (DeliveryStatus.STORED, "")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrantedRow:
-    """One row leased to a worker."""
-
-    row_id: RowId
-    arrival: int
-    epoch: int
-    attempt: int
 
 
 class Readers:
@@ -105,27 +97,24 @@ class Readers:
 
     def lease(
         self, name: str, worker: str, request_id: str, max_rows: int, now: float
-    ) -> list[GrantedRow]:
+    ) -> list[LeasedRow]:
         """Lease up to `max_rows` rows. A repeated request gets the rows that it still holds."""
         reader = self.reader(name)
         reader.last_seen_at = now
         if request_id in reader.requests:
-            held = [reader.leased[row_id] for row_id in reader.requests[request_id]]
-            return [
-                _grant(row_lease)
-                for row_lease in sorted(held, key=lambda row_lease: row_lease.arrival)
-            ]
+            held = (reader.leased[row_id] for row_id in reader.requests[request_id])
+            return [_leased(row_lease) for row_lease in sorted(held, key=attrgetter("arrival"))]
         if request_id in reader.finished_requests:
             return []
         self._row_window.refill(reader, now)
-        grants: list[GrantedRow] = []
+        grants: list[LeasedRow] = []
         while len(grants) < max_rows and (row_lease := reader.next_waiting()) is not None:
             holder = row_lease.holder = row_lease.holder or LeaseHolder()
             holder.epoch += 1
             holder.worker, holder.request_id = worker, request_id
             reader.grant(row_lease, now + reader.terms.ttl_s)
             self._journal(reader.lease_record(row_lease, now))
-            grants.append(_grant(row_lease))
+            grants.append(_leased(row_lease))
         return grants
 
     def extend(self, name: str, claims: Iterable[Claim], now: float) -> list[RowId]:
@@ -170,10 +159,9 @@ class Readers:
         row_lease = _find_lease(reader, claim)
         if row_lease is None:
             return LEASE_ENDED
-        if row_lease.pending_outputs:
-            missing = [
-                n for n, bit in reader.output_bits.items() if row_lease.pending_outputs & bit
-            ]
+        pending = row_lease.pending_outputs
+        if pending:
+            missing = [n for n, bit in reader.output_bits.items() if pending & bit]
             return DeliveryStatus.INVALID, f"columns {missing} are not written yet"
         self._finish(reader, row_lease, now)
         return STORED
@@ -282,11 +270,8 @@ def _overdue_detail(row_lease: RowLease, limit: float) -> str:
     return f"not written within deadline_s={limit:g}" + (f"; last error: {error}" if error else "")
 
 
-def _grant(row_lease: RowLease) -> GrantedRow:
-    assert row_lease.holder is not None, "a granted row has a holder"
-    return GrantedRow(
-        row_id=row_lease.row_id,
-        arrival=row_lease.arrival,
-        epoch=row_lease.holder.epoch,
-        attempt=row_lease.holder.attempt + 1,
-    )
+def _leased(row_lease: RowLease) -> LeasedRow:
+    holder = row_lease.holder
+    assert holder is not None, "a leased row has a holder"
+    claim = Claim(row_id=row_lease.row_id, arrival=row_lease.arrival, epoch=holder.epoch)
+    return LeasedRow(claim=claim, attempt=holder.attempt + 1)

@@ -13,7 +13,6 @@ from penstock.dataflow.columns.bundles import Bundle
 from penstock.dataflow.columns.column_store import KEYS_PER_QUERY, POSITIONS_SQL, RowPosition
 from penstock.dataflow.columns.values import BlobRef, FailedColumn, RowValues, WireValue
 from penstock.dataflow.core.names import ADMITTED, REWARD, TRAIN, TURNS
-from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import RowRecord
 from penstock.errors import StoreError
@@ -175,16 +174,7 @@ class RowStoreReader:
             return column.value
         if column.blob:
             return BlobRef(digest=column.blob, size=column.length)
-        try:
-            return self._ledger.payloads.read(_location(column))
-        except StoreError:  # compaction may have moved it in the meantime
-            where = "space = :space AND row_id = :row_id AND name = :name"
-            moved = self._ledger.tables.read(
-                ColumnRecord, where, space=column.space, row_id=column.row_id, name=column.name
-            )
-            if not moved or _location(moved[0]) == _location(column):
-                raise
-            return self._ledger.payloads.read(_location(moved[0]))
+        return self._ledger.read_payload(column)
 
 
 class LocatedRows(NamedTuple):
@@ -245,28 +235,11 @@ class BundleReader:
     @property
     def is_in_payload_store(self) -> bool:
         """Whether its values are in the payload store, not in the record."""
-        return self._bundle.where is not None
+        return self._bundle.record.segment > 0
 
     def _read(self) -> bytes:
-        where = self._bundle.where
-        if where is None:
-            return self._bundle.record.payload
-        try:
-            return self._ledger.payloads.read(where)
-        except StoreError:  # compaction may have moved it in the meantime
-            old = self._bundle.record
-            query = "space = :space AND arrival = :arrival"
-            found = self._ledger.tables.read(
-                BundleRecord, query, space=old.space, arrival=old.arrival
-            )
-            moved = Bundle(found[0]).where if found else None
-            if moved is None or moved == where:
-                raise
-            return self._ledger.payloads.read(moved)
-
-
-def _location(column: ColumnRecord) -> Location:
-    return Location(segment=column.segment, offset=column.offset, length=column.length)
+        record = self._bundle.record
+        return self._ledger.read_payload(record) if self.is_in_payload_store else record.payload
 
 
 def _size(value: WireValue) -> int:

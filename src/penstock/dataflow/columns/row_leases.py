@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 from types import MappingProxyType
 
 import msgspec
@@ -58,10 +59,10 @@ LEASE_TRANSITIONS: Mapping[RowLeaseState, frozenset[RowLeaseState]] = MappingPro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderSpec:
-    """The columns a reader reads and writes, and its limits."""
+class ReaderRequest:
+    """`PUT /v1/readers/{name}`: the columns a reader reads and writes, and its limits. Creates or
+    updates the reader; a known one keeps its cursor."""
 
-    name: str
     reads: tuple[str, ...]
     """Columns a row must have before the reader gets it."""
     writes: tuple[str, ...] = ()
@@ -75,6 +76,11 @@ class ReaderSpec:
     """A lease expires after `ttl_s` without renewal."""
     max_attempts: int = 3
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderSpec(ReaderRequest):
+    name: str
+
     @property
     def inputs(self) -> tuple[str, ...]:
         return (*self.reads, ADMITTED) if self.on is RowTrigger.ADMITTED else self.reads
@@ -87,6 +93,12 @@ class Claim:
     row_id: RowId
     arrival: int
     epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedRow:
+    claim: Claim
+    attempt: int
 
 
 @dataclass(slots=True)
@@ -230,9 +242,7 @@ class Reader:
                 row_lease.holder.expires_at = min(row_lease.holder.expires_at + gap_s, now + ttl_s)
 
     def sort_by_deadline(self) -> None:
-        self.by_deadline = deque(
-            sorted(self.by_deadline, key=lambda row_lease: row_lease.deadline_start)
-        )
+        self.by_deadline = deque(sorted(self.by_deadline, key=attrgetter("deadline_start")))
 
     def _trim(self) -> None:
         """Drop finished entries, so that one slow row cannot make the queues grow."""
@@ -245,19 +255,11 @@ class Reader:
             self.waiting = _unfinished(self.waiting)
 
     def record(self) -> ReaderRecord:
-        terms = self.terms
-        return ReaderRecord(
-            name=terms.name,
-            space=terms.space,
-            reads=msgspec.json.encode(terms.reads).decode(),
-            writes=msgspec.json.encode(terms.writes).decode(),
-            on=terms.on,
-            deadline_s=terms.deadline_s,
-            ttl_s=terms.ttl_s,
-            max_attempts=terms.max_attempts,
-            cursor=self.cursor,
-            at=self.declared_at,
-        )
+        names = (self.terms.reads, self.terms.writes)
+        reads, writes = (msgspec.json.encode(columns).decode() for columns in names)
+        fields = asdict(self.terms)
+        fields.update(reads=reads, writes=writes)
+        return ReaderRecord(**fields, cursor=self.cursor, at=self.declared_at)
 
     def lease_record(self, row_lease: RowLease, now: float) -> RowLeaseRecord:
         holder = row_lease.holder or LeaseHolder()
@@ -296,16 +298,6 @@ def reader_from_record(record: ReaderRecord) -> Reader:
         cursor=record.cursor,
         loaded_through=record.cursor,
         saved_cursor=record.cursor,
-    )
-
-
-def holder_from_record(record: RowLeaseRecord) -> LeaseHolder:
-    return LeaseHolder(
-        epoch=record.epoch,
-        attempt=record.attempt,
-        worker=record.worker,
-        request_id=record.request_id,
-        error=record.error,
     )
 
 

@@ -10,22 +10,22 @@ nothing about workers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from penstock.dataflow.column_records import ColumnRecord, RowLeaseRecord
 from penstock.dataflow.columns.cells import Cell, failed_cell, number_cell
 from penstock.dataflow.columns.column_store import Columns
-from penstock.dataflow.columns.pages import LoadPage, SavedReaders, StoredRow
+from penstock.dataflow.columns.pages import SavedReaders, StoredRow, load_page
 from penstock.dataflow.columns.row_leases import (
     Reader,
     RowLease,
     RowLeaseState,
     RowTrigger,
-    holder_from_record,
     reader_from_record,
 )
 from penstock.dataflow.core.completion import ColumnCompleted
 from penstock.dataflow.core.names import ADMITTED, TRAIN
+from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import Deletion, Journal
 from penstock.types import RowId
 
@@ -42,14 +42,14 @@ INPUT_FAILED = "input"
 
 class RowWindow:
     def __init__(
-        self, columns: Columns, pages: LoadPage, journal: Journal, *, window: int = MAX_WINDOW_ROWS
+        self, columns: Columns, tables: Tables, journal: Journal, *, window: int = MAX_WINDOW_ROWS
     ) -> None:
         self.readers: dict[str, Reader] = {}
         self.columns = columns
         self.last_arrival = 0
         self.durable_through = 0
         """Rows up to this arrival are on disk; set after a flush."""
-        self._load_page_rows = pages
+        self._tables = tables
         self._journal = journal
         self._window = window
         self._newest: dict[str, int] = {}
@@ -73,16 +73,11 @@ class RowWindow:
         self.last_arrival += num
         return first
 
-    def add_row(
-        self, space: str, row_id: RowId, arrival: int, columns: Iterable[str], now: float
-    ) -> None:
-        """Add a row with these columns. The caller journals its record, in order of arrival."""
-        self.add_rows(space, (row_id,), arrival, columns, now)
-
     def add_rows(
         self, space: str, row_ids: Sequence[RowId], first: int, columns: Iterable[str], now: float
     ) -> None:
-        """Add rows with the same columns and consecutive arrival numbers."""
+        """Add rows with the same columns and consecutive arrival numbers. The caller journals
+        their records, in order of arrival."""
         before = self._newest.get(space, 0)
         self._newest[space] = first + len(row_ids) - 1
         initial_columns = frozenset(columns)
@@ -163,10 +158,7 @@ class RowWindow:
         if not row_lease.missing_inputs & bit:
             return
         if cell.failed:
-            self.fail_row(
-                reader, row_lease, INPUT_FAILED, _input_failed(cell.name, cell.failed), now
-            )
-            return
+            return self._fail_input(reader, row_lease, cell, now)
         row_lease.missing_inputs &= ~bit
         if cell.name == ADMITTED:
             row_lease.deadline_start = now
@@ -186,6 +178,12 @@ class RowWindow:
                 cell = failed_cell(name, kind, detail)
                 self.complete(reader.terms.space, row_lease.row_id, cell, reader.terms.name, now)
 
+    def _fail_input(
+        self, reader: Reader, row_lease: RowLease, column: Cell | ColumnRecord, now: float
+    ) -> None:
+        detail = f"input column {column.name!r} is failed({column.failed})"
+        self.fail_row(reader, row_lease, INPUT_FAILED, detail, now)
+
     # --- rows on disk -------------------------------------------------------------------------
 
     def refill(self, reader: Reader, now: float, upto: int = 0) -> None:
@@ -200,7 +198,7 @@ class RowWindow:
     def _load_page(self, reader: Reader, now: float) -> bool:
         """Load one page; returns False if it was the last one on disk."""
         terms = reader.terms
-        rows = self._load_page_rows(terms.name, terms.space, reader.loaded_through, PAGE_ROWS)
+        rows = load_page(self._tables, terms, reader.loaded_through, PAGE_ROWS)
         is_last = len(rows) < PAGE_ROWS
         if rows:
             reader.loaded_through = rows[-1].arrival
@@ -224,32 +222,22 @@ class RowWindow:
     ) -> None:
         """Add a row to this reader's window as ready, pending or failed; skip it if finished."""
         present = row.initial_columns | columns.keys()
-        pending_outputs = sum(
-            bit for name, bit in reader.output_bits.items() if name not in present
-        )
+        pending_outputs = _bits_without(reader.output_bits, present)
         if reader.output_bits and not pending_outputs:
             return
         row_lease = RowLease(
             row_id=row.row_id,
             arrival=row.arrival,
             deadline_start=self._shift_for_stalls(_deadline_start(reader, row, columns), now),
-            missing_inputs=sum(
-                bit for name, bit in reader.input_bits.items() if name not in present
-            ),
+            missing_inputs=_bits_without(reader.input_bits, present),
             pending_outputs=pending_outputs,
-            holder=None if row.row_lease is None else holder_from_record(row.row_lease),
+            holder=row.holder,
         )
         reader.add(row_lease)
         failed = [c for name, c in columns.items() if c.failed and name in reader.input_bits]
         if failed:
-            self.fail_row(
-                reader,
-                row_lease,
-                INPUT_FAILED,
-                _input_failed(failed[0].name, failed[0].failed),
-                now,
-            )
-        elif row.row_lease is not None and row.row_lease.state == RowLeaseState.LEASED:
+            self._fail_input(reader, row_lease, failed[0], now)
+        elif row.is_leased:
             last = reader.waiting.pop()
             assert last is row_lease, "a row that was leased has all its inputs"
             reader.grant(row_lease, now + reader.terms.ttl_s)  # after a restart: a full ttl
@@ -303,5 +291,5 @@ def _deadline_start(reader: Reader, row: StoredRow, columns: Mapping[str, Column
     return max(deadline_start, reader.declared_at) if deadline_start else 0.0
 
 
-def _input_failed(name: str, kind: str) -> str:
-    return f"input column {name!r} is failed({kind})"
+def _bits_without(bits: Mapping[str, int], present: Container[str]) -> int:
+    return sum(bit for name, bit in bits.items() if name not in present)

@@ -8,14 +8,13 @@ Owns quotas and keys. The space `train` holds the rollout rows and is read-only 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from penstock.dataflow.column_records import ColumnRecord, SpaceRecord
 from penstock.dataflow.columns.bundles import BundleDraft, Values
 from penstock.dataflow.columns.cells import Cell, compare_write
 from penstock.dataflow.columns.column_store import COLUMN_BYTES, Columns
 from penstock.dataflow.columns.row_window import RowWindow
-from penstock.dataflow.core.leasing import DeliveryStatus
+from penstock.dataflow.columns.values import ColumnStatus
 from penstock.dataflow.core.names import RESERVED, TRAIN
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import Journal
@@ -23,16 +22,6 @@ from penstock.errors import BadRequest, Forbidden, NotFound, StorageFull
 from penstock.types import RowId
 
 RETRY_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RejectedColumn:
-    """A column that was not stored, and why."""
-
-    key: RowId
-    name: str
-    status: DeliveryStatus
-    detail: str = ""
 
 
 class Spaces:
@@ -56,7 +45,7 @@ class Spaces:
 
     def put(
         self, name: str, drafts: Sequence[BundleDraft], writer: str, now: float
-    ) -> list[RejectedColumn]:
+    ) -> list[ColumnStatus]:
         """Store all rows, or raise StorageFull and store none. Returns the columns that already
         existed; an existing column is never changed."""
         check_name(name)
@@ -101,7 +90,7 @@ class Spaces:
         existing: Mapping[tuple[RowId, str], ColumnRecord],
         writer: str,
         now: float,
-    ) -> Iterable[RejectedColumn]:
+    ) -> Iterable[ColumnStatus]:
         """Add the missing columns to an existing row."""
         for cell in cells:
             current = existing.get((key, cell.name))
@@ -109,7 +98,7 @@ class Spaces:
                 self._row_window.complete(name, key, cell, writer, now)
             else:
                 status, detail = compare_write(current, cell)
-                yield RejectedColumn(key=key, name=cell.name, status=status, detail=detail)
+                yield ColumnStatus(key=key, name=cell.name, status=status, detail=detail)
 
     def _require_room(
         self, name: str, drafts: Iterable[BundleDraft], cells: Iterable[Cell]

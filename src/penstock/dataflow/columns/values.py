@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.types import RowId
 
 
@@ -21,6 +22,16 @@ class BlobRef:
 
 WireValue = float | bytes | BlobRef
 """The value of a column. Floats are finite; bytes are at most 1 MB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnStatus:
+    """A column that was not stored, and why."""
+
+    key: RowId
+    name: str
+    status: DeliveryStatus
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ The server adds a ledger and HTTP; the simulator runs the same objects in virtua
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,9 +14,10 @@ from penstock.dataflow.core.completion import Completion, RequiredColumns
 from penstock.dataflow.core.consumers import PolicySpec
 from penstock.dataflow.core.coordinator import Coordinator, IssueSpec, PartitionState
 from penstock.dataflow.core.groups import ClosingPolicy, LeaseSpec
-from penstock.dataflow.core.links import link_to_coordinator, link_to_partition
+from penstock.dataflow.core.links import Link, link_to_coordinator, link_to_partition
 from penstock.dataflow.core.manifests import ManifestCache
 from penstock.dataflow.core.message_router import MessageRouter
+from penstock.dataflow.core.messages import ToCoordinator, ToPartition
 from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.core.partition_runtime import PartitionRuntime, RowReaders
 from penstock.dataflow.core.retention import Retention
@@ -115,12 +116,15 @@ def begin_coordinator_core(
         journal,
         router.to_partition,
     )
-    router.coordinator = coordinator
     host = None
     if has_partition:
         lineages = {policy: consumer.lineage for policy, consumer in coordinator.consumers.items()}
+
+        def send(message: ToCoordinator) -> None:
+            router.call(partial(coordinator.apply, message))
+
         host = router.runtimes[0] = _host(
-            0, terms, lineages, journal, router, row_window, is_colocated=True
+            0, terms, lineages, journal, router, send, row_window, is_colocated=True
         )
         coordinator.add_partition(0)
     for record in tables.read(PartitionRecord):
@@ -150,6 +154,13 @@ def finish_coordinator_restore(core: CoordinatorCore, freed: Sequence[GroupId], 
     core.router.run(now)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionCore:
+    router: MessageRouter
+    link: Link[ToCoordinator, ToPartition]
+    host: PartitionRuntime
+
+
 def build_partition_core(
     index: int,
     terms: CoreSpec,
@@ -157,21 +168,18 @@ def build_partition_core(
     journal: Journal,
     now: float,
     row_window: RowReaders | None = None,
-) -> tuple[MessageRouter, PartitionRuntime]:
+) -> PartitionCore:
     """Restore a partition that runs in its own process."""
-    router = MessageRouter()
-    router.coordinator_link = link_to_coordinator(index, journal)
-    restore_link(router.coordinator_link, tables)
+    router, link = MessageRouter(), link_to_coordinator(index, journal)
+    restore_link(link, tables)
     lineages = {policy.policy: Lineage(policy.policy) for policy in terms.policies}
     for lineage in lineages.values():
         restore_lineage(lineage, tables)
-    host = router.runtimes[index] = _host(
-        index, terms, lineages, journal, router, row_window, is_colocated=False
-    )
+    host = _host(index, terms, lineages, journal, router, link.send, row_window, is_colocated=False)
     restore_completion(host, tables)
     restore_partition(host.partition, tables, now)
     router.run(now)
-    return router, host
+    return PartitionCore(router=router, link=link, host=host)
 
 
 def _host(
@@ -180,6 +188,7 @@ def _host(
     lineages: Mapping[PolicyName, Lineage],
     journal: Journal,
     router: MessageRouter,
+    send: Callable[[ToCoordinator], None],
     row_window: RowReaders | None,
     *,
     is_colocated: bool,
@@ -193,14 +202,15 @@ def _host(
         policy.policy: terms.needs.get(policy.policy, RequiredColumns())
         for policy in terms.policies
     }
-    completion = Completion(needs, terms.closing, journal, router.to_coordinator)
+    completion = Completion(needs, terms.closing, journal, send)
     partition = Partition(
         index,
         closing=terms.closing,
         terms=terms.lease,
         gate=gate,
         journal=journal,
-        send=lambda report: router.ended(index, report),
+        # A group that ended reaches the coordinator after the columns it may still miss.
+        send=lambda report: router.call(partial(completion.report, report)),
     )
     return PartitionRuntime(
         partition, completion, gate, journal, row_window, is_colocated=is_colocated

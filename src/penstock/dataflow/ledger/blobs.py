@@ -112,7 +112,7 @@ class BlobStore:
             actual = blake3(max_threads=1).update_mmap(source).hexdigest()
         except FileNotFoundError:
             raise Conflict(
-                f"the upload of blob {digest} has expired; start again at offset 0"
+                f"the upload of blob {digest} was abandoned; restart it at offset 0"
             ) from None
         if found != size or actual != digest:
             source.unlink(missing_ok=True)

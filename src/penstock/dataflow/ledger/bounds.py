@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from penstock.dataflow.ledger.segments import DISK_FULL_ERRNOS
@@ -24,14 +23,6 @@ DISK_RETRY_S = 5.0
 STATVFS_INTERVAL_S = 0.05
 MEMORY_RETRY_S = 0.5
 """Retry hint for full memory, which drains at disk speed."""
-
-
-class AdmissionLevel(StrEnum):
-    OPEN = "open"
-    NO_LEASES = "no_leases"
-    """Above the high-water mark: leased work may be delivered, new work does not start."""
-    REFUSE = "refuse"
-    """Deliveries are refused; reads, sealing, commits and deletes continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +37,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageLimits:
-    """Maps usage to a level; pure."""
+    """Decides what may happen at a given usage; pure."""
 
     max_queued_bytes: int = 256 << 20
     high_water_queued_bytes: int = 128 << 20
@@ -62,19 +53,13 @@ class StorageLimits:
         if not 0 <= self.min_free_bytes <= self.low_water_free_bytes:
             raise ValueError("low_water_free_bytes must be at least min_free_bytes")
 
-    def level(self, usage: Usage) -> AdmissionLevel:
-        if self._refusal(usage, 0) is not None:
-            return AdmissionLevel.REFUSE
-        if (
-            usage.queued_bytes >= self.high_water_queued_bytes
-            or usage.free_bytes < self.low_water_free_bytes
-        ):
-            return AdmissionLevel.NO_LEASES
-        return AdmissionLevel.OPEN
-
     def may_lease(self, usage: Usage) -> bool:
         """May new work start?"""
-        return self.level(usage) is AdmissionLevel.OPEN
+        return (
+            self._refusal(usage, 0) is None
+            and usage.queued_bytes < self.high_water_queued_bytes
+            and usage.free_bytes >= self.low_water_free_bytes
+        )
 
     def check_delivery(self, usage: Usage, payload_bytes: int) -> None:
         """Raise Busy (429) or StorageFull (507) when there is no room for this payload. Call it
@@ -130,7 +115,7 @@ class DiskReserve:
         is_fresh = time.monotonic() < at + STATVFS_INTERVAL_S
         return free - self.missing_bytes if is_fresh else self.free_bytes()
 
-    def take(self) -> None:
+    def allocate_if_room(self) -> None:
         """Allocate the reserve if the disk has room for it twice; never take the last free
         space."""
         if self.is_held or self.free_bytes() < self._num_bytes:

@@ -131,7 +131,9 @@ class Compactor:
         for live, segment in sorted(sparse):
             if not self._has_room(live):
                 log.warning(
-                    "not enough disk space to compact; deleting dead segments only", bytes=live
+                    "not enough disk space to copy live rows; only segments without live rows are "
+                    "deleted until space is freed",
+                    bytes=live,
                 )
                 return
             if await self._move_live(segment):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +24,14 @@ from penstock.dataflow.ledger.payloads import (
     PayloadStore,
     SegmentPayloads,
 )
-from penstock.dataflow.ledger.segments import HEADER, MAGIC, Location, PlacedPayload
+from penstock.dataflow.ledger.segments import (
+    HEADER,
+    MAGIC,
+    Location,
+    PlacedPayload,
+    SegmentAllocator,
+    encoded,
+)
 from penstock.errors import ConfigError, StoreError
 from penstock.plugins import load_function
 from penstock.wire.objects import list_objects, open_objects
@@ -56,7 +63,10 @@ def _load_user_store(store: str, folder: Path) -> PayloadStore:
     made = kind(folder)
     wanted = ("durability", "place", "append", "read", "sizes", "delete")
     if missing := [name for name in wanted if not hasattr(made, name)]:
-        raise ConfigError(f"payload store {store!r} has no {', '.join(missing)}")
+        raise ConfigError(
+            f"payload store {store!r} is missing {', '.join(missing)}; "
+            "its class must have all members of PayloadStore"
+        )
     return cast(PayloadStore, made)
 
 
@@ -66,8 +76,7 @@ class ObjectPayloads:
     def __init__(self, url: str) -> None:
         self._url = url
         self._store = open_objects(url, "payload")
-        self._segment = max(self._segments(), default=0) + 1
-        self._offset = 0
+        self._allocator = SegmentAllocator(max(self._segments(), default=0) + 1, SEGMENT_BYTES)
         self._objects: dict[int, dict[int, int]] = {}
         """By segment, the size of its objects by offset, in order; filled on first use."""
         self._is_listed = False
@@ -82,17 +91,13 @@ class ObjectPayloads:
     # --- writing ------------------------------------------------------------------------------
 
     def place(self, payload: bytes | memoryview) -> PlacedPayload:
-        if self._offset >= SEGMENT_BYTES:
-            self._segment, self._offset = self._segment + 1, 0
-        location = Location(segment=self._segment, offset=self._offset, length=len(payload))
-        self._offset += HEADER.size + len(payload)
-        return PlacedPayload(location=location, payload=payload)
+        return self._allocator.place(payload)
 
     def append(self, chunks: Sequence[PlacedPayload]) -> None:
         for segment, group in groupby(chunks, key=lambda chunk: chunk.location.segment):
             members = list(group)
             first = members[0].location.offset
-            body = b"".join(_encoded(members))
+            body = b"".join(encoded(members))
             last = members[-1].location
             assert first + len(body) == last.offset + HEADER.size + last.length, (
                 "commit group has a gap"
@@ -143,11 +148,11 @@ class ObjectPayloads:
             self._is_listed = True
         with self._lock:
             found = {number: sum(parts.values()) for number, parts in self._objects.items()}
-        found.pop(self._segment, None)
+        found.pop(self._allocator.segment, None)
         return found
 
     def delete(self, segment: int) -> None:
-        assert segment != self._segment, "the open segment still takes payload"
+        assert segment != self._allocator.segment, "the open segment still takes payload"
         for first in self._list_segment(segment):
             with suppress(FileNotFoundError):
                 self._store.delete(_name(segment, first))
@@ -177,17 +182,10 @@ def _name(segment: int, first: int) -> str:
     return f"{segment:08d}/{first:012d}"
 
 
-def _encoded(chunks: Sequence[PlacedPayload]) -> Iterator[bytes | memoryview]:
-    for chunk in chunks:
-        yield HEADER.pack(MAGIC, chunk.location.length, crc32c.crc32c(chunk.payload))
-        yield chunk.payload
-
-
 def _payload(data: bytes, location: Location, where: str) -> bytes:
     if len(data) != HEADER.size + location.length:
         raise StoreError(f"{where} is cut off")
-    magic, length, crc = HEADER.unpack_from(data)
     payload = data[HEADER.size :]
-    if magic != MAGIC or length != location.length or crc != crc32c.crc32c(payload):
+    if HEADER.unpack_from(data) != (MAGIC, location.length, crc32c.crc32c(payload)):
         raise StoreError(f"{where} is damaged: its checksum does not match")
     return payload

@@ -65,7 +65,7 @@ class SegmentPayloads:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._allocator = SegmentAllocator(folder)
+        self._allocator = segments.allocator(folder)
         self._writer = SegmentWriter(folder)
         self._reader = SegmentReader(folder)
 
@@ -76,9 +76,7 @@ class SegmentPayloads:
         self._writer.append(chunks)
 
     def read(self, location: Location) -> bytes:
-        payload = bytearray(location.length)
-        self._reader.read_into(location, memoryview(payload))
-        return bytes(payload)
+        return self._reader.read(location)
 
     def read_into(self, location: Location, payload: memoryview, *, may_block: bool) -> None:
         """As `read`, into the caller's buffer; BlockingIOError if the read would have to wait."""
@@ -105,18 +103,12 @@ class MemoryPayloads:
     durability: Durability = "D0"
 
     def __init__(self, *, segment_bytes: int = 16 << 20) -> None:
-        self._segment_bytes = segment_bytes
-        self._placing = (1, 0)
+        self._allocator = SegmentAllocator(1, segment_bytes)
         self._kept: dict[int, dict[int, bytes]] = {}
         self._lock = threading.Lock()
 
     def place(self, payload: bytes | memoryview) -> PlacedPayload:
-        segment, offset = self._placing
-        if offset >= self._segment_bytes:
-            segment, offset = segment + 1, 0
-        self._placing = segment, offset + len(payload)
-        location = Location(segment=segment, offset=offset, length=len(payload))
-        return PlacedPayload(location=location, payload=payload)
+        return self._allocator.place(payload)
 
     def append(self, chunks: Sequence[PlacedPayload]) -> None:
         with self._lock:
@@ -138,10 +130,10 @@ class MemoryPayloads:
             return {
                 number: sum(map(len, kept.values()))
                 for number, kept in self._kept.items()
-                if number != self._placing[0]
+                if number != self._allocator.segment
             }
 
     def delete(self, segment: int) -> None:
-        assert segment != self._placing[0], "the open segment still takes payload"
+        assert segment != self._allocator.segment, "the open segment still takes payload"
         with self._lock:
             self._kept.pop(segment, None)

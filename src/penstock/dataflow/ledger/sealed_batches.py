@@ -17,7 +17,7 @@ from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.ledger import segments
 from penstock.dataflow.ledger.blobs import BlobStore
 from penstock.dataflow.ledger.recorded import RecordedRun
-from penstock.dataflow.ledger.segments import Location
+from penstock.dataflow.ledger.store import location_of
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import FORGOTTEN_PREFIX, CommitRecord, RowRecord, VersionRecord
 from penstock.errors import NotFound, StoreError
@@ -127,5 +127,4 @@ def _columns(
 def _content(folder: Path, record: RowRecord | ColumnRecord) -> bytes:
     if record.blob:
         return BlobStore(folder / "blobs").read(record.blob)
-    where = Location(segment=record.segment, offset=record.offset, length=record.length)
-    return segments.read(folder / "segments", where)
+    return segments.read(folder / "segments", location_of(record))

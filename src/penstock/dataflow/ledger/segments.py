@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import crc32c
@@ -71,17 +72,24 @@ def delete(folder: Path, segment: int) -> None:
 class SegmentAllocator:
     """Assigns each payload its place before it is written; runs on the event loop."""
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.segment = max(sizes(folder), default=0) + 1
+    def __init__(self, first: int, max_bytes: int) -> None:
+        """`first`: a segment that no process has used."""
+        self.segment = first
         self._offset = 0
+        self._max_bytes = max_bytes
 
     def place(self, payload: bytes | memoryview) -> PlacedPayload:
-        if self._offset >= MAX_SEGMENT_BYTES:
+        if self._offset >= self._max_bytes:
             self.segment, self._offset = self.segment + 1, 0
         location = Location(segment=self.segment, offset=self._offset, length=len(payload))
         self._offset += HEADER.size + len(payload)
         return PlacedPayload(location=location, payload=payload)
+
+
+def allocator(folder: Path) -> SegmentAllocator:
+    """Starts after the newest segment: earlier ones may end in bytes of a crashed process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return SegmentAllocator(max(sizes(folder), default=0) + 1, MAX_SEGMENT_BYTES)
 
 
 class SegmentWriter:
@@ -95,16 +103,10 @@ class SegmentWriter:
     def append(self, chunks: Sequence[PlacedPayload]) -> None:
         """On disk when this returns. After `DiskFull` the same chunks may be appended again; any
         other error is final: the process must end, never retry and ack."""
-        start = 0
-        while start < len(chunks):
-            first = chunks[start].location
-            end = start
-            while end < len(chunks) and chunks[end].location.segment == first.segment:
-                end += 1
-            self._open(first.segment)
-            _write_at(self._descriptor, first.offset, chunks[start:end])
+        for segment, members in groupby(chunks, key=lambda chunk: chunk.location.segment):
+            self._open(segment)
+            _write_together(self._descriptor, [*members])
             os.fdatasync(self._descriptor)
-            start = end
 
     def _open(self, segment: int) -> None:
         if segment == self._segment:
@@ -129,17 +131,22 @@ class SegmentWriter:
         self.close()
 
 
-def _write_at(descriptor: int, offset: int, chunks: Sequence[PlacedPayload]) -> None:
-    """Write everything, or raise `DiskFull` with the file truncated to its previous size."""
+def encoded(chunks: Iterable[PlacedPayload]) -> list[bytes | memoryview]:
+    """Header and payload of each chunk."""
     parts: list[bytes | memoryview] = []
     for chunk in chunks:
-        size = chunk.location.length
-        parts += (HEADER.pack(MAGIC, size, _crc(chunk.payload)), chunk.payload)
-    position = offset
+        header = HEADER.pack(MAGIC, chunk.location.length, _crc(chunk.payload))
+        parts += (header, chunk.payload)
+    return parts
+
+
+def _write_together(descriptor: int, chunks: Sequence[PlacedPayload]) -> None:
+    """Write everything, or raise `DiskFull` with the file truncated to its previous size."""
+    parts = encoded(chunks)
+    position = offset = chunks[0].location.offset
     try:
         for start in range(0, len(parts), IOV_MAX):
-            batch = parts[start : start + IOV_MAX]
-            position = _write_batch(descriptor, position, batch)
+            position = _write_batch(descriptor, position, parts[start : start + IOV_MAX])
     except OSError as error:
         if error.errno in DISK_FULL_ERRNOS:
             os.ftruncate(descriptor, offset)
@@ -174,9 +181,7 @@ def _sync_folder(folder: Path) -> None:
 
 def read(folder: Path, location: Location) -> bytes:
     """The payload, or StoreError naming the damaged record; other records stay readable."""
-    payload = bytearray(location.length)
-    SegmentReader(folder).read_into(location, memoryview(payload))
-    return bytes(payload)
+    return SegmentReader(folder).read(location)
 
 
 def _crc(payload: bytes | memoryview) -> int:
@@ -190,6 +195,11 @@ class SegmentReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[int, _OpenFile] = {}
+
+    def read(self, location: Location) -> bytes:
+        payload = bytearray(location.length)
+        self.read_into(location, memoryview(payload))
+        return bytes(payload)
 
     def read_into(self, location: Location, payload: memoryview, *, may_block: bool = True) -> None:
         """Read the record into `payload`, or raise StoreError naming the damaged record. Without
@@ -207,9 +217,7 @@ class SegmentReader:
         path = segment_path(self._folder, segment)
         try:
             file = _OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        except (
-            FileNotFoundError
-        ) as error:  # other errors may be transient and say nothing about the row
+        except FileNotFoundError as error:  # other errors may be transient
             raise StoreError(f"segment {path.name} is missing") from error
         self._open[segment] = file
         for oldest in [*self._open][:-MAX_OPEN]:

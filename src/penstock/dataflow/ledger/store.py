@@ -24,6 +24,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from penstock.dataflow.column_records import BundleRecord, ColumnRecord
 from penstock.dataflow.ledger.bounds import RESERVE_BYTES, DiskReserve, Usage
 from penstock.dataflow.ledger.payloads import Durability, PayloadStore, SegmentPayloads
 from penstock.dataflow.ledger.segments import DiskFull, Location, PlacedPayload
@@ -31,6 +32,9 @@ from penstock.dataflow.ledger.tables import open_tables
 from penstock.dataflow.records import Deletion, MetaRecord, Record, RowRecord
 from penstock.errors import StoreError
 from penstock.types import RowId
+
+PayloadRecord = RowRecord | ColumnRecord | BundleRecord
+"""A record that holds the location of its payload."""
 
 
 @dataclass(slots=True)
@@ -82,7 +86,7 @@ class Ledger:
             raise
         self.payloads = SegmentPayloads(self.segments_folder) if payloads is None else payloads
         self._reserve = DiskReserve(folder, reserve_bytes)
-        self._reserve.take()
+        self._reserve.allocate_if_room()
         self.on_failure = on_failure
         self._placed: list[PlacedPayload] = []
         self._queued_bytes = 0
@@ -110,11 +114,7 @@ class Ledger:
         """Durable when the future is done, with all payload placed before. Written in call
         order."""
         chunks, self._placed = self._placed, []
-        if records or chunks:
-            return self._put(records, chunks)
-        done = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
+        return self._put(records, chunks)
 
     def flush(self) -> asyncio.Future[None]:
         """Done when every write made so far is durable: for answers that repeat an earlier
@@ -141,7 +141,7 @@ class Ledger:
                 return
             try:
                 self._write_group(group)
-                self._reserve.take()
+                self._reserve.allocate_if_room()
             except _ClosedWhileFull:
                 return
             except Exception as error:
@@ -222,25 +222,28 @@ class Ledger:
 
     def payload(self, row: RowRecord) -> bytes:
         """The bytes as delivered, or StoreError naming this record. Blocks; for any thread."""
-        try:
-            payload = self.payloads.read(_location(row))
-        except StoreError:
-            moved = self.row(
-                row.row_id
-            )  # compaction may have moved it since the caller read its row
-            if moved is None or _location(moved) == _location(row):
-                raise
-            payload = self.payloads.read(_location(moved))
+        payload = self.read_payload(row)
         if blake3(payload).hexdigest() != row.summary.digest:
             raise StoreError(f"row {row.row_id} is damaged: its location holds other bytes")
         return payload
 
-    def start_records(self) -> list[MetaRecord]:
+    def read_payload(self, record: PayloadRecord) -> bytes:
+        """As `payload`, for any record and without the check of its digest."""
+        location = location_of(record)
+        try:
+            return self.payloads.read(location)
+        except StoreError:  # compaction may have moved it since the caller read its record
+            key = {name: getattr(record, name) for name in record.KEY}
+            where = " AND ".join(f"{name} = :{name}" for name in key)
+            found = self.tables.read(type(record), where, **key)
+            if not found or location_of(found[0]) == location:
+                raise
+            return self.payloads.read(location_of(found[0]))
+
+    def next_epoch(self) -> MetaRecord:
         """The service epoch of this start, to be written before anything else."""
-        epoch = (
-            int(self.tables.scalar("SELECT value FROM meta WHERE key = 'service_epoch'") or 0) + 1
-        )
-        return [MetaRecord(key="service_epoch", value=str(epoch))]
+        last = self.tables.scalar("SELECT value FROM meta WHERE key = 'service_epoch'")
+        return MetaRecord(key="service_epoch", value=str(int(last or 0) + 1))
 
 
 def _transactions(group: list[_PendingWrite]) -> list[list[Record | Deletion]]:
@@ -260,8 +263,8 @@ def _is_full(error: Exception) -> bool:
     return isinstance(error, DiskFull) or code in SQLITE_FULL_CODES
 
 
-def _location(row: RowRecord) -> Location:
-    return Location(segment=row.segment, offset=row.offset, length=row.length)
+def location_of(record: PayloadRecord) -> Location:
+    return Location(segment=record.segment, offset=record.offset, length=record.length)
 
 
 def _lock(folder: Path) -> int:
@@ -271,6 +274,7 @@ def _lock(folder: Path) -> int:
     except BlockingIOError:
         os.close(descriptor)
         raise StoreError(
-            f"another dataflow service has {folder} open; only one may write a ledger"
+            f"ledger {folder} is already open in another dataflow service; stop that one first "
+            "(a ledger can have only one writer)"
         ) from None
     return descriptor

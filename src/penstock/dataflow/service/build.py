@@ -38,12 +38,12 @@ def build(
     config: RunConfig, ledger_folder: Path, *, on_failure: OnFailure = ignore_failure
 ) -> DataflowService:
     """Restore the coordinator and one partition from one ledger."""
-    service = begin(config, ledger_folder, on_failure=on_failure)
+    service = build_partly_restored(config, ledger_folder, on_failure=on_failure)
     service.complete(service.restore())
     return service
 
 
-def begin(
+def build_partly_restored(
     config: RunConfig, ledger_folder: Path, *, on_failure: OnFailure = ignore_failure
 ) -> DataflowService:
     """As `build`, but not fully restored: it can lease slots, and restores the rest once it
@@ -61,8 +61,7 @@ def begin(
         stages=dict.fromkeys(map(PolicyName, config.models), _required(config)),
         report=balance_settings(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
     )
-    for record in ledger.start_records():
-        journal(record)
+    journal(ledger.next_epoch())
     return service
 
 
@@ -85,8 +84,7 @@ def build_partition(
     clock = monotonic_clock()
     journal = CommandJournal()
     ledger = _open(config, folder, f"p{index}", on_failure)
-    stamped = ledger.start_records()
-    epoch = next(int(r.value) for r in stamped if r.key == "service_epoch")
+    epoch = ledger.next_epoch()
     spec = core_spec(config)
     service = PartitionService(
         partial(Process, ledger, journal, clock, _bounds(config)),
@@ -95,11 +93,10 @@ def build_partition(
         coordinator,
         stages=_required(config),
         url=url,
-        epoch=epoch,
+        epoch=int(epoch.value),
     )
     service.nodes.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
-    for record in stamped:
-        journal(record)
+    journal(epoch)
     return service
 
 
@@ -132,16 +129,8 @@ def _rows(config: RunConfig, folder: Path, process: Process) -> RowService:
     rows = RowService(process, BlobStore(folder / "blobs"))
     rows.restore()
     for stage in config.dataflow.stages:
-        terms = ReaderSpec(
-            name=stage.name,
-            reads=stage.reads,
-            writes=stage.writes,
-            on=RowTrigger(stage.on),
-            deadline_s=stage.deadline_s,
-            ttl_s=stage.ttl_s,
-            max_attempts=stage.max_attempts,
-        )
-        rows.readers.declare(terms, process.clock())
+        fields = stage.model_dump(exclude={"required", "on"})
+        rows.readers.declare(ReaderSpec(**fields, on=RowTrigger(stage.on)), process.clock())
     return rows
 
 
@@ -162,11 +151,7 @@ def core_spec(config: RunConfig) -> CoreSpec:
         ),
         closing=_closing(config),
         lease=LeaseSpec(
-            ttl_s=lease.ttl_s,
-            start_to_close_s=lease.start_to_close_s,
-            max_attempts=lease.max_attempts,
-            schedule_to_start_s=lease.schedule_to_start_s,
-            schedule_to_close_s=lease.schedule_to_close_s,
+            **lease.model_dump(),
             session_source="" if session is None else session.name,
             session_start_to_close_s=_session_s(config),
         ),
@@ -187,11 +172,7 @@ def _session_spec(config: RunConfig) -> SessionSpec | None:
     source = config.session_source
     if source is None or source.session is None:
         return None
-    return SessionSpec(
-        reward_deadline_s=source.session.reward_deadline_s,
-        idle_s=source.session.idle_s,
-        default_reward=source.session.default_reward,
-    )
+    return SessionSpec(**source.session.model_dump())
 
 
 def _needs(config: RunConfig) -> RequiredColumns:
@@ -256,18 +237,12 @@ def _workflow(config: RunConfig) -> str:
 
 def run_info(config: RunConfig) -> RunInfo:
     first = next(iter(config.models.values()))
-    sampling = config.sampling
     return RunInfo(
         run=config.name,
         policies=tuple(PolicyName(name) for name in config.models),
         workflow=_workflow(config),
         reward=config.reward or "",
-        sampling=SamplingSpec(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-        ),
+        sampling=SamplingSpec(**config.sampling.model_dump()),
         engine=first.engine,
         engine_options=first.vllm.options,
         torch_threads=first.torch_threads,

@@ -26,7 +26,7 @@ from penstock.dataflow.service.nodes.handlers import NodeHandlers
 from penstock.dataflow.service.operators.forget import SessionEraser
 from penstock.dataflow.service.operators.observe import make_monitor, observe_service
 from penstock.dataflow.service.partitions.handlers import PartitionHandlers
-from penstock.dataflow.service.process import OnCommand, OnWrite, Process
+from penstock.dataflow.service.process import Process
 from penstock.dataflow.service.row_payloads import RowPayloads
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.dataflow.service.trainers.handlers import TrainerHandlers
@@ -44,7 +44,7 @@ STALL_S = 1.0
 class DataflowService:
     def __init__(
         self,
-        make_process: Callable[[OnCommand, OnWrite], Process],
+        make_process: Callable[..., Process],
         make_rows: Callable[[Process], RowService],
         make_core: Callable[[RowReaders], CoordinatorCore],
         *,
@@ -55,7 +55,9 @@ class DataflowService:
         """stages: the stages that each policy's trainer waits for."""
         self.is_restored = asyncio.Event()
         """Set when all groups that wait for a batch are loaded; until then only leases work."""
-        process = make_process(self._on_command, self._on_write)
+        process = make_process(
+            on_command=self._on_command, on_wake=self._on_wake, on_write=self._on_write
+        )
         rows = make_rows(process)
         core = make_core(rows.row_window)
         assert core.host is not None, "this process has a partition"
@@ -120,6 +122,10 @@ class DataflowService:
         else:
             self.process.defer(partial(self._issue, now))
 
+    def _on_wake(self) -> None:
+        self.nodes.on_wake()
+        self.partitions.on_wake()
+
     def _on_write(self, records: Sequence[Record | Deletion]) -> Sequence[Record]:
         """Count written records for the report, once it has counted the existing ones."""
         return self.balance.on_records(records) if self.is_restored.is_set() else ()
@@ -140,19 +146,13 @@ class DataflowService:
         if not self.is_restored.is_set():
             await self._finish_restore()
         async with asyncio.TaskGroup() as loops:
-            ticks = run_ticks(self.process, self.tick, self.extend_deadlines)
-            loops.create_task(ticks, name="ticks")
-            loops.create_task(Compactor(self.process.ledger).run(), name="compaction")
-            loops.create_task(sweep_blobs(self.rows), name="blobs")
-            loops.create_task(verify_once(self.process.ledger), name="verification")
+            start_loops(loops, self.process, self.partition, self.rows, self.tick)
 
     async def _finish_restore(self) -> None:
         try:
             freed = await asyncio.to_thread(self.restore)
         except StoreError as error:
-            self.process.ledger.on_failure(
-                error
-            )  # a failed start must end the process with an error
+            self.process.ledger.on_failure(error)  # a failed start must end the process
             raise
         self.complete(freed)
         gc.freeze()  # restored objects stay: keep them out of garbage collection
@@ -166,7 +166,7 @@ class DataflowService:
         self._may_issue = True
         self.partitions.tick()
         self.balance.look(observe_service(self.coordinator, self.host), self.process.clock())
-        await self.process.settle()
+        await self.process.make_durable()
         self.nodes.tick()
         await self.rows.tick()
 
@@ -187,30 +187,38 @@ class DataflowService:
                 why = starvation(consumer, self.process.ledger.tables)
                 log.error("policy is starving: no groups admitted", policy=policy, why=why)
 
-    def extend_deadlines(self, gap_s: float) -> None:
-        self.partition.extend_deadlines(gap_s)
-        self.rows.readers.extend_deadlines(gap_s)
-
     def close(self) -> None:
         self.process.ledger.close()
 
 
-async def run_ticks(
-    process: Process, tick: Callable[[], Awaitable[None]], extend_deadlines: Callable[[float], None]
+Tick = Callable[[], Awaitable[None]]
+
+
+def start_loops(
+    loops: asyncio.TaskGroup, process: Process, partition: Partition, rows: RowService, tick: Tick
 ) -> None:
+    """Start the loops of every process that has a partition."""
+    loops.create_task(_run_ticks(process, partition, rows, tick), name="ticks")
+    loops.create_task(Compactor(process.ledger).run(), name="compaction")
+    loops.create_task(_sweep_blobs(rows), name="blobs")
+    loops.create_task(_verify_once(process.ledger), name="verification")
+
+
+async def _run_ticks(process: Process, partition: Partition, rows: RowService, tick: Tick) -> None:
     """consumes: time · produces: expired leases · waits for: the next tick"""
-    await process.settle()
+    await process.make_durable()
     while True:
         slept_at = process.clock()
         await asyncio.sleep(TICK_S)
         late_s = process.clock() - slept_at - TICK_S
         if late_s > STALL_S:
             log.warning("service stalled; lease deadlines extended", seconds=late_s)
-            extend_deadlines(late_s)
+            partition.extend_deadlines(late_s)
+            rows.readers.extend_deadlines(late_s)
         await tick()
 
 
-async def verify_once(ledger: Ledger) -> None:
+async def _verify_once(ledger: Ledger) -> None:
     """consumes: the ledger's database, once · produces: the end of this process if it is damaged
     waits for: the disk"""
     try:
@@ -220,7 +228,7 @@ async def verify_once(ledger: Ledger) -> None:
         raise
 
 
-async def sweep_blobs(rows: RowService) -> None:
+async def _sweep_blobs(rows: RowService) -> None:
     """consumes: time · produces: space of abandoned uploads and unreferenced blobs · waits for: the
     hour"""
     while True:

@@ -12,15 +12,14 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 import structlog
 
-from penstock.dataflow.core.message_router import MessageRouter
-from penstock.dataflow.core.messages import NumberedMessage
-from penstock.dataflow.core.partition_runtime import PartitionRuntime, RowReaders
-from penstock.dataflow.ledger.compaction import Compactor
-from penstock.dataflow.service.coordinator import run_ticks, sweep_blobs, verify_once
+from penstock.dataflow.core.partition_runtime import RowReaders
+from penstock.dataflow.ledger.assemble import PartitionCore
+from penstock.dataflow.service.coordinator import start_loops
 from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.handlers import NodeHandlers
 from penstock.dataflow.service.operators.messages import PartitionMetrics
@@ -32,7 +31,7 @@ from penstock.dataflow.service.partitions.messages import (
     PartitionBoot,
     PartitionJoin,
 )
-from penstock.dataflow.service.process import OnCommand, Process
+from penstock.dataflow.service.process import Process
 from penstock.dataflow.service.rows.handlers import RowService
 
 log = structlog.get_logger(__name__)
@@ -58,18 +57,19 @@ class CoordinatorApi(Protocol):
 class PartitionService:
     def __init__(
         self,
-        make_process: Callable[[OnCommand], Process],
+        make_process: Callable[..., Process],
         make_rows: Callable[[Process], RowService],
-        make_core: Callable[[RowReaders], tuple[MessageRouter, PartitionRuntime]],
+        make_core: Callable[[RowReaders], PartitionCore],
         coordinator: CoordinatorApi,
         *,
         stages: tuple[str, ...],
         url: str,
         epoch: int,
     ) -> None:
-        process = make_process(self._on_command)
+        process = make_process(on_command=self._on_command, on_wake=self._on_wake)
         rows = make_rows(process)
-        router, host = make_core(rows.row_window)
+        core = make_core(rows.row_window)
+        host = core.host
         self.process = process
         self.host = host
         self.partition = host.partition
@@ -78,34 +78,23 @@ class PartitionService:
         self._coordinator = coordinator
         self._url = url
         self._boot = PartitionBoot(epoch=epoch, boot_id=secrets.token_hex(8))
-        assert router.coordinator_link is not None, (
-            "a partition in a separate process has a link to the coordinator"
-        )
-        self._link = router.coordinator_link
+        self._link = core.link
         self.rows = rows
         self._stages = stages
-        self._router = router
+        self._router = core.router
         self._has_outgoing = asyncio.Event()
-        process.on_wake.append(self._on_wake)
 
     async def run(self) -> None:
         """Run until cancelled; a failed loop ends the process with an error."""
         try:
             async with asyncio.TaskGroup() as loops:
-                ticks = run_ticks(self.process, self.tick, self.extend_deadlines)
-                loops.create_task(ticks, name="ticks")
-                loops.create_task(Compactor(self.process.ledger).run(), name="compaction")
-                loops.create_task(sweep_blobs(self.rows), name="blobs")
-                loops.create_task(verify_once(self.process.ledger), name="verification")
-                await self._join()
+                start_loops(loops, self.process, self.partition, self.rows, self.tick)
+                joining = PartitionJoin(boot=self._boot, url=self._url)
+                await self._coordinator.join(self.partition.index, joining)
                 loops.create_task(self._push(), name="push")
                 loops.create_task(self._pull(), name="pull")
         finally:
             await self._coordinator.close()
-
-    async def _join(self) -> None:
-        body = PartitionJoin(boot=self._boot, url=self._url)
-        await self._coordinator.join(self.partition.index, body)
 
     def _on_command(self, now: float) -> None:
         self.host.apply_completed_columns(now)
@@ -113,13 +102,9 @@ class PartitionService:
 
     async def tick(self) -> None:
         self.partition.tick(self.process.clock())
-        await self.process.settle()
+        await self.process.make_durable()
         self.nodes.tick()
         await self.rows.tick()
-
-    def extend_deadlines(self, gap_s: float) -> None:
-        self.partition.extend_deadlines(gap_s)
-        self.rows.readers.extend_deadlines(gap_s)
 
     async def _push(self) -> None:
         """consumes: reports of this partition · produces: messages to the coordinator
@@ -132,27 +117,24 @@ class PartitionService:
                 await self.process.wait_for(self._has_outgoing, beat_at)
                 continue
             await self.process.ledger.flush()  # only durable state may reach the coordinator
-            answer = await self._coordinator.push(index, self._push_request(messages))
+            push = LinkPush(boot=self._boot, messages=messages, figures=self.figures())
+            answer = await self._coordinator.push(index, push)
             beat_at = self.process.clock() + HEARTBEAT_S
             self._link.acknowledged(answer.received)  # written with the next commit
             await asyncio.sleep(PUSH_INTERVAL_S)
 
     def _on_wake(self) -> None:
+        self.nodes.on_wake()
         if self._link.has_unacknowledged:
             self._has_outgoing.set()
-
-    def _push_request(self, messages: tuple[NumberedMessage, ...]) -> LinkPush:
-        return LinkPush(boot=self._boot, messages=messages, figures=self.figures())
 
     async def _pull(self) -> None:
         """consumes: the coordinator's orders · produces: groups to run, versions, fates
         waits for: new orders · woken by: the coordinator's response"""
         while True:
             answer = await self._pull_once(PULL_S)
-            over = answer.finished and not answer.messages
-            await asyncio.sleep(
-                1.0 if over else PUSH_INTERVAL_S
-            )  # a finished run answers immediately
+            is_over = answer.finished and not answer.messages  # then it answers immediately
+            await asyncio.sleep(1.0 if is_over else PUSH_INTERVAL_S)
 
     async def _pull_once(self, wait_s: float) -> LinkPullAnswer:
         request = LinkPull(boot=self._boot, received=self._link.num_received, wait_s=wait_s)
@@ -161,7 +143,7 @@ class PartitionService:
         for message in self._link.receive(answer.messages):
             self.host.apply(message, now)
         self.is_finished = answer.finished
-        await self.process.settle()
+        await self.process.make_durable()
         return answer
 
     async def _catch_up(self) -> bool:
@@ -174,22 +156,9 @@ class PartitionService:
         return False
 
     def figures(self) -> PartitionMetrics:
-        nodes = self.nodes
-        return PartitionMetrics(
-            num_waiting=self.partition.num_waiting,
-            num_open=len(self.partition.groups),
-            num_nodes=len(self.partition.nodes),
-            trajectories=nodes.trajectories,
-            sampled_tokens=nodes.sampled_tokens,
-            failed_tokens=nodes.failed_tokens,
-            salvaged_tokens=nodes.turns.salvaged_tokens,
-            tokens_per_s=nodes.tokens_per_s(self.process.clock()),
-            missing_stages=tuple(
-                stage
-                for stage in self._stages
-                if not self.rows.readers.has_worker(stage, self.process.clock())
-            ),
-        )
+        now, has_worker = self.process.clock(), self.rows.readers.has_worker
+        missing = tuple(stage for stage in self._stages if not has_worker(stage, now))
+        return replace(self.nodes.figures(), missing_stages=missing)
 
     def close(self) -> None:
         self.process.ledger.close()

@@ -36,47 +36,42 @@ OnWrite = Callable[[Sequence[Record | Deletion]], Sequence[Record]]
 """Sees all written records and may add to the same commit, such as running totals."""
 
 
-def _ignore_command(now: float) -> None:
-    pass
-
-
-def _add_no_records(records: Sequence[Record | Deletion]) -> Sequence[Record]:
-    return ()
-
-
 class Process:
     def __init__(
         self,
         ledger: Ledger,
-        outbox: CommandJournal,
+        journal: CommandJournal,
         clock: Callable[[], float],
         bounds: StorageLimits | None = None,
-        on_command: OnCommand = _ignore_command,
-        on_write: OnWrite = _add_no_records,
+        *,
+        on_command: OnCommand,
+        on_wake: Callable[[], None] = lambda: None,
+        on_write: OnWrite = lambda records: (),
     ) -> None:
+        """`on_wake`: for owners of many polls, which wake only the affected ones."""
         self.ledger = ledger
         self._bounds = bounds or StorageLimits()
-        self.journal = outbox
+        self.journal = journal
         self.clock = clock
         self.started_at = clock()
         self._on_command = on_command
+        self._on_wake = on_wake
         self._on_write = on_write
         self.waiting_since: dict[tuple[str, str], float] = {}
         """Start time of each open poll, by (who, waiting for what)."""
-        self._changed = asyncio.Event()
-        self.on_wake: list[Callable[[], None]] = []
-        """Callbacks of owners of many polls, which wake only the affected ones."""
+        self.changed = asyncio.Event()
+        """Set by the next command; get it before checking the state."""
         self._pending: list[asyncio.Future[bool]] = []
         """Commands of the current event-loop turn."""
         self._deferred: list[Callable[[], None]] = []
 
-    async def settle(self) -> None:
-        """Act on the changes; return when all of them are durable."""
+    async def make_durable(self) -> None:
+        """Act on the changes of this command; return when all of them are durable."""
         await self._commit_future()
 
-    async def repeat(self) -> None:
-        """As `settle`, for an answer that may repeat an earlier decision, which must be durable
-        too."""
+    async def make_all_durable(self) -> None:
+        """As `make_durable`, for an answer that may repeat an earlier decision: the changes of
+        earlier commands are durable too."""
         has_written = await self._commit_future()
         if not has_written:  # writes are ordered, so this turn's write covers all earlier ones
             await self.ledger.flush()
@@ -154,16 +149,10 @@ class Process:
             raise BadRequest(f"wait_s is {wait_s}; expected 0 to 3600 seconds")
         return self.clock() + min(wait_s, MAX_WAIT_S)
 
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set by the next command; get it before checking the state."""
-        return self._changed
-
     def wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-        for act in self.on_wake:
-            act()
+        self.changed.set()
+        self.changed = asyncio.Event()
+        self._on_wake()
 
     async def wait_for(self, change: asyncio.Event, give_up_at: float) -> None:
         """consumes: nothing · produces: nothing · waits for: a command after the caller's check

@@ -19,7 +19,7 @@ from penstock.dataflow.column_records import STORED_COLUMNS_SQL, ColumnRecord
 from penstock.dataflow.ledger.blobs import MAX_BLOB_BYTES, BlobStore
 from penstock.dataflow.ledger.payloads import SegmentPayloads
 from penstock.dataflow.ledger.segments import Location
-from penstock.dataflow.ledger.store import Ledger
+from penstock.dataflow.ledger.store import Ledger, location_of
 from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.errors import NotFound, StoreError
 from penstock.types import RowId, RowPayload
@@ -196,11 +196,10 @@ class RowPayloads:
         try:
             return self._ledger.payloads.read(place)
         except StoreError:
-            rows = self._ledger.tables.rows(LOCATIONS_SQL, ids=[str(row_id)])
-            moved = [Location(segment=s, offset=o, length=n) for _, _, s, o, n in rows]
-            if not moved or moved[0] == place or moved[0].length != place.length:
+            row = self._ledger.row(row_id)
+            if row is None or location_of(row) == place or row.length != place.length:
                 raise
-            return self._ledger.payloads.read(moved[0])  # compaction moved it since the lookup
+            return self._ledger.payloads.read(location_of(row))  # compaction moved it meanwhile
 
     def _payload(self, row: _LocatedRow) -> RowPayload:
         try:
@@ -218,8 +217,7 @@ class RowPayloads:
     def _value(self, column: ColumnRecord) -> bytes:
         if column.blob:
             return self._blobs.read(column.blob)
-        place = Location(segment=column.segment, offset=column.offset, length=column.length)
-        return self._ledger.payloads.read(place)
+        return self._ledger.read_payload(column)
 
 
 def _in_pieces(found: Sequence[_LocatedRow]) -> Iterator[list[_LocatedRow]]:

@@ -20,7 +20,7 @@ from penstock.dataflow.explain.explain import Explanation, explain
 from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.sealed_batches import partition_folder
 from penstock.dataflow.report.shape import BalanceReport
-from penstock.dataflow.service.build import begin, build_partition, run_info
+from penstock.dataflow.service.build import build_partition, build_partly_restored, run_info
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.dataflow.service.nodes.routes import NodeRoutes
@@ -29,18 +29,14 @@ from penstock.dataflow.service.operators.messages import ForgetSessionAnswer, St
 from penstock.dataflow.service.operators.observe import observe_service
 from penstock.dataflow.service.partition import PartitionService
 from penstock.dataflow.service.partitions.coordinator_client import CoordinatorClient
-from penstock.dataflow.service.partitions.routes import (
-    OPERATORS,
-    PartitionRoutes,
-    RowPayloadRoutes,
-)
+from penstock.dataflow.service.partitions.routes import OPERATORS, PartitionRoutes, RowPayloadRoutes
 from penstock.dataflow.service.row_payloads import RowPayloads
-from penstock.dataflow.service.rows.routes import RowRoutes
+from penstock.dataflow.service.rows.routes import row_routes
 from penstock.dataflow.service.trainers.messages import VersionsInUse
 from penstock.dataflow.service.trainers.routes import READERS, TrainerRoutes
 from penstock.errors import StoreError
 from penstock.wire.auth import Verifier
-from penstock.wire.routes import ALL_ROLES, Call, RawResponse, Route
+from penstock.wire.routes import ALL_ROLES, Call, RawResponse, Route, route, routes_of
 from penstock.wire.server import build_app
 from penstock.wire.serving import Tls, server, tune_memory
 
@@ -59,113 +55,75 @@ class ServiceRoutes:
     weights_url: str
     ttl_s: float
 
+    @route("GET", "/v1/status", READERS)
     async def status(self, call: Call) -> Status:
+        """State of the run, and what it is waiting for."""
         return reading.status(self.service, self.facts.run)
 
+    @route("GET", "/v1/report", READERS)
     async def report(self, call: Call) -> BalanceReport:
+        """Waiting times, wasted work, and the recommended number of nodes."""
         service = self.service
         look = observe_service(service.coordinator, service.host)
         return service.balance.report(look, service.process.clock())
 
+    @route("GET", "/v1/versions", READERS)
     async def versions(self, call: Call) -> VersionsInUse:
+        """Published versions that may still be requested from the weight store."""
         nodes = self.service.partition.nodes.values()
         return self.service.trainers.versions_in_use([live for node in nodes for live in node.live])
 
+    @route("GET", "/v1/explain/{id}", READERS)
     async def explain(self, call: Call) -> Explanation:
+        """Explain a skipped task, a dropped row, or the composition of a batch."""
         recorded = RecordedRun(coordinator=self.service.process.ledger.tables, partitions={})
         return await asyncio.to_thread(explain, recorded, call.path["id"])
 
+    @route("DELETE", "/v1/sessions/{session}", OPERATORS)
     async def forget(self, call: Call) -> ForgetSessionAnswer:
+        """Forget a session: remove it if untrained, mask it in sealed batches."""
         return await self.service.session_eraser.forget(call.path["session"])
 
+    @route("GET", "/metrics", ALL_ROLES, response=None)
     async def metrics(self, call: Call) -> RawResponse:
+        """Prometheus metrics."""
         body = reading.metrics(self.service, self.facts.run)
         return RawResponse(body, "text/plain; version=0.0.4; charset=utf-8")
 
     def routes(self) -> list[Route]:
+        service = self.service
         nodes = NodeRoutes(
-            nodes=self.service.nodes,
+            nodes=service.nodes,
             facts=self.facts,
             weights_url=self.weights_url,
             ttl_s=self.ttl_s,
-            partitions=lambda: self.service.partitions.addresses,
+            partitions=lambda: service.partitions.addresses,
         )
         routes = [
-            *nodes.routes(),
-            *TrainerRoutes(trainers=self.service.trainers).routes(),
-            *PartitionRoutes(partitions=self.service.partitions).routes(),
-            *RowRoutes(service=self.service.rows).routes(),
-            *self._reader_routes(),
+            *routes_of(nodes),
+            *routes_of(TrainerRoutes(trainers=service.trainers)),
+            *routes_of(PartitionRoutes(partitions=service.partitions)),
+            *row_routes(service.rows),
+            *routes_of(self),
         ]
-        if self.service.is_restored.is_set():
+        if service.is_restored.is_set():
             return routes
         return [
-            route
-            if (route.method, route.path) in BEFORE_RESTORE
-            else _after_restore(route, self.service.is_restored)
-            for route in routes
-        ]
-
-    def _reader_routes(self) -> list[Route]:
-        return [
-            Route(
-                method="GET",
-                path="/v1/status",
-                handler=self.status,
-                roles=READERS,
-                summary="State of the run, and what it is waiting for.",
-                response=Status,
-            ),
-            Route(
-                method="GET",
-                path="/v1/report",
-                handler=self.report,
-                roles=READERS,
-                summary="Waiting times, wasted work, and the recommended number of nodes.",
-                response=BalanceReport,
-            ),
-            Route(
-                method="GET",
-                path="/v1/versions",
-                handler=self.versions,
-                roles=READERS,
-                summary="Published versions that may still be requested from the weight store.",
-                response=VersionsInUse,
-            ),
-            Route(
-                method="GET",
-                path="/v1/explain/{id}",
-                handler=self.explain,
-                roles=READERS,
-                summary="Explain a skipped task, a dropped row, or the composition of a batch.",
-                response=Explanation,
-            ),
-            Route(
-                method="DELETE",
-                path="/v1/sessions/{session}",
-                handler=self.forget,
-                roles=OPERATORS,
-                summary="Forget a session: remove it if untrained, mask it in sealed batches.",
-                response=ForgetSessionAnswer,
-            ),
-            Route(
-                method="GET",
-                path="/metrics",
-                handler=self.metrics,
-                roles=ALL_ROLES,
-                summary="Prometheus metrics.",
-            ),
+            declared
+            if (declared.method, declared.path) in BEFORE_RESTORE
+            else _after_restore(declared, service.is_restored)
+            for declared in routes
         ]
 
 
-def _after_restore(route: Route, is_restored: asyncio.Event) -> Route:
+def _after_restore(declared: Route, is_restored: asyncio.Event) -> Route:
     """The same route, held open until the restore is complete."""
 
     async def handler(call: Call) -> object:
         await is_restored.wait()
-        return await route.handler(call)
+        return await declared.handler(call)
 
-    return replace(route, handler=handler)
+    return replace(declared, handler=handler)
 
 
 def surface(service: DataflowService, config: RunConfig, weights_url: str) -> ServiceRoutes:
@@ -194,9 +152,9 @@ def build_partition_server(
     )
     payloads = RowPayloads(service.process.ledger, service.rows.blobs)
     routes = [
-        *nodes.routes(),
-        *RowPayloadRoutes(payloads=payloads).routes(),
-        *RowRoutes(service=service.rows).routes(),
+        *routes_of(nodes),
+        *routes_of(RowPayloadRoutes(payloads=payloads)),
+        *row_routes(service.rows),
     ]
     return _app(routes, service, service.run, verifier, "penstock dataflow partition")
 
@@ -243,7 +201,7 @@ async def serve_dataflow(
 ) -> None:
     """Serve one run until stopped; raises StoreError when storage failed."""
     failures = _StorageFailures()
-    service = begin(config, run_dir / "ledger", on_failure=failures)
+    service = build_partly_restored(config, run_dir / "ledger", on_failure=failures)
     app = build_server(surface(service, config, weights_url), verifier)
     log.info("dataflow serves", run=config.name, host=host, port=port)
     await _serve(failures, server(app, host, port, tls))

@@ -29,6 +29,7 @@ from penstock.dataflow.columns.cells import (
 )
 from penstock.dataflow.columns.values import BlobRef
 from penstock.dataflow.ledger.segments import Location
+from penstock.dataflow.ledger.store import location_of
 from penstock.errors import BadRequest
 from penstock.types import RowId
 
@@ -50,7 +51,7 @@ def stored(draft: BundleDraft, arrival: int = 1) -> tuple[Bundle, bytes]:
         draft, lambda payload: PLACE, space="eval", arrival=arrival, writer="w", now=1.0
     )
     bundle = Bundle(record)
-    return bundle, record.payload if bundle.where is None else draft.payload
+    return bundle, draft.payload if record.segment else record.payload
 
 
 @settings(deadline=None)
@@ -101,7 +102,8 @@ def test_bundles_have_a_limited_size() -> None:
 def test_short_values_are_stored_in_the_record(size: int, is_here: bool) -> None:
     (draft,) = drafts(rows_of([{"x": bytes(size)}]), no_blobs)
     bundle, _ = stored(draft)
-    assert bundle.where == (None if is_here else PLACE)
+    here = Location(segment=0, offset=0, length=size)
+    assert location_of(bundle.record) == (here if is_here else PLACE)
     assert len(bundle.record.payload) == (size if is_here else 0)
 
 

@@ -11,10 +11,10 @@ from tests.sim.reader_world import ReaderWorld
 
 from penstock.dataflow.column_records import ColumnRecord, ReaderRecord
 from penstock.dataflow.columns.cells import number_cell
-from penstock.dataflow.columns.readers import GrantedRow
 from penstock.dataflow.columns.row_leases import (
     LEASE_TRANSITIONS,
     Claim,
+    LeasedRow,
     ReaderSpec,
     RowLease,
     RowLeaseState,
@@ -37,16 +37,16 @@ def world() -> ReaderWorld:
     return world
 
 
-def lease(world: ReaderWorld, name: str, num: int = 9, request_id: str = "") -> list[GrantedRow]:
+def lease(world: ReaderWorld, name: str, num: int = 9, request_id: str = "") -> list[LeasedRow]:
     return world.readers.lease(name, "w", request_id or uuid.uuid4().hex, num, world.now)
 
 
-def claim(grant: GrantedRow) -> Claim:
-    return Claim(row_id=grant.row_id, arrival=grant.arrival, epoch=grant.epoch)
+def claim(grant: LeasedRow) -> Claim:
+    return grant.claim
 
 
 def score(
-    world: ReaderWorld, grant: GrantedRow, name: str = "score", column: str = "reward"
+    world: ReaderWorld, grant: LeasedRow, name: str = "score", column: str = "reward"
 ) -> None:
     cell = number_cell(column, 0.5)
     assert world.readers.write(name, claim(grant), [cell], "w", world.now) == [("stored", "")]
@@ -64,7 +64,7 @@ def test_a_chain_of_readers_overlaps_row_by_row(world: ReaderWorld) -> None:
     first, _ = lease(world, "score")
     assert lease(world, "refer") == [], "its input is not there yet"
     score(world, first)
-    assert [grant.row_id for grant in lease(world, "refer")] == ["p0-1.0.1"]
+    assert [grant.claim.row_id for grant in lease(world, "refer")] == ["p0-1.0.1"]
     assert [(event.row_id, event.value) for event in world.row_window.pop_completed()] == [
         ("p0-1.0.1", 0.5)
     ]
@@ -84,7 +84,7 @@ def test_rows_of_a_killed_worker_are_leased_again(world: ReaderWorld) -> None:
     assert lease(world, "score") == []
     world.tick(0.2)
     (second,) = lease(world, "score")
-    assert (second.row_id, second.epoch, second.attempt) == (first.row_id, 2, 2)
+    assert (second.claim.row_id, second.claim.epoch, second.attempt) == (first.claim.row_id, 2, 2)
     late = world.readers.write("score", claim(first), [number_cell("reward", 1.0)], "w", world.now)
     assert late[0][0] is DeliveryStatus.FENCED
     score(world, second)
@@ -133,7 +133,7 @@ def test_a_deadline_on_admission_counts_from_there() -> None:
     world.tick(500)
     assert lease(world, "prm") == [], "not admitted"
     world.row_window.admitted([RowId("p0-2.0.1")], world.now)
-    assert [grant.row_id for grant in lease(world, "prm")] == ["p0-2.0.1"]
+    assert [grant.claim.row_id for grant in lease(world, "prm")] == ["p0-2.0.1"]
     world.row_window.admitted([RowId("p0-1.0.1")], world.now)
     world.tick(30)
     world.row_window.admitted(
@@ -221,7 +221,7 @@ def test_a_row_freed_a_moment_ago_is_not_read_from_disk() -> None:
     world.free("p0-1.0.1")  # its record is journaled, the tables show it still
     (first,) = lease(world, "slow", 1)
     world.readers.ack("slow", claim(first), world.now)
-    assert [grant.row_id for grant in lease(world, "slow")] == ["p0-2.0.1"]
+    assert [grant.claim.row_id for grant in lease(world, "slow")] == ["p0-2.0.1"]
 
 
 def test_a_failed_input_is_seen_by_readers_that_come_later(world: ReaderWorld) -> None:
@@ -247,7 +247,7 @@ def test_rows_finished_out_of_order_stay_finished(world: ReaderWorld) -> None:
     world.settle()
     world.crash()
     world.tick(13)
-    assert [grant.row_id for grant in lease(world, "export")] == ["p0-0.0.1", "p0-2.0.1"]
+    assert [grant.claim.row_id for grant in lease(world, "export")] == ["p0-0.0.1", "p0-2.0.1"]
 
 
 def test_a_row_that_arrives_waits_for_those_before_it_on_disk() -> None:
@@ -260,10 +260,10 @@ def test_a_row_that_arrives_waits_for_those_before_it_on_disk() -> None:
         if n % 2:
             (grant,) = lease(world, "slow", 1)
             world.readers.ack("slow", claim(grant), world.now)
-            seen.append(grant.row_id)
+            seen.append(grant.claim.row_id)
     while grants := lease(world, "slow", 1):
         world.readers.ack("slow", claim(grants[0]), world.now)
-        seen.append(grants[0].row_id)
+        seen.append(grants[0].claim.row_id)
     assert seen == [f"p0-{n}.0.1" for n in range(6)]
 
 
@@ -317,7 +317,7 @@ def test_a_slow_reader_costs_bounded_memory_and_loses_nothing() -> None:
     assert len(reader.window) == 100
     seen: list[str] = []
     while grants := lease(world, "slow", 64):
-        seen += [grant.row_id for grant in grants]
+        seen += [grant.claim.row_id for grant in grants]
         for grant in grants:
             world.readers.ack("slow", claim(grant), world.now)
         assert len(reader.window) <= 1200
@@ -352,7 +352,7 @@ def test_a_row_in_the_window_costs_200_bytes() -> None:
     tracemalloc.start()
     try:
         for n, row_id in enumerate(ids):
-            world.row_window.add_row("train", row_id, n + 1, ("turns",), world.now)
+            world.row_window.add_rows("train", (row_id,), n + 1, ("turns",), world.now)
         before = tracemalloc.get_traced_memory()[0]
         assert before / len(ids) <= 200
     finally:

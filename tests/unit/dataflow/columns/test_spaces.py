@@ -12,7 +12,7 @@ from penstock.dataflow.column_records import ItemRecord
 from penstock.dataflow.columns.bundles import Values, drafts
 from penstock.dataflow.columns.cells import number_cell
 from penstock.dataflow.columns.column_store import COLUMN_BYTES
-from penstock.dataflow.columns.row_leases import Claim, ReaderSpec
+from penstock.dataflow.columns.row_leases import ReaderSpec
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.errors import BadRequest, Forbidden, NotFound, StorageFull
 from penstock.types import RowId
@@ -72,7 +72,7 @@ def test_clearing_affects_no_other_space_and_readers_continue() -> None:
     put(world, "eval", "a", x=1.0)
     put(world, "other", "a", x=1.0)
     (grant,) = world.readers.lease("judge", "w", "r1", 9, world.now)
-    old = Claim(row_id=grant.row_id, arrival=grant.arrival, epoch=grant.epoch)
+    old = grant.claim
     world.spaces.clear("eval")
     cell = number_cell("mark", 0.0)
     assert world.readers.write("judge", old, [cell], "w", world.now)[0][0] == "fenced"
@@ -82,7 +82,9 @@ def test_clearing_affects_no_other_space_and_readers_continue() -> None:
     assert world.tables.rows("SELECT space FROM bundles") == [("other",)]
     put(world, "eval", "a", x=2.0)
     (again,) = world.readers.lease("judge", "w", "r2", 9, world.now)
-    assert (again.row_id, again.epoch) == (grant.row_id, grant.epoch), "a new row, a first lease"
+    assert (again.claim.row_id, again.claim.epoch) == (grant.claim.row_id, grant.claim.epoch), (
+        "a new row, a first lease"
+    )
     assert world.readers.write("judge", old, [cell], "w", world.now)[0][0] == "fenced"
 
 
@@ -133,10 +135,10 @@ def test_readers_know_the_columns_delivered_with_rows() -> None:
     seen: list[str] = []
     for request in range(4):
         for grant in world.readers.lease("judge", "w", f"r{request}", 9, world.now):
-            claim = Claim(row_id=grant.row_id, arrival=grant.arrival, epoch=grant.epoch)
+            claim = grant.claim
             world.readers.write("judge", claim, [number_cell("mark", 0.0)], "w", world.now)
             world.readers.ack("judge", claim, world.now)
-            seen.append(grant.row_id)
+            seen.append(grant.claim.row_id)
         world.flush()
     assert seen == ["k0", "k1", "k2", "k3"], "k4 came with its mark, k5 without text"
 
@@ -154,4 +156,4 @@ def test_rows_of_an_older_ledger_are_read_as_they_were_written() -> None:
     assert put(world, "eval", "b", x=1.0) == {}
     world.flush()
     grants = world.readers.lease("judge", "w", "r1", 9, world.now)
-    assert [grant.row_id for grant in grants] == ["a", "b"]
+    assert [grant.claim.row_id for grant in grants] == ["a", "b"]

@@ -11,9 +11,9 @@ import pytest
 from penstock.dataflow.ledger import segments
 from penstock.dataflow.ledger.segments import (
     HEADER,
-    SegmentAllocator,
     SegmentReader,
     SegmentWriter,
+    allocator,
     read,
     segment_path,
 )
@@ -21,7 +21,7 @@ from penstock.errors import StoreError
 
 
 def test_records_come_back_and_damage_stays_with_its_record(tmp_path: Path) -> None:
-    plan, writer = SegmentAllocator(tmp_path), SegmentWriter(tmp_path)
+    plan, writer = allocator(tmp_path), SegmentWriter(tmp_path)
     payloads = [bytes([i % 256]) * (i + 1) for i in range(700)]
     placed = [plan.place(payload) for payload in payloads]
     writer.append(placed)
@@ -42,14 +42,14 @@ def test_records_come_back_and_damage_stays_with_its_record(tmp_path: Path) -> N
 
 def test_a_new_start_never_writes_into_an_old_segment(tmp_path: Path) -> None:
     for life in range(3):
-        chunk = SegmentAllocator(tmp_path).place(b"x")
+        chunk = allocator(tmp_path).place(b"x")
         assert (chunk.location.segment, chunk.location.offset) == (life + 1, 0)
         SegmentWriter(tmp_path).append([chunk])
 
 
 def test_segments_rotate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "MAX_SEGMENT_BYTES", 100)
-    plan, writer = SegmentAllocator(tmp_path), SegmentWriter(tmp_path)
+    plan, writer = allocator(tmp_path), SegmentWriter(tmp_path)
     placed = [plan.place(b"a" * 60) for _ in range(4)]
     writer.append(placed)
     assert [chunk.location.segment for chunk in placed] == [1, 1, 2, 2]
@@ -57,7 +57,7 @@ def test_segments_rotate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_cut_off_record_is_named(tmp_path: Path) -> None:
-    chunk = SegmentAllocator(tmp_path).place(b"hello")
+    chunk = allocator(tmp_path).place(b"hello")
     SegmentWriter(tmp_path).append([chunk])
     path = segment_path(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-1])
@@ -68,7 +68,7 @@ def test_a_cut_off_record_is_named(tmp_path: Path) -> None:
 def test_who_may_not_wait_gets_all_of_a_record_or_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunk = SegmentAllocator(tmp_path).place(b"hello")
+    chunk = allocator(tmp_path).place(b"hello")
     SegmentWriter(tmp_path).append([chunk])
     reader, payload = SegmentReader(tmp_path), bytearray(5)
     preadv = os.preadv

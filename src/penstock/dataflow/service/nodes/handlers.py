@@ -27,6 +27,7 @@ from penstock.dataflow.service.nodes.messages import (
 )
 from penstock.dataflow.service.nodes.polls import Poll, PollQueue
 from penstock.dataflow.service.nodes.turns import TurnHandlers
+from penstock.dataflow.service.operators.messages import PartitionMetrics
 from penstock.dataflow.service.process import IsDisconnected, Process, never_disconnected
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.errors import BadRequest, Busy, TooLarge
@@ -41,8 +42,6 @@ MAX_ROW_BYTES = 256 << 20
 RATE_WINDOW_S = 10.0
 CatchUpWithCoordinator = Callable[[], Awaitable[bool]]
 """Receive everything the coordinator has sent so far; False when it is unreachable."""
-INITIAL_COLUMNS = (TURNS,)
-INITIAL_COLUMNS_SCORED = (TURNS, REWARD)
 
 
 class NodeHandlers:
@@ -82,7 +81,6 @@ class NodeHandlers:
         """Slots on offer when polls were last woken."""
         self._last_orders: tuple[tuple[PublishedVersion, ...], bool] = ((), False)
         """Target versions, and whether the run is finished, when polls were last woken."""
-        process.on_wake.append(self._on_wake)
 
     # --- membership ---------------------------------------------------------------------------
 
@@ -99,7 +97,7 @@ class NodeHandlers:
     async def register(self, body: RegisterRequest) -> NodeDirectives:
         self._partition.register(body, self._process.clock())
         self._call(body.node_id)
-        await self._process.settle()
+        await self._process.make_durable()
         log.info("node registered", node=body.node_id, capacity=body.capacity)
         return self.orders(body.node_id)
 
@@ -114,7 +112,7 @@ class NodeHandlers:
     async def leave(self, node_id: NodeId, boot_id: str) -> None:
         self._partition.leave(node_id, boot_id, self._process.clock())
         self._call(node_id)
-        await self._process.settle()
+        await self._process.make_durable()
         self._sent_versions.pop(node_id, None)
         log.info("node left", node=node_id)
 
@@ -126,7 +124,7 @@ class NodeHandlers:
         process = self._process
         give_up_at = process.poll_deadline(body.wait_s)
         if not 0 < len(body.request_id) <= 128:
-            raise BadRequest("request_id must have 1 to 128 characters")
+            raise BadRequest("request_id must be 1 to 128 characters long")
         self._partition.ask(body.node_id, body.boot_id, body.request_id, process.clock())
         is_session_gateway = self._partition.nodes[body.node_id].is_session_gateway
         polls = self._session_polls if is_session_gateway else self._polls
@@ -156,7 +154,7 @@ class NodeHandlers:
             polls.mark_checked(poll)
             self._offer()
 
-    def _on_wake(self) -> None:
+    def on_wake(self) -> None:
         """Wake the polls that a command may affect."""
         orders = (self._host.partition.target_versions, self._is_finished())
         if orders != self._last_orders:
@@ -165,14 +163,14 @@ class NodeHandlers:
             self._session_polls.wake_all()
         if self._partition.num_enqueued != self._num_offered:
             self._num_offered = self._partition.num_enqueued
-            self._tell()
+            self._mark_new_work()
         self._offer()
 
     def _call(self, node_id: NodeId) -> None:
         self._polls.call(node_id)
         self._session_polls.call(node_id)
 
-    def _tell(self) -> None:
+    def _mark_new_work(self) -> None:
         self._polls.mark_new_work()
         self._session_polls.mark_new_work()
 
@@ -190,8 +188,8 @@ class NodeHandlers:
     def tick(self) -> None:
         """React to changes without a command: disk space, the lease limit of a slow node."""
         self.turns.tick()
-        self._tell()
-        self._on_wake()
+        self._mark_new_work()
+        self.on_wake()
 
     async def _try_lease(self, body: LeaseRequest) -> LeaseAnswer:
         process = self._process
@@ -207,7 +205,7 @@ class NodeHandlers:
         tasks = tuple(self._partition.groups[group_id].task for group_id in groups)
         wanted = self._sent_versions.get(body.node_id)
         if grants:
-            await process.repeat()  # the first answer to a repeated request may be lost
+            await process.make_all_durable()  # the first answer to a repeated request may be lost
             wanted = None
         finished = self._is_finished()
         return LeaseAnswer(
@@ -242,7 +240,7 @@ class NodeHandlers:
         now = self._process.clock()
         results = [item.result for item in taken]
         results += [self.intake.release(body.node_id, row_id, now) for row_id in body.released]
-        await self._process.settle()
+        await self._process.make_durable()
         if any(result.status is DeliveryStatus.FENCED for result in results):
             await self._process.ledger.flush()  # its first copy may be committing right now
             payloads = {delivery.row_id: delivery.payload for delivery in deliveries}
@@ -254,7 +252,8 @@ class NodeHandlers:
     ) -> list[IntakeResult]:
         now = self._process.clock()
         taken = [
-            self.intake.take(node_id, d, now, is_authoritative=is_authoritative) for d in deliveries
+            self.intake.store_or_refuse(node_id, d, now, is_authoritative=is_authoritative)
+            for d in deliveries
         ]
         for item in taken:
             self._count(item, now)
@@ -300,27 +299,39 @@ class NodeHandlers:
         return replace(delivery, payload=memoryview(payload))
 
     def _count(self, item: IntakeResult, now: float) -> None:
-        if item.row is None:
+        row, outcome = item.row, item.outcome
+        if row is None or outcome is None:
             return
-        self.turns.on_delivery(item)
-        if not item.is_failure:
-            columns = (
-                INITIAL_COLUMNS_SCORED if item.row.summary.reward is not None else INITIAL_COLUMNS
-            )
-            add_row = self._rows.row_window.add_row
-            add_row(item.row.space, item.row.row_id, item.row.arrival, columns, now)
+        self.turns.on_delivery(row, outcome)
+        tokens = sum(row.summary.sampled.values())
+        if outcome.has_reward:
+            columns = (TURNS,) if row.summary.reward is None else (TURNS, REWARD)
+            self._rows.row_window.add_rows(row.space, (row.row_id,), row.arrival, columns, now)
+        else:
+            self.failed_tokens += tokens
         self.trajectories += 1
-        self.sampled_tokens += item.tokens
-        node = self._partition.nodes.get(item.row.node_id)
+        self.sampled_tokens += tokens
+        node = self._partition.nodes.get(row.node_id)
         if node is not None:
-            node.num_tokens += item.tokens
-        self.tokens_seen.append((now, item.tokens))
+            node.num_tokens += tokens
+        self.tokens_seen.append((now, tokens))
         while self.tokens_seen and self.tokens_seen[0][0] < now - RATE_WINDOW_S:
             self.tokens_seen.popleft()
-        if item.is_failure:
-            self.failed_tokens += item.tokens
 
-    def tokens_per_s(self, now: float) -> float:
+    def _tokens_per_s(self) -> float:
+        now = self._process.clock()
         seen = [tokens for at, tokens in self.tokens_seen if at > now - RATE_WINDOW_S]
         span_s = min(RATE_WINDOW_S, max(1.0, now - self._process.started_at))
         return sum(seen) / span_s
+
+    def figures(self) -> PartitionMetrics:
+        return PartitionMetrics(
+            num_waiting=self._partition.num_waiting,
+            num_open=len(self._partition.groups),
+            num_nodes=len(self._partition.nodes),
+            trajectories=self.trajectories,
+            sampled_tokens=self.sampled_tokens,
+            failed_tokens=self.failed_tokens,
+            salvaged_tokens=self.turns.salvaged_tokens,
+            tokens_per_s=self._tokens_per_s(),
+        )

@@ -19,7 +19,7 @@ from penstock.dataflow.records import RowRecord, row_id
 from penstock.dataflow.service.nodes import validate
 from penstock.dataflow.service.nodes.messages import Delivery, DeliveryResult
 from penstock.errors import BadRequest
-from penstock.types import GroupId, NodeId, OutcomeKind, RowId, RowSummary, Trajectory
+from penstock.types import GroupId, NodeId, Outcome, RowId, RowSummary, Trajectory
 from penstock.wire.codec import decode_zero_copy
 
 
@@ -30,12 +30,8 @@ class IntakeResult:
     result: DeliveryResult
     row: RowRecord | None = None
     """The stored row, if any."""
-    tokens: int = 0
-    is_failure: bool = False
-    reason: str = ""
-    """Reason of a failure."""
-    is_released: bool = False
-    """The attempt was released on purpose; its slot waits for another node."""
+    outcome: Outcome | None = None
+    """Outcome of the stored row."""
     is_unknown_version: bool = False
     """It names a version that only the coordinator may know: nothing was decided."""
 
@@ -57,7 +53,7 @@ class DeliveryIntake:
         self._is_scored = is_scored
         self._next_arrival = next_arrival
 
-    def take(
+    def store_or_refuse(
         self, node_id: NodeId, delivery: Delivery, now: float, *, is_authoritative: bool = True
     ) -> IntakeResult:
         """`is_authoritative`: a version unknown here was never published."""
@@ -93,11 +89,7 @@ class DeliveryIntake:
         return summary if isinstance(summary, str) else (trajectory, summary)
 
     def _store(
-        self,
-        delivery: Delivery,
-        trajectory: Trajectory,
-        summary: RowSummary,
-        now: float,
+        self, delivery: Delivery, trajectory: Trajectory, summary: RowSummary, now: float
     ) -> IntakeResult:
         if delivery.blob:
             location = Location(segment=0, offset=0, length=len(delivery.payload))
@@ -120,10 +112,7 @@ class DeliveryIntake:
         return IntakeResult(
             result=DeliveryResult(row_id=delivery.row_id, status=status),
             row=row,
-            tokens=sum(summary.sampled.values()),
-            is_failure=not trajectory.outcome.has_reward,
-            reason=trajectory.outcome.reason,
-            is_released=trajectory.outcome.kind is OutcomeKind.CANCELLED,
+            outcome=trajectory.outcome,
         )
 
     def release(self, node_id: NodeId, name: RowId, now: float) -> DeliveryResult:

@@ -10,15 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState
-from penstock.types import (
-    NodeId,
-    PolicyName,
-    PublishedVersion,
-    RowId,
-    SamplingSpec,
-    Task,
-    Turn,
-)
+from penstock.types import NodeId, PolicyName, PublishedVersion, RowId, SamplingSpec, Task, Turn
 
 # --- nodes ------------------------------------------------------------------------------------
 
@@ -205,9 +197,3 @@ class DeliveryAnswer:
     results: tuple[DeliveryResult, ...]
     durability: str = "D1"
     """Fsynced before this answer was sent."""
-
-
-# --- trainers ---------------------------------------------------------------------------------
-
-
-# --- operators -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from penstock.dataflow.service.nodes.messages import (
 from penstock.errors import BadRequest
 from penstock.types import NodeId, RowId
 from penstock.wire.auth import Role
-from penstock.wire.routes import Call, Route
+from penstock.wire.routes import Call, route
 
 DELIVERY_BYTES = 64 << 20
 NODES = frozenset({Role.ROLLOUT, Role.STAGE, Role.GATEWAY, Role.ADMIN})
@@ -40,8 +40,9 @@ class NodeRoutes:
     partitions: Callable[[], tuple[PartitionAddress, ...]] = tuple
     """Additional partitions for a node."""
 
-    async def register(self, call: Call) -> RegisterAnswer:
-        body: RegisterRequest = call.body
+    @route("POST", "/v1/nodes", NODES)
+    async def register(self, call: Call, body: RegisterRequest) -> RegisterAnswer:
+        """Register a node, or a new process of a known node."""
         if not 0 < body.capacity <= 100_000 or not _is_name(body.node_id):
             raise BadRequest(
                 "node_id must match [A-Za-z0-9._-]{1,128}, capacity must be 1 to 100,000"
@@ -55,98 +56,41 @@ class NodeRoutes:
             partitions=self.partitions(),
         )
 
-    async def heartbeat(self, call: Call) -> HeartbeatAnswer:
-        orders = await self.nodes.heartbeat(NodeId(call.path["node_id"]), call.body)
+    @route("PUT", "/v1/nodes/{node_id}", NODES)
+    async def heartbeat(self, call: Call, body: Heartbeat) -> HeartbeatAnswer:
+        """Heartbeat: renews all leases of the node."""
+        orders = await self.nodes.heartbeat(NodeId(call.path["node_id"]), body)
         return HeartbeatAnswer(
             orders=orders, weights_url=self.weights_url, partitions=self.partitions()
         )
 
+    @route("DELETE", "/v1/nodes/{node_id}", NODES, query=("boot_id",))
     async def leave(self, call: Call) -> Ack:
+        """Leave the run; the node's leases go to other nodes immediately."""
         await self.nodes.leave(NodeId(call.path["node_id"]), call.query.get("boot_id", ""))
         return Ack()
 
-    async def lease(self, call: Call) -> LeaseAnswer:
-        return await self.nodes.lease(call.body, call.is_disconnected)
+    @route("POST", "/v1/leases", NODES)
+    async def lease(self, call: Call, body: LeaseRequest) -> LeaseAnswer:
+        """Lease up to n slots; held open when there is no work."""
+        return await self.nodes.lease(body, call.is_disconnected)
 
-    async def deliver(self, call: Call) -> DeliveryAnswer:
-        return await self.nodes.deliver(call.body)
+    @route("POST", "/v1/trajectories", NODES, max_body_bytes=DELIVERY_BYTES)
+    async def deliver(self, call: Call, body: DeliveryRequest) -> DeliveryAnswer:
+        """Deliver results, fenced by lease epoch; durable when answered."""
+        return await self.nodes.deliver(body)
 
-    async def record(self, call: Call) -> Ack:
-        self.nodes.turns.record(call.body)
+    @route("POST", "/v1/turns", NODES, max_body_bytes=DELIVERY_BYTES)
+    async def record(self, call: Call, body: RecordRequest) -> Ack:
+        """Report finished turns of running attempts; kept in memory for a retry."""
+        self.nodes.turns.record(body)
         return Ack()
 
+    @route("GET", "/v1/turns/{row_id}", NODES, query=("node_id",))
     async def recorded(self, call: Call) -> TurnsAnswer:
+        """Turns of earlier attempts at a leased slot, for reuse."""
         node_id = NodeId(call.query.get("node_id", ""))
         return self.nodes.turns.offer(node_id, RowId(call.path["row_id"]))
-
-    def routes(self) -> list[Route]:
-        return [
-            Route(
-                method="POST",
-                path="/v1/nodes",
-                handler=self.register,
-                roles=NODES,
-                summary="Register a node, or a new process of a known node.",
-                request=RegisterRequest,
-                response=RegisterAnswer,
-            ),
-            Route(
-                method="PUT",
-                path="/v1/nodes/{node_id}",
-                handler=self.heartbeat,
-                roles=NODES,
-                summary="Heartbeat: renews all leases of the node.",
-                request=Heartbeat,
-                response=HeartbeatAnswer,
-            ),
-            Route(
-                method="DELETE",
-                path="/v1/nodes/{node_id}",
-                handler=self.leave,
-                roles=NODES,
-                summary="Leave the run; the node's leases go to other nodes immediately.",
-                response=Ack,
-                query=("boot_id",),
-            ),
-            Route(
-                method="POST",
-                path="/v1/leases",
-                handler=self.lease,
-                roles=NODES,
-                summary="Lease up to n slots; held open when there is no work.",
-                request=LeaseRequest,
-                response=LeaseAnswer,
-            ),
-            Route(
-                method="POST",
-                path="/v1/trajectories",
-                handler=self.deliver,
-                roles=NODES,
-                summary="Deliver results, fenced by lease epoch; durable when answered.",
-                request=DeliveryRequest,
-                response=DeliveryAnswer,
-                max_body_bytes=DELIVERY_BYTES,
-            ),
-            Route(
-                method="POST",
-                path="/v1/turns",
-                handler=self.record,
-                roles=NODES,
-                summary="Report finished turns of running attempts; kept in memory for a retry.",
-                request=RecordRequest,
-                response=Ack,
-                max_body_bytes=DELIVERY_BYTES,
-            ),
-            Route(
-                method="GET",
-                path="/v1/turns/{row_id}",
-                handler=self.recorded,
-                roles=NODES,
-                summary="Turns of earlier attempts at a leased slot, for reuse.",
-                response=TurnsAnswer,
-                query=("node_id",),
-            ),
-        ]
 
 
 def _is_name(text: str) -> bool:

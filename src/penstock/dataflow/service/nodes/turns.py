@@ -10,12 +10,13 @@ import msgspec
 
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.core.partition import Partition
-from penstock.dataflow.service.nodes.intake import IntakeResult, parse_row_id
+from penstock.dataflow.records import RowRecord
+from penstock.dataflow.service.nodes.intake import parse_row_id
 from penstock.dataflow.service.nodes.messages import RecordRequest, TurnsAnswer
 from penstock.dataflow.service.nodes.salvage import Salvage
 from penstock.dataflow.service.nodes.validate import check_turn
 from penstock.errors import BadRequest, Fenced
-from penstock.types import FailureKind, NodeId, RowId
+from penstock.types import FailureKind, NodeId, Outcome, OutcomeKind, RowId
 
 
 class TurnHandlers:
@@ -47,22 +48,20 @@ class TurnHandlers:
         """Add to each lease the number of turns recorded by earlier holders of its slot."""
         if not len(self._salvage):
             return list(grants)
+        offer = self._salvage.offer
+        turns = (
+            offer((grant.group_id, grant.slot), grant.epoch, grant.attempt) for grant in grants
+        )
         return [
-            msgspec.structs.replace(grant, num_recorded=num)
-            if (
-                num := len(
-                    self._salvage.offer((grant.group_id, grant.slot), grant.epoch, grant.attempt)
-                )
-            )
-            else grant
-            for grant in grants
+            msgspec.structs.replace(grant, num_recorded=len(recorded)) if recorded else grant
+            for grant, recorded in zip(grants, turns, strict=True)
         ]
 
-    def on_delivery(self, taken: IntakeResult) -> None:
-        """Forget the turns of a finished slot; only an attempt with an engine failure is worth
-        resuming."""
-        if taken.row is not None and taken.reason != FailureKind.ENGINE and not taken.is_released:
-            self._salvage.forget((taken.row.group_id, taken.row.slot))
+    def on_delivery(self, row: RowRecord, outcome: Outcome) -> None:
+        """Forget the turns of a finished slot; only an attempt that was released, or that had an
+        engine failure, is worth resuming."""
+        if outcome.reason != FailureKind.ENGINE and outcome.kind is not OutcomeKind.CANCELLED:
+            self._salvage.forget((row.group_id, row.slot))
 
     def tick(self) -> None:
         self._salvage.retain(self._partition.groups)

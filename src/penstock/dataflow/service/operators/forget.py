@@ -53,7 +53,7 @@ class SessionEraser:
             self._drop(row_id, group_id)
             self._coordinator.send_to(partition_of(group_id), RowForgotten(row_id=row_id))
             log.info("forgotten", session=row_id, was=was)
-        await self._process.repeat()
+        await self._process.make_all_durable()
         return ForgetSessionAnswer(session=row_id, was=was)
 
     def _require_session(self, row_id: RowId, group_id: GroupId) -> None:

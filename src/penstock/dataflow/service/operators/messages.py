@@ -9,11 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.dataflow.core.leasing import LiveVersion
-from penstock.types import (
-    JsonObject,
-    NodeId,
-    PolicyName,
-)
+from penstock.types import JsonObject, NodeId, PolicyName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

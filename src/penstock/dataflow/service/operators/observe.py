@@ -32,16 +32,8 @@ _tags = msgspec.json.Decoder(tuple[str, ...])
 def balance_settings(config: ReportConfig, *, ttl_s: float) -> BalanceSettings:
     """Settings from the config section. A node is suspect after two missed heartbeats, half a
     ttl."""
-    return BalanceSettings(
-        tau_low=config.tau_low,
-        tau_high=config.tau_high,
-        rho=config.rho,
-        window_versions=config.window,
-        min_gpus=config.min_gpus,
-        max_gpus=config.max_gpus,
-        node_start_s=config.node_start_s,
-        suspect_s=ttl_s / 2,
-    )
+    settings = config.model_dump(exclude={"window"})
+    return BalanceSettings(**settings, window_versions=config.window, suspect_s=ttl_s / 2)
 
 
 def make_monitor(

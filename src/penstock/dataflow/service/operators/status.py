@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,7 +15,6 @@ from penstock.dataflow.explain.starvation import is_starving, starvation
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.operators.messages import (
     NodeStatus,
-    PartitionStatus,
     PolicyStatus,
     Status,
     WaitStatus,
@@ -29,39 +28,36 @@ TRAINER_SILENT_S = 15.0
 def status(service: DataflowService, run: str) -> Status:
     now = service.process.clock()
     remote = service.partitions.status(now)
+    figures = [service.nodes.figures(), *(partition.figures for partition in remote)]
+    consumers = service.coordinator.consumers.values()
+    errors = service.coordinator.rules.errors
     return Status(
         run=run,
         uptime_s=now - service.process.started_at,
         finished=service.coordinator.is_finished,
-        policies=tuple(
-            _policy(service, consumer) for consumer in service.coordinator.consumers.values()
-        ),
+        policies=tuple(map(_policy, consumers)),
         nodes=tuple(_nodes(service, now)),
         waiting=tuple(_waiting(service, now)),
-        trajectories=service.nodes.trajectories + sum(p.figures.trajectories for p in remote),
-        sampled_tokens=service.nodes.sampled_tokens + sum(p.figures.sampled_tokens for p in remote),
-        wasted_tokens=_wasted(service, remote),
-        tokens_per_s=service.nodes.tokens_per_s(now) + sum(p.figures.tokens_per_s for p in remote),
-        salvaged_tokens=service.nodes.turns.salvaged_tokens
-        + sum(p.figures.salvaged_tokens for p in remote),
+        trajectories=sum(found.trajectories for found in figures),
+        sampled_tokens=sum(found.sampled_tokens for found in figures),
+        wasted_tokens=_wasted(service, sum(found.failed_tokens for found in figures)),
+        tokens_per_s=sum(found.tokens_per_s for found in figures),
+        salvaged_tokens=sum(found.salvaged_tokens for found in figures),
         partitions=remote,
-        detail={"failing_rules": dict(errors)}
-        if (errors := service.coordinator.rules.errors)
-        else {},
+        detail={"failing_rules": dict(errors)} if errors else {},
         alarms=tuple(
             starvation(consumer, service.process.ledger.tables)
-            for consumer in service.coordinator.consumers.values()
+            for consumer in consumers
             if is_starving(consumer, service.coordinator)
         ),
     )
 
 
-def _wasted(service: DataflowService, remote: Sequence[PartitionStatus]) -> dict[str, int]:
-    failed = service.nodes.failed_tokens + sum(p.figures.failed_tokens for p in remote)
+def _wasted(service: DataflowService, failed: int) -> dict[str, int]:
     return {**service.coordinator.waste.tokens, **({"failed": failed} if failed else {})}
 
 
-def _policy(service: DataflowService, consumer: Consumer) -> PolicyStatus:
+def _policy(consumer: Consumer) -> PolicyStatus:
     lineage, batch = consumer.lineage, consumer.newest_batch
     commit = lineage.last_commit
     return PolicyStatus(
@@ -102,33 +98,33 @@ def _state(node: Node) -> str:
 
 def _waiting(service: DataflowService, now: float) -> Iterator[WaitStatus]:
     """Name, for every wait, the party that must act next."""
-    coordinator = service.coordinator
-    nodes = service.partition.nodes
+
+    def wait(who: str, on: str, since: float) -> WaitStatus:
+        return WaitStatus(who=who, on=on, since_s=round(now - since, 1))
+
     for (who, on), since in service.process.waiting_since.items():
-        if on == "work" and not service.process.has_room:
-            on = "free memory or disk space; see the storage limits in the config"
-            yield WaitStatus(who=who, on=on, since_s=round(now - since, 1))
-        elif on == "batch":
-            yield WaitStatus(who=who, on=_batch_blocker(service), since_s=round(now - since, 1))
-        elif (node := nodes.get(NodeId(who))) is not None and node.is_quarantined:
-            on = "the end of its quarantine: check its engine, then restart it"
-            yield WaitStatus(who=who, on=on, since_s=round(now - since, 1))
-        elif service.partition.num_waiting:
-            yield WaitStatus(who=who, on="a newer version to load", since_s=round(now - since, 1))
-        else:
-            policy = next(iter(coordinator.consumers))
-            yield WaitStatus(
-                who=who, on=f"trainer {policy} to commit", since_s=round(now - since, 1)
-            )
+        yield wait(who, _batch_blocker(service) if on == "batch" else _blocker(service, who), since)
     if service.source_error:
-        yield WaitStatus(who="dataflow", on=f"a source: {service.source_error}", since_s=0.0)
-    for policy, consumer in coordinator.consumers.items():
+        yield wait("dataflow", f"a source: {service.source_error}", now)
+    for policy, consumer in service.coordinator.consumers.items():
         seen = service.trainers.seen.get(policy, service.process.started_at)
         if not consumer.has_trained_all and now - seen > TRAINER_SILENT_S:
-            yield WaitStatus(who="dataflow", on=f"trainer {policy}", since_s=round(now - seen, 1))
-    if not any(node.state == "live" and not node.is_expired for node in nodes.values()):
-        since_s = round(now - _last_live_at(service), 1)
-        yield WaitStatus(who="dataflow", on="a live rollout node", since_s=since_s)
+            yield wait("dataflow", f"trainer {policy}", seen)
+    nodes = service.partition.nodes.values()
+    if not any(node.state == "live" and not node.is_expired for node in nodes):
+        yield wait("dataflow", "a live rollout node", _last_live_at(service))
+
+
+def _blocker(service: DataflowService, who: str) -> str:
+    """What a node waits for that gets no work."""
+    if not service.process.has_room:
+        return "free memory or disk space; see the storage limits in the config"
+    node = service.partition.nodes.get(NodeId(who))
+    if node is not None and node.is_quarantined:
+        return "the end of its quarantine: check its engine, then restart it"
+    if service.partition.num_waiting:
+        return "a newer version to load"
+    return f"trainer {next(iter(service.coordinator.consumers))} to commit"
 
 
 def _last_live_at(service: DataflowService) -> float:

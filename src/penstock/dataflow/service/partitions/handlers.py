@@ -33,10 +33,7 @@ from penstock.dataflow.records import (
 )
 from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.messages import PartitionAddress
-from penstock.dataflow.service.operators.messages import (
-    PartitionMetrics,
-    PartitionStatus,
-)
+from penstock.dataflow.service.operators.messages import PartitionMetrics, PartitionStatus
 from penstock.dataflow.service.partitions.messages import (
     LinkPull,
     LinkPullAnswer,
@@ -79,7 +76,6 @@ class PartitionHandlers:
         }
         self._wake_events: dict[int, asyncio.Event] = {}
         """By partition, set when there are orders for its open poll."""
-        process.on_wake.append(self._on_wake)
 
     # --- calls of partitions ------------------------------------------------------------------
 
@@ -106,7 +102,7 @@ class PartitionHandlers:
         self._remote[index] = _RemotePartition(record, self._process.clock(), PartitionMetrics())
         if known is None:
             add_remote_partition(index, self._coordinator, self._router, self._process.journal)
-        await self._process.settle()
+        await self._process.make_durable()
         log.info("partition joined", index=index, url=body.url, epoch=body.boot.epoch)
         return Ack()
 
@@ -117,7 +113,7 @@ class PartitionHandlers:
         for message in link.receive(body.messages):
             self._router.call(partial(self._coordinator.apply, message))
         received = link.num_received  # a later call may receive more, which is durable later
-        await self._process.repeat()
+        await self._process.make_all_durable()
         return LinkPushAnswer(received=received)
 
     async def pull(self, index: int, body: LinkPull) -> LinkPullAnswer:
@@ -132,11 +128,11 @@ class PartitionHandlers:
             messages = link.unacknowledged(body.received)
             finished = self._coordinator.is_finished
             if messages or finished or process.clock() >= give_up_at:
-                await process.repeat()  # orders must be durable before they are sent
+                await process.make_all_durable()  # orders must be durable before they are sent
                 return LinkPullAnswer(messages=messages, finished=finished)
             await process.wait_for(news, give_up_at)
 
-    def _on_wake(self) -> None:
+    def on_wake(self) -> None:
         """Wake the polls that a command affects."""
         finished = self._coordinator.is_finished
         for index in [*self._wake_events]:
@@ -149,8 +145,7 @@ class PartitionHandlers:
             raise NotFound(f"partition {index} is not registered; PUT /v1/partitions/{index} first")
         if (remote.record.epoch, remote.record.boot_id) != (boot.epoch, boot.boot_id):
             raise Fenced(
-                f"partition {index} runs in another process (epoch {remote.record.epoch}, this "
-                "one "
+                f"partition {index} runs in another process (epoch {remote.record.epoch}, this one "
                 f"has {boot.epoch}); this process must exit"
             )
         _require_not_lost(remote.record)
@@ -162,7 +157,7 @@ class PartitionHandlers:
     async def drain(self, index: int) -> Ack:
         """Send no new group there; the partition can be stopped once its status is `gone`."""
         self._mark(index, PartitionState.DRAINING)
-        await self._process.settle()
+        await self._process.make_durable()
         return Ack()
 
     async def lose(self, index: int) -> Ack:
@@ -170,7 +165,7 @@ class PartitionHandlers:
         fenced."""
         self._mark(index, PartitionState.LOST)
         self._coordinator.declare_lost(index, self._process.clock())
-        await self._process.settle()
+        await self._process.make_durable()
         return Ack()
 
     def _mark(self, index: int, state: PartitionState) -> None:
@@ -188,11 +183,11 @@ class PartitionHandlers:
     def tick(self) -> None:
         """Mark a draining partition as gone once none of its rows is needed."""
         for index, remote in self._remote.items():
-            if remote.record.state != PartitionState.DRAINING or not self._coordinator.is_empty(
-                index
+            if (
+                remote.record.state == PartitionState.DRAINING
+                and self._coordinator.is_empty(index)
+                and not self._process.ledger.tables.scalar(UNFREED, index=index)
             ):
-                continue
-            if not self._process.ledger.tables.scalar(UNFREED, index=index):
                 self._mark(index, PartitionState.GONE)
 
     # --- for other handlers ---------------------------------------------------------------
@@ -273,6 +268,6 @@ def _require_newer(known: PartitionRecord, boot: PartitionBoot) -> None:
 def _require_not_lost(known: PartitionRecord) -> None:
     if known.state == PartitionState.LOST:
         raise Fenced(
-            f"partition {known.index} was declared lost and is permanently fenced; "
-            "start a new one under another number"
+            f"partition {known.index} was already declared lost and cannot rejoin; "
+            "start a partition with a new index"
         )

@@ -20,7 +20,7 @@ from penstock.dataflow.service.trainers.messages import RowsAnswer, RowsRequest
 from penstock.dataflow.service.trainers.routes import TRAINERS, serve_rows
 from penstock.errors import BadRequest
 from penstock.wire.auth import Role
-from penstock.wire.routes import Call, Route
+from penstock.wire.routes import Call, route
 
 PARTITIONS = frozenset({Role.PARTITION, Role.ADMIN})
 OPERATORS = frozenset({Role.ADMIN})
@@ -33,68 +33,30 @@ class PartitionRoutes:
 
     partitions: PartitionHandlers
 
-    async def join(self, call: Call) -> Ack:
-        return await self.partitions.join(_index(call), call.body)
+    @route("PUT", "/v1/partitions/{index}", PARTITIONS)
+    async def join(self, call: Call, body: PartitionJoin) -> Ack:
+        """Register a partition: adds it, or replaces its previous process."""
+        return await self.partitions.join(_index(call), body)
 
-    async def push(self, call: Call) -> LinkPushAnswer:
-        return await self.partitions.push(_index(call), call.body)
+    @route("POST", "/v1/partitions/{index}/messages", PARTITIONS, max_body_bytes=64 << 20)
+    async def push(self, call: Call, body: LinkPush) -> LinkPushAnswer:
+        """Messages of this partition to the coordinator, numbered; applied once."""
+        return await self.partitions.push(_index(call), body)
 
-    async def pull(self, call: Call) -> LinkPullAnswer:
-        return await self.partitions.pull(_index(call), call.body)
+    @route("POST", "/v1/partitions/{index}/orders", PARTITIONS)
+    async def pull(self, call: Call, body: LinkPull) -> LinkPullAnswer:
+        """Orders for this partition; held open when there are none."""
+        return await self.partitions.pull(_index(call), body)
 
+    @route("POST", "/v1/partitions/{index}/drain", OPERATORS)
     async def drain(self, call: Call) -> Ack:
+        """Drain this partition: no new groups; its status shows when it is gone."""
         return await self.partitions.drain(_index(call))
 
+    @route("POST", "/v1/partitions/{index}/lose", OPERATORS)
     async def lose(self, call: Call) -> Ack:
+        """Declare this partition permanently lost."""
         return await self.partitions.lose(_index(call))
-
-    def routes(self) -> list[Route]:
-        return [
-            Route(
-                method="PUT",
-                path="/v1/partitions/{index}",
-                handler=self.join,
-                roles=PARTITIONS,
-                summary="Register a partition: adds it, or replaces its previous process.",
-                request=PartitionJoin,
-                response=Ack,
-            ),
-            Route(
-                method="POST",
-                path="/v1/partitions/{index}/messages",
-                handler=self.push,
-                roles=PARTITIONS,
-                summary="Messages of this partition to the coordinator, numbered; applied once.",
-                request=LinkPush,
-                response=LinkPushAnswer,
-                max_body_bytes=64 << 20,
-            ),
-            Route(
-                method="POST",
-                path="/v1/partitions/{index}/orders",
-                handler=self.pull,
-                roles=PARTITIONS,
-                summary="Orders for this partition; held open when there are none.",
-                request=LinkPull,
-                response=LinkPullAnswer,
-            ),
-            Route(
-                method="POST",
-                path="/v1/partitions/{index}/drain",
-                handler=self.drain,
-                roles=OPERATORS,
-                summary="Drain this partition: no new groups; its status shows when it is gone.",
-                response=Ack,
-            ),
-            Route(
-                method="POST",
-                path="/v1/partitions/{index}/lose",
-                handler=self.lose,
-                roles=OPERATORS,
-                summary="Declare this partition permanently lost.",
-                response=Ack,
-            ),
-        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,25 +65,13 @@ class RowPayloadRoutes:
 
     payloads: RowPayloads
 
-    async def rows(self, call: Call) -> object:
-        body: RowsRequest = call.body
+    @route("POST", "/v1/rows", TRAINERS, response=RowsAnswer)
+    async def rows(self, call: Call, body: RowsRequest) -> object:
+        """The payload of these rows."""
         if len(body.row_ids) > MAX_ROWS:
             raise BadRequest(f"at most {MAX_ROWS} rows per call, got {len(body.row_ids)}")
         wanted = RowsQuery(row_ids=body.row_ids, columns=body.columns)
         return await serve_rows(self.payloads, wanted, call)
-
-    def routes(self) -> list[Route]:
-        return [
-            Route(
-                method="POST",
-                path="/v1/rows",
-                handler=self.rows,
-                roles=TRAINERS,
-                summary="The payload of these rows.",
-                request=RowsRequest,
-                response=RowsAnswer,
-            )
-        ]
 
 
 def _index(call: Call) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TypeVar
 
 from penstock.dataflow.column_records import ColumnRecord
@@ -23,24 +24,22 @@ from penstock.dataflow.columns.cells import (
     require_finite,
 )
 from penstock.dataflow.columns.column_store import Columns
-from penstock.dataflow.columns.pages import TablePageLoader, load_saved_readers
+from penstock.dataflow.columns.pages import load_saved_readers
 from penstock.dataflow.columns.readers import Readers, Status
 from penstock.dataflow.columns.reading import RowStoreReader
-from penstock.dataflow.columns.row_leases import Claim, ReaderSpec
+from penstock.dataflow.columns.row_leases import ReaderSpec
 from penstock.dataflow.columns.row_window import RowWindow
-from penstock.dataflow.columns.spaces import RejectedColumn, Spaces
+from penstock.dataflow.columns.spaces import Spaces
 from penstock.dataflow.columns.values import BlobRef, WireValue
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.ledger.blobs import BlobStore
 from penstock.dataflow.records import RowRecord
 from penstock.dataflow.service.process import IsDisconnected, Process, never_disconnected
 from penstock.dataflow.service.rows.messages import (
-    ColumnStatus,
     ExtendAnswer,
     ExtendRequest,
     GetAnswer,
     GetRequest,
-    LeasedRow,
     LeaseOutcome,
     PutAnswer,
     PutRequest,
@@ -68,7 +67,7 @@ class RowService:
     def __init__(self, process: Process, blobs: BlobStore) -> None:
         ledger, journal = process.ledger, process.journal
         self.columns = Columns(ledger.tables, journal, ledger.place)
-        self.row_window = RowWindow(self.columns, TablePageLoader(ledger.tables), journal)
+        self.row_window = RowWindow(self.columns, ledger.tables, journal)
         self.readers = Readers(self.row_window, journal)
         self.spaces = Spaces(self.row_window, self.columns, journal)
         self.blobs = blobs
@@ -83,8 +82,8 @@ class RowService:
 
     def restore(self) -> None:
         """Restore the state from the ledger; call this first."""
+        self.spaces.restore(self._ledger.tables)  # windows load rows with the columns of spaces
         self.row_window.restore(load_saved_readers(self._ledger.tables), self._clock())
-        self.spaces.restore(self._ledger.tables)
 
     async def tick(self) -> None:
         """Expire leases and deadlines; returns when all earlier decisions are in the tables."""
@@ -92,7 +91,7 @@ class RowService:
             self.readers.tick(self._clock())
             self.columns.cut()
             upto = self.row_window.last_arrival
-            await self._process.repeat()
+            await self._process.make_all_durable()
             self.columns.release()
             self.row_window.durable_through = upto
         self._process.wake()
@@ -105,26 +104,18 @@ class RowService:
     async def declare(self, terms: ReaderSpec) -> ReaderState:
         async with self._delete_lock:
             self.readers.declare(terms, self._clock())
-        await self._process.repeat()
+        await self._process.make_all_durable()
         return self.state(terms.name)
 
     async def remove(self, name: str) -> None:
         async with self._delete_lock:
             self.readers.remove(name)
-            await self._process.repeat()
+            await self._process.make_all_durable()
 
     def state(self, name: str) -> ReaderState:
         reader = self.readers.reader(name)
-        terms = reader.terms
         return ReaderState(
-            name=name,
-            space=terms.space,
-            reads=terms.reads,
-            writes=terms.writes,
-            on=terms.on,
-            deadline_s=terms.deadline_s,
-            ttl_s=terms.ttl_s,
-            max_attempts=terms.max_attempts,
+            **asdict(reader.terms),
             cursor=reader.advance(),
             num_loaded=len(reader.window),
             num_leased=len(reader.leased),
@@ -141,18 +132,9 @@ class RowService:
             change, now = self._process.changed, self._clock()
             grants = self.readers.lease(name, body.worker, body.request_id, body.max_rows, now)
             if grants:
-                await self._process.repeat()
+                await self._process.make_all_durable()
             if grants or now >= give_up_at:
-                return RowLeaseAnswer(
-                    rows=tuple(
-                        LeasedRow(
-                            claim=Claim(row_id=g.row_id, arrival=g.arrival, epoch=g.epoch),
-                            attempt=g.attempt,
-                        )
-                        for g in grants
-                    ),
-                    ttl_s=ttl_s,
-                )
+                return RowLeaseAnswer(rows=tuple(grants), ttl_s=ttl_s)
             # Checks again every half ttl: a waiting worker counts as live.
             await self._process.wait_for(change, min(give_up_at, now + ttl_s / 2))
             if await is_disconnected():  # the caller hung up; a grant would have no holder
@@ -173,7 +155,7 @@ class RowService:
             self._record_one(body, result, row_cells, now)
             for result, row_cells in zip(body.results, cells, strict=True)
         ]
-        await self._process.repeat()
+        await self._process.make_all_durable()
         return ResultsAnswer(outcomes=tuple(outcomes))
 
     def _record_one(
@@ -239,8 +221,8 @@ class RowService:
         )
         async with self._delete_lock:
             refused = self.spaces.put(space, made, writer, self._clock())
-        await self._process.repeat()
-        return PutAnswer(rejected=tuple(map(_outcome, refused)))
+        await self._process.make_all_durable()
+        return PutAnswer(rejected=tuple(refused))
 
     def _drafts(self, rows: Iterable[PutRow]) -> list[BundleDraft]:
         return [*drafts([(row.key, row.columns) for row in rows], self._blob_cell)]
@@ -262,12 +244,12 @@ class RowService:
 
     async def set_quota(self, space: str, quota_bytes: int) -> None:
         self.spaces.set_quota(space, quota_bytes, self._clock())
-        await self._process.repeat()
+        await self._process.make_all_durable()
 
     async def clear(self, space: str) -> None:
         async with self._delete_lock:
             self.spaces.clear(space)
-            await self._process.repeat()
+            await self._process.make_all_durable()
 
     def space_states(self) -> tuple[SpaceState, ...]:
         return tuple(
@@ -293,7 +275,7 @@ class RowService:
 
 def _check_lease(body: RowLeaseRequest) -> None:
     if not 0 < len(body.request_id) <= 128 or not 0 < len(body.worker) <= 128:
-        raise BadRequest("request_id and worker must have 1 to 128 characters")
+        raise BadRequest("request_id and worker must each be 1 to 128 characters long")
     if not 0 < body.max_rows <= MAX_ROWS:
         raise BadRequest(f"max_rows must be 1 to {MAX_ROWS}")
 
@@ -301,9 +283,3 @@ def _check_lease(body: RowLeaseRequest) -> None:
 def _check_count(num: int) -> None:
     if num > MAX_ROWS:
         raise BadRequest(f"{num} rows in one call; at most {MAX_ROWS} are allowed")
-
-
-def _outcome(result: RejectedColumn) -> ColumnStatus:
-    return ColumnStatus(
-        key=result.key, name=result.name, status=result.status, detail=result.detail
-    )

@@ -13,8 +13,8 @@ from enum import StrEnum
 
 import msgspec
 
-from penstock.dataflow.columns.row_leases import Claim, RowTrigger
-from penstock.dataflow.columns.values import RowValues, WireValue
+from penstock.dataflow.columns.row_leases import Claim, LeasedRow, ReaderSpec
+from penstock.dataflow.columns.values import ColumnStatus, RowValues, WireValue
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.types import RowId
 
@@ -22,30 +22,9 @@ from penstock.types import RowId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderRequest:
-    """`PUT /v1/readers/{name}`: create or update a reader. A known reader keeps its cursor."""
+class ReaderState(ReaderSpec):
+    """A reader and its progress."""
 
-    reads: tuple[str, ...]
-    writes: tuple[str, ...] = ()
-    space: str = "train"
-    on: RowTrigger = RowTrigger.DELIVERED
-    deadline_s: float = 0.0
-    ttl_s: float = 12.0
-    max_attempts: int = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderState:
-    """The state of a reader."""
-
-    name: str
-    space: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    on: RowTrigger
-    deadline_s: float
-    ttl_s: float
-    max_attempts: int
     cursor: int
     """Every row up to this arrival is finished."""
     num_loaded: int
@@ -68,12 +47,6 @@ class RowLeaseRequest:
     worker: str
     max_rows: int
     wait_s: float = 20.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeasedRow:
-    claim: Claim
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,14 +151,6 @@ class PutRequest:
     """`POST /v1/spaces/{space}/rows`. An existing key gets the columns it lacks."""
 
     rows: tuple[PutRow, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnStatus:
-    key: RowId
-    name: str
-    status: DeliveryStatus
-    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

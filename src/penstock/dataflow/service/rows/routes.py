@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from starlette.responses import FileResponse
 
-from penstock.dataflow.columns.row_leases import ReaderSpec, RowTrigger
+from penstock.dataflow.columns.row_leases import ReaderRequest, ReaderSpec, RowTrigger
 from penstock.dataflow.columns.spaces import check_name
 from penstock.dataflow.core.names import RESERVED, TRAIN
 from penstock.dataflow.ledger.blobs import BlobStore
@@ -25,7 +25,6 @@ from penstock.dataflow.service.rows.messages import (
     PutAnswer,
     PutRequest,
     QuotaRequest,
-    ReaderRequest,
     ReadersAnswer,
     ReaderState,
     ResultsAnswer,
@@ -37,7 +36,7 @@ from penstock.dataflow.service.rows.messages import (
 from penstock.errors import BadRequest, Forbidden, NotFound, TooLarge
 from penstock.wire.auth import Role
 from penstock.wire.codec import MSGPACK, encode
-from penstock.wire.routes import Call, RawResponse, Route
+from penstock.wire.routes import Call, RawResponse, Route, route, routes_of
 
 PUT_BYTES = 32 << 20
 PIECE_BYTES = 1 << 20
@@ -54,18 +53,16 @@ class RowRoutes:
 
     # --- readers ------------------------------------------------------------------------------
 
-    async def declare(self, call: Call) -> ReaderState:
-        body: ReaderRequest = call.body
-        terms = ReaderSpec(
-            name=call.path["name"],
-            reads=body.reads,
-            writes=body.writes,
-            space=body.space,
-            on=body.on,
-            deadline_s=body.deadline_s,
-            ttl_s=body.ttl_s,
-            max_attempts=body.max_attempts,
-        )
+    @route("GET", "/v1/readers", READERS)
+    async def readers(self, call: Call) -> ReadersAnswer:
+        """All readers of rows with their state."""
+        names = sorted(self.service.row_window.readers)
+        return ReadersAnswer(readers=tuple(self.service.state(name) for name in names))
+
+    @route("PUT", "/v1/readers/{name}", READERS)
+    async def declare(self, call: Call, body: ReaderRequest) -> ReaderState:
+        """Declare a reader: the columns it reads and writes; a known one continues."""
+        terms = ReaderSpec(name=call.path["name"], **asdict(body))
         check_reader_spec(terms)
         if body.writes and call.credential.role is Role.READER:
             raise Forbidden(
@@ -73,22 +70,25 @@ class RowRoutes:
             )
         return await self.service.declare(terms)
 
+    @route("DELETE", "/v1/readers/{name}", READERS)
     async def remove(self, call: Call) -> Ack:
+        """Forget a reader; columns it wrote stay."""
         await self.service.remove(self._reader(call))
         return Ack()
 
-    async def readers(self, call: Call) -> ReadersAnswer:
-        names = sorted(self.service.row_window.readers)
-        return ReadersAnswer(readers=tuple(self.service.state(name) for name in names))
+    @route("POST", "/v1/readers/{name}/leases", READERS)
+    async def lease(self, call: Call, body: RowLeaseRequest) -> RowLeaseAnswer:
+        """Lease up to n rows; held open while there are none."""
+        return await self.service.lease(self._reader(call), body, call.is_disconnected)
 
-    async def lease(self, call: Call) -> RowLeaseAnswer:
-        return await self.service.lease(self._reader(call), call.body, call.is_disconnected)
+    @route("PUT", "/v1/readers/{name}/leases", READERS)
+    async def extend(self, call: Call, body: ExtendRequest) -> ExtendAnswer:
+        """Extend leases; the answer names those that are lost."""
+        return await self.service.extend(self._reader(call), body)
 
-    async def extend(self, call: Call) -> ExtendAnswer:
-        return await self.service.extend(self._reader(call), call.body)
-
-    async def record(self, call: Call) -> ResultsAnswer:
-        body: ResultsRequest = call.body
+    @route("PUT", "/v1/rows/columns", READERS, max_body_bytes=PUT_BYTES)
+    async def record(self, call: Call, body: ResultsRequest) -> ResultsAnswer:
+        """Add columns to rows under lease and end leases; durable when answered."""
         self._require(call, body.reader)
         return await self.service.record(body)
 
@@ -104,135 +104,35 @@ class RowRoutes:
 
     # --- spaces -------------------------------------------------------------------------------
 
+    @route("GET", "/v1/spaces", READERS)
     async def spaces(self, call: Call) -> SpacesAnswer:
+        """User spaces with their size and quota."""
         return SpacesAnswer(spaces=self.service.space_states())
 
-    async def set_quota(self, call: Call) -> Ack:
-        body: QuotaRequest = call.body
+    @route("PUT", "/v1/spaces/{space}", frozenset({Role.ADMIN}))
+    async def set_quota(self, call: Call, body: QuotaRequest) -> Ack:
+        """Create a space, or change its quota."""
         await self.service.set_quota(call.path["space"], body.quota_bytes)
         return Ack()
 
-    async def put(self, call: Call) -> PutAnswer:
-        writer = call.credential.subject or call.credential.role.value
-        return await self.service.put(call.path["space"], call.body, writer)
-
-    async def get(self, call: Call) -> GetAnswer | RawResponse:
-        if MSGPACK in call.headers.get("accept", ""):
-            return await self.service.get(call.path["space"], call.body, _encode_msgpack)
-        return await self.service.get(call.path["space"], call.body)
-
+    @route("DELETE", "/v1/spaces/{space}", WRITERS)
     async def clear(self, call: Call) -> Ack:
+        """Delete all rows of this space."""
         await self.service.clear(call.path["space"])
         return Ack()
 
-    def routes(self) -> list[Route]:
-        blobs = BlobRoutes(blobs=self.service.blobs, require_room=self.service.require_room)
-        return [*self._reader_routes(), *self._space_routes(), *blobs.routes()]
+    @route("POST", "/v1/spaces/{space}/rows", WRITERS, max_body_bytes=PUT_BYTES)
+    async def put(self, call: Call, body: PutRequest) -> PutAnswer:
+        """Put rows by key; columns are write-once; durable when answered."""
+        writer = call.credential.subject or call.credential.role.value
+        return await self.service.put(call.path["space"], body, writer)
 
-    def _reader_routes(self) -> list[Route]:
-        return [
-            Route(
-                method="GET",
-                path="/v1/readers",
-                handler=self.readers,
-                roles=READERS,
-                summary="All readers of rows with their state.",
-                response=ReadersAnswer,
-            ),
-            Route(
-                method="PUT",
-                path="/v1/readers/{name}",
-                handler=self.declare,
-                roles=READERS,
-                summary="Declare a reader: the columns it reads and writes; a known one continues.",
-                request=ReaderRequest,
-                response=ReaderState,
-            ),
-            Route(
-                method="DELETE",
-                path="/v1/readers/{name}",
-                handler=self.remove,
-                roles=READERS,
-                summary="Forget a reader; columns it wrote stay.",
-                response=Ack,
-            ),
-            Route(
-                method="POST",
-                path="/v1/readers/{name}/leases",
-                handler=self.lease,
-                roles=READERS,
-                summary="Lease up to n rows; held open while there are none.",
-                request=RowLeaseRequest,
-                response=RowLeaseAnswer,
-            ),
-            Route(
-                method="PUT",
-                path="/v1/readers/{name}/leases",
-                handler=self.extend,
-                roles=READERS,
-                summary="Extend leases; the answer names those that are lost.",
-                request=ExtendRequest,
-                response=ExtendAnswer,
-            ),
-            Route(
-                method="PUT",
-                path="/v1/rows/columns",
-                handler=self.record,
-                roles=READERS,
-                summary="Add columns to rows under lease and end leases; durable when answered.",
-                request=ResultsRequest,
-                response=ResultsAnswer,
-                max_body_bytes=PUT_BYTES,
-            ),
-        ]
-
-    def _space_routes(self) -> list[Route]:
-        return [
-            Route(
-                method="GET",
-                path="/v1/spaces",
-                handler=self.spaces,
-                roles=READERS,
-                summary="User spaces with their size and quota.",
-                response=SpacesAnswer,
-            ),
-            Route(
-                method="PUT",
-                path="/v1/spaces/{space}",
-                handler=self.set_quota,
-                roles=frozenset({Role.ADMIN}),
-                summary="Create a space, or change its quota.",
-                request=QuotaRequest,
-                response=Ack,
-            ),
-            Route(
-                method="DELETE",
-                path="/v1/spaces/{space}",
-                handler=self.clear,
-                roles=WRITERS,
-                summary="Delete all rows of this space.",
-                response=Ack,
-            ),
-            Route(
-                method="POST",
-                path="/v1/spaces/{space}/rows",
-                handler=self.put,
-                roles=WRITERS,
-                summary="Put rows by key; columns are write-once; durable when answered.",
-                request=PutRequest,
-                response=PutAnswer,
-                max_body_bytes=PUT_BYTES,
-            ),
-            Route(
-                method="POST",
-                path="/v1/spaces/{space}/get",
-                handler=self.get,
-                roles=READERS,
-                summary="Columns of rows by key; in 'train' the key is the row id.",
-                request=GetRequest,
-                response=GetAnswer,
-            ),
-        ]
+    @route("POST", "/v1/spaces/{space}/get", READERS, response=GetAnswer)
+    async def get(self, call: Call, body: GetRequest) -> GetAnswer | RawResponse:
+        """Columns of rows by key; in 'train' the key is the row id."""
+        if MSGPACK in call.headers.get("accept", ""):
+            return await self.service.get(call.path["space"], body, _encode_msgpack)
+        return await self.service.get(call.path["space"], body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,18 +141,14 @@ class BlobRoutes:
     require_room: Callable[[int], None]
     """Refuses an upload for which memory or disk has no room."""
 
-    async def state(self, call: Call) -> BlobState:
-        held, is_complete = await asyncio.to_thread(self.blobs.held, call.path["digest"])
-        return BlobState(held_bytes=held, complete=is_complete)
-
+    @route("PUT", "/v1/blobs/{digest}", UPLOADERS, query=("offset", "size"), is_streamed=True)
     async def put(self, call: Call) -> BlobState:
+        """Upload bytes from `offset` of `size`; durable when `complete`."""
         digest = call.path["digest"]
         offset, size = _number(call, "offset"), _number(call, "size")
         state = await self.state(call)
         if state.complete:
-            async for (
-                _
-            ) in call.body:  # closing the connection would look like an outage to the sender
+            async for _ in call.body:  # closing the connection would look like an outage
                 pass
             return state
         self.require_room(size - offset)
@@ -266,40 +162,25 @@ class BlobRoutes:
             await asyncio.to_thread(self.blobs.finish, digest, size)
         return BlobState(held_bytes=offset, complete=offset == size)
 
+    @route("GET", "/v1/blobs/{digest}/state", UPLOADERS | READERS)
+    async def state(self, call: Call) -> BlobState:
+        """Bytes of a blob stored so far: the offset to continue an upload at."""
+        held, is_complete = await asyncio.to_thread(self.blobs.held, call.path["digest"])
+        return BlobState(held_bytes=held, complete=is_complete)
+
+    @route("GET", "/v1/blobs/{digest}", UPLOADERS | READERS, response=None)
     async def get(self, call: Call) -> FileResponse:
+        """The bytes of a blob; supports Range."""
         digest = call.path["digest"]
         if not (await self.state(call)).complete:
             raise NotFound(f"no blob {digest}")
         return FileResponse(self.blobs.path(digest), media_type=OCTET_STREAM)
 
-    def routes(self) -> list[Route]:
-        return [
-            Route(
-                method="PUT",
-                path="/v1/blobs/{digest}",
-                handler=self.put,
-                roles=UPLOADERS,
-                summary="Upload bytes from `offset` of `size`; durable when `complete`.",
-                response=BlobState,
-                query=("offset", "size"),
-                is_streamed=True,
-            ),
-            Route(
-                method="GET",
-                path="/v1/blobs/{digest}/state",
-                handler=self.state,
-                roles=UPLOADERS | READERS,
-                summary="Bytes of a blob stored so far: the offset to continue an upload at.",
-                response=BlobState,
-            ),
-            Route(
-                method="GET",
-                path="/v1/blobs/{digest}",
-                handler=self.get,
-                roles=UPLOADERS | READERS,
-                summary="The bytes of a blob; supports Range.",
-            ),
-        ]
+
+def row_routes(service: RowService) -> list[Route]:
+    """All routes about rows: readers, spaces and blobs."""
+    blobs = BlobRoutes(blobs=service.blobs, require_room=service.require_room)
+    return [*routes_of(RowRoutes(service=service)), *routes_of(blobs)]
 
 
 async def _pieces(body: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes]:

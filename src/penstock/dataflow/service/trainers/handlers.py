@@ -105,7 +105,7 @@ class TrainerHandlers:
             self._coordinator.broadcast(IncarnationStarted(record=record))
             self._coordinator.cursor_moved(consumer, self._sealed_after(consumer), now)
             log.info("incarnation", policy=policy, incarnation=record.incarnation, at=record.number)
-        await self._process.repeat()
+        await self._process.make_all_durable()
         return IncarnationAnswer(incarnation=record.incarnation, steps=consumer.terms.steps)
 
     def _require_servable(self, consumer: Consumer, seq: int) -> None:
@@ -156,7 +156,7 @@ class TrainerHandlers:
             return BatchAnswer(manifest=None, end=True)
         self._process.run_deferred()
         record = self._sealing.seal(consumer, seq, self._process.clock())
-        await self._process.settle()
+        await self._process.make_durable()
         return BatchAnswer(manifest=None) if record is None else self._serve(record)
 
     async def _sealed(self, consumer: Consumer, seq: int) -> BatchRecord:
@@ -214,7 +214,7 @@ class TrainerHandlers:
             consumer.lineage.apply_commit(record)
             self._coordinator.broadcast(Committed(record=record))
             self._coordinator.cursor_moved(consumer, consumer.sealed, now)
-        await self._process.repeat()
+        await self._process.make_all_durable()
 
     async def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None:
         """Quarantine a node at every partition, also at those that join later. Without a boot_id in
@@ -233,7 +233,7 @@ class TrainerHandlers:
                 policy=body.policy,
                 why=body.why[:1000],
             )
-        await self._process.repeat()
+        await self._process.make_all_durable()
 
     # --- versions and checkpoints -------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class TrainerHandlers:
             self._process.journal(record)
             consumer.lineage.apply_version(record)
             self._coordinator.broadcast(Published(record=record))
-        await self._process.repeat()
+        await self._process.make_all_durable()
 
     def versions_in_use(self, live: Collection[LiveVersion]) -> VersionsInUse:
         """live: versions that nodes serve."""
@@ -283,7 +283,7 @@ class TrainerHandlers:
         )
         oldest = min((seq for _, seq in retained), default=None)
         self._coordinator.free(self._coordinator.retention.retained(policy_name, oldest), now)
-        await self._process.settle()
+        await self._process.make_durable()
 
     def _serve(self, record: BatchRecord) -> BatchAnswer:
         if blake3(record.manifest).hexdigest() != record.digest:
@@ -300,8 +300,8 @@ def _at(indexes: Sequence[int] | None, row_ids: Sequence[RowId], batch: str) -> 
         return row_ids
     if len({*indexes} & {*range(len(row_ids))}) != len(indexes):
         raise BadRequest(
-            f"batch {batch} has {len(row_ids)} rows; use positions 0 to {len(row_ids) - 1}, "
-            "each once"
+            f"batch {batch} has {len(row_ids)} rows; indexes must be unique and between 0 and "
+            f"{len(row_ids) - 1}"
         )
     return [row_ids[index] for index in indexes]
 

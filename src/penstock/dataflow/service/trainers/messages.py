@@ -9,12 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from penstock.types import (
-    Manifest,
-    PolicyName,
-    RowId,
-    RowPayload,
-)
+from penstock.types import Manifest, PolicyName, RowId, RowPayload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from penstock.errors import BadRequest
 from penstock.types import NodeId
 from penstock.wire.auth import Role
 from penstock.wire.codec import MSGPACK
-from penstock.wire.routes import Call, Route, StreamedResponse
+from penstock.wire.routes import Call, StreamedResponse, route
 
 TRAINERS = frozenset({Role.TRAINER, Role.ADMIN})
 READERS = frozenset({Role.READER, Role.TRAINER, Role.ADMIN})
@@ -35,112 +35,51 @@ READERS = frozenset({Role.READER, Role.TRAINER, Role.ADMIN})
 class TrainerRoutes:
     trainers: TrainerHandlers
 
+    @route("GET", "/v1/policies/{policy}", READERS)
     async def policy(self, call: Call) -> PolicyState:
+        """State of this policy."""
         return self.trainers.policy_state(call.path["policy"])
 
-    async def incarnate(self, call: Call) -> IncarnationAnswer:
-        return await self.trainers.incarnate(call.path["policy"], call.body)
+    @route("POST", "/v1/policies/{policy}/incarnations", TRAINERS)
+    async def incarnate(self, call: Call, body: IncarnationRequest) -> IncarnationAnswer:
+        """Become the policy's only trainer, forking at a checkpoint."""
+        return await self.trainers.incarnate(call.path["policy"], body)
 
-    async def publish(self, call: Call) -> Ack:
-        await self.trainers.publish(call.path["policy"], call.body)
+    @route("POST", "/v1/policies/{policy}/versions", TRAINERS)
+    async def publish(self, call: Call, body: PublishRequest) -> Ack:
+        """Publish a committed version by compare-and-set."""
+        await self.trainers.publish(call.path["policy"], body)
         return Ack()
 
-    async def checkpoints(self, call: Call) -> Ack:
-        await self.trainers.checkpoints(call.path["policy"], call.body)
+    @route("PUT", "/v1/policies/{policy}/checkpoints", TRAINERS)
+    async def checkpoints(self, call: Call, body: CheckpointsRequest) -> Ack:
+        """List the checkpoints that the trainer can restore."""
+        await self.trainers.checkpoints(call.path["policy"], body)
         return Ack()
 
-    async def batch(self, call: Call) -> BatchAnswer:
-        return await self.trainers.batch(call.body)
+    @route("POST", "/v1/batches", TRAINERS)
+    async def batch(self, call: Call, body: BatchRequest) -> BatchAnswer:
+        """The sealed manifest number seq; held open until it exists."""
+        return await self.trainers.batch(body)
 
-    async def rows(self, call: Call) -> object:
-        policy, seq = _batch_id(call.path["batch_id"])
-        body: BatchRowsRequest = call.body
+    @route("POST", "/v1/batches/{batch_id}/rows", TRAINERS, response=RowsAnswer)
+    async def rows(self, call: Call, body: BatchRowsRequest) -> object:
+        """The rows of a sealed batch, or one rank's share."""
+        policy, seq = _batch_id(call)
         wanted = await self.trainers.wanted(policy, seq, body.indexes)
         return await serve_rows(self.trainers.payloads, wanted, call)
 
-    async def commit(self, call: Call) -> Ack:
-        policy, seq = _batch_id(call.path["batch_id"])
-        await self.trainers.commit(policy, seq, call.body)
+    @route("POST", "/v1/batches/{batch_id}/commit", TRAINERS)
+    async def commit(self, call: Call, body: CommitRequest) -> Ack:
+        """Commit a batch as trained, or as skipped with a reason."""
+        await self.trainers.commit(*_batch_id(call), body)
         return Ack()
 
-    async def quarantine(self, call: Call) -> Ack:
-        await self.trainers.quarantine(NodeId(call.path["node_id"]), call.body)
+    @route("POST", "/v1/nodes/{node_id}/quarantine", TRAINERS)
+    async def quarantine(self, call: Call, body: QuarantineRequest) -> Ack:
+        """Quarantine a node whose engine disagrees with the trainer."""
+        await self.trainers.quarantine(NodeId(call.path["node_id"]), body)
         return Ack()
-
-    def routes(self) -> list[Route]:
-        return [
-            Route(
-                method="GET",
-                path="/v1/policies/{policy}",
-                handler=self.policy,
-                roles=READERS,
-                summary="State of this policy.",
-                response=PolicyState,
-            ),
-            Route(
-                method="POST",
-                path="/v1/policies/{policy}/incarnations",
-                handler=self.incarnate,
-                roles=TRAINERS,
-                summary="Become the policy's only trainer, forking at a checkpoint.",
-                request=IncarnationRequest,
-                response=IncarnationAnswer,
-            ),
-            Route(
-                method="POST",
-                path="/v1/policies/{policy}/versions",
-                handler=self.publish,
-                roles=TRAINERS,
-                summary="Publish a committed version by compare-and-set.",
-                request=PublishRequest,
-                response=Ack,
-            ),
-            Route(
-                method="PUT",
-                path="/v1/policies/{policy}/checkpoints",
-                handler=self.checkpoints,
-                roles=TRAINERS,
-                summary="List the checkpoints that the trainer can restore.",
-                request=CheckpointsRequest,
-                response=Ack,
-            ),
-            Route(
-                method="POST",
-                path="/v1/batches",
-                handler=self.batch,
-                roles=TRAINERS,
-                summary="The sealed manifest number seq; held open until it exists.",
-                request=BatchRequest,
-                response=BatchAnswer,
-            ),
-            Route(
-                method="POST",
-                path="/v1/batches/{batch_id}/rows",
-                handler=self.rows,
-                roles=TRAINERS,
-                summary="The rows of a sealed batch, or one rank's share.",
-                request=BatchRowsRequest,
-                response=RowsAnswer,
-            ),
-            Route(
-                method="POST",
-                path="/v1/batches/{batch_id}/commit",
-                handler=self.commit,
-                roles=TRAINERS,
-                summary="Commit a batch as trained, or as skipped with a reason.",
-                request=CommitRequest,
-                response=Ack,
-            ),
-            Route(
-                method="POST",
-                path="/v1/nodes/{node_id}/quarantine",
-                handler=self.quarantine,
-                roles=TRAINERS,
-                summary="Quarantine a node whose engine disagrees with the trainer.",
-                request=QuarantineRequest,
-                response=Ack,
-            ),
-        ]
 
 
 async def serve_rows(payloads: RowPayloads, wanted: RowsQuery, call: Call) -> object:
@@ -151,7 +90,8 @@ async def serve_rows(payloads: RowPayloads, wanted: RowsQuery, call: Call) -> ob
     return await payloads.answer(wanted)
 
 
-def _batch_id(text: str) -> tuple[str, int]:
+def _batch_id(call: Call) -> tuple[str, int]:
+    text = call.path["batch_id"]
     policy, _, seq = text.rpartition(".")
     if not (policy and seq.isdecimal() and len(seq) < 16):
         raise BadRequest(f"invalid batch id {text[:80]!r}; expected CONSUMER.SEQ")
