@@ -61,7 +61,7 @@ def with_rows(
     members: Sequence[RowSummary],
     visible_roles: Collection[tuple[PolicyName, str]] | None = None,
 ) -> FateRecord:
-    """The group with those of its members that the policy's trainer sees."""
+    """The group with the members that the policy's trainer sees."""
     policy = group.consumer
     tokens = [row.tokens_for(policy, visible_roles) for row in members]
     rows = [row for row, count in zip(members, tokens, strict=True) if count > 0]
