@@ -21,6 +21,7 @@ from tests.contract.dataflow_server import (
 )
 
 from penstock.config import RunConfig, StageConfig
+from penstock.config.dataflow import SpaceConfig
 from penstock.dataflow.client.dataflow import NodeClient
 from penstock.dataflow.client.rows import RowsClient
 from penstock.dataflow.columns.row_leases import RowTrigger
@@ -34,7 +35,7 @@ from penstock.dataflow.service.nodes.messages import (
     LeaseRequest,
 )
 from penstock.dataflow.service.trainers.messages import BatchRequest
-from penstock.errors import TooLarge
+from penstock.errors import TooLarge, Unreachable
 from penstock.types import NodeId, Trajectory
 from penstock.wire.auth import Role
 from penstock.wire.codec import decode, encode
@@ -263,3 +264,15 @@ def test_groups_of_a_dead_scorer_end_at_their_deadline(tmp_path: Path) -> None:
             time.sleep(0.1)
         assert not batch(trainer, 1, wait_s=0.0)
         assert wasted["column_failed"] == 8
+
+
+async def test_a_quota_in_the_config_holds(tmp_path: Path) -> None:
+    spaces = (SpaceConfig(name="eval", quota_mb=1),)
+    flow = CONFIG.dataflow.model_copy(update={"spaces": spaces})
+    with dataflow(tmp_path, CONFIG.model_copy(update={"dataflow": flow})) as running:
+        token = running.token(Role.ADMIN)
+        async with RowsClient(running.url, token, patience_s=1.5) as client:
+            await client.put("eval", {"a": {"x": bytes(600_000)}})
+            with pytest.raises(Unreachable, match="507"):
+                await client.put("eval", {"b": {"x": bytes(600_000)}})
+            await client.put("other", {"b": {"x": bytes(600_000)}})

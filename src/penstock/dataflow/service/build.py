@@ -125,12 +125,14 @@ def _bounds(config: RunConfig) -> StorageLimits:
 
 
 def _rows(config: RunConfig, folder: Path, process: Process) -> RowService:
-    """Restore columns, readers and spaces, and add the config's stages."""
+    """Restore columns, readers and spaces, and add the config's stages and quotas."""
     rows = RowService(process, BlobStore(folder / "blobs"))
     rows.restore()
     for stage in config.dataflow.stages:
         fields = stage.model_dump(exclude={"required", "on"})
         rows.readers.declare(ReaderSpec(**fields, on=RowTrigger(stage.on)), process.clock())
+    for space in config.dataflow.spaces:
+        rows.spaces.set_quota(space.name, (space.quota_mb or 0) << 20, process.clock())
     return rows
 
 
