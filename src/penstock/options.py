@@ -25,7 +25,6 @@ from penstock.plugins import quoted, suggest, unknown
 KeyPath = tuple[str | int, ...]
 """Where a value is: mapping keys and list indices from the top of the file or section."""
 
-T = TypeVar("T")
 OptionsT = TypeVar("OptionsT", bound="Options")
 
 
@@ -87,26 +86,11 @@ def parse_options(kind: type[OptionsT], label: str, options: Mapping[str, Any]) 
         raise nested_error(error) from None
 
 
-def unknown_choice(
-    value: object, supported: Sequence[str], planned: Sequence[str] = ()
-) -> ValueError:
-    """The error for a value outside a closed list; planned values get a different message."""
+def unknown_choice(value: object, supported: Sequence[str]) -> ValueError:
+    """The error for a value outside a closed list."""
     choices = " | ".join(supported)
-    if value in planned:
-        return ValueError(f"{quoted(value)} is not supported yet; use {choices}")
     fix = suggest(value, supported, f"use {choices}")
     return ValueError(f"{quoted(value)} is not one of {choices}; {fix}")
-
-
-def one_of(*supported: str, planned: Sequence[str] = ()) -> BeforeValidator:
-    """Accept only these values (null is left to the field's type)."""
-
-    def check(value: T) -> T:
-        if value is None or (isinstance(value, str) and value in supported):
-            return value
-        raise unknown_choice(value, supported, planned)
-
-    return BeforeValidator(check)
 
 
 def non_empty() -> BeforeValidator:

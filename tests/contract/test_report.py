@@ -10,6 +10,7 @@ import contextlib
 import json
 import random
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +26,7 @@ from penstock.config.dataflow import ReportConfig
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.report.figures import Flow
 from penstock.dataflow.report.flow_counter import KEY, TOTALS
-from penstock.dataflow.report.ledger_counts import count_from_ledger, produced_by_node
+from penstock.dataflow.report.ledger_counts import SqlReader, count_from_ledger
 from penstock.dataflow.report.shape import ZERO, Amount, BalanceReport, WindowReport
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
@@ -259,6 +260,15 @@ def make(tmp_path: Path) -> Iterator[MakeWorld]:
         world.service.close()
 
 
+def _produced_by_node(tables: SqlReader) -> dict[str, Amount]:
+    """Data delivered by each node, over all policies."""
+    produced: defaultdict[str, Amount] = defaultdict(lambda: ZERO)
+    for node_id, sampled in tables.rows("SELECT node_id, sampled FROM rows"):
+        for tokens in filter(None, json.loads(sampled).values()):
+            produced[node_id] += Amount(sequences=1, tokens=tokens)
+    return produced
+
+
 def _totals(report: BalanceReport) -> Flow:
     totals = report.policies[0].totals
 
@@ -293,7 +303,7 @@ async def test_the_report_equals_a_recount_of_the_ledger(make: MakeWorld, seed: 
                 observe_service(world.service.coordinator, world.service.host), world.now
             )
             assert figures.policies[0].window == flow - before
-            made = produced_by_node(world.service.process.ledger.tables)
+            made = _produced_by_node(world.service.process.ledger.tables)
             for node in figures.nodes:
                 assert node.produced == made[node.node_id] - nodes_before[node.node_id]
             assert sum((n.accepted for n in figures.nodes), ZERO) == flow.entered - before.entered

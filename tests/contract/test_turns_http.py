@@ -24,7 +24,6 @@ from penstock.types import (
     FailureKind,
     Outcome,
     OutcomeKind,
-    RowId,
     Trajectory,
     Turn,
     log_probs,
@@ -37,13 +36,9 @@ def record_of(grant: Grant, node: SmallNode) -> Trajectory:
     return msgspec.msgpack.decode(delivery.payload, type=Trajectory)
 
 
-def row_id(grant: Grant) -> RowId:
-    return RowId(f"{grant.group_id}.{grant.slot}.{grant.epoch}")
-
-
 async def tell(node: SmallNode, grant: Grant, *turns: Turn, is_reused: bool = False) -> None:
     told = [
-        RecordedTurn(row_id=row_id(grant), index=index, turn=turn, is_reused=is_reused)
+        RecordedTurn(row_id=grant.row_id, index=index, turn=turn, is_reused=is_reused)
         for index, turn in enumerate(turns)
     ]
     body = RecordRequest(node_id=node.node_id, turns=tuple(told))
@@ -51,7 +46,7 @@ async def tell(node: SmallNode, grant: Grant, *turns: Turn, is_reused: bool = Fa
 
 
 async def offered(node: SmallNode, grant: Grant) -> tuple[Turn, ...]:
-    return await node.client.recorded(node.node_id, row_id(grant), deadline_s=60.0)
+    return await node.client.recorded(node.node_id, grant.row_id, deadline_s=60.0)
 
 
 async def fail(node: SmallNode, grant: Grant, kind: FailureKind) -> None:

@@ -123,8 +123,8 @@ class System:
         until(reached, timeout_s=timeout_s, what=f"step {step}")
 
     def pids(self) -> dict[str, int]:
-        launcher = self.folder.launcher()
-        pids = dict(launcher.services) if launcher is not None else {}
+        path = self.folder.path / "run" / "launcher.json"
+        pids: dict[str, int] = json.loads(path.read_bytes())["services"] if path.exists() else {}
         self._seen.update(pids.values())
         return pids
 

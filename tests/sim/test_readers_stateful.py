@@ -21,7 +21,13 @@ from penstock.dataflow.column_records import BundleRecord, ColumnRecord, RowLeas
 from penstock.dataflow.columns import row_window as row_window
 from penstock.dataflow.columns.bundles import Bundle, drafts
 from penstock.dataflow.columns.cells import number_cell
-from penstock.dataflow.columns.row_leases import Claim, LeasedRow, ReaderSpec, RowTrigger
+from penstock.dataflow.columns.row_leases import (
+    Claim,
+    LeasedRow,
+    LeaseOutcome,
+    ReaderSpec,
+    RowTrigger,
+)
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.ledger.tables import open_memory_tables
 from penstock.types import RowId
@@ -309,7 +315,7 @@ class ReadersMachine(RuleBasedStateMachine):
         for name, claim, is_held in self._any_claim(data):
             pending_outputs = [n for n in TERMS[name].writes if not self.truth.has(claim.row_id, n)]
             expected = DeliveryStatus.INVALID if pending_outputs else DeliveryStatus.STORED
-            found = self.world.readers.ack(name, claim, self.world.now)
+            found = self.world.readers.end(name, claim, LeaseOutcome.DONE, self.world.now)
             assert found[0] is (expected if is_held else DeliveryStatus.FENCED)
             self.observe()
 
@@ -318,7 +324,7 @@ class ReadersMachine(RuleBasedStateMachine):
         for name, claim, is_held in self._any_claim(data):
             if is_held:
                 self._lose(name, claim)
-            found = self.world.readers.fail(name, claim, "boom", self.world.now)
+            found = self.world.readers.end(name, claim, LeaseOutcome.FAILED, self.world.now, "boom")
             assert found[0] is (DeliveryStatus.STORED if is_held else DeliveryStatus.FENCED)
             self.observe()
 
@@ -330,7 +336,7 @@ class ReadersMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         for name, claim, is_held in self._any_claim(data):
-            found = self.world.readers.release(name, claim, self.world.now)
+            found = self.world.readers.end(name, claim, LeaseOutcome.RELEASED, self.world.now)
             assert found[0] is (DeliveryStatus.STORED if is_held else DeliveryStatus.FENCED)
             if is_held:
                 del self.truth.leases[name, claim.row_id]
@@ -342,13 +348,15 @@ class ReadersMachine(RuleBasedStateMachine):
         """A row changes hands; its first worker can do nothing to it any more."""
         name, row_id = data.draw(st.sampled_from(sorted(self.truth.leases)))
         old = self.truth.leases[name, row_id][0]
-        assert self.world.readers.release(name, old, self.world.now)[0] == "stored"
+        assert (
+            self.world.readers.end(name, old, LeaseOutcome.RELEASED, self.world.now)[0] == "stored"
+        )
         del self.truth.leases[name, row_id]
         self.observe()
         self.lease(name, 1)
-        for act in (self.world.readers.ack, self.world.readers.release):
-            assert act(name, old, self.world.now)[0] is DeliveryStatus.FENCED
-        assert self.world.readers.fail(name, old, "late", self.world.now)[0] == "fenced"
+        for outcome in (LeaseOutcome.DONE, LeaseOutcome.RELEASED, LeaseOutcome.FAILED):
+            status, _ = self.world.readers.end(name, old, outcome, self.world.now, "late")
+            assert status is DeliveryStatus.FENCED
         assert self.world.readers.extend(name, [old], self.world.now) == [row_id]
         self.observe()
 
@@ -361,7 +369,7 @@ class ReadersMachine(RuleBasedStateMachine):
         cells = [number_cell(column, 0.5) for column in TERMS[name].writes]
         self.world.readers.write(name, claim, cells, "w", self.world.now)
         self.observe({(row_id, cell.name) for cell in cells})
-        assert self.world.readers.ack(name, claim, self.world.now)[0] == "stored"
+        assert self.world.readers.end(name, claim, LeaseOutcome.DONE, self.world.now)[0] == "stored"
         self.observe()
 
     @rule(data=st.data())
@@ -474,7 +482,10 @@ class ReadersMachine(RuleBasedStateMachine):
                 cells = [number_cell(column, 0.5) for column in terms.writes]
                 self.world.readers.write(name, claim, cells, "w", self.world.now)
                 self.observe({(claim.row_id, cell.name) for cell in cells})
-                assert self.world.readers.ack(name, claim, self.world.now)[0] == "stored"
+                assert (
+                    self.world.readers.end(name, claim, LeaseOutcome.DONE, self.world.now)[0]
+                    == "stored"
+                )
                 self.observe()
         return num_granted
 

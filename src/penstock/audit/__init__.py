@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.audit.batches import check_batches, check_staleness
-from penstock.audit.evidence import read
+from penstock.audit.evidence import Evidence
 from penstock.audit.freed_groups import check_freed
 from penstock.audit.groups import check_groups, check_slots
 from penstock.audit.lineage import read_lineages
@@ -26,7 +26,7 @@ __all__ = ["AuditReport", "Check", "Summary", "audit"]
 
 def audit(run_dir: Path) -> AuditReport:
     """Run every check on the run in this folder; raises StoreError without a ledger."""
-    evidence = read(run_dir)
+    evidence = Evidence(run_dir)
     lineages = read_lineages(evidence)
     checks = (
         check_lost(evidence),

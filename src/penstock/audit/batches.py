@@ -68,7 +68,7 @@ def check_batches(evidence: Evidence) -> Check:
 def _sealed_groups(evidence: Evidence) -> defaultdict[str, dict[str, int]]:
     """By consumer: the batch that each group was sealed into, the last one if there are several."""
     found: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    for fate in evidence.fates:
+    for fate in evidence.coordinator.fates:
         if fate.state == "sealed":
             found[fate.consumer][fate.group_id] = fate.seq
     return found
@@ -113,7 +113,7 @@ class _RowChecker:
             self._by_group[row.group_id].append(row)
 
     def faults(self, manifest: Manifest, group: ManifestGroup) -> Iterable[str]:
-        known = self._evidence.issued.get(group.group_id)
+        known = self._evidence.coordinator.issued.get(group.group_id)
         if known is None or known.task_key != group.task_key:
             yield "its task differs from the issued one"
         if self._evidence.is_exempt(group.group_id):

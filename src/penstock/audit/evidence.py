@@ -10,22 +10,14 @@ that partitions replicate is in the second read. Checks nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.audit.config import REWARD, AuditedConfig, read_config
+from penstock.audit.config import REWARD, read_config
 from penstock.audit.ledger import CoordinatorTables, PartitionTables, ReplicatedTables, open_ledger
 from penstock.audit.payloads import PayloadSummary, SegmentReader
-from penstock.audit.records import (
-    Column,
-    Fate,
-    Group,
-    Lease,
-    Manifest,
-    Row,
-    decode_manifest,
-)
+from penstock.audit.records import Column, Partition, Row, decode_manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,43 +26,61 @@ class RemotePartition:
 
     index: int
     state: str
+    folder: Path
     tables: PartitionTables
     replicated: ReplicatedTables
     """Its replica of the coordinator's facts, and its end of the link."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """Everything read. The coordinator's tables are from one moment, the partitions' from a later
     one."""
 
-    config: AuditedConfig
-    acknowledged: frozenset[str]
-    issued: dict[str, Group]
-    groups: dict[str, Group]
-    """Of all partitions, like the next five."""
-    leases: list[Lease]
-    """In order of group, slot and epoch within each partition."""
-    rows: dict[str, Row]
-    columns: dict[str, dict[str, Column]]
-    """By row and name."""
-    awaiting_columns: frozenset[tuple[str, str]]
-    """(group, policy): closed, but its rows lack columns that the policy requires."""
-    contents: dict[str, PayloadSummary]
-    """Payload summaries by row id."""
-    fates: list[Fate]
-    manifests: dict[str, Manifest]
-    """By the batch's name; damaged ones are missing."""
-    tables: CoordinatorTables
-    coordinator: ReplicatedTables
-    remote: dict[int, RemotePartition]
-    """By index: partitions with a readable ledger, other than the coordinator's own."""
-    coordinator_after: ReplicatedTables
-    """The coordinator's tables, read after all partitions; same as `coordinator` if there are
-    none."""
-    missing: Mapping[int, str]
-    """State by index: partitions that were declared lost, or drained and removed."""
-    weights: Path
+    def __init__(self, run_dir: Path) -> None:
+        self.config = read_config(run_dir / "config.yaml")
+        self.weights = run_dir / "weights"
+        self.acknowledged = frozenset(_read_acknowledged(run_dir / "acks"))
+        folder = run_dir / "ledger"
+        with open_ledger(folder) as ledger:
+            own_tables = PartitionTables(ledger, "partition = 0")
+            self.coordinator = ReplicatedTables(ledger)
+            self.tables = CoordinatorTables(ledger)
+        self.remote = {one.index: one for one in _read_remote(folder, self.tables.partitions)}
+        """By index: partitions with a readable ledger, other than the coordinator's own."""
+        self.coordinator_after = self.coordinator
+        """The coordinator's tables, read after all partitions; same as `coordinator` if there are
+        none."""
+        if self.remote:
+            with open_ledger(folder) as ledger:
+                self.coordinator_after = ReplicatedTables(ledger)
+        self.missing = {
+            p.index: p.state for p in self.tables.partitions if p.index not in self.remote
+        }
+        """State by index: partitions that were declared lost, or drained and removed."""
+        self.manifests = {
+            b.name: m for b in self.tables.batches if (m := decode_manifest(b)) is not None
+        }
+        """By the batch's name; damaged ones are missing."""
+        self.contents = read_contents(folder, own_tables.rows, self.coordinator_after.freed)
+        """Payload summaries by row id, of all partitions like the next five."""
+        for one in self.remote.values():
+            self.contents |= read_contents(
+                one.folder, one.tables.rows, self.coordinator_after.freed
+            )
+        partitions = [own_tables, *(one.tables for one in self.remote.values())]
+        self.groups = {group.group_id: group for work in partitions for group in work.groups}
+        self.leases = [lease for work in partitions for lease in work.leases]
+        """In order of group, slot and epoch within each partition."""
+        self.rows = {row.row_id: row for work in partitions for row in work.rows}
+        self.columns = _by_row(column for work in partitions for column in work.columns)
+        """By row and name."""
+        self.awaiting_columns = {
+            (one.group_id, one.policy)
+            for work in partitions
+            for one in work.completions
+            if one.state == "judging"
+        }
+        """(group, policy): closed, but its rows lack columns that the policy requires."""
 
     def is_exempt(self, group_id: str) -> bool:
         """Whether its rows need not exist: its partition is lost, or removed after freeing them."""
@@ -91,70 +101,21 @@ def partition_of(name: str) -> int:
     return int(index) if index.isdecimal() else -1
 
 
-def read(run_dir: Path) -> Evidence:
-    config = read_config(run_dir / "config.yaml")
-    acknowledged = frozenset(_read_acknowledged(run_dir / "acks"))
-    folder = run_dir / "ledger"
-    with open_ledger(folder) as ledger:
-        own_tables, coordinator = ledger.work("partition = 0"), ledger.replicated()
-        tables = ledger.coordinator_tables()
-    folders = _folders(folder, tables)
-    remote = {index: _read_remote(index, state, path) for index, (state, path) in folders.items()}
-    coordinator_after = coordinator
-    if remote:
-        with open_ledger(folder) as ledger:
-            coordinator_after = ledger.replicated()
-    partitions = [
-        (folder, own_tables),
-        *((folders[index][1], one.tables) for index, one in remote.items()),
-    ]
-    return Evidence(
-        config=config,
-        acknowledged=acknowledged,
-        issued=coordinator.issued,
-        groups={group.group_id: group for _, work in partitions for group in work.groups},
-        leases=[lease for _, work in partitions for lease in work.leases],
-        rows={row.row_id: row for _, work in partitions for row in work.rows},
-        columns=_by_row(column for _, work in partitions for column in work.columns),
-        awaiting_columns=frozenset(
-            (one.group_id, one.policy)
-            for _, work in partitions
-            for one in work.completions
-            if one.state == "judging"
-        ),
-        contents={
-            row_id: content
-            for path, work in partitions
-            for row_id, content in read_contents(path, work.rows, coordinator_after.freed).items()
-        },
-        fates=coordinator.fates,
-        manifests={b.name: m for b in tables.batches if (m := decode_manifest(b)) is not None},
-        tables=tables,
-        coordinator=coordinator,
-        remote=remote,
-        coordinator_after=coordinator_after,
-        missing={p.index: p.state for p in tables.partitions if p.index not in remote},
-        weights=run_dir / "weights",
-    )
-
-
-def _folders(folder: Path, tables: CoordinatorTables) -> dict[int, tuple[str, Path]]:
-    """State and folder of each partition that must have a ledger. Lost partitions are ignored;
-    drained ones may have been removed."""
-    found: dict[int, tuple[str, Path]] = {}
-    for partition in tables.partitions:
+def _read_remote(folder: Path, partitions: Iterable[Partition]) -> Iterator[RemotePartition]:
+    """Every partition that must have a ledger. Lost partitions are ignored; drained ones may have
+    been removed."""
+    for partition in partitions:
         path = folder / f"p{partition.index}"
         is_removed = partition.state == "gone" and not (path / "ledger.db").exists()
         if partition.state != "lost" and not is_removed:
-            found[partition.index] = (partition.state, path)
-    return found
-
-
-def _read_remote(index: int, state: str, folder: Path) -> RemotePartition:
-    with open_ledger(folder) as ledger:
-        return RemotePartition(
-            index=index, state=state, tables=ledger.work(), replicated=ledger.replicated()
-        )
+            with open_ledger(path) as ledger:
+                yield RemotePartition(
+                    index=partition.index,
+                    state=partition.state,
+                    folder=path,
+                    tables=PartitionTables(ledger),
+                    replicated=ReplicatedTables(ledger),
+                )
 
 
 def _by_row(columns: Iterable[Column]) -> dict[str, dict[str, Column]]:

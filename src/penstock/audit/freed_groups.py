@@ -14,11 +14,11 @@ def check_freed(evidence: Evidence) -> Check:
     """Each freed group is judged by all policies, committed wherever it is sealed, and older than
     every retained checkpoint."""
     violations = Violations("freed")
-    fates = {(fate.group_id, fate.consumer): fate.state for fate in evidence.fates}
+    fates = {(fate.group_id, fate.consumer): fate.state for fate in evidence.coordinator.fates}
     batches = _batches_of_groups(evidence)
     committed, kept = _committed(evidence), _oldest_kept(evidence)
     for group_id in sorted(evidence.coordinator.freed):
-        if group_id not in evidence.issued:
+        if group_id not in evidence.coordinator.issued:
             violations.add(group_id, "freed but never issued")
             continue
         for consumer in evidence.config.models:

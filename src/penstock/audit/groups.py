@@ -95,7 +95,7 @@ def check_groups(evidence: Evidence) -> Check:
     _check_issues(evidence, violations)
     _check_arrivals(evidence, violations)
     batches = {(batch.consumer, batch.seq) for batch in evidence.tables.batches}
-    for fate in evidence.fates:
+    for fate in evidence.coordinator.fates:
         group = evidence.groups.get(fate.group_id)
         why = _fate_fault(fate, batches)
         if not evidence.is_exempt(fate.group_id):
@@ -103,18 +103,18 @@ def check_groups(evidence: Evidence) -> Check:
         if why:
             violations.add(fate.group_id, f"for {fate.consumer}: {why}")
     _check_judged(evidence, violations)
-    return violations.result(len(evidence.issued))
+    return violations.result(len(evidence.coordinator.issued))
 
 
 def _check_issues(evidence: Evidence, violations: Violations) -> None:
     ordinals: defaultdict[str, list[int]] = defaultdict(list)
-    for expected, issued in enumerate(evidence.issued.values(), start=1):
+    for expected, issued in enumerate(evidence.coordinator.issued.values(), start=1):
         if issued.issue != expected:
             violations.add(
                 issued.group_id, f"issue {issued.issue} found where {expected} is expected"
             )
             break  # one gap shifts all later ones
-    for issued in evidence.issued.values():
+    for issued in evidence.coordinator.issued.values():
         ordinals[issued.source].append(issued.ordinal)
         if issued.group_id != f"p{issued.partition}-{issued.issue}":
             where = f"issue {issued.issue} of partition {issued.partition}"
@@ -134,7 +134,7 @@ def _check_issues(evidence: Evidence, violations: Violations) -> None:
 def _check_arrivals(evidence: Evidence, violations: Violations) -> None:
     """Compare groups as issued by the coordinator and as stored by their partitions."""
     undelivered = undelivered_issues(evidence)
-    for group_id in evidence.issued:
+    for group_id in evidence.coordinator.issued:
         if group_id in evidence.groups or group_id in undelivered:
             continue
         if not evidence.is_exempt(group_id):

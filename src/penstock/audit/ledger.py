@@ -9,7 +9,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,78 +41,18 @@ FORMAT = "1"
 RecordT = TypeVar("RecordT", bound=TableRecord)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionTables:
-    """A partition's own work; the coordinator's ledger holds this for partition 0."""
-
-    groups: list[Group]
-    leases: list[Lease]
-    """In order of group, slot and epoch."""
-    rows: list[Row]
-    """In order of location."""
-    columns: list[Column]
-    """Columns of rollout rows."""
-    completions: list[Completion]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicatedTables:
-    """The coordinator's decisions that partitions replicate, and the messages that carry them.
-    Append-only, except for messages that were received."""
-
-    issued: dict[str, Group]
-    """By group, in order of issue. The coordinator's ledger has all groups, a partition's only its
-    own; a group's state is only known in the ledger of its partition."""
-    fates: list[Fate]
-    freed: frozenset[str]
-    commits: list[Commit]
-    """In order of consumer, incarnation and seq."""
-    forks: list[Fork]
-    versions: list[Version]
-    progress: dict[str, int]
-    """By direction of a link: acknowledged at the sender, received at the other end."""
-    messages: list[Message]
-    """Kept for the other side, in order of link and number."""
-
-    def sent(self, link: str) -> int:
-        """The newest message in this direction, according to the sender's own ledger."""
-        kept = [message.number for message in self.messages if message.link == link]
-        return max([self.progress.get(link, 0), *kept])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorTables:
-    """Tables that only the coordinator keeps."""
-
-    batches: list[Batch]
-    """In order of consumer and seq."""
-    sources: list[Source]
-    checkpoints: list[Checkpoints]
-    partitions: list[Partition]
-
-
 class LedgerReader:
     """An open ledger; all reads see the same moment."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
-    def work(self, groups: str = "1") -> PartitionTables:
-        """groups: an SQL condition, since the coordinator's ledger has the groups of others too."""
-        return PartitionTables(
-            groups=self._table(Group, "groups", "issue", groups),
-            leases=self._leases(),
-            rows=self.rows(),
-            columns=self._table(Column, "columns", "row_id, name", "space = 'train'"),
-            completions=self._table(Completion, "completions", "group_id, policy"),
-        )
-
-    def _leases(self) -> list[Lease]:
+    def leases(self) -> list[Lease]:
         """Ended leases, and a running lease for every other slot of a grant. A slot granted twice
         under one epoch appears twice."""
-        found = self._table(Lease, "leases", "group_id")
+        found = self.table(Lease, "leases", "group_id")
         ended = {(lease.group_id, lease.slot, lease.epoch) for lease in found}
-        for grant in self._table(Grant, "grants", "group_id"):
+        for grant in self.table(Grant, "grants", "group_id"):
             for slot in range(grant.slot, grant.slot + grant.num_slots):
                 lease = (grant.group_id, slot, grant.epoch)
                 if lease in ended:
@@ -123,38 +62,64 @@ class LedgerReader:
         return sorted(found, key=lambda lease: (lease.group_id, lease.slot, lease.epoch))
 
     def rows(self) -> list[Row]:
-        return self._table(Row, "rows", 'segment, "offset"')
+        return self.table(Row, "rows", 'segment, "offset"')
 
     def freed(self) -> frozenset[str]:
-        return frozenset(one.group_id for one in self._table(Freed, "freed", "group_id"))
+        return frozenset(one.group_id for one in self.table(Freed, "freed", "group_id"))
 
-    def replicated(self) -> ReplicatedTables:
-        return ReplicatedTables(
-            issued={one.group_id: one for one in self._table(Group, "groups", "issue")},
-            fates=self._table(Fate, "fates", "consumer, group_id"),
-            freed=self.freed(),
-            commits=self._table(Commit, "commits", "consumer, incarnation, seq"),
-            forks=self._table(Fork, "incarnations", "policy, incarnation"),
-            versions=self._table(Version, "versions", "policy, incarnation, number"),
-            progress={one.link: one.number for one in self._table(Progress, "links", "link")},
-            messages=self._table(Message, "messages", "link, number"),
-        )
-
-    def coordinator_tables(self) -> CoordinatorTables:
-        return CoordinatorTables(
-            batches=self._table(Batch, "batches", "consumer, seq"),
-            sources=self._table(Source, "sources", "name"),
-            checkpoints=self._table(Checkpoints, "checkpoints", "policy"),
-            partitions=self._table(Partition, "partitions", '"index"'),
-        )
-
-    def _table(self, kind: type[RecordT], name: str, order: str, where: str = "1") -> list[RecordT]:
+    def table(self, kind: type[RecordT], name: str, order: str, where: str = "1") -> list[RecordT]:
         columns = ", ".join(f'"{field}"' for field in kind.__struct_fields__)
         try:
             query = f"SELECT {columns} FROM {name} WHERE {where} ORDER BY {order}"
             return msgspec.convert(self._connection.execute(query).fetchall(), list[kind])
         except (sqlite3.DatabaseError, msgspec.ValidationError) as error:
             raise StoreError(f"table {name} of the ledger is damaged: {error}") from error
+
+
+class PartitionTables:
+    """A partition's own work; the coordinator's ledger holds this for partition 0."""
+
+    def __init__(self, ledger: LedgerReader, groups: str = "1") -> None:
+        """groups: an SQL condition, since the coordinator's ledger has the groups of others too."""
+        self.groups = ledger.table(Group, "groups", "issue", groups)
+        self.leases = ledger.leases()
+        self.rows = ledger.rows()
+        self.columns = ledger.table(Column, "columns", "row_id, name", "space = 'train'")
+        self.completions = ledger.table(Completion, "completions", "group_id, policy")
+
+
+class ReplicatedTables:
+    """The coordinator's decisions that partitions replicate, and the messages that carry them.
+    Append-only, except for messages that were received."""
+
+    def __init__(self, ledger: LedgerReader) -> None:
+        self.issued = {one.group_id: one for one in ledger.table(Group, "groups", "issue")}
+        """By group, in order of issue. The coordinator's ledger has all groups, a partition's only
+        its own; a group's state is only known in the ledger of its partition."""
+        self.fates = ledger.table(Fate, "fates", "consumer, group_id")
+        self.freed = ledger.freed()
+        self.commits = ledger.table(Commit, "commits", "consumer, incarnation, seq")
+        self.forks = ledger.table(Fork, "incarnations", "policy, incarnation")
+        self.versions = ledger.table(Version, "versions", "policy, incarnation, number")
+        self.progress = {one.link: one.number for one in ledger.table(Progress, "links", "link")}
+        """By direction of a link: acknowledged at the sender, received at the other end."""
+        self.messages = ledger.table(Message, "messages", "link, number")
+        """Kept for the other side."""
+
+    def sent(self, link: str) -> int:
+        """The newest message in this direction, according to the sender's own ledger."""
+        kept = [message.number for message in self.messages if message.link == link]
+        return max([self.progress.get(link, 0), *kept])
+
+
+class CoordinatorTables:
+    """Tables that only the coordinator keeps."""
+
+    def __init__(self, ledger: LedgerReader) -> None:
+        self.batches = ledger.table(Batch, "batches", "consumer, seq")
+        self.sources = ledger.table(Source, "sources", "name")
+        self.checkpoints = ledger.table(Checkpoints, "checkpoints", "policy")
+        self.partitions = ledger.table(Partition, "partitions", '"index"')
 
 
 @contextmanager

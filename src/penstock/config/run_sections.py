@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from penstock.config.algorithms import AlgorithmConfig, with_minibatches
 from penstock.config.base import NAME, FunctionName, Name, Section, non_blank, only_supported
@@ -21,7 +21,7 @@ from penstock.config.stages import PipelineStageConfig, StageConfig
 from penstock.config.trainer import SamplingConfig, TrainingConfig
 from penstock.config.weights import WeightsConfig
 from penstock.errors import ConfigError
-from penstock.options import non_empty, one_of
+from penstock.options import non_empty
 from penstock.plugins import quoted, unknown
 
 
@@ -48,6 +48,12 @@ class PolicyConfig:
     """Its effective rules, hook by hook, defaults included."""
 
 
+def _launcher(value: object) -> object:
+    if value in ("ray", "kubernetes", "slurm"):
+        raise ValueError(f"{quoted(value)} is not supported yet; use local")
+    return value
+
+
 class RunSections(Section):
     """All sections of a run file, each valid by itself."""
 
@@ -55,9 +61,7 @@ class RunSections(Section):
     """Names the run and its folder."""
     output_dir: Annotated[str, AfterValidator(non_blank)] = "outputs"
     """Folder of the run folders; relative to the working directory."""
-    launcher: Annotated[
-        Literal["local"], one_of("local", planned=("ray", "kubernetes", "slurm"))
-    ] = "local"
+    launcher: Annotated[Literal["local"], BeforeValidator(_launcher)] = "local"
     """What starts the processes."""
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seeds everything random in the run."""

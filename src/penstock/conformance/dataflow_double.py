@@ -41,7 +41,7 @@ from penstock.weights.serving.origin import Origin
 from penstock.weights.serving.server import WeightServer
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
-from penstock.wire.routes import Call, Route
+from penstock.wire.routes import Call, Route, routes_of
 from penstock.wire.server import build_app
 from penstock.wire.serving import require_tls_off_loopback, serve_on_socket
 
@@ -94,7 +94,7 @@ class DataflowDouble:
         """Both services share one address: the dataflow has the metrics, the weight server the
         blobs."""
         dataflow = surface(self.service, run_config(), self.url).routes()
-        weights = WeightServer(Origin(DirectoryStore(self.store)), RUN).routes()
+        weights = routes_of(WeightServer(Origin(DirectoryStore(self.store)), RUN))
         return [
             *(route for route in weights if route.path != "/metrics"),
             *(r for r in dataflow if (r.method, r.path) != ("GET", "/v1/blobs/{digest}")),

@@ -188,9 +188,6 @@ class RunFolder:
         self._write("endpoints.json", chosen)
         return chosen
 
-    def launcher(self) -> LauncherRecord | None:
-        return self._read("launcher.json", LauncherRecord)
-
     def write_launcher(self, launcher: LauncherRecord) -> None:
         self._write("launcher.json", launcher)
 

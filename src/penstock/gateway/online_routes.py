@@ -18,10 +18,10 @@ from starlette.routing import Route
 
 from penstock.errors import Forbidden, WireError
 from penstock.gateway.online import OnlineGateway, OnlineSession
-from penstock.gateway.server import SESSION, build_app, read_body, read_key
+from penstock.gateway.server import SESSION, build_app, read_key
 from penstock.types import JsonObject
 from penstock.wire.codec import JSON, decode, encode_json
-from penstock.wire.server import error_response
+from penstock.wire.server import error_response, read_body
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 64 << 10

@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.errors import TooLarge, WireError
+from penstock.errors import WireError
 from penstock.gateway.dialects.chat import CHAT
 from penstock.gateway.dialects.completions import COMPLETIONS
 from penstock.gateway.dialects.dialect import Dialect
@@ -35,6 +35,7 @@ from penstock.gateway.gateway import Gateway, Session
 from penstock.gateway.quotas import Quotas
 from penstock.types import JsonObject
 from penstock.wire.codec import JSON, decode, encode_json
+from penstock.wire.server import read_body, wait_for_disconnect
 
 MAX_BODY_BYTES = 4 << 20
 DIALECTS = (CHAT, RESPONSES, MESSAGES, COMPLETIONS)
@@ -123,7 +124,7 @@ class _DialectApp:
         parsed = self._dialect.read(fields)
         exchange = Exchange(session, parsed)
         with self._quotas.reserve(session, len(parsed.calls)):
-            disconnected = asyncio.create_task(_wait_for_disconnect(request.receive))
+            disconnected = asyncio.create_task(wait_for_disconnect(request.receive))
             try:
                 if parsed.is_stream:
                     await exchange.stream(send, disconnected.done)
@@ -136,13 +137,6 @@ class _DialectApp:
             exchange.mark_unreached()
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return Response(encode_json(parsed.body(replies)), media_type=JSON)
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects. One task per call: polling after every chunk costs more
-    than the chunk."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 # --- other routes -------------------------------------------------------------------------------
@@ -237,29 +231,13 @@ def _in_session(operation: JsonObject, prefix: str) -> JsonObject:
     return {**operation, "parameters": [{**parameter, "schema": {"type": "string"}}]}
 
 
-# --- keys, bodies, paths, errors ----------------------------------------------------------------
+# --- keys, paths, errors ------------------------------------------------------------------------
 
 
 def read_key(request: Request) -> str:
     """The bearer token, or Anthropic's `x-api-key` header; empty if there is neither."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The complete body; raises TooLarge, before reading if the declared length is too large."""
-    declared = request.headers.get("content-length", "")
-    body = bytearray()
-    is_too_large = declared.isdigit() and int(declared) > max_bytes
-    if not is_too_large:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > max_bytes:
-                is_too_large = True
-                break
-    if is_too_large:
-        raise TooLarge(f"request body exceeds the limit of {max_bytes} bytes; send a shorter one")
-    return bytes(body)
 
 
 def _find(gateway: Gateway, request: Request) -> Session:

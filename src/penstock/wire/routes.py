@@ -88,7 +88,8 @@ def route(
     fields of `Route`."""
 
     def declare(handler: Handler) -> Handler:
-        required = {"method": method, "path": path, "roles": roles, "summary": handler.__doc__}
+        summary = " ".join((handler.__doc__ or "").split())
+        required = {"method": method, "path": path, "roles": roles, "summary": summary}
         vars(handler)["route"] = required | options
         return handler
 

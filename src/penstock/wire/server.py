@@ -155,7 +155,7 @@ class _Endpoint:
             request = Request(scope, receive)
             body: Any = request.stream() if spec.is_streamed else None
             if spec.request is not None and not spec.is_streamed:
-                body = _decode_body(await _read_body(receive, headers, spec), headers, spec)
+                body = _decode_body(await read_body(request, spec.max_body_bytes), headers, spec)
             call = Call(
                 body=body,
                 credential=credential,
@@ -186,26 +186,25 @@ def _authorise(headers: Mapping[str, str], route: Route, verifier: Verifier) -> 
     return credential
 
 
-async def _read_body(receive: Receive, headers: Mapping[str, str], route: Route) -> bytes:
-    limit = route.max_body_bytes
-    declared = headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The complete body; raises TooLarge, before reading if the declared length is too large."""
+    path, declared = request.scope["path"], request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
         raise TooLarge(
-            f"request body is {declared} bytes; the limit for {route.path} is {limit} bytes"
+            f"request body is {declared} bytes; the limit for {path} is {max_bytes} bytes"
         )
     chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
+    size, has_more = 0, True
+    while has_more:
+        message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > limit:
-            raise TooLarge(f"request body exceeds the limit for {route.path}, {limit} bytes")
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > max_bytes:
+            raise TooLarge(f"request body exceeds the limit for {path}, {max_bytes} bytes")
+        has_more = message.get("more_body", False)
+    return b"".join(chunks)
 
 
 def _decode_body(body: bytes, headers: Mapping[str, str], route: Route) -> Any:
@@ -246,7 +245,7 @@ class _ChunkedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        disconnected = asyncio.create_task(_wait_for_disconnect(receive))
+        disconnected = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await send(start)
             async for chunk in self._chunks:
@@ -260,7 +259,8 @@ class _ChunkedResponse(Response):
             await self._chunks.aclose()
 
 
-async def _wait_for_disconnect(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
+    """To be run as one task per call: polling after every chunk costs more than the chunk."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

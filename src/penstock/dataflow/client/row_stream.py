@@ -17,13 +17,12 @@ from urllib.parse import quote
 import msgspec
 import structlog
 
-from penstock.dataflow.columns.row_leases import LeasedRow
+from penstock.dataflow.columns.row_leases import LeasedRow, LeaseOutcome
 from penstock.dataflow.columns.values import FailedColumn, WireValue
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.service.rows.messages import (
     ExtendAnswer,
     ExtendRequest,
-    LeaseOutcome,
     ReaderState,
     ResultsAnswer,
     ResultsRequest,

@@ -22,8 +22,6 @@ from penstock.types import RowId
 
 K = TypeVar("K")
 V = TypeVar("V")
-KEYS_PER_QUERY = 500
-"""Keys in one SQL `IN` condition."""
 COLUMN_BYTES = 64
 """Overhead charged to a space's quota for each column, in addition to its value."""
 USED_BYTES_SQL = (
@@ -124,15 +122,12 @@ class Columns:
         self, space: str, row_ids: Sequence[RowId], names: Sequence[str]
     ) -> dict[tuple[RowId, str], ColumnRecord]:
         """Columns stored as single records, not with their row's bundle."""
-        found: dict[tuple[RowId, str], ColumnRecord] = {}
         if not self.has_single_columns(space):
-            return found
-        for start in range(0, len(row_ids), KEYS_PER_QUERY):
-            ids = list[str](row_ids[start : start + KEYS_PER_QUERY])
-            where = "space = :space AND row_id IN :ids AND name IN :names"
-            values = {"space": space, "ids": ids, "names": list(names)}
-            for record in self._tables.read(ColumnRecord, where, **values):
-                found[record.row_id, record.name] = record
+            return {}
+        where = "space = :space AND row_id IN :ids AND name IN :names"
+        values = {"space": space, "ids": [*row_ids], "names": [*names]}
+        records = self._tables.read(ColumnRecord, where, **values)
+        found = {(record.row_id, record.name): record for record in records}
         for row_id in row_ids:
             for name in names:
                 recent = self._recent.get((space, row_id, name))
@@ -156,22 +151,16 @@ class Columns:
         recent = {arrival: self._bundles.get((space, arrival)) for arrival in arrivals}
         found = {arrival: Bundle(record) for arrival, record in recent.items() if record}
         ids = [arrival for arrival, record in recent.items() if record is None]
-        for start in range(0, len(ids), KEYS_PER_QUERY):
-            where = "space = :space AND arrival IN :ids"
-            part = ids[start : start + KEYS_PER_QUERY]
-            for record in self._tables.read(BundleRecord, where, space=space, ids=part):
-                found[record.arrival] = Bundle(record)
-        return found
+        where = "space = :space AND arrival IN :ids"
+        records = self._tables.read(BundleRecord, where, space=space, ids=ids) if ids else ()
+        return found | {record.arrival: Bundle(record) for record in records}
 
     def row_positions(self, space: str, keys: Sequence[RowId]) -> dict[RowId, RowPosition]:
         """Positions of the keys that exist as user rows."""
-        found: dict[RowId, RowPosition] = {}
-        for start in range(0, len(keys), KEYS_PER_QUERY):
-            ids = list[str](keys[start : start + KEYS_PER_QUERY])
-            for row_id, arrival, bundle in self._tables.rows(POSITIONS_SQL, space=space, ids=ids):
-                found[row_id] = arrival, bundle
+        stored = self._tables.rows(POSITIONS_SQL, space=space, ids=[*keys])
+        found = {row_id: (arrival, bundle) for row_id, arrival, bundle in stored}
         recent = self._row_positions.find([(space, key) for key in keys])
-        return {**found, **{key: position for (_, key), position in recent.items()}}
+        return found | {key: position for (_, key), position in recent.items()}
 
     def is_deleted(self, space: str, row_id: RowId) -> bool:
         """Whether the row was just deleted; the tables may still show it."""

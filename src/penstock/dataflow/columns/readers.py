@@ -18,6 +18,7 @@ from penstock.dataflow.columns.row_leases import (
     Claim,
     LeasedRow,
     LeaseHolder,
+    LeaseOutcome,
     Reader,
     ReaderSpec,
     RowLease,
@@ -153,35 +154,25 @@ class Readers:
         existing = self._row_window.columns.existing(space, [claim.row_id], [cell.name])
         return compare_write(existing[claim.row_id, cell.name], cell) if existing else LEASE_ENDED
 
-    def ack(self, name: str, claim: Claim, now: float) -> Status:
-        """Finish a row. Rejected while a column that the reader must write is missing."""
+    def end(
+        self, name: str, claim: Claim, outcome: LeaseOutcome, now: float, error: str = ""
+    ) -> Status:
+        """End a lease. DONE is rejected while a column that the reader must write is missing."""
+        if outcome is LeaseOutcome.NONE:
+            return STORED
         reader = self.reader(name)
         row_lease = _find_lease(reader, claim)
         if row_lease is None:
             return LEASE_ENDED
-        pending = row_lease.pending_outputs
-        if pending:
+        if outcome is LeaseOutcome.FAILED:
+            self._fail_attempt(reader, row_lease, error, now)
+        elif outcome is LeaseOutcome.RELEASED:
+            self._requeue(reader, row_lease, now)
+        elif pending := row_lease.pending_outputs:
             missing = [n for n, bit in reader.output_bits.items() if pending & bit]
             return DeliveryStatus.INVALID, f"columns {missing} are not written yet"
-        self._finish(reader, row_lease, now)
-        return STORED
-
-    def fail(self, name: str, claim: Claim, error: str, now: float) -> Status:
-        """The attempt failed; it counts against `max_attempts`."""
-        reader = self.reader(name)
-        row_lease = _find_lease(reader, claim)
-        if row_lease is None:
-            return LEASE_ENDED
-        self._fail_attempt(reader, row_lease, error, now)
-        return STORED
-
-    def release(self, name: str, claim: Claim, now: float) -> Status:
-        """Return a row; this does not count as an attempt."""
-        reader = self.reader(name)
-        row_lease = _find_lease(reader, claim)
-        if row_lease is None:
-            return LEASE_ENDED
-        self._requeue(reader, row_lease, now)
+        else:
+            self._finish(reader, row_lease, now)
         return STORED
 
     def _fail_attempt(self, reader: Reader, row_lease: RowLease, error: str, now: float) -> None:

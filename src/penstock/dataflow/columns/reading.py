@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
 from penstock.dataflow.columns.bundles import Bundle
-from penstock.dataflow.columns.column_store import KEYS_PER_QUERY, POSITIONS_SQL, RowPosition
+from penstock.dataflow.columns.column_store import POSITIONS_SQL, RowPosition
 from penstock.dataflow.columns.values import BlobRef, FailedColumn, RowValues, WireValue
 from penstock.dataflow.core.names import ADMITTED, REWARD, TRAIN, TURNS
 from penstock.dataflow.ledger.store import Ledger
@@ -20,6 +20,8 @@ from penstock.types import RowId
 
 ANSWER_BYTES = 16 << 20
 """A response ends with the row that reaches this size."""
+KEYS_PER_QUERY = 500
+"""Rows located together; the response may end before the last of them."""
 FEW_ROWS = 64
 """Up to this many rows are read on the event loop; handing them to a thread would cost more."""
 DAMAGED = "damaged"

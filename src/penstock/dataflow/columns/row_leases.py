@@ -45,6 +45,16 @@ class RowLeaseState(StrEnum):
     """The row was freed, or its space cleared."""
 
 
+class LeaseOutcome(StrEnum):
+    NONE = "none"
+    """Columns only; the lease continues."""
+    DONE = "done"
+    FAILED = "failed"
+    """Counts against max_attempts."""
+    RELEASED = "released"
+    """Handed back; does not count as an attempt."""
+
+
 TERMINAL_STATES = frozenset({RowLeaseState.DONE, RowLeaseState.DEAD, RowLeaseState.FREED})
 LEASE_TRANSITIONS: Mapping[RowLeaseState, frozenset[RowLeaseState]] = MappingProxyType(
     {

@@ -11,11 +11,8 @@ from enum import StrEnum
 
 import msgspec
 
-from penstock.types import (
-    GroupId,
-    NodeId,
-    PolicyName,
-)
+from penstock.dataflow.records import row_id
+from penstock.types import GroupId, NodeId, PolicyName, RowId
 
 
 class NodeState(StrEnum):
@@ -64,6 +61,10 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     num_recorded: int = 0
     """Turns that an earlier attempt recorded, to be fetched and reused instead of generated
     again."""
+
+    @property
+    def row_id(self) -> RowId:
+        return row_id(self.group_id, self.slot, self.epoch)
 
 
 class DeliveryStatus(StrEnum):

@@ -106,7 +106,7 @@ def restore_completion(host: PartitionRuntime, tables: Tables) -> None:
             row_ids.append(row.row_id)
             if group_id in waiting and Outcome(kind=row.summary.outcome).has_reward:
                 rows[group_id].append(row)
-    columns = _read_by_ids(tables, ColumnRecord, "space = 'train' AND row_id IN :ids", row_ids)
+    columns = tables.read(ColumnRecord, "space = 'train' AND row_id IN :ids", ids=row_ids)
     host.completion.restore(
         {
             group_id: tuple(row.summary for row in sorted(rows[group_id], key=lambda r: r.slot))
@@ -124,13 +124,6 @@ def restore_completion(host: PartitionRuntime, tables: Tables) -> None:
             for column in columns
         ],
     )
-
-
-def _read_by_ids(
-    tables: Tables, kind: type[R], where: str, ids: Sequence[str], **values: Any
-) -> Iterator[R]:
-    for start in range(0, len(ids), 500):
-        yield from tables.read(kind, where, ids=[*ids[start : start + 500]], **values)
 
 
 # --- coordinator ------------------------------------------------------------------------------
@@ -176,7 +169,7 @@ def _read_open_groups(
     for policy in policies:
         for (group_id,) in tables.rows(UNDECIDED_GROUPS, policy=policy):
             undecided[group_id].add(policy)
-    found = _read_by_ids(tables, GroupRecord, "group_id IN :ids", [*undecided])
+    found = tables.read(GroupRecord, "group_id IN :ids", ids=[*undecided])
     for record in sorted(found, key=lambda record: record.issue):
         if policies_left := undecided[record.group_id] & msgspec.json.decode(record.due).keys():
             yield record, policies_left
@@ -284,7 +277,7 @@ def load_group_rows(
 ) -> dict[GroupId, bytes]:
     """The rows of waiting groups that a restart left in the ledger."""
     where = "consumer = :policy AND group_id IN :ids"
-    fates = _read_by_ids(tables, FateRecord, where, group_ids, policy=policy)
+    fates = tables.read(FateRecord, where, policy=policy, ids=[*group_ids])
     return {fate.group_id: fate.packed_rows for fate in fates}
 
 

@@ -30,10 +30,6 @@ def partition_folder(ledger_folder: Path, index: int) -> Path:
     return ledger_folder / f"p{index}"
 
 
-KEYS_PER_QUERY = 500
-"""Row ids per query."""
-
-
 class SealedBatches:
     """Sealed batches of one policy, along its surviving lineage."""
 
@@ -79,9 +75,7 @@ class SealedBatches:
         """Rows in the manifest's order; a row marked as forgotten has no payload."""
         ids = [row.row_id for row in manifest.rows]
         columns = sorted({name for row in manifest.rows for name in row.columns})
-        found: dict[RowId, RowPayload] = {}
-        for start in range(0, len(ids), KEYS_PER_QUERY):
-            found |= self._read(ids[start : start + KEYS_PER_QUERY], columns)
+        found = self._read(ids, columns)
         if lost := [row_id for row_id in ids if row_id not in self._gone and row_id not in found]:
             raise StoreError(
                 f"batch {manifest.consumer}.{manifest.seq}: {len(lost)} of {len(ids)} rows are not "
@@ -96,7 +90,7 @@ class SealedBatches:
         for index, tables in everywhere.items():
             folder = partition_folder(self._folder, index) if index else self._folder
             columns = _columns(tables, ids, names)
-            for row in tables.read(RowRecord, "row_id IN :ids", ids=list(map(str, ids))):
+            for row in tables.read(RowRecord, "row_id IN :ids", ids=[*ids]):
                 if row.row_id in self._gone:
                     continue
                 try:
@@ -107,7 +101,6 @@ class SealedBatches:
                     )
                 except (StoreError, NotFound, OSError):
                     continue  # no longer on disk
-
         return found
 
 
@@ -117,9 +110,7 @@ def _columns(
     """Columns with these names that have a value, by row."""
     found: dict[RowId, list[ColumnRecord]] = defaultdict(list)
     if names:
-        for column in tables.read(
-            ColumnRecord, STORED_COLUMNS_SQL, ids=list(map(str, ids)), names=list(names)
-        ):
+        for column in tables.read(ColumnRecord, STORED_COLUMNS_SQL, ids=[*ids], names=list(names)):
             found[column.row_id].append(column)
     return found
 

@@ -13,7 +13,7 @@ from penstock.dataflow.report.figures import REFUSAL_REASONS, Flow
 from penstock.dataflow.report.shape import ZERO, Amount
 
 REFUSED = frozenset(str(reason) for reason in REFUSAL_REASONS)
-ROWS = "SELECT group_id, node_id, outcome, sampled FROM rows"
+ROWS = "SELECT group_id, outcome, sampled FROM rows"
 FATES = "SELECT consumer, group_id, state, reason, tokens, uses FROM fates"
 
 
@@ -41,7 +41,7 @@ def count_from_ledger(tables: SqlReader) -> dict[str, Flow]:
     """Flow of every policy since the run started, by policy."""
     sums: dict[str, _PolicySums] = defaultdict(_PolicySums)
     scored: dict[tuple[str, str], int] = defaultdict(int)
-    for group_id, _, outcome, sampled in tables.rows(ROWS):
+    for group_id, outcome, sampled in tables.rows(ROWS):
         for policy, tokens in json.loads(sampled).items():
             one = Amount(sequences=1, tokens=tokens) if tokens else ZERO
             sums[policy].produced += one
@@ -62,13 +62,3 @@ def count_from_ledger(tables: SqlReader) -> dict[str, Flow]:
         elif state == "dropped":
             total.wasted[reason] += counts
     return {policy: total.flow for policy, total in sums.items()}
-
-
-def produced_by_node(tables: SqlReader) -> dict[str, Amount]:
-    """Data delivered by each node, over all policies."""
-    produced: dict[str, Amount] = defaultdict(lambda: ZERO)
-    for _, node_id, _, sampled in tables.rows(ROWS):
-        for tokens in json.loads(sampled).values():
-            if tokens:
-                produced[node_id] += Amount(sequences=1, tokens=tokens)
-    return dict(produced)

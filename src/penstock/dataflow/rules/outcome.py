@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from penstock.dataflow.rules.rule import Rule
-from penstock.options import non_empty, one_of
+from penstock.options import non_empty
 from penstock.types import DropReason, Hook, JudgedGroup
 
-Outcome = Annotated[Literal["completed", "truncated"], one_of("completed", "truncated")]
+Outcome = Literal["completed", "truncated"]
 
 
 class Outcomes(Rule):

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean, pstdev
-from typing import Annotated, Literal
+from typing import Literal
 
 from penstock.dataflow.rules.rule import Rule
-from penstock.options import one_of
 from penstock.types import Candidate, Hook
 
 
@@ -18,7 +17,7 @@ class Priority(Rule):
     hook = Hook.SELECT
     name = "priority"
 
-    by: Annotated[Literal["spread", "middle"], one_of("spread", "middle")] = "spread"
+    by: Literal["spread", "middle"] = "spread"
     """spread: largest standard deviation of the rewards first; middle: mean reward nearest to 0.5
     first."""
 

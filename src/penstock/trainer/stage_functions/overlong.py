@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import PositiveInt
 
 from penstock.config.builtin_stages import Axis, stage_function
-from penstock.options import Contradiction, one_of
+from penstock.options import Contradiction
 from penstock.trainer.arrays import Bools, Floats, Ints
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues
 
@@ -51,9 +51,6 @@ def overlong_penalty(lengths_R: Ints, max_length: int, margin: int) -> Floats:
     return np.clip((max_length - margin - lengths_R) / margin, -1.0, 0.0)
 
 
-How = Annotated[Literal["mask", "punish", "both"], one_of(*Overlong)]
-
-
 def _check(options: Mapping[str, Any]) -> Iterator[Contradiction]:
     margin, max_length = options["margin"], options["max_length"]
     if margin > max_length:
@@ -71,7 +68,7 @@ def overlong(
     truncated: RowValues,
     max_length: PositiveInt,
     margin: PositiveInt,
-    how: How = "both",
+    how: Literal["mask", "punish", "both"] = "both",
     length: RowValues | None = None,
 ) -> Columns:
     """DAPO: long answers lose reward, and truncated ones are masked.

@@ -9,11 +9,8 @@ import numpy as np
 from pydantic import Field
 
 from penstock.config.builtin_stages import Axis, stage_function
-from penstock.options import one_of
 from penstock.trainer.advantages.credit import Combine, Turns, combine_returns, compare_turns
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues, TokenValues, TrainedTurns
-
-How = Annotated[Literal["weighted", "return", "shaping", "min", "outcome"], one_of(*Combine)]
 
 
 @stage_function(writes={"advantage": Axis.TOKEN})
@@ -22,7 +19,7 @@ def step_advantage(
     *,
     reward: RowValues,
     step_scores: TokenValues,
-    how: How = "weighted",
+    how: Literal["weighted", "return", "shaping", "min", "outcome"] = "weighted",
     share: Annotated[float, Field(ge=0)] = 0.5,
     discount: Annotated[float, Field(ge=0, le=1)] = 1.0,
     by_depth: bool = False,

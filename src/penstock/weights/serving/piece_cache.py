@@ -8,6 +8,7 @@ verified before reuse, and an incomplete one is dropped. Does no networking.
 from __future__ import annotations
 
 import fcntl
+import os
 import secrets
 import shutil
 from collections.abc import Generator
@@ -75,7 +76,8 @@ class CachedBlob:
             self.num_users -= 1
 
     def write(self, start: int, data: bytes) -> None:
-        with self.path.open("r+b") as file:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(descriptor, "wb") as file:
             file.seek(start)
             file.write(data)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from http import HTTPStatus
 
 import structlog
@@ -27,7 +26,7 @@ from penstock.weights.manifest import is_digest
 from penstock.weights.serving.sources import Blob, Source
 from penstock.wire.auth import Role, Verifier
 from penstock.wire.codec import JSON
-from penstock.wire.routes import Call, RawResponse, Route
+from penstock.wire.routes import Call, RawResponse, route, routes_of
 from penstock.wire.server import build_app, error_response
 
 log = structlog.get_logger(__name__)
@@ -40,14 +39,13 @@ MAX_DIGITS = 18
 
 
 def build(source: Source, verifier: Verifier) -> Starlette:
-    weight_server = WeightServer(source, verifier.run)
-
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
         yield
         await source.close()
 
-    return build_app(weight_server.routes(), verifier, title="penstock weights", lifespan=lifespan)
+    routes = routes_of(WeightServer(source, verifier.run))
+    return build_app(routes, verifier, title="penstock weights", lifespan=lifespan)
 
 
 class WeightServer:
@@ -64,33 +62,16 @@ class WeightServer:
             "penstock_weights_sent_bytes", "Blob bytes sent.", registry=registry
         )
 
-    def routes(self) -> list[Route]:
-        manifest = "The manifest with this BLAKE3, as JSON, byte for byte."
-        blob = "The blob with this BLAKE3; supports Range requests."
-        deltas = (
-            "Deltas to the blob with this BLAKE3 and size `bytes` from one of the blobs "
-            "`from=DIGEST,DIGEST,…`; empty if they would not be smaller than the blob."
-        )
-        get = partial(Route, method="GET", roles=READERS)
-        return [
-            get(path="/v1/manifests/{digest}", handler=self.manifest, summary=manifest),
-            get(path="/v1/blobs/{digest}", handler=self.blob, summary=blob),
-            get(
-                path="/v1/deltas/{digest}",
-                handler=self.deltas,
-                response=DeltaChain,
-                query=("from", "bytes"),
-                summary=deltas,
-            ),
-            get(path="/metrics", handler=self.metrics, summary="Prometheus metrics."),
-        ]
-
-    async def manifest(self, call: Call) -> object:
+    @route("GET", "/v1/manifests/{digest}", READERS, response=None)
+    async def manifest(self, call: Call) -> RawResponse:
+        """The manifest with this BLAKE3, as JSON, byte for byte."""
         data = await self._source.manifest(_digest(call))
         self._requests.labels("manifest", call.credential.role).inc()
         return RawResponse(data, JSON)
 
-    async def blob(self, call: Call) -> object:
+    @route("GET", "/v1/blobs/{digest}", READERS, response=None)
+    async def blob(self, call: Call) -> Response:
+        """The blob with this BLAKE3; supports Range requests."""
         blob = await self._source.blob(_digest(call))
         range_header = call.headers.get("range", "")
         byte_range = parse_range(range_header, blob.num_bytes)
@@ -106,7 +87,10 @@ class WeightServer:
         is_partial = bool(RANGE.fullmatch(range_header))
         return BlobResponse(blob, byte_range, first, self._sent_bytes, is_partial)
 
+    @route("GET", "/v1/deltas/{digest}", READERS, query=("from", "bytes"))
     async def deltas(self, call: Call) -> DeltaChain:
+        """Deltas to the blob with this BLAKE3 and size `bytes` from one of the blobs
+        `from=DIGEST,DIGEST,…`; empty if they would not be smaller than the blob."""
         have = call.query.get("from", "").split(",")
         target, num_bytes = _digest(call), call.query.get("bytes", "")
         if not all(map(is_digest, have)) or len(have) > MAX_BASES:
@@ -117,7 +101,9 @@ class WeightServer:
         self._requests.labels("deltas", call.credential.role).inc()
         return DeltaChain(steps=chain)
 
-    async def metrics(self, call: Call) -> object:
+    @route("GET", "/metrics", READERS, response=None)
+    async def metrics(self, call: Call) -> RawResponse:
+        """Prometheus metrics."""
         return RawResponse(generate_latest(self._registry), CONTENT_TYPE_LATEST)
 
 

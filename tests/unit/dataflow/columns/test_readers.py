@@ -15,6 +15,7 @@ from penstock.dataflow.columns.row_leases import (
     LEASE_TRANSITIONS,
     Claim,
     LeasedRow,
+    LeaseOutcome,
     ReaderSpec,
     RowLease,
     RowLeaseState,
@@ -50,7 +51,7 @@ def score(
 ) -> None:
     cell = number_cell(column, 0.5)
     assert world.readers.write(name, claim(grant), [cell], "w", world.now) == [("stored", "")]
-    assert world.readers.ack(name, claim(grant), world.now) == ("stored", "")
+    assert world.readers.end(name, claim(grant), LeaseOutcome.DONE, world.now) == ("stored", "")
 
 
 def column(world: ReaderWorld, row_id: str, name: str) -> ColumnRecord | None:
@@ -94,7 +95,7 @@ def test_a_poison_row_fails_its_column_with_the_last_error(world: ReaderWorld) -
     world.arrive("p0-1.0.1")
     for error in ("first", "the judge said no"):
         (grant,) = lease(world, "score")
-        world.readers.fail("score", claim(grant), error, world.now)
+        world.readers.end("score", claim(grant), LeaseOutcome.FAILED, world.now, error)
     record = column(world, "p0-1.0.1", "reward")
     assert record is not None and (record.failed, record.detail) == (
         "attempts",
@@ -108,7 +109,7 @@ def test_releasing_costs_no_attempt(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     for _ in range(5):
         (grant,) = lease(world, "score")
-        world.readers.release("score", claim(grant), world.now)
+        world.readers.end("score", claim(grant), LeaseOutcome.RELEASED, world.now)
     assert lease(world, "score")[0].attempt == 1
 
 
@@ -206,7 +207,10 @@ def test_freed_rows_are_not_leased(world: ReaderWorld) -> None:
     world.free("p0-1.0.1")
     world.free("p0-2.0.1")
     assert lease(world, "score") == []
-    assert world.readers.ack("score", claim(first), world.now)[0] is DeliveryStatus.FENCED
+    assert (
+        world.readers.end("score", claim(first), LeaseOutcome.DONE, world.now)[0]
+        is DeliveryStatus.FENCED
+    )
     world.settle()
     world.crash()
     assert lease(world, "score") == []
@@ -220,7 +224,7 @@ def test_a_row_freed_a_moment_ago_is_not_read_from_disk() -> None:
     world.flush()
     world.free("p0-1.0.1")  # its record is journaled, the tables show it still
     (first,) = lease(world, "slow", 1)
-    world.readers.ack("slow", claim(first), world.now)
+    world.readers.end("slow", claim(first), LeaseOutcome.DONE, world.now)
     assert [grant.claim.row_id for grant in lease(world, "slow")] == ["p0-2.0.1"]
 
 
@@ -228,7 +232,7 @@ def test_a_failed_input_is_seen_by_readers_that_come_later(world: ReaderWorld) -
     world.arrive("p0-1.0.1")
     for _ in range(2):
         (grant,) = lease(world, "score")
-        world.readers.fail("score", claim(grant), "no", world.now)
+        world.readers.end("score", claim(grant), LeaseOutcome.FAILED, world.now, "no")
     world.flush()
     world.row_window.pop_completed()
     world.readers.declare(REFER, world.now)
@@ -243,7 +247,7 @@ def test_rows_finished_out_of_order_stay_finished(world: ReaderWorld) -> None:
     for n in range(3):
         world.arrive(f"p0-{n}.0.1")
     grants = lease(world, "export", request_id="r1")
-    world.readers.ack("export", claim(grants[1]), world.now)
+    world.readers.end("export", claim(grants[1]), LeaseOutcome.DONE, world.now)
     world.settle()
     world.crash()
     world.tick(13)
@@ -259,10 +263,10 @@ def test_a_row_that_arrives_waits_for_those_before_it_on_disk() -> None:
         world.flush()
         if n % 2:
             (grant,) = lease(world, "slow", 1)
-            world.readers.ack("slow", claim(grant), world.now)
+            world.readers.end("slow", claim(grant), LeaseOutcome.DONE, world.now)
             seen.append(grant.claim.row_id)
     while grants := lease(world, "slow", 1):
-        world.readers.ack("slow", claim(grants[0]), world.now)
+        world.readers.end("slow", claim(grants[0]), LeaseOutcome.DONE, world.now)
         seen.append(grants[0].claim.row_id)
     assert seen == [f"p0-{n}.0.1" for n in range(6)]
 
@@ -270,7 +274,7 @@ def test_a_row_that_arrives_waits_for_those_before_it_on_disk() -> None:
 def test_no_row_is_done_without_its_columns(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     (grant,) = lease(world, "score")
-    status, detail = world.readers.ack("score", claim(grant), world.now)
+    status, detail = world.readers.end("score", claim(grant), LeaseOutcome.DONE, world.now)
     assert status is DeliveryStatus.INVALID and "['reward']" in detail
     score(world, grant)
 
@@ -319,7 +323,7 @@ def test_a_slow_reader_costs_bounded_memory_and_loses_nothing() -> None:
     while grants := lease(world, "slow", 64):
         seen += [grant.claim.row_id for grant in grants]
         for grant in grants:
-            world.readers.ack("slow", claim(grant), world.now)
+            world.readers.end("slow", claim(grant), LeaseOutcome.DONE, world.now)
         assert len(reader.window) <= 1200
         world.tick(0.1)
         world.flush()
@@ -336,11 +340,13 @@ def test_a_stuck_row_does_not_pin_those_behind_it() -> None:
     reader = world.readers.reader("export")
     for n in range(1, 1000):
         world.arrive(f"p0-{n}.0.1")
-        world.readers.ack("export", claim(lease(world, "export", 1)[0]), world.now)
+        world.readers.end(
+            "export", claim(lease(world, "export", 1)[0]), LeaseOutcome.DONE, world.now
+        )
     assert len(reader.by_arrival) < 100 and len(reader.window) == 1
     world.tick(0.1)
     assert reader.cursor == 0
-    world.readers.ack("export", claim(stuck), world.now)
+    world.readers.end("export", claim(stuck), LeaseOutcome.DONE, world.now)
     world.tick(0.1)
     assert reader.cursor == 1000
 
@@ -388,7 +394,7 @@ def test_leases_granted_after_a_stall_are_not_extended(world: ReaderWorld) -> No
     assert world.readers.has_worker("score", world.now)
     world.tick(SCORE.ttl_s + 0.1)
     (again,) = lease(world, "score")  # its worker was silent apart from the stall
-    world.readers.release("score", claim(again), world.now)
+    world.readers.end("score", claim(again), LeaseOutcome.RELEASED, world.now)
     world.tick(60 - SCORE.ttl_s)
     assert [event.failed for event in world.row_window.pop_completed()] == ["overdue"]
 

@@ -12,7 +12,7 @@ from penstock.dataflow.column_records import ItemRecord
 from penstock.dataflow.columns.bundles import Values, drafts
 from penstock.dataflow.columns.cells import number_cell
 from penstock.dataflow.columns.column_store import COLUMN_BYTES
-from penstock.dataflow.columns.row_leases import ReaderSpec
+from penstock.dataflow.columns.row_leases import LeaseOutcome, ReaderSpec
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.errors import BadRequest, Forbidden, NotFound, StorageFull
 from penstock.types import RowId
@@ -76,7 +76,7 @@ def test_clearing_affects_no_other_space_and_readers_continue() -> None:
     world.spaces.clear("eval")
     cell = number_cell("mark", 0.0)
     assert world.readers.write("judge", old, [cell], "w", world.now)[0][0] == "fenced"
-    assert world.readers.release("judge", old, world.now)[0] == "fenced"
+    assert world.readers.end("judge", old, LeaseOutcome.RELEASED, world.now)[0] == "fenced"
     world.flush()
     assert world.tables.rows("SELECT space FROM items") == [("other",)]
     assert world.tables.rows("SELECT space FROM bundles") == [("other",)]
@@ -137,7 +137,7 @@ def test_readers_know_the_columns_delivered_with_rows() -> None:
         for grant in world.readers.lease("judge", "w", f"r{request}", 9, world.now):
             claim = grant.claim
             world.readers.write("judge", claim, [number_cell("mark", 0.0)], "w", world.now)
-            world.readers.ack("judge", claim, world.now)
+            world.readers.end("judge", claim, LeaseOutcome.DONE, world.now)
             seen.append(grant.claim.row_id)
         world.flush()
     assert seen == ["k0", "k1", "k2", "k3"], "k4 came with its mark, k5 without text"

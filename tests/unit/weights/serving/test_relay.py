@@ -28,7 +28,7 @@ from penstock.errors import ConfigError, NotFound, Unreachable
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import digest_of, parse_manifest
 from penstock.weights.serving import relay as module
-from penstock.weights.serving.piece_cache import PIECE_BYTES
+from penstock.weights.serving.piece_cache import PIECE_BYTES, CachedBlob
 from penstock.weights.serving.sources import Blob
 from penstock.weights.store import DirectoryStore
 
@@ -384,3 +384,12 @@ async def test_equal_questions_about_deltas_share_an_answer(
         await passed.chain(new.blob, new.bytes + 1, [old.blob])
         await passed.chain(new.blob, new.bytes + 1, [old.blob])
         assert weight_server.num_chain_queries == 4
+
+
+def test_cache_writes_follow_no_symlink(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"kept")
+    (tmp_path / "link").symlink_to(outside)
+    with pytest.raises(OSError):
+        CachedBlob("a" * 64, tmp_path / "link", 4).write(0, b"lost")
+    assert outside.read_bytes() == b"kept"

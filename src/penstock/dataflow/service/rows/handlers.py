@@ -25,13 +25,12 @@ from penstock.dataflow.columns.cells import (
 )
 from penstock.dataflow.columns.column_store import Columns
 from penstock.dataflow.columns.pages import load_saved_readers
-from penstock.dataflow.columns.readers import Readers, Status
+from penstock.dataflow.columns.readers import Readers
 from penstock.dataflow.columns.reading import RowStoreReader
 from penstock.dataflow.columns.row_leases import ReaderSpec
 from penstock.dataflow.columns.row_window import RowWindow
 from penstock.dataflow.columns.spaces import Spaces
 from penstock.dataflow.columns.values import BlobRef, WireValue
-from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.ledger.blobs import BlobStore
 from penstock.dataflow.records import RowRecord
 from penstock.dataflow.service.process import IsDisconnected, Process, never_disconnected
@@ -40,7 +39,6 @@ from penstock.dataflow.service.rows.messages import (
     ExtendRequest,
     GetAnswer,
     GetRequest,
-    LeaseOutcome,
     PutAnswer,
     PutRequest,
     PutRow,
@@ -167,18 +165,9 @@ class RowService:
             cell.name: WriteStatus(status=status, detail=detail)
             for cell, (status, detail) in zip(cells, statuses, strict=True)
         }
-        status, detail = self._end(body.reader, result, now)
+        status, detail = self.readers.end(body.reader, claim, result.end, now, result.error)
         end = WriteStatus(status=status, detail=detail)
         return RowResultStatus(row_id=claim.row_id, columns=columns, end=end)
-
-    def _end(self, reader: str, result: RowResult, now: float) -> Status:
-        if result.end is LeaseOutcome.DONE:
-            return self.readers.ack(reader, result.claim, now)
-        if result.end is LeaseOutcome.FAILED:
-            return self.readers.fail(reader, result.claim, result.error, now)
-        if result.end is LeaseOutcome.RELEASED:
-            return self.readers.release(reader, result.claim, now)
-        return DeliveryStatus.STORED, ""
 
     # --- values -------------------------------------------------------------------------------
 

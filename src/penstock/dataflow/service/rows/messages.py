@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import msgspec
 
-from penstock.dataflow.columns.row_leases import Claim, LeasedRow, ReaderSpec
+from penstock.dataflow.columns.row_leases import Claim, LeasedRow, LeaseOutcome, ReaderSpec
 from penstock.dataflow.columns.values import ColumnStatus, RowValues, WireValue
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.types import RowId
@@ -67,16 +66,6 @@ class ExtendRequest:
 class ExtendAnswer:
     lost: tuple[RowId, ...]
     """Leases given to other workers or ended; stop working on them."""
-
-
-class LeaseOutcome(StrEnum):
-    NONE = "none"
-    """Columns only; the lease continues."""
-    DONE = "done"
-    FAILED = "failed"
-    """Counts against max_attempts."""
-    RELEASED = "released"
-    """Handed back; does not count as an attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
