@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,7 +49,7 @@ class StateShard:
     """One rank's shard of the state; later steps do not change it."""
 
     tensors: Mapping[str, Tensor]
-    regions: Mapping[str, TensorRegion]
+    regions: Mapping[str, TensorRegion] = field(default_factory=dict[str, TensorRegion])
     """The region of each tensor; tensors not named here are complete, and every rank has its own.
     """
 
