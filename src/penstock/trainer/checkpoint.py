@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.config import identity_changes
+from penstock.durable import sync
 from penstock.errors import ConfigError, Fenced, StoreError
 from penstock.trainer.checkpoint_manifest import (
     Checkpoint,
@@ -45,7 +46,6 @@ from penstock.trainer.durable_files import (
     remove,
     remove_partials,
     replace_folder,
-    sync,
 )
 from penstock.trainer.model_folders import link_or_copy
 from penstock.trainer.state_shards import (

@@ -23,8 +23,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.durable import sync, write_durably
 from penstock.errors import BadRequest, StoreError
-from penstock.trainer.durable_files import digest, sync, write_durably
+from penstock.trainer.durable_files import digest
 from penstock.trainer.ranks.regions import TensorRegion, as_dtensor, is_owner, local, region_of
 from penstock.trainer.ranks.sharding import shard_like
 from penstock.wire.codec import JSON, decode, encode_json
@@ -82,7 +83,7 @@ def write_shard(folder: Path, rank: int, num_ranks: int, shares: StateShard) -> 
     path = folder / state_names(num_ranks)[rank]
     write_state(path, shares)
     sync(path)
-    write_durably(folder / f"{_RECEIPT}{rank}", digest(path))
+    write_durably(folder / f"{_RECEIPT}{rank}", digest(path).encode())
 
 
 def wait_for_shards(folder: Path, num_ranks: int) -> dict[str, str]:

@@ -236,10 +236,10 @@ def _die_between(folder: Path, ranks: RankGroup) -> None:
     could say so; the first one must not wait for ever."""
     receipts = state_shards.write_durably
 
-    def deadly(path: Path, text: str) -> None:
+    def deadly(path: Path, content: bytes) -> None:
         if list(opened(folder, "killed").root.glob(f"step_{EVERY}")):
             os.kill(os.getpid(), signal.SIGKILL)
-        receipts(path, text)
+        receipts(path, content)
 
     if ranks.position.rank == 1:
         state_shards.write_durably = deadly
