@@ -20,7 +20,6 @@ from penstock.conformance.dataflow_double import (
     TruncatedResponse,
 )
 from penstock.conformance.row_rules import Lease, check_row, read_row
-from penstock.conformance.simulated_peers import row_id_of
 from penstock.conformance.verdicts import Rule, RuleVerdicts
 from penstock.conformance.weight_fetches import WeightFetches
 from penstock.dataflow.core.leasing import (
@@ -212,7 +211,7 @@ class RolloutExaminer:
             self._has_lost_lease, self._lost_request = True, body
             return TruncatedResponse()
         for grant in answer.grants:
-            self._leases.setdefault(row_id_of(grant), Lease(grant=grant, live=body.live))
+            self._leases.setdefault(grant.row_id, Lease(grant=grant, live=body.live))
         if answer.grants and not self._has_revoked_lease:
             await self._revoke_lease(answer.grants[-1])
         return replace(answer, orders=self._orders(answer.orders))
@@ -242,7 +241,7 @@ class RolloutExaminer:
         """Release a lease without the node's knowledge; its slot is granted again with the next
         epoch."""
         self._has_revoked_lease = True
-        node_id, boot_id, released = self._node_id, self._boot_id, (row_id_of(grant),)
+        node_id, boot_id, released = self._node_id, self._boot_id, (grant.row_id,)
         await self._service.nodes.deliver(
             DeliveryRequest(node_id=node_id, boot_id=boot_id, deliveries=(), released=released)
         )

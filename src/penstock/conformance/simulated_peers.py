@@ -33,7 +33,6 @@ from penstock.types import (
     NodeId,
     Outcome,
     OutcomeKind,
-    RowId,
     SamplingSpec,
     Trajectory,
     Turn,
@@ -49,10 +48,6 @@ from penstock.wire.codec import encode
 NODE = NodeId("stand-in")
 NUM_SLOTS = 8
 SPEC = SamplingSpec(max_tokens=1)
-
-
-def row_id_of(grant: Grant) -> RowId:
-    return RowId(f"{grant.group_id}.{grant.slot}.{grant.epoch}")
 
 
 class SimulatedNode:
@@ -101,7 +96,7 @@ def _row(grant: Grant, live: LiveVersion) -> Delivery:
         finish=FinishReason.LENGTH,
     )
     trajectory = Trajectory(
-        row_id=row_id_of(grant),
+        row_id=grant.row_id,
         group_id=grant.group_id,
         slot=grant.slot,
         epoch=grant.epoch,

@@ -23,6 +23,7 @@ from typing import Protocol
 import structlog
 from blake3 import blake3
 
+from penstock.dataflow.service.nodes.messages import SessionSpec
 from penstock.errors import BadRequest, Busy, Conflict, Forbidden, NotFound, Unauthorized
 from penstock.gateway.gateway import NO_KEY, Gateway
 from penstock.gateway.generation import Completion, Generate, GenerationRequest
@@ -85,13 +86,6 @@ class SlotSource(Protocol):
     def deliver(self, ended: EndedSession) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionTerms:
-    reward_deadline_s: float
-    idle_s: float
-    default_reward: float | None
-
-
 @dataclass(slots=True, eq=False)
 class OnlineSession:
     id: str
@@ -120,7 +114,7 @@ class OnlineGateway(Gateway):
         self,
         generate: Generate,
         slot_source: SlotSource,
-        terms: SessionTerms,
+        terms: SessionSpec,
         verify: Callable[[str], Credential],
         *,
         policies: Sequence[PolicyName],

@@ -42,7 +42,6 @@ from penstock.types import (
     NodeId,
     Outcome,
     OutcomeKind,
-    RowId,
     Task,
     Trajectory,
     Turn,
@@ -63,10 +62,6 @@ NO_REWARD = Failed(
 
 class RewardScorer(Protocol):
     async def score(self, completion: str, task: Task) -> float | Failed: ...
-
-
-def row_id_of(grant: Grant) -> RowId:
-    return RowId(f"{grant.group_id}.{grant.slot}.{grant.epoch}")
 
 
 def workflow_timeout_s(start_to_close_s: float) -> float:
@@ -91,7 +86,7 @@ class AttemptRunner:
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         """Run one attempt. Always returns a trajectory; only cancellation is raised."""
         started_at = time.time()
-        recording = self._recorder.track(row_id_of(grant), grant.num_recorded)
+        recording = self._recorder.track(grant.row_id, grant.num_recorded)
         async with recording as (salvaged_turns, on_turn):
             session = self._gateway.open(
                 policies=self._run_info.policies,
@@ -114,7 +109,7 @@ class AttemptRunner:
         if outcome.kind is OutcomeKind.FAILED:
             self._report(outcome, task)
         return Trajectory(
-            row_id=row_id_of(grant),
+            row_id=grant.row_id,
             group_id=grant.group_id,
             slot=grant.slot,
             epoch=grant.epoch,

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Unpack
 
@@ -27,9 +27,9 @@ import structlog
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.errors import ConfigError
-from penstock.gateway.online import EndedSession, OnlineGateway, SessionTerms
+from penstock.gateway.online import EndedSession, OnlineGateway
 from penstock.gateway.online_routes import build_online_app
-from penstock.rollout.attempt import COMPLETED, failed, resolve_outcome, row_id_of
+from penstock.rollout.attempt import COMPLETED, failed, resolve_outcome
 from penstock.rollout.delivery_queue import DeliveryQueue
 from penstock.rollout.membership import Membership, NodeOrders
 from penstock.rollout.node import NodeDeps, NodeOptions, connect, on_stop_signals
@@ -103,7 +103,7 @@ class SlotPool:
     def release_free(self, min_age_s: float = 0.0) -> None:
         """Release the free slots that are at least this old."""
         while self._free and time.monotonic() >= self._free[0].leased_at + min_age_s:
-            self._delivery_queue.release(row_id_of(self._free.popleft().grant))
+            self._delivery_queue.release(self._free.popleft().grant.row_id)
             self._freed.set()
 
     def drop_in_use(self) -> None:
@@ -118,9 +118,9 @@ class SlotPool:
         if not self._free or self._orders.drained.is_set():
             return None
         grant = self._free.popleft().grant
-        self._in_use[row_id_of(grant)] = grant
+        self._in_use[grant.row_id] = grant
         self._freed.set()
-        return row_id_of(grant)
+        return grant.row_id
 
     def release_slot(self, row_id: RowId) -> None:
         if self._in_use.pop(row_id, None) is not None:
@@ -152,7 +152,7 @@ class SlotPool:
         )
 
     def _stop(self, row_id: RowId) -> None:
-        self._free = deque(leased for leased in self._free if row_id_of(leased.grant) != row_id)
+        self._free = deque(leased for leased in self._free if leased.grant.row_id != row_id)
         self._freed.set()
         if self._in_use.pop(row_id, None) is not None:
             self.on_slot_lost(row_id)
@@ -251,7 +251,7 @@ async def build_online(
             f"run {run_info.run} has no session source; add "
             "`- {name: live, session: {}}` to `sources` in its run.yaml"
         )
-    terms = SessionTerms(**asdict(run_info.session))
+    terms = run_info.session
     fetch = deps.make_fetcher(run_info)
     engines = deps.engines(run_info)
     delivery_queue = DeliveryQueue(deps.dataflow, membership, deps.ack_log)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import LeaseAnswer, LeaseRequest
-from penstock.rollout.attempt import AttemptRunner, row_id_of
+from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.delivery_queue import DeliveryQueue
 from penstock.rollout.membership import Membership, NodeOrders
 from penstock.types import RowId, Task
@@ -60,7 +60,7 @@ class SlotRunner:
             self._orders.apply(answer.orders)
             for grant in answer.grants:
                 slot_task = tasks.create_task(self._run_slot(grant, answer.tasks[grant.task]))
-                self._running[row_id_of(grant)] = slot_task
+                self._running[grant.row_id] = slot_task
             if not answer.grants:
                 await asyncio.sleep(PAUSE_S)
 
@@ -98,5 +98,5 @@ class SlotRunner:
         try:
             self._delivery_queue.put(await self._attempt_runner.run(grant, task))
         finally:
-            self._running.pop(row_id_of(grant), None)
+            self._running.pop(grant.row_id, None)
             self._freed.set()

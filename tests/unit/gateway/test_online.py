@@ -10,10 +10,11 @@ import pytest
 from tests.unit.rollout.fake_dataflow import POLICY
 from tests.unit.rollout.snapshot_files import write_snapshot
 
+from penstock.dataflow.service.nodes.messages import SessionSpec
 from penstock.errors import BadRequest, Conflict, Unauthorized
 from penstock.gateway import online as module
 from penstock.gateway.generation import Completion, GenerationRequest
-from penstock.gateway.online import EndedSession, OnlineGateway, OnlineSession, SessionTerms, State
+from penstock.gateway.online import EndedSession, OnlineGateway, OnlineSession, State
 from penstock.gateway.renderer import Renderer
 from penstock.types import (
     FinishReason,
@@ -25,7 +26,7 @@ from penstock.types import (
 )
 from penstock.wire.auth import Credential
 
-TERMS = SessionTerms(reward_deadline_s=100.0, idle_s=10.0, default_reward=None)
+TERMS = SessionSpec(reward_deadline_s=100.0, idle_s=10.0, default_reward=None)
 
 
 class Engine:
@@ -48,7 +49,7 @@ class Engine:
 class Desk:
     """A gateway with a fake slot source."""
 
-    def __init__(self, folder: Path, terms: SessionTerms = TERMS, num_places: int = 99) -> None:
+    def __init__(self, folder: Path, terms: SessionSpec = TERMS, num_places: int = 99) -> None:
         self.now = 1000.0
         self.engine = Engine()
         self.num_places = num_places

@@ -11,10 +11,12 @@ from enum import StrEnum
 
 import msgspec
 
+from penstock.dataflow.records import row_id
 from penstock.types import (
     GroupId,
     NodeId,
     PolicyName,
+    RowId,
 )
 
 
@@ -64,6 +66,10 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     num_recorded: int = 0
     """Turns that an earlier attempt recorded, to be fetched and reused instead of generated
     again."""
+
+    @property
+    def row_id(self) -> RowId:
+        return row_id(self.group_id, self.slot, self.epoch)
 
 
 class DeliveryStatus(StrEnum):
