@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads tokenizer and chat-template settings from a snapshot folder in Hugging Face layout, and
-makes those of tiny models."""
+makes a tokenizer for tiny models."""
 
 from __future__ import annotations
 
