@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.config.stages import ParallelConfig
 from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.trainer.ranks.group import RankGroup, init_process_group, make_rank_group
 from penstock.trainer.ranks.row_fetch import fetch_rows, split_rows
 from penstock.trainer.ranks.supervisor import LOOPBACK, RankEnv
-from penstock.trainer.ranks.topology import Parallel
 from penstock.types import (
     GroupId,
     Manifest,
@@ -256,7 +256,7 @@ def _run_rank(world: World, rank_env: RankEnv, folder: Path) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
         init_process_group(rank_env, timeout_s=120.0)
-        ranks = make_rank_group(Parallel(dp=world.num_ranks))
+        ranks = make_rank_group(ParallelConfig(dp=world.num_ranks))
         assert ranks is not None
         if world.cap_bytes:
             _cap_memory(world.cap_bytes)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.runs.join import NodeOptions
+    from penstock.rollout.node import NodeOptions
     from penstock.wire.auth import Credential
 
 BACKLOG = 1024
@@ -57,7 +57,7 @@ def gateway(
     from penstock.cli.relay_options import read_public_key
     from penstock.cli.service_options import exit_now, listen_address, make_tls, require_token
     from penstock.observe import logs
-    from penstock.runs.join import NodeOptions, host_name, node_state_dir
+    from penstock.runs.join import host_name, node_state_dir
     from penstock.types import NodeId
     from penstock.wire.auth import Audience, Verifier
     from penstock.wire.serving import require_tls_off_loopback
@@ -70,7 +70,7 @@ def gateway(
         url, own_token = where, require_token(token, role="gateway")
         key = read_public_key(public_key)
         verify = Verifier.from_token(own_token, key, audience=Audience.GATEWAY).verify
-        node_options = NodeOptions(state_dir=node_state_dir(node), num_engines=engines)
+        node_options: NodeOptions = {"state_dir": node_state_dir(node), "num_engines": engines}
     else:
         url, own_token, verify, node_options = _join_by_folder(Path(where), node, policy)
     logs.configure(node)

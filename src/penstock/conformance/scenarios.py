@@ -26,7 +26,7 @@ OnReady = Callable[[JoinInfo], object]
 POLL_S = 0.02
 NO_LIMIT = float("inf")
 """Only the timeout of the full test applies."""
-REACTION_TIMEOUT_S = 10.0
+REACTION_TIMEOUT_S = 20.0
 """How long to wait for one expected reaction before continuing without it."""
 SILENCE_TIMEOUT_S = 15.0
 """A peer that joined and makes no call for this long is considered gone."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a tiny but complete Hugging Face folder that any engine can load.
 
-Owns its few tensors, tokenizer and template. Needs no tensor library.
+Owns its few tensors and its vocabulary. Needs no tensor library.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import struct
 from array import array
 from pathlib import Path
 from typing import Any
+
+from penstock.gateway.tokenizer_files import PLAIN_TEMPLATE, character_tokenizer
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 VOCABULARY = (*SPECIAL, ">", *"abcdefghij")
@@ -54,15 +56,15 @@ CONFIG = {
     "eos_token_id": VOCABULARY.index("<eos>"),
     "pad_token_id": VOCABULARY.index("<pad>"),
 }
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def write_snapshot(folder: Path, rng: random.Random) -> None:
     """Random weights at every call; the other files never change."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = character_tokenizer(VOCABULARY, SPECIAL)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
     (folder / "model.safetensors").write_bytes(_weights(rng))
 
 
@@ -76,31 +78,3 @@ def _weights(rng: random.Random) -> bytes:
         data += values
     encoded = json.dumps(header).encode()
     return struct.pack("<Q", len(encoded)) + encoded + data
-
-
-def _tokenizer() -> dict[str, Any]:
-    """One token per character."""
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": index, "content": token, "special": True, **plain}
-            for index, token in enumerate(SPECIAL)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": "[\\s\\S]"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {token: index for index, token in enumerate(VOCABULARY)},
-            "unk_token": "<unk>",
-        },
-    }

@@ -22,6 +22,7 @@ from typing import TypeVar
 import structlog
 
 from penstock.config import RunConfig, dump, load
+from penstock.durable import write_durably
 from penstock.errors import BadRequest, ConfigError, LaunchError
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import JSON, decode, encode_json
@@ -126,7 +127,7 @@ class RunFolder:
         return load(self.config_file)
 
     def write_config(self, config: RunConfig) -> None:
-        _write_atomically(self.config_file, dump(config).encode())
+        _write_file(self.config_file, dump(config).encode())
 
     def last_started_config(self) -> RunConfig | None:
         """The config of the last launch, whatever config.yaml contains now."""
@@ -134,7 +135,7 @@ class RunFolder:
         return load(stored) if stored.exists() else None
 
     def write_last_started_config(self, config: RunConfig) -> None:
-        _write_atomically(self._run / "adopted.yaml", dump(config).encode())
+        _write_file(self._run / "adopted.yaml", dump(config).encode())
 
     def sources(self) -> dict[str, str]:
         """Digest of each source's tasks, from the last launch that checked them."""
@@ -210,7 +211,7 @@ class RunFolder:
             raise ConfigError(f"{path} is damaged: {error}; delete it and run again") from None
 
     def _write(self, name: str, record: object) -> None:
-        _write_atomically(self._run / name, encode_json(record))
+        _write_file(self._run / name, encode_json(record))
 
     # --- the lock ---------------------------------------------------------------------------------
 
@@ -342,11 +343,6 @@ def _write_pid(lock: int) -> None:
         _log.warning("pid not written to lock file", error=str(error))
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def _write_file(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-    partial.replace(path)
+    write_durably(path, content)

@@ -25,11 +25,11 @@ from penstock.gateway.control_tokens import ESCAPE, ControlTokenEscaper, split_e
 from penstock.gateway.detokenize import make_decoder
 from penstock.gateway.parsing import END_THINK, STRUCTURAL_TAGS, tool_format
 from penstock.gateway.tokenizer_files import (
+    find_stop_ids,
+    find_window,
     read_object,
     read_special_tokens,
-    read_stop_ids,
     read_template,
-    read_window,
 )
 from penstock.types import FinishReason, JsonObject
 from penstock.wire.codec import encode_json
@@ -101,12 +101,13 @@ class Renderer:
                 f"no usable tokenizer.json in {folder}: {error}; "
                 "publish the snapshot with its tokenizer"
             ) from None
+        model = read_object(folder / "config.json")
         return cls(
             tokenizer,
             read_template(folder, config),
-            stop_ids=read_stop_ids(folder),
+            stop_ids=find_stop_ids(read_object(folder / "generation_config.json"), model),
             special_tokens=read_special_tokens(config),
-            window=read_window(folder),
+            window=find_window(model),
         )
 
     def render(

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads tokenizer and chat-template settings from a snapshot folder in Hugging Face layout."""
+"""Reads tokenizer and chat-template settings from a snapshot folder in Hugging Face layout, and
+makes a tokenizer for tiny models."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +13,8 @@ from penstock.errors import WeightsError
 from penstock.types import JsonObject
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""The chat template of tiny models: the contents of all messages."""
 
 
 def read_object(path: Path) -> JsonObject:
@@ -53,9 +57,9 @@ def read_special_tokens(config: JsonObject) -> dict[str, str]:
     return tokens
 
 
-def read_stop_ids(folder: Path) -> frozenset[int]:
-    for name in ("generation_config.json", "config.json"):
-        value = read_object(folder / name).get("eos_token_id")
+def find_stop_ids(generation: JsonObject, config: JsonObject) -> frozenset[int]:
+    """Ids that end an answer, from generation_config.json, else config.json."""
+    for value in (generation.get("eos_token_id"), config.get("eos_token_id")):
         if isinstance(value, int):
             return frozenset({value})
         if isinstance(value, list):
@@ -63,11 +67,39 @@ def read_stop_ids(folder: Path) -> frozenset[int]:
     return frozenset()
 
 
-def read_window(folder: Path) -> int | None:
-    config = read_object(folder / "config.json")
+def find_window(config: JsonObject) -> int | None:
     text = config.get("text_config")  # where multimodal models keep it
     for part in (config, cast(JsonObject, text) if isinstance(text, dict) else {}):
         value = part.get("max_position_embeddings")
         if isinstance(value, int) and value > 0:
             return value
     return None
+
+
+def character_tokenizer(vocabulary: Sequence[str], special: Collection[str]) -> JsonObject:
+    """A tokenizer.json with one token per character; anything not in the vocabulary is `<unk>`."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": index, "content": token, **plain, "special": True}
+            for index, token in enumerate(vocabulary)
+            if token in special
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "[\\s\\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {token: index for index, token in enumerate(vocabulary)},
+            "unk_token": "<unk>",
+        },
+    }

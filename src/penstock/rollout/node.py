@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypedDict, Unpack, cast
+from typing import Protocol, Required, TypedDict, Unpack, cast
 
 from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.service.nodes.messages import RunInfo
@@ -120,9 +120,7 @@ class NodeDeps:
         )
 
 
-def engine_maker(
-    node_id: NodeId, state_dir: Path, **options: Unpack[EngineOptions]
-) -> Callable[[RunInfo], Engine]:
+def engine_maker(node_id: NodeId, **options: Unpack[NodeOptions]) -> Callable[[RunInfo], Engine]:
     """A factory for engines, each with a different seed."""
     seeds = itertools.count(zlib.crc32(node_id.encode()))
 
@@ -134,7 +132,7 @@ def engine_maker(
             url=options.get("engine_url", ""),
             environment=options.get("vllm_environment", ""),
             options=run_info.engine_options,
-            state_dir=state_dir,
+            state_dir=options["state_dir"],
             num_policies=max((len(s.policies) for s in run_info.adapters), default=1),
             adapter_rank=max((s.rank for s in run_info.adapters), default=1),
         )
@@ -180,11 +178,12 @@ async def build(
         await fetch.close()
 
 
-class EngineOptions(TypedDict, total=False):
-    """Options of `run_node` and `run_online` that `connect` reads; see there."""
+class NodeOptions(TypedDict, total=False):
+    """Keyword arguments of `run_node` and `run_online`; see `connect`."""
 
-    acks: Path | None
-    engine: str | None
+    state_dir: Required[Path]
+    acks: Path
+    engine: str
     engine_url: str
     vllm_environment: str
     num_engines: int
@@ -198,8 +197,7 @@ async def connect(
     make_fetcher: Callable[[RunInfo], WeightFetcher],
     *,
     node_id: NodeId,
-    state_dir: Path,
-    **options: Unpack[EngineOptions],
+    **options: Unpack[NodeOptions],
 ) -> AsyncGenerator[NodeDeps]:
     """Clients and factories of a node of the run at `url`.
 
@@ -209,13 +207,13 @@ async def connect(
       same time.
     """
     client = PartitionedNodeClient(url, token)
-    ack_log = AckLog(options.get("acks") or state_dir / "acks.txt")
+    ack_log = AckLog(options.get("acks") or options["state_dir"] / "acks.txt")
     try:
         yield NodeDeps(
             dataflow=client,
             ack_log=ack_log,
             make_fetcher=make_fetcher,
-            make_engine=engine_maker(node_id, state_dir, **options),
+            make_engine=engine_maker(node_id, **options),
             num_engines=options.get("num_engines", 1),
             max_paused=options.get("max_paused", MAX_PAUSED),
         )
@@ -229,11 +227,10 @@ async def run_node(
     token: str,
     *,
     node_id: NodeId,
-    state_dir: Path,
     capacity: int | None = None,
     relay: tuple[str, str] | None = None,
     sharing: PeerRelayConfig | None = None,
-    **options: Unpack[EngineOptions],
+    **options: Unpack[NodeOptions],
 ) -> None:
     """Join the run at `url` and work until the run ends, the node is drained, or SIGTERM or SIGINT
     arrives. `options` as in `connect`.
@@ -244,6 +241,8 @@ async def run_node(
     Returns after a graceful leave; otherwise raises the error that ended the node.
     """
 
+    state_dir = options["state_dir"]
+
     def fetch(run_info: RunInfo) -> WeightFetcher:
         transfer = run_info.transfer
         if sharing is not None:
@@ -251,7 +250,7 @@ async def run_node(
         return WeightServerFetcher(token, state_dir / "weights", relay=relay, transfer=transfer)
 
     async with (
-        connect(url, token, fetch, node_id=node_id, state_dir=state_dir, **options) as deps,
+        connect(url, token, fetch, node_id=node_id, **options) as deps,
         build(deps, node_id=node_id, capacity=capacity or CAPACITY) as node,
     ):
         with on_stop_signals(node.orders.drain):

@@ -20,7 +20,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Unpack
 
 import structlog
@@ -33,7 +32,7 @@ from penstock.gateway.online_routes import build_online_app
 from penstock.rollout.attempt import COMPLETED, failed, resolve_outcome
 from penstock.rollout.delivery_queue import DeliveryQueue
 from penstock.rollout.membership import Membership, NodeOrders
-from penstock.rollout.node import EngineOptions, NodeDeps, connect, on_stop_signals
+from penstock.rollout.node import NodeDeps, NodeOptions, connect, on_stop_signals
 from penstock.rollout.slots import PAUSE_S, LeaseApi
 from penstock.rollout.weight_loader import Loader, WeightServerFetcher
 from penstock.types import SESSION_TAG, FailureKind, NodeId, RowId, Trajectory
@@ -292,19 +291,19 @@ async def run_online(
     verify: Callable[[str], Credential],
     *,
     node_id: NodeId,
-    state_dir: Path,
     listener: socket.socket,
     tls: Tls | None = None,
     capacity: int | None = None,
-    **options: Unpack[EngineOptions],
+    **options: Unpack[NodeOptions],
 ) -> None:
     """Serve agents of the run at `url` until SIGTERM or SIGINT; `options` as in `connect`."""
+    weights = options["state_dir"] / "weights"
 
     def fetch(run_info: RunInfo) -> WeightServerFetcher:
-        return WeightServerFetcher(token, state_dir / "weights", transfer=run_info.transfer)
+        return WeightServerFetcher(token, weights, transfer=run_info.transfer)
 
     async with (
-        connect(url, token, fetch, node_id=node_id, state_dir=state_dir, **options) as deps,
+        connect(url, token, fetch, node_id=node_id, **options) as deps,
         build_online(
             deps, verify, node_id=node_id, listener=listener, tls=tls, capacity=capacity or CAPACITY
         ) as node,

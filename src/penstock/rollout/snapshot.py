@@ -12,9 +12,10 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from penstock.errors import EngineError
+from penstock.gateway.tokenizer_files import find_stop_ids
 from penstock.rollout.adapter_info import AdapterInfo, read_adapter_info, tensor_files
 from penstock.types import JsonObject
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -27,7 +28,6 @@ DEFAULT_VOCAB = 256
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     stop_ids: frozenset[int]
-    """Ids that end an answer, from generation_config.json, else config.json."""
     window: int
     """Context length: most tokens of prompt and answer together."""
     vocab_size: int
@@ -45,7 +45,7 @@ def read_snapshot(folder: Path) -> Snapshot:
     for path in tensor_files(folder):
         shapes.update(_read_shapes(path))
     return Snapshot(
-        stop_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
+        stop_ids=find_stop_ids(generation, config),
         window=_positive(config, "max_position_embeddings", DEFAULT_WINDOW),
         vocab_size=_positive(config, "vocab_size", DEFAULT_VOCAB),
         tensors=tuple(sorted(shapes)),
@@ -103,12 +103,6 @@ def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise EngineError(f"{path} is damaged: {error}; fetch the snapshot again") from None
     return shapes
-
-
-def _ids(value: Any) -> frozenset[int]:
-    if isinstance(value, int):
-        return frozenset({value})
-    return frozenset(cast(list[int], value)) if isinstance(value, list) else frozenset()
 
 
 def _positive(config: JsonObject, name: str, default: int) -> int:

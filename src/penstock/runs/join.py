@@ -9,38 +9,29 @@ import socket
 import tempfile
 from contextlib import closing
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
 from penstock.fleet.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    from penstock.rollout.node import NodeOptions
+
 CONNECT_TIMEOUT_S = 20.0
-
-
-class NodeOptions(TypedDict, total=False):
-    """Keyword arguments shared by `run_node` and `run_online`."""
-
-    state_dir: Path
-    acks: Path
-    engine: str
-    engine_url: str
-    vllm_environment: str
-    num_engines: int
-    max_paused: float
 
 
 def local_node_options(folder: RunFolder, model: ModelConfig, node: str) -> NodeOptions:
     """Options of a node on the machine that has the run folder."""
     folder.acks.mkdir(exist_ok=True)
-    return NodeOptions(
-        state_dir=folder.nodes / node,
-        acks=folder.acks / f"{node}.txt",
-        engine=model.engine,
-        engine_url=model.engine_url,
-        vllm_environment=model.vllm.environment or "",
-        num_engines=model.engines,
-        max_paused=model.max_paused,
-    )
+    return {
+        "state_dir": folder.nodes / node,
+        "acks": folder.acks / f"{node}.txt",
+        "engine": model.engine,
+        "engine_url": model.engine_url,
+        "vllm_environment": model.vllm.environment or "",
+        "num_engines": model.engines,
+        "max_paused": model.max_paused,
+    }
 
 
 def check_reachable(url: str, token: str) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from penstock.config import PolicyConfig, RunConfig
 from penstock.config.pipeline import PipelineStageConfig
+from penstock.config.stages import ParallelConfig
 from penstock.errors import ConfigError
 from penstock.trainer.actor import Actor
 from penstock.trainer.advantages.gae import ValueLoss
@@ -41,7 +42,6 @@ from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, Stage, bind, ke
 from penstock.trainer.ranks.batch_repartition import repartition_batch
 from penstock.trainer.ranks.group import Ranks, SingleRank, StagedRanks
 from penstock.trainer.ranks.sharding import shard
-from penstock.trainer.ranks.topology import Parallel
 from penstock.trainer.ranks.weight_loading import load_meta_model, load_weight_slices
 from penstock.trainer.schedules import Schedule, Shape
 from penstock.trainer.signals.alarms import EXCLUDED
@@ -105,17 +105,13 @@ def _load(folder: Path, is_rank0: bool) -> PreTrainedModel:
     return model
 
 
-def parallel_layouts(stages: Sequence[PipelineStageConfig]) -> list[Parallel]:
+def parallel_layouts(stages: Sequence[PipelineStageConfig]) -> list[ParallelConfig]:
     """How the models of these stages are sharded, in the order in which they run."""
-    return [_parallel(stage) for stage in stages if _has_model(stage)]
+    return [stage.parallel for stage in stages if _has_model(stage)]
 
 
 def _has_model(stage: PipelineStageConfig) -> bool:
     return stage.type == "train" or (stage.type == "infer" and stage.fn is None)
-
-
-def _parallel(stage: PipelineStageConfig) -> Parallel:
-    return Parallel(dp=stage.parallel.dp, tp=stage.parallel.tp)
 
 
 def _vocab_size(folder: Path) -> int:
@@ -162,7 +158,7 @@ class _Builder:
         found: list[Stage] = []
         here = self._ranks.position.parallel
         for stage in stages:
-            there = _parallel(stage) if _has_model(stage) else here
+            there = stage.parallel if _has_model(stage) else here
             minibatches = self._settings.training.minibatches
             way = partial(repartition_batch, before=here, after=there, minibatches=minibatches)
             found.append(
@@ -180,7 +176,7 @@ class _Builder:
         """The ranks that its model is sharded over; None if this rank is idle there."""
         if stage is None or not isinstance(self._ranks, StagedRanks):
             return self._ranks
-        return self._ranks.groups[_parallel(stage)]
+        return self._ranks.groups[stage.parallel]
 
     def _forward_pass(self, ranks: Ranks) -> ForwardPass:
         training = self._settings.training

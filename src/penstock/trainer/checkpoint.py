@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.config import identity_changes
+from penstock.durable import sync
 from penstock.errors import ConfigError, Fenced, StoreError
 from penstock.trainer.checkpoint_manifest import (
     Checkpoint,
@@ -46,10 +46,8 @@ from penstock.trainer.durable_files import (
     remove,
     remove_partials,
     replace_folder,
-    sync,
 )
 from penstock.trainer.model_folders import link_or_copy
-from penstock.trainer.ranks.regions import TensorRegion
 from penstock.trainer.state_shards import (
     OPTIMIZER,
     StateShard,
@@ -63,17 +61,6 @@ NUM_KEPT = 2
 _NAME = re.compile(r"step_(\d+)")
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedSave:
-    """What joins the files of several ranks into one checkpoint; only rank 0 has it."""
-
-    num_ranks: int
-    token: int
-    """Names the hidden folder that all of them write into."""
-    regions: Mapping[str, TensorRegion]
-    """Of rank 0's shard."""
 
 
 class Checkpoints:
@@ -158,30 +145,31 @@ class Checkpoints:
         cursor: Cursor,
         *,
         weights: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
+        state: StateShard,
         static: Sequence[Path],
-        sharded: ShardedSave | None = None,
+        num_ranks: int = 1,
+        token: int | None = None,
         monitor_state: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Make this state durable; complete when this returns, never half visible.
 
-        sharded: `state` is this rank's shard, and the shards of the other ranks are waited for.
+        num_ranks, token: other ranks write their shards of the state into the hidden folder with
+        this token, and are waited for.
         static: files that stay as they are. With an adapter's config among them, `weights` are the
         adapter's, and the files of its base model are hard-linked from one checkpoint to the next.
         Raises Fenced if a trainer of a higher incarnation has saved here."""
         self._check_owner(cursor)
-        partial = self._partial_folder(sharded.token if sharded else new_token())
+        partial = self._partial_folder(new_token() if token is None else token)
         for path in static:
             carry = link_or_copy if path.suffix == ".safetensors" else shutil.copyfile
             carry(path, partial / path.name)
         name = weights_name(path.name for path in static)
         save_file(dict(weights), partial / name, metadata={"format": "pt"})
-        num_ranks, known = 1, dict[str, str]()
-        if sharded is None:
-            write_state(partial / OPTIMIZER, StateShard(tensors=state, regions={}))
+        known = dict[str, str]()
+        if num_ranks == 1:
+            write_state(partial / OPTIMIZER, state)
         else:
-            num_ranks = sharded.num_ranks
-            write_shard(partial, 0, num_ranks, StateShard(tensors=state, regions=sharded.regions))
+            write_shard(partial, 0, num_ranks, state)
             known = wait_for_shards(partial, num_ranks)
         return self._make_visible(
             partial, cursor, num_ranks=num_ranks, known=known, monitor_state=monitor_state

@@ -18,8 +18,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from penstock.durable import write_durably
 from penstock.errors import BadRequest, StoreError
-from penstock.trainer.durable_files import write_durably
 from penstock.trainer.model_folders import WEIGHTS
 from penstock.trainer.state_shards import ShardedState, open_state, state_names
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -125,7 +125,8 @@ def write_cursor(known: Checkpoint, cursor: Cursor, monitor_state: Mapping[str, 
 def write_checkpoint_manifest(folder: Path, state: CheckpointManifest) -> None:
     rest = json.dumps({"digest": "", **json.loads(encode_json(state))}, indent=2) + "\n"
     own = blake3(rest.encode()).hexdigest()
-    write_durably(folder / STATE, rest.replace('"digest": ""', f'"digest": "{own}"', 1))
+    text = rest.replace('"digest": ""', f'"digest": "{own}"', 1)
+    write_durably(folder / STATE, text.encode())
 
 
 def _check(content: bytes) -> bool:

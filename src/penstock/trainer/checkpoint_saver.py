@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from penstock.trainer.background_worker import BackgroundWorker
-from penstock.trainer.checkpoint import Checkpoints, Cursor, ShardedSave
+from penstock.trainer.checkpoint import Checkpoints, Cursor
 from penstock.trainer.durable_files import partial_name
-from penstock.trainer.state_shards import StateShard, copy_shard, write_shard
+from penstock.trainer.state_shards import copy_shard, write_shard
 
 Save = Callable[[], object]
 """Writes what was copied, which no later step changes."""
@@ -58,20 +58,20 @@ class Saver(BackgroundWorker[Save]):
         state: Mapping[str, Tensor],
         static: Sequence[Path],
         monitor_state: Mapping[str, Any],
-        token: int = 0,
+        token: int | None = None,
     ) -> None:
         """Copy this state once the previous copy is written; the rest happens in the background.
 
         token: the one the other ranks were given for their shards of the state."""
         self.flush()
-        copied = copy_shard(state)
         save = partial(
             self._checkpoints.save,
             cursor,
             weights={name: value.detach().clone() for name, value in weights.items()},
-            state=copied.tensors,
+            state=copy_shard(state),
             static=static,
-            sharded=self._sharded(token, copied),
+            num_ranks=self._num_ranks,
+            token=token,
             monitor_state=monitor_state,
         )
         self.put(save)
@@ -87,11 +87,6 @@ class Saver(BackgroundWorker[Save]):
         save()
         del save
         self._tell()
-
-    def _sharded(self, token: int, copied: StateShard) -> ShardedSave | None:
-        if self._num_ranks == 1:
-            return None
-        return ShardedSave(num_ranks=self._num_ranks, token=token, regions=copied.regions)
 
 
 class ShardSaver(BackgroundWorker[Save]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and folders that exist completely or not at all, even after a power failure.
+"""Folders that exist completely or not at all, even after a power failure.
 
 Owns the names of unfinished folders, and the order of write, sync and rename. Does not know their
 content.
@@ -7,7 +7,6 @@ content.
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 from collections.abc import Iterable
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import structlog
 from blake3 import blake3
+
+from penstock.durable import sync
 
 PARTIAL = ".partial-"
 """Being written or being removed: the next save clears it away."""
@@ -32,15 +33,6 @@ def new_token() -> int:
 
 def partial_name(token: int) -> str:
     return f"{PARTIAL}{token:016x}"
-
-
-def write_durably(path: Path, text: str) -> None:
-    """On disk when this returns, and never half a file under this name."""
-    temporary = path.with_name(f".new-{path.name}")
-    temporary.write_text(text)
-    sync(temporary)
-    temporary.rename(path)
-    sync(path.parent)
 
 
 def remove_partials(root: Path, *, keep: str) -> None:
@@ -87,11 +79,3 @@ def move_damaged(folder: Path, why: str) -> None:
 
 def digest(path: Path) -> str:
     return blake3().update_mmap(path).hexdigest()
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,9 +14,7 @@ import json
 import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,31 +28,21 @@ from penstock.weights.lora import PLAIN_LORA_CONFIG, A, B, unsupported_setting
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
-    """An adapter, apart from its weights."""
-
-    rank: int
-    alpha: int
-    targets: tuple[str, ...]
-    """Last parts of the names of its layers, in order."""
-
-
 class LoraLinear(nn.Linear):
     """A linear layer with an adapter; its own weight is the same parameter object as before."""
 
     lora_A: nn.Linear
     lora_B: nn.Linear
 
-    def __init__(self, base: nn.Linear, adapter: Adapter) -> None:
+    def __init__(self, base: nn.Linear, config: LoraConfig) -> None:
         nn.Module.__init__(self)  # has no weights
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight = base.weight
         self.register_parameter("bias", base.bias)
         dtype = base.weight.dtype
-        self.lora_A = nn.Linear(base.in_features, adapter.rank, bias=False, dtype=dtype)
-        self.lora_B = nn.Linear(adapter.rank, base.out_features, bias=False, dtype=dtype)
-        self.scale = adapter.alpha / adapter.rank
+        self.lora_A = nn.Linear(base.in_features, config.rank, bias=False, dtype=dtype)
+        self.lora_B = nn.Linear(config.rank, base.out_features, bias=False, dtype=dtype)
+        self.scale = config.alpha / config.rank
         self.is_on = True
 
     def forward(self, input: Tensor) -> Tensor:
@@ -64,12 +52,11 @@ class LoraLinear(nn.Linear):
 
 def attach_adapter(model: PreTrainedModel, folder: Path, config: LoraConfig) -> None:
     """Give the model the adapter of this folder and freeze everything else."""
-    adapter = read_adapter(folder)
-    _check_adapter(adapter, config, folder)
+    targets = _read_targets(folder, config)
     model.requires_grad_(False)
-    for name, layer in _layers(model, adapter.targets).items():
+    for name, layer in _layers(model, targets).items():
         parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, LoraLinear(layer, adapter))
+        setattr(model.get_submodule(parent), own, LoraLinear(layer, config))
     found, own = load_file(folder / ADAPTER_WEIGHTS), adapter_tensors(model)
     if {name: t.shape for name, t in found.items()} != {n: t.shape for n, t in own.items()}:
         raise WeightsError(
@@ -110,25 +97,33 @@ def init_adapter(folder: Path, config: LoraConfig, seed: int) -> None:
         return
     model = make_meta_model(folder)
     targets = config.targets or tuple({name.rpartition(".")[2] for name in _linears(model)})
-    adapter = Adapter(rank=config.rank, alpha=config.alpha, targets=tuple(sorted(set(targets))))
     draw = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    for name, layer in sorted(_layers(model, adapter.targets).items()):
-        a = torch.empty(adapter.rank, layer.in_features)
+    for name, layer in sorted(_layers(model, targets).items()):
+        a = torch.empty(config.rank, layer.in_features)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=draw)
         tensors[f"{ADAPTER_PREFIX}{name}{A}"] = a
-        tensors[f"{ADAPTER_PREFIX}{name}{B}"] = torch.zeros(layer.out_features, adapter.rank)
+        tensors[f"{ADAPTER_PREFIX}{name}{B}"] = torch.zeros(layer.out_features, config.rank)
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(_peft_config(adapter), indent=2) + "\n")
+    peft = {
+        **PLAIN_LORA_CONFIG,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "r": config.rank,
+        "target_modules": sorted(set(targets)),
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(peft, indent=2) + "\n")
 
 
-def read_adapter(folder: Path) -> Adapter:
-    """The content of `adapter_config.json`; WeightsError if it is not a supported adapter."""
+def _read_targets(folder: Path, config: LoraConfig) -> list[str]:
+    """The layers that `adapter_config.json` names, by the last parts of their names; an error if it
+    is not a supported adapter, or has another shape than the config."""
     try:
         found = json.loads((folder / ADAPTER_CONFIG).read_text())
-        adapter = Adapter(
-            rank=found["r"], alpha=found["lora_alpha"], targets=tuple(found["target_modules"])
-        )
+        rank, alpha, targets = found["r"], found["lora_alpha"], list(found["target_modules"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(
             f"{folder / ADAPTER_CONFIG} is not an adapter config: {error!r}"
@@ -138,30 +133,14 @@ def read_adapter(folder: Path) -> Adapter:
             f"{folder / ADAPTER_CONFIG} describes another kind of adapter ({why}); train that one "
             "elsewhere, or start from the model without an adapter"
         )
-    return adapter
-
-
-def _peft_config(adapter: Adapter) -> dict[str, Any]:
-    return {
-        **PLAIN_LORA_CONFIG,
-        "base_model_name_or_path": None,
-        "inference_mode": True,
-        "lora_alpha": adapter.alpha,
-        "lora_dropout": 0.0,
-        "r": adapter.rank,
-        "target_modules": list(adapter.targets),
-        "task_type": "CAUSAL_LM",
-    }
-
-
-def _check_adapter(adapter: Adapter, config: LoraConfig, folder: Path) -> None:
-    is_same = (adapter.rank, adapter.alpha) == (config.rank, config.alpha)
-    if not is_same or (config.targets and {*adapter.targets} != {*config.targets}):
+    is_same = (rank, alpha) == (config.rank, config.alpha)
+    if not is_same or (config.targets and {*targets} != {*config.targets}):
         raise ConfigError(
-            f"{folder} holds an adapter of rank {adapter.rank}, alpha {adapter.alpha} for "
-            f"{', '.join(adapter.targets)}, and the config has other values under lora; an adapter "
-            "keeps its shape: undo the change, or start from the model without an adapter"
+            f"{folder} holds an adapter of rank {rank}, alpha {alpha} for {', '.join(targets)}, "
+            "and the config has other values under lora; an adapter keeps its shape: undo the "
+            "change, or start from the model without an adapter"
         )
+    return targets
 
 
 def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError, WeightsError
+from penstock.gateway.tokenizer_files import PLAIN_TEMPLATE, character_tokenizer
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ _INIT_STD = 0.02
 """A narrower model learns sooner, but on data one version old single batches throw it back."""
 _ROPE_THETA = 100.0
 """Low, because positions are few: more of the 8 frequencies distinguish adjacent positions."""
-
-_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def init_model(init: str, folder: Path, seed: int) -> None:
@@ -168,7 +167,7 @@ def _write_tiny_qwen3(folder: Path, seed: int) -> None:
     texts: dict[str, object] = {
         "config.json": _tiny_config(),
         "generation_config.json": {"do_sample": True, "eos_token_id": _EOS, "pad_token_id": _PAD},
-        "tokenizer.json": _tiny_tokenizer(),
+        "tokenizer.json": character_tokenizer(_VOCABULARY, (*_SPECIAL, *_RESERVED)),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -180,7 +179,7 @@ def _write_tiny_qwen3(folder: Path, seed: int) -> None:
     }
     for name, value in texts.items():
         (folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
     save_file(_tiny_weights(seed), folder / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -243,33 +242,4 @@ def _tiny_config() -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": _EOS,
         "pad_token_id": _PAD,
-    }
-
-
-def _tiny_tokenizer() -> dict[str, Any]:
-    """One token per character; anything but the letters and `>` is `<unk>`."""
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    special = [
-        {"id": _VOCABULARY.index(token), "content": token, **plain, "special": True}
-        for token in (*_SPECIAL, *_RESERVED)
-    ]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": special,
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": "[\\s\\S]"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {token: index for index, token in enumerate(_VOCABULARY)},
-            "unk_token": "<unk>",
-        },
     }

@@ -159,10 +159,6 @@ def _paths(
         for index, turn in enumerate(turns)
         if is_trained_role(turn.policy, turn.role, policy, visible_roles) and is_trainable(turn)
     }
-    if len(turns) == 1:
-        if left:
-            yield (0,), frozenset(left)
-        return
     parents = {turn.parent for turn in turns}
     for leaf in range(len(turns)):
         if leaf in parents or not left:

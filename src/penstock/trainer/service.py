@@ -39,6 +39,7 @@ from penstock.trainer.replay import (
     replay,
 )
 from penstock.trainer.snapshots import Snapshots, unchanged_files, weights_of
+from penstock.trainer.state_shards import StateShard
 from penstock.types import Manifest, PolicyName
 
 EXIT_FENCED = 3
@@ -218,7 +219,7 @@ def save_initial_checkpoint(
     return checkpoints.save(
         Cursor(number=0, seq=0, incarnation=0),
         weights=adapter or weights_of(model),
-        state=initial_state(),
+        state=StateShard(tensors=initial_state()),
         static=unchanged_files(folder),
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,8 +23,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.durable import sync, write_durably
 from penstock.errors import BadRequest, StoreError
-from penstock.trainer.durable_files import digest, sync, write_durably
+from penstock.trainer.durable_files import digest
 from penstock.trainer.ranks.regions import TensorRegion, as_dtensor, is_owner, local, region_of
 from penstock.trainer.ranks.sharding import shard_like
 from penstock.wire.codec import JSON, decode, encode_json
@@ -49,7 +50,7 @@ class StateShard:
     """One rank's shard of the state; later steps do not change it."""
 
     tensors: Mapping[str, Tensor]
-    regions: Mapping[str, TensorRegion]
+    regions: Mapping[str, TensorRegion] = field(default_factory=dict[str, TensorRegion])
     """The region of each tensor; tensors not named here are complete, and every rank has its own.
     """
 
@@ -82,7 +83,7 @@ def write_shard(folder: Path, rank: int, num_ranks: int, shares: StateShard) -> 
     path = folder / state_names(num_ranks)[rank]
     write_state(path, shares)
     sync(path)
-    write_durably(folder / f"{_RECEIPT}{rank}", digest(path))
+    write_durably(folder / f"{_RECEIPT}{rank}", digest(path).encode())
 
 
 def wait_for_shards(folder: Path, num_ranks: int) -> dict[str, str]:

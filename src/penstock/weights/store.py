@@ -25,6 +25,7 @@ import msgspec
 import structlog
 from blake3 import blake3
 
+from penstock.durable import sync
 from penstock.errors import WeightsError
 from penstock.weights.deltas.chain import DeltaEntry, cheapest_chain
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of, is_digest
@@ -54,8 +55,8 @@ class DirectoryStore:
         if not self._manifests.is_dir():
             for folder in (self._blobs, self._deltas, self._incoming, self._manifests):
                 folder.mkdir(parents=True, exist_ok=True)
-            _sync_folder(self._root)
-            _sync_folder(self._root.parent)
+            sync(self._root)
+            sync(self._root.parent)
         for path in self._incoming.iterdir():
             if time.time() - path.stat().st_mtime > ABANDONED_S:
                 path.unlink(missing_ok=True)
@@ -85,7 +86,7 @@ class DirectoryStore:
         )
 
     def sync_blobs(self) -> None:
-        _sync_folder(self._blobs)
+        sync(self._blobs)
 
     def put_manifest(self, data: bytes) -> str:
         """The last write of a version, after `sync_blobs`. Durable when this returns."""
@@ -95,7 +96,7 @@ class DirectoryStore:
             return digest_of(data)
 
         digest = self._write(write, lambda digest: self._manifests / f"{digest}.json")
-        _sync_folder(self._manifests)
+        sync(self._manifests)
         return digest
 
     def put_delta(
@@ -110,7 +111,7 @@ class DirectoryStore:
             return out
 
         out = self._write(fill, lambda out: self._blobs / out.digest)
-        _sync_folder(self._blobs)
+        sync(self._blobs)
         entry = DeltaEntry(base=base, target=target, blob=out.digest, bytes=out.num_bytes)
         folder = self._deltas / target
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,7 +158,7 @@ class DirectoryStore:
             temporary.chmod(0o444)
             with suppress(FileExistsError):
                 os.link(temporary, self.blob_path(digest))
-            _sync_folder(self._blobs)
+            sync(self._blobs)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -307,11 +308,3 @@ def _is_same(new: Path, known: Path) -> bool:
         return filecmp.cmp(new, known, shallow=False)
     except FileNotFoundError:
         return False
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,6 +24,7 @@ from penstock.trainer.models import Models
 from penstock.trainer.ranks.group import SingleRank
 from penstock.trainer.service import make_checkpoints, restore_models
 from penstock.trainer.snapshots import Snapshots
+from penstock.trainer.state_shards import StateShard
 from penstock.weights.publish import StoredVersion
 
 NUM_STEPS = 2
@@ -62,7 +63,7 @@ def parent(tmp_path: Path) -> RunFolder:
     checkpoints.save(
         Cursor(number=NUM_STEPS, seq=NUM_STEPS, incarnation=1),
         weights=models.weights(),
-        state=models.state_tensors(),
+        state=StateShard(tensors=models.state_tensors()),
         static=snapshots.static,
     )
     snapshots.close()

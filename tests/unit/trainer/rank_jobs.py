@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.config.stages import ParallelConfig
 from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.fleet.processes import exit_with_parent
 from penstock.trainer.ranks.group import RankGroup, Ranks, init_process_group, make_rank_group
 from penstock.trainer.ranks.repartition import RowPlacement, repartition
 from penstock.trainer.ranks.row_fetch import fetch_rows
 from penstock.trainer.ranks.supervisor import LOOPBACK, RankEnv, read_rank_env, run_ranks
-from penstock.trainer.ranks.topology import Parallel
 from penstock.types import (
     GroupId,
     Manifest,
@@ -182,8 +182,8 @@ def pair(folder: Path) -> dict[str, Any]:
     from penstock.trainer.model_folders import load_model
     from penstock.trainer.ranks.sharding import gather, shard
 
-    parts = make_rank_group(Parallel(dp=2))
-    inside = make_rank_group(Parallel(tp=2))
+    parts = make_rank_group(ParallelConfig(dp=2))
+    inside = make_rank_group(ParallelConfig(tp=2))
     assert parts is not None and inside is not None
     model = load_model(folder / "model").eval()
     loop, curve = train(shard(model, model, parts), parts, range(NUM_STEPS))
@@ -321,15 +321,15 @@ def four(folder: Path) -> dict[str, Any]:
     """Four ranks: rows between stages of different sizes, and numbers from three uneven ranks."""
     rank = dist.get_rank()
     chains = {
-        "dp2tp2-dp4": [Parallel(dp=2, tp=2), Parallel(dp=4)],
-        "4-2-3": [Parallel(dp=4), Parallel(dp=2), Parallel(dp=3)],
-        "dp2tp2-dp2": [Parallel(dp=2, tp=2), Parallel(dp=2, tp=2)],
-        "4-4": [Parallel(dp=4), Parallel(dp=4)],
+        "dp2tp2-dp4": [ParallelConfig(dp=2, tp=2), ParallelConfig(dp=4)],
+        "4-2-3": [ParallelConfig(dp=4), ParallelConfig(dp=2), ParallelConfig(dp=3)],
+        "dp2tp2-dp2": [ParallelConfig(dp=2, tp=2), ParallelConfig(dp=2, tp=2)],
+        "4-4": [ParallelConfig(dp=4), ParallelConfig(dp=4)],
     }
     results: dict[str, Any] = {name: _chain(chain, rank) for name, chain in chains.items()}
-    three = make_rank_group(Parallel(dp=3))
+    three = make_rank_group(ParallelConfig(dp=3))
     results["metrics"] = None if three is None else _metrics(three)
-    square = make_rank_group(Parallel(dp=2, tp=2))
+    square = make_rank_group(ParallelConfig(dp=2, tp=2))
     assert square is not None
     results["drawn"] = _drawn_bytes(square)
     results["summed"] = square.sum_over_ranks(np.array([10.0**square.position.part])).tolist()
@@ -361,7 +361,7 @@ def count_exchanged() -> list[tuple[int, int]]:
     return found
 
 
-def _chain(chain: list[Parallel], rank: int) -> list[dict[str, Any]]:
+def _chain(chain: list[ParallelConfig], rank: int) -> list[dict[str, Any]]:
     before = RowPlacement(parallel=chain[0], parts_R=round_robin(chain[0].dp))
     rows = {row: payload_of(row) for row in before.rows_of(rank)}
     stages: list[dict[str, Any]] = []
@@ -400,7 +400,7 @@ def mortal(folder: Path) -> dict[str, Any]:
     from penstock.trainer.model_folders import load_model
     from penstock.trainer.ranks.sharding import gather, shard
 
-    ranks = make_rank_group(Parallel(dp=2))
+    ranks = make_rank_group(ParallelConfig(dp=2))
     assert ranks is not None
     saved = sorted(folder.glob("step.*.safetensors"))
     model = load_model(folder / "model").eval()

@@ -29,6 +29,7 @@ from tests.unit.trainer.doubles import (
 )
 from tests.unit.trainer.test_replay import MemoryRecord
 
+from penstock.config.stages import ParallelConfig
 from penstock.dataflow.service.trainers.messages import CommitRequest
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer import state_shards
@@ -37,7 +38,6 @@ from penstock.trainer.checkpoint_saver import Saver
 from penstock.trainer.loop import Trainer
 from penstock.trainer.models import Models
 from penstock.trainer.ranks.group import RankGroup, Ranks, SingleRank, make_rank_group
-from penstock.trainer.ranks.topology import Parallel
 from penstock.trainer.ranks.worker_loop import worker_loop
 from penstock.trainer.replay import RecordedCommit
 from penstock.trainer.service import make_checkpoints, replay_step, restore_models
@@ -121,7 +121,7 @@ def lived(folder: Path, name: str, ranks: Ranks) -> list[list[float]]:
 def pair(folder: Path) -> dict[str, Any]:
     """Two ranks: a straight life, one that goes on in the middle of it, and one that goes on from
     what a single process saved. Last, a life in which the second rank dies."""
-    parts, inside = make_rank_group(Parallel(dp=2)), make_rank_group(Parallel(tp=2))
+    parts, inside = make_rank_group(ParallelConfig(dp=2)), make_rank_group(ParallelConfig(tp=2))
     assert parts is not None and inside is not None
     result = {
         "straight": lived(folder, "straight", parts),
@@ -202,7 +202,7 @@ def _state_of(folder: Path, ranks: RankGroup) -> dict[str, Any]:
 
 def square(folder: Path) -> dict[str, Any]:
     """Four ranks, a model cut both ways."""
-    ranks = make_rank_group(Parallel(dp=2, tp=2))
+    ranks = make_rank_group(ParallelConfig(dp=2, tp=2))
     assert ranks is not None
     return _put_together(folder / "square", folder / "model", ranks)
 
@@ -248,10 +248,10 @@ def _die_between(folder: Path, ranks: RankGroup) -> None:
     could say so; the first one must not wait for ever."""
     receipts = state_shards.write_durably
 
-    def deadly(path: Path, text: str) -> None:
+    def deadly(path: Path, content: bytes) -> None:
         if list(opened(folder, "killed").root.glob(f"step_{EVERY}")):
             os.kill(os.getpid(), signal.SIGKILL)
-        receipts(path, text)
+        receipts(path, content)
 
     if ranks.position.rank == 1:
         state_shards.write_durably = deadly

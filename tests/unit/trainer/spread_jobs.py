@@ -6,7 +6,7 @@ process."""
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from tests.unit.trainer.shard_jobs import lead
 
 from penstock.config import RunConfig
 from penstock.config.pipeline import PipelineStageConfig
+from penstock.config.stages import ParallelConfig
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.ranks import batch_repartition
 from penstock.trainer.ranks.group import Ranks, StagedRanks, make_ranks
 from penstock.trainer.ranks.row_fetch import fetch_rows
-from penstock.trainer.ranks.topology import Parallel
 from penstock.trainer.ranks.worker_loop import worker_loop
 from penstock.trainer.samples import TOKEN_COLUMNS
 from penstock.trainer.service import make_checkpoints, restore_models
@@ -39,7 +39,7 @@ from penstock.types import FinishReason
 MODULE = "tests.unit.trainer.spread_jobs"
 NUM_STEPS = 3
 SAVED_AT = 2
-ONE, TWO, TENSOR = Parallel(), Parallel(dp=2), Parallel(tp=2)
+ONE, TWO, TENSOR = ParallelConfig(), ParallelConfig(dp=2), ParallelConfig(tp=2)
 SPREADS = {
     "from one rank to two": {"reference": ONE, "critic": TWO, "actor": TENSOR},
     "from two ranks to one": {"reference": TWO, "critic": ONE, "actor": ONE},
@@ -54,13 +54,13 @@ def spread_settings(folder: Path, name: str) -> RunConfig:
     training: dict[str, Any] = {"minibatches": 2, "micro_batch_tokens": 24, "checkpoint_every": 1}
     plain = settings(folder / "model", "ppo", **training)
     stages = [
-        stage.model_dump() | {"parallel": asdict(_parallel(name, stage))}
+        stage.model_dump() | {"parallel": _parallel(name, stage).model_dump()}
         for stage in builtin(plain.for_policy(POLICY).algorithm, max_tokens=8)
     ]
     return settings(folder / "model", "ppo", **training, pipeline={"stages": stages})
 
 
-def _parallel(name: str, stage: PipelineStageConfig) -> Parallel:
+def _parallel(name: str, stage: PipelineStageConfig) -> ParallelConfig:
     return ONE if stage.type == "compute" else SPREADS[name][stage.role]
 
 

@@ -29,6 +29,7 @@ from penstock.trainer.signals.alarms import Cause, DivergenceStreak, NoSignalStr
 from penstock.trainer.signals.mismatch import Mismatch, NodeMismatches
 from penstock.trainer.signals.monitor import MonitorState, from_json, to_json
 from penstock.trainer.snapshots import weights_of
+from penstock.trainer.state_shards import StateShard
 
 NewModel = Callable[[], PreTrainedModel]
 
@@ -48,7 +49,7 @@ def save(
     return checkpoints.save(
         cursor,
         weights=weights_of(learner.model),
-        state=learner.state_tensors(),
+        state=StateShard(tensors=learner.state_tensors()),
         static=static_files(model_folder),
     )
 
@@ -422,7 +423,7 @@ def test_what_is_remembered_of_batches_is_part_of_the_checkpoint(
         divergence=DivergenceStreak().updated(0.7, 1.0),
     )
     checkpoints = open_checkpoints(tmp_path)
-    weights, state = weights_of(learner.model), learner.state_tensors()
+    weights, state = weights_of(learner.model), StateShard(tensors=learner.state_tensors())
     static = static_files(model_folder)
     checkpoints.save(
         at(2), weights=weights, state=state, static=static, monitor_state=to_json(monitor_state)

@@ -20,6 +20,7 @@ from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
 from penstock.trainer.checkpoint_manifest import STATE
 from penstock.trainer.checkpoint_saver import Saver
 from penstock.trainer.model_folders import WEIGHTS, static_files
+from penstock.trainer.state_shards import StateShard
 
 
 class SlowCheckpoints(Checkpoints):
@@ -59,8 +60,9 @@ class World:
         self.told.append(self.checkpoints.retained)
 
     def save_now(self, number: int) -> None:
+        state = StateShard(tensors=tensors(number))
         self.checkpoints.save(
-            cursor(number), weights=tensors(number), state=tensors(number), static=self.static
+            cursor(number), weights=tensors(number), state=state, static=self.static
         )
 
     def submit(self, number: int) -> dict[str, Tensor]:

@@ -11,13 +11,13 @@ import torch
 from tests.unit.trainer.doubles import POLICY, settings
 from transformers import PreTrainedModel
 
+from penstock.config.stages import ParallelConfig
 from penstock.errors import ConfigError
 from penstock.trainer import service
 from penstock.trainer.device import CPU, select_device
 from penstock.trainer.ranks.group import Ranks, SingleRank
 from penstock.trainer.ranks.sharding import shard
 from penstock.trainer.ranks.supervisor import RankEnv
-from penstock.trainer.ranks.topology import Parallel
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_ranks_with_gpus_meet_and_spread_over_them(
     def init_process_group(rank_env: RankEnv, *, device: str) -> None:
         asked.append(device)
 
-    def make_ranks(parallels: list[Parallel], *, device: str) -> Ranks:
+    def make_ranks(parallels: list[ParallelConfig], *, device: str) -> Ranks:
         asked.append(device)
         return SingleRank()
 

@@ -28,7 +28,6 @@ from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.build import build_models
 from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.lora import (
-    Adapter,
     LoraLinear,
     adapter_disabled,
     adapter_tensors,
@@ -88,7 +87,7 @@ def test_the_layer_is_its_formula(has_bias: bool) -> None:
         draw.standard_normal(shape) for shape in ((5, 7), (6, 7), 6, (2, 7), (6, 2), (5, 6))
     )
     base = nn.Linear(7, 6, bias=has_bias, dtype=torch.float64)
-    layer = LoraLinear(base, Adapter(rank=2, alpha=5, targets=()))
+    layer = LoraLinear(base, LoraConfig(rank=2, alpha=5))
     for parameter, value in ((layer.weight, w), (layer.lora_A.weight, a), (layer.lora_B.weight, b)):
         parameter.data = torch.from_numpy(value)
     if has_bias:

@@ -18,6 +18,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from penstock.dataflow.ledger.segments import DISK_FULL_ERRNOS
+from penstock.durable import sync
 from penstock.errors import BadRequest, Conflict, NotFound, StorageFull, TooLarge
 
 MAX_BLOB_BYTES = 1 << 30
@@ -121,14 +122,14 @@ class BlobStore:
                 "nothing was kept; start again at offset 0"
             )
         try:
-            _sync(source)
+            sync(source)
         except OSError:  # a second fsync would not report the pages that this one lost
             source.unlink(missing_ok=True)
             raise
         target.parent.mkdir(exist_ok=True)
         os.replace(source, target)
         for folder in (target.parent, self._folder):
-            _sync(folder)
+            sync(folder)
 
     # --- sweeping ------------------------------------------------------------------------
 
@@ -165,14 +166,6 @@ def _older(folder: Path, before: float) -> Generator[Path]:
     for entry in os.scandir(folder):
         if entry.is_file(follow_symlinks=False) and entry.stat().st_mtime < before:
             yield Path(entry.path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

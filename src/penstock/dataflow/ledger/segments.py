@@ -17,6 +17,7 @@ from pathlib import Path
 
 import crc32c
 
+from penstock.durable import sync
 from penstock.errors import StoreError
 
 MAGIC = b"PSR1"
@@ -66,7 +67,7 @@ def sizes(folder: Path) -> dict[int, int]:
 
 def delete(folder: Path, segment: int) -> None:
     segment_path(folder, segment).unlink(missing_ok=True)
-    _sync_folder(folder)
+    sync(folder)
 
 
 class SegmentAllocator:
@@ -120,7 +121,7 @@ class SegmentWriter:
             raise _as_disk_full(error) from error
         self.close()
         self._segment, self._descriptor = segment, descriptor
-        _sync_folder(self._folder)
+        sync(self._folder)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -169,14 +170,6 @@ def _as_disk_full(error: OSError) -> Exception:
         if error.errno in DISK_FULL_ERRNOS
         else error
     )
-
-
-def _sync_folder(folder: Path) -> None:
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def read(folder: Path, location: Location) -> bytes:

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
+from penstock.config.stages import ParallelConfig
 from penstock.trainer.batches import Batch
 from penstock.trainer.ranks.repartition import RowPlacement, repartition
 from penstock.trainer.ranks.row_fetch import assign_rows
-from penstock.trainer.ranks.topology import Parallel
 from penstock.trainer.samples import TOKEN_COLUMNS, Samples
 from penstock.wire.codec import decode, encode
 
@@ -38,7 +38,7 @@ class PackedRow:
 
 
 def repartition_batch(
-    batch: Batch, before: Parallel, after: Parallel, *, minibatches: int
+    batch: Batch, before: ParallelConfig, after: ParallelConfig, *, minibatches: int
 ) -> Batch:
     """This rank's rows in the next stage. Every rank of the trainer calls it."""
     rank = dist.get_rank()
@@ -48,7 +48,7 @@ def repartition_batch(
     return _unpack(batch, {row: decode(content, PackedRow) for row, content in found.items()})
 
 
-def _placement(batch: Batch, parallel: Parallel, minibatches: int) -> RowPlacement:
+def _placement(batch: Batch, parallel: ParallelConfig, minibatches: int) -> RowPlacement:
     """Where rows would have been fetched to, had this stage been the first."""
     parts_R = np.zeros(batch.groups_R.size, np.int64)
     shares = assign_rows(batch.costs_R, batch.groups_R, parallel.dp, minibatches)

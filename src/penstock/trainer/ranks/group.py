@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.config.stages import ParallelConfig
 from penstock.trainer.arrays import Floats
 from penstock.trainer.ranks.supervisor import RankEnv
-from penstock.trainer.ranks.topology import Parallel, RankPosition
+from penstock.trainer.ranks.topology import RankPosition
 
 TIMEOUT_S = 3600.0
 """For a rank that hangs; a rank that exits is noticed by its supervisor."""
@@ -63,7 +64,7 @@ class Ranks(RankReductions, Protocol):
 class SingleRank:
     """Single-process implementation: every collective is the identity."""
 
-    position = RankPosition(rank=0, parallel=Parallel())
+    position = RankPosition(rank=0, parallel=ParallelConfig())
 
     def sum_over_ranks(self, values: Floats) -> Floats:
         return values
@@ -93,7 +94,7 @@ class _WorldBroadcasts:
 class RankGroup(_WorldBroadcasts):
     """This rank in the group of one stage."""
 
-    def __init__(self, mesh: DeviceMesh, parallel: Parallel) -> None:
+    def __init__(self, mesh: DeviceMesh, parallel: ParallelConfig) -> None:
         self.mesh = mesh
         self.position = RankPosition(rank=dist.get_rank(), parallel=parallel)
         self._dp_group = mesh.get_group("dp")
@@ -117,7 +118,7 @@ class RankGroup(_WorldBroadcasts):
     def broadcast_in_tp_group(self, payload: bytes) -> bytes:
         if self.position.parallel.tp == 1:
             return payload
-        source = self.position.parallel.num_trainer_ranks(self.position.part)[0]
+        source = self.position.part * self.position.parallel.tp
         length = torch.tensor(len(payload))
         dist.broadcast(length, src=source, group=self._tp_group)
         content = torch.empty(int(length), dtype=torch.uint8)
@@ -145,14 +146,16 @@ class StagedRanks(_WorldBroadcasts):
     Idle ranks hold no rows and receive the reduced results by broadcast."""
 
     def __init__(
-        self, groups: Mapping[Parallel, RankGroup | SingleRank | None], parallel: Parallel
+        self,
+        groups: Mapping[ParallelConfig, RankGroup | SingleRank | None],
+        parallel: ParallelConfig,
     ) -> None:
         """groups: the rank groups of all stages; None for stages in which this rank is idle."""
         self.groups = groups
         self.position = RankPosition(rank=dist.get_rank(), parallel=parallel)
         self._group = groups[parallel]
 
-    def at_stage(self, parallel: Parallel) -> StagedRanks:
+    def at_stage(self, parallel: ParallelConfig) -> StagedRanks:
         """The same ranks, positioned at another stage."""
         return StagedRanks(self.groups, parallel)
 
@@ -202,7 +205,7 @@ def init_process_group(
     )
 
 
-def make_ranks(parallels: Sequence[Parallel], *, device: str = "cpu") -> Ranks:
+def make_ranks(parallels: Sequence[ParallelConfig], *, device: str = "cpu") -> Ranks:
     """One group if all stages are sharded the same way over all ranks; else the staged ranks,
     positioned at the first stage."""
     groups = {parallel: _make_one(parallel, device) for parallel in dict.fromkeys(parallels)}
@@ -212,13 +215,13 @@ def make_ranks(parallels: Sequence[Parallel], *, device: str = "cpu") -> Ranks:
     return StagedRanks(groups, parallels[0])
 
 
-def _make_one(parallel: Parallel, device: str) -> RankGroup | SingleRank | None:
+def _make_one(parallel: ParallelConfig, device: str) -> RankGroup | SingleRank | None:
     if parallel.num_ranks > 1:
         return make_rank_group(parallel, device=device)
     return SingleRank() if dist.get_rank() == 0 else None
 
 
-def make_rank_group(parallel: Parallel, *, device: str = "cpu") -> RankGroup | None:
+def make_rank_group(parallel: ParallelConfig, *, device: str = "cpu") -> RankGroup | None:
     """This rank's group in a stage of this size; None if the rank is idle there.
 
     Every rank of the world calls it, in the same order for the same stages."""

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.config.stages import ParallelConfig
 from penstock.trainer.arrays import Ints
-from penstock.trainer.ranks.topology import Parallel
+from penstock.trainer.ranks.topology import RankPosition
 
 RowBytes = dict[int, bytes]
 """By index in the manifest."""
@@ -29,13 +30,13 @@ RowBytes = dict[int, bytes]
 class RowPlacement:
     """Which rows the ranks of a stage hold."""
 
-    parallel: Parallel
+    parallel: ParallelConfig
     parts_R: Ints
     """The part each row belongs to."""
 
     def rows_of(self, rank: int) -> list[int]:
-        part = self.parallel.part_of(rank)
-        return [] if part is None else np.flatnonzero(self.parts_R == part).tolist()
+        at = RankPosition(rank=rank, parallel=self.parallel)
+        return [] if at.is_idle else np.flatnonzero(self.parts_R == at.part).tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ def plan_transfers(before: RowPlacement, after: RowPlacement) -> list[RowTransfe
     Of several ranks that hold a row, the one with the fewest to send so far sends it.
     """
     assert before.parts_R.size == after.parts_R.size, "both stages have the same batch"
+    tp = before.parallel.tp
     num_sent = [0] * before.parallel.num_ranks
     moves: list[RowTransfer] = []
     for target in range(after.parallel.num_ranks):
@@ -58,8 +60,8 @@ def plan_transfers(before: RowPlacement, after: RowPlacement) -> list[RowTransfe
         for row in after.rows_of(target):
             if row in held:
                 continue
-            holders = before.parallel.num_trainer_ranks(int(before.parts_R[row]))
-            source = min(holders, key=num_sent.__getitem__)
+            first = int(before.parts_R[row]) * tp
+            source = min(range(first, first + tp), key=num_sent.__getitem__)
             num_sent[source] += 1
             moves.append(RowTransfer(row=row, source=source, target=target))
     return moves

@@ -2,32 +2,14 @@
 """The positions of ranks: data-parallel parts, each of `tp` ranks.
 
 Owns the numbering. Rank r of a stage with `dp` × `tp` is in part r // tp; ranks from dp × tp on are
-idle in this stage. Imports no other module of penstock, and no torch.
+idle in this stage.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parallel:
-    """How a stage is sharded over ranks."""
-
-    dp: int = 1
-    """Parts that a batch is cut into."""
-    tp: int = 1
-    """Ranks that compute one part together."""
-
-    @property
-    def num_ranks(self) -> int:
-        return self.dp * self.tp
-
-    def part_of(self, rank: int) -> int | None:
-        return rank // self.tp if rank < self.num_ranks else None
-
-    def num_trainer_ranks(self, part: int) -> range:
-        return range(part * self.tp, (part + 1) * self.tp)
+from penstock.config.stages import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +17,7 @@ class RankPosition:
     """One rank of a stage."""
 
     rank: int
-    parallel: Parallel
+    parallel: ParallelConfig
 
     @property
     def part(self) -> int:

@@ -12,16 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from penstock.trainer.learner import SkipReason, Stats
+from penstock.trainer.signals.mismatch import pool_mismatch
+
 ALARM_AFTER = 3
 """Consecutive batches without a signal before the first alarm; then one at each doubling."""
 MAX_GAP = 1.0
 """Mean |log ratio| of fresh tokens beyond which engine and trainer do not hold the same model."""
-
-
 MAX_K3_PER_VERSION = 0.1
 """Per version: far beyond what a policy should move in one step."""
-
-
 EXCLUDED = "rows/excluded"
 """The metric that counts rows masked by a stage."""
 
@@ -80,30 +79,20 @@ _MESSAGES: Mapping[Cause, str] = {
 }
 
 
-def cause_of(
-    *,
-    num_tokens: float,
-    informative: float,
-    clipped: float,
-    gap: float,
-    is_skipped: bool,
-    is_rejected: bool = False,
-    num_excluded: float = 0.0,
-) -> Cause | None:
-    """Why a batch had no learning signal, None if it had one. `informative` is the share of groups,
-    `clipped` the share of tokens with an advantage, `gap` the mean |log ratio| of fresh tokens; a
-    rejected batch has neither."""
-    if num_tokens == 0:
-        return Cause.EXCLUDED if num_excluded else Cause.NO_TOKENS
-    if is_rejected:
+def cause_of(stats: Stats) -> Cause | None:
+    """Why a batch had no learning signal, None if it had one."""
+    values = stats.values
+    if not values.get("tokens/trained"):
+        return Cause.EXCLUDED if values.get(EXCLUDED) else Cause.NO_TOKENS
+    if stats.skipped is SkipReason.REJECTED:
         return Cause.REJECTED
-    if informative == 0:
+    if values.get("signal/informative_groups") == 0:
         return Cause.EQUAL_REWARDS
-    if not gap <= MAX_GAP:
+    if not pool_mismatch(stats.mismatches).mean_abs <= MAX_GAP:
         return Cause.GAP
-    if clipped >= 1:
+    if values.get("signal/clipped", 0.0) >= 1:
         return Cause.ALL_CLIPPED
-    return Cause.SKIPPED if is_skipped else None
+    return Cause.SKIPPED if stats.skipped else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

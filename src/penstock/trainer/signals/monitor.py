@@ -19,13 +19,12 @@ from typing import Any
 import structlog
 
 from penstock.errors import BadRequest
-from penstock.trainer.learner import SkipReason, Stats
-from penstock.trainer.signals.alarms import EXCLUDED, DivergenceStreak, NoSignalStreak, cause_of
+from penstock.trainer.learner import Stats
+from penstock.trainer.signals.alarms import DivergenceStreak, NoSignalStreak, cause_of
 from penstock.trainer.signals.mismatch import (
     DriftingNode,
     MovingAverage,
     NodeMismatches,
-    pool_mismatch,
 )
 from penstock.wire.codec import JSON, decode, encode_json
 
@@ -82,18 +81,9 @@ class SignalMonitor:
             _log.warning("node quarantined", node=node.node_id, boot_id=node.boot_id, why=str(node))
             self._quarantine(node)
         values = stats.values
-        cause = cause_of(
-            num_tokens=values.get("tokens/trained", 0.0),
-            informative=values.get("signal/informative_groups", 1.0),
-            clipped=values.get("signal/clipped", 0.0),
-            gap=pool_mismatch(stats.mismatches).mean_abs,
-            is_skipped=stats.skipped is not None,
-            is_rejected=stats.skipped is SkipReason.REJECTED,
-            num_excluded=values.get(EXCLUDED, 0.0),
-        )
         self.state = MonitorState(
             mismatches=mismatches.without_reported(drifting),
-            no_signal=self.state.no_signal.updated(cause),
+            no_signal=self.state.no_signal.updated(cause_of(stats)),
             divergence=self.state.divergence.updated(
                 values.get("gap/k3", 0.0), values.get("gap/staleness", 0.0)
             ),

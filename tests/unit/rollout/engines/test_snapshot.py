@@ -32,6 +32,8 @@ def test_facts(tmp_path: Path) -> None:
     assert snapshot.tensors == ("w",)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     assert read_snapshot(tmp_path).stop_ids == {1, 2}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert read_snapshot(tmp_path).stop_ids == {3}
 
 
 @pytest.mark.parametrize("num_bytes", [0, 4, 8, 40, -1])

@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 from tests.unit.trainer.rank_jobs import NUM_ROWS, UNEVEN, forked, payload_of, round_robin
 
+from penstock.config.stages import ParallelConfig
 from penstock.trainer.ranks.repartition import RowPlacement, plan_transfers
-from penstock.trainer.ranks.topology import Parallel, RankPosition
+from penstock.trainer.ranks.topology import RankPosition
 
-SIZES = [Parallel(dp=dp, tp=tp) for dp in (1, 2, 3, 4) for tp in (1, 2)]
+SIZES = [ParallelConfig(dp=dp, tp=tp) for dp in (1, 2, 3, 4) for tp in (1, 2)]
 
 
-def _held(parallel: Parallel) -> RowPlacement:
+def _held(parallel: ParallelConfig) -> RowPlacement:
     return RowPlacement(parallel=parallel, parts_R=round_robin(parallel.dp))
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(SIZES, SIZES)))
 def test_a_plan_brings_each_rank_what_it_lacks_from_one_that_has_it(
-    before: Parallel, after: Parallel
+    before: ParallelConfig, after: ParallelConfig
 ) -> None:
     moves = plan_transfers(_held(before), _held(after))
     has = {rank: set(_held(before).rows_of(rank)) for rank in range(8)}
@@ -37,15 +38,15 @@ def test_a_plan_brings_each_rank_what_it_lacks_from_one_that_has_it(
 
 
 def test_ranks_that_hold_the_same_rows_share_the_sending() -> None:
-    moves = plan_transfers(_held(Parallel(dp=1, tp=2)), _held(Parallel(dp=4)))
+    moves = plan_transfers(_held(ParallelConfig(dp=1, tp=2)), _held(ParallelConfig(dp=4)))
     sent = np.bincount([move.source for move in moves])
     assert sent.tolist() == [16, 16]
 
 
 def test_places_of_a_stage() -> None:
-    square = Parallel(dp=2, tp=2)
-    assert [square.part_of(rank) for rank in range(5)] == [0, 0, 1, 1, None]
-    places = [RankPosition(rank=rank, parallel=square) for rank in range(4)]
+    square = ParallelConfig(dp=2, tp=2)
+    *places, fifth = [RankPosition(rank=rank, parallel=square) for rank in range(5)]
+    assert fifth.is_idle and not any(position.is_idle for position in places)
     assert [position.part for position in places] == [0, 0, 1, 1]
     assert [position.fetches_rows for position in places] == [True, False, True, False]
     assert [position.is_rank0 for position in places] == [True, False, False, False]

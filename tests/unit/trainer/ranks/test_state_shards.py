@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.errors import StoreError
 from penstock.trainer import checkpoint_saver, loop
-from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor, ShardedSave
+from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
 from penstock.trainer.checkpoint_manifest import (
     STATE,
     read_checkpoint_manifest,
@@ -270,9 +270,10 @@ class Pair:
         return self.checkpoints.save(
             at(number),
             weights={"w": torch.full((2,), float(number))},
-            state=first.tensors,
+            state=first,
             static=self.static,
-            sharded=ShardedSave(num_ranks=2, token=token, regions=first.regions),
+            num_ranks=2,
+            token=token,
         )
 
 

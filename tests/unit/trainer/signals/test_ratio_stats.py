@@ -8,8 +8,10 @@ import math
 import numpy as np
 import pytest
 
+from penstock.trainer.learner import SkipReason, Stats
 from penstock.trainer.signals.alarms import (
     ALARM_AFTER,
+    EXCLUDED,
     MAX_K3_PER_VERSION,
     Cause,
     DivergenceStreak,
@@ -259,26 +261,40 @@ def test_what_is_remembered_survives_in_json() -> None:
 
 # --- alarms -----------------------------------------------------------------------------------
 
-GOOD = {"num_tokens": 100.0, "informative": 0.5, "clipped": 0.1, "gap": 0.01, "is_skipped": False}
+GOOD = {"tokens/trained": 100.0, "signal/informative_groups": 0.5, "signal/clipped": 0.1}
+CLIPPED = {"signal/clipped": 1.0}
+
+
+def stats_with(
+    change: dict[str, float], *, skipped: SkipReason | None = None, gap: float = 0.01
+) -> Stats:
+    mismatches = {"n/1": Mismatch(100, 60 * gap, 0.0, gap), "n/2": Mismatch(100, 140 * gap, 0, gap)}
+    return Stats(skipped=skipped, values=GOOD | change, mismatches=mismatches)
 
 
 @pytest.mark.parametrize(
-    ("change", "cause"),
+    ("stats", "cause"),
     [
-        ({}, None),
-        ({"num_tokens": 0.0, "informative": 0.0, "is_skipped": True}, Cause.NO_TOKENS),
-        ({"num_tokens": 0.0, "num_excluded": 8.0}, Cause.EXCLUDED),
-        ({"num_excluded": 2.0}, None),
-        ({"informative": 0.0}, Cause.EQUAL_REWARDS),
-        ({"gap": 3.0, "clipped": 1.0}, Cause.GAP),
-        ({"gap": math.nan}, Cause.GAP),
-        ({"clipped": 1.0}, Cause.ALL_CLIPPED),
-        ({"is_skipped": True}, Cause.SKIPPED),
-        ({"is_skipped": True, "is_rejected": True}, Cause.REJECTED),
+        (stats_with({}), None),
+        (
+            stats_with(
+                {"tokens/trained": 0.0, "signal/informative_groups": 0.0},
+                skipped=SkipReason.NO_TOKENS,
+            ),
+            Cause.NO_TOKENS,
+        ),
+        (stats_with({"tokens/trained": 0.0, EXCLUDED: 8.0}), Cause.EXCLUDED),
+        (stats_with({EXCLUDED: 2.0}), None),
+        (stats_with({"signal/informative_groups": 0.0}), Cause.EQUAL_REWARDS),
+        (stats_with(CLIPPED, gap=3.0), Cause.GAP),
+        (stats_with({}, gap=math.nan), Cause.GAP),
+        (stats_with(CLIPPED), Cause.ALL_CLIPPED),
+        (stats_with({}, skipped=SkipReason.NON_FINITE), Cause.SKIPPED),
+        (stats_with(CLIPPED, skipped=SkipReason.REJECTED), Cause.REJECTED),
     ],
 )
-def test_each_cause(change: dict[str, float], cause: Cause | None) -> None:
-    assert cause_of(**GOOD | change) is cause  # type: ignore[arg-type]
+def test_each_cause(stats: Stats, cause: Cause | None) -> None:
+    assert cause_of(stats) is cause
 
 
 @pytest.mark.parametrize(

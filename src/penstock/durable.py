@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is on disk, and stays there after a power failure."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Wait until the content of this file, or the names in this folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """On disk when this returns, and never half a file under this name."""
+    temporary = path.with_name(f".new-{path.name}")
+    temporary.write_bytes(content)
+    sync(temporary)
+    temporary.rename(path)
+    sync(path.parent)
