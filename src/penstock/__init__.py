@@ -1,10 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
 """penstock: reinforcement learning of language-model agents as a flow of data.
 
-Importing this package imports nothing else; torch in particular stays out until a trainer or an
-in-process engine starts.
+The names in `__all__` are the public API; docs/reference/stability.md says how they may change.
+Each is imported when it is first used. Importing this package imports nothing else; torch in
+particular stays out until a trainer or an in-process engine starts.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.config import RunConfig
+    from penstock.dataflow.client.rows import RowsClient
+    from penstock.dataflow.rules import Admit, Curate, Mix, Replay, Route, Rule, Select
+    from penstock.errors import ConfigError, PenstockError
+    from penstock.gateway.generation import Completion, GenerationRequest
+    from penstock.gateway.model_calls import Answer
+    from penstock.rollout.context import Context
+    from penstock.rollout.engine import Engine, EngineSettings
+    from penstock.rollout.rewards.decorator import reward
+    from penstock.rollout.workflow import Workflow
+    from penstock.runs.control_client import ControlClient
+    from penstock.runs.public import check, fork, load_config, replay, run
+    from penstock.trainer.client import VersionsClient
+    from penstock.trainer.losses.tokens import TokenLoss, Tokens
+    from penstock.trainer.model_folders import init_model
+    from penstock.trainer.pipeline.layout import Layout, RowColumn, Stage, TokenColumn
+    from penstock.types import DropReason, Outcome, Task, Trajectory, Turn, Version
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["__version__"]
+__all__ = [
+    "Admit",
+    "Answer",
+    "Completion",
+    "ConfigError",
+    "Context",
+    "ControlClient",
+    "Curate",
+    "DropReason",
+    "Engine",
+    "EngineSettings",
+    "GenerationRequest",
+    "Layout",
+    "Mix",
+    "Outcome",
+    "PenstockError",
+    "Replay",
+    "Route",
+    "RowColumn",
+    "RowsClient",
+    "Rule",
+    "RunConfig",
+    "Select",
+    "Stage",
+    "Task",
+    "TokenColumn",
+    "TokenLoss",
+    "Tokens",
+    "Trajectory",
+    "Turn",
+    "Version",
+    "VersionsClient",
+    "Workflow",
+    "__version__",
+    "check",
+    "fork",
+    "init_model",
+    "load_config",
+    "replay",
+    "reward",
+    "run",
+]
+
+_HOMES = {
+    "penstock.config": ("RunConfig",),
+    "penstock.dataflow.client.rows": ("RowsClient",),
+    "penstock.dataflow.rules": ("Admit", "Curate", "Mix", "Replay", "Route", "Rule", "Select"),
+    "penstock.errors": ("ConfigError", "PenstockError"),
+    "penstock.gateway.generation": ("Completion", "GenerationRequest"),
+    "penstock.gateway.model_calls": ("Answer",),
+    "penstock.rollout.context": ("Context",),
+    "penstock.rollout.engine": ("Engine", "EngineSettings"),
+    "penstock.rollout.rewards.decorator": ("reward",),
+    "penstock.rollout.workflow": ("Workflow",),
+    "penstock.runs.control_client": ("ControlClient",),
+    "penstock.runs.public": ("check", "fork", "load_config", "replay", "run"),
+    "penstock.trainer.client": ("VersionsClient",),
+    "penstock.trainer.losses.tokens": ("TokenLoss", "Tokens"),
+    "penstock.trainer.model_folders": ("init_model",),
+    "penstock.trainer.pipeline.layout": ("Layout", "RowColumn", "Stage", "TokenColumn"),
+    "penstock.types": ("DropReason", "Outcome", "Task", "Trajectory", "Turn", "Version"),
+}
+"""Where each public name is defined."""
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            found = getattr(importlib.import_module(module), name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

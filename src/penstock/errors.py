@@ -34,7 +34,7 @@ class PenstockError(Exception):
 
 
 class ConfigError(PenstockError, ValueError):
-    pass
+    """A run file, an override or a name in them is wrong; each line of the message has a fix."""
 
 
 class WireError(PenstockError):

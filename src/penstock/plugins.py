@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plug-ins: built-in ones are the modules of a package, custom ones are named `module:name`.
+"""Plug-ins: built-in ones are the modules of a package; custom ones are named `module:name`, or by
+the name under which an installed package offers them.
 
 Owns every import by name, and the messages for names that are unknown or cannot be imported. Calls
 nothing that it loads. Imports only the standard library, so that a small worker starts fast.
@@ -14,6 +15,14 @@ Where they are not (engines), list the names and import only the chosen module:
 
     builtin_names("penstock.rollout.engines")            # ("hf", "scripted", ...), imports none
     load_object("penstock.rollout.engines.hf:ENGINE")
+
+An installed package offers a plug-in as an entry point in one of the groups below, and a run file
+then names it like a built-in. In the package's pyproject.toml:
+
+    [project.entry-points."penstock.rules"]
+    few-per-version = "my_package.rules:FewPerVersion"
+
+Such names are looked up only when a name is neither built-in nor `module:name`.
 
 Lower layers may call these with the name of a package above them: that is how config validates
 options which the plug-in declares (`penstock.options`). Such a package must not import config."""
@@ -30,6 +39,21 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from penstock.errors import ConfigError
+
+ENGINE_GROUP = "penstock.engines"
+"""Entry points of engines: a class or function that takes `EngineSettings`, or an `EngineType`."""
+RULE_GROUP = "penstock.rules"
+"""Entry points of data rules: classes."""
+LOSS_GROUP = "penstock.losses"
+"""Entry points of losses: functions of a train stage."""
+STAGE_GROUP = "penstock.stages"
+"""Entry points of stages: functions of a compute or infer stage."""
+DIALECT_GROUP = "penstock.dialects"
+"""Entry points of dialects. The gateway serves every one that is installed."""
+WORKFLOW_GROUP = "penstock.workflows"
+"""Entry points of workflows: async functions."""
+REWARD_GROUP = "penstock.rewards"
+"""Entry points of rewards: functions."""
 
 
 def builtin_names(package: str) -> tuple[str, ...]:
@@ -48,22 +72,30 @@ def builtin_plugins(package: str, attribute: str) -> Mapping[str, Any]:
     )
 
 
-def load_object(name: str) -> Any:
-    """The object called `module:name`; ConfigError says which half is wrong."""
-    return _load(name, "object", lambda found: True)
+def plugin_names(group: str) -> tuple[str, ...]:
+    """Names that installed packages offer in this group of entry points, sorted; imports none."""
+    return tuple(sorted(_entry_points(group)))
 
 
-def load_function(name: str) -> Callable[..., Any]:
-    """The function, or other callable, called `module:function`."""
-    return _load(name, "function", callable)
+def load_object(name: str, group: str = "") -> Any:
+    """The object called `module:name`, or offered under this name in the group; ConfigError says
+    which part is wrong."""
+    return _load(name, group, "object", lambda found: True)
 
 
-def load_class(name: str) -> type[object]:
-    """The class called `module:Class`."""
-    return _load(name, "class", lambda found: isinstance(found, type))
+def load_function(name: str, group: str = "") -> Callable[..., Any]:
+    """The function, or other callable, called `module:function`, or offered in the group."""
+    return _load(name, group, "function", callable)
 
 
-def _load(name: str, kind: str, fits: Callable[[object], bool]) -> Any:
+def load_class(name: str, group: str = "") -> type[object]:
+    """The class called `module:Class`, or offered under this name in the group."""
+    return _load(name, group, "class", lambda found: isinstance(found, type))
+
+
+def _load(name: str, group: str, kind: str, fits: Callable[[object], bool]) -> Any:
+    if group and ":" not in name:
+        name = _target(name, group, kind)
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
         raise ConfigError(f"{name!r} does not name a {kind}; write it as module:{kind}")
@@ -73,6 +105,31 @@ def _load(name: str, kind: str, fits: Callable[[object], bool]) -> Any:
         fix = suggest(attribute, [n for n, v in vars(module).items() if fits(v)], "define it there")
         where = getattr(module, "__file__", None) or "built-in"
         raise ConfigError(f"module {module_name!r} has no {kind} {attribute!r} ({where}); {fix}")
+    return found
+
+
+def _target(name: str, group: str, kind: str) -> str:
+    """The `module:name` behind the name of an entry point."""
+    offered = _entry_points(group)
+    if name not in offered:
+        what = f"{kind} of the entry points {group}"
+        raise ConfigError(unknown(what, name, offered, also=f"module:{kind}"))
+    targets = sorted(offered[name])
+    if len(targets) > 1:
+        raise ConfigError(
+            f"{name!r} is ambiguous: installed packages offer {' and '.join(targets)} under this "
+            f"name in {group}; write one of these instead, or uninstall a package"
+        )
+    return targets[0]
+
+
+def _entry_points(group: str) -> dict[str, set[str]]:
+    """The `module:name` targets by the names of a group."""
+    from importlib.metadata import entry_points  # here: it doubles the start-up time of a worker
+
+    found: dict[str, set[str]] = {}
+    for point in entry_points(group=group):
+        found.setdefault(point.name, set()).add(f"{point.module}:{point.attr}")
     return found
 
 

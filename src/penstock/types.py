@@ -212,6 +212,8 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
+    """How a rollout ended. A failed or cancelled one has no reward."""
+
     kind: OutcomeKind
     reason: str = ""
     """`length | deadline` for truncated, a FailureKind for failed, free text for cancelled."""
@@ -220,6 +222,7 @@ class Outcome:
 
     @property
     def has_reward(self) -> bool:
+        """Whether such a rollout is scored."""
         return self.kind in (OutcomeKind.COMPLETED, OutcomeKind.TRUNCATED)
 
 

@@ -11,13 +11,13 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator
 
 from penstock.options import Contradiction, KeyPath, Options
-from penstock.plugins import quoted
+from penstock.plugins import REWARD_GROUP, plugin_names, quoted, suggest
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 """Names of policies and sources; they become parts of ids, paths and labels."""
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-"""`module:name`, the only way to name a Python object in a config."""
+"""`module:name`, which names a Python object in a config."""
 
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 """A dotted module path."""
@@ -74,9 +74,28 @@ Name = Annotated[
     ),
 ]
 """Name of a policy, source, stage, space or tag."""
+
+
+def is_custom(name: str, group: str) -> bool:
+    """Whether this names a custom object: `module:name`, or what an installed package offers in
+    this group of entry points. Imports nothing."""
+    return bool(FUNCTION.fullmatch(name)) or name in plugin_names(group)
+
+
+def check_function_name(value: str, group: str) -> str:
+    """Accept `module:function` and the names that installed packages offer in this group."""
+    if is_custom(value, group):
+        return value
+    offered = plugin_names(group)
+    choices = "".join(f", or {name}" for name in offered)
+    fix = suggest(value, offered, f"write module:function, like my_task:reward{choices}")
+    raise ValueError(f"{quoted(value)} is not valid here; {fix}")
+
+
 FunctionName = Annotated[
-    str, AfterValidator(matching(FUNCTION, "write module:function, like my_task:reward"))
+    str, AfterValidator(lambda value: check_function_name(value, REWARD_GROUP))
 ]
+"""A reward: `module:function`, or the name under which an installed package offers it."""
 
 
 def repeated_names(kind: str, names: Sequence[str], at: str) -> Iterator[Contradiction]:

@@ -11,11 +11,11 @@ from typing import Annotated, Literal, Protocol
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from penstock.config.algorithms import AlgorithmConfig
-from penstock.config.base import FUNCTION, Section, matching, non_blank, only_supported
+from penstock.config.base import Section, is_custom, matching, non_blank, only_supported
 from penstock.config.dataflow import PolicyDataflowConfig
 from penstock.config.trainer import TrainingConfig
 from penstock.options import Contradiction, non_empty
-from penstock.plugins import builtin_names, load_object, unknown
+from penstock.plugins import ENGINE_GROUP, builtin_names, load_object, plugin_names, unknown
 
 BUILTIN_MODELS = ("builtin:tiny-qwen3",)
 """Models that penstock builds itself, without a download."""
@@ -26,9 +26,10 @@ imports only the module of that engine. Custom engines are user code and never i
 
 def _check_name(value: object) -> object:
     names = builtin_names(ENGINES_PACKAGE)
-    if isinstance(value, str) and (value in names or FUNCTION.fullmatch(value)):
+    if isinstance(value, str) and (value in names or is_custom(value, ENGINE_GROUP)):
         return value
-    raise ValueError(unknown("engine", value, names, also="module:Class"))
+    known = (*names, *plugin_names(ENGINE_GROUP))
+    raise ValueError(unknown("engine", value, known, also="module:Class"))
 
 
 class _EngineType(Protocol):
@@ -39,7 +40,7 @@ class _EngineType(Protocol):
 
 
 EngineName = Annotated[str, BeforeValidator(_check_name)]
-"""A built-in engine, or `module:Class`."""
+"""A built-in engine, one that an installed package offers, or `module:Class`."""
 
 
 def serves_adapters(engine: str) -> bool:

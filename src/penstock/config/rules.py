@@ -2,7 +2,7 @@
 """Rules in the run file: one entry per rule, the defaults, and how a policy's rules take priority.
 
 Owns the syntax of an entry. A built-in rule declares its own options; they are found at run time.
-Builds no rule and imports no user code: `module:Class` and its options are checked when the service
+Builds no rule and imports no user code: a custom rule and its options are checked when the service
 is built."""
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +10,9 @@ from typing import Annotated, Any, cast
 
 from pydantic import ConfigDict, Field, model_serializer, model_validator
 
-from penstock.config.base import FUNCTION, Section
+from penstock.config.base import Section, is_custom
 from penstock.options import Contradiction, Options, parse_options, raise_contradictions
-from penstock.plugins import did_you_mean, load_function, unknown
+from penstock.plugins import RULE_GROUP, did_you_mean, load_function, plugin_names, unknown
 from penstock.types import Hook
 
 SHARED_HOOKS = frozenset({Hook.MIX, Hook.CURATE})
@@ -26,7 +26,7 @@ _HOOKS = tuple(hook.value for hook in Hook)
 class RuleConfig(Section):
     """One rule at one hook, with its options: `{replay: newest, ratio: 0.3}`.
 
-    The name is a built-in rule or `module:Class`."""
+    The name is a built-in rule, one that an installed package offers, or `module:Class`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -52,7 +52,7 @@ class RuleConfig(Section):
         entry = cast(Mapping[str, Any], data)
         hook = _find_hook(entry)
         name = entry[hook]
-        if not isinstance(name, str) or FUNCTION.fullmatch(name):
+        if not isinstance(name, str) or _is_custom(hook, name):
             return entry
         options = {key: value for key, value in entry.items() if key not in _HOOKS}
         return {hook.value: name, **_complete_options(hook, name, options)}
@@ -75,7 +75,7 @@ class RuleConfig(Section):
     @property
     def is_builtin(self) -> bool:
         """Whether its options are declared in penstock."""
-        return ":" not in self.name
+        return not _is_custom(self.hook, self.name)
 
     @model_serializer
     def _as_entry(self) -> dict[str, Any]:
@@ -100,11 +100,16 @@ def _find_hook(entry: Mapping[str, Any]) -> Hook:
     )
 
 
+def _is_custom(hook: Hook, name: str) -> bool:
+    return name not in builtin_rules()[hook] and is_custom(name, RULE_GROUP)
+
+
 def _complete_options(hook: Hook, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """All options of a built-in rule, defaults included."""
     builtin = builtin_rules()[hook]
     if name not in builtin:
-        text = unknown(f"{hook} rule", name, builtin, also="module:Class")
+        known = (*builtin, *plugin_names(RULE_GROUP))
+        text = unknown(f"{hook} rule", name, known, also="module:Class")
         raise_contradictions([Contradiction(text=text, keys=((hook.value,),))])
     return parse_options(builtin[name], name, options).model_dump(mode="json")
 

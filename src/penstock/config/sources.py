@@ -8,9 +8,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Discriminator, Field, PositiveInt, Tag
 
-from penstock.config.base import FUNCTION, MODULE, Name, Section
+from penstock.config.base import FUNCTION, MODULE, Name, Section, is_custom
 from penstock.options import Contradiction, non_empty
-from penstock.plugins import quoted, unknown
+from penstock.plugins import WORKFLOW_GROUP, plugin_names, quoted, unknown
 
 WORKFLOWS = ("single_turn",)
 """Built-in workflows, by name."""
@@ -31,10 +31,11 @@ def _task(value: str) -> str:
 
 
 def _workflow(value: str) -> str:
-    if value in WORKFLOWS or FUNCTION.fullmatch(value):
+    if value in WORKFLOWS or is_custom(value, WORKFLOW_GROUP):
         return value
+    known = (*WORKFLOWS, *plugin_names(WORKFLOW_GROUP))
     also = "module:function | {command: [...]}"
-    raise ValueError(unknown("workflow", value, WORKFLOWS, also=also))
+    raise ValueError(unknown("workflow", value, known, also=also))
 
 
 class SessionConfig(Section):
@@ -84,4 +85,4 @@ WorkflowConfig = Annotated[
     | Annotated[CommandWorkflow, Tag("<mapping>")],
     Discriminator(_workflow_kind),
 ]
-"""A built-in name, `module:function`, or a command."""
+"""A built-in name, one that an installed package offers, `module:function`, or a command."""

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, ValidationInfo, field_validator
 
-from penstock.config.base import COLUMN, FunctionName, Name, Section, matching
+from penstock.config.base import COLUMN, Name, Section, check_function_name, matching
 from penstock.config.builtin_stages import builtin_stage_for, check_options
 from penstock.options import non_empty
+from penstock.plugins import LOSS_GROUP, STAGE_GROUP
 
 INITIAL_COLUMNS = ("turns", "reward")
 """Columns a row has when it is delivered; `reward` only while no stage writes it."""
@@ -21,6 +22,11 @@ Column = Annotated[
 ]
 Columns = Annotated[tuple[Column, ...], Field(strict=False), non_empty()]
 Tags = Annotated[tuple[Name, ...], Field(strict=False), non_empty()]
+
+
+def function_group(type: str) -> str:
+    """Where installed packages offer functions for stages of this type."""
+    return LOSS_GROUP if type == "train" else STAGE_GROUP
 
 
 class StageConfig(Section):
@@ -86,8 +92,9 @@ class PipelineStageConfig(Section):
     """Columns that fn receives under another name, like {shaped_reward: reward}."""
     after: Annotated[tuple[Name, ...], Field(strict=False)] = ()
     """Stages to wait for although no column flows from them."""
-    fn: FunctionName | None = None
-    """The function it runs, as module:function; null: the built-in for its type and role."""
+    fn: str | None = None
+    """The function it runs, as module:function or as an installed package names it; null: the
+    built-in for its type and role."""
     policy: Name | None = None
     """The policy whose trainer runs it; null: all policies."""
     place: Tags | None = None
@@ -100,6 +107,11 @@ class PipelineStageConfig(Section):
     """Keyword arguments of fn in addition to the columns."""
     model: str | None = None
     """Initial weights of its model (reference, critic, teacher, reward); null: as the policy."""
+
+    @field_validator("fn")
+    @classmethod
+    def _check_fn(cls, fn: str | None, info: ValidationInfo) -> str | None:
+        return fn and check_function_name(fn, function_group(info.data.get("type", "")))
 
     @field_validator("options")
     @classmethod

@@ -17,6 +17,8 @@ from penstock.types import (
     TokenIds,
     Version,
     VersionSpan,
+    log_probs,
+    token_ids,
 )
 
 
@@ -30,6 +32,21 @@ class Completion:
     spans: tuple[VersionSpan, ...]
     """Cover `sampled_ids` without gap or overlap."""
     finish: FinishReason
+
+    @classmethod
+    def of(
+        cls, ids: Sequence[int], logprobs: Sequence[float], version: Version, *, is_cut: bool
+    ) -> Completion:
+        """An answer that one version sampled. `is_cut`: it reached `max_tokens` before its end."""
+        span = VersionSpan(
+            start=0, end=len(ids), incarnation=version.incarnation, number=version.number
+        )
+        return cls(
+            sampled_ids=token_ids(ids),
+            logprobs=log_probs(logprobs),
+            spans=(span,) if ids else (),
+            finish=FinishReason.LENGTH if is_cut else FinishReason.STOP,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +66,8 @@ block. The returned completion is authoritative and may contain more tokens than
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
+    """One model call as an engine gets it: token ids in, a `Completion` out."""
+
     prompt_ids: Sequence[int]
     sampling: SamplingSpec
     _: KW_ONLY

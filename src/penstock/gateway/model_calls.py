@@ -19,6 +19,12 @@ class ToolCall:
     arguments: str
     """A JSON object, as the model wrote it."""
 
+    @property
+    def body(self) -> JsonObject:
+        """In OpenAI's chat format."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
@@ -78,4 +84,17 @@ class Answer:
     """Index among the session's turns."""
     usage: Usage
     reasoning: str = ""
+    """The model's reasoning, without its markers; empty if it has none."""
     tool_calls: tuple[ToolCall, ...] = ()
+    """Calls that the model asks for, in order; `name`, and `arguments` as JSON text."""
+
+    @property
+    def message(self) -> JsonObject:
+        """The answer as an assistant message in OpenAI's chat format. Append it to `messages`
+        unchanged, so that the next call continues from the sampled tokens."""
+        message: JsonObject = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.body for call in self.tool_calls]
+        return message

@@ -3,14 +3,14 @@
 
 Owns routing, key checks, body limits and quotas. A session is identified by its key, or by its key
 and the path `/sessions/{id}/v1`. Engines stay private: request paths are never forwarded, and
-nothing here can load, pause or stop an engine.
+nothing here can load, pause or stop an engine. Dialects of installed packages are served too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.errors import WireError
+from penstock.errors import ConfigError, WireError
 from penstock.gateway.dialects.chat import CHAT
 from penstock.gateway.dialects.completions import COMPLETIONS
 from penstock.gateway.dialects.dialect import Dialect
@@ -33,12 +33,14 @@ from penstock.gateway.dialects.responses import RESPONSES
 from penstock.gateway.exchange import Exchange, error_for_agent
 from penstock.gateway.gateway import Gateway, Session
 from penstock.gateway.quotas import Quotas
+from penstock.plugins import DIALECT_GROUP, load_object, plugin_names
 from penstock.types import JsonObject
 from penstock.wire.codec import JSON, decode, encode_json
 from penstock.wire.server import read_body, wait_for_disconnect
 
 MAX_BODY_BYTES = 4 << 20
 DIALECTS = (CHAT, RESPONSES, MESSAGES, COMPLETIONS)
+"""The built-in ones."""
 SESSION = "/sessions/{session_id}"
 CLIENT_CLOSED_REQUEST = 499
 """Non-standard status for a client that disconnected; only logs show it."""
@@ -48,12 +50,13 @@ def build_app(gateway: Gateway, quotas: Quotas | None = None) -> Starlette:
     """Build the app. Every route except `/healthz` needs the key of an open session. Quotas apply
     per session."""
     quotas = quotas or Quotas()
-    document = _openapi_document(DIALECTS)
+    dialects = (*DIALECTS, *_installed_dialects())
+    document = _openapi_document(dialects)
 
     async def openapi(session: Session) -> JsonObject:
         return document
 
-    calls = {dialect.path: _DialectApp(dialect, gateway, quotas) for dialect in DIALECTS}
+    calls = {dialect.path: _DialectApp(dialect, gateway, quotas) for dialect in dialects}
     app = _App(
         routes=[
             *(
@@ -71,6 +74,25 @@ def build_app(gateway: Gateway, quotas: Quotas | None = None) -> Starlette:
     app.router.redirect_slashes = False
     app.calls = calls
     return app
+
+
+def _installed_dialects() -> Iterator[Dialect]:
+    """Dialects that installed packages offer; each has a separate path."""
+    taken = {dialect.path for dialect in DIALECTS}
+    for name in plugin_names(DIALECT_GROUP):
+        found: object = load_object(name, DIALECT_GROUP)
+        if not isinstance(found, Dialect):
+            raise ConfigError(
+                f"dialect {name!r} of the entry points {DIALECT_GROUP} is a "
+                f"{type(found).__name__}; offer a Dialect, or uninstall its package"
+            )
+        if found.path in taken:
+            raise ConfigError(
+                f"dialect {name!r} of the entry points {DIALECT_GROUP} has the path {found.path}, "
+                "which another dialect serves; give it another path, or uninstall its package"
+            )
+        taken.add(found.path)
+        yield found
 
 
 class _App(Starlette):

@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from penstock.gateway.gateway import Session
-from penstock.gateway.model_calls import Answer, RawPrompt
+from penstock.gateway.model_calls import Answer, Call, RawPrompt
 from penstock.gateway.sampling import read_overrides
-from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.programs import inherited_env, run_program
 from penstock.types import MAX_ROLE_CHARS, JsonObject, PolicyName
+
+if TYPE_CHECKING:  # a reward worker that imports a user's workflow module must start fast
+    from penstock.gateway.session import Session
+    from penstock.rollout.endpoint import Endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +29,104 @@ class BoundPolicy:
     _name: PolicyName | None
     _role: str
 
-    async def chat(self, messages: Sequence[JsonObject], **overrides: Any) -> Answer:
-        """Make one chat call. `overrides` are sampling fields, such as `temperature=0.7,
-        max_tokens=64`."""
-        return await self._session.chat(messages, policy=self._name, role=self._role, **overrides)
+    async def chat(
+        self,
+        messages: Sequence[JsonObject],
+        *,
+        tools: Sequence[JsonObject] = (),
+        thinking: bool | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        json_schema: str | None = None,
+    ) -> Answer:
+        """Make one chat call and return the answer.
 
-    async def complete(self, prompt: str, **overrides: Any) -> Answer:
-        """Make one completion call: the model continues `prompt` without a chat template."""
+        Raises EngineError if no engine can answer, and BadRequest for a bad argument or a prompt
+        that fills the model's context window.
+
+        Args:
+            messages: The conversation in OpenAI's chat format: `role` and `content` as text, and
+                `tool_call_id` in the result of a tool. Append `answer.message` to continue it.
+            tools: Functions that the model may call, in OpenAI's format: `{"type": "function",
+                "function": {"name": ..., "description": ..., "parameters": JSON schema}}`. Calls
+                of the model are in `answer.tool_calls`.
+            thinking: Whether the model reasons before it answers; None leaves it to its template.
+            temperature: Randomness of sampling; 0 takes the likeliest token and is not trained.
+            top_p: Samples among the likeliest tokens that have this probability together.
+            top_k: Samples among this many likeliest tokens; 0 for all.
+            min_p: Drops tokens less likely than this times the likeliest one.
+            max_tokens: Longest answer, in tokens.
+            seed: Seed of this call; None derives it from the slot.
+            stop: Texts that end the answer; they are not part of it.
+            json_schema: JSON schema that the answer must match. Such an answer is not trained.
+
+        None takes the value of `sampling` in the run file."""
+        overrides = read_overrides(
+            {
+                "temperature": temperature,
+                "top_p": top_p,
+                "top_k": top_k,
+                "min_p": min_p,
+                "max_tokens": max_tokens,
+                "seed": seed,
+                "stop": _stop(stop),
+                "json_schema": json_schema,
+            }
+        )
+        return await self._session.call(
+            Call(
+                messages=messages,
+                policy=self._name,
+                role=self._role,
+                tools=tools,
+                thinking=thinking,
+                overrides=overrides,
+            )
+        )
+
+    async def complete(
+        self,
+        prompt: str,
+        *,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+    ) -> Answer:
+        """Make one completion call: the model continues `prompt` without a chat template. The other
+        arguments are as in `chat`."""
         if self._role:
             raise ValueError(f"complete() does not take a role ({self._role!r}); use chat()")
-        fields = read_overrides(overrides) if overrides else None
+        overrides = read_overrides(
+            {
+                "temperature": temperature,
+                "top_p": top_p,
+                "top_k": top_k,
+                "min_p": min_p,
+                "max_tokens": max_tokens,
+                "seed": seed,
+                "stop": _stop(stop),
+            }
+        )
         return await self._session.call(
-            RawPrompt(prompt=prompt, policy=self._name, overrides=fields)
+            RawPrompt(prompt=prompt, policy=self._name, overrides=overrides)
         )
 
 
+def _stop(texts: str | Sequence[str] | None) -> str | list[str] | None:
+    return texts if texts is None or isinstance(texts, str) else list(texts)
+
+
 class Context:
-    """Valid for one attempt."""
+    """One attempt, as its workflow sees it: the policies to call, and the reward to set."""
 
     def __init__(self, session: Session, endpoint: Endpoint, *, seed: int) -> None:
         self.seed = seed

@@ -20,6 +20,11 @@ CLOSED = "the engine is closed; its node is shutting down, and another node take
 
 
 class Engine(Generate, Protocol):
+    """Generates with one live version, and loads the next one while it runs.
+
+    A class of yours with these methods is an engine. A run file names it as `engine:
+    my_module:MyEngine`; it is built from `EngineSettings`."""
+
     @property
     def live(self) -> Version | None:
         """The version that new requests are sampled from; None while the engine cannot answer:

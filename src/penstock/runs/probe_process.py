@@ -18,14 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import penstock
 from penstock.errors import ConfigError
 from penstock.types import JsonObject
 
 T = TypeVar("T")
 
 _INTERNAL_PATHS = (
-    str(Path(penstock.__file__).parent),
+    str(Path(__file__).parents[1]),
     str(Path(importlib.__file__).parent),
     "<frozen ",
 )
@@ -101,12 +100,12 @@ def _try_source(
 
 
 def _try_reward(request: ProbeRequest, payload: JsonObject, result: ProbeResult) -> None:
-    from penstock.plugins import load_function
+    from penstock.plugins import REWARD_GROUP, load_function
     from penstock.rollout.rewards.frames import ScoreRequest
     from penstock.rollout.rewards.worker import score
 
     reward = request.reward
-    function = _load("reward", partial(load_function, reward), request, result)
+    function = _load("reward", partial(load_function, reward, REWARD_GROUP), request, result)
     if function is None:
         return
     answer = score(function, ScoreRequest(completions=[""], payloads=[payload]))

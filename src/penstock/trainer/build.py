@@ -38,7 +38,7 @@ from penstock.trainer.models import Models
 from penstock.trainer.packing_check import require_packable
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.functions import find_function
-from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, Stage, bind, keep_rows
+from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, PlannedStage, bind, keep_rows
 from penstock.trainer.ranks.batch_repartition import repartition_batch
 from penstock.trainer.ranks.group import Ranks, SingleRank, StagedRanks
 from penstock.trainer.ranks.sharding import shard
@@ -149,13 +149,13 @@ class _Builder:
 
     def bind_stages(
         self, stages: tuple[PipelineStageConfig, ...], learners: dict[str, Learner]
-    ) -> list[Stage]:
+    ) -> list[PlannedStage]:
         """Bind every stage, with a repartition before it if its rows are on other ranks. Functions
         of columns use rows where they are."""
         if not isinstance(self._ranks, StagedRanks):
             total = self._ranks.sum_over_ranks
             return [bind(one, self._call(one, learners), sum_over_ranks=total) for one in stages]
-        found: list[Stage] = []
+        found: list[PlannedStage] = []
         here = self._ranks.position.parallel
         for stage in stages:
             there = stage.parallel if _has_model(stage) else here

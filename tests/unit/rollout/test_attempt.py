@@ -229,7 +229,8 @@ async def test_a_reward_that_failed_is_no_reward(snapshot: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("single-turn", "built in: single_turn"),
+        ("single-turn", 'did you mean "single_turn"'),
+        ("agent", r"use single_turn \| module:function"),
         ("no_such_module:run", "cannot import"),
         (f"{WORKFLOWS}:nothing", "has no function"),
         (f"{WORKFLOWS}:not_async", "not an async function"),

@@ -65,6 +65,7 @@ class RowsClient:
         await self.close()
 
     async def close(self) -> None:
+        """Close the connections."""
         await self._caller.close()
 
     # --- spaces -------------------------------------------------------------------------------
@@ -120,14 +121,17 @@ class RowsClient:
         await self.call("DELETE", _space(space), None, Ack)
 
     async def set_quota(self, space: str, quota_bytes: int) -> None:
+        """Limit the bytes of this space; a put above it is refused."""
         await self.call("PUT", _space(space), QuotaRequest(quota_bytes=quota_bytes), Ack)
 
     # --- blobs --------------------------------------------------------------------------------
 
     async def put_blob(self, data: bytes) -> BlobRef:
+        """Upload bytes under their digest; resumes an earlier upload of the same bytes."""
         return await put_blob(self._caller, data, deadline_s=self._patience_s)
 
     async def get_blob(self, ref: BlobRef) -> bytes:
+        """The bytes of a blob, checked against their digest."""
         return await get_blob(self._caller, ref, deadline_s=self._patience_s)
 
     # --- readers ------------------------------------------------------------------------------
@@ -169,6 +173,7 @@ class RowsClient:
         patience_s: float | None = None,
         timeout_s: float = 60.0,
     ) -> T:
+        """Make one call of the service, with retries; for readers."""
         deadline_s = self._patience_s if patience_s is None else patience_s
         return await self._caller.call(
             method, path, body, kind, deadline_s=deadline_s, timeout_s=timeout_s

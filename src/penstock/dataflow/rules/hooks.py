@@ -25,18 +25,24 @@ from penstock.types import (
 
 
 class Mix(Protocol):
+    """A rule that chooses the source of the next task: `mix`."""
+
     def pick(self, sources: Sequence[SourceShare], draw: RandomDraw) -> str:
         """Which source next? `sources` have tasks left, and are in declared order."""
         ...
 
 
 class Curate(Protocol):
+    """A rule that decides which tasks are rolled out: `curate`."""
+
     def wants(self, task: Task, draw: RandomDraw) -> bool:
         """Is this task worth rolling out now?"""
         ...
 
 
 class Admit(Protocol):
+    """A rule that decides which closed groups may be trained: `admit`."""
+
     def judge(self, group: JudgedGroup) -> DropReason | None:
         """May this closed group enter? None admits it. Remember nothing here: another rule may
         still refuse; `learn` receives the verdict."""
@@ -44,12 +50,16 @@ class Admit(Protocol):
 
 
 class Select(Protocol):
+    """A rule that chooses the groups of the next batch: `select`."""
+
     def choose(self, ready: Sequence[Candidate], count: int) -> Sequence[Candidate]:
         """The min(count, len(ready)) groups of the next batch, each once, in training order."""
         ...
 
 
 class Replay(Protocol):
+    """A rule that chooses trained groups to train again: `replay`."""
+
     @property
     def ratio(self) -> float:
         """Share of a batch that may be replayed, in groups, rounded down."""
@@ -74,6 +84,8 @@ class Replay(Protocol):
 
 
 class Route(Protocol):
+    """A rule that decides whose turns a policy's trainer sees: `route`."""
+
     def sees(self, policy: PolicyName, turn_policy: PolicyName, role: str) -> bool:
         """Does this policy's trainer see turns that `turn_policy` sampled in this role?"""
         ...

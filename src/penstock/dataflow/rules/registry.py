@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules by name: built-in ones, and custom ones as `module:Class`.
+"""Rules by name: built-in ones, and custom ones as `module:Class` or from an installed package.
 
 Owns building a rule from its name, options and state, and every reason why that fails. A built-in
 rule is one file of this package that defines `RULE`; there is no list of them. Decides nothing."""
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from penstock.dataflow.rules.hooks import Admit, Curate, Mix, Replay, Route, Select
 from penstock.dataflow.rules.rule import Rule, State
 from penstock.errors import ConfigError
-from penstock.plugins import builtin_plugins, load_class, unknown
+from penstock.plugins import RULE_GROUP, builtin_plugins, load_class, plugin_names, unknown
 from penstock.types import Hook
 
 METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -72,14 +72,14 @@ def make_rule(hook: str, name: str, options: Options, state: State) -> Any:
 
 
 def _find(hook: str, name: str, label: str) -> type[object]:
-    if ":" not in name:
-        known = builtin_rules()[Hook(hook)]
-        if name not in known:
-            text = unknown(f"{hook} rule", name, known, also="module:Class")
-            raise ConfigError(f"{label}: {text}")
-        return known[name]
+    builtin = builtin_rules()[Hook(hook)]
+    if name in builtin:
+        return builtin[name]
+    if ":" not in name and name not in (offered := plugin_names(RULE_GROUP)):
+        text = unknown(f"{hook} rule", name, (*builtin, *offered), also="module:Class")
+        raise ConfigError(f"{label}: {text}")
     try:
-        return load_class(name)
+        return load_class(name, RULE_GROUP)
     except ConfigError as error:
         raise ConfigError(f"{label}: {error}") from error
 

@@ -35,7 +35,7 @@ from penstock.gateway.dialects.openai_common import (
     tokens_with_logprobs,
     usage_body,
 )
-from penstock.gateway.model_calls import Call, Delta, ToolCall
+from penstock.gateway.model_calls import Call, Delta
 from penstock.gateway.sampling import SamplingFields
 from penstock.types import JsonObject, PolicyName
 
@@ -165,18 +165,10 @@ def _body(head: JsonObject, has_logprobs: bool, replies: Sequence[AnsweredTurn])
 
 def _message(reply: AnsweredTurn) -> JsonObject:
     answer = reply.answer
-    message: JsonObject = {"role": "assistant", "content": answer.text, "refusal": None}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
+    message = {**answer.message, "refusal": None}
     if answer.tool_calls:
         message["content"] = answer.text or None
-        message["tool_calls"] = [_tool_call(call) for call in answer.tool_calls]
     return message
-
-
-def _tool_call(call: ToolCall) -> JsonObject:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _logprobs(reply: AnsweredTurn) -> JsonObject:
@@ -214,9 +206,7 @@ class _ChatWriter:
         progress = self._progress[choice] or Progress()
         events = [self.write_delta(choice, progress.remaining(reply.answer))]
         if reply.answer.tool_calls:
-            calls = [
-                {"index": at, **_tool_call(call)} for at, call in enumerate(reply.answer.tool_calls)
-            ]
+            calls = [{"index": at, **call.body} for at, call in enumerate(reply.answer.tool_calls)]
             events.append(self._chunk(choice, {"tool_calls": calls}))
         if self._has_logprobs:
             events.append(self._chunk(choice, {"content": ""}, logprobs=_logprobs(reply)))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker process for one reward function: `python -m penstock.rollout.rewards.worker
-MODULE:FUNCTION PARENT_PID`.
+REWARD PARENT_PID`.
 
 Owns the calling convention (TRL's): `reward(completions, **columns) -> list of numbers`, sync or
 async. Columns are lists taken from the task payloads, plus `prompts` if payloads have a `prompt`.
@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any, BinaryIO, cast
 
 from penstock.errors import ConfigError
-from penstock.plugins import load_function
+from penstock.plugins import REWARD_GROUP, load_function
 from penstock.rollout.exit_with_parent import die_with
 from penstock.rollout.rewards.frames import (
     PREFIX_BYTES,
@@ -129,7 +129,7 @@ def main() -> None:
         answers.flush()
 
     try:
-        function = load_function(sys.argv[1])
+        function = load_function(sys.argv[1], REWARD_GROUP)
     except ConfigError as error:
         send(ScoreAnswer(error=str(error)))
         return

@@ -12,35 +12,30 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable
 from functools import cache
 from typing import Any, cast
 
 from penstock.errors import ConfigError
-from penstock.plugins import load_function
-from penstock.rollout.context import Context
+from penstock.plugins import WORKFLOW_GROUP, load_function, plugin_names, unknown
+from penstock.rollout.workflow import Workflow
 from penstock.rollout.workflows import single_turn
 from penstock.rollout.workflows.command import command
-from penstock.types import Task
 
-Workflow = Callable[[Task, Context], Awaitable[str | float | None]]
 BUILT_IN: dict[str, Workflow] = {"single_turn": single_turn.run}
 
 
 @cache
 def find_workflow(name: str) -> Workflow:
-    """Find a built-in workflow by name, load `module:function`, or wrap a program given as a JSON
-    list of arguments."""
+    """Find a built-in workflow or one of an installed package by name, load `module:function`, or
+    wrap a program given as a JSON list of arguments."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if name.startswith("["):
         return command(_parse_argv(name))
-    if ":" not in name:
-        raise ConfigError(
-            f"unknown workflow {name!r}; built in: {', '.join(BUILT_IN)}. Name a custom one as "
-            "module:function, or a program as a JSON list of arguments"
-        )
-    function = load_function(name)
+    if ":" not in name and name not in (offered := plugin_names(WORKFLOW_GROUP)):
+        also = "module:function | a program as a JSON list of arguments"
+        raise ConfigError(unknown("workflow", name, (*BUILT_IN, *offered), also=also))
+    function = load_function(name, WORKFLOW_GROUP)
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(
             f"workflow {name} is not an async function; write `async def run(task, ctx)`"

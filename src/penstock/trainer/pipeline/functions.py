@@ -18,6 +18,7 @@ from typing import Any, get_origin
 
 from penstock.config.builtin_stages import default_functions
 from penstock.config.pipeline import PipelineStageConfig
+from penstock.config.stages import function_group
 from penstock.errors import ConfigError
 from penstock.plugins import load_function
 
@@ -26,7 +27,7 @@ _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWOR
 
 
 def function_name(stage: PipelineStageConfig) -> str | None:
-    """`module:function`; None if the trainer runs a model."""
+    """The name of its function; None if the trainer runs a model."""
     return stage.fn or default_functions().get((stage.type, stage.role))
 
 
@@ -36,7 +37,7 @@ def find_function(stage: PipelineStageConfig) -> Function | None:
     if name is None:
         return None
     try:
-        function = load_function(name)
+        function = load_function(name, function_group(stage.type))
     except ConfigError as error:
         raise ConfigError(f"stage {stage.id}: {error}") from error.__cause__
     if found := list(signature_errors(stage, function)):

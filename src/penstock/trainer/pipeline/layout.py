@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,25 @@ class TokenColumn:
     values_T: Floats
 
 
+class Stage(Protocol):
+    """A custom function in a training graph: it reads columns of a batch and writes others.
+
+    A stage of type `compute` or `infer` names it as `fn: my_module:my_stage`. It is called once per
+    batch, with the columns that the stage reads and its options by keyword, and returns exactly the
+    columns that the stage writes:
+
+        def short_first(layout: Layout, *, reward: Floats, bonus: float = 0.1) -> Mapping: ...
+
+    A stage with `place` runs as a service and gets one `Trajectory` at a time instead of a layout.
+    """
+
+    def __call__(
+        self, layout: Layout, /, *args: Any, **kwargs: Any
+    ) -> Mapping[str, Floats | RowColumn | TokenColumn]:
+        """The columns that this stage writes, by name."""
+        ...
+
+
 def no_reduction(values: Floats) -> Floats:
     """The sum over one rank."""
     return values
@@ -54,6 +73,8 @@ def no_reduction(values: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
+    """The rows, samples and tokens of one batch."""
+
     groups_R: Ints
     """Which group of the manifest a row belongs to; never decreases."""
     longest_R: Ints

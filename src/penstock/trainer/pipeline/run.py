@@ -47,7 +47,7 @@ def keep_rows(batch: Batch) -> Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class PlannedStage:
     """A stage of the plan, ready to be called."""
 
     id: str
@@ -88,9 +88,8 @@ class Stage:
         if axis is None:
             raise ConfigError(
                 f"stage {self.id}: column {name} is a plain array, and nothing declares its axis; "
-                f"return {{{name!r}: RowColumn(values)}} or TokenColumn(values) of "
-                "penstock.trainer.pipeline.layout, or declare the function with "
-                "@stage_function(writes=…)"
+                f"return {{{name!r}: penstock.RowColumn(values)}} or "
+                "penstock.TokenColumn(values)"
             )
         if declared not in (None, axis):
             raise ConfigError(
@@ -118,12 +117,12 @@ class Stage:
 class Pipeline:
     """The chain of stages of one policy's trainer."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[PlannedStage]) -> None:
         self.stages = tuple(stages)
 
     def run(self, batch: Batch) -> Stats:
         """Run every stage in the planned order; a train stage sees all columns written before."""
-        results: list[tuple[Stage, Stats]] = []
+        results: list[tuple[PlannedStage, Stats]] = []
         seconds: dict[str, float] = {}
         for stage in self.stages:
             started = time.perf_counter()
@@ -137,7 +136,7 @@ class Pipeline:
         return merge_stats(results, seconds)
 
 
-def merge_stats(results: Sequence[tuple[Stage, Stats]], more: Mapping[str, float]) -> Stats:
+def merge_stats(results: Sequence[tuple[PlannedStage, Stats]], more: Mapping[str, float]) -> Stats:
     """Statistics of all train stages, and `more`. The batch made a version if the actor learned."""
     actor = next((stats for stage, stats in results if stage.role == ACTOR), None)
     if actor is None:
@@ -156,7 +155,7 @@ def bind(
     *,
     sum_over_ranks: Sum = no_reduction,
     move_rows: MoveRows = keep_rows,
-) -> Stage:
+) -> PlannedStage:
     """The stage with its function, or with the callable that runs its model."""
     call, declared = runner, None
     if call is None:
@@ -168,7 +167,7 @@ def bind(
             )
         declared = declaration_of(function)
         call = partial(_compute, function, stage, declared, sum_over_ranks)
-    return Stage(
+    return PlannedStage(
         id=stage.id,
         role=stage.role,
         writes={column: _declared_axis(column, declared) for column in stage.writes},
