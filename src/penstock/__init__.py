@@ -6,10 +6,7 @@ Each is imported when it is first used. Importing this package imports nothing e
 particular stays out until a trainer or an in-process engine starts.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # type checkers take it for true; importing `typing` costs more than all here
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
@@ -97,13 +94,17 @@ _HOMES = {
 """Where each public name is defined."""
 
 
-def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            found = getattr(importlib.import_module(module), name)
-            globals()[name] = found
-            return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # so that they report a name that does not exist
+
+    def __getattr__(name: str) -> object:
+        import importlib
+
+        for module, names in _HOMES.items():
+            if name in names:
+                found = getattr(importlib.import_module(module), name)
+                globals()[name] = found
+                return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
