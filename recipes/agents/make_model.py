@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from penstock.trainer.model_folders import init_model
+from penstock import init_model
 
 CALLS = (
     '<tool_call>{"name": "backwards", "arguments": {"text": "abc"}}</tool_call>',

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain PyTorch loop that takes part in a run: six calls, and everything else is its own.
+"""A plain PyTorch loop that takes part in a run: five calls, and everything else is its own.
 
 python recipes/plain_trainer/trainer.py URL --store RUN/weights --init FOLDER [--policy NAME]
     [--state DIR]
@@ -11,71 +11,45 @@ keeps no state of its own, so weights and cursor are a whole checkpoint.
 import argparse
 import json
 import os
-import secrets
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.dataflow.client.dataflow import TrainerClient
-from penstock.dataflow.service.trainers.messages import (
-    BatchRequest,
-    CheckpointsRequest,
-    CommitRequest,
-    IncarnationRequest,
-    PublishRequest,
-)
-from penstock.trainer.samples import make_samples
-from penstock.types import Manifest, PolicyName, RowPayload, Trajectory
-from penstock.weights.publish import put_snapshot
-from penstock.wire.codec import decode
+from penstock import VersionsClient
 
 
-def train(client: TrainerClient, policy: PolicyName, store: Path, init: Path, state: Path) -> None:
+def train(client: VersionsClient, init: Path, state: Path) -> None:
     folder, (number, seq) = restore_point(init, state)
     model = load(folder)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-2)
-    known = client.state(policy).incarnation
-    fork = IncarnationRequest(
-        request_id=secrets.token_hex(8), expected=known, number=number, seq=seq
-    )
-    me = client.incarnate(policy, fork).incarnation
+    client.incarnate(number=number, seq=seq)
     while True:
         folder = save(model, init, state, number, seq)
-        made = put_snapshot(store, folder, policy=policy, number=number)
-        digests = {"manifest_digest": made.manifest_digest, "weights_digest": made.weights_digest}
-        client.publish(policy, PublishRequest(incarnation=me, number=number, **digests))
-        client.checkpoints(policy, CheckpointsRequest(incarnation=me, retained=((number, seq),)))
+        client.publish(folder, number=number)
+        client.checkpoints([(number, seq)])
         seq += 1
-        wanted = BatchRequest(consumer=policy, seq=seq, incarnation=me, wait_s=20.0)
-        while not (answer := client.batch(wanted)).end and answer.manifest is None:
-            pass
-        if answer.manifest is None:
+        batch = client.batch(seq)
+        if batch is None:
             return
-        loss = reinforce(model, policy, answer.manifest, client.rows(policy, seq).rows)
+        loss = reinforce(model, batch.rewards, batch.samples)
         optimizer.zero_grad()
         loss.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         number += 1
-        stats = {"loss": float(loss), "grad_norm": norm}
-        client.commit(policy, seq, CommitRequest(incarnation=me, number=number, stats=stats))
+        client.commit(seq, number=number, stats={"loss": float(loss), "grad_norm": norm})
 
 
-def reinforce(
-    model: Any, policy: PolicyName, manifest: Manifest, rows: Sequence[RowPayload]
-) -> Any:
+def reinforce(model: Any, rewards: tuple[tuple[float, ...], ...], samples: Any) -> Any:
     """Minus the log-prob of every sampled token, times how much better than its group the row was;
     a missing row keeps its place in the group."""
     advantages: list[float] = []
-    for group in manifest.groups:
-        mean = sum(row.score for row in group.rows) / len(group.rows)
-        advantages += [row.score - mean for row in group.rows]
-    present = ((i, decode(row.payload, Trajectory)) for i, row in enumerate(rows) if row.payload)
-    samples = make_samples(present, policy, manifest.visible_roles)
+    for group in rewards:
+        mean = sum(group) / len(group)
+        advantages += [reward - mean for reward in group]
     terms: list[Any] = [0.0 * next(model.parameters()).sum()]  # there may be no token at all
     places = (samples.starts_S.tolist(), samples.ends_S.tolist(), samples.rows_S.tolist())
     for start, end, row in zip(*places, strict=True):
@@ -130,8 +104,8 @@ def main() -> None:
     given = parser.parse_args()
     state = given.state or given.store.parent / f"plain-trainer-{given.policy}"
     state.mkdir(parents=True, exist_ok=True)
-    client = TrainerClient(given.url, given.token)
-    train(client, PolicyName(given.policy), given.store, given.init, state)
+    with VersionsClient(given.url, given.token, policy=given.policy, store=given.store) as client:
+        train(client, given.init, state)
 
 
 if __name__ == "__main__":

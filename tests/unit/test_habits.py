@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from scripts.check_public_imports import blocks, check, public_names
 from scripts.check_words import check_code, check_page, read_list
 from scripts.import_graph import find_cycles, read_graph
 
@@ -107,3 +108,33 @@ def test_words_are_found_in_prose_and_names_and_not_in_code_spans() -> None:
     assert [line for line, _ in found] == [2, 3]
     assert not list(check_page("`anew` is a name here.\n\n```\ntold\n```\n", banned))
     assert len(list(check_page("A row is told\nanew.\n", banned))) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("from penstock.types import Task", "imports Task from penstock.types"),
+        ("import penstock.types", "imports penstock.types"),
+        ("from penstock import Tasks", "imports Tasks, which is not public"),
+        ("import penstock\npenstock.launch()", "uses penstock.launch"),
+        ("def f():\n    from penstock.runs.launch import launch", "imports launch"),
+    ],
+)
+def test_an_import_of_what_is_not_public_is_found(code: str, says: str) -> None:
+    names = public_names()
+    [found] = check(code, "recipes/planted.py", 1, names)
+    assert says in str(found)
+    allowed = "import penstock\nfrom penstock import Task, reward\npenstock.run({})\nx.penstock.y"
+    assert check(allowed, "recipes/planted.py", 1, names) == []
+    assert check("import penstock", "recipes/foreign/planted.py", 1, names)
+
+
+def test_blocks_of_a_page_are_checked_where_they_stand() -> None:
+    page = "One.\n\n```python\nfrom penstock.a import b\n```\n\n=== tab\n\n    ```python title=x\n"
+    page += "    f(…\n    from penstock.c import d\n    ```\n\n```yaml\nimport penstock.e\n```\n"
+    found = [
+        (one.line, one.message.split(";")[0])
+        for line, code in blocks(page)
+        for one in check(code, "docs/page.md", line, public_names())
+    ]
+    assert found == [(4, "imports b from penstock.a"), (11, "imports d from penstock.c")]
