@@ -99,7 +99,7 @@ def main() -> int:
     names = public_names()
     findings: list[Finding] = []
     pieces = 0
-    files = [*(ROOT / "recipes").rglob("*.py"), ROOT / "README.md"]
+    files = [*(ROOT / "recipes").rglob("*.py"), *ROOT.glob("README.md")]
     files += [*(ROOT / "recipes").rglob("*.md"), *(ROOT / "docs").rglob("*.md")]
     for file in sorted(files):
         path, text = file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")

@@ -148,11 +148,11 @@ def test_a_data_rule(newcomer: Newcomer) -> None:
 def test_a_rule_with_declared_options(newcomer: Newcomer) -> None:
     rule = newcomer.add(
         "rules",
-        "AtMost",
+        "RewardLimit",
         """
         from penstock import DropReason, Rule
 
-        class AtMost(Rule):
+        class RewardLimit(Rule):
             limit: float = 0.5
 
             def judge(self, group):
@@ -164,7 +164,7 @@ def test_a_rule_with_declared_options(newcomer: Newcomer) -> None:
     assert runner.judge(judged("p0-1", [0.0, 0.75]), 0.0) == (rule, None)
     assert runner.judge(judged("p0-2", [0.0, 1.0]), 0.0) == (rule, DropReason.RULE)
     wrong = config_with(dataflow={"rules": [{"admit": rule, "limits": 1.0}]})
-    with pytest.raises(penstock.ConfigError, match='"limits" of AtMost; did you mean "limit"'):
+    with pytest.raises(penstock.ConfigError, match='"limits" of RewardLimit; did you mean "limit"'):
         RuleRunner(core_spec(wrong).rules, CommandJournal(), seed=0)
 
 

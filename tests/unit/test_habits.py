@@ -28,6 +28,7 @@ def repository(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__py*"))
     (tmp_path / ".venv").symlink_to(ROOT / ".venv")
     (tmp_path / "src" / "penstock").mkdir(parents=True)
+    (tmp_path / "src" / "penstock" / "__init__.py").write_text(LICENCE + '__all__ = ["Task"]\n')
     (tmp_path / "docs").mkdir()
     (tmp_path / ".gitignore").write_text(".venv\n")
     git(tmp_path, "init", "--quiet")
@@ -48,6 +49,7 @@ FAULTS = {
     "files": {"planted.toml": "key = [1,\n"},
     "forbidden": {"src/penstock/planted.py": LICENCE + "import pickle  # noqa: F401\n"},
     "words": {"src/penstock/planted.py": LICENCE + '"""The caller is told so."""\n'},
+    "public-imports": {"docs/planted.md": "```python\nfrom penstock import Tasks\n```\n"},
     "cycles": {
         "src/penstock/one.py": LICENCE + "import penstock.two\n",
         "src/penstock/two.py": LICENCE + "import penstock.one\n",
