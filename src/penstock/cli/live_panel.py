@@ -18,9 +18,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.output import format_clock, format_duration
+from penstock.cli.output import format_clock, format_duration, pluralise
 from penstock.dataflow.service.operators.messages import PolicyStatus, Status
-from penstock.runs.monitor import RunView
+from penstock.runs.monitor import RunView, resume_note
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 UNREACHABLE_S = 3.0
@@ -126,13 +126,19 @@ def _policy(policy: PolicyStatus, rewards: list[float], width: int) -> Renderabl
             Text.assemble(
                 text,
                 ("   ready ", "dim"),
-                f"{policy.ready} groups",
+                pluralise(policy.ready, "group"),
                 ("   in flight ", "dim"),
                 f"{policy.issued}",
                 ("   room ", "dim"),
                 f"{policy.room}",
             ),
         )
+    if policy.skipped:
+        batches = pluralise(policy.skipped, "batch", "batches")
+        why = policy.last_skip.replace("_", " ")
+        grid.add_row("skipped", Text(f"{batches}, the last one because of {why}", style="yellow"))
+    if policy.number < policy.repeats_to:
+        grid.add_row("", Text(resume_note(policy), style="yellow"))
     return grid
 
 

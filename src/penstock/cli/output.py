@@ -20,9 +20,9 @@ def print_note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def pluralise(number: int, noun: str) -> str:
-    """`1 node`, `2,048 nodes`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def pluralise(number: int, noun: str, plural: str = "") -> str:
+    """`1 node`, `2,048 nodes`, `3 batches`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def format_clock(seconds: float) -> str:
