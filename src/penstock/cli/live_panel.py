@@ -33,7 +33,8 @@ LIVE_HINT = "Ctrl-C stops; run again to resume"
 class LivePanel:
     """A panel that redraws itself in place, from the first update on."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, hint: str = LIVE_HINT) -> None:
+        self._hint = hint
         self._console = console or Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._terminal: list[Any] | None = None
@@ -42,7 +43,7 @@ class LivePanel:
         if not self._live.is_started:
             self._terminal = _hide_control_characters()
             self._live.start()
-        self._live.update(draw(view, self._console.width), refresh=True)
+        self._live.update(draw(view, self._console.width, self._hint), refresh=True)
 
     def notify(self, text: str) -> None:
         self._live.console.print(text, highlight=False, markup=False)

@@ -134,17 +134,21 @@ def _from_ledger(recorded: RecordedRun, config: RunConfig, policy: str) -> Polic
 
 def _from_metrics(folder: RunFolder, config: RunConfig) -> RunProgress:
     newest = {record.policy: record for record in read_records(folder.metrics)}
+    finish = folder.finish()
+    finished_step = finish.steps if finish else 0
     policies: list[PolicyProgress] = []
     for policy in config.models:
         record = newest.get(policy)
         policies.append(
             PolicyProgress(
                 policy=policy,
-                step=record.number if record else 0,
+                step=record.number if record else finished_step,
                 steps=config.for_policy(policy).training.steps,
                 reward=record.values.get(REWARD) if record else None,
                 skipped=record.seq - record.number if record else 0,
                 at=record.time if record else 0.0,
             )
         )
-    return RunProgress(policies=tuple(policies), trajectories=None)
+    return RunProgress(
+        policies=tuple(policies), trajectories=finish.trajectories if finish else None
+    )
