@@ -51,8 +51,8 @@ def logs(
     folder = find_run_folder(run)
     found = find_logs(folder, services)
     if json:
-        recent = read_tail(found, lines)
-        print_json({"run": str(folder.path), "logs": found, "lines": recent})
+        paths = {name: str(path) for name, path in found.items()}
+        print_json({"run": str(folder.path), "logs": paths, "lines": read_tail(found, lines)})
     elif follow:
         try:
             print_lines(follow_logs(folder, found, lines))

@@ -179,17 +179,30 @@ def plot_text(plot: Plot, *, width: int, height: int, colour: bool) -> str:
         figure.theme("simple")
         figure.canvas("default")
         figure.plot_size(width, height)
-        figure.title(TITLES.get(metric, metric))
+        what = TITLES.get(metric, metric)
+        figure.title(f"{curve_name(curves[0], curves)}: {what}" if len(curves) == 1 else what)
         figure.label("step", "x")
+        ticks = step_ticks([step for curve in curves for step in curve.steps])
+        figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
         for index, curve in enumerate(curves):
             marker = library.marker("braille", TEXT_COLOURS[index % len(TEXT_COLOURS)])
             signal = figure.signal(curve.steps, curve.values, marker=marker)
             signal.lines()
-            signal.label(curve_name(curve, curves))
+            if len(curves) > 1:
+                signal.label(curve_name(curve, curves))
             figure.draw(signal)
         text = str(figure.build())
         panels.append(text if colour else library.uncolorize(text))
     return "\n".join(panels)
+
+
+def step_ticks(steps: Sequence[int]) -> list[int]:
+    """At most eight whole numbers across the steps, at distances of 1, 2 or 5 times a power of
+    ten."""
+    first, last = min(steps), max(steps)
+    distances = (factor * 10**power for power in range(12) for factor in (1, 2, 5))
+    distance = next(found for found in distances if (last - first) // found < 8)
+    return list(range(-(-first // distance) * distance, last + 1, distance))
 
 
 @contextmanager
