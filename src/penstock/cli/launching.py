@@ -59,15 +59,15 @@ def stop_on_signals() -> Generator[StopRequest]:
             signal.signal(number, handler)
 
 
-def choose_display(*, headless: bool) -> Display:
-    """The live panel on a terminal, plain lines elsewhere."""
+def choose_display(*, headless: bool, hint: str = "") -> Display:
+    """The live panel on a terminal, plain lines elsewhere; `hint`: how to stop the run."""
     if headless or not sys.stderr.isatty():
         from penstock.cli.progress_lines import ProgressLines
 
         return ProgressLines()
     from penstock.cli.live_panel import LivePanel
 
-    return LivePanel()
+    return LivePanel(hint=hint) if hint else LivePanel()
 
 
 def print_result(result: LaunchResult) -> int:

@@ -18,9 +18,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.output import format_clock, format_duration
+from penstock.cli.output import format_clock, format_duration, pluralise
 from penstock.dataflow.service.operators.messages import PolicyStatus, Status
-from penstock.runs.monitor import RunView
+from penstock.runs.monitor import RunView, resume_note
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 UNREACHABLE_S = 3.0
@@ -33,7 +33,8 @@ LIVE_HINT = "Ctrl-C stops; run again to resume"
 class LivePanel:
     """A panel that redraws itself in place, from the first update on."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, hint: str = LIVE_HINT) -> None:
+        self._hint = hint
         self._console = console or Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._terminal: list[Any] | None = None
@@ -42,7 +43,7 @@ class LivePanel:
         if not self._live.is_started:
             self._terminal = _hide_control_characters()
             self._live.start()
-        self._live.update(draw(view, self._console.width), refresh=True)
+        self._live.update(draw(view, self._console.width, self._hint), refresh=True)
 
     def notify(self, text: str) -> None:
         self._live.console.print(text, highlight=False, markup=False)
@@ -126,13 +127,19 @@ def _policy(policy: PolicyStatus, rewards: list[float], width: int) -> Renderabl
             Text.assemble(
                 text,
                 ("   ready ", "dim"),
-                f"{policy.ready} groups",
+                pluralise(policy.ready, "group"),
                 ("   in flight ", "dim"),
                 f"{policy.issued}",
                 ("   room ", "dim"),
                 f"{policy.room}",
             ),
         )
+    if policy.skipped:
+        batches = pluralise(policy.skipped, "batch", "batches")
+        why = policy.last_skip.replace("_", " ")
+        grid.add_row("skipped", Text(f"{batches}, the last one because of {why}", style="yellow"))
+    if policy.number < policy.repeats_to:
+        grid.add_row("", Text(resume_note(policy), style="yellow"))
     return grid
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 
 
@@ -20,9 +21,9 @@ def print_note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def pluralise(number: int, noun: str) -> str:
-    """`1 node`, `2,048 nodes`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def pluralise(number: int, noun: str, plural: str = "") -> str:
+    """`1 node`, `2,048 nodes`, `3 batches`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def format_clock(seconds: float) -> str:
@@ -37,6 +38,20 @@ def format_duration(seconds: float) -> str:
     if seconds < 10:
         return f"{seconds:.1f} s"
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def format_age(seconds: float) -> str:
+    """`42 s`, `5 min`, `3 h`, `12 d`."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def format_moment(at: float) -> str:
+    """`2026-11-17 16:40:12 (5 min ago)`, in local time."""
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    return f"{clock} ({format_age(time.time() - at)} ago)"
 
 
 def format_bytes(num_bytes: int) -> str:

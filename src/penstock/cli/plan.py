@@ -17,37 +17,42 @@ if TYPE_CHECKING:
 
 
 def plan(target: Path, /, *overrides: str, svg: Path | None = None, json: bool = False) -> int:
-    """Show the training pipeline: stages, placement and memory. Also draws it as an SVG.
+    """Show the training pipeline: stages, placement and memory.
 
     Args:
         target: Config file, or run folder.
         overrides: Settings that override the file, such as algorithm.name=ppo.
-        svg: SVG file to write; by default next to the config.
+        svg: Also draw the pipeline into this SVG file.
         json: Print one JSON object as the last line.
     """
-    from penstock.errors import ConfigError
     from penstock.runs.target import read_target
     from penstock.trainer.pipeline.builtin import plan_of
-    from penstock.trainer.pipeline.svg import to_svg
 
     config = read_target(target, overrides).config
     found = plan_of(config)
     names = {name: config.for_policy(name).algorithm.name for name in config.models}
     is_custom = config.pipeline is not None and bool(config.pipeline.stages)
     kind = "custom pipeline" if is_custom else ", ".join(dict.fromkeys(names.values()))
-    path = svg or (target / "pipeline.svg" if target.is_dir() else target.with_suffix(".svg"))
+    if svg is not None:
+        _write_svg(found, f"{config.name}: {kind}", svg)
+    if json:
+        print_json({"run": config.name, "svg": None if svg is None else str(svg), **as_json(found)})
+    else:
+        print("\n".join([f"{config.name}: {kind}", *lines(found)]))
+    return 0
+
+
+def _write_svg(plan: Plan, title: str, path: Path) -> None:
+    from penstock.errors import ConfigError
+    from penstock.trainer.pipeline.svg import to_svg
+
     try:
-        path.write_text(to_svg(found, f"{config.name}: {kind}"), encoding="utf-8")
+        path.write_text(to_svg(plan, title), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {error.strerror}; choose another file with --svg"
         ) from None
-    if json:
-        print_json({"run": config.name, "svg": str(path), **as_json(found)})
-    else:
-        print("\n".join([f"{config.name}: {kind}", *lines(found)]))
-        print_note(f"wrote {path}")
-    return 0
+    print_note(f"wrote {path}")
 
 
 def lines(plan: Plan) -> Iterator[str]:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from penstock.cli.output import format_clock, format_duration, print_note
+from penstock.cli.output import format_clock, format_duration, pluralise, print_note
 from penstock.dataflow.service.operators.messages import PolicyStatus
-from penstock.runs.monitor import RunView
+from penstock.runs.monitor import RunView, resume_note
 
 MIN_INTERVAL_S = 2.0
 IDLE_INTERVAL_S = 15.0
@@ -20,12 +20,14 @@ class ProgressLines:
         self._text: str = ""
         self._written_s = -IDLE_INTERVAL_S
         self._note: str = ""
+        self._incarnations: dict[str, int] = {}
 
     def update(self, view: RunView) -> None:
         status = view.status
         steps = tuple(policy.number for policy in status.policies) if status else ()
         text = progress_line(view)
         waited_s = view.elapsed_s - self._written_s
+        self._explain_rewinds(view)
         is_due = steps != self._steps or waited_s >= IDLE_INTERVAL_S
         if is_due or (text != self._text and waited_s >= MIN_INTERVAL_S):
             self._steps, self._text, self._written_s = steps, text, view.elapsed_s
@@ -33,6 +35,17 @@ class ProgressLines:
         if view.note and view.note != self._note:
             self._note = view.note
             print_note(f"{format_clock(view.elapsed_s):>7}  {view.note}")
+
+    def _explain_rewinds(self, view: RunView) -> None:
+        """Say once, for each start of a trainer, which steps it repeats."""
+        policies = view.status.policies if view.status else ()
+        for policy in policies:
+            if self._incarnations.get(policy.policy) == policy.incarnation:
+                continue
+            self._incarnations[policy.policy] = policy.incarnation
+            if (note := resume_note(policy)) and policy.number <= policy.repeats_to:
+                name = f"{policy.policy} " if len(policies) > 1 else ""
+                print_note(f"{format_clock(view.elapsed_s):>7}  {name}{note}")
 
     def notify(self, text: str) -> None:
         self._note = text  # the next view repeats it
@@ -55,7 +68,7 @@ def progress_line(view: RunView) -> str:
     if status.finished:
         return " · ".join([*parts, "finished"])
     live = sum(node.state == "live" for node in status.nodes)
-    parts.append(f"{live} node{'s' if live != 1 else ''} live")
+    parts.append(f"{pluralise(live, 'node')} live")
     if status.waiting:
         longest = max(status.waiting, key=lambda waiting: waiting.since_s)
         if longest.since_s >= 2.0:
@@ -65,6 +78,9 @@ def progress_line(view: RunView) -> str:
 
 def _policy(policy: PolicyStatus, *, many: bool) -> str:
     parts = [f"{policy.policy} " if many else "", f"step {policy.number}/{policy.steps}"]
+    if policy.skipped:
+        batches = pluralise(policy.skipped, "batch", "batches")
+        parts.append(f" · {batches} skipped ({policy.last_skip.replace('_', ' ')})")
     if policy.reward_mean is not None:
         parts.append(f" · reward {policy.reward_mean:.3f}")
     if policy.staleness_mean is not None:

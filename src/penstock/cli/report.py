@@ -9,26 +9,31 @@ from pathlib import Path
 def report(run: Path, /, *, json: bool = False) -> int:
     """Show whether rollout and training are balanced, and where time goes.
 
+    A run that has ended is answered from the last report that it stored.
+
     Args:
-        run: Run folder, or its config file; the run must be running.
+        run: Run folder, or its config file.
         json: Print the report as one JSON object on the last line. The documentation has its
             schema.
     """
-    from penstock.cli.output import print_json
+    from penstock.cli.output import format_moment, print_json, print_note
     from penstock.errors import WireError
-    from penstock.runs.control import read_report
+    from penstock.runs.control import read_report, read_stored_report
+    from penstock.runs.state import RunState, read_summary
     from penstock.runs.target import find_run_folder
 
     folder = find_run_folder(run)
-    pid = folder.launcher_pid()
-    if pid is None:
-        raise WireError(f"{folder.path} is not running; `penstock run {run}` resumes it")
-    try:
+    found = read_summary(folder)
+    if found.status is not None:
         answer = read_report(folder)
-    except WireError as error:
+    elif found.state is RunState.RUNNING:
         raise WireError(
-            f"the run is running (pid {pid}), but its dataflow returned no report: {error}"
-        ) from None
+            f"the run is running (pid {found.pid}), but its dataflow returned no report: "
+            f"{found.why}"
+        )
+    else:
+        answer = read_stored_report(folder)
+        print_note(f"{found.state}; its last report is of {format_moment(answer.at)}")
     if json:
         print_json(answer)
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`penstock status`: the state of a run."""
+"""`penstock status`: the state of a run, live or ended, once or until it ends."""
 
 from __future__ import annotations
 
@@ -7,62 +7,118 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.dataflow.service.operators.messages import Status
+    from collections.abc import Iterator
+
     from penstock.fleet.run_folder import RunFolder
+    from penstock.runs.state import RunSummary
 
 
-def status(run: Path, /, *, json: bool = False) -> int:
-    """Show a run's state and what it is waiting for.
+def status(run: Path, /, *, watch: bool = False, json: bool = False) -> int:
+    """Show a run's state and what it is waiting for; of an ended run, how far it got and why it
+    ended.
 
     Args:
         run: Run folder, or its config file.
+        watch: Keep the display up to date until the run ends or Ctrl-C, which leaves the run alone.
         json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json
+    from penstock.runs.state import RunState, read_summary
     from penstock.runs.target import find_run_folder
 
     folder = find_run_folder(run)
-    pid = folder.launcher_pid()
-    finish = folder.finish()
-    now, why = _read_status(folder) if pid is not None else (None, "")
+    found = read_summary(folder)
+    if watch and found.state is RunState.RUNNING:
+        if not _watch(folder, found.name, run):
+            return 0
+        found = read_summary(folder)
     if json:
-        print_json(
-            {
-                "run": str(folder.path),
-                "running": pid is not None,
-                "pid": pid,
-                "finished": finish is not None,
-                "status": now,
-            }
-        )
-        return 0
-    if now is not None:
-        _draw(folder, now, hint=f"`penstock stop {run}` stops it")
-    elif pid is not None:
-        print(f"running (pid {pid}), but the dataflow does not answer: {why}")
-    elif finish is not None:
-        print(f"finished: {finish.steps} steps, {finish.trajectories:,} trajectories")
+        print_json(_as_json(folder, found))
+    elif found.status is not None:
+        _draw(folder, found, hint=f"`penstock stop {run}` stops it")
     else:
-        print(f"not running; `penstock run {run}` resumes it")
+        print("\n".join(_lines(run, found)))
     return 0
 
 
-def _read_status(folder: RunFolder) -> tuple[Status | None, str]:
-    from penstock.errors import WireError
-    from penstock.runs.control import read_status
+def _as_json(folder: RunFolder, found: RunSummary) -> dict[str, object]:
+    from penstock.runs.state import RunState
 
+    return {
+        "run": str(folder.path),
+        "state": found.state,
+        "running": found.state is RunState.RUNNING,
+        "pid": found.pid,
+        "finished": found.state is RunState.FINISHED,
+        "policies": found.progress.policies,
+        "trajectories": found.progress.trajectories,
+        "started_at": found.started_at,
+        "ended_at": found.ended_at,
+        "why": found.why,
+        "status": found.status,
+    }
+
+
+def _watch(folder: RunFolder, name: str, run: Path) -> bool:
+    """Show the run until it ends (True) or Ctrl-C (False)."""
+    from penstock.cli.launching import choose_display
+    from penstock.cli.output import print_note
+    from penstock.runs.watch import watch_run
+
+    display = choose_display(headless=False, hint=f"Ctrl-C leaves; `penstock stop {run}` stops it")
     try:
-        return read_status(folder), ""
-    except WireError as error:
-        return None, str(error)
+        watch_run(folder, name, display)
+    except KeyboardInterrupt:
+        display.close()
+        print_note(f"no longer watching; the run goes on. `penstock stop {run}` stops it")
+        return False
+    display.close()
+    return True
 
 
-def _draw(folder: RunFolder, now: Status, *, hint: str) -> None:
+def _draw(folder: RunFolder, found: RunSummary, *, hint: str) -> None:
     from rich.console import Console
 
     from penstock.cli.live_panel import draw
+    from penstock.runs.curves import reward_by_step
     from penstock.runs.monitor import RunView
 
+    assert found.status is not None
     console = Console()
-    console.print(draw(RunView.from_status(now), console.width, hint))
-    console.print(f"logs: {folder.logs / 'latest'}", highlight=False, soft_wrap=True)
+    view = RunView.from_status(found.status, reward_by_step(folder.metrics))
+    console.print(draw(view, console.width, hint))
+    where = folder.logs / "latest"
+    if where.exists():
+        console.print(f"logs: {where}", highlight=False, soft_wrap=True)
+
+
+def _lines(run: Path, found: RunSummary) -> Iterator[str]:
+    """A run whose services do not answer, as text."""
+    from penstock.cli.output import format_clock, format_moment
+    from penstock.runs.state import RunState
+
+    head = {
+        RunState.RUNNING: f"running (pid {found.pid}), but the dataflow does not answer: "
+        f"{found.why}",
+        RunState.NEW: f"never started; `penstock run {run}` starts it",
+        RunState.STOPPED: f"stopped by {found.why}",
+        RunState.FAILED: f"failed: {found.why}",
+        RunState.KILLED: f"killed: {found.why}",
+    }
+    yield f"{found.name} · {head.get(found.state, found.state)}"
+    for policy in found.progress.policies:
+        name = f"{policy.policy} " if len(found.progress.policies) > 1 else ""
+        reward = "" if policy.reward is None else f" · reward {policy.reward:.3f}"
+        skipped = f" · {policy.skipped} skipped" if policy.skipped else ""
+        yield f"  {name}step {policy.step}/{policy.steps}{reward}{skipped}"
+    if found.progress.trajectories is not None:
+        yield f"  {found.progress.trajectories:,} trajectories"
+    if found.ended_at is not None:
+        took = found.ended_at - found.started_at if found.started_at else 0.0
+        lasted = f", {format_clock(took)} after its last start" if took > 0 else ""
+        verb = "last sign of life" if found.state is RunState.KILLED else "ended"
+        yield f"  {verb} {format_moment(found.ended_at)}{lasted}"
+    if found.state in (RunState.STOPPED, RunState.FAILED, RunState.KILLED):
+        yield f"  `penstock run {run}` resumes it, `penstock logs {run}` shows its logs"
+    elif found.state is RunState.FINISHED:
+        yield f"  `penstock plot {run}` draws its curve, `penstock report {run}` where time went"

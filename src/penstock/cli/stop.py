@@ -15,15 +15,28 @@ def stop(run: Path, /, *, timeout_s: float = 60.0, json: bool = False) -> int:
         json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json, print_note
+    from penstock.errors import LaunchError
     from penstock.runs.control import stop_run
+    from penstock.runs.state import RunState, read_summary
     from penstock.runs.target import find_run_folder
 
     folder = find_run_folder(run)
     was_running = stop_run(folder, timeout_s=timeout_s)
+    found = read_summary(folder)
+    if not was_running and found.state is RunState.RUNNING:
+        nodes = ", ".join(node.node_id for node in found.status.nodes) if found.status else ""
+        raise LaunchError(
+            f"{folder.path} has no launcher: its services were started one by one, and this "
+            "command cannot signal them. Its dataflow service answers at "
+            f"{folder.endpoints().dataflow}{f', with nodes {nodes}' if nodes else ''}. Send SIGTERM "
+            "to each process yourself: nodes and trainers first, the dataflow service last"
+        )
     if was_running:
-        print_note(f"stopped; `penstock run {run}` resumes it")
+        step = f"{found.progress.step}/{found.progress.steps}"
+        print_note(f"stopped at step {step}; `penstock run {run}` resumes it")
     else:
-        print_note(f"{folder.path} is not running")
+        print_note(f"{folder.path} is not running ({found.state}); there is nothing to stop")
     if json:
-        print_json({"run": str(folder.path), "stopped": was_running})
+        summary = {"stopped": was_running, "state": found.state, "step": found.progress.step}
+        print_json({"run": str(folder.path), **summary})
     return 0

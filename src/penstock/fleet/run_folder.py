@@ -80,6 +80,18 @@ class FinishRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndRecord:
+    """`run/ended.json`: why the last launch ended before the last step. A launcher that was killed
+    leaves none."""
+
+    ended_at: float
+    signal: int = 0
+    """The signal that stopped it; 0 for none."""
+    error: str = ""
+    """The error that ended it; empty for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForkOrigin:
     """`run/parent.json`: where a forked run comes from."""
 
@@ -112,6 +124,8 @@ class RunFolder:
         self.acks = self.path / "acks"
         self.nodes = self.path / "nodes"
         self._run = self.path / "run"
+        self.report = self._run / "report.json"
+        """The newest balance report; the dataflow service stores it at intervals and at its end."""
 
     @classmethod
     def open_existing(cls, path: Path) -> RunFolder:
@@ -191,6 +205,19 @@ class RunFolder:
 
     def write_launcher(self, launcher: LauncherRecord) -> None:
         self._write("launcher.json", launcher)
+
+    def launcher(self) -> LauncherRecord | None:
+        """The last launch of the run, whether it is running or not; None before the first."""
+        return self._read("launcher.json", LauncherRecord)
+
+    def end(self) -> EndRecord | None:
+        return self._read("ended.json", EndRecord)
+
+    def write_end(self, end: EndRecord) -> None:
+        self._write("ended.json", end)
+
+    def clear_end(self) -> None:
+        (self._run / "ended.json").unlink(missing_ok=True)
 
     def finish(self) -> FinishRecord | None:
         return self._read("finished.json", FinishRecord)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics as JSON lines: one append per record, complete lines only, readable while it grows.
 
-An export for plots and scripts. Nothing in penstock reads it back; the ledger has the facts.
+An export for plots and scripts. No service reads it back; the ledger has the facts.
 """
 
 from __future__ import annotations

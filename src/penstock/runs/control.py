@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from penstock.dataflow.client.dataflow import StatusClient
-from penstock.errors import LaunchError
+from penstock.errors import BadRequest, ConfigError, LaunchError, WireError
 from penstock.wire.auth import Role
 
 if TYPE_CHECKING:
@@ -21,42 +21,71 @@ if TYPE_CHECKING:
     from penstock.fleet.run_folder import RunFolder
 
 TOKEN_TTL_S = 60.0
+PATIENCE_S = 2.0
+"""Retry an unreachable service for this long: a person is waiting."""
 FORGET_DEADLINE_S = 20.0
 STOP_POLL_S = 0.1
 
 
-def make_status_client(folder: RunFolder, run: str, *, ttl_s: float = TOKEN_TTL_S) -> StatusClient:
+def make_status_client(
+    folder: RunFolder, run: str, *, ttl_s: float = TOKEN_TTL_S, patience_s: float = PATIENCE_S
+) -> StatusClient:
     """A reader of this run's dataflow; the caller closes it."""
     token = folder.token(run, Role.READER, ttl_s=ttl_s)
-    return StatusClient(folder.endpoints().dataflow, token)
+    return StatusClient(folder.endpoints().dataflow, token, patience_s=patience_s)
 
 
-def _status_client(folder: RunFolder) -> closing[StatusClient]:
-    return closing(make_status_client(folder, folder.read_config().name))
+def _status_client(
+    folder: RunFolder, *, patience_s: float = PATIENCE_S
+) -> closing[StatusClient]:
+    name = folder.read_config().name
+    return closing(make_status_client(folder, name, patience_s=patience_s))
 
 
-def read_status(folder: RunFolder) -> Status:
+def read_status(folder: RunFolder, *, patience_s: float = PATIENCE_S) -> Status:
     """The state of a running run. WireError if its dataflow does not answer."""
-    with _status_client(folder) as client:
+    with _status_client(folder, patience_s=patience_s) as client:
         return client.status()
 
 
-def read_report(folder: RunFolder) -> BalanceReport:
+def read_report(folder: RunFolder, *, patience_s: float = PATIENCE_S) -> BalanceReport:
     """The balance report of a running run. WireError if its dataflow does not answer."""
-    with _status_client(folder) as client:
+    with _status_client(folder, patience_s=patience_s) as client:
         return client.report()
 
 
+def read_stored_report(folder: RunFolder) -> BalanceReport:
+    """The last report that the dataflow service stored: of a run that is not running."""
+    from penstock.dataflow.report.shape import BalanceReport
+    from penstock.wire.codec import JSON, decode
+
+    try:
+        return decode(folder.report.read_bytes(), BalanceReport, media_type=JSON)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder.path} has no report: its dataflow service stores the first one after "
+            f"some seconds. Start the run with `penstock run {folder.path}`"
+        ) from None
+    except BadRequest as error:
+        raise ConfigError(
+            f"{folder.report} cannot be read: {error}; the next start of the run replaces it"
+        ) from None
+
+
 def versions_in_use(folder: RunFolder, config: RunConfig) -> list[VersionInUse]:
-    """Versions that must be kept: from the service, which knows the nodes, while the run is
-    running; otherwise from its ledger."""
+    """Versions that must be kept: from the service, which knows the nodes, if it answers; otherwise
+    from the ledger. WireError if there is a launcher, but the service does not answer."""
     from penstock.dataflow.ledger.recorded import open_recorded_run
     from penstock.dataflow.service.trainers.version_use import versions_in_use_on_disk
     from penstock.types import PolicyName
 
-    if folder.launcher_pid() is not None:
-        with _status_client(folder) as client:
+    has_launcher = folder.launcher_pid() is not None
+    try:
+        with _status_client(folder, patience_s=PATIENCE_S if has_launcher else 0.0) as client:
             return list(client.versions_in_use().versions)
+    except (WireError, ConfigError):
+        if has_launcher:
+            raise
     bounds = {
         PolicyName(name): config.for_policy(name).training.max_staleness for name in config.models
     }

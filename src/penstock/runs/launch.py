@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,20 @@ from typing import Protocol
 
 from penstock.config import RunConfig, config_changes, identity, identity_changes
 from penstock.dataflow.sources import are_same_tasks, preferred_digest
-from penstock.errors import ConfigError, LaunchError
+from penstock.errors import ConfigError, LaunchError, PenstockError
 from penstock.fleet.launchers.local import POLL_S, LocalLauncher
-from penstock.fleet.run_folder import FinishRecord, LauncherRecord, RunFolder, wait_for_port
+from penstock.fleet.run_folder import (
+    EndRecord,
+    FinishRecord,
+    LauncherRecord,
+    RunFolder,
+    wait_for_port,
+)
 from penstock.fleet.services import local_services
 from penstock.runs.control import make_status_client
+from penstock.runs.curves import reward_by_step
 from penstock.runs.monitor import ErrorTail, RunView, StatusPoller
+from penstock.runs.progress import progress_of, read_progress
 from penstock.wire.auth import Signer
 
 REDRAW_S = 0.5
@@ -126,14 +135,19 @@ def launch(
         wait_for_port(endpoints.weights, timeout_s=10.0, what="weight server")
 
         make_reader = partial(make_status_client, folder, config.name, ttl_s=READER_TTL_S)
-        with StatusPoller(config.name, make_reader) as poller:
+        rewards = reward_by_step(folder.metrics)
+        with (
+            _end_recorded(folder, stop),
+            StatusPoller(config.name, make_reader, rewards) as poller,
+        ):
             try:
                 if not stop.number:
                     _supervise(config, folder, poller, display, stop)
+                if not stop.number:  # after a stop the last view is old, and so are its alarms
                     display.update(poller.view())
             finally:
                 display.close()
-            result = _launch_result(folder, poller, stop, time.monotonic() - began_at)
+            result = _launch_result(config, folder, poller, stop, time.monotonic() - began_at)
         if result.finished:
             folder.write_finish(
                 FinishRecord(
@@ -141,6 +155,21 @@ def launch(
                 )
             )
         return result
+
+
+@contextmanager
+def _end_recorded(folder: RunFolder, stop: StopRequest) -> Generator[None]:
+    """Record why this launch ends before the last step, for `penstock status`."""
+    folder.clear_end()
+    try:
+        yield
+    except PenstockError as error:
+        with suppress(OSError):  # for people only; the disk may be the reason
+            folder.write_end(EndRecord(ended_at=time.time(), error=str(error)))
+        raise
+    if stop.number:
+        with suppress(OSError):
+            folder.write_end(EndRecord(ended_at=time.time(), signal=stop.number))
 
 
 def _claim_folder(
@@ -258,17 +287,25 @@ def _supervise_loop(
 
 
 def _launch_result(
-    folder: RunFolder, poller: StatusPoller, stop: StopRequest, seconds: float
+    config: RunConfig,
+    folder: RunFolder,
+    poller: StatusPoller,
+    stop: StopRequest,
+    seconds: float,
 ) -> LaunchResult:
+    """The services have exited. After a stop the ledger knows more than the last status: the
+    trainers finished their step, or no status was ever read."""
     status = poller.view().status
-    policies = status.policies if status else ()
-    rewards = [policy.reward_mean for policy in policies if policy.reward_mean is not None]
+    if stop.number or status is None:
+        progress = read_progress(folder, config)
+    else:
+        progress = progress_of(status, time.time())
     return LaunchResult(
         folder=str(folder.path),
         finished=not stop.number and poller.is_finished(),
-        steps=min((policy.number for policy in policies), default=0),
-        trajectories=status.trajectories if status else 0,
-        reward=rewards[0] if len(rewards) == 1 else None,
+        steps=progress.step,
+        trajectories=progress.trajectories or 0,
+        reward=progress.reward,
         seconds=round(seconds, 2),
         signal=stop.number,
     )

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from penstock.errors import WireError
 POLL_INTERVAL_S = 1.0
 ETA_WINDOW_STEPS = 20
 """The ETA is estimated from the pace of this many recent steps."""
+MIN_ETA_STEPS = 3
+"""Ends of steps to observe before there is an ETA."""
 ERROR_MARKERS = (b'"level": "error"', b'"level": "critical"', b'"msg": "rollout failed"')
 """To a node a failed rollout is a warning; a user should see it, since all may be failing."""
 
@@ -33,22 +35,42 @@ class RewardCurve:
     times: deque[tuple[int, float]] = field(
         default_factory=lambda: deque[tuple[int, float]](maxlen=ETA_WINDOW_STEPS)
     )
+    """Steps that were seen to end, and when. The first number seen is none of them: it may have
+    ended long before, or stand for services that are still loading."""
+    number: int | None = None
+    """The last number seen."""
 
     def add(self, policy: PolicyStatus, now: float) -> None:
+        if self.number is not None and policy.number < self.number:
+            self._rewind(policy.number)
+        elif self.number is not None and policy.number > self.number:
+            self.times.append((policy.number, now))
+        self.number = policy.number
         if policy.reward_mean is not None:
             self.rewards[policy.number] = policy.reward_mean
-        if not self.times or self.times[-1][0] != policy.number:
-            if self.times and policy.number < self.times[-1][0]:
-                self.times.clear()  # the trainer resumed from a checkpoint
-            self.times.append((policy.number, now))
+
+    def _rewind(self, number: int) -> None:
+        """The trainer resumed from a checkpoint."""
+        self.times.clear()
+        for step in [step for step in self.rewards if step > number]:
+            del self.rewards[step]
 
     def eta_s(self, steps: int, now: float) -> float | None:
-        """Seconds to the last step; None before two steps were observed."""
-        if len(self.times) < 2:
+        """Seconds to the last step; None before MIN_ETA_STEPS steps were seen to end."""
+        if len(self.times) < MIN_ETA_STEPS:
             return None
         (first, since), (last, until) = self.times[0], self.times[-1]
         pace_s = max(until - since, (now - since) * 0.5) / (last - first)
         return max(0.0, (steps - last) * pace_s - (now - until))
+
+
+def resume_note(policy: PolicyStatus) -> str:
+    """Why a policy's step went back at the last start of its trainer; empty if it did not."""
+    if not policy.repeats_to:
+        return ""
+    first, last = policy.resumed_at + 1, policy.repeats_to
+    repeated = f"step {first} is" if first == last else f"steps {first}–{last} are"
+    return f"resumed from the checkpoint at step {policy.resumed_at}; {repeated} repeated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +90,16 @@ class RunView:
     """The last problem: a service that exited, or an error in a log."""
 
     @classmethod
-    def from_status(cls, status: Status) -> RunView:
-        """A single status, without the history that a poller collects."""
-        curves = {
-            str(policy.policy): [] if policy.reward_mean is None else [policy.reward_mean]
-            for policy in status.policies
-        }
+    def from_status(
+        cls, status: Status, rewards: Mapping[str, Mapping[int, float]] | None = None
+    ) -> RunView:
+        """A single status; `rewards`: by step, by policy, as far as they are known."""
+        curves: dict[str, list[float]] = {}
+        for policy in status.policies:
+            known = dict((rewards or {}).get(policy.policy, {}))
+            if policy.reward_mean is not None:
+                known[policy.number] = policy.reward_mean
+            curves[policy.policy] = [known[step] for step in sorted(known)]
         return cls(
             name=status.run,
             elapsed_s=status.uptime_s,
@@ -88,14 +114,23 @@ class RunView:
 class StatusPoller:
     """Polls the status in a background thread; `view()` never blocks."""
 
-    def __init__(self, name: str, make_reader: Callable[[], StatusClient]) -> None:
-        """`make_reader` is called again after an error, to get a fresh token."""
+    def __init__(
+        self,
+        name: str,
+        make_reader: Callable[[], StatusClient],
+        rewards: Mapping[str, Mapping[int, float]] | None = None,
+    ) -> None:
+        """`make_reader` is called again after an error, to get a fresh token.
+
+        rewards: by step, by policy, from before this poller."""
         self._name = name
         self._make_reader = make_reader
         self._began_at = time.monotonic()
         self._answered_at = self._began_at
         self._status: Status | None = None
-        self._curves: dict[str, RewardCurve] = {}
+        self._curves = {
+            policy: RewardCurve(rewards=dict(known)) for policy, known in (rewards or {}).items()
+        }
         self._note = ""
         self._ended = threading.Event()
         self._lock = threading.Lock()

@@ -271,7 +271,7 @@ def test_a_finished_run_exits_0_immediately_and_says_so(
     assert "already finished: 70 steps, 71,680 trajectories" in err
     assert json.loads(out.splitlines()[-1])["was_finished"] is True
     code, out, _ = run_main(capsys, "status", str(run_folder.path))
-    assert (code, out) == (0, "finished: 70 steps, 71,680 trajectories\n")
+    assert code == 0 and "reverse · finished\n  step 70/" in out and "71,680 trajectories" in out
 
 
 def test_a_changed_config_is_rejected_with_the_differences(
@@ -297,7 +297,7 @@ def test_status_and_stop_of_a_run_that_is_not_running(
     capsys: pytest.CaptureFixture[str], run_folder: RunFolder
 ) -> None:
     code, out, _ = run_main(capsys, "status", str(run_folder.path))
-    assert (code, out.startswith("not running; `penstock run")) == (0, True)
+    assert (code, out.startswith("reverse · never started; `penstock run")) == (0, True)
     code, out, _ = run_main(capsys, "status", str(run_folder.path), "--json")
     assert json.loads(out)["running"] is False
     code, out, err = run_main(capsys, "stop", str(run_folder.path), "--json")

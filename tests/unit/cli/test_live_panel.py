@@ -59,6 +59,20 @@ def test_the_panel_before_the_first_token_and_after_the_last_node() -> None:
     assert "no nodes connected" in drawn(view(replace(status(), nodes=())))
 
 
+def test_the_panel_counts_skipped_batches_and_one_group() -> None:
+    assert "skipped" not in drawn(view(status()))
+    skipping = replace(policy_status(), skipped=2, last_skip="zero_advantage", ready=1)
+    text = drawn(view(status(skipping)))
+    assert "2 batches, the last one because of zero advantage" in text
+    assert "ready 1 group " in text
+
+
+def test_the_panel_explains_a_step_that_goes_back_until_it_is_reached_again() -> None:
+    note = "resumed from the checkpoint at step 2; steps 3–5 are repeated"
+    assert note in drawn(view(status(replace(policy_status(3), resumed_at=2, repeats_to=5))))
+    assert note not in drawn(view(status(replace(policy_status(5), resumed_at=2, repeats_to=5))))
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_panel_fits_the_terminal(width: int) -> None:
     text = drawn(view(status(), note="node-0: " + "x" * 300), width)
@@ -134,6 +148,22 @@ def test_lines_write_a_note_once_when_it_changes(capsys: pytest.CaptureFixture[s
     assert written[0] == ["node-1", "was killed"]
     assert [words[0] for words in written[1:]] == ["0:10", "0:10"]
     assert written[2][1] == "boom"
+
+
+def test_lines_explain_a_step_that_goes_back_once(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ProgressLines()
+    lines.update(view(status(policy_status(number=19)), elapsed_s=10.0))
+    for number in (10, 11):
+        now = replace(policy_status(number=number), incarnation=2, resumed_at=10, repeats_to=19)
+        lines.update(view(status(now), elapsed_s=10.0 + number))
+    written = capsys.readouterr().err
+    assert written.count("resumed from the checkpoint at step 10; steps 11–19 are repeated") == 1
+
+
+def test_the_line_counts_skipped_batches() -> None:
+    skipping = replace(policy_status(), skipped=1, last_skip="zero_advantage")
+    expected = "step 3/10 · 1 batch skipped (zero advantage) · reward"
+    assert progress_line(view(status(skipping))).startswith(expected)
 
 
 def test_the_line_says_who_waits_for_what() -> None:

@@ -52,15 +52,27 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan_is_printed_and_drawn(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
-    code, out, err = run_main(capsys, "plan", str(run_file))
-    assert code == 0 and "run.svg" in err
+    path = run_file.with_name("drawn.svg")
+    code, out, err = run_main(capsys, "plan", str(run_file), "--svg", str(path))
+    assert code == 0 and f"wrote {path}" in err
     for text in ("own: custom pipeline", "trainer for policy: 1 rank", "1. shape", "3. train",
                  "weights 403 kB", "AdamW 806 kB", "judge on [gpu]: no model"):  # fmt: skip
         assert text in out
-    drawn = run_file.with_suffix(".svg").read_text()
+    drawn = path.read_text()
     assert ElementTree.fromstring(drawn).tag.endswith("svg")
     for stage in ("judge", "1. shape", "2. advantage", "3. train"):
         assert f">{stage}</text>" in drawn
+
+
+def test_a_plan_writes_no_file_unless_it_is_asked_to(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    before = sorted(run_file.parent.iterdir())
+    code, out, _ = run_main(capsys, "plan", str(run_file), "--json")
+    assert (code, json.loads(out)["svg"]) == (0, None)
+    assert [p for p in sorted(run_file.parent.iterdir()) if p.name != "__pycache__"] == [
+        p for p in before if p.name != "__pycache__"
+    ]
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "dapo", "m2po", "gspo", "rloo"])

@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 from tests.contract.dataflow_server import serving
+from tests.unit.cli.sample_statuses import status
 from tests.unit.dataflow.report.report_factories import figures
 
 from penstock.cli.main import main
@@ -18,8 +19,10 @@ from penstock.config import demo_config
 from penstock.dataflow.report.build import make_report
 from penstock.dataflow.report.figures import BalanceSettings
 from penstock.dataflow.report.shape import BalanceReport
+from penstock.dataflow.service.operators.messages import Status
 from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Audience, Role, Signer
+from penstock.wire.codec import encode_json
 from penstock.wire.routes import Call, Route
 from penstock.wire.server import build_app
 
@@ -28,6 +31,10 @@ SCHEMA = Path(__file__).parents[3] / "docs" / "report.schema.json"
 
 async def _report(call: Call) -> BalanceReport:
     return make_report(figures(), BalanceSettings(), 1101.0)
+
+
+async def _status(call: Call) -> Status:
+    return status()
 
 
 @pytest.fixture
@@ -43,16 +50,22 @@ def folder(tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def running(folder: RunFolder) -> Iterator[RunFolder]:
     """The same, with a dataflow that answers for it."""
-    route = Route(
-        method="GET",
-        path="/v1/report",
-        handler=_report,
-        roles=frozenset({Role.READER}),
-        summary="Balance report.",
-        response=BalanceReport,
-    )
+    routes = [
+        Route(
+            method="GET",
+            path=path,
+            handler=handler,
+            roles=frozenset({Role.READER}),
+            summary="For a test.",
+            response=response,
+        )
+        for path, handler, response in (
+            ("/v1/report", _report, BalanceReport),
+            ("/v1/status", _status, Status),
+        )
+    ]
     verifier = Signer.create(folder.keys, "reverse").verifier(Audience.DATAFLOW)
-    with serving(build_app([route], verifier, title="report")) as url:
+    with serving(build_app(routes, verifier, title="report")) as url:
         endpoints = folder.path / "run" / "endpoints.json"
         known = json.loads(endpoints.read_text())
         endpoints.write_text(json.dumps({**known, "dataflow": url}))
@@ -85,12 +98,27 @@ def test_programs_get_json_of_the_schema(
     assert value["decision"]["branch"] == "scale_up" and value["schema_version"] == 1
 
 
-def test_a_run_that_is_not_running_has_no_report(
+def test_a_run_that_never_ran_has_no_report(
     capsys: pytest.CaptureFixture[str], folder: RunFolder
 ) -> None:
     code, out, err = run(capsys, "report", str(folder.path), "--json")
     assert code == 1
-    assert "not running" in err and "error" in json.loads(out)
+    assert "has no report" in err and "error" in json.loads(out)
+
+
+def test_an_ended_run_is_answered_from_its_stored_report(
+    capsys: pytest.CaptureFixture[str], folder: RunFolder
+) -> None:
+    stored = make_report(figures(), BalanceSettings(), 1101.0)
+    folder.report.write_bytes(encode_json(stored))
+    code, out, err = run(capsys, "report", str(folder.path))
+    assert code == 0 and "time since" in out
+    assert "its last report is of 1970-01-01" in err
+    code, out, _ = run(capsys, "report", str(folder.path), "--json")
+    assert json.loads(out)["at"] == 1101.0
+    folder.report.write_text("{")
+    code, _, err = run(capsys, "report", str(folder.path))
+    assert code == 1 and "the next start of the run replaces it" in err
 
 
 def test_an_unreachable_dataflow_is_an_error(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
@@ -11,10 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.contract.dataflow_server import small_config
+from tests.unit.runs.recorded_steps import record_steps
 
+from penstock.cli.progress_lines import ProgressLines
 from penstock.config import RunConfig, demo_config
-from penstock.errors import ConfigError
-from penstock.fleet.run_folder import FinishRecord, LauncherRecord, RunFolder
+from penstock.errors import ConfigError, LaunchError
+from penstock.fleet.launchers.local import EXIT_FENCED
+from penstock.fleet.run_folder import EndRecord, FinishRecord, LauncherRecord, RunFolder
 from penstock.fleet.services import ServiceKind, ServiceSpec
 from penstock.runs.launch import LaunchResult, StopRequest, launch
 from penstock.runs.monitor import RunView
@@ -203,3 +208,75 @@ def test_pids_that_cannot_be_recorded_do_not_end_the_run(
     result = launch(demo_config(0), RunFolder(tmp_path / "r"), display=display, stop=stop)
     assert result.signal == signal.SIGTERM
     assert any("cannot record process ids" in note for note in display.notes)
+
+
+def service_that(does: str) -> ServiceSpec:
+    return ServiceSpec(
+        name="dataflow",
+        kind=ServiceKind.SERVER,
+        command=(sys.executable, "-S", "-c", f"import sys, time; {does}; time.sleep(600)"),
+        build_env=lambda: dict(os.environ),
+    )
+
+
+def test_a_graceful_stop_does_not_repeat_an_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alarm = '{"level": "error", "msg": "policy gets no batch"}'
+    service = service_that(f"print({alarm!r}, file=sys.stderr, flush=True)")
+    monkeypatch.setattr("penstock.runs.launch.local_services", lambda *_: [service])
+    stop = StopRequest()
+
+    class StopAtAlarm(ProgressLines):
+        def update(self, view: RunView) -> None:
+            super().update(view)
+            if view.note:
+                stop.number = signal.SIGTERM
+
+    launch(demo_config(0), RunFolder(tmp_path / "r"), display=StopAtAlarm(), stop=stop)
+    written = capsys.readouterr().err
+    assert written.count("policy gets no batch") == 1
+    assert written.index("policy gets no batch") < written.index("stopping")
+
+
+@pytest.mark.usefixtures("idle_service")
+def test_a_stop_before_the_dataflow_answers_reports_the_recorded_step(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    asyncio.run(record_steps(folder, small_config(), num_steps=2))
+    stop = StopRequest()
+    result = launch(small_config(), folder, display=StopAtFirstUpdate(stop), stop=stop)
+    assert (result.steps, result.trajectories, result.reward) == (2, 8, 0.5)
+
+
+@pytest.mark.usefixtures("idle_service")
+def test_the_reason_of_a_stop_is_kept_until_the_next_launch(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    stop = StopRequest()
+    launch(demo_config(0), folder, display=StopAtFirstUpdate(stop), stop=stop)
+    end = folder.end()
+    assert end is not None and (end.signal, end.error) == (signal.SIGTERM, "")
+    seen: list[EndRecord | None] = []
+    stop = StopRequest()
+
+    class Spy(StopAtFirstUpdate):
+        def update(self, view: RunView) -> None:
+            seen.append(folder.end())
+            super().update(view)
+
+    launch(demo_config(0), folder, display=Spy(stop), stop=stop)
+    assert seen[0] is None
+
+
+def test_the_error_that_ends_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = ServiceSpec(
+        name="trainer-policy",
+        kind=ServiceKind.TRAINER,
+        command=(sys.executable, "-S", "-c", f"raise SystemExit({EXIT_FENCED})"),
+        build_env=lambda: dict(os.environ),
+    )
+    monkeypatch.setattr("penstock.runs.launch.local_services", lambda *_: [broken])
+    folder = RunFolder(tmp_path / "r")
+    with pytest.raises(LaunchError, match="another trainer took over"):
+        launch(demo_config(0), folder)
+    end = folder.end()
+    assert end is not None and "another trainer took over" in end.error

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from penstock.dataflow.client.dataflow import StatusClient
 from penstock.dataflow.service.operators.messages import Status
 from penstock.fleet.run_folder import LOOPBACK, free_port
 from penstock.runs import monitor
-from penstock.runs.monitor import ErrorTail, RewardCurve, StatusPoller
+from penstock.runs.monitor import ErrorTail, RewardCurve, StatusPoller, resume_note
 from penstock.trainer.signals.alarms import ALARM_AFTER, Cause, NoSignalStreak
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.routes import Call, Route
@@ -110,8 +111,40 @@ def test_a_trainer_that_rewinds_resets_the_eta() -> None:
     curve.add(policy_status(number=31), now=1.0)
     curve.add(policy_status(number=20), now=5.0)
     assert curve.eta_s(40, now=5.0) is None
-    curve.add(policy_status(number=21), now=6.0)
-    assert curve.eta_s(40, now=6.0) == pytest.approx(19.0)
+    for number in (21, 22, 23):
+        curve.add(policy_status(number=number), now=number - 15.0)
+    assert curve.eta_s(40, now=8.0) == pytest.approx(17.0)
+
+
+def test_a_trainer_that_rewinds_takes_back_the_rewards_of_abandoned_steps() -> None:
+    curve = RewardCurve()
+    for number in (30, 31, 20):
+        curve.add(policy_status(number=number, reward=number / 100), now=0.0)
+    assert curve.rewards == {20: 0.2}
+
+
+def test_the_eta_leaves_out_the_start_of_the_services() -> None:
+    """The first step of a run waits for every service to load; the others do not."""
+    curve = RewardCurve()
+    curve.add(policy_status(number=0), now=11.0)
+    curve.add(policy_status(number=1), now=44.0)
+    assert curve.eta_s(130, now=44.0) is None, "one step says nothing about the next"
+    curve.add(policy_status(number=2), now=45.0)
+    curve.add(policy_status(number=3), now=46.0)
+    assert curve.eta_s(130, now=46.0) == pytest.approx(127.0)
+
+
+@pytest.mark.parametrize(
+    ("resumed_at", "repeats_to", "text"),
+    [
+        (10, 19, "resumed from the checkpoint at step 10; steps 11–19 are repeated"),
+        (18, 19, "resumed from the checkpoint at step 18; step 19 is repeated"),
+        (19, 0, ""),
+    ],
+)
+def test_a_step_that_goes_back_is_explained(resumed_at: int, repeats_to: int, text: str) -> None:
+    now = replace(policy_status(), resumed_at=resumed_at, repeats_to=repeats_to)
+    assert resume_note(now) == text
 
 
 def test_a_failed_rollout_is_shown_with_the_last_line_of_its_detail(tmp_path: Path) -> None:

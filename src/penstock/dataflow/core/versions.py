@@ -36,6 +36,11 @@ class Lineage:
         self._path: dict[int, int] = {0: 0}
         """Number after each batch of the surviving lineage: the points where a trainer may fork."""
         self.last_commit: CommitRecord | None = None
+        self.last_skip = ""
+        """Why the newest skipped batch was skipped; empty if none was."""
+        self.repeats_to = 0
+        """Newest number that the newest incarnation left behind at its fork; 0 if it went on where
+        the one before had ended."""
         self._commits: list[CommitRecord] = []
         """Every commit ever applied, without its stats."""
         self.is_deterministic = False
@@ -51,6 +56,17 @@ class Lineage:
             return None
         incarnation = max(self._published)
         return self._versions[incarnation, self._published[incarnation]]
+
+    @property
+    def num_skipped(self) -> int:
+        """Batches of the surviving lineage that were not trained: every other one added one."""
+        return self.seq - self.number
+
+    @property
+    def resumed_at(self) -> int:
+        """The number that the newest incarnation started from."""
+        fork = self._forks.get(self.incarnation)
+        return 0 if fork is None else fork.number
 
     @property
     def published(self) -> int:
@@ -205,6 +221,7 @@ class Lineage:
     # --- changes: the same records, live or restored ------------------------------------------
 
     def apply_incarnation(self, record: IncarnationRecord) -> None:
+        self.repeats_to = self.number if self.number > record.number else 0
         self.incarnation = record.incarnation
         self.number, self.seq = record.number, record.seq
         self._path = {seq: number for seq, number in self._path.items() if seq <= record.seq}
@@ -217,6 +234,7 @@ class Lineage:
             self.number, self.seq = record.number, record.seq
             self._path[record.seq] = record.number
             self.last_commit = record
+            self.last_skip = record.skipped or self.last_skip
             self._commits.append(replace(record, stats="{}"))
 
     def apply_version(self, record: VersionRecord) -> None:

@@ -34,14 +34,18 @@ from penstock.dataflow.service.row_payloads import RowPayloads
 from penstock.dataflow.service.rows.routes import row_routes
 from penstock.dataflow.service.trainers.messages import VersionsInUse
 from penstock.dataflow.service.trainers.routes import READERS, TrainerRoutes
+from penstock.durable import write_durably
 from penstock.errors import StoreError
 from penstock.wire.auth import Verifier
+from penstock.wire.codec import encode_json
 from penstock.wire.routes import ALL_ROLES, Call, RawResponse, Route, route, routes_of
 from penstock.wire.server import build_app
 from penstock.wire.serving import Tls, server, tune_memory
 
 log = structlog.get_logger(__name__)
 
+REPORT_INTERVAL_S = 10.0
+"""Seconds between two reports that are stored for the time after the service."""
 BEFORE_RESTORE = frozenset({("POST", "/v1/leases"), ("PUT", "/v1/nodes/{node_id}")})
 """Answered before the restore is complete: they need only the partition and end no group."""
 
@@ -63,6 +67,9 @@ class ServiceRoutes:
     @route("GET", "/v1/report", READERS)
     async def report(self, call: Call) -> BalanceReport:
         """Waiting times, wasted work, and the recommended number of nodes."""
+        return self.make_report()
+
+    def make_report(self) -> BalanceReport:
         service = self.service
         look = observe_service(service.coordinator, service.host)
         return service.balance.report(look, service.process.clock())
@@ -202,9 +209,40 @@ async def serve_dataflow(
     """Serve one run until stopped; raises StoreError when storage failed."""
     failures = _StorageFailures()
     service = build_partly_restored(config, run_dir / "ledger", on_failure=failures)
-    app = build_server(surface(service, config, weights_url), verifier)
+    routes = surface(service, config, weights_url)
+    app = build_server(routes, verifier)
     log.info("dataflow serves", run=config.name, host=host, port=port)
-    await _serve(failures, server(app, host, port, tls))
+    async with stored_reports(routes, run_dir / "run" / "report.json"):
+        await _serve(failures, server(app, host, port, tls))
+
+
+@contextlib.asynccontextmanager
+async def stored_reports(routes: ServiceRoutes, path: Path) -> AsyncGenerator[None]:
+    """Store the report in this file at intervals and at the end: its time accounts are in memory
+    only, and people ask for them after the run."""
+
+    async def store() -> None:
+        if not routes.service.is_restored.is_set():
+            return
+        try:
+            await asyncio.to_thread(write_durably, path, encode_json(routes.make_report()))
+        except OSError as error:  # a full disk must not end the service
+            log.warning("report not stored", path=str(path), error=str(error))
+
+    async def store_at_intervals() -> None:
+        """consumes: time · produces: the stored report · waits for: REPORT_INTERVAL_S"""
+        await routes.service.is_restored.wait()
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            await store()
+
+    storing = asyncio.create_task(store_at_intervals(), name="reports")
+    try:
+        yield
+    finally:
+        storing.cancel()
+        await asyncio.wait([storing])
+        await store()
 
 
 async def serve_partition(

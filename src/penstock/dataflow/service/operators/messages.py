@@ -78,6 +78,14 @@ class PolicyStatus:
     staleness_max: int | None
     stats: dict[str, float]
     """Stats of the newest commit, as the trainer reported them."""
+    skipped: int = 0
+    """Batches that were not trained; each adds a batch and no step."""
+    last_skip: str = ""
+    """Why the newest of them was skipped."""
+    resumed_at: int = 0
+    """The step of the checkpoint that the trainer resumed from."""
+    repeats_to: int = 0
+    """Last step that is trained again since then; 0 if none is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

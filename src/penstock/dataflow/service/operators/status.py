@@ -74,6 +74,10 @@ def _policy(consumer: Consumer) -> PolicyStatus:
         staleness_mean=None if batch is None else batch.staleness_mean,
         staleness_max=None if batch is None else batch.staleness_max,
         stats={} if commit is None else msgspec.json.decode(commit.stats, type=dict[str, float]),
+        skipped=lineage.num_skipped,
+        last_skip=lineage.last_skip if lineage.num_skipped else "",
+        resumed_at=lineage.resumed_at,
+        repeats_to=lineage.repeats_to,
     )
 
 
@@ -119,12 +123,32 @@ def _blocker(service: DataflowService, who: str) -> str:
     """What a node waits for that gets no work."""
     if not service.process.has_room:
         return "free memory or disk space; see the storage limits in the config"
-    node = service.partition.nodes.get(NodeId(who))
+    node, partition = service.partition.nodes.get(NodeId(who)), service.partition
     if node is not None and node.is_quarantined:
         return "the end of its quarantine: check its engine, then restart it"
-    if service.partition.num_waiting:
+    if node is not None and node.is_session_gateway:
+        num_waiting = partition.num_waiting_sessions
+    else:
+        num_waiting = partition.num_waiting - partition.num_waiting_sessions
+    if num_waiting:
         return "a newer version to load"
-    return f"trainer {next(iter(service.coordinator.consumers))} to commit"
+    return _issue_blocker(service, is_gateway=node is not None and node.is_session_gateway)
+
+
+def _issue_blocker(service: DataflowService, *, is_gateway: bool) -> str:
+    """Why there is no group that a node could take."""
+    coordinator = service.coordinator
+    shares = coordinator.supply.shares()
+    if not shares:
+        return "tasks: every source is exhausted"
+    if not is_gateway and all(share.name == coordinator.session_source for share in shares):
+        return "tasks: the only source is the sessions of external agents"
+    if service.source_error:
+        return f"tasks: a source failed with {service.source_error}"
+    missing = [found.missing_stages for found in coordinator.consumers.values()]
+    if any(missing):
+        return f"a worker of stage {', '.join(filter(None, missing))}"
+    return f"trainer {next(iter(coordinator.consumers))} to commit"
 
 
 def _last_live_at(service: DataflowService) -> float:
@@ -137,7 +161,9 @@ def _last_live_at(service: DataflowService) -> float:
 def _batch_blocker(service: DataflowService) -> str:
     holding = [n for n, node in service.partition.nodes.items() if node.num_leases]
     if holding:
-        return f"{len(service.coordinator.open)} groups on {', '.join(sorted(holding)[:3])}"
+        num_open = len(service.coordinator.open)
+        groups = f"{num_open:,} group{'' if num_open == 1 else 's'}"
+        return f"{groups} on {', '.join(sorted(holding)[:3])}"
     if service.partition.num_waiting:
         return "a node to take work"
     return "work to be issued"

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Curves of a run's metrics by step, from its metrics.jsonl.
+
+Owns which records count: of steps that a resumed trainer repeated, the newer ones. Draws nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.errors import ConfigError
+from penstock.plugins import did_you_mean
+
+REWARD = "reward/mean"
+IDENTITY = frozenset({"time", "policy", "number", "seq", "incarnation", "skipped", "alarm"})
+"""Keys of a record that are no metrics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsRecord:
+    """One committed batch of one policy."""
+
+    policy: str
+    number: int
+    """The step that it led to."""
+    seq: int
+    time: float
+    """Unix time."""
+    skipped: str
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One metric of one policy of one run."""
+
+    run: str
+    policy: str
+    metric: str
+    steps: list[int] = field(default_factory=list[int])
+    values: list[float] = field(default_factory=list[float])
+    times: list[float] = field(default_factory=list[float])
+    """Unix time of each point."""
+
+
+def read_records(path: Path) -> list[MetricsRecord]:
+    """The records of a metrics.jsonl, without those of steps that were trained again; empty if
+    there is no such file. A half-written last line is left out."""
+    kept: dict[str, list[MetricsRecord]] = {}
+    for record in _parse(path):
+        records = kept.setdefault(record.policy, [])
+        while records and records[-1].seq >= record.seq:
+            records.pop()
+        records.append(record)
+    return [record for records in kept.values() for record in records]
+
+
+def _parse(path: Path) -> Iterator[MetricsRecord]:
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                found = json.loads(line)
+                yield MetricsRecord(
+                    policy=str(found["policy"]),
+                    number=int(found["number"]),
+                    seq=int(found["seq"]),
+                    time=float(found["time"]),
+                    skipped=str(found.get("skipped") or ""),
+                    values=_values(found),
+                )
+            except (ValueError, KeyError, TypeError):
+                continue
+
+
+def _values(found: Mapping[str, object]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if name not in IDENTITY and isinstance(value, int | float)
+    }
+
+
+def metric_names(records: Iterable[MetricsRecord]) -> list[str]:
+    return sorted({name for record in records for name in record.values})
+
+
+def resolve_metric(name: str, known: Sequence[str]) -> str:
+    """The metric with this name, or NAME/mean: `reward` is `reward/mean`."""
+    for candidate in (name, f"{name}/mean"):
+        if candidate in known:
+            return candidate
+    near = did_you_mean(name, tuple(known))
+    hint = f'did you mean "{near}"? ' if near else ""
+    raise ConfigError(f"unknown metric {name!r}; {hint}Available: {', '.join(known)}")
+
+
+def make_curves(run: str, records: Sequence[MetricsRecord], metric: str) -> list[Curve]:
+    """A curve per policy that has this metric; skipped batches have no point."""
+    curves: dict[str, Curve] = {}
+    for record in records:
+        value = record.values.get(metric)
+        if value is None or record.skipped:
+            continue
+        curve = curves.setdefault(
+            record.policy, Curve(run=run, policy=record.policy, metric=metric)
+        )
+        curve.steps.append(record.number)
+        curve.values.append(value)
+        curve.times.append(record.time)
+    return list(curves.values())
+
+
+def reward_by_step(path: Path) -> dict[str, dict[int, float]]:
+    """Mean reward by step, by policy."""
+    found: dict[str, dict[int, float]] = {}
+    for record in read_records(path):
+        if REWARD in record.values:
+            found.setdefault(record.policy, {})[record.number] = record.values[REWARD]
+    return found
