@@ -111,7 +111,9 @@ class ModelConfig(Section):
     """What generates: transformers in the node, vLLM or SGLang in a separate process, a table of
     answers, or a simulation of timing."""
     vllm: VllmConfig = VllmConfig()
+    """Where vLLM is, for `engine: vllm`."""
     sglang: SglangConfig = SglangConfig()
+    """Where SGLang is, for `engine: sglang`."""
     replicas: NonNegativeInt = 1
     """Rollout nodes that the launcher starts; 0 for only nodes that join."""
     frozen: Annotated[
