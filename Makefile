@@ -97,6 +97,7 @@ check:
 	$(BIN)/python scripts/check_public_imports.py
 	$(BIN)/python scripts/check_cycles.py
 	$(BIN)/python scripts/draw_imports.py --check
+	$(BIN)/python scripts/write_schema.py --check
 	$(BIN)/python scripts/check_files.py
 	$(BIN)/codespell
 	$(BIN)/lint-imports --cache-dir .cache/import-linter

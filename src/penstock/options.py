@@ -17,8 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, core_schema
 
 from penstock.plugins import quoted, suggest, unknown
 
@@ -93,12 +100,26 @@ def unknown_choice(value: object, supported: Sequence[str]) -> ValueError:
     return ValueError(f"{quoted(value)} is not one of {choices}; {fix}")
 
 
-def non_empty() -> BeforeValidator:
+@dataclass(frozen=True, slots=True)
+class _NonEmpty:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(_has_entries, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, core: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        schema = handler(core)
+        return schema | {"minItems" if schema.get("type") == "array" else "minProperties": 1}
+
+
+def _has_entries(value: object) -> object:
+    if value in ([], (), {}):
+        raise ValueError("is empty; give at least one entry")
+    return value
+
+
+def non_empty() -> Any:
     """Reject an empty list or mapping (pydantic's min_length also counts invalid items)."""
-
-    def check(value: object) -> object:
-        if value in ([], (), {}):
-            raise ValueError("is empty; give at least one entry")
-        return value
-
-    return BeforeValidator(check)
+    return _NonEmpty()

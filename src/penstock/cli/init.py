@@ -16,15 +16,18 @@ NAME = "{{name}}"
 
 
 def init(directory: Path, /, *, template: Literal["reverse"] = "reverse") -> int:
-    """Create a task, a reward and a config in a folder. Existing files are never overwritten.
+    """Create a task, a reward and a config in a folder, and a schema with which editors complete
+    the config. Existing files are never overwritten.
 
     Args:
         directory: Folder to write to; created if it does not exist.
         template: Template to copy: reverse (write three letters backwards).
     """
+    from penstock.config.schema import FILE_NAME, schema_text
     from penstock.errors import ConfigError
 
-    existing = [name for name in FILES if (directory / name).exists()]
+    names = (*FILES, FILE_NAME)
+    existing = [name for name in names if (directory / name).exists()]
     if existing:
         raise ConfigError(
             f"{directory} already has {', '.join(existing)}; no file was written. Choose another "
@@ -37,12 +40,13 @@ def init(directory: Path, /, *, template: Literal["reverse"] = "reverse") -> int
         for name in FILES:
             text = (source / name).read_text(encoding="utf-8").replace(NAME, run_name)
             (directory / name).write_text(text.removeprefix(OUR_LICENCE), encoding="utf-8")
+        (directory / FILE_NAME).write_text(schema_text(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"cannot write to {directory}: {error.strerror}; choose another folder"
         ) from None
     print(
-        f"wrote {', '.join(FILES)} to {directory}\n\n"
+        f"wrote {', '.join(names)} to {directory}\n\n"
         f"next:\n"
         f"  edit {directory / 'task.py'}\n"
         f"  penstock check {directory / 'run.yaml'}\n"

@@ -12,6 +12,7 @@ from types import FrameType
 
 from penstock.cli.output import print_note
 from penstock.runs.launch import Display, ForcedStop, LaunchResult, StopRequest, launch
+from penstock.runs.model_revisions import pin_models
 from penstock.runs.target import RunTarget
 
 
@@ -23,9 +24,10 @@ def launch_and_show(
     accept_changes: bool = False,
 ) -> LaunchResult:
     """Launch a run with a display on stderr; signals stop it."""
+    config = pin_models(target.config, target.folder, print_note)  # here ^C ends a download at once
     with stop_on_signals() as stop:
         return launch(
-            target.config,
+            config,
             target.folder,
             python_path=target.python_path,
             display=choose_display(headless=headless),

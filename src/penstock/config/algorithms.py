@@ -210,7 +210,7 @@ class AlgorithmConfig(Section):
     lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda of generalised advantage estimation; ppo only."""
     teacher: str | None = None
-    """Model that opd distils: `builtin:NAME`, or a folder in Hugging Face form."""
+    """Model that opd distils: a model of the Hub, a folder or `builtin:NAME`, as `init`."""
     ratio_against: Literal["sampling", "proximal"] = "sampling"
     """The denominator of the loss's ratio: the log-probs recorded by the engine at sampling, or the
     trainer's own at the start of the step, which costs a forward pass."""

@@ -175,6 +175,7 @@ class DataflowConfig(Section):
     partitions: PositiveInt = 1
     """Processes that hold slots, leases and payload."""
     lease: LeaseConfig = LeaseConfig()
+    """How long work may be held, and how often it is tried."""
     closing: ClosingConfig = "complete"
     """How a group closes once all its slots are terminal: complete | drop | survivors(min)."""
     pace: str = "any"
@@ -186,7 +187,9 @@ class DataflowConfig(Section):
     spaces: Annotated[tuple[SpaceConfig, ...], Field(strict=False)] = ()
     """Named spaces with quotas."""
     bounds: BoundsConfig = BoundsConfig()
+    """Memory and disk the service may use before it refuses work."""
     report: ReportConfig = ReportConfig()
+    """When the balance report recommends another size of the rollout pool."""
     retain_batches: PositiveInt = 8
     """Number of last batches whose rows are kept until a trainer names a checkpoint."""
 

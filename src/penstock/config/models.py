@@ -103,14 +103,18 @@ class ModelConfig(Section):
     """One policy: its model, its engine, and settings that differ from the shared ones."""
 
     init: Annotated[str, AfterValidator(_init)]
-    """Initial weights: `builtin:NAME`, or a folder in Hugging Face format."""
+    """Initial weights: a model of the Hugging Face Hub, like Qwen/Qwen3-0.6B or
+    Qwen/Qwen3-0.6B@REVISION; a folder in Hugging Face format, relative to the working directory; or
+    `builtin:NAME`. The run records the commit of the Hub and keeps it."""
     lora: LoraConfig | None = None
     """Train an adapter on frozen weights; null trains all weights."""
     engine: EngineName = "hf"
     """What generates: transformers in the node, vLLM or SGLang in a separate process, a table of
     answers, or a simulation of timing."""
     vllm: VllmConfig = VllmConfig()
+    """Where vLLM is, for `engine: vllm`."""
     sglang: SglangConfig = SglangConfig()
+    """Where SGLang is, for `engine: sglang`."""
     replicas: NonNegativeInt = 1
     """Rollout nodes that the launcher starts; 0 for only nodes that join."""
     frozen: Annotated[

@@ -16,6 +16,7 @@ from penstock.config.base import leaves
 from penstock.config.error_messages import path_text
 from penstock.config.run import RunConfig
 from penstock.config.store_password import without_password
+from penstock.hub import is_same_model
 from penstock.options import KeyPath
 
 _CONSTANT = '"constant"'
@@ -58,11 +59,14 @@ def config_changes(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def identity_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """The changes between two identities: one `path.to.key: old -> new` per key."""
+    """The changes between two identities: one `path.to.key: old -> new` per key.
+
+    A model of the Hub without a revision means the commit that the run started with."""
     return [
         f"{key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
         for key in {**old, **new}
         if old.get(key) != new.get(key)
+        and not is_same_model(new.get(key, "").strip('"'), old.get(key, "").strip('"'))
     ]
 
 

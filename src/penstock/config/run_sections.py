@@ -77,7 +77,9 @@ class RunSections(Section):
     reward: FunctionName | None = None
     """What scores a trajectory; null if the workflow does."""
     dataflow: DataflowConfig = DataflowConfig()
+    """The service between nodes and trainers: stores, leases, rules, bounds."""
     sampling: SamplingConfig = SamplingConfig()
+    """How engines sample tokens."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """The algorithm of every policy without another."""
     training: TrainingConfig

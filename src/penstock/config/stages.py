@@ -106,7 +106,8 @@ class PipelineStageConfig(Section):
     options: Mapping[str, Any] = Field(default_factory=dict[str, Any], validate_default=True)
     """Keyword arguments of fn in addition to the columns."""
     model: str | None = None
-    """Initial weights of its model (reference, critic, teacher, reward); null: as the policy."""
+    """Initial weights of its model (reference, critic, teacher, reward), written as `init`; null:
+    those of the policy."""
 
     @field_validator("fn")
     @classmethod

@@ -31,6 +31,7 @@ from penstock.fleet.run_folder import (
 from penstock.fleet.services import local_services
 from penstock.runs.control import make_status_client
 from penstock.runs.curves import reward_by_step
+from penstock.runs.model_revisions import pin_models
 from penstock.runs.monitor import ErrorTail, RunView, StatusPoller
 from penstock.runs.progress import progress_of, read_progress
 from penstock.wire.auth import Signer
@@ -116,6 +117,7 @@ def launch(
     display, stop = display or NoDisplay(), stop or StopRequest()
     began_at = time.monotonic()
     with folder.locked():
+        config = pin_models(config, folder, display.notify)
         finish = _claim_folder(config, folder, sources or {}, accept_changes=accept_changes)
         if finish is not None:
             return LaunchResult(

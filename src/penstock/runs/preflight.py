@@ -18,6 +18,7 @@ from penstock.config import CommandWorkflow, RunConfig
 from penstock.config.models import BUILTIN_MODELS
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import free_bytes
+from penstock.hub import check_hub_model, parse_hub_model
 from penstock.runs.probe import run_probe, user_stages, user_workflow
 from penstock.runs.target import RunTarget
 
@@ -119,9 +120,15 @@ def _missing_models(config: RunConfig) -> Iterator[str]:
     for where, init in _configured_models(config):
         if init in BUILTIN_MODELS:
             continue
+        if parse_hub_model(init) is not None:
+            try:
+                check_hub_model(init)
+            except ConfigError as error:
+                yield f"{where}: {error}"
+            continue
         path = Path(init).expanduser()
         if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
-            fix = f"download it with `hf download {init} --local-dir DIR` and set {where} to DIR"
+            fix = "name a folder that has both, or a model of the Hub as owner/name"
             if init.startswith("builtin:"):
                 fix = f"built-in models: {', '.join(BUILTIN_MODELS)}"
             yield f"{where}: no config.json and *.safetensors in {path}; {fix}"

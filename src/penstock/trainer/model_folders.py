@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError, WeightsError
 from penstock.gateway.tokenizer_files import PLAIN_TEMPLATE, character_tokenizer
+from penstock.hub import model_folder, other_files, parse_hub_model
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def init_model(init: str, folder: Path, seed: int) -> None:
         folder.mkdir(parents=True)
         _write_tiny_qwen3(folder, seed)
         return
-    shutil.copytree(_source(init), folder)  # follows links, so a hub cache becomes plain files
+    ignore = other_files if parse_hub_model(init) else None
+    shutil.copytree(_source(init), folder, ignore=ignore)  # follows the links of a hub's cache
 
 
 @contextmanager
@@ -65,12 +67,12 @@ def initial_folder(init: str, seed: int) -> Generator[Path]:
 
 
 def _source(init: str) -> Path:
-    source = Path(init).expanduser()
+    source = model_folder(init)
     if not (source / "config.json").is_file() or not any(source.glob("*.safetensors")):
         raise ConfigError(
             f"init: {init} is not a Hugging Face model folder (config.json and *.safetensors); "
-            "set it to a local folder (download one with `hf download MODEL --local-dir DIR`) "
-            f"or to {TINY_QWEN3}"
+            "set it to such a folder, to a model of the Hub like Qwen/Qwen3-0.6B, or to "
+            f"{TINY_QWEN3}"
         )
     return source
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.pipeline import PipelineStageConfig
+from penstock.hub import find_folder
 from penstock.trainer.model_folders import TINY_QWEN3, initial_folder
 
 
@@ -50,6 +51,7 @@ def _read(init: str, name: str) -> dict[str, Any]:
         with initial_folder(init, seed=0) as folder:
             return json.loads((folder / name).read_text())
     try:
-        return json.loads((Path(init).expanduser() / name).read_text(encoding="utf-8"))
+        folder = find_folder(init, texts_only=True) or Path(init)
+        return json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # loading the model reports what is wrong with it
         return {}

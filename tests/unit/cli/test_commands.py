@@ -17,6 +17,7 @@ import pytest
 from penstock.cli import main as command_line
 from penstock.cli.main import COMMANDS, build, main
 from penstock.config import demo_config, load
+from penstock.config.schema import schema_text
 from penstock.errors import Forbidden
 from penstock.fleet.processes import cpu_s
 from penstock.fleet.run_folder import FinishRecord, RunFolder
@@ -138,6 +139,7 @@ def test_init_writes_a_run_that_passes_check_in_three_seconds(tmp_path: Path) ->
     assert 'name: "my-run"' in (tmp_path / "my-run" / "run.yaml").read_text()
     assert "outputs/my-run`" in (tmp_path / "my-run" / "README.md").read_text()
     assert "SPDX" not in (tmp_path / "my-run" / "task.py").read_text()
+    assert (tmp_path / "my-run" / "run.schema.json").read_text() == schema_text()
     began_at = cpu_s()
     checked = penstock("check", "my-run/run.yaml", cwd=tmp_path)
     assert cpu_s() - began_at <= 3.0

@@ -84,7 +84,7 @@ def test_a_folder_is_read_where_it_lies(model_folder: Path) -> None:
 
 
 def test_a_missing_folder_is_refused_with_the_cure(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="hf download"):
+    with pytest.raises(ConfigError, match="a model of the Hub like"):
         init_model(str(tmp_path / "nowhere"), tmp_path / "model", seed=0)
 
 

@@ -15,6 +15,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from penstock.config import LoraConfig
+from penstock.hub import find_folder
 from penstock.trainer.model_folders import TINY_QWEN3, tiny_shapes
 
 WEIGHT_BYTES = 4
@@ -78,7 +79,9 @@ _LAYER = re.compile(r"\.\d+\..*\.weight$")
 def _shapes_of(init: str) -> dict[str, tuple[int, ...]] | None:
     if init == TINY_QWEN3:
         return tiny_shapes()
-    files = sorted(Path(init).expanduser().glob("*.safetensors"))
+    if (folder := find_folder(init)) is None:
+        return None
+    files = sorted(folder.glob("*.safetensors"))
     try:
         found = [_shapes(file) for file in files if not file.name.startswith("adapter_")]
     except (OSError, ValueError):
