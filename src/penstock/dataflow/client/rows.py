@@ -6,8 +6,9 @@
         async for row in scorer.stream():
             await row.write(score=judge(row["turns"]))
 
-Moving on to the next row acknowledges the previous one. The loop may be left with `break`. If a worker crashes, its rows are delivered
-again to any worker of that reader; columns are write-once, so processing a row twice is harmless.
+Moving on to the next row acknowledges the previous one; `break` may end the loop. If a worker
+crashes, its rows are delivered again to any worker of that reader; columns are write-once, so
+processing a row twice is harmless.
 """
 
 from __future__ import annotations

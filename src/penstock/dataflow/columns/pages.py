@@ -38,8 +38,8 @@ ROWS = (
     f"AND NOT EXISTS (SELECT 1 FROM meta m WHERE m.key = '{FORGOTTEN_PREFIX}' || r.row_id) "
     "ORDER BY r.arrival LIMIT :num"
 )
-"""Freed rows wait for their readers, except those freed before the reader existed, and those that no
-policy admitted if the reader waits for that."""
+"""Freed rows wait for their readers, except those freed before the reader existed, and those that
+no policy admitted if the reader waits for that."""
 ITEMS = (
     f"SELECT r.row_id, r.arrival, r.at, b.names, {_LEASE_COLUMNS} FROM items r "
     f"LEFT JOIN bundles b ON b.space = r.space AND b.arrival = r.bundle {_UNFINISHED} "
