@@ -28,6 +28,7 @@ COMMANDS = (
     ("run", START, "Start or resume a run on this machine."),
     ("status", RUNS, "Show a run's state and what it is waiting for."),
     ("report", RUNS, "Show how well rollout and training are balanced."),
+    ("samples", RUNS, "Show what the model said, with rewards."),
     ("explain", RUNS, "Explain why a task, row or batch was used or dropped."),
     ("simulate", RUNS, "Simulate a recorded run under different data rules."),
     ("replay", RUNS, "Recompute a training step and compare it bit for bit."),

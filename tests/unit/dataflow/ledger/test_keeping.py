@@ -224,11 +224,14 @@ async def test_columns_and_rows_of_a_slow_reader_stay(tmp_path: Path) -> None:
             failed="",
             value=None,
             digest="",
-            **_place(ledger, payload(number)),
+            segment=at.segment,
+            offset=at.offset,
+            length=at.length,
             writer="w",
             at=0.0,
         )
         for number in (1, 2)
+        for at in [ledger.place(payload(number))]
     ]
     reader = ReaderRecord(
         name="slow",
@@ -249,11 +252,6 @@ async def test_columns_and_rows_of_a_slow_reader_stay(tmp_path: Path) -> None:
     [held] = ledger.tables.read(ColumnRecord, "row_id = :id", id=row_id(2))
     assert ledger.read_payload(held) == payload(2)
     ledger.close()
-
-
-def _place(ledger: Ledger, data: bytes) -> dict[str, int]:
-    at = ledger.place(data)
-    return {"segment": at.segment, "offset": at.offset, "length": at.length}
 
 
 async def test_a_forgotten_session_is_not_kept(tmp_path: Path) -> None:
