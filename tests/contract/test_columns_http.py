@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import sqlite3
 from dataclasses import replace
@@ -140,7 +141,8 @@ async def test_rows_of_a_crashed_worker_are_redelivered_and_each_is_done_once(
             row = await anext(stream)
             await row.write(mark=1.0)
             await anext(stream)
-            await dying.close()  # as a kill would: no acknowledgement, renewal or release
+            await dying._caller.close()  # pyright: ignore[reportPrivateUsage]
+            # as a kill would: no acknowledgement, renewal or release
             second = await judge(client, ttl_s=1.0)
             marked = 1
             async with contextlib.aclosing(second.stream(max_rows=8)) as rest:
@@ -183,6 +185,30 @@ async def test_long_work_keeps_its_row(tmp_path: Path) -> None:
                 break
             mark = (await client.get("eval", ["a"], ["mark"]))["a"]
             assert mark.columns == {"mark": 1.0}
+
+
+@pytest.mark.parametrize("writes", [True, False])
+async def test_leaving_the_loop_reports_nothing_and_returns_the_rows(
+    tmp_path: Path, writes: bool
+) -> None:
+    """The documented loop with `break` in it: the stream ends with the client, at the latest."""
+    reports: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda loop, context: reports.append(f"{context['message']}: {context.get('exception')}")
+    )
+    with running_row_service(tmp_path) as running:
+        async with running.client() as client:
+            await client.put("eval", {f"k{n}": {"text": b"t"} for n in range(4)})
+            async for row in (await judge(client)).stream():
+                if writes:
+                    await row.write(mark=1.0)
+                break
+        gc.collect()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait([task])
+        gc.collect()
+        assert reports == []
+        assert running.host.rows.state("judge").num_leased == 0, "nobody waits for a ttl"
 
 
 async def test_a_row_that_crashes_its_workers_fails_after_max_attempts(tmp_path: Path) -> None:

@@ -16,14 +16,20 @@ import pytest
 from penstock.config.store_password import PASSWORD_ENV, password_in, without_password
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
 from penstock.dataflow.ledger.codec import BundleMove, ColumnMove, RowMove
+from penstock.dataflow.ledger.compaction import live_bytes
+from penstock.dataflow.ledger.keeping import RANKS, Kept, kept_bytes
 from penstock.dataflow.ledger.tables import Tables, open_tables
 from penstock.dataflow.records import (
     BatchRecord,
     Deletion,
+    FreedRecord,
+    GroupRecord,
+    GroupState,
     MetaRecord,
     NodeRecord,
     RowRecord,
     SourceRecord,
+    gone_key,
 )
 from penstock.errors import StoreError
 from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName, RowId, RowSummary
@@ -72,6 +78,47 @@ def row(number: int, **changes: Any) -> RowRecord:
     summary = {name: value for name, value in changes.items() if name in known}
     rest = {name: value for name, value in changes.items() if name not in known}
     return replace(record, summary=replace(record.summary, **summary), **rest)
+
+
+def group(number: int) -> GroupRecord:
+    return GroupRecord(
+        group_id=GroupId(f"g{number}"),
+        partition=0,
+        issue=number,
+        source="s",
+        ordinal=number,
+        task_key="k",
+        task="{}",
+        num_slots=1,
+        due="{}",
+        why="{}",
+        state=GroupState.CLOSED,
+        reason="",
+        issued_at=0.0,
+        ended_at=0.0,
+    )
+
+
+def test_every_database_keeps_the_same_groups(tables: Tables) -> None:
+    """Which ones is part of what the run leaves behind: it must not depend on the database."""
+    numbers = [*range(1, 201), (1 << 31) - 1, 1 << 40]
+    tables.commit([group(number) for number in numbers])
+    tables.commit([row(number, space="train") for number in numbers])
+    freed = [FreedRecord(group_id=GroupId(f"g{number}"), at=float(number)) for number in numbers]
+    tables.commit(freed)
+    half = Kept(limit=RANKS // 2, since=101.0)
+
+    def is_kept(number: int) -> bool:
+        return number > 100 and (number % (1 << 31)) * 2654435761 % RANKS < half.limit
+
+    kept = [number for number in numbers if is_kept(number)]
+    assert 40 < len(kept) < 60
+    assert kept_bytes(tables, half) == 100 * len(kept)
+    assert live_bytes(tables, 1, half) == 100 * len(kept)
+    assert live_bytes(tables, 1) == 0
+    forgotten = MetaRecord(key=gone_key(RowId(f"g{kept[0]}.0.1")), value="forgotten")
+    tables.commit([forgotten])
+    assert live_bytes(tables, 1, half) == 100 * (len(kept) - 1)
 
 
 def by_id(tables: Tables) -> list[RowRecord]:

@@ -25,15 +25,26 @@ from penstock.dataflow.columns.spaces import Spaces
 from penstock.dataflow.ledger.payloads import MemoryPayloads
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.tables import Tables, open_memory_tables
-from penstock.dataflow.records import Deletion, FreedRecord, Record, RowRecord
-from penstock.types import GroupId, NodeId, OutcomeKind, RowId, RowSummary
+from penstock.dataflow.records import (
+    FORGOTTEN_PREFIX,
+    Deletion,
+    FreedRecord,
+    MetaRecord,
+    Record,
+    RowRecord,
+    gone_key,
+)
+from penstock.types import DropReason, GroupId, NodeId, OutcomeKind, RowId, RowSummary
 
 
 def wipe(tables: Tables) -> None:
     """Emptying tables is faster than making them."""
     rows = (ColumnRecord, ItemRecord, BundleRecord, SpaceRecord, RowRecord, FreedRecord)
     kept = (*rows, ReaderRecord, RowLeaseRecord)
-    tables.commit([Deletion(kind=kind, where="1 = 1", values={}) for kind in kept])
+    marks = Deletion(
+        kind=MetaRecord, where="key LIKE :keys", values={"keys": f"{FORGOTTEN_PREFIX}%"}
+    )
+    tables.commit([marks, *(Deletion(kind=kind, where="1 = 1", values={}) for kind in kept)])
 
 
 ELSEWHERE = Location(segment=1, offset=0, length=1)
@@ -128,6 +139,12 @@ class ReaderWorld:
         return arrival
 
     def free(self, row_id: str) -> None:
+        """No trainer needs its group any more; readers still do."""
         group_id = GroupId(row_id.partition(".")[0])
         self.journaled.append(FreedRecord(group_id=group_id, at=self.now))
+
+    def forget(self, row_id: str) -> None:
+        """As the service does for a session that an operator erases."""
+        key = gone_key(RowId(row_id))
+        self.journaled.append(MetaRecord(key=key, value=DropReason.FORGOTTEN))
         self.row_window.forget("train", [RowId(row_id)])

@@ -218,10 +218,19 @@ class ReadersMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        rows = [row_id for row_id, at in self.truth.rows.items() if at[0] == "train"]
+        """Readers still get the rows of a group that was trained and freed."""
+        rows = [row_id for row_id in self.truth.rows if row_id in self.truth.admitted]
         if rows:
             for row_id in data.draw(st.lists(st.sampled_from(rows), max_size=3, unique=True)):
                 self.world.free(row_id)
+                self.observe()
+
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        rows = [row_id for row_id, at in self.truth.rows.items() if at[0] == "train"]
+        if rows:
+            for row_id in data.draw(st.lists(st.sampled_from(rows), max_size=3, unique=True)):
+                self.world.forget(row_id)
                 self.truth.forget(row_id)
                 self.observe()
 

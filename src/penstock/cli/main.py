@@ -31,6 +31,7 @@ COMMANDS = (
     ("logs", RUNS, "Show a run's logs, all services in order of time."),
     ("plot", RUNS, "Draw the reward, or any metric, of one or more runs."),
     ("report", RUNS, "Show how well rollout and training are balanced."),
+    ("samples", RUNS, "Show what the model said, with rewards."),
     ("explain", RUNS, "Explain why a task, row or batch was used or dropped."),
     ("simulate", RUNS, "Simulate a recorded run under different data rules."),
     ("replay", RUNS, "Recompute a training step and compare it bit for bit."),

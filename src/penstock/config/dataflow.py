@@ -164,6 +164,28 @@ class SpaceConfig(Section):
     """Largest payload it may hold; null for no separate limit."""
 
 
+_SAMPLE_CALL = re.compile(r"sample\(\s*(?:share\s*=\s*)?([0-9.eE+-]{1,24})\s*\)")
+_KEEPS = ("all", "sample(0.1)", "window")
+
+
+def sample_share(keep: str) -> float:
+    """The share in `sample(share)`; 1 for the other words."""
+    match = _SAMPLE_CALL.fullmatch(keep)
+    return float(match[1]) if match else 1.0
+
+
+def _read_keep(value: object) -> object:
+    if not isinstance(value, str) or not (value in _KEEPS or _SAMPLE_CALL.fullmatch(value)):
+        raise unknown_choice(value, _KEEPS)
+    try:
+        is_share = 0 < sample_share(value) <= 1
+    except ValueError:
+        is_share = False
+    if not is_share:
+        raise ValueError(f"{quoted(value)}: the share is above 0 and at most 1; use sample(0.1)")
+    return value
+
+
 class DataflowConfig(Section):
     """The dataflow service of a run."""
 
@@ -192,6 +214,11 @@ class DataflowConfig(Section):
     """When the balance report recommends another size of the rollout pool."""
     retain_batches: PositiveInt = 8
     """Number of last batches whose rows are kept until a trainer names a checkpoint."""
+    keep: Annotated[str, BeforeValidator(_read_keep)] = "all"
+    """Which trajectories stay on disk for reading after training: all, sample(share) of the groups,
+    or the window of the newest. Above keep_mb, all and sample(share) keep every second group."""
+    keep_mb: PositiveInt = 1024
+    """Disk for trajectories that training needs no longer."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         yield from rule_contradictions(self.rules)

@@ -92,6 +92,8 @@ MUTABLE_ON_RESUME: tuple[tuple[str, ...], ...] = (
     ("dataflow", "bounds"),
     ("dataflow", "report"),
     ("dataflow", "retain_batches"),
+    ("dataflow", "keep"),
+    ("dataflow", "keep_mb"),
     ("weights",),
     ("launcher",),
     ("report_to",),

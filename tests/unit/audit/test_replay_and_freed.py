@@ -49,7 +49,9 @@ async def test_a_run_frees_payload_and_stays_intact(tmp_path: Path) -> None:
     """Everything older than its checkpoints is freed; after a restart the rest is served, byte for
     byte."""
     segments_folder = tmp_path / "ledger" / "segments"
-    run = Run(tmp_path, small_config(), choose=always_completed)
+    config = small_config()
+    flow = config.dataflow.model_copy(update={"keep": "sample(1e-9)"})  # next to nothing
+    run = Run(tmp_path, config.model_copy(update={"dataflow": flow}), choose=always_completed)
     await run.start()
     for seq in range(1, 7):
         await run.step()

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 from urllib.parse import quote
 
@@ -145,6 +146,18 @@ class Row:
             await self._reader.send(RowResult(claim=self.claim, end=end, error=error))
 
 
+@dataclass(slots=True, eq=False)
+class _OpenStream:
+    """The rows that one stream holds, until it is left."""
+
+    extender: asyncio.Task[None]
+    held: list[Row]
+    current: Row | None = None
+    """The row that the caller works on."""
+    leaving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """A stream that is left while its client closes must not release its rows twice."""
+
+
 class RowReader:
     """One worker of a reader. Start as many as needed, on any machine."""
 
@@ -153,6 +166,7 @@ class RowReader:
         self.state = state
         self.worker = uuid.uuid4().hex[:16]
         self._path = f"/v1/readers/{quote(state.name, safe='')}/leases"
+        self._open: list[_OpenStream] = []
 
     async def stream(self, *, max_rows: int = 16) -> AsyncGenerator[Row]:
         """Endless stream of rows in order of arrival; waits while there are none. Leases up to
@@ -163,20 +177,33 @@ class RowReader:
         """
         held: list[Row] = []
         extender = asyncio.create_task(self._extend_leases(held), name=f"keep {self.state.name}")
-        current: Row | None = None
+        stream = _OpenStream(extender=extender, held=held)
+        self._open.append(stream)
         try:
             while True:
                 held += await self.lease(max_rows)
                 while held:
                     if not held[0].is_finished:  # otherwise lost while queued
-                        current = held[0]
-                        yield current
-                        await current.done()
-                    current = None
+                        stream.current = held[0]
+                        yield held[0]
+                        await held[0].done()
+                    stream.current = None
                     held.pop(0)
         finally:
-            extender.cancel()
-            await self._release_all(current, held)
+            await self._leave(stream)
+
+    async def leave(self) -> None:
+        """End every stream of this worker, as leaving its loop does. Closing the client calls this:
+        after `break`, Python ends a stream only some time later."""
+        for stream in [*self._open]:
+            await self._leave(stream)
+
+    async def _leave(self, stream: _OpenStream) -> None:
+        stream.extender.cancel()
+        async with stream.leaving:
+            await self._release_all(stream.current, stream.held)
+            if stream in self._open:
+                self._open.remove(stream)
 
     async def lease(self, max_rows: int) -> list[Row]:
         """Lease at least one row, with the columns that the reader reads; polls until there is
@@ -233,6 +260,7 @@ class RowReader:
                 continue
             end = LeaseOutcome.FAILED if row is current else LeaseOutcome.RELEASED
             error = "the worker left the loop while processing this row" if current else ""
+            row.is_finished = True
             result = RowResult(claim=row.claim, end=end, error=error)
             with contextlib.suppress(WireError):  # the leases expire anyway
                 await self.send(result, patience_s=LEAVE_S)

@@ -6,8 +6,9 @@
         async for row in scorer.stream():
             await row.write(score=judge(row["turns"]))
 
-Moving on to the next row acknowledges the previous one. If a worker crashes, its rows are delivered
-again to any worker of that reader; columns are write-once, so processing a row twice is harmless.
+Moving on to the next row acknowledges the previous one; `break` may end the loop. If a worker
+crashes, its rows are delivered again to any worker of that reader; columns are write-once, so
+processing a row twice is harmless.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class RowsClient:
         """`patience_s`: how long to retry during an outage or while a space is full."""
         self._caller = AsyncServiceClient(url, token)
         self._patience_s = patience_s
+        self._readers: list[RowReader] = []
 
     async def __aenter__(self) -> Self:
         return self
@@ -65,8 +67,12 @@ class RowsClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
-        await self._caller.close()
+        """Return the rows that streams still hold, then disconnect."""
+        try:
+            for reader in self._readers:
+                await reader.leave()
+        finally:
+            await self._caller.close()
 
     # --- spaces -------------------------------------------------------------------------------
 
@@ -159,7 +165,8 @@ class RowsClient:
             max_attempts=max_attempts,
         )
         state = await self.call("PUT", f"/v1/readers/{quote(name, safe='')}", body, ReaderState)
-        return RowReader(self, state)
+        self._readers.append(RowReader(self, state))
+        return self._readers[-1]
 
     # --- used by readers ----------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from penstock.dataflow.column_records import ReaderRecord
-from penstock.dataflow.columns.row_leases import LeaseHolder, ReaderSpec, RowLeaseState
-from penstock.dataflow.core.names import REWARD, TRAIN, TURNS
+from penstock.dataflow.columns.row_leases import LeaseHolder, Reader, RowLeaseState, RowTrigger
+from penstock.dataflow.core.names import ADMITTED, REWARD, TRAIN, TURNS
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import FORGOTTEN_PREFIX
 from penstock.types import RowId
@@ -32,10 +32,14 @@ ROWS = (
     f"CASE WHEN r.reward IS NULL THEN '{_UNSCORED}' ELSE '{_SCORED}' END, {_LEASE_COLUMNS} "
     f"FROM rows r {_UNFINISHED} "
     "AND r.outcome IN ('completed', 'truncated') "
-    "AND NOT EXISTS (SELECT 1 FROM freed f WHERE f.group_id = r.group_id) "
+    "AND NOT EXISTS (SELECT 1 FROM freed f WHERE f.group_id = r.group_id AND (f.at < :declared_at "
+    f"OR (:on = '{RowTrigger.ADMITTED}' AND NOT EXISTS (SELECT 1 FROM columns c WHERE "
+    f"c.space = r.space AND c.row_id = r.row_id AND c.name = '{ADMITTED}')))) "
     f"AND NOT EXISTS (SELECT 1 FROM meta m WHERE m.key = '{FORGOTTEN_PREFIX}' || r.row_id) "
     "ORDER BY r.arrival LIMIT :num"
 )
+"""Freed rows wait for their readers, except those freed before the reader existed, and those that
+no policy admitted if the reader waits for that."""
 ITEMS = (
     f"SELECT r.row_id, r.arrival, r.at, b.names, {_LEASE_COLUMNS} FROM items r "
     f"LEFT JOIN bundles b ON b.space = r.space AND b.arrival = r.bundle {_UNFINISHED} "
@@ -70,10 +74,13 @@ class SavedReaders:
     """Arrival of the newest row under lease, by reader."""
 
 
-def load_page(tables: Tables, terms: ReaderSpec, after: int, num: int) -> list[StoredRow]:
+def load_page(tables: Tables, reader: Reader, num: int) -> list[StoredRow]:
     """The next rows that this reader has not finished, in order of arrival."""
+    terms, after = reader.terms, reader.loaded_through
     values = {"reader": terms.name, "space": terms.space, "after": after, "num": num}
-    found = [_stored_row(row) for query in (ROWS, ITEMS) for row in tables.rows(query, **values)]
+    only_rows = {"declared_at": reader.declared_at, "on": terms.on.value}
+    rows = tables.rows(ROWS, **values, **only_rows)
+    found = [_stored_row(row) for row in (*rows, *tables.rows(ITEMS, **values))]
     return sorted(found, key=attrgetter("arrival"))[:num]
 
 

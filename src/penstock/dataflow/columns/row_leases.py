@@ -42,7 +42,7 @@ class RowLeaseState(StrEnum):
     DEAD = "dead"
     """Out of attempts, overdue, or an input failed: its missing columns are marked as failed."""
     FREED = "gone"
-    """The row was freed, or its space cleared."""
+    """The row was forgotten, or its space cleared."""
 
 
 class LeaseOutcome(StrEnum):

@@ -103,7 +103,7 @@ class RowWindow:
                 self.complete(TRAIN, row_id, number_cell(ADMITTED, now), "dataflow", now)
 
     def forget(self, space: str, row_ids: Iterable[RowId]) -> None:
-        """Remove freed rows from every window; no consumer needs them any more."""
+        """Remove rows from every window, finished or not: nobody may receive them any more."""
         for row_id in row_ids:
             self.columns.forget(space, row_id)
             for reader in self.of(space):
@@ -198,7 +198,7 @@ class RowWindow:
     def _load_page(self, reader: Reader, now: float) -> bool:
         """Load one page; returns False if it was the last one on disk."""
         terms = reader.terms
-        rows = load_page(self._tables, terms, reader.loaded_through, PAGE_ROWS)
+        rows = load_page(self._tables, reader, PAGE_ROWS)
         is_last = len(rows) < PAGE_ROWS
         if rows:
             reader.loaded_through = rows[-1].arrival

@@ -4,7 +4,7 @@
 Segments without live payload are deleted; those less than half live are copied out first: their
 live records get a new place, and their rows point to it in the commit that makes the copy durable.
 The old segment is deleted only after that, so a crash at any point leaves each record readable
-where its row says. Does not decide which payload is free: the `freed` table does.
+where its row says. Does not decide which payload is free: the `freed` table and `keeping` do.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 import structlog
 
 from penstock.dataflow.ledger.codec import BundleMove, ColumnMove, RowMove
+from penstock.dataflow.ledger.keeping import FORGOTTEN, NOTHING, RELEASED, Keeper, Kept
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.ledger.tables import Tables
-from penstock.dataflow.records import Record
+from penstock.dataflow.records import FORGOTTEN_PREFIX, Record
 from penstock.errors import StoreError
 
 log = structlog.get_logger(__name__)
@@ -32,17 +33,27 @@ SEGMENTS_PER_SWEEP = 16
 """Segments checked per sweep, so that a large ledger costs no more than a small one."""
 MIN_LIVE_FRACTION = 0.5
 
+IS_READ = (
+    "EXISTS (SELECT 1 FROM readers WHERE readers.space = rows.space "
+    "AND readers.cursor < rows.arrival)"
+)
+"""A reader has not finished this row."""
 LIVE_ROWS = (
-    "FROM rows WHERE segment = :segment AND blob = '' AND length > 0 AND (NOT EXISTS "
-    "(SELECT 1 FROM freed WHERE freed.group_id = rows.group_id) OR EXISTS "
-    "(SELECT 1 FROM readers WHERE readers.space = rows.space AND readers.cursor < rows.arrival))"
+    "FROM rows WHERE segment = :segment AND blob = '' AND length > 0 "
+    f"AND (NOT {RELEASED} OR {IS_READ})"
 )
 LIVE_COLUMNS = (
     "FROM columns WHERE segment = :segment AND length > 0 AND NOT EXISTS "
-    "(SELECT 1 FROM rows JOIN freed ON freed.group_id = rows.group_id "
-    "WHERE rows.space = columns.space AND rows.row_id = columns.row_id)"
+    "(SELECT 1 FROM rows WHERE rows.space = columns.space AND rows.row_id = columns.row_id "
+    f"AND {RELEASED} AND NOT {IS_READ})"
 )
 LIVE_BUNDLES = "FROM bundles WHERE segment = :segment AND length > 0"
+NUM_FORGOTTEN = "SELECT count(*) FROM meta WHERE key LIKE :keys"
+HAS_FORGOTTEN = (
+    "SELECT count(*) FROM rows WHERE segment = :segment AND length > 0 AND blob = '' AND EXISTS "
+    f"(SELECT 1 FROM freed WHERE freed.group_id = rows.group_id) AND {FORGOTTEN} AND NOT {IS_READ}"
+)
+"""Payload that an operator wants erased and that training needs no longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +70,11 @@ class _LivePayload:
         return self.move(to_segment=to.segment, to_offset=to.offset)
 
 
-def live_bytes(tables: Tables, segment: int) -> int:
-    """Bytes of payload in this segment that a record references and that are not freed."""
+def live_bytes(tables: Tables, segment: int, kept: Kept = NOTHING) -> int:
+    """Bytes of payload in this segment that a record references and that may not be deleted."""
+    values = {"segment": segment, "since": kept.since, "limit": kept.limit}
     found = (
-        tables.scalar(f"SELECT coalesce(sum(length), 0) {live}", segment=segment)
+        tables.scalar(f"SELECT coalesce(sum(length), 0) {live}", **values)
         for live in (LIVE_ROWS, LIVE_COLUMNS, LIVE_BUNDLES)
     )
     return sum(map(int, found))
@@ -76,18 +88,19 @@ _PAYLOAD_TABLES: tuple[tuple[type[Any], str, tuple[str, ...]], ...] = (
 """Tables whose records reference payload, with their key columns."""
 
 
-def _live_payloads(tables: Tables, segment: int) -> list[_LivePayload]:
+def _live_payloads(tables: Tables, segment: int, kept: Kept) -> list[_LivePayload]:
     """Ordered by offset, so that copying reads sequentially."""
+    values = {"segment": segment, "since": kept.since, "limit": kept.limit}
     found: list[_LivePayload] = []
     for move, live, keys in _PAYLOAD_TABLES:
         query = f'SELECT "offset", length, {", ".join(keys)} {live}'
-        for offset, length, *values in tables.rows(query, segment=segment):
+        for offset, length, *key in tables.rows(query, **values):
             old = {"segment": segment, "offset": int(offset)}
             found.append(
                 _LivePayload(
-                    name="/".join(map(str, values)),
+                    name="/".join(map(str, key)),
                     location=Location(segment=segment, offset=int(offset), length=int(length)),
-                    move=partial(move, **dict(zip(keys, values, strict=True)), **old),
+                    move=partial(move, **dict(zip(keys, key, strict=True)), **old),
                 )
             )
     return sorted(found, key=lambda live: live.location.offset)
@@ -100,12 +113,17 @@ class Compactor:
         self, ledger: Ledger, *, bytes_per_s: float = 16 << 20, period_s: float = 5.0
     ) -> None:
         self._ledger = ledger
+        self._keeper = Keeper(ledger)
         self._bytes_per_s = bytes_per_s
         self._period_s = period_s
         self._last_scanned = 0
         """Last segment of the previous sweep; the next sweep continues after it, in a cycle."""
         self._unreadable: set[int] = set()
         """Segments with an unreadable live record: left untouched so they can be repaired."""
+        self.settled: set[int] = set()
+        """Segments that hold only kept payload, so they change only with what is kept."""
+        self._settled_for: tuple[Kept, int] = (ledger.kept, 0)
+        """What was kept, and how many rows were forgotten, when they were added."""
         self.deleted_bytes = 0
         self.moved_bytes = 0
 
@@ -121,13 +139,21 @@ class Compactor:
         await self._ledger.flush()  # payload placed a moment ago is in the tables now
         # Keep the newest: a start takes the number after it, and no number may be used twice.
         closed = sorted(sizes)[:-1]
+        await self._keeper.look(-(-len(closed) // SEGMENTS_PER_SWEEP))
+        has_forgotten = await self._recheck_settled()
         sparse: list[tuple[int, int]] = []
-        for segment in self._next(closed):
-            live = await asyncio.to_thread(live_bytes, self._ledger.tables, segment)
+        for segment in self._next([one for one in closed if one not in self.settled]):
+            live = await asyncio.to_thread(self._live_bytes, segment)
             if live == 0:
                 await self._delete(segment, sizes[segment])
-            elif live < MIN_LIVE_FRACTION * sizes[segment] and segment not in self._unreadable:
+            elif segment in self._unreadable:
+                continue
+            elif live < MIN_LIVE_FRACTION * sizes[segment] or (
+                has_forgotten and self._ledger.tables.scalar(HAS_FORGOTTEN, segment=segment)
+            ):
                 sparse.append((live, segment))
+            elif await asyncio.to_thread(self._is_settled, segment):
+                self.settled.add(segment)
         for live, segment in sorted(sparse):
             if not self._has_room(live):
                 log.warning(
@@ -138,6 +164,22 @@ class Compactor:
                 return
             if await self._move_live(segment):
                 await self._delete(segment, sizes[segment])
+
+    async def _recheck_settled(self) -> bool:
+        """Look at settled segments again if what is kept changed; True if rows were forgotten."""
+        keys = f"{FORGOTTEN_PREFIX}%"
+        found = await asyncio.to_thread(self._ledger.tables.scalar, NUM_FORGOTTEN, keys=keys)
+        state = (self._ledger.kept, int(found))
+        if state != self._settled_for:
+            self._settled_for = state
+            self.settled.clear()
+        return state[1] > 0
+
+    def _live_bytes(self, segment: int) -> int:
+        return live_bytes(self._ledger.tables, segment, self._ledger.kept)
+
+    def _is_settled(self, segment: int) -> bool:
+        return self._ledger.kept.limit > 0 and live_bytes(self._ledger.tables, segment) == 0
 
     def _has_room(self, num_bytes: int) -> bool:
         """The ledger waits while the disk is full, so a copy that does not fit would block it."""
@@ -153,7 +195,9 @@ class Compactor:
 
     async def _move_live(self, segment: int) -> bool:
         """Copy live payload; True when no record references the segment any more."""
-        found = await asyncio.to_thread(_live_payloads, self._ledger.tables, segment)
+        found = await asyncio.to_thread(
+            _live_payloads, self._ledger.tables, segment, self._ledger.kept
+        )
         for portion in _copy_batches(found):
             payloads = await asyncio.to_thread(self._read, portion)
             size = sum(live.location.length for live, _ in payloads)
@@ -161,7 +205,7 @@ class Compactor:
             await self._ledger.write(moves)
             self.moved_bytes += size
             await asyncio.sleep(size / self._bytes_per_s)
-        if await asyncio.to_thread(live_bytes, self._ledger.tables, segment) == 0:
+        if await asyncio.to_thread(self._live_bytes, segment) == 0:
             return True
         self._unreadable.add(segment)
         return False

@@ -26,6 +26,7 @@ from blake3 import blake3
 
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
 from penstock.dataflow.ledger.bounds import RESERVE_BYTES, DiskReserve, Usage
+from penstock.dataflow.ledger.keeping import KeepSpec, current_kept
 from penstock.dataflow.ledger.payloads import Durability, PayloadStore, SegmentPayloads
 from penstock.dataflow.ledger.segments import DiskFull, Location, PlacedPayload
 from penstock.dataflow.ledger.tables import open_tables
@@ -73,9 +74,11 @@ class Ledger:
         store: str = "sqlite",
         name: str = "penstock",
         reserve_bytes: int = RESERVE_BYTES,
+        keep: KeepSpec | None = None,
         on_failure: OnFailure = ignore_failure,
     ) -> None:
-        """`store` is `sqlite` or a PostgreSQL URL; `name` identifies this ledger in it."""
+        """`store` is `sqlite` or a PostgreSQL URL; `name` identifies this ledger in it. `keep`: the
+        freed payload that stays for reading; None for nothing."""
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(folder)
         self.segments_folder = folder / "segments"
@@ -84,6 +87,9 @@ class Ledger:
         except BaseException:
             os.close(self._lock)
             raise
+        self.keep = keep
+        self.kept = current_kept(self.tables, keep)
+        """The freed groups whose payload stays for now; the Keeper moves it."""
         self.payloads = SegmentPayloads(self.segments_folder) if payloads is None else payloads
         self._reserve = DiskReserve(folder, reserve_bytes)
         self._reserve.allocate_if_room()

@@ -10,7 +10,12 @@ from itertools import groupby
 from pathlib import Path
 
 from penstock.config import RunConfig, SourceConfig
-from penstock.config.dataflow import SHARED_HOOKS, SurvivorsClosing
+from penstock.config.dataflow import (
+    SHARED_HOOKS,
+    DataflowConfig,
+    SurvivorsClosing,
+    sample_share,
+)
 from penstock.dataflow.columns.row_leases import ReaderSpec, RowTrigger
 from penstock.dataflow.core.completion import RequiredColumns
 from penstock.dataflow.core.consumers import PolicySpec
@@ -20,6 +25,7 @@ from penstock.dataflow.core.rule_runner import RuleSpec
 from penstock.dataflow.ledger.assemble import CoreSpec, begin_coordinator_core, build_partition_core
 from penstock.dataflow.ledger.blobs import BlobStore
 from penstock.dataflow.ledger.bounds import StorageLimits
+from penstock.dataflow.ledger.keeping import KeepSpec
 from penstock.dataflow.ledger.objects import open_payloads
 from penstock.dataflow.ledger.store import Ledger, OnFailure, ignore_failure
 from penstock.dataflow.records import CommandJournal
@@ -108,7 +114,20 @@ def _open(config: RunConfig, folder: Path, part: str, on_failure: OnFailure) -> 
         store=flow.store,
         name=f"{config.name}-{part}",
         reserve_bytes=flow.bounds.disk_reserve_mb << 20,
+        keep=_keep(flow),
         on_failure=on_failure,
+    )
+
+
+def _keep(flow: DataflowConfig) -> KeepSpec | None:
+    """The partitions share the bound. Payload in memory cannot be read by anybody else."""
+    if flow.payload == "memory":
+        return None
+    return KeepSpec(
+        max_bytes=(flow.keep_mb << 20) // flow.partitions,
+        share=sample_share(flow.keep),
+        is_window=flow.keep == "window",
+        min_free_bytes=flow.bounds.disk_free_mb << 20,
     )
 
 

@@ -200,12 +200,51 @@ def test_restart_gives_workers_time_before_deadlines(world: ReaderWorld) -> None
     assert [event.failed for event in world.row_window.pop_completed()] == ["overdue"]
 
 
-def test_freed_rows_are_not_leased(world: ReaderWorld) -> None:
+def test_a_slow_reader_gets_the_rows_whose_group_was_freed() -> None:
+    world = ReaderWorld(window=1)
+    world.readers.declare(ReaderSpec(name="slow", reads=("turns",)), world.now)
+    for n in range(3):
+        world.arrive(f"p0-{n}.0.1")
+        world.free(f"p0-{n}.0.1")
+    world.flush()
+    world.crash()
+    seen: list[str] = []
+    while grants := lease(world, "slow", 1):
+        seen += [grant.claim.row_id for grant in grants]
+        world.readers.end("slow", claim(grants[0]), LeaseOutcome.DONE, world.now)
+    assert seen == ["p0-0.0.1", "p0-1.0.1", "p0-2.0.1"]
+
+
+def test_a_reader_declared_later_gets_no_row_freed_before(world: ReaderWorld) -> None:
+    world.arrive("p0-1.0.1")
+    world.free("p0-1.0.1")
+    world.arrive("p0-2.0.1")
+    world.flush()
+    world.now += 1
+    world.readers.declare(ReaderSpec(name="late", reads=("turns",)), world.now)
+    assert [grant.claim.row_id for grant in lease(world, "late")] == ["p0-2.0.1"]
+
+
+def test_freed_rows_that_no_policy_admitted_do_not_block_a_reader_of_admitted_ones() -> None:
+    world = ReaderWorld(window=1)
+    spec = ReaderSpec(name="refer", reads=("turns",), on=RowTrigger.ADMITTED)
+    world.readers.declare(spec, world.now)
+    for n in range(2):
+        world.arrive(f"p0-{n}.0.1")
+    world.row_window.admitted([RowId("p0-1.0.1")], world.now)
+    for n in range(2):
+        world.free(f"p0-{n}.0.1")
+    world.flush()
+    world.crash()
+    assert [grant.claim.row_id for grant in lease(world, "refer")] == ["p0-1.0.1"]
+
+
+def test_forgotten_rows_are_not_leased(world: ReaderWorld) -> None:
     world.arrive("p0-1.0.1")
     world.arrive("p0-2.0.1")
     (first,) = lease(world, "score", 1)
-    world.free("p0-1.0.1")
-    world.free("p0-2.0.1")
+    world.forget("p0-1.0.1")
+    world.forget("p0-2.0.1")
     assert lease(world, "score") == []
     assert (
         world.readers.end("score", claim(first), LeaseOutcome.DONE, world.now)[0]
@@ -216,13 +255,13 @@ def test_freed_rows_are_not_leased(world: ReaderWorld) -> None:
     assert lease(world, "score") == []
 
 
-def test_a_row_freed_a_moment_ago_is_not_read_from_disk() -> None:
+def test_a_row_forgotten_a_moment_ago_is_not_read_from_disk() -> None:
     world = ReaderWorld(window=1)
     world.readers.declare(ReaderSpec(name="slow", reads=("turns",)), world.now)
     for n in range(3):
         world.arrive(f"p0-{n}.0.1")
     world.flush()
-    world.free("p0-1.0.1")  # its record is journaled, the tables show it still
+    world.forget("p0-1.0.1")  # its record is journaled, the tables show it still
     (first,) = lease(world, "slow", 1)
     world.readers.end("slow", claim(first), LeaseOutcome.DONE, world.now)
     assert [grant.claim.row_id for grant in lease(world, "slow")] == ["p0-2.0.1"]

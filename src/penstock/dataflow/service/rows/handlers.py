@@ -32,6 +32,8 @@ from penstock.dataflow.columns.row_window import RowWindow
 from penstock.dataflow.columns.spaces import Spaces
 from penstock.dataflow.columns.values import BlobRef, WireValue
 from penstock.dataflow.ledger.blobs import BlobStore
+from penstock.dataflow.ledger.compaction import IS_READ
+from penstock.dataflow.ledger.keeping import RELEASED
 from penstock.dataflow.records import RowRecord
 from penstock.dataflow.service.process import IsDisconnected, Process, never_disconnected
 from penstock.dataflow.service.rows.messages import (
@@ -255,11 +257,12 @@ class RowService:
         return await asyncio.to_thread(self.blobs.sweep, self._referenced_blobs)
 
     def _referenced_blobs(self, digests: list[str]) -> set[str]:
-        tables, where = self._ledger.tables, "blob IN :digests"
+        tables, kept = self._ledger.tables, self._ledger.kept
+        where = "blob IN :digests"
         named = {column.blob for column in tables.read(ColumnRecord, where, digests=digests)}
-        # A freed row no longer needs its payload.
-        where += " AND NOT EXISTS (SELECT 1 FROM freed WHERE freed.group_id = rows.group_id)"
-        return named | {row.blob for row in tables.read(RowRecord, where, digests=digests)}
+        where += f" AND (NOT {RELEASED} OR {IS_READ})"
+        values = {"digests": digests, "since": kept.since, "limit": kept.limit}
+        return named | {row.blob for row in tables.read(RowRecord, where, **values)}
 
 
 def _check_lease(body: RowLeaseRequest) -> None:

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`penstock samples`: what the model said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from penstock.runs.decoded import DecodedTurn
+    from penstock.runs.history import Run
+    from penstock.runs.samples import Sample, SampleList
+
+DEFAULT_COUNT = 5
+MAX_CHARS = 4000
+"""Longer texts are cut in the middle; `--html` and `--json` show all of them."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""A model's text must not steer the terminal."""
+
+
+def samples(
+    run: Path,
+    /,
+    *,
+    step: str = "",
+    best: int = 0,
+    worst: int = 0,
+    failed: bool = False,
+    number: Annotated[int, Parameter(name=["--number", "-n"])] = DEFAULT_COUNT,
+    follow: bool = False,
+    html: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Show what the model said: prompts, answers, tool calls and rewards, decoded.
+
+    Args:
+        run: Run folder, or its config file; running, stopped or finished.
+        step: Only what step N trained, or the steps N:M.
+        best: Show the N trajectories with the highest rewards.
+        worst: Show the N trajectories with the lowest rewards.
+        failed: Only failed rollouts, with the reason.
+        number: How many to show; the newest first.
+        follow: Show new ones as they arrive, until the run ends.
+        html: Write one self-contained HTML file instead.
+        json: Print one JSON object as the last line.
+    """
+    from penstock.runs.history import open_run
+    from penstock.types import OutcomeKind
+
+    outcome = OutcomeKind.FAILED if failed else None
+    steps = _parse_steps(step)
+    _check(steps is not None or best or worst or html, number, follow=bool(follow))
+    with open_run(run) as opened:
+        if follow:
+            return _follow(opened, number, outcome, json=json)
+        found = _choose(opened, steps, outcome, number, best=best, worst=worst)
+        return _show(opened, found, html, json=json)
+
+
+def _check(is_chosen: object, number: int, *, follow: bool) -> None:
+    from penstock.errors import ConfigError
+
+    if follow and is_chosen:
+        raise ConfigError(
+            "--follow shows what arrives from now on; remove --step, --best, --worst and --html"
+        )
+    if number < 1:
+        raise ConfigError(f"-n {number}: ask for at least 1 sample")
+
+
+def _parse_steps(text: str) -> tuple[int | None, int | None] | None:
+    from penstock.errors import ConfigError
+
+    if not text:
+        return None
+    first, colon, last = text.partition(":")
+    try:
+        low = int(first) if first else None
+        high = (int(last) if last else None) if colon else low
+    except ValueError:
+        raise ConfigError(f"--step {text}: write one step (12) or a range (1:5, 100:)") from None
+    if low is None and high is None:
+        raise ConfigError(f"--step {text}: write one step (12) or a range (1:5, 100:)")
+    return low, high
+
+
+def _choose(
+    run: Run,
+    steps: tuple[int | None, int | None] | None,
+    outcome: object,
+    number: int,
+    *,
+    best: int,
+    worst: int,
+) -> SampleList:
+    from penstock.runs.samples import SampleList, choose
+    from penstock.types import OutcomeKind
+
+    kind = outcome if isinstance(outcome, OutcomeKind) else None
+    if not best and not worst:
+        return choose(run, count=number, steps=steps, outcome=kind)
+    parts: list[SampleList] = []
+    if best:
+        parts.append(choose(run, count=best, steps=steps, outcome=kind, order="best"))
+    if worst:
+        parts.append(choose(run, count=worst, steps=steps, outcome=kind, order="worst"))
+    return SampleList(
+        samples=tuple(sample for part in parts for sample in part.samples),
+        num_without_text=sum(part.num_without_text for part in parts),
+    )
+
+
+def _show(run: Run, found: SampleList, html: Path | None, *, json: bool) -> int:
+    from penstock.cli.output import pluralise, print_json, print_note
+    from penstock.runs.samples import explain_freed
+
+    note = explain_freed(run)
+    if html is not None:
+        from penstock.runs.samples_page import render_page
+
+        html.write_text(render_page(f"Samples of {run.config.name}", found.samples, note))
+        print_note(f"wrote {pluralise(len(found.samples), 'sample')} to {html}")
+    elif not json:
+        _print(found.samples)
+        if not found.samples:
+            print_note("no trajectory matches")
+    if note:
+        print_note(note)
+    if json:
+        print_json(
+            {
+                "run": str(run.folder.path),
+                "samples": found.samples,
+                "passed_over": found.num_without_text,
+                "freed": run.num_freed(),
+                "trajectories": run.num_trajectories(),
+            }
+        )
+    return 0
+
+
+def _follow(run: Run, number: int, outcome: object, *, json: bool) -> int:
+    from penstock.cli.output import pluralise, print_json, print_note
+    from penstock.runs.samples import follow
+    from penstock.types import OutcomeKind
+
+    kind = outcome if isinstance(outcome, OutcomeKind) else None
+    if not run.is_running:
+        print_note(f"{run.folder.path} is not running; without --follow its samples are shown")
+    num_shown = 0
+    for found, num_others in follow(run, count=number, outcome=kind):
+        num_shown += len(found)
+        if json:
+            for sample in found:
+                print_json(sample)
+        else:
+            _print(found)
+            if num_others:
+                print_note(f"… and {pluralise(num_others, 'more')} arrived; -n shows more of them")
+    if json:
+        print_json({"run": str(run.folder.path), "shown": num_shown})
+    return 0
+
+
+def _print(found: Sequence[Sample]) -> None:
+    from rich.console import Console
+
+    console = Console(soft_wrap=True, highlight=False)
+    for sample in found:
+        for line in _lines(sample):
+            console.print(line)
+        console.print()
+
+
+def _lines(sample: Sample) -> Iterator[Text]:
+    from rich.text import Text
+
+    from penstock.wire.codec import encode_json
+
+    yield _head(sample)
+    if sample.task:
+        yield Text.assemble(("  task    ", "dim"), _clean(encode_json(sample.task).decode()))
+    if sample.detail:
+        yield Text.assemble(("  why     ", "dim"), (_clean(sample.detail), "red"))
+    for turn in sample.turns:
+        yield from _turn_lines(turn)
+
+
+def _head(sample: Sample) -> Text:
+    from rich.text import Text
+
+    reward = "no reward" if sample.reward is None else f"reward {sample.reward:.4g}"
+    steps = ", ".join(map(str, sample.steps))
+    colour = {"completed": "green", "failed": "red"}.get(sample.outcome, "yellow")
+    rest = (
+        f"step {steps}" if steps else sample.fate,
+        ", ".join(sample.versions),
+        sample.node,
+        f"{sample.num_tokens:,} tokens",
+        "" if sample.state == "stored" else f"text {sample.state}",
+    )
+    return Text.assemble(
+        (sample.row_id, "bold"),
+        "  ",
+        (reward, "bold"),
+        "  ",
+        (sample.outcome, colour),
+        ("  " + " · ".join(filter(None, rest)), "dim"),
+    )
+
+
+def _turn_lines(turn: DecodedTurn) -> Iterator[Text]:
+    from rich.text import Text
+
+    if turn.prompt:
+        yield Text.assemble(("  prompt  ", "dim"), (_clean(turn.prompt), ""))
+    if turn.reasoning:
+        yield Text.assemble(("  thinks  ", "dim"), (_clean(turn.reasoning), "italic dim"))
+    name = f"{turn.role or turn.policy}"[:8]
+    yield Text.assemble((f"  {name:<8}", "dim"), (_clean(turn.answer), "cyan"))
+    for call in turn.tool_calls:
+        yield Text.assemble(
+            ("  calls   ", "dim"), (_clean(f"{call.name}({call.arguments})"), "magenta")
+        )
+
+
+def _clean(text: str) -> str:
+    """Without control characters, cut in the middle, later lines indented."""
+    if len(text) > MAX_CHARS:
+        half = MAX_CHARS // 2
+        left_out = len(text) - 2 * half
+        text = f"{text[:half]}\n… {left_out:,} characters; --html shows them …\n{text[-half:]}"
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text).replace("\n", "\n          ")
