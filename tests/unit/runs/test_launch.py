@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from penstock.config import RunConfig, demo_config
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, LaunchError
 from penstock.fleet.run_folder import FinishRecord, LauncherRecord, RunFolder
 from penstock.fleet.services import ServiceKind, ServiceSpec
 from penstock.runs.launch import LaunchResult, StopRequest, launch
-from penstock.runs.monitor import RunView
+from penstock.runs.monitor import RunView, StatusPoller
 from penstock.wire.auth import Signer
 
 
@@ -175,6 +175,18 @@ def test_a_launch_installs_no_signal_handlers_and_prints_nothing(
     assert display.is_closed and any("stopping" in note for note in display.notes)
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
+
+
+@pytest.mark.usefixtures("idle_service")
+def test_a_run_whose_every_attempt_fails_ends_with_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StatusPoller, "failure", lambda self: "every group failed: no tool")
+    folder = RunFolder(tmp_path / "r")
+    with pytest.raises(LaunchError, match="every group failed: no tool with `penstock run") as e:
+        launch(demo_config(0), folder)
+    assert str(folder.path) in str(e.value) and "attempt_1" in str(e.value)
+    assert folder.launcher_pid() is None and folder.finish() is None
 
 
 def test_a_launch_that_is_stopped_before_it_starts_runs_nothing(
