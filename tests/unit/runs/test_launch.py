@@ -69,9 +69,10 @@ def with_changes(config: RunConfig, **training: object) -> RunConfig:
 @pytest.mark.usefixtures("started")
 def test_settings_that_may_change_on_resume_are_accepted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
-    folder.write_config(demo_config(0))
+    constant = with_changes(demo_config(0), lr_scheduler_type="constant")
+    folder.write_config(constant)
     folder.write_finish(FinishRecord(finished_at=1.0, steps=2, trajectories=3))
-    longer = with_changes(demo_config(0), steps=999, checkpoint_every=3)
+    longer = with_changes(constant, steps=999, checkpoint_every=3)
     with pytest.raises(Started):
         start(folder, longer)  # not finished any more
     assert folder.read_config() == longer == folder.last_started_config()

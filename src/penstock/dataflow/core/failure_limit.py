@@ -91,8 +91,8 @@ class FailureLimit:
         return (
             f"every group failed{since}: {count.num_groups} groups in a row, after "
             f"{count.num_attempts} failed attempts{results}. Most common cause, in {causes[main]} "
-            f"of {count.num_groups} groups: {main}. No new work starts: fix that error, then restart "
-            "the run"
+            f"of {count.num_groups} groups: {main}. No new work starts: fix that error, then "
+            "restart the run"
         )
 
     def restore(self, value: str, now: float) -> None:
