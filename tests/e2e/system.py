@@ -27,6 +27,7 @@ SMALL = (
     "training.steps=10",
     "training.groups_per_batch=8",
     "training.checkpoint_every=4",
+    "training.lr_scheduler_type=constant",  # or the number of steps could not change on resume
     "algorithm.num_generations=4",
 )
 """Ten steps of 32 trajectories: most of the time goes into importing torch."""

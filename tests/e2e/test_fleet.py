@@ -20,6 +20,7 @@ ENDLESS = (
     "training.steps=100000",
     "training.groups_per_batch=8",
     "training.checkpoint_every=5",
+    "training.lr_scheduler_type=constant",  # or the number of steps could not change on resume
     "algorithm.num_generations=4",
 )
 

@@ -45,8 +45,9 @@ class TrainingConfig(Section):
     """Batches to train on; the run is finished after the last."""
     learning_rate: float = Field(default=1e-6, ge=0, lt=10)
     """AdamW's peak learning rate; 0 changes nothing, which is a useful control."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """The learning rate after its peak: constant, or falling to 0 after the last step."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "constant"
+    """The learning rate after its peak: constant, or falling to 0 after the last step;
+    `warmup_stable_decay` falls only in the last 30 % of the steps."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises evenly to its peak."""
     groups_per_batch: PositiveInt = 64

@@ -17,12 +17,39 @@ from penstock.dataflow.service.nodes.messages import LeaseAnswer, LeaseRequest
 from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.delivery_queue import DeliveryQueue
 from penstock.rollout.membership import Membership, NodeOrders
-from penstock.types import RowId, Task
+from penstock.types import OutcomeKind, RowId, Task
 
 COALESCE_S = 0.05
 """How long a free slot may wait for others to share one lease request."""
 PAUSE_S = 0.05
 """Pause after a response without grants. It came early because the orders changed."""
+MIN_FAILED = 32
+"""After this many failed attempts in a row, the node leases fewer slots, and less often."""
+MIN_DELAY_S = 0.1
+MAX_DELAY_S = 5.0
+MIN_SLOTS = 16
+
+
+@dataclass(slots=True)
+class FailureBackoff:
+    """How much less a node works while all its attempts fail. The first success ends it."""
+
+    num_failed: int = 0
+    """Failed attempts in a row."""
+    num_rounds: int = 0
+    """Lease requests since it began."""
+
+    def record(self, *, failed: bool) -> None:
+        self.num_failed = self.num_failed + 1 if failed else 0
+        self.num_rounds = self.num_rounds if failed else 0
+
+    def next_request(self, num_slots: int) -> tuple[float, int]:
+        """Seconds to wait before the next lease request, and the most slots to ask for."""
+        if self.num_failed < MIN_FAILED:
+            return 0.0, num_slots
+        halvings, self.num_rounds = min(self.num_rounds, 16), self.num_rounds + 1
+        delay_s = min(MAX_DELAY_S, MIN_DELAY_S * 2**halvings)
+        return delay_s, min(num_slots, max(MIN_SLOTS, num_slots >> halvings))
 
 
 class LeaseApi(Protocol):
@@ -41,6 +68,7 @@ class SlotRunner:
         default_factory=dict[RowId, asyncio.Task[None]]
     )
     _freed: asyncio.Event = field(default_factory=asyncio.Event)
+    _backoff: FailureBackoff = field(default_factory=FailureBackoff)
 
     def __post_init__(self) -> None:
         self._orders.on_stop = self._stop
@@ -50,12 +78,15 @@ class SlotRunner:
 
     async def lease(self, tasks: asyncio.TaskGroup) -> None:
         """consumes: free slots · produces: one asyncio task per grant
-        waits for: a live version; a free slot (briefly, a quarter of all slots); work
+        waits for: a live version; a free slot (briefly, a quarter of all slots); work; the
+        back-off while every attempt fails
         woken by: `Membership.announce()`, an attempt that ends"""
         await self._membership.ready.wait()
         while True:
             await self._wait_for_room()
-            request = self._membership.lease_request(self.capacity - len(self._running))
+            delay_s, num_slots = self._backoff.next_request(self.capacity - len(self._running))
+            await asyncio.sleep(delay_s)
+            request = self._membership.lease_request(num_slots)
             answer = await self._membership.with_rejoin(partial(self._api.lease, request))
             self._orders.apply(answer.orders)
             for grant in answer.grants:
@@ -96,7 +127,9 @@ class SlotRunner:
 
     async def _run_slot(self, grant: Grant, task: Task) -> None:
         try:
-            self._delivery_queue.put(await self._attempt_runner.run(grant, task))
+            trajectory = await self._attempt_runner.run(grant, task)
+            self._backoff.record(failed=trajectory.outcome.kind is OutcomeKind.FAILED)
+            self._delivery_queue.put(trajectory)
         finally:
             self._running.pop(grant.row_id, None)
             self._freed.set()

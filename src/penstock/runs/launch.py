@@ -241,6 +241,12 @@ def _supervise(
         record()
         tail = ErrorTail(launcher.logs())
         _supervise_loop(launcher, poller, display, tail, stop, record)
+        if failure := poller.failure():
+            display.notify("stopping: every group fails")
+            launcher.stop()
+            raise LaunchError(
+                f"{failure} with `penstock run {folder.path}`; the logs are in {log_dir}"
+            )
         if stop.number:
             display.notify("stopping: nodes return their work (a second signal kills it)")
         else:
@@ -263,11 +269,11 @@ def _supervise_loop(
     record: Callable[[], None],
 ) -> None:
     """consumes: exits, errors in logs, status · produces: restarts, display updates
-    waits for: the next POLL_S · woken by: nothing; ends on a stop request or after the last
-    step"""
+    waits for: the next POLL_S · woken by: nothing; ends on a stop request, after the last step,
+    or when every group fails"""
     redraw_at = 0.0
     trained_at: float | None = None
-    while not stop.number:
+    while not stop.number and not poller.failure():
         if launcher.poll():
             record()
         now = time.monotonic()

@@ -154,6 +154,10 @@ class StatusPoller:
     def is_finished(self) -> bool:
         return self._status is not None and self._status.finished
 
+    def failure(self) -> str:
+        """Why the run has to end, if all its groups fail; empty otherwise."""
+        return "" if self._status is None else self._status.failed
+
     def notify(self, text: str) -> None:
         with self._lock:
             self._note = text

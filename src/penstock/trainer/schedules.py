@@ -16,6 +16,11 @@ class Shape(StrEnum):
     """Falls linearly, to 0 after the last step."""
     COSINE = "cosine"
     """Falls along half a cosine wave, to 0 after the last step."""
+    WARMUP_STABLE_DECAY = "warmup_stable_decay"
+    """Constant, then falls linearly over the last DECAY_SHARE of the steps, to 0 after the last."""
+
+
+DECAY_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,4 +42,6 @@ class Schedule:
         passed = min((number - self.warmup_steps) / left, 1.0)
         if self.shape is Shape.LINEAR:
             return self.peak * (1 - passed)
+        if self.shape is Shape.WARMUP_STABLE_DECAY:
+            return self.peak * min(1.0, (1 - passed) / DECAY_SHARE)
         return self.peak * (1 + math.cos(math.pi * passed)) / 2

@@ -131,7 +131,7 @@ def test_what_may_change_freely_is_no_part_of_what_a_run_is(
         assert found.startswith(name.partition("=")[0])
 
 
-@pytest.mark.parametrize("shape", ["linear", "cosine"])
+@pytest.mark.parametrize("shape", ["linear", "cosine", "warmup_stable_decay"])
 @pytest.mark.parametrize("where", ["training", "models.policy.training"])
 def test_steps_are_free_while_the_learning_rate_stays(
     example: str, load_text: LoadText, shape: str, where: str

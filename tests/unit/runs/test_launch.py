@@ -22,7 +22,7 @@ from penstock.fleet.launchers.local import EXIT_FENCED
 from penstock.fleet.run_folder import EndRecord, FinishRecord, LauncherRecord, RunFolder
 from penstock.fleet.services import ServiceKind, ServiceSpec
 from penstock.runs.launch import LaunchResult, StopRequest, launch
-from penstock.runs.monitor import RunView
+from penstock.runs.monitor import RunView, StatusPoller
 from penstock.wire.auth import Signer
 
 
@@ -74,9 +74,10 @@ def with_changes(config: RunConfig, **training: object) -> RunConfig:
 @pytest.mark.usefixtures("started")
 def test_settings_that_may_change_on_resume_are_accepted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
-    folder.write_config(demo_config(0))
+    constant = with_changes(demo_config(0), lr_scheduler_type="constant")
+    folder.write_config(constant)
     folder.write_finish(FinishRecord(finished_at=1.0, steps=2, trajectories=3))
-    longer = with_changes(demo_config(0), steps=999, checkpoint_every=3)
+    longer = with_changes(constant, steps=999, checkpoint_every=3)
     with pytest.raises(Started):
         start(folder, longer)  # not finished any more
     assert folder.read_config() == longer == folder.last_started_config()
@@ -180,6 +181,18 @@ def test_a_launch_installs_no_signal_handlers_and_prints_nothing(
     assert display.is_closed and any("stopping" in note for note in display.notes)
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
+
+
+@pytest.mark.usefixtures("idle_service")
+def test_a_run_whose_every_attempt_fails_ends_with_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StatusPoller, "failure", lambda self: "every group failed: no tool")
+    folder = RunFolder(tmp_path / "r")
+    with pytest.raises(LaunchError, match="every group failed: no tool with `penstock run") as e:
+        launch(demo_config(0), folder)
+    assert str(folder.path) in str(e.value) and "attempt_1" in str(e.value)
+    assert folder.launcher_pid() is None and folder.finish() is None
 
 
 def test_a_launch_that_is_stopped_before_it_starts_runs_nothing(

@@ -15,6 +15,7 @@ from enum import StrEnum
 import msgspec
 
 from penstock.dataflow.core.consumers import Consumer, ConsumerDeps, PolicySpec, Waste
+from penstock.dataflow.core.failure_limit import FailureLimit
 from penstock.dataflow.core.ids import issue_number, partition_of
 from penstock.dataflow.core.messages import (
     DropGroup,
@@ -80,6 +81,7 @@ class Coordinator:
         send: SendToPartition,
     ) -> None:
         self.waste = Waste(journal)
+        self.failure_limit = FailureLimit(journal)
         deps = ConsumerDeps(
             rules=rules,
             retention=retention,
@@ -169,8 +171,8 @@ class Coordinator:
 
     def issue(self, now: float) -> None:
         """Issue complete groups while there is room, each to the partition with the fewest open
-        groups."""
-        while self._has_room():
+        groups. None after too many failures in a row."""
+        while self._has_room() and not self.failure_limit.cause(now):
             serving = [
                 i for i, shard in self.partition_states.items() if shard is PartitionState.SERVING
             ]
@@ -265,6 +267,8 @@ class Coordinator:
         if issued is None:
             return
         undecided = self.undecided(report.group_id)
+        if len(undecided) == len(self.consumers):  # its first report
+            self._count_failure(issued, report, now)
         for policy in report.policies or tuple(self.consumers):
             if policy not in undecided:
                 continue
@@ -280,6 +284,15 @@ class Coordinator:
         del self.open[report.group_id]
         self._num_open[issued.source] -= 1
         self.open_by_partition[issued.partition].discard(report.group_id)
+
+    def _count_failure(self, issued: GroupRecord, report: GroupEnded, now: float) -> None:
+        if issued.source == self._issue_spec.session_source:
+            return  # external agents fail for reasons of their own
+        if report.dropped is DropReason.FAILED_SLOTS:
+            num_results = len(report.rows)
+            self.failure_limit.group_failed(report.num_failed, num_results, report.cause, now)
+        elif report.rows:
+            self.failure_limit.group_succeeded()
 
     def free(self, group_ids: Sequence[GroupId], now: float) -> None:
         """No consumer needs these groups anymore: their partitions may delete the payload."""

@@ -161,6 +161,12 @@ class OpenGroup:
         slots = (self.known_slots[index] for index in sorted(self.known_slots))
         return tuple(slot.row for slot in slots if slot.row is not None)
 
+    @property
+    def last_cause(self) -> str:
+        """Why a slot of this group ran out of attempts; empty if none did."""
+        dead = [s for s in self.known_slots.values() if s.state is SlotState.DEAD and s.reasons]
+        return dead[-1].reasons[-1] if dead else ""
+
     def running(self) -> Iterator[tuple[int, Slot]]:
         for index, slot in self.known_slots.items():
             if slot.state is SlotState.LEASED:

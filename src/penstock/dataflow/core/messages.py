@@ -118,6 +118,10 @@ class GroupEnded(Struct, frozen=True, kw_only=True, tag=True):
     rows: tuple[RowSummary, ...]
     """Members with a result; for a dropped group too, since their tokens count as waste."""
     dropped: DropReason | None = None
+    num_failed: int = 0
+    """Failed attempts in the group."""
+    cause: str = ""
+    """Why the last of its slots ran out of attempts, if one did."""
 
 
 class ColumnsCompleted(Struct, frozen=True, kw_only=True, tag=True):

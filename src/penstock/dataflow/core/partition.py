@@ -499,7 +499,14 @@ class Partition:
         self._journal(replace(group.record, state=state, reason=reason or "", ended_at=now))
         del self.groups[group.record.group_id]
         self._send(
-            GroupEnded(group_id=group.record.group_id, policies=(), rows=group.rows, dropped=reason)
+            GroupEnded(
+                group_id=group.record.group_id,
+                policies=(),
+                rows=group.rows,
+                dropped=reason,
+                num_failed=sum(slot.attempt for slot in group.known_slots.values()),
+                cause=group.last_cause,
+            )
         )
 
     # --- restart ------------------------------------------------------------------------------

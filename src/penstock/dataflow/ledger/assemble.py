@@ -131,7 +131,7 @@ def begin_coordinator_core(
         coordinator.add_partition(record.index, PartitionState(record.state))
         router.links[record.index] = link_to_partition(record.index, journal)
         restore_link(router.links[record.index], tables)
-    restore_coordinator(coordinator, tables)
+    restore_coordinator(coordinator, tables, now)
     if host is not None:
         restore_completion(host, tables)
         restore_partition(host.partition, tables, now)

@@ -19,6 +19,7 @@ from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.core.completion import ColumnCompleted, Stage
 from penstock.dataflow.core.consumers import Consumer, yield_key
 from penstock.dataflow.core.coordinator import Coordinator
+from penstock.dataflow.core.failure_limit import FAILURES_KEY
 from penstock.dataflow.core.links import Link
 from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.core.partition_runtime import PartitionRuntime
@@ -136,7 +137,7 @@ def load_rule_states(tables: Tables) -> dict[str, dict[str, Any]]:
     return dict(memories)
 
 
-def restore_coordinator(coordinator: Coordinator, tables: Tables) -> None:
+def restore_coordinator(coordinator: Coordinator, tables: Tables, now: float) -> None:
     """Restore everything except groups that wait for a batch: enough for running work to
     continue."""
     sources = tables.read(SourceRecord)
@@ -157,6 +158,8 @@ def restore_coordinator(coordinator: Coordinator, tables: Tables) -> None:
         )
     }
     coordinator.quarantined = _quarantined(tables)
+    for kept in tables.read(MetaRecord, "key = :key", key=FAILURES_KEY):
+        coordinator.failure_limit.restore(kept.value, now)
     coordinator.waste.tokens = {record.reason: record.tokens for record in tables.read(WasteRecord)}
 
 

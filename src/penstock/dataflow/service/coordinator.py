@@ -87,6 +87,8 @@ class DataflowService:
         self.session_eraser = SessionEraser(process, coordinator)
         self.source_error = ""
         """Error raised by a user's source at its last request for a task."""
+        self._has_failed = False
+        """Too many failures in a row were logged."""
         self._may_issue = True
         """Try to issue groups at the next command, whatever it changed: at the start and each
         tick."""
@@ -163,6 +165,7 @@ class DataflowService:
         self.partition.tick(self.process.clock())
         self._update_missing_stages()
         self._log_starvation()
+        self._log_failure()
         self._may_issue = True
         self.partitions.tick()
         self.balance.look(observe_service(self.coordinator, self.host), self.process.clock())
@@ -186,6 +189,13 @@ class DataflowService:
                 found.num_logged = found.num_groups
                 why = starvation(consumer, self.process.ledger.tables)
                 log.error("policy is starving: no groups admitted", policy=policy, why=why)
+
+    def _log_failure(self) -> None:
+        """Log once that all groups fail and no new work starts."""
+        cause = self.coordinator.failure_limit.cause(self.process.clock())
+        if cause and not self._has_failed:
+            log.error("no new work starts", why=cause)
+        self._has_failed = bool(cause)
 
     def close(self) -> None:
         self.process.ledger.close()

@@ -18,14 +18,18 @@ from penstock.dataflow.records import FateRecord
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.operators.status import status
-from penstock.types import DropReason, Outcome, OutcomeKind, PolicyName, Task, Trajectory
+from penstock.types import DropReason, NodeId, Outcome, OutcomeKind, PolicyName, Task, Trajectory
 
 POLICY = PolicyName("policy")
 GROUP_SIZE, GROUPS_PER_BATCH = 2, 4
 SPREAD = ({"admit": "reward-spread"},)
 SELDOM = 12
 COMPLETED = Outcome(kind=OutcomeKind.COMPLETED)
+MAX_FAILED_GROUPS = 16
+"""MIN_ATTEMPTS of the failure limit, in groups of two slots whose first dead slot ends them."""
 TRACE = 'File "reward.py", line 3\n' * 20 + "RuntimeError: judge unreachable"
+
+FAILED = Outcome(kind=OutcomeKind.FAILED, reason="reward", detail=TRACE)
 
 
 def warnings(logs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -168,12 +172,50 @@ async def test_answers_that_a_rule_rejects_for_their_length(tmp_path: Path) -> N
 
 
 async def test_rewards_that_always_fail(tmp_path: Path) -> None:
-    failed = Outcome(kind=OutcomeKind.FAILED, reason="reward", detail=TRACE)
-    text = await alarm(Planted(tmp_path, mixed, failed))
-    assert "failed_slots), 0 of 4" in text
+    """After a first success; a run without any ends before it starves."""
+    planted = Planted(tmp_path, mixed)
+    await planted.start()
+    await planted.quiet_until(1)
+    planted.node.outcome = FAILED
+    while not planted.alarms:
+        await planted.work(1)
+    [text] = planted.alarms
+    assert "failed_slots), " in text
     assert (
         "last error: failed: reward: RuntimeError: judge unreachable: fix that error first" in text
     )
+    assert status(planted.service, "run").failed == ""
+    planted.service.close()
+
+
+async def test_a_run_whose_every_attempt_fails_starts_no_more_work(tmp_path: Path) -> None:
+    planted = Planted(tmp_path, mixed, FAILED)
+    await planted.start()
+    with structlog.testing.capture_logs() as logs:
+        while not (why := status(planted.service, "run").failed):
+            await planted.work(1)
+        issued = planted.service.coordinator.supply.shares()
+        await planted.work(20)  # what was issued before may still end
+    assert "Most common cause, in " in why and "failed: reward: RuntimeError: judge un" in why
+    assert planted.service.coordinator.failure_limit.count.num_groups <= 4 * MAX_FAILED_GROUPS
+    assert not planted.service.coordinator.open and issued
+    assert [line["event"] for line in logs].count("no new work starts") == 1
+    planted.service.close()
+
+
+async def test_a_run_that_failed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+    planted = Planted(tmp_path, mixed, FAILED)
+    await planted.start()
+    while not status(planted.service, "run").failed:
+        await planted.work(1)
+    planted.service.close()
+    resumed = Planted(tmp_path, mixed)
+    resumed.node.node_id = NodeId("node-2")
+    await resumed.start()
+    while resumed.trainer.number < 1:
+        await resumed.work(1)
+    assert status(resumed.service, "run").failed == ""
+    resumed.service.close()
 
 
 async def test_a_healthy_run_has_no_alarm_and_a_batch_ends_one(tmp_path: Path) -> None:

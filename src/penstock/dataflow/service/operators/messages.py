@@ -120,3 +120,5 @@ class Status:
     """`failing_rules`: the last error of each rule."""
     alarms: tuple[str, ...] = ()
     """Policies that get no batch, or wait long for one, with the reason."""
+    failed: str = ""
+    """Why the run has to end: all its groups fail. No new work starts; empty otherwise."""

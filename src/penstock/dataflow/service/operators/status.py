@@ -50,6 +50,7 @@ def status(service: DataflowService, run: str) -> Status:
             for consumer in consumers
             if is_starving(consumer, service.coordinator)
         ),
+        failed=service.coordinator.failure_limit.cause(now),
     )
 
 
