@@ -59,7 +59,7 @@ class _Progress:
         self._shown: set[str] = set()
 
     def show(self, step: str) -> None:
-        if step in self._shown:
+        if step == "penstock" or step in self._shown:
             return
         head = "" if self._shown else "checking: "
         text = "importing torch, which takes seconds" if step == "torch" else step

@@ -62,6 +62,7 @@ class Probe:
         """The first task of each source."""
 
     def run(self, *, with_loss: bool) -> None:
+        self._import_penstock()
         self._check_rules()
         self._check_sources()
         self._check_engines()
@@ -74,6 +75,17 @@ class Probe:
             check_loss(self._config, trajectories, self._reporter)
 
     # --- loading --------------------------------------------------------------------------------
+
+    def _import_penstock(self) -> None:
+        """Before the user's steps, so that their time limits count the user's code alone."""
+        self._reporter.begin("penstock", "")
+        import penstock.dataflow.rules.registry
+        import penstock.dataflow.service.build
+        import penstock.rollout.engines.scripted
+        import penstock.rollout.rewards.worker
+        import penstock.runs.probe_workflow
+        import penstock.trainer.model_folders
+        import penstock.trainer.pipeline.functions  # noqa: F401
 
     def _check_rules(self) -> None:
         from penstock.dataflow.rules import make_rule

@@ -83,6 +83,9 @@ class Reporter:
         self._python_path = python_path
 
     def add(self, key: str, text: str, *, code: str = "", detail: str = "") -> None:
+        """One problem; a module that several keys name fails once."""
+        if detail and any(known.detail == detail for known in self.result.problems):
+            return
         self.result.problems.append(CheckProblem(key=key, text=text, code=code, detail=detail))
 
     def add_error(
