@@ -8,43 +8,67 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.output import pluralise, print_json
+from penstock.cli.output import pluralise, print_json, print_note
 
 if TYPE_CHECKING:
-    from penstock.runs.preflight import RunSizes
-    from penstock.runs.probe_process import ProbeResult
+    from penstock.runs.preflight import CheckReport, RunSizes
     from penstock.runs.target import RunTarget
 
 
-def check(target: Path, /, *overrides: str, json: bool = False) -> int:
-    """Check config, packages, your code and disk space without starting anything.
+def check(
+    target: Path, /, *overrides: str, deadline: float | None = None, json: bool = False
+) -> int:
+    """Check config, machine and your code without starting anything.
+
+    Your code runs once in a separate process: rules, sources, the workflow on a scripted answer,
+    the reward, and the training graph to a loss on a tiny batch.
 
     Args:
         target: Config file, or run folder.
         overrides: Settings that override the file, such as training.steps=20.
+        deadline: Seconds that each step of your code may take; 30 if not given.
         json: Print one JSON object as the last line.
     """
-    from penstock.runs.preflight import derive_sizes, find_problems
-    from penstock.runs.probe import run_probe
+    from penstock.runs.preflight import check_run, derive_sizes
     from penstock.runs.target import read_target
 
     resolved = read_target(target, overrides)
-    probed = run_probe(resolved)
-    found = [*find_problems(resolved), *probed.problems]
+    progress = _Progress()
+    report = check_run(resolved, deadline_s=deadline, on_step=progress.show)
+    print_note("")
     sizes = derive_sizes(resolved)
     if json:
-        print_json({"ok": not found, "problems": found, **asdict(sizes)})
-    elif not found:
-        _print_summary(resolved, probed, sizes)
-    for number, text in enumerate(found, 1):
-        print(f"{number}. {text}", file=sys.stderr)
-    if found:
-        print(f"error: {pluralise(len(found), 'problem')} in {target}", file=sys.stderr)
-    return 1 if found else 0
+        problems = [asdict(problem) for problem in report.problems]
+        body = {"ok": not problems, "problems": problems, "notes": report.notes}
+        print_json({**body, "losses": report.probed.losses, **asdict(sizes)})
+    elif not report.problems:
+        _print_summary(resolved, report, sizes)
+    for note in report.notes:
+        print_note(f"note: {note}")
+    for number, problem in enumerate(report.problems, 1):
+        print_note(f"{number}. {problem}")
+    if report.problems:
+        print_note(f"error: {pluralise(len(report.problems), 'problem')} in {target}")
+    return 1 if report.problems else 0
 
 
-def _print_summary(target: RunTarget, probed: ProbeResult, sizes: RunSizes) -> None:
-    config = target.config
+class _Progress:
+    """`checking: source train … workflow single_turn …`, on one line of stderr."""
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+
+    def show(self, step: str) -> None:
+        if step == "penstock" or step in self._shown:
+            return
+        head = "" if self._shown else "checking: "
+        text = "importing torch, which takes seconds" if step == "torch" else step
+        print(f"{head}{text} … ", end="", file=sys.stderr, flush=True)
+        self._shown.add(step)
+
+
+def _print_summary(target: RunTarget, report: CheckReport, sizes: RunSizes) -> None:
+    config, probed = target.config, report.probed
     print(f"{config.name}: ready to run in {sizes.folder}")
     for name, policy in sizes.policies.items():
         model = config.models[name]
@@ -56,5 +80,8 @@ def _print_summary(target: RunTarget, probed: ProbeResult, sizes: RunSizes) -> N
         )
     for source, task in probed.tasks.items():
         print(f"  source {source}: first task {str(task)[:100]}")
-    if config.reward:
+    if config.reward and probed.reward is not None:
         print(f"  reward {config.reward}: an empty completion scores {probed.reward:g}")
+    for name, loss in probed.losses.items():
+        stand_in = "" if config.models[name].init.startswith("builtin:") else " with a tiny model"
+        print(f"  loss of {name}: {loss:.4g} on a tiny batch{stand_in}")

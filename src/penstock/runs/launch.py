@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from penstock.config import RunConfig, config_changes, identity, identity_changes
-from penstock.dataflow.sources import are_same_tasks, preferred_digest
+from penstock.config import RunConfig, config_changes
+from penstock.dataflow.sources import preferred_digest
 from penstock.errors import ConfigError, LaunchError, PenstockError
 from penstock.fleet.launchers.local import POLL_S, LocalLauncher
 from penstock.fleet.run_folder import (
@@ -34,6 +34,7 @@ from penstock.runs.curves import reward_by_step
 from penstock.runs.model_revisions import pin_models
 from penstock.runs.monitor import ErrorTail, RunView, StatusPoller
 from penstock.runs.progress import progress_of, read_progress
+from penstock.runs.resume_changes import find_resume_changes
 from penstock.wire.auth import Signer
 
 REDRAW_S = 0.5
@@ -181,10 +182,7 @@ def _claim_folder(
     record if the run is already complete."""
     is_new = not folder.config_file.exists()
     known = config if is_new else folder.last_started_config() or folder.read_config()
-    changes = [
-        *identity_changes(identity(known), identity(config)),
-        *_changed_sources(folder, sources),
-    ]
+    changes = find_resume_changes(config, folder, sources)
     if changes and not accept_changes:
         listed = "\n".join(f"    {change}" for change in changes)
         raise ConfigError(
@@ -200,13 +198,6 @@ def _claim_folder(
         digests[name] = preferred_digest(digests.get(name, digest), digest)
     folder.write_source_digests(digests)
     return folder.finish()
-
-
-def _changed_sources(folder: RunFolder, sources: Mapping[str, str]) -> Iterator[str]:
-    known = folder.sources()
-    for name, digest in sources.items():
-        if not are_same_tasks(known.get(name, digest), digest):
-            yield f"source {name}: its tasks differ from those the run started with"
 
 
 def _supervise(

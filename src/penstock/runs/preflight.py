@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks whether a run can start here, and derives its sizes.
 
-Owns the checks of this machine: packages, programs, model files, a writable folder, disk space.
-They import neither torch nor the user's code; a probe process runs that.
+Owns what `penstock check` consists of: this machine (packages, programs, model files, and what
+`machine_limits` compares), the user's code in a probe process, and the folder of an earlier run.
+Imports neither torch nor the user's code.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,12 +18,14 @@ from pathlib import Path
 from penstock.config import CommandWorkflow, RunConfig
 from penstock.config.models import BUILTIN_MODELS
 from penstock.errors import ConfigError
-from penstock.fleet.run_folder import free_bytes
 from penstock.hub import check_hub_model, parse_hub_model
-from penstock.runs.probe import run_probe, user_stages, user_workflow
+from penstock.runs.check_problem import CheckProblem, located
+from penstock.runs.machine_limits import machine_problems, this_machine
+from penstock.runs.probe import has_user_code, has_user_stages, run_probe
+from penstock.runs.probe_report import ProbeResult
+from penstock.runs.resume_changes import find_resume_changes
 from penstock.runs.target import RunTarget
 
-MIN_FREE_BYTES = 1 << 30
 EXTRAS = {"train": ("torch", "transformers", "safetensors"), "tokens": ("tokenizers", "jinja2")}
 """The packages of each extra; every training run needs both."""
 
@@ -64,33 +67,85 @@ def derive_sizes(target: RunTarget) -> RunSizes:
     return RunSizes(run=config.name, folder=str(target.folder.path), policies=policies)
 
 
-def ensure_startable(target: RunTarget) -> dict[str, str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """The result of a check."""
+
+    problems: tuple[CheckProblem, ...]
+    """Everything that would make the run fail; empty if it can start."""
+    notes: tuple[str, ...]
+    """What was not checked, or is unusual."""
+    probed: ProbeResult
+
+
+def check_run(
+    target: RunTarget,
+    *,
+    deadline_s: float | None = None,
+    on_step: Callable[[str], None] | None = None,
+) -> CheckReport:
+    """Check everything, with the user's code called once and a loss computed; start nothing.
+
+    deadline_s: most seconds for each step of the user's code. on_step: called with the name of each
+    step as it begins."""
+    here = tuple(find_problems(target))
+    has_torch = not any(_missing_extras())
+    probed = run_probe(target, deadline_s=deadline_s, with_loss=has_torch, on_step=on_step)
+    notes = list(probed.notes)
+    if target.folder.finish() is not None:
+        notes.append(f"{target.folder.path} is already finished; raise training.steps to go on")
+    return CheckReport(
+        problems=(*here, *probed.problems, *_resume_problems(target, probed)),
+        notes=tuple(notes),
+        probed=probed,
+    )
+
+
+def ensure_startable(target: RunTarget, *, deadline_s: float | None = None) -> dict[str, str]:
     """Raise ConfigError with every problem found; otherwise return the task digest of each source
-    that was probed. A run of built-in code only is not probed."""
+    that was probed. A run of built-in code only is not probed, and a loss is computed only for
+    stages of the user, since that takes as long as starting a trainer."""
     config = target.config
-    workflow = user_workflow(config.workflow)
-    named = [*(source.task for source in config.sources), config.reward, workflow]
-    named += [str(stage["fn"]) for stage in user_stages(config) if stage["fn"]]
-    has_user_code = any(name and not name.startswith("penstock.") for name in named)
-    probed = run_probe(target) if has_user_code else None
-    found = [*find_problems(target), *(probed.problems if probed else ())]
+    found = list(find_problems(target))
+    probed = None
+    if has_user_code(config):
+        with_loss = has_user_stages(config) and not found
+        probed = run_probe(target, deadline_s=deadline_s, with_loss=with_loss)
+        found += probed.problems
     if found:
-        listed = "\n".join(f"  - {text}" for text in found)
+        listed = "\n".join(f"  - {problem}" for problem in found)
         raise ConfigError(f"run {config.name} cannot start:\n{listed}")
     return probed.digests if probed else {}
 
 
-def find_problems(target: RunTarget) -> Iterator[str]:
-    """What would make this run fail on this machine, one message per problem."""
-    yield from _missing_extras()
-    yield from _missing_models(target.config)
-    yield from _vocabulary_mismatches(target.config)
-    yield from _missing_program(target.config)
-    yield from _missing_engines(target.config)
-    yield from _disk_problems(target.folder.path)
+def find_problems(target: RunTarget) -> Iterator[CheckProblem]:
+    """What would make this run fail on this machine. Calls no code of the user."""
+    for problem in _find_problems(target):
+        yield located(problem, target)
 
 
-def _missing_engines(config: RunConfig) -> Iterator[str]:
+def _find_problems(target: RunTarget) -> Iterator[CheckProblem]:
+    config = target.config
+    for text in _missing_extras():
+        yield CheckProblem(key="", text=text)
+    yield from _missing_models(config)
+    yield from _vocabulary_mismatches(config)
+    yield from _missing_program(config)
+    yield from _missing_engines(config)
+    yield from machine_problems(config, target.folder.path, this_machine())
+
+
+def _resume_problems(target: RunTarget, probed: ProbeResult) -> Iterator[CheckProblem]:
+    """Why `penstock run` would refuse to resume: the folder was started with something else."""
+    fix = "use another `name`, or pass --accept-changes to `penstock run`"
+    for change in find_resume_changes(target.config, target.folder, probed.digests):
+        key, _, values = change.partition(": ")
+        key = "sources" if key.startswith("source ") else key
+        text = f"{values}: changed since {target.folder.path} was started; {fix}"
+        yield located(CheckProblem(key=key, text=text), target)
+
+
+def _missing_engines(config: RunConfig) -> Iterator[CheckProblem]:
     from penstock.rollout.engines.vllm.server import default_environment
 
     for name, model in config.models.items():
@@ -99,9 +154,10 @@ def _missing_engines(config: RunConfig) -> Iterator[str]:
         own = model.vllm.environment
         program = (Path(own).expanduser() if own else default_environment()) / "bin" / "vllm"
         if not os.access(program, os.X_OK):
-            yield (
-                f"models.{name}.engine is vllm, but {program} does not exist; `penstock doctor` "
-                "shows how to install it"
+            yield CheckProblem(
+                key=f"models.{name}.engine",
+                text=f"is vllm, but {program} does not exist; `penstock doctor` shows how to "
+                "install it",
             )
 
 
@@ -116,7 +172,7 @@ def _missing_extras() -> Iterator[str]:
         yield f"not installed: {packages}; run: pip install 'penstock[{','.join(extras)}]'"
 
 
-def _missing_models(config: RunConfig) -> Iterator[str]:
+def _missing_models(config: RunConfig) -> Iterator[CheckProblem]:
     for where, init in _configured_models(config):
         if init in BUILTIN_MODELS:
             continue
@@ -124,14 +180,15 @@ def _missing_models(config: RunConfig) -> Iterator[str]:
             try:
                 check_hub_model(init)
             except ConfigError as error:
-                yield f"{where}: {error}"
+                yield CheckProblem(key=where, text=str(error))
             continue
         path = Path(init).expanduser()
         if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
             fix = "name a folder that has both, or a model of the Hub as owner/name"
             if init.startswith("builtin:"):
                 fix = f"built-in models: {', '.join(BUILTIN_MODELS)}"
-            yield f"{where}: no config.json and *.safetensors in {path}; {fix}"
+            text = f"no config.json and *.safetensors in {path}; {fix}"
+            yield CheckProblem(key=where, text=text)
 
 
 def _configured_models(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -145,32 +202,22 @@ def _configured_models(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"{f'models.{policy}.' if model.algorithm else ''}algorithm.teacher", teacher
     for index, stage in enumerate(stages):
         if stage.model is not None and not stage.is_service:
-            yield f"pipeline.stages[{index}].model (stage {stage.id})", stage.model
+            yield f"pipeline.stages[{index}].model", stage.model
 
 
-def _vocabulary_mismatches(config: RunConfig) -> Iterator[str]:
+def _vocabulary_mismatches(config: RunConfig) -> Iterator[CheckProblem]:
     from penstock.trainer.pipeline.builtin import pipeline_of
     from penstock.trainer.vocabulary_check import vocabulary_mismatches
 
     for policy, model in config.models.items():
-        yield from vocabulary_mismatches(pipeline_of(config, policy), model.init)
+        for text in vocabulary_mismatches(pipeline_of(config, policy), model.init):
+            yield CheckProblem(key="pipeline" if config.pipeline else "algorithm", text=text)
 
 
-def _missing_program(config: RunConfig) -> Iterator[str]:
+def _missing_program(config: RunConfig) -> Iterator[CheckProblem]:
     if not isinstance(config.workflow, CommandWorkflow):
         return
     program = config.workflow.command[0]
     if shutil.which(program) is None:
-        yield f"workflow.command: program {program!r} not found; install it or use its full path"
-
-
-def _disk_problems(folder: Path) -> Iterator[str]:
-    nearest = folder
-    while not nearest.exists():
-        nearest = nearest.parent
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        yield f"output_dir: cannot write to {nearest}; set output_dir to a writable folder"
-        return
-    free = free_bytes(nearest)
-    if free < MIN_FREE_BYTES:
-        yield f"output_dir: only {free / 1e9:.1f} GB free in {nearest}; a run needs at least 1 GB"
+        text = f"program {program!r} not found; install it or use its full path"
+        yield CheckProblem(key="workflow.command", text=text)

@@ -17,6 +17,10 @@ class RunTarget:
     folder: RunFolder
     python_path: tuple[str, ...]
     """Folders of the user's modules."""
+    config_file: Path | None = None
+    """The file that `config` was read from, for messages; None for a built-in config."""
+    overrides: tuple[str, ...] = ()
+    """Settings that override the file, for messages."""
 
 
 def read_target(path: Path, overrides: Sequence[str] = ()) -> RunTarget:
@@ -24,10 +28,22 @@ def read_target(path: Path, overrides: Sequence[str] = ()) -> RunTarget:
     if path.is_dir():
         folder = RunFolder.open_existing(path)
         config = load(folder.config_file, overrides)
-        return RunTarget(config=config, folder=folder, python_path=folder.python_path())
+        return RunTarget(
+            config=config,
+            folder=folder,
+            python_path=folder.python_path(),
+            config_file=folder.config_file,
+            overrides=tuple(overrides),
+        )
     config = load(path, overrides)
     folder = RunFolder(run_dir(config))
-    return RunTarget(config=config, folder=folder, python_path=(str(path.absolute().parent),))
+    return RunTarget(
+        config=config,
+        folder=folder,
+        python_path=(str(path.absolute().parent),),
+        config_file=path,
+        overrides=tuple(overrides),
+    )
 
 
 def find_run_folder(path: Path) -> RunFolder:

@@ -85,8 +85,8 @@ class PostgresDatabase:
         key = int.from_bytes(digest[:8], "little", signed=True)
         if self._writer.run(f"SELECT pg_try_advisory_lock({key})", {}) != [(True,)]:
             raise StoreError(
-                f"ledger {self._schema} of PostgreSQL at {where} is already open in another dataflow "
-                "service; stop that one first (a ledger can have only one writer)"
+                f"ledger {self._schema} of PostgreSQL at {where} is already open in another "
+                "dataflow service; stop that one first (a ledger can have only one writer)"
             )
         self._writer.run(f"CREATE SCHEMA IF NOT EXISTS {native.identifier(self._schema)}", {})
 
