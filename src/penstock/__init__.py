@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.rollout.rewards.decorator import reward
     from penstock.rollout.workflow import Workflow
     from penstock.runs.control_client import ControlClient
+    from penstock.runs.history import open_run
     from penstock.runs.public import check, fork, load_config, replay, run
     from penstock.trainer.client import VersionsClient
     from penstock.trainer.losses.tokens import TokenLoss, Tokens
@@ -67,6 +68,7 @@ __all__ = [
     "fork",
     "init_model",
     "load_config",
+    "open_run",
     "replay",
     "reward",
     "run",
@@ -84,6 +86,7 @@ _HOMES = {
     "penstock.rollout.rewards.decorator": ("reward",),
     "penstock.rollout.workflow": ("Workflow",),
     "penstock.runs.control_client": ("ControlClient",),
+    "penstock.runs.history": ("open_run",),
     "penstock.runs.public": ("check", "fork", "load_config", "replay", "run"),
     "penstock.trainer.client": ("VersionsClient",),
     "penstock.trainer.losses.tokens": ("TokenLoss", "Tokens"),

@@ -88,20 +88,19 @@ def run(
 
 def check(config: ConfigSource, *, overrides: Sequence[str] = ()) -> tuple[str, ...]:
     """Every problem that would keep this run from working here, as `penstock check` finds them;
-    empty if there is none. Runs your task, reward and workflow in a separate process.
+    empty if there is none. Calls your code once and computes one loss, in a separate process.
 
     Args:
         config: A config, its values as a mapping, a config file, or a run folder.
         overrides: Settings that override it, such as `training.steps=20`.
     """
-    from penstock.runs.preflight import find_problems
-    from penstock.runs.probe import run_probe
+    from penstock.runs.preflight import check_run
 
     try:
         target = _target(config, overrides)
     except ConfigError as error:
         return tuple(str(error).splitlines())
-    return (*find_problems(target), *run_probe(target).problems)
+    return tuple(map(str, check_run(target).problems))
 
 
 def fork(
