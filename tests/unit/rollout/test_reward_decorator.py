@@ -64,13 +64,29 @@ def test_a_parameter_that_the_task_lacks_is_named_with_what_there_is() -> None:
     assert "rename the parameter, add the column to the tasks, or give the parameter" in found
 
 
+def of_nothing(text: str) -> float:
+    return 0.0
+
+
+def of_lists(completions: list[str], **columns: list[Any]) -> list[float]:
+    return [0.0]
+
+
+def of_any_column(completion: str, **columns: Any) -> float:
+    return 0.0
+
+
+def of_unnamed(completion: str, *more: Any) -> float:
+    return 0.0
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (lambda text: 0.0, "has no parameter `completion`"),
-        (lambda completions, **columns: [0.0], "remove @penstock.reward"),
-        (lambda completion, **columns: 0.0, r"parameter \*\*columns; take `task`"),
-        (lambda completion, *more: 0.0, r"parameter \*more; take `task`"),
+        (of_nothing, "has no parameter `completion`"),
+        (of_lists, "remove @penstock.reward"),
+        (of_any_column, r"parameter \*\*columns: Any; take `task`"),
+        (of_unnamed, r"parameter \*more: Any; take `task`"),
     ],
 )
 def test_a_function_of_another_shape_is_refused_where_it_stands(

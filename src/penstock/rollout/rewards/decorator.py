@@ -50,7 +50,7 @@ def reward(function: F) -> F:
         return _gather(scores) if any(map(inspect.isawaitable, scores)) else scores
 
     functools.update_wrapper(score, function)
-    del score.__wrapped__  # so that callers see the signature of the batch form, with every column
+    del vars(score)["__wrapped__"]  # callers see the signature of the batch form, with all columns
     return cast(F, score)
 
 
