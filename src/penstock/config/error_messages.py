@@ -14,24 +14,16 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from penstock.config.names_elsewhere import (
+    NameElsewhere,
+    find_name,
+    find_names_in,
+    find_section,
+    is_section_elsewhere,
+)
 from penstock.config.run import RunConfig
 from penstock.options import Contradiction, KeyPath, unknown_choice
 from penstock.plugins import did_you_mean, quoted
-
-_KEYS_ELSEWHERE: Mapping[str, str] = {
-    "lr": "training.learning_rate",
-    "num_iterations": "training.epochs",
-    "ppo_epochs": "training.epochs",
-    "max_steps": "training.steps",
-    "max_completion_length": "sampling.max_tokens",
-    "max_new_tokens": "sampling.max_tokens",
-    "group_size": "algorithm.num_generations",
-    "kl_coef": "algorithm.beta",
-    "clip_range": "algorithm.epsilon",
-    "model": "models",
-    "dataset": "sources",
-}
-"""Names from other frameworks that are not similar in spelling."""
 
 _TYPES: Mapping[str, str] = {
     "int_type": "expected an integer",
@@ -102,7 +94,7 @@ def _problems(details: ErrorDetails) -> Iterator[ConfigProblem]:
     elif kind == "missing":
         yield ConfigProblem(keys=(path,), text=_missing(path), is_missing=True)
     elif kind == "extra_forbidden":
-        yield _unknown(path)
+        yield from _unknown(path, value)
     else:
         yield ConfigProblem(keys=(path,), text=_value_problem(kind, value, context, details["msg"]))
 
@@ -152,14 +144,45 @@ def _missing(path: KeyPath) -> str:
     return f'missing required key "{path[-1]}"{meaning}; add it here'
 
 
-def _unknown(path: KeyPath) -> ConfigProblem:
-    word = str(path[-1])
+def _unknown(path: KeyPath, value: object) -> Iterator[ConfigProblem]:
+    """An unknown key; for a section of another framework, each of its keys."""
     here = [name for fields in _fields_at(path[:-1]) for name in fields]
-    sections_by_key = _sections_by_key()
+    word = str(path[-1])
+    is_mistyped = did_you_mean(word, here) and not is_section_elsewhere(word)
+    inside = [] if is_mistyped else list(find_names_in(path, value))
+    for key, inner in inside:
+        yield _named_elsewhere(key, inner, find_name(key)) or _unknown_inside(key, inner)
+    if not inside:
+        yield _named_elsewhere(path, value, find_name(path)) or _unknown_key(path, here)
+
+
+def _named_elsewhere(
+    path: KeyPath, value: object, row: NameElsewhere | None
+) -> ConfigProblem | None:
+    if row is None:
+        return None
+    policy = str(path[1]) if path[0] == "models" and len(path) > 2 else "policy"
+    return ConfigProblem(
+        keys=(path,),
+        text=f"unknown key; {row.hint(value, policy)}",
+        suggested_key=tuple(row.key.split(".")) if row.key else None,
+    )
+
+
+def _unknown_inside(path: KeyPath, value: object) -> ConfigProblem:
+    """A key of another framework's section that is not in the table: a key of ours, or else what
+    the section is called here."""
+    if ours := _sections_by_key().get(str(path[-1])):
+        return ConfigProblem(keys=(path,), text=f'unknown key; did you mean "{ours}"?')
+    return _named_elsewhere(path, value, find_section(path)) or ConfigProblem(
+        keys=(path,), text="unknown key; penstock has no such setting; remove it"
+    )
+
+
+def _unknown_key(path: KeyPath, here: Sequence[str]) -> ConfigProblem:
+    word, sections_by_key = str(path[-1]), _sections_by_key()
     suggested_key: KeyPath | None = None
-    if word in _KEYS_ELSEWHERE:
-        fix = f'did you mean "{_KEYS_ELSEWHERE[word]}"?'
-    elif closest := did_you_mean(word, here):
+    if closest := did_you_mean(word, here):
         fix, suggested_key = f'did you mean "{closest}"?', (*path[:-1], closest)
     elif closest := did_you_mean(word, tuple(sections_by_key)):
         fix = f'did you mean "{sections_by_key[closest]}"?'
