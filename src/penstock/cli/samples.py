@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.runs.decoded import DecodedTurn
     from penstock.runs.history import Run
     from penstock.runs.samples import Sample, SampleList
+    from penstock.types import OutcomeKind
 
 DEFAULT_COUNT = 5
 MAX_CHARS = 4000
@@ -50,28 +51,23 @@ def samples(
         html: Write one self-contained HTML file instead.
         json: Print one JSON object as the last line.
     """
+    from penstock.errors import ConfigError
     from penstock.runs.history import open_run
     from penstock.types import OutcomeKind
 
     outcome = OutcomeKind.FAILED if failed else None
     steps = _parse_steps(step)
-    _check(steps is not None or best or worst or html, number, follow=bool(follow))
+    if follow and (steps or best or worst or html):
+        raise ConfigError(
+            "--follow shows what arrives from now on; remove --step, --best, --worst and --html"
+        )
+    if min(number, best + 1, worst + 1) < 1:
+        raise ConfigError("-n, --best and --worst are numbers of samples; use 1 or more")
     with open_run(run) as opened:
         if follow:
             return _follow(opened, number, outcome, json=json)
         found = _choose(opened, steps, outcome, number, best=best, worst=worst)
         return _show(opened, found, html, json=json)
-
-
-def _check(is_chosen: object, number: int, *, follow: bool) -> None:
-    from penstock.errors import ConfigError
-
-    if follow and is_chosen:
-        raise ConfigError(
-            "--follow shows what arrives from now on; remove --step, --best, --worst and --html"
-        )
-    if number < 1:
-        raise ConfigError(f"-n {number}: ask for at least 1 sample")
 
 
 def _parse_steps(text: str) -> tuple[int | None, int | None] | None:
@@ -93,16 +89,14 @@ def _parse_steps(text: str) -> tuple[int | None, int | None] | None:
 def _choose(
     run: Run,
     steps: tuple[int | None, int | None] | None,
-    outcome: object,
+    kind: OutcomeKind | None,
     number: int,
     *,
     best: int,
     worst: int,
 ) -> SampleList:
     from penstock.runs.samples import SampleList, choose
-    from penstock.types import OutcomeKind
 
-    kind = outcome if isinstance(outcome, OutcomeKind) else None
     if not best and not worst:
         return choose(run, count=number, steps=steps, outcome=kind)
     parts: list[SampleList] = []
@@ -127,7 +121,7 @@ def _show(run: Run, found: SampleList, html: Path | None, *, json: bool) -> int:
         html.write_text(render_page(f"Samples of {run.config.name}", found.samples, note))
         print_note(f"wrote {pluralise(len(found.samples), 'sample')} to {html}")
     elif not json:
-        _print(found.samples)
+        print_samples(found.samples)
         if not found.samples:
             print_note("no trajectory matches")
     if note:
@@ -145,12 +139,10 @@ def _show(run: Run, found: SampleList, html: Path | None, *, json: bool) -> int:
     return 0
 
 
-def _follow(run: Run, number: int, outcome: object, *, json: bool) -> int:
-    from penstock.cli.output import pluralise, print_json, print_note
+def _follow(run: Run, number: int, kind: OutcomeKind | None, *, json: bool) -> int:
+    from penstock.cli.output import print_json, print_note
     from penstock.runs.samples import follow
-    from penstock.types import OutcomeKind
 
-    kind = outcome if isinstance(outcome, OutcomeKind) else None
     if not run.is_running:
         print_note(f"{run.folder.path} is not running; without --follow its samples are shown")
     num_shown = 0
@@ -160,15 +152,16 @@ def _follow(run: Run, number: int, outcome: object, *, json: bool) -> int:
             for sample in found:
                 print_json(sample)
         else:
-            _print(found)
+            print_samples(found)
             if num_others:
-                print_note(f"… and {pluralise(num_others, 'more')} arrived; -n shows more of them")
+                print_note(f"… and {num_others:,} more arrived; -n shows more of them")
     if json:
         print_json({"run": str(run.folder.path), "shown": num_shown})
     return 0
 
 
-def _print(found: Sequence[Sample]) -> None:
+def print_samples(found: Sequence[Sample]) -> None:
+    """For people, in a terminal."""
     from rich.console import Console
 
     console = Console(soft_wrap=True, highlight=False)

@@ -122,14 +122,22 @@ def load_renderer(folder: RunFolder, policy: PolicyName) -> Renderer:
     with tempfile.TemporaryDirectory(prefix="penstock-tokenizer-") as temporary:
         if _copy_small_files(DirectoryStore(folder.weights), policy, Path(temporary)):
             return Renderer.load(Path(temporary))
-    model = folder.read_config().models.get(policy)
-    init = None if model is None else folder.path / model.init
-    if init is not None and (init / TOKENIZER).is_file():
+    init = _initial_model(folder, policy)
+    if (init / TOKENIZER).is_file():
         return Renderer.load(init)
     raise WeightsError(
         f"the text of policy {policy} cannot be decoded: no version in {folder.weights} has a "
         f"{TOKENIZER}, nor has its initial model; its token ids are in `turns`"
     )
+
+
+def _initial_model(folder: RunFolder, policy: PolicyName) -> Path:
+    """Its folder; a relative path counts from where the run was started."""
+    model = folder.read_config().models[policy]
+    try:
+        return Path(folder.endpoints().work_dir) / model.init
+    except ConfigError:  # a folder that no launcher made
+        return Path(model.init)
 
 
 def _copy_small_files(store: DirectoryStore, policy: PolicyName, target: Path) -> bool:

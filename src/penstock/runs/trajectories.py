@@ -43,6 +43,7 @@ from penstock.types import (
     JsonObject,
     Manifest,
     NodeId,
+    Outcome,
     OutcomeKind,
     PolicyName,
     RowId,
@@ -108,6 +109,7 @@ class RecordedTrajectory:
     """Trainable sampled tokens."""
     delivered_at: float
     uses: tuple[TrainingUse, ...]
+    """One for each policy that judged its group; empty for a failed or cancelled attempt."""
     columns: Mapping[str, float | bytes]
     """Values that stages added."""
     state: PayloadState
@@ -354,7 +356,7 @@ class TrajectoryReader:
             facts = _GroupFacts(
                 task=tasks.get(row.group_id),
                 source=groups[row.group_id].source if row.group_id in groups else "",
-                uses=tuple(uses[row.group_id]),
+                uses=tuple(uses[row.group_id]) if _is_scored(row) else (),
             )
             payload = _GONE if row.row_id in gone else self._payload(index, row)
             yield self._make(index, row, facts, payload, columns[row.row_id])
@@ -471,6 +473,11 @@ class TrajectoryReader:
     def count(self, measure: Callable[[Tables], int]) -> int:
         """The sum over the ledgers of all partitions."""
         return sum(map(measure, self._tables.values()))
+
+
+def _is_scored(row: RowRecord) -> bool:
+    """Groups are judged and trained without the attempts that failed or were cancelled."""
+    return Outcome(kind=OutcomeKind(row.summary.outcome)).has_reward
 
 
 def _numbers(columns: Sequence[ColumnRecord]) -> dict[str, float | bytes]:
