@@ -65,7 +65,7 @@ def _watch(folder: RunFolder, name: str, run: Path) -> bool:
     from penstock.cli.output import print_note
     from penstock.runs.watch import watch_run
 
-    display = choose_display(headless=False, hint=f"Ctrl-C leaves; `penstock stop {run}` stops it")
+    display = choose_display(headless=False, hint="Ctrl-C leaves, the run goes on")
     try:
         watch_run(folder, name, display)
     except KeyboardInterrupt:
@@ -119,6 +119,8 @@ def _lines(run: Path, found: RunSummary) -> Iterator[str]:
         verb = "last sign of life" if found.state is RunState.KILLED else "ended"
         yield f"  {verb} {format_moment(found.ended_at)}{lasted}"
     if found.state in (RunState.STOPPED, RunState.FAILED, RunState.KILLED):
-        yield f"  `penstock run {run}` resumes it, `penstock logs {run}` shows its logs"
+        yield f"  `penstock run {run}` resumes it"
+        yield f"  `penstock logs {run}` shows its logs"
     elif found.state is RunState.FINISHED:
-        yield f"  `penstock plot {run}` draws its curve, `penstock report {run}` where time went"
+        yield f"  `penstock plot {run}` draws its curve"
+        yield f"  `penstock report {run}` shows where its time went"
