@@ -94,7 +94,7 @@ def _draw(folder: RunFolder, found: RunSummary, *, hint: str) -> None:
 
 def _lines(run: Path, found: RunSummary) -> Iterator[str]:
     """A run whose services do not answer, as text."""
-    from penstock.cli.output import format_clock, format_moment
+    from penstock.cli.output import format_clock, format_moment, pluralise
     from penstock.runs.state import RunState
 
     head = {
@@ -112,7 +112,7 @@ def _lines(run: Path, found: RunSummary) -> Iterator[str]:
         skipped = f" · {policy.skipped} skipped" if policy.skipped else ""
         yield f"  {name}step {policy.step}/{policy.steps}{reward}{skipped}"
     if found.progress.trajectories is not None:
-        yield f"  {found.progress.trajectories:,} trajectories"
+        yield f"  {pluralise(found.progress.trajectories, 'trajectory', 'trajectories')}"
     if found.ended_at is not None:
         took = found.ended_at - found.started_at if found.started_at else 0.0
         lasted = f", {format_clock(took)} after its last start" if took > 0 else ""

@@ -35,9 +35,7 @@ def make_status_client(
     return StatusClient(folder.endpoints().dataflow, token, patience_s=patience_s)
 
 
-def _status_client(
-    folder: RunFolder, *, patience_s: float = PATIENCE_S
-) -> closing[StatusClient]:
+def _status_client(folder: RunFolder, *, patience_s: float = PATIENCE_S) -> closing[StatusClient]:
     name = folder.read_config().name
     return closing(make_status_client(folder, name, patience_s=patience_s))
 
