@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,15 +82,25 @@ async def test_a_trainer_that_resumes_says_which_steps_are_repeated(tmp_path: Pa
     restored.close()
 
 
+async def wait_of(service: DataflowService, who: str, call: Coroutine[None, None, object]) -> str:
+    """What this party waits for while its call is held open."""
+    asked = asyncio.create_task(call)
+    waits: list[str] = []
+    for _ in range(10_000):
+        waits = [wait.on for wait in status(service, "r").waiting if wait.who == who]
+        if waits or asked.done():
+            break
+        await asyncio.sleep(0)
+    assert waits, "the call was answered"
+    asked.cancel()
+    await asyncio.wait([asked])
+    return waits[0]
+
+
 async def wait_of_idle_node(service: DataflowService) -> str:
     """What a node waits for that gets no grant."""
-    request = asyncio.create_task(service.nodes.lease(replace(lease("idle"), wait_s=30.0)))
-    while not (waits := [w.on for w in status(service, "r").waiting if w.who == NODE]):
-        assert not request.done(), "the node got work"
-        await asyncio.sleep(0)
-    request.cancel()
-    await asyncio.wait([request])
-    return waits[0]
+    request = replace(lease("idle"), wait_s=30.0)
+    return await wait_of(service, NODE, service.nodes.lease(request))
 
 
 @pytest.mark.parametrize(
@@ -128,10 +139,6 @@ async def test_one_group_is_not_groups(tmp_path: Path) -> None:
     await start(service)
     await service.nodes.lease(lease("all"))
     request = BatchRequest(consumer=POLICY, seq=1, incarnation=1, wait_s=30.0)
-    asked = asyncio.create_task(service.trainers.batch(request))
-    while not (waits := [w.on for w in status(service, "r").waiting if w.who == "trainer policy"]):
-        await asyncio.sleep(0)
-    asked.cancel()
-    await asyncio.wait([asked])
-    assert waits == [f"1 group on {NODE}"]
+    waits = await wait_of(service, "trainer policy", service.trainers.batch(request))
+    assert waits == f"1 group on {NODE}"
     service.close()

@@ -91,7 +91,11 @@ def test_a_guest_works_survives_a_restart_and_leaves(
     assert system.wait(10.0) == 128 + signal.SIGTERM
     assert "Resume with: penstock run" in system.output()
     system.until_nothing_is_left()
-    assert penstock("status", str(system.folder.path)).stdout.startswith("not running")
+    ended = json_of(penstock("status", str(system.folder.path), "--json"))
+    assert (ended["state"], ended["why"]) == ("stopped", "SIGTERM")
+    assert ended["policies"][0]["step"] == system.step() > 0
+    report = json_of(penstock("report", str(system.folder.path), "--json"))
+    assert report["policies"][0]["trainer_time"]["total_s"] > 0
 
     step = system.step() + 3
     short = ["run", str(system.folder.path), f"training.steps={step}", "--headless", "--json"]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from penstock.cli.output import print_note
+from penstock.cli.output import pluralise, print_note
 from penstock.runs.launch import Display, ForcedStop, LaunchResult, StopRequest, launch
 from penstock.runs.model_revisions import pin_models
 from penstock.runs.target import RunTarget
@@ -77,11 +77,12 @@ def print_result(result: LaunchResult) -> int:
     where, here = Path(result.folder), Path.cwd()
     if where.is_relative_to(here):
         where = where.relative_to(here)
+    done = (
+        f"{pluralise(result.steps, 'step')}, "
+        f"{pluralise(result.trajectories, 'trajectory', 'trajectories')}"
+    )
     if result.was_finished:
-        print_note(
-            f"already finished: {result.steps} steps, {result.trajectories:,} trajectories in "
-            f"{where}"
-        )
+        print_note(f"already finished: {done} in {where}")
         return 0
     if result.signal:
         print_note(
@@ -90,8 +91,5 @@ def print_result(result: LaunchResult) -> int:
         )
         return 128 + result.signal
     reward = "" if result.reward is None else f", reward {result.reward:.3f}"
-    print_note(
-        f"finished: {result.steps} steps, {result.trajectories:,} trajectories{reward} in "
-        f"{result.seconds:.0f} s; results are in {where}"
-    )
+    print_note(f"finished: {done}{reward} in {result.seconds:.0f} s; results are in {where}")
     return 0

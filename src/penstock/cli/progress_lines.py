@@ -63,7 +63,7 @@ def progress_line(view: RunView) -> str:
     if view.unreachable_s > 5.0:
         return f"no response from the dataflow for {format_duration(round(view.unreachable_s))}"
     parts = [_policy(policy, many=len(status.policies) > 1) for policy in status.policies]
-    parts.append(f"{status.trajectories:,} trajectories")
+    parts.append(pluralise(status.trajectories, "trajectory", "trajectories"))
     parts.append(f"{status.tokens_per_s:,.0f} tokens/s")
     if status.finished:
         return " · ".join([*parts, "finished"])

@@ -65,7 +65,7 @@ def _watch(folder: RunFolder, name: str, run: Path) -> bool:
     from penstock.cli.output import print_note
     from penstock.runs.watch import watch_run
 
-    display = choose_display(headless=False, hint=f"Ctrl-C leaves; `penstock stop {run}` stops it")
+    display = choose_display(headless=False, hint="Ctrl-C leaves, the run goes on")
     try:
         watch_run(folder, name, display)
     except KeyboardInterrupt:
@@ -94,7 +94,7 @@ def _draw(folder: RunFolder, found: RunSummary, *, hint: str) -> None:
 
 def _lines(run: Path, found: RunSummary) -> Iterator[str]:
     """A run whose services do not answer, as text."""
-    from penstock.cli.output import format_clock, format_moment
+    from penstock.cli.output import format_clock, format_moment, pluralise
     from penstock.runs.state import RunState
 
     head = {
@@ -112,13 +112,15 @@ def _lines(run: Path, found: RunSummary) -> Iterator[str]:
         skipped = f" · {policy.skipped} skipped" if policy.skipped else ""
         yield f"  {name}step {policy.step}/{policy.steps}{reward}{skipped}"
     if found.progress.trajectories is not None:
-        yield f"  {found.progress.trajectories:,} trajectories"
+        yield f"  {pluralise(found.progress.trajectories, 'trajectory', 'trajectories')}"
     if found.ended_at is not None:
         took = found.ended_at - found.started_at if found.started_at else 0.0
         lasted = f", {format_clock(took)} after its last start" if took > 0 else ""
         verb = "last sign of life" if found.state is RunState.KILLED else "ended"
         yield f"  {verb} {format_moment(found.ended_at)}{lasted}"
     if found.state in (RunState.STOPPED, RunState.FAILED, RunState.KILLED):
-        yield f"  `penstock run {run}` resumes it, `penstock logs {run}` shows its logs"
+        yield f"  `penstock run {run}` resumes it"
+        yield f"  `penstock logs {run}` shows its logs"
     elif found.state is RunState.FINISHED:
-        yield f"  `penstock plot {run}` draws its curve, `penstock report {run}` where time went"
+        yield f"  `penstock plot {run}` draws its curve"
+        yield f"  `penstock report {run}` shows where its time went"

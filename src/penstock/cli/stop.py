@@ -24,12 +24,13 @@ def stop(run: Path, /, *, timeout_s: float = 60.0, json: bool = False) -> int:
     was_running = stop_run(folder, timeout_s=timeout_s)
     found = read_summary(folder)
     if not was_running and found.state is RunState.RUNNING:
-        nodes = ", ".join(node.node_id for node in found.status.nodes) if found.status else ""
+        names = ", ".join(node.node_id for node in found.status.nodes) if found.status else ""
+        nodes = f", with nodes {names}" if names else ""
         raise LaunchError(
             f"{folder.path} has no launcher: its services were started one by one, and this "
             "command cannot signal them. Its dataflow service answers at "
-            f"{folder.endpoints().dataflow}{f', with nodes {nodes}' if nodes else ''}. Send SIGTERM "
-            "to each process yourself: nodes and trainers first, the dataflow service last"
+            f"{folder.endpoints().dataflow}{nodes}. Send SIGTERM to each process "
+            "yourself: nodes and trainers first, the dataflow service last"
         )
     if was_running:
         step = f"{found.progress.step}/{found.progress.steps}"

@@ -47,7 +47,7 @@ class Curve:
 
 
 def read_records(path: Path) -> list[MetricsRecord]:
-    """The records of a metrics.jsonl, without those of steps that were trained again; empty if
+    """The records of a metrics.jsonl, each step as it was last trained; empty if
     there is no such file. A half-written last line is left out."""
     kept: dict[str, list[MetricsRecord]] = {}
     for record in _parse(path):

@@ -119,14 +119,17 @@ class StatusPoller:
         name: str,
         make_reader: Callable[[], StatusClient],
         rewards: Mapping[str, Mapping[int, float]] | None = None,
+        *,
+        elapsed_s: float = 0.0,
     ) -> None:
         """`make_reader` is called again after an error, to get a fresh token.
 
-        rewards: by step, by policy, from before this poller."""
+        rewards: by step, by policy, from before this poller.
+        elapsed_s: how long the run has been running."""
         self._name = name
         self._make_reader = make_reader
-        self._began_at = time.monotonic()
-        self._answered_at = self._began_at
+        self._answered_at = time.monotonic()
+        self._began_at = self._answered_at - elapsed_s
         self._status: Status | None = None
         self._curves = {
             policy: RewardCurve(rewards=dict(known)) for policy, known in (rewards or {}).items()

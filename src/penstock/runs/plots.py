@@ -136,12 +136,13 @@ def _write_csv(plot: Plot, path: Path) -> None:
 
 def _write_picture(plot: Plot, path: Path) -> None:
     with _missing_library():
-        from matplotlib import rc_context
+        import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
+    library: Any = matplotlib
     width, height = PANEL_INCHES
-    with rc_context(STYLE):
+    with library.rc_context(STYLE):
         figure: Any = Figure(
             figsize=(width, height * len(plot.panels)), facecolor="white", layout="constrained"
         )

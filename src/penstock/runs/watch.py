@@ -16,6 +16,8 @@ from penstock.runs.monitor import ErrorTail, StatusPoller
 if TYPE_CHECKING:
     from penstock.runs.launch import Display
 
+FIRST_ANSWER_S = 3.0
+"""Draw nothing before the first answer, unless it takes longer than this."""
 GONE_S = 10.0
 """Without a launcher, a dataflow that does not answer for this long has ended."""
 
@@ -29,12 +31,16 @@ def watch_run(folder: RunFolder, name: str, display: Display) -> None:
     has_launcher = folder.launcher_pid() is not None
     logs = {path.stem: path for path in sorted((folder.logs / "latest").glob("*.log"))}
     tail = ErrorTail(logs)
-    with StatusPoller(name, make_reader, reward_by_step(folder.metrics)) as poller:
+    launcher = folder.launcher()
+    since = launcher.started_at if has_launcher and launcher else time.time()
+    rewards = reward_by_step(folder.metrics)
+    poller = StatusPoller(name, make_reader, rewards, elapsed_s=time.time() - since)
+    with poller:
         while True:
             if (error := tail.newest()) is not None:
                 poller.notify(error)
             view = poller.view()
-            if view.status is not None or view.unreachable_s > REDRAW_S:
+            if view.status is not None or view.unreachable_s > FIRST_ANSWER_S:
                 display.update(view)
             if has_launcher and folder.launcher_pid() is None:
                 return

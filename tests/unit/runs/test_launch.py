@@ -144,20 +144,28 @@ class StopAtFirstUpdate:
         self.is_closed = True
 
 
-@pytest.fixture
-def idle_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only service of a run is a process that sleeps."""
-    service = ServiceSpec(
+def service_that(does: str) -> ServiceSpec:
+    return ServiceSpec(
         name="dataflow",
         kind=ServiceKind.SERVER,
-        command=(sys.executable, "-S", "-c", "import time; time.sleep(600)"),
+        command=(sys.executable, "-S", "-c", f"import sys, time; {does}; time.sleep(600)"),
         build_env=lambda: dict(os.environ),
     )
+
+
+def start_only(monkeypatch: pytest.MonkeyPatch, service: ServiceSpec) -> None:
+    """A launch starts this service and no other."""
 
     def services(config: RunConfig, folder: RunFolder) -> Sequence[ServiceSpec]:
         return [service]
 
     monkeypatch.setattr("penstock.runs.launch.local_services", services)
+
+
+@pytest.fixture
+def idle_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only service of a run is a process that sleeps."""
+    start_only(monkeypatch, service_that("pass"))
 
 
 @pytest.mark.usefixtures("idle_service")
@@ -223,21 +231,12 @@ def test_pids_that_cannot_be_recorded_do_not_end_the_run(
     assert any("cannot record process ids" in note for note in display.notes)
 
 
-def service_that(does: str) -> ServiceSpec:
-    return ServiceSpec(
-        name="dataflow",
-        kind=ServiceKind.SERVER,
-        command=(sys.executable, "-S", "-c", f"import sys, time; {does}; time.sleep(600)"),
-        build_env=lambda: dict(os.environ),
-    )
-
-
 def test_a_graceful_stop_does_not_repeat_an_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alarm = '{"level": "error", "msg": "policy gets no batch"}'
     service = service_that(f"print({alarm!r}, file=sys.stderr, flush=True)")
-    monkeypatch.setattr("penstock.runs.launch.local_services", lambda *_: [service])
+    start_only(monkeypatch, service)
     stop = StopRequest()
 
     class StopAtAlarm(ProgressLines):
@@ -287,7 +286,7 @@ def test_the_error_that_ends_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.M
         command=(sys.executable, "-S", "-c", f"raise SystemExit({EXIT_FENCED})"),
         build_env=lambda: dict(os.environ),
     )
-    monkeypatch.setattr("penstock.runs.launch.local_services", lambda *_: [broken])
+    start_only(monkeypatch, broken)
     folder = RunFolder(tmp_path / "r")
     with pytest.raises(LaunchError, match="another trainer took over"):
         launch(demo_config(0), folder)

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -142,10 +143,16 @@ def surface(service: DataflowService, config: RunConfig, weights_url: str) -> Se
     )
 
 
-def build_server(surface: ServiceRoutes, verifier: Verifier) -> Starlette:
-    """The coordinator and its partition as an app that runs their timers in its lifespan."""
+def build_server(
+    surface: ServiceRoutes, verifier: Verifier, *, report_file: Path | None = None
+) -> Starlette:
+    """The coordinator and its partition as an app that runs their timers in its lifespan, and
+    stores its report in a file."""
     service = surface.service
-    return _app(surface.routes(), service, service.run_timers, verifier, "penstock dataflow")
+    reports = _stored_reports(surface, report_file) if report_file else None
+    return _app(
+        surface.routes(), service, service.run_timers, verifier, "penstock dataflow", reports
+    )
 
 
 def build_partition_server(
@@ -172,6 +179,7 @@ def _app(
     loops: Callable[[], Coroutine[None, None, None]],
     verifier: Verifier,
     title: str,
+    reports: AbstractAsyncContextManager[None] | None = None,
 ) -> Starlette:
     """A failed loop or disk ends the process with an error."""
 
@@ -187,7 +195,8 @@ def _app(
         running = asyncio.create_task(loops(), name="loops")
         running.add_done_callback(ended)
         try:
-            yield
+            async with reports or contextlib.nullcontext():
+                yield
         finally:
             running.cancel()
             await asyncio.wait([running])
@@ -196,28 +205,8 @@ def _app(
     return build_app(routes, verifier, title=title, lifespan=lifespan)
 
 
-async def serve_dataflow(
-    config: RunConfig,
-    run_dir: Path,
-    *,
-    host: str,
-    port: int,
-    weights_url: str,
-    verifier: Verifier,
-    tls: Tls | None = None,
-) -> None:
-    """Serve one run until stopped; raises StoreError when storage failed."""
-    failures = _StorageFailures()
-    service = build_partly_restored(config, run_dir / "ledger", on_failure=failures)
-    routes = surface(service, config, weights_url)
-    app = build_server(routes, verifier)
-    log.info("dataflow serves", run=config.name, host=host, port=port)
-    async with stored_reports(routes, run_dir / "run" / "report.json"):
-        await _serve(failures, server(app, host, port, tls))
-
-
 @contextlib.asynccontextmanager
-async def stored_reports(routes: ServiceRoutes, path: Path) -> AsyncGenerator[None]:
+async def _stored_reports(routes: ServiceRoutes, path: Path) -> AsyncGenerator[None]:
     """Store the report in this file at intervals and at the end: its time accounts are in memory
     only, and people ask for them after the run."""
 
@@ -243,6 +232,25 @@ async def stored_reports(routes: ServiceRoutes, path: Path) -> AsyncGenerator[No
         storing.cancel()
         await asyncio.wait([storing])
         await store()
+
+
+async def serve_dataflow(
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    host: str,
+    port: int,
+    weights_url: str,
+    verifier: Verifier,
+    tls: Tls | None = None,
+) -> None:
+    """Serve one run until stopped; raises StoreError when storage failed."""
+    failures = _StorageFailures()
+    service = build_partly_restored(config, run_dir / "ledger", on_failure=failures)
+    routes = surface(service, config, weights_url)
+    app = build_server(routes, verifier, report_file=run_dir / "run" / "report.json")
+    log.info("dataflow serves", run=config.name, host=host, port=port)
+    await _serve(failures, server(app, host, port, tls))
 
 
 async def serve_partition(
