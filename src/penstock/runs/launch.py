@@ -8,6 +8,7 @@ status poller and display together; none of them knows the others. Installs no s
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from penstock.fleet.run_folder import FinishRecord, LauncherRecord, RunFolder, w
 from penstock.fleet.services import local_services
 from penstock.runs.control import make_status_client
 from penstock.runs.monitor import ErrorTail, RunView, StatusPoller
+from penstock.runs.user_code import record_code
 from penstock.wire.auth import Signer
 
 REDRAW_S = 0.5
@@ -129,7 +131,8 @@ def launch(
         with StatusPoller(config.name, make_reader) as poller:
             try:
                 if not stop.number:
-                    _supervise(config, folder, poller, display, stop)
+                    code_note = record_code(config, folder, endpoints.python_path)
+                    _supervise(config, folder, poller, display, stop, code_note)
                     display.update(poller.view())
             finally:
                 display.close()
@@ -179,7 +182,12 @@ def _changed_sources(folder: RunFolder, sources: Mapping[str, str]) -> Iterator[
 
 
 def _supervise(
-    config: RunConfig, folder: RunFolder, poller: StatusPoller, display: Display, stop: StopRequest
+    config: RunConfig,
+    folder: RunFolder,
+    poller: StatusPoller,
+    display: Display,
+    stop: StopRequest,
+    code_note: str,
 ) -> None:
     began_at = time.time()
     number, log_dir = folder.new_attempt()
@@ -187,6 +195,11 @@ def _supervise(
     def notify(what: object) -> None:
         poller.notify(str(what))
         display.notify(str(what))
+
+    if code_note:
+        notify(code_note)
+        line = json.dumps({"service": "launcher", "level": "warning", "msg": code_note})
+        (log_dir / "launcher.log").write_text(line + "\n")
 
     launcher = LocalLauncher(
         local_services(config, folder),
