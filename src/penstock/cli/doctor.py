@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distributions
 from importlib.metadata import version as version_of
 from pathlib import Path
 
+from penstock import __version__
+
 VLLM = "0.32"
 """The vLLM version that penstock supports."""
+COMMAND = "penstock.cli.main:main"
+"""What our command calls; another project called `penstock` has another one, or none."""
+REINSTALL = (
+    "both provide the package `penstock`: the files of one replace the other's",
+    "pip uninstall -y penstock penstock-rl",
+    "pip install penstock-rl",
+)
 SETUP = (
     "make setup-engine   # for CPUs, from a checkout of penstock; or:",
     "python3 -m venv {folder}",
@@ -45,6 +55,7 @@ def doctor(*, environment: Path | None = None, json: bool = False) -> int:
     folder = environment or default_environment()
     found = [
         Requirement("python", True, f"{platform.python_version()} on {_cores()}", "everything"),
+        check_distribution(),
         _package("torch", "training and the hf engine", "train"),
         _package("transformers", "training and the hf engine", "train"),
         _package("tokenizers", "the gateway", "tokens"),
@@ -60,6 +71,18 @@ def doctor(*, environment: Path | None = None, json: bool = False) -> int:
         for line in finding.fix:
             print(f"      {line}")
     return 0
+
+
+def check_distribution(paths: Sequence[str] | None = None) -> Requirement:
+    """Whether another project of the name `penstock` is installed, which would replace our files.
+    `paths`: folders to look in; by default all of this environment."""
+    known = distributions() if paths is None else distributions(path=[*paths])
+    for found in known:
+        commands = found.entry_points.select(group="console_scripts", name="penstock")
+        if found.name == "penstock" and not any(one.value == COMMAND for one in commands):
+            detail = f"another project called penstock is installed too (version {found.version})"
+            return Requirement("penstock-rl", False, detail, "everything", REINSTALL)
+    return Requirement("penstock-rl", True, __version__, "everything")
 
 
 def check_vllm(folder: Path) -> Requirement:
@@ -85,7 +108,7 @@ def _package(name: str, needed_for: str, extra: str) -> Requirement:
     try:
         return Requirement(name, True, version_of(name), needed_for)
     except PackageNotFoundError:
-        fix = (f"pip install 'penstock[{extra}]'",)
+        fix = (f"pip install 'penstock-rl[{extra}]'",)
         return Requirement(name, False, "not installed", needed_for, fix)
 
 

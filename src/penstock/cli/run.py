@@ -13,6 +13,7 @@ def run(
     headless: bool = False,
     json: bool = False,
     accept_changes: bool = False,
+    python_path: list[Path] | None = None,
 ) -> int:
     """Start or resume a run and supervise it until its last step.
 
@@ -22,13 +23,14 @@ def run(
         headless: Print plain progress lines instead of the live panel.
         json: Print one JSON object as the last line.
         accept_changes: Resume even if the config or dataset has changed since the run was started.
+        python_path: Folder of your modules; by default the config file's folder, or the last one.
     """
     from penstock.cli.launching import launch_and_show, print_result
     from penstock.cli.output import print_json
     from penstock.runs.preflight import ensure_startable
     from penstock.runs.target import read_target
 
-    resolved = read_target(target, overrides)
+    resolved = read_target(target, overrides, python_path or ())
     result = launch_and_show(
         resolved,
         headless=headless,

@@ -47,8 +47,8 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """`run/endpoints.json`: chosen at the first start and kept, so that nodes which joined find the
-    run again."""
+    """`run/endpoints.json`: addresses are chosen at the first start and kept, so that nodes which
+    joined find the run again."""
 
     dataflow: str
     weights: str
@@ -56,6 +56,8 @@ class Endpoints:
     """Where `penstock run` was first started; relative paths in the config refer to it."""
     python_path: tuple[str, ...] = ()
     """Folders of the user's modules: the folder of the config file."""
+    folder: str = ""
+    """Where the run folder was when these paths were recorded; it may have moved since."""
     partitions: tuple[str, ...] = ()
     """URLs of the additional data partitions, from number 1."""
 
@@ -110,6 +112,24 @@ class SourceDigests:
     digests: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeDigests:
+    """`run/code.json`: detects an edited workflow, reward, task, rule or stage."""
+
+    digests: dict[str, str]
+    """By module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunNote:
+    """One line of `notes.jsonl`: something that a reader of the curves should know."""
+
+    time: float
+    step: int
+    """The last step before it."""
+    note: str
+
+
 class RunFolder:
     """One run on disk."""
 
@@ -119,6 +139,7 @@ class RunFolder:
         self.keys = self.path / "keys"
         self.logs = self.path / "logs"
         self.metrics = self.path / "metrics.jsonl"
+        self.notes = self.path / "notes.jsonl"
         self.weights = self.path / "weights"
         self.checkpoints = self.path / "checkpoints"
         self.acks = self.path / "acks"
@@ -166,6 +187,18 @@ class RunFolder:
     def write_source_digests(self, digests: Mapping[str, str]) -> None:
         self._write("sources.json", SourceDigests(digests=dict(digests)))
 
+    def code(self) -> dict[str, str] | None:
+        """Digest of each of the user's modules at the last launch; None before the first."""
+        stored = self._read("code.json", CodeDigests)
+        return None if stored is None else stored.digests
+
+    def write_code(self, digests: Mapping[str, str]) -> None:
+        self._write("code.json", CodeDigests(digests=dict(digests)))
+
+    def add_note(self, note: RunNote) -> None:
+        with self.notes.open("ab") as file:
+            file.write(encode_json(note) + b"\n")
+
     # --- state of the run -------------------------------------------------------------------------
 
     def endpoints(self) -> Endpoints:
@@ -174,25 +207,49 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} was never started; start it with `penstock run {self.path}`"
             )
-        return found
+        return self._relocated(found)
 
     def python_path(self) -> tuple[str, ...]:
-        """Folders of the user's modules, as of the first start."""
+        """Folders of the user's modules, as of the last start."""
         stored = self._read("endpoints.json", Endpoints)
-        return () if stored is None else stored.python_path
+        return () if stored is None else self._relocated(stored).python_path
+
+    def _relocated(self, found: Endpoints) -> Endpoints:
+        """With the paths of a run folder that was moved: what is gone from its old place may have
+        moved with the folder, to the same place relative to it."""
+
+        def relocate(path: str) -> str:
+            if not found.folder or os.path.exists(path):
+                return path
+            moved = (self.path / os.path.relpath(path, found.folder)).resolve()
+            return str(moved) if moved.exists() else path
+
+        return replace(
+            found,
+            folder=str(self.path),
+            work_dir=relocate(found.work_dir),
+            python_path=tuple(map(relocate, found.python_path)),
+        )
 
     def allocate_endpoints(
         self, work_dir: Path, python_path: tuple[str, ...], *, num_partitions: int = 1
     ) -> Endpoints:
-        """The addresses of this run; free ports are picked once and kept."""
+        """The addresses of this run; free ports are picked once and kept. So is the working
+        directory while it exists. `python_path`, where given, replaces the recorded one."""
         stored = self._read("endpoints.json", Endpoints)
-        if stored is None:
+        if stored is not None:
+            stored = self._relocated(stored)
+            stored = replace(stored, python_path=python_path or stored.python_path)
+            if not Path(stored.work_dir).is_dir():
+                stored = replace(stored, work_dir=str(work_dir.absolute()))
+        else:
             first = free_port()
             stored = Endpoints(
                 dataflow=f"http://{LOOPBACK}:{first}",
                 weights=f"http://{LOOPBACK}:{free_port(exclude=(first,))}",
                 work_dir=str(work_dir.absolute()),
                 python_path=python_path,
+                folder=str(self.path),
             )
         partitions = list(stored.partitions)
         while len(partitions) < num_partitions - 1:

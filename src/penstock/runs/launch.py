@@ -8,6 +8,7 @@ status poller and display together; none of them knows the others. Installs no s
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -35,6 +36,7 @@ from penstock.runs.model_revisions import pin_models
 from penstock.runs.monitor import ErrorTail, RunView, StatusPoller
 from penstock.runs.progress import progress_of, read_progress
 from penstock.runs.resume_changes import find_resume_changes
+from penstock.runs.user_code import record_code
 from penstock.wire.auth import Signer
 
 REDRAW_S = 0.5
@@ -145,7 +147,8 @@ def launch(
         ):
             try:
                 if not stop.number:
-                    _supervise(config, folder, poller, display, stop)
+                    code_note = record_code(config, folder, endpoints.python_path)
+                    _supervise(config, folder, poller, display, stop, code_note)
                 if not stop.number:  # after a stop the last view is old, and so are its alarms
                     display.update(poller.view())
             finally:
@@ -201,7 +204,12 @@ def _claim_folder(
 
 
 def _supervise(
-    config: RunConfig, folder: RunFolder, poller: StatusPoller, display: Display, stop: StopRequest
+    config: RunConfig,
+    folder: RunFolder,
+    poller: StatusPoller,
+    display: Display,
+    stop: StopRequest,
+    code_note: str,
 ) -> None:
     began_at = time.time()
     number, log_dir = folder.new_attempt()
@@ -209,6 +217,11 @@ def _supervise(
     def notify(what: object) -> None:
         poller.notify(str(what))
         display.notify(str(what))
+
+    if code_note:
+        notify(code_note)
+        line = json.dumps({"service": "launcher", "level": "warning", "msg": code_note})
+        (log_dir / "launcher.log").write_text(line + "\n")
 
     launcher = LocalLauncher(
         local_services(config, folder),

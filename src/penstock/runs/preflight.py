@@ -169,7 +169,7 @@ def _missing_extras() -> Iterator[str]:
     extras = [extra for extra, names in missing.items() if names]
     if extras:
         packages = ", ".join(name for names in missing.values() for name in names)
-        yield f"not installed: {packages}; run: pip install 'penstock[{','.join(extras)}]'"
+        yield f"not installed: {packages}; run: pip install 'penstock-rl[{','.join(extras)}]'"
 
 
 def _missing_models(config: RunConfig) -> Iterator[CheckProblem]:

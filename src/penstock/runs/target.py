@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import RunConfig, load, run_dir
+from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
+from penstock.runs.user_code import missing_modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,27 +25,46 @@ class RunTarget:
     """Settings that override the file, for messages."""
 
 
-def read_target(path: Path, overrides: Sequence[str] = ()) -> RunTarget:
-    """Load a config file, or the config of a run folder, with overrides."""
+def read_target(
+    path: Path, overrides: Sequence[str] = (), python_path: Sequence[Path] = ()
+) -> RunTarget:
+    """Load a config file, or the config of a run folder, with overrides. `python_path`: folders of
+    the user's modules; by default the folder of the config file, or that of the last start."""
+    given = tuple(str(folder.absolute()) for folder in python_path)
     if path.is_dir():
         folder = RunFolder.open_existing(path)
         config = load(folder.config_file, overrides)
+        found = given or folder.python_path()
+        _require_modules(config, folder, found)
         return RunTarget(
             config=config,
             folder=folder,
-            python_path=folder.python_path(),
+            python_path=found,
             config_file=folder.config_file,
             overrides=tuple(overrides),
         )
     config = load(path, overrides)
     folder = RunFolder(run_dir(config))
+    found = given or (str(path.absolute().parent),)
     return RunTarget(
         config=config,
         folder=folder,
-        python_path=(str(path.absolute().parent),),
+        python_path=found,
         config_file=path,
         overrides=tuple(overrides),
     )
+
+
+def _require_modules(config: RunConfig, folder: RunFolder, python_path: tuple[str, ...]) -> None:
+    """The user's modules of a run that was moved may be gone: say where they were."""
+    gone = [entry for entry in python_path if not Path(entry).is_dir()]
+    missing = missing_modules(config, python_path) if gone else []
+    if missing:
+        raise ConfigError(
+            f"cannot find the modules {', '.join(missing)} of run {config.name}: they were in "
+            f"{', '.join(gone)}, which is gone. Resume with `penstock run {folder.path} "
+            "--python-path DIR`, where DIR is the folder they are in now"
+        )
 
 
 def find_run_folder(path: Path) -> RunFolder:

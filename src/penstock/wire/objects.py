@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def open_objects(url: str, what: str, *, retry_timeout_s: float | None = None) -> ObjectStore:
     """A bucket for `what`; without a timeout, failing requests are retried as obstore does."""
     if importlib.util.find_spec("obstore") is None:
-        raise ConfigError(f"no obstore for {what} in object storage; pip install 'penstock[s3]'")
+        raise ConfigError(f"no obstore for {what} in object storage; pip install 'penstock-rl[s3]'")
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 

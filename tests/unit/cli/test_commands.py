@@ -425,4 +425,4 @@ def test_missing_packages_are_named_with_the_command(
     )
     code, _, err = run_main(capsys, "run", str(my_run))
     assert code == 1
-    assert "not installed: no_such_torch; run: pip install 'penstock[train]'" in err
+    assert "not installed: no_such_torch; run: pip install 'penstock-rl[train]'" in err

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.doctor import check_vllm, doctor
+from penstock import __version__
+from penstock.cli.doctor import check_distribution, check_vllm, doctor
 
 
 def write_environment(folder: Path, version: str) -> Path:
@@ -18,6 +19,27 @@ def write_environment(folder: Path, version: str) -> Path:
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     return folder
+
+
+def write_distribution(folder: Path, name: str, command: str) -> str:
+    info = folder / f"{name.replace('-', '_')}-7.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 7.1\n")
+    (info / "entry_points.txt").write_text(f"[console_scripts]\npenstock = {command}\n")
+    return str(folder)
+
+
+def test_another_project_of_our_name_is_noticed(tmp_path: Path) -> None:
+    found = check_distribution([write_distribution(tmp_path, "penstock", "penstock.app:main")])
+    assert not found.is_present and "7.1" in found.detail
+    assert any("pip install penstock-rl" in line for line in found.fix)
+
+
+def test_our_own_distribution_is_no_other_project(tmp_path: Path) -> None:
+    ours = write_distribution(tmp_path, "penstock-rl", "penstock.cli.main:main")
+    found = check_distribution([ours])
+    assert found.is_present and found.detail == __version__
+    assert check_distribution().is_present, "this environment"
 
 
 def test_an_environment_with_vllm_is_shown_with_its_version(tmp_path: Path) -> None:

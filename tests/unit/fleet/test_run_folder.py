@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,8 +101,10 @@ def test_endpoints_are_chosen_once(tmp_path: Path) -> None:
         folder.endpoints()
     first = folder.allocate_endpoints(tmp_path, ("a",))
     assert first.dataflow != first.weights
-    assert RunFolder(tmp_path / "r").allocate_endpoints(tmp_path / "other", ("b",)) == first
-    assert folder.endpoints() == first
+    assert RunFolder(tmp_path / "r").allocate_endpoints(tmp_path / "other", ()) == first
+    again = RunFolder(tmp_path / "r").allocate_endpoints(tmp_path / "other", ("b",))
+    assert again == replace(first, python_path=("b",)), "the folder of the config file wins"
+    assert folder.endpoints() == again
 
 
 def test_a_port_in_use_is_named_with_the_fix(tmp_path: Path) -> None:
@@ -161,3 +164,31 @@ def test_endpoints_record_where_the_user_was(tmp_path: Path) -> None:
     chosen = RunFolder(tmp_path).allocate_endpoints(tmp_path / "work", ("x",))
     assert isinstance(chosen, Endpoints)
     assert (chosen.work_dir, chosen.python_path) == (str(tmp_path / "work"), ("x",))
+
+
+def test_a_moved_folder_finds_what_moved_with_it_and_what_stayed(tmp_path: Path) -> None:
+    project, lib = tmp_path / "old" / "project", tmp_path / "lib"
+    lib.mkdir()
+    folder = RunFolder(project / "outputs" / "r")
+    first = folder.allocate_endpoints(project, (str(project), str(lib)))
+    (tmp_path / "old").rename(tmp_path / "new")
+    moved = RunFolder(tmp_path / "new" / "project" / "outputs" / "r")
+    there = str(tmp_path / "new" / "project")
+    assert moved.python_path() == (there, str(lib))
+    assert moved.endpoints().work_dir == there
+    again = moved.allocate_endpoints(tmp_path, ())
+    assert (again.work_dir, again.python_path) == (there, (there, str(lib)))
+    assert again.dataflow == first.dataflow
+
+
+def test_a_folder_moved_alone_starts_where_the_user_is(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    RunFolder(work / "deep" / "r").allocate_endpoints(work, ())
+    (work / "deep" / "r").rename(tmp_path / "r")
+    (work / "deep").rmdir()
+    work.rmdir()
+    (tmp_path / "here").mkdir()
+    moved = RunFolder(tmp_path / "r")
+    chosen = moved.allocate_endpoints(tmp_path / "here", ())
+    assert Path(chosen.work_dir).is_dir() and chosen.folder == str(tmp_path / "r")

@@ -89,7 +89,7 @@ def open_tables(folder: Path, store: str = "sqlite", *, name: str = "penstock") 
         try:
             from penstock.dataflow.ledger.postgres import PostgresDatabase
         except ModuleNotFoundError:
-            message = "a PostgreSQL store needs its driver; pip install 'penstock[postgres]'"
+            message = "a PostgreSQL store needs its driver; pip install 'penstock-rl[postgres]'"
             raise ConfigError(message) from None
         return Tables(PostgresDatabase(store, name))
     path = folder / "ledger.db"
