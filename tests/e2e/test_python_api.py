@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A first run from Python: one file, a mapping, a reward of one's own."""
+"""A first run from Python: one file, a mapping, a custom reward; and clients of live services."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.e2e.system import PENSTOCK, until
+
+import penstock
+from penstock.errors import WireError
+from penstock.fleet.run_folder import RunFolder
+from penstock.wire.auth import Signer
 
 SCRIPT = """\
 import penstock
@@ -46,3 +53,45 @@ def test_a_first_run_in_fourteen_lines(tmp_path: Path) -> None:
     assert done.stdout == "2\n" and done.stderr == "", "it prints nothing itself"
     lines = (elsewhere / "outputs" / "first" / "metrics.jsonl").read_text().splitlines()
     assert lines and all(json.loads(line) for line in lines)
+
+
+@pytest.fixture
+def dataflow(tmp_path: Path) -> Iterator[RunFolder]:
+    """A run of which only the dataflow is up."""
+    folder = RunFolder(tmp_path / "run")
+    values = {"models": {"policy": {"init": "builtin:tiny-qwen3"}}, "training": {"steps": 2}}
+    sources = [{"name": "train", "task": "penstock.tasks.reverse"}]
+    folder.write_config(penstock.load_config({**values, "name": "run", "sources": sources}))
+    Signer.create(folder.keys, "run")
+    folder.allocate_endpoints(tmp_path, ())
+    words = [*PENSTOCK, "dataflow", "--run-dir", str(folder.path)]
+    with (tmp_path / "dataflow.log").open("wb") as out:
+        process = subprocess.Popen(words, stdout=out, stderr=out)
+    yield folder
+    process.kill()
+    process.wait()
+
+
+async def test_clients_of_rows_and_control_reach_a_live_run(dataflow: RunFolder) -> None:
+    control = penstock.ControlClient(dataflow.path)
+
+    def is_up() -> bool:
+        try:
+            return control.status().run == "run"
+        except WireError:
+            return False
+
+    until(is_up, timeout_s=300.0, what="the dataflow answers")
+    assert control.report().run == "run"
+    async with penstock.RowsClient(control.url, control.token("stage"), patience_s=60.0) as rows:
+        await rows.put("eval", {"q1": {"text": b"2 + 2"}})
+        reader = await rows.reader("marker", space="eval", reads=["text"], writes=["mark"])
+        async for row in reader.stream():
+            text = row["text"]
+            assert isinstance(text, bytes)
+            await row.write(mark=float(len(text)))
+            break
+        found = await rows.get("eval", ["q1", "q2"])
+    assert found.keys() == {"q1"} and found["q1"].columns["mark"] == 5.0
+    with pytest.raises(penstock.PenstockError, match="unknown-session"):
+        control.forget_session("unknown-session")

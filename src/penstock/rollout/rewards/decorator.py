@@ -82,9 +82,10 @@ def _column_parameters(function: Callable[..., object], name: str) -> dict[str, 
         )
     for parameter in parameters.values():
         if parameter.kind not in _NAMED:
+            bare = parameter.replace(annotation=parameter.empty)
             raise TypeError(
-                f"reward {name}: no column has the name of parameter {parameter}; take `task` to "
-                "get all columns as a dict"
+                f"reward {name} takes {bare}, and columns are passed by name; take `task` instead, "
+                "to get all of them as a dict"
             )
     names = [parameter for parameter in parameters if parameter != "completion"]
     return {one: parameters[one].default is inspect.Parameter.empty for one in names}
