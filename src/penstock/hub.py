@@ -94,8 +94,8 @@ def find_folder(name: str, *, texts_only: bool = False) -> Path | None:
 
 
 def other_files(folder: str, names: Iterable[str]) -> set[str]:
-    """Those of the names that are no files of a model; for `shutil.copytree`, since programs share
-    the cache."""
+    """Names of files that do not belong to a model; for `shutil.copytree`, since other programs
+    share the cache."""
     patterns = (*TEXTS, *WEIGHTS)
     return {
         name
@@ -110,8 +110,9 @@ def check_hub_model(name: str) -> None:
     model = parse_hub_model(name)
     if model is None or find_folder(name) is not None:
         return
-    folder = Path(_snapshot(model, *TEXTS))
-    files: list[Any] = _snapshot(model, *WEIGHTS, dry_run=True)
+    quiet = _silent_progress()
+    folder = Path(_snapshot(model, *TEXTS, tqdm_class=quiet))
+    files: list[Any] = _snapshot(model, *WEIGHTS, tqdm_class=quiet, dry_run=True)
     _ensure_is_model(model, folder, has_weights=bool(files))
     num_bytes = sum(file.file_size or 0 for file in files if file.will_download)
     free_bytes = shutil.disk_usage(folder).free
@@ -214,6 +215,17 @@ def _call(model: HubModel, *patterns: str, **options: Any) -> Any:
         ignore_patterns=list(_OTHERS),
         **options,
     )
+
+
+def _silent_progress() -> type[Any]:
+    """A progress bar that shows nothing, for a check that takes a moment."""
+    shown: Any = import_module("huggingface_hub.utils").tqdm
+
+    class Silent(shown):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            shown.__init__(self, *args, **{**options, "disable": True})
+
+    return Silent
 
 
 def _page(model: HubModel) -> str:

@@ -52,37 +52,49 @@ def python(code: str, home: Path, env: Mapping[str, str]) -> str:
 
 
 START = """
+import sys
 from pathlib import Path
 from penstock.config import demo_config
+from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.runs.launch import StopRequest, launch
 
-folder = RunFolder(Path("run"))
-overrides = ["models.policy.init={init}", "algorithm.name=opd", "algorithm.teacher={teacher}"]
-launch(demo_config(0, overrides), folder, stop=StopRequest(number=15))  # claims, starts nothing
-config = folder.read_config()
-print(config.models["policy"].init, config.algorithm.teacher)
+for run, init in (given.split("=") for given in "{starts}".split()):
+    folder = RunFolder(Path(run))
+    overrides = ["algorithm.name=opd", "algorithm.teacher=tests/tiny"]
+    overrides.append("models.policy.init=" + init)
+    try:  # a stop request: the folder is claimed, and nothing starts
+        launch(demo_config(0, overrides), folder, stop=StopRequest(number=15))
+    except ConfigError as error:
+        print(str(error).splitlines()[-1])
+    else:
+        config = folder.read_config()
+        print(config.models["policy"].init, config.algorithm.teacher)
 """
 
 
 def test_a_run_records_the_commit_and_resumes_with_it(
     hub: HubServer, files: Files, tmp_path: Path
 ) -> None:
-    [first] = hub.repositories[MODEL]
-    online, start = {"HF_ENDPOINT": hub.url}, START.format(init=MODEL, teacher=MODEL)
-    assert python(start, tmp_path, online).split() == [f"{MODEL}@{first}"] * 2
+    def start(*starts: str, **env: str) -> list[str]:
+        return python(START.format(starts=" ".join(starts)), tmp_path, env).splitlines()
+
+    [commit] = hub.repositories[MODEL]
+    first = f"{MODEL}@{commit}"
+    assert start(f"run={MODEL}", HF_ENDPOINT=hub.url) == [f"{first} {first}"]
     fetched = [name for name in files if "/" not in name and name.endswith((".json", ".jinja"))]
     assert sorted(hub.downloads) == sorted([*fetched, "model.safetensors"])
-
-    second = hub.push(MODEL, {**files, "model.safetensors": b"other weights"})
     hub.downloads.clear()
-    assert python(start, tmp_path, online).split() == [f"{MODEL}@{first}"] * 2
-    assert python(start, tmp_path, {"HF_HUB_OFFLINE": "1"}).split() == [f"{MODEL}@{first}"] * 2
-    assert not hub.downloads, "the files of the first commit are on this machine"
+    offline = start(f"run={MODEL}", f"offline={MODEL}", HF_HUB_OFFLINE="1")
+    assert offline == [f"{first} {first}"] * 2
 
-    other = START.format(init=f"{MODEL}@{second}", teacher=MODEL)
-    refused = python(other, tmp_path, online)
-    assert "pass --accept-changes" in refused, refused
+    second = f"{MODEL}@{hub.push(MODEL, {**files, 'model.safetensors': b'other weights'})}"
+    starts = [f"run={MODEL}", f"run={second}", f"new={MODEL}"]
+    resumed, refused, new = start(*starts, HF_ENDPOINT=hub.url)
+    assert resumed == f"{first} {first}"
+    assert "pass --accept-changes" in refused
+    assert new == f"{second} {second}"
+    assert hub.downloads == ["model.safetensors"], "what did not change is on this machine"
 
 
 def test_the_trainer_reads_a_model_of_the_hub_as_plain_files(

@@ -119,6 +119,8 @@ def _full(pattern: re.Pattern[str]) -> Schema:
 def _add_written_forms(sections: Mapping[str, Schema], defs: dict[str, Schema]) -> None:
     """What a file may leave out or write shorter, and what only one value is supported for."""
     sections["RunConfig"]["properties"]["report_to"]["maxItems"] = 0
+    if data := sections["SourceConfig"]["properties"].get("data"):
+        data["anyOf"].append({"type": "string"})  # a path alone
     closing = sections["DataflowConfig"]["properties"]["closing"]
     short = {"type": "string", "pattern": r"^survivors\(\s*(min\s*=\s*)?([2-9]|\d\d+)\s*\)$"}
     closing["oneOf"].append(short)

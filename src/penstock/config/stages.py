@@ -107,7 +107,7 @@ class PipelineStageConfig(Section):
     """Keyword arguments of fn in addition to the columns."""
     model: str | None = None
     """Initial weights of its model (reference, critic, teacher, reward), written as `init`; null:
-    those of the policy."""
+    the policy's own."""
 
     @field_validator("fn")
     @classmethod

@@ -42,7 +42,8 @@ def validator(*, is_whole: bool = True) -> jsonschema.Draft202012Validator:
 def problems(text: str, *, is_whole: bool = True) -> list[str]:
     """What the schema says of the values that the loader reads in this text."""
     values = OmegaConf.to_container(OmegaConf.create(text))
-    found = validator(is_whole=is_whole).iter_errors(_restore_on(values))
+    check: Any = validator(is_whole=is_whole)
+    found = check.iter_errors(_restore_on(values))
     return [f"{error.json_path}: {error.message[:200]}" for error in found]
 
 
