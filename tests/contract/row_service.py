@@ -7,9 +7,10 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from blake3 import blake3
 from starlette.applications import Starlette
@@ -17,16 +18,18 @@ from tests.sim.reader_world import rollout_row
 
 from penstock.dataflow.client.rows import RowsClient
 from penstock.dataflow.ledger.blobs import BlobStore
+from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.store import Ledger
-from penstock.dataflow.records import CommandJournal
+from penstock.dataflow.records import CommandJournal, FreedRecord
 from penstock.dataflow.service.process import Process
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.dataflow.service.rows.routes import row_routes
-from penstock.types import RowId
+from penstock.types import GroupId, RowId
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.server import build_app
 from penstock.wire.serving import server
 
+T = TypeVar("T")
 TICK_S = 0.1
 
 
@@ -64,6 +67,20 @@ class RowServiceHost:
         self.rows.row_window.add_rows("train", (row.row_id,), arrival, initial_columns, self.now)
         await self.process.make_durable()
 
+    async def deliver_blob(self, row_id: str, digest: str, size: int) -> None:
+        """Add a rollout row whose payload is a blob."""
+        arrival = self.rows.row_window.next_arrival()
+        location = Location(segment=0, offset=0, length=size)
+        row = rollout_row(RowId(row_id), arrival, self.now, None, location)
+        self.process.journal(replace(row, blob=digest))
+        self.rows.row_window.add_rows("train", (row.row_id,), arrival, {"turns"}, self.now)
+        await self.process.make_durable()
+
+    async def free(self, group_id: str) -> None:
+        """As the coordinator does when no policy needs the group any more."""
+        self.process.journal(FreedRecord(group_id=GroupId(group_id), at=self.now))
+        await self.process.make_durable()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningRowService:
@@ -78,9 +95,12 @@ class RunningRowService:
         return self.signer.mint(role, [Audience.DATAFLOW], ttl_s=600.0)
 
     def deliver(self, row_id: str, payload: bytes = b"turns", reward: float | None = None) -> None:
+        self.call(self.host.deliver(row_id, payload, reward))
+
+    def call(self, work: Coroutine[None, None, T]) -> T:
+        """Run this on the service's event loop."""
         assert self.host.loop is not None
-        work = self.host.deliver(row_id, payload, reward)
-        asyncio.run_coroutine_threadsafe(work, self.host.loop).result(timeout=60)
+        return asyncio.run_coroutine_threadsafe(work, self.host.loop).result(timeout=60)
 
 
 def free_port() -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import random
 import sqlite3
 from dataclasses import replace
@@ -209,6 +210,30 @@ async def test_leaving_the_loop_reports_nothing_and_returns_the_rows(
         gc.collect()
         assert reports == []
         assert running.host.rows.state("judge").num_leased == 0, "nobody waits for a ttl"
+
+
+async def test_a_large_freed_row_waits_for_its_reader_and_then_goes(tmp_path: Path) -> None:
+    """Its payload is a blob, which sweeping removes once neither training nor a reader needs it."""
+    data = bytes(2 << 20)
+    digest = blake3(data).hexdigest()
+    with running_row_service(tmp_path) as running:
+        async with running.client() as client:
+            exporter = await client.reader("export", reads=["turns"])
+            await client.put_blob(data)
+            running.call(running.host.deliver_blob("p0-1.0.1", digest, len(data)))
+            running.call(running.host.free("p0-1"))
+            path = running.host.rows.blobs.path(digest)
+            os.utime(path, (0, 0))
+            running.call(running.host.rows.sweep_blobs())
+            assert path.exists(), "the reader has not finished it"
+            async with contextlib.aclosing(exporter.stream()) as stream:
+                row = await anext(stream)
+                assert row["turns"] == data
+                await row.done()
+            running.call(running.host.rows.tick())
+            os.utime(path, (0, 0))
+            running.call(running.host.rows.sweep_blobs())
+            assert not path.exists()
 
 
 async def test_a_row_that_crashes_its_workers_fails_after_max_attempts(tmp_path: Path) -> None:

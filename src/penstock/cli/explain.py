@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.dataflow.explain.explain import Explanation
+    from penstock.runs.samples import Sample
+
+MAX_SAMPLES = 4
+"""Trajectories of a group that are shown as text."""
 
 
 def explain(run: Path, id: str, /, *, json: bool = False) -> int:
-    """Explain from the ledger why something was skipped, dropped or trained.
+    """Explain from the ledger why something was skipped, dropped or trained, with its text.
 
     Args:
         run: Run folder, or its config file; running or finished.
@@ -22,6 +26,8 @@ def explain(run: Path, id: str, /, *, json: bool = False) -> int:
             (POLICY@1.5).
         json: Print one JSON object as the last line.
     """
+    from dataclasses import asdict
+
     from penstock.cli.output import print_json
     from penstock.dataflow.explain.explain import explain as read
     from penstock.dataflow.ledger.recorded import open_recorded_run
@@ -32,12 +38,39 @@ def explain(run: Path, id: str, /, *, json: bool = False) -> int:
         explanation = read(recorded, id)
     finally:
         recorded.close()
+    said = _samples(run, explanation)
     if json:
-        print_json(explanation)
+        print_json({**asdict(explanation), "samples": said})
     else:
         width = max(60, min(120, shutil.get_terminal_size().columns))
         print("\n".join(lines(explanation, width)))
+        _print_samples(said, explanation.id)
     return 0
+
+
+def _samples(run: Path, explanation: Explanation) -> list[Sample]:
+    """What the model said, for a row or a group whose text is still there."""
+    from penstock.runs.history import open_run
+    from penstock.runs.samples import of_group
+
+    if explanation.kind not in ("row", "group"):
+        return []
+    group_id = explanation.id.partition(".")[0]
+    with open_run(run) as opened:
+        found = of_group(opened, group_id)
+    is_row = explanation.kind == "row"
+    return [one for one in found if one.turns and (not is_row or one.row_id == explanation.id)]
+
+
+def _print_samples(said: list[Sample], id: str) -> None:
+    from penstock.cli.output import print_note
+    from penstock.cli.sample_lines import print_samples
+
+    if said:
+        print()
+        print_samples(said[:MAX_SAMPLES])
+    if len(said) > MAX_SAMPLES:
+        print_note(f"… and {len(said) - MAX_SAMPLES:,} more; --json shows all of {id}")
 
 
 def lines(explanation: Explanation, width: int) -> list[str]:

@@ -4,25 +4,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
-    from penstock.runs.decoded import DecodedTurn
     from penstock.runs.history import Run
-    from penstock.runs.samples import Sample, SampleList
+    from penstock.runs.samples import SampleList
     from penstock.types import OutcomeKind
 
 DEFAULT_COUNT = 5
-MAX_CHARS = 4000
-"""Longer texts are cut in the middle; `--html` and `--json` show all of them."""
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""A model's text must not steer the terminal."""
 
 
 def samples(
@@ -76,14 +68,10 @@ def _parse_steps(text: str) -> tuple[int | None, int | None] | None:
     if not text:
         return None
     first, colon, last = text.partition(":")
-    try:
-        low = int(first) if first else None
-        high = (int(last) if last else None) if colon else low
-    except ValueError:
-        raise ConfigError(f"--step {text}: write one step (12) or a range (1:5, 100:)") from None
-    if low is None and high is None:
+    if not re.fullmatch(r"\d+(:\d*)?|:\d+", text):
         raise ConfigError(f"--step {text}: write one step (12) or a range (1:5, 100:)")
-    return low, high
+    low = int(first) if first else None
+    return low, (int(last) if last else None) if colon else low
 
 
 def _choose(
@@ -112,6 +100,7 @@ def _choose(
 
 def _show(run: Run, found: SampleList, html: Path | None, *, json: bool) -> int:
     from penstock.cli.output import pluralise, print_json, print_note
+    from penstock.cli.sample_lines import print_samples
     from penstock.runs.samples import explain_freed
 
     note = explain_freed(run)
@@ -141,6 +130,7 @@ def _show(run: Run, found: SampleList, html: Path | None, *, json: bool) -> int:
 
 def _follow(run: Run, number: int, kind: OutcomeKind | None, *, json: bool) -> int:
     from penstock.cli.output import print_json, print_note
+    from penstock.cli.sample_lines import print_samples
     from penstock.runs.samples import follow
 
     if not run.is_running:
@@ -158,75 +148,3 @@ def _follow(run: Run, number: int, kind: OutcomeKind | None, *, json: bool) -> i
     if json:
         print_json({"run": str(run.folder.path), "shown": num_shown})
     return 0
-
-
-def print_samples(found: Sequence[Sample]) -> None:
-    """For people, in a terminal."""
-    from rich.console import Console
-
-    console = Console(soft_wrap=True, highlight=False)
-    for sample in found:
-        for line in _lines(sample):
-            console.print(line)
-        console.print()
-
-
-def _lines(sample: Sample) -> Iterator[Text]:
-    from rich.text import Text
-
-    from penstock.wire.codec import encode_json
-
-    yield _head(sample)
-    if sample.task:
-        yield Text.assemble(("  task    ", "dim"), _clean(encode_json(sample.task).decode()))
-    if sample.detail:
-        yield Text.assemble(("  why     ", "dim"), (_clean(sample.detail), "red"))
-    for turn in sample.turns:
-        yield from _turn_lines(turn)
-
-
-def _head(sample: Sample) -> Text:
-    from rich.text import Text
-
-    reward = "no reward" if sample.reward is None else f"reward {sample.reward:.4g}"
-    steps = ", ".join(map(str, sample.steps))
-    colour = {"completed": "green", "failed": "red"}.get(sample.outcome, "yellow")
-    rest = (
-        f"step {steps}" if steps else sample.fate,
-        ", ".join(sample.versions),
-        sample.node,
-        f"{sample.num_tokens:,} tokens",
-        "" if sample.state == "stored" else f"text {sample.state}",
-    )
-    return Text.assemble(
-        (sample.row_id, "bold"),
-        "  ",
-        (reward, "bold"),
-        "  ",
-        (sample.outcome, colour),
-        ("  " + " · ".join(filter(None, rest)), "dim"),
-    )
-
-
-def _turn_lines(turn: DecodedTurn) -> Iterator[Text]:
-    from rich.text import Text
-
-    if turn.prompt:
-        yield Text.assemble(("  prompt  ", "dim"), (_clean(turn.prompt), ""))
-    if turn.reasoning:
-        yield Text.assemble(("  thinks  ", "dim"), (_clean(turn.reasoning), "italic dim"))
-    name = f"{turn.role or turn.policy}"[:8]
-    yield Text.assemble((f"  {name:<8}", "dim"), (_clean(turn.answer), "cyan"))
-    for call in turn.tool_calls:
-        yield Text.assemble(
-            ("  calls   ", "dim"), (_clean(f"{call.name}({call.arguments})"), "magenta")
-        )
-
-
-def _clean(text: str) -> str:
-    """Without control characters, cut in the middle, later lines indented."""
-    if len(text) > MAX_CHARS:
-        half = MAX_CHARS // 2
-        left_out = len(text) - 2 * half
-        text = f"{text[:half]}\n… {left_out:,} characters; --html shows them …\n{text[-half:]}"
-    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text).replace("\n", "\n          ")

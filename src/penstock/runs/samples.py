@@ -100,6 +100,12 @@ def follow(
             sleep(FOLLOW_S)
 
 
+def of_group(run: Run, group_id: str) -> tuple[Sample, ...]:
+    """The readable trajectories of one group, in order of their slots."""
+    found = [one for one in run.trajectories(group=group_id) if one.state is PayloadState.STORED]
+    return tuple(as_sample(one) for one in sorted(found, key=lambda one: (one.slot, one.epoch)))
+
+
 def as_sample(one: RecordedTrajectory) -> Sample:
     detail, turns = one.detail, tuple[DecodedTurn, ...]()
     try:
@@ -143,6 +149,6 @@ def explain_freed(run: Run) -> str:
     return (
         f"{num_freed:,} of {run.num_trajectories():,} trajectories of this run were freed after "
         f"training and have no text any more (dataflow.keep: {flow.keep}, keep_mb: "
-        f"{flow.keep_mb}); to keep more, set dataflow.keep=all and a larger dataflow.keep_mb before "
-        "the run starts or resumes"
+        f"{flow.keep_mb}); to keep more, set dataflow.keep=all and a larger dataflow.keep_mb "
+        "before the run starts or resumes"
     )

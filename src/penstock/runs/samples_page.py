@@ -48,7 +48,7 @@ def render_page(title: str, samples: Sequence[Sample], note: str = "") -> str:
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
-        f"<h1>{escape(title)}</h1><p>{len(samples):,} samples. {escape(note)}</p>"
+        f"<h1>{escape(title)}</h1><p>samples: {len(samples):,}. {escape(note)}</p>"
     )
     return head + "".join(map(_article, samples)) + "</body></html>\n"
 
@@ -75,7 +75,7 @@ def _facts(sample: Sample) -> Iterator[str]:
         f"step {steps}" if steps else sample.fate,
         ", ".join(sample.versions),
         sample.node,
-        f"{sample.num_tokens:,} tokens",
+        f"tokens: {sample.num_tokens:,}",
         f"{at:%Y-%m-%d %H:%M:%S} UTC",
         "" if sample.state == "stored" else f"text {sample.state}",
     ):

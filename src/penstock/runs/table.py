@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of a run as an iterable that reads on demand, and as a pyarrow or pandas table.
 
-Iterating takes constant memory and may be repeated; each time the files are read anew. A table
-holds everything. Knows nothing about what it reads.
+Iterating takes constant memory and may be repeated; each time the files are read again. A
+table holds everything. Knows nothing about what it reads.
 """
 
 from __future__ import annotations

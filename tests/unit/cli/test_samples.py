@@ -16,7 +16,9 @@ from tests.unit.audit.ledgers import small_config, some_failures
 from tests.unit.gateway.chatml import write_snapshot
 from tests.unit.runs.test_history import keeping, trained
 
-from penstock.cli.samples import print_samples, samples
+from penstock.cli.explain import explain
+from penstock.cli.sample_lines import print_samples
+from penstock.cli.samples import samples
 from penstock.config import RunConfig, dump
 from penstock.errors import ConfigError
 from penstock.runs.decoded import DecodedToolCall, DecodedTurn
@@ -191,6 +193,18 @@ def test_a_model_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().out
     assert "\x1b" not in text and "\x07" not in text
     assert "  thinks  hmm\n" in text and '  calls   add({"a": 1})\n' in text
+
+
+def test_explain_shows_the_text_of_a_row_and_of_its_group(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explain(finished, "p0-1.2.1") == 0
+    out = capsys.readouterr().out
+    assert heads(out) == ["p0-1.2.1"] and "  prompt  bcde\n" in out and "  policy  cbh\n" in out
+    assert explain(finished, "p0-1", json=True) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [sample["row_id"] for sample in found["samples"]] == [f"p0-1.{n}.1" for n in range(4)]
+    assert found["samples"][3]["turns"][0]["answer"] == "dbh" and found["kind"] == "group"
 
 
 def test_a_choice_counts_what_it_passes_over(finished: Path) -> None:

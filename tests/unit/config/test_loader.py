@@ -17,6 +17,7 @@ from penstock.config import (
     demo_config,
     load,
 )
+from penstock.config.dataflow import sample_share
 from penstock.errors import ConfigError
 
 LoadText = Callable[..., RunConfig]
@@ -78,6 +79,8 @@ def test_defaults(load_text: LoadText) -> None:
     [
         ("closing: complete", "closing: drop"),
         ("closing: complete", "closing: survivors(4)"),
+        ("closing: complete", "keep: sample(share=0.25)"),
+        ("closing: complete", "keep: window"),
         ("closing: complete", "closing: {survivors: {min: 16}}"),
         ("workflow: single_turn", "workflow: my_package.flows:run"),
         ("workflow: single_turn", "workflow: {command: [python, agent.py]}"),
@@ -110,6 +113,14 @@ def test_both_forms_of_survivors_are_one(example: str, load_text: LoadText) -> N
     assert short == long
     assert isinstance(short.dataflow.closing, SurvivorsClosing)
     assert short.dataflow.closing.survivors.min == 4
+
+
+def test_the_share_of_kept_groups(example: str, load_text: LoadText) -> None:
+    shares = {"all": 1.0, "window": 1.0, "sample(0.1)": 0.1, "sample( share = 1e-3 )": 1e-3}
+    for keep, share in shares.items():
+        config = load_text(example, [f"dataflow.keep={keep}"])
+        assert sample_share(config.dataflow.keep) == share
+    assert load_text(example).dataflow.keep == "all"
 
 
 def test_command_workflow(load_text: LoadText) -> None:

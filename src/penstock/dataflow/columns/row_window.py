@@ -103,7 +103,7 @@ class RowWindow:
                 self.complete(TRAIN, row_id, number_cell(ADMITTED, now), "dataflow", now)
 
     def forget(self, space: str, row_ids: Iterable[RowId]) -> None:
-        """Remove rows from every window, finished or not: nobody may receive them any more."""
+        """Remove rows from every window, finished or not: no worker may receive them any more."""
         for row_id in row_ids:
             self.columns.forget(space, row_id)
             for reader in self.of(space):

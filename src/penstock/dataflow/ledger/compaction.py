@@ -18,7 +18,8 @@ from typing import Any
 import structlog
 
 from penstock.dataflow.ledger.codec import BundleMove, ColumnMove, RowMove
-from penstock.dataflow.ledger.keeping import FORGOTTEN, NOTHING, RELEASED, Keeper, Kept
+from penstock.dataflow.ledger.keeper import Keeper
+from penstock.dataflow.ledger.keeping import FORGOTTEN, NOTHING, RELEASED, Kept
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.ledger.tables import Tables

@@ -14,7 +14,8 @@ from blake3 import blake3
 from penstock.dataflow.column_records import ColumnRecord, ReaderRecord
 from penstock.dataflow.ledger import compaction, segments
 from penstock.dataflow.ledger.compaction import Compactor
-from penstock.dataflow.ledger.keeping import RANKS, Keeper, KeepSpec, kept_bytes, read_kept
+from penstock.dataflow.ledger.keeper import Keeper
+from penstock.dataflow.ledger.keeping import RANKS, KeepSpec, kept_bytes, read_kept
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import (
