@@ -142,3 +142,20 @@ async def test_one_group_is_not_groups(tmp_path: Path) -> None:
     waits = await wait_of(service, "trainer policy", service.trainers.batch(request))
     assert waits == f"1 group on {NODE}"
     service.close()
+
+
+async def test_a_restart_keeps_the_count_of_sampled_tokens(tmp_path: Path) -> None:
+    """The share of waste divides all wasted tokens by it."""
+    service = build(trainable(), tmp_path)
+    await start(service)
+    await train(service, 1, 1)
+    before = status(service, "r")
+    assert before.sampled_tokens > 0
+    service.close()
+    restored = build(trainable(), tmp_path)
+    after = status(restored, "r")
+    assert (after.sampled_tokens, after.wasted_tokens) == (
+        before.sampled_tokens,
+        before.wasted_tokens,
+    )
+    restored.close()

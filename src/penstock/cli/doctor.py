@@ -59,6 +59,7 @@ def doctor(*, environment: Path | None = None, json: bool = False) -> int:
         _package("torch", "training and the hf engine", "train"),
         _package("transformers", "training and the hf engine", "train"),
         _package("tokenizers", "the gateway", "tokens"),
+        _package("matplotlib", "penstock plot", "plot"),
         check_vllm(folder),
         _models(folder.parent / "models"),
     ]

@@ -7,9 +7,10 @@ Owns which records count: of steps that a resumed trainer repeated, the newer on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from penstock.errors import ConfigError
 from penstock.plugins import did_you_mean
@@ -17,11 +18,12 @@ from penstock.plugins import did_you_mean
 REWARD = "reward/mean"
 IDENTITY = frozenset({"time", "policy", "number", "seq", "incarnation", "skipped", "alarm"})
 """Keys of a record that are no metrics."""
+REQUIRED = frozenset({"policy", "number", "seq", "time"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRecord:
-    """One committed batch of one policy."""
+    """One committed batch of one policy, with the metrics asked for."""
 
     policy: str
     number: int
@@ -46,11 +48,12 @@ class Curve:
     """Unix time of each point."""
 
 
-def read_records(path: Path) -> list[MetricsRecord]:
-    """The records of a metrics.jsonl, each step as it was last trained; empty if
+def read_records(path: Path, metrics: Collection[str]) -> list[MetricsRecord]:
+    """The records of a metrics.jsonl with these metrics, each step as it was last trained; empty if
     there is no such file. A half-written last line is left out."""
     kept: dict[str, list[MetricsRecord]] = {}
-    for record in _parse(path):
+    for found in _parse(path):
+        record = _record(found, metrics)
         records = kept.setdefault(record.policy, [])
         while records and records[-1].seq >= record.seq:
             records.pop()
@@ -58,35 +61,44 @@ def read_records(path: Path) -> list[MetricsRecord]:
     return [record for records in kept.values() for record in records]
 
 
-def _parse(path: Path) -> Iterator[MetricsRecord]:
+def metric_names(path: Path) -> set[str]:
+    """The metrics that a metrics.jsonl has."""
+    return {
+        name for found in _parse(path) for name, value in found.items() if _is_metric(name, value)
+    }
+
+
+def _parse(path: Path) -> Iterator[dict[str, object]]:
+    """The complete lines, one at a time: a long run has more than fits into memory."""
     if not path.exists():
         return
     with path.open("rb") as lines:
         for line in lines:
             try:
-                found = json.loads(line)
-                yield MetricsRecord(
-                    policy=str(found["policy"]),
-                    number=int(found["number"]),
-                    seq=int(found["seq"]),
-                    time=float(found["time"]),
-                    skipped=str(found.get("skipped") or ""),
-                    values=_values(found),
-                )
-            except (ValueError, KeyError, TypeError):
+                found: object = json.loads(line)
+            except ValueError:
                 continue
+            if isinstance(found, dict) and found.keys() >= REQUIRED:
+                yield cast("dict[str, object]", found)
 
 
-def _values(found: Mapping[str, object]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in found.items()
-        if name not in IDENTITY and isinstance(value, int | float)
-    }
+def _record(found: Mapping[str, object], metrics: Collection[str]) -> MetricsRecord:
+    return MetricsRecord(
+        policy=str(found["policy"]),
+        number=int(cast("int", found["number"])),
+        seq=int(cast("int", found["seq"])),
+        time=float(cast("float", found["time"])),
+        skipped=str(found.get("skipped") or ""),
+        values={
+            name: float(cast("float", found[name]))
+            for name in metrics
+            if _is_metric(name, found.get(name))
+        },
+    )
 
 
-def metric_names(records: Iterable[MetricsRecord]) -> list[str]:
-    return sorted({name for record in records for name in record.values})
+def _is_metric(name: str, value: object) -> bool:
+    return name not in IDENTITY and isinstance(value, int | float)
 
 
 def resolve_metric(name: str, known: Sequence[str]) -> str:
@@ -118,7 +130,7 @@ def make_curves(run: str, records: Sequence[MetricsRecord], metric: str) -> list
 def reward_by_step(path: Path) -> dict[str, dict[int, float]]:
     """Mean reward by step, by policy."""
     found: dict[str, dict[int, float]] = {}
-    for record in read_records(path):
+    for record in read_records(path, (REWARD,)):
         if REWARD in record.values:
             found.setdefault(record.policy, {})[record.number] = record.values[REWARD]
     return found

@@ -17,7 +17,6 @@ from penstock.errors import ConfigError
 from penstock.runs.curves import (
     REWARD,
     Curve,
-    MetricsRecord,
     make_curves,
     metric_names,
     read_records,
@@ -33,6 +32,8 @@ SUFFIXES = (".svg", ".png", ".csv")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's, which colour-blind people can tell apart."""
 TEXT_COLOURS = ("blue+", "red+", "green+", "magenta+", "orange", "cyan+", "default")
+PLAIN_MARKERS = ("●", "○", "▲", "△", "■", "□")
+"""Tell curves apart without colours."""
 TITLES = {REWARD: "mean reward"}
 PANEL_INCHES = (8.0, 4.2)
 STYLE: dict[str, Any] = {
@@ -60,28 +61,30 @@ class Plot:
 
 def make_plot(folders: Sequence[RunFolder], metrics: Sequence[str] = ()) -> Plot:
     """The curves of these metrics of these runs; without a metric, of the reward."""
-    runs = dict(zip(_labels(folders), map(_read, folders), strict=True))
-    known = metric_names(record for records in runs.values() for record in records)
+    labels = _labels(folders)
+    known = sorted({name for folder in folders for name in _known(folder)})
     names = list(dict.fromkeys(resolve_metric(name, known) for name in metrics or ("reward",)))
+    records = [read_records(folder.metrics, names) for folder in folders]
+    runs = dict(zip(labels, records, strict=True))
     panels: dict[str, list[Curve]] = {}
     without: dict[str, list[str]] = {}
     for name in names:
-        for run, records in runs.items():
-            curves = make_curves(run, records, name)
+        for run, found in runs.items():
+            curves = make_curves(run, found, name)
             panels.setdefault(name, []).extend(curves)
             if not curves:
                 without.setdefault(name, []).append(run)
     return Plot(panels=panels, without=without)
 
 
-def _read(folder: RunFolder) -> list[MetricsRecord]:
-    records = read_records(folder.metrics)
-    if not records:
+def _known(folder: RunFolder) -> set[str]:
+    names = metric_names(folder.metrics)
+    if not names:
         raise ConfigError(
             f"{folder.metrics} has no metrics yet: the trainer writes them after each step. "
             f"`penstock status {folder.path}` shows how far the run is"
         )
-    return records
+    return names
 
 
 def _labels(folders: Sequence[RunFolder]) -> list[str]:
@@ -160,7 +163,7 @@ def _write_picture(plot: Plot, path: Path) -> None:
                 )
             axes.set_xlabel("step")
             axes.set_ylabel(TITLES.get(metric, metric))
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
             if len(curves) > 1:
                 axes.legend()
             elif number == 1 and curves:
@@ -186,7 +189,10 @@ def plot_text(plot: Plot, *, width: int, height: int, colour: bool) -> str:
         ticks = step_ticks([step for curve in curves for step in curve.steps])
         figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
         for index, curve in enumerate(curves):
-            marker = library.marker("braille", TEXT_COLOURS[index % len(TEXT_COLOURS)])
+            if colour or len(curves) == 1:
+                marker = library.marker("braille", TEXT_COLOURS[index % len(TEXT_COLOURS)])
+            else:
+                marker = PLAIN_MARKERS[index % len(PLAIN_MARKERS)]
             signal = figure.signal(curve.steps, curve.values, marker=marker)
             signal.lines()
             if len(curves) > 1:
@@ -212,6 +218,6 @@ def _missing_library() -> Generator[None]:
         yield
     except ImportError as error:
         raise ConfigError(
-            f"plots need {error.name}: install the extra `plot` (pip install 'penstock-rl[plot]'), "
+            f"plots need {error.name}: install the extra `plot` (pip install 'penstock[plot]'), "
             "or write a CSV file with --out curve.csv"
         ) from None

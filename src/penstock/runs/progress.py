@@ -133,7 +133,7 @@ def _from_ledger(recorded: RecordedRun, config: RunConfig, policy: str) -> Polic
 
 
 def _from_metrics(folder: RunFolder, config: RunConfig) -> RunProgress:
-    newest = {record.policy: record for record in read_records(folder.metrics)}
+    newest = {record.policy: record for record in read_records(folder.metrics, (REWARD,))}
     finish = folder.finish()
     finished_step = finish.steps if finish else 0
     policies: list[PolicyProgress] = []

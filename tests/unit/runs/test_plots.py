@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -27,7 +28,7 @@ def test_repeated_steps_count_once_and_skipped_batches_have_no_point(tmp_path: P
     folder = run_with_metrics(tmp_path / "r", batches)
     with folder.metrics.open("a") as file:
         file.write('{"policy": "policy", "number": 4')  # killed while writing
-    assert [record.seq for record in read_records(folder.metrics)] == [1, 2, 3, 4]
+    assert [record.seq for record in read_records(folder.metrics, ())] == [1, 2, 3, 4]
     [curve] = make_plot([folder]).panels["reward/mean"]
     assert (curve.steps, curve.values) == ([1, 2, 3], [0.1, 0.25, 0.35])
 
@@ -91,6 +92,20 @@ def test_the_terminal_shows_both_curves_within_its_width(tmp_path: Path) -> None
     for expected in ("mean reward", "alpha", "beta", "step"):
         assert expected in text
     assert "\x1b" in plot_text(plot, width=80, height=20, colour=True)
+
+
+@pytest.mark.parametrize("library", ["matplotlib", "plotext"])
+def test_a_missing_library_is_named_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    plot = make_plot([straight(tmp_path / "r")])
+    with pytest.raises(ConfigError, match=rf"plots need {library}: .*\[plot\]"):
+        if library == "plotext":
+            plot_text(plot, width=80, height=20, colour=False)
+        else:
+            write_plot(plot, tmp_path / "curve.svg")
+    write_plot(plot, tmp_path / "curve.csv")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from penstock.dataflow.ledger.restore import restore_ready_groups
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import Deletion, Record
 from penstock.dataflow.report.figures import BalanceSettings
+from penstock.dataflow.report.flow_counter import SCORED
 from penstock.dataflow.service.nodes.handlers import NodeHandlers
 from penstock.dataflow.service.operators.forget import SessionEraser
 from penstock.dataflow.service.operators.observe import make_monitor, observe_service
@@ -31,7 +32,7 @@ from penstock.dataflow.service.row_payloads import RowPayloads
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.dataflow.service.trainers.handlers import TrainerHandlers
 from penstock.errors import StoreError
-from penstock.types import GroupId, PolicyName
+from penstock.types import GroupId, OutcomeKind, PolicyName
 
 log = structlog.get_logger(__name__)
 
@@ -101,6 +102,14 @@ class DataflowService:
         freed = restore_ready_groups(self.coordinator, tables)
         self.balance.flow_counter.restore(tables)
         self.nodes.trajectories = int(tables.scalar("SELECT count(*) FROM rows") or 0)
+        totals = [counters.flow for counters in self.balance.flow_counter.policies.values()]
+        self.nodes.sampled_tokens = sum(flow.produced.tokens for flow in totals)
+        self.nodes.failed_tokens = sum(
+            flow.wasted[kind].tokens
+            for flow in totals
+            for kind in OutcomeKind
+            if kind not in SCORED and kind in flow.wasted
+        )
         return freed
 
     def complete(self, freed: Sequence[GroupId]) -> None:
