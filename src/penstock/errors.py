@@ -10,6 +10,7 @@ PenstockError
 │   │   ├── Fenced 409            the caller's lease, boot_id or incarnation is outdated
 │   │   └── UnknownCommit 409     the ledger has no such commit to resume from
 │   ├── TooLarge 413 · Busy 429 · StorageFull 507
+│   ├── TlsError                  the service's certificate is not trusted, or it speaks no TLS
 │   └── Unreachable               no response before the deadline
 ├── EngineError                   generate or load failed in an inference engine
 │   └── RequestRejected           the request itself is invalid; no engine would accept it
@@ -100,6 +101,10 @@ class StorageFull(WireError):
 
 class Unreachable(WireError):
     status, code = 503, "unreachable"
+
+
+class TlsError(WireError):
+    status, code = 502, "tls_error"
 
 
 class EngineError(PenstockError):

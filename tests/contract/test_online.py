@@ -22,8 +22,11 @@ from tests.contract.online_gateway import (
 from tests.contract.test_dataflow_http import SmallNode
 from tests.unit.rollout.polling import eventually
 
-from penstock.dataflow.service.nodes.messages import DeliveryRequest
-from penstock.types import OutcomeKind
+from penstock.dataflow.client.partitioned import PartitionedNodeClient
+from penstock.dataflow.core.leasing import NodeState
+from penstock.dataflow.service.nodes.messages import DeliveryRequest, Heartbeat
+from penstock.rollout.engines.scripted import ScriptedEngine
+from penstock.types import OutcomeKind, Version
 from penstock.wire.auth import Audience, Role
 
 
@@ -339,3 +342,59 @@ async def test_agents_are_answered_after_the_run_ends(tmp_path: Path) -> None:
         await eventually(made.node.orders.drained.is_set)
         assert await other.say("ab") == "ba"
         assert not (await made.open()).is_recorded
+
+
+class GatedEngine(ScriptedEngine):
+    """An engine whose loads wait while its gate is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def load(self, folder: Path, version: Version) -> None:
+        await self.gate.wait()
+        await super().load(folder, version)
+
+
+async def reward_one_session(made: OnlineHarness) -> None:
+    agent = await made.open()
+    await agent.say()
+    await agent.reward(1.0)
+    await made.delivered()
+
+
+async def is_told_finished(made: OnlineHarness) -> bool:
+    membership = made.node.membership
+    client = PartitionedNodeClient(made.running.url, made.running.token(Role.GATEWAY))
+    beat = Heartbeat(boot_id=membership.boot_id, state=NodeState.LIVE, live=membership.live)
+    answer = await client.heartbeat(membership.node_id, beat)
+    await client.close()
+    return answer.orders.finished
+
+
+async def test_the_last_version_is_served_though_it_is_published_after_the_last_commit(
+    tmp_path: Path,
+) -> None:
+    async with world(tmp_path, session_config(groups_per_batch=1, steps=1)) as made:
+        await reward_one_session(made)
+        publish = made.trainer.publish
+        made.trainer.publish = lambda: None  # the real one publishes in the background
+        await asyncio.to_thread(made.trainer.step)
+        assert (await asyncio.to_thread(made.running.reader().status)).finished
+        assert not await is_told_finished(made)
+        await asyncio.to_thread(publish)
+        await eventually(made.node.orders.drained.is_set)
+        await eventually(lambda: [live.number for live in made.node.membership.live] == [1])
+
+
+async def test_the_last_version_is_served_though_its_load_outlasts_the_run(tmp_path: Path) -> None:
+    engine = GatedEngine()
+    config = session_config(groups_per_batch=1, steps=1)
+    async with world(tmp_path, config, make_engine=lambda: engine) as made:
+        await reward_one_session(made)
+        engine.gate.clear()
+        await asyncio.to_thread(made.trainer.step)
+        await eventually(made.node.orders.drained.is_set)
+        engine.gate.set()
+        await eventually(lambda: [live.number for live in made.node.membership.live] == [1])

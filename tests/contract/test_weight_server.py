@@ -91,7 +91,8 @@ async def test_each_route_refuses_all_but_its_readers(
     elsewhere = Signer.create(tmp_path / "other-keys", "run")
     other_run = Signer.read(tmp_path / "keys", "another")
     for path in paths(tmp_path):
-        for role in set(Role) - {Role.SESSION}:
+        refused = {Role.SESSION} if path == "/metrics" else {Role.SESSION, Role.READER}
+        for role in set(Role) - refused:
             assert (await http.get(path, headers=bearer(signer, role))).status_code == 200
         wrong_audience = signer.mint(Role.ADMIN, [Audience.DATAFLOW], ttl_s=60)
         expected = {
@@ -260,6 +261,8 @@ async def test_metrics_count_reads(
     text = (await http.get("/metrics", headers=bearer(signer, Role.READER))).text
     assert 'penstock_weights_requests_total{kind="blob",role="rollout"} 1.0' in text
     assert 'penstock_weights_requests_total{kind="manifest",role="rollout"} 1.0' in text
+    refused = await http.get(paths(tmp_path)[0], headers=bearer(signer, Role.READER))
+    assert refused.status_code == 403, "a reader's token is for figures, not for weights"
 
 
 @pytest.mark.parametrize(

@@ -57,16 +57,17 @@ def gateway(
     from penstock.cli.relay_options import read_public_key
     from penstock.cli.service_options import exit_now, listen_address, make_tls, require_token
     from penstock.observe import logs
-    from penstock.runs.join import host_name, node_state_dir
+    from penstock.runs.join import host_name, node_state_dir, with_expiry_warnings
     from penstock.types import NodeId
     from penstock.wire.auth import Audience, Verifier
-    from penstock.wire.serving import require_tls_off_loopback
+    from penstock.wire.serving import refuse_clear_text, require_tls_off_loopback
 
     tls = make_tls(tls_cert, tls_key)
     require_tls_off_loopback(host, tls)
     node = name or f"gateway-{host_name()}-{secrets.token_hex(2)}"
     bind = listen_address("", host, port)
     if where.startswith(("http://", "https://")):
+        refuse_clear_text(where)
         url, own_token = where, require_token(token, role="gateway")
         key = read_public_key(public_key)
         verify = Verifier.from_token(own_token, key, audience=Audience.GATEWAY).verify
@@ -83,18 +84,17 @@ def gateway(
     )
     from penstock.rollout.online import run_online
 
-    uvloop.run(
-        run_online(
-            url,
-            own_token,
-            verify,
-            node_id=NodeId(node),
-            listener=listener,
-            tls=tls,
-            capacity=capacity,
-            **node_options,
-        )
+    work = run_online(
+        url,
+        own_token,
+        verify,
+        node_id=NodeId(node),
+        listener=listener,
+        tls=tls,
+        capacity=capacity,
+        **node_options,
     )
+    uvloop.run(with_expiry_warnings(work, own_token))
     exit_now(0)
 
 

@@ -51,12 +51,20 @@ def join(
     from penstock.cli.service_options import check_url, exit_now, make_tls, require_token
     from penstock.errors import ConfigError
     from penstock.observe import logs
-    from penstock.runs.join import check_reachable, host_name, node_state_dir
+    from penstock.runs.join import (
+        check_reachable,
+        host_name,
+        node_state_dir,
+        with_expiry_warnings,
+    )
     from penstock.runs.service_process import add_import_paths
     from penstock.types import NodeId
+    from penstock.wire.serving import refuse_clear_text
 
     node_token = require_token(token, role="rollout")
-    check_url(url, example="http://127.0.0.1:18080")
+    refuse_clear_text(check_url(url, example="http://127.0.0.1:18080"))
+    if relay is not None:
+        refuse_clear_text(check_url(relay, example=RELAY_EXAMPLE))
     relay_token = pop_relay_token()
     if relay is not None and not relay_token:
         raise ConfigError(
@@ -73,16 +81,15 @@ def join(
     check_reachable(url, node_token)
     from penstock.rollout.node import run_node
 
-    uvloop.run(
-        run_node(
-            url,
-            node_token,
-            node_id=NodeId(node),
-            state_dir=state_dir,
-            capacity=capacity,
-            num_engines=engines,
-            relay=None if relay is None else (check_url(relay, example=RELAY_EXAMPLE), relay_token),
-            sharing=sharing,
-        )
+    work = run_node(
+        url,
+        node_token,
+        node_id=NodeId(node),
+        state_dir=state_dir,
+        capacity=capacity,
+        num_engines=engines,
+        relay=None if relay is None else (relay, relay_token),
+        sharing=sharing,
     )
+    uvloop.run(with_expiry_warnings(work, node_token))
     exit_now(0)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 RoleName = Literal["admin", "trainer", "rollout", "stage", "gateway", "session", "relay", "reader"]
 
@@ -32,6 +34,7 @@ def token(
     from penstock.errors import ConfigError
     from penstock.runs.target import find_run_folder
     from penstock.wire.auth import Role
+    from penstock.wire.serving import is_loopback
 
     if ttl_h <= 0:
         raise ConfigError(f"--ttl-h {ttl_h:g}: must be greater than 0 hours")
@@ -41,9 +44,16 @@ def token(
     minted = mint(name, Role(role), ttl_s=ttl_s)
     is_relay = role == "relay" and not for_relay
     url = endpoints.weights if is_relay else endpoints.dataflow
+    is_local = is_loopback(urlsplit(url).hostname or "")
     if json:
         expires_at = round(time.time() + ttl_s, 3)
-        found = {"token": minted, "url": url, "role": role, "expires_at": expires_at}
+        found = {
+            "token": minted,
+            "url": url,
+            "role": role,
+            "expires_at": expires_at,
+            "is_this_host_only": is_local,
+        }
         print_json({**found, "public_key": folder.public_key()} if is_relay else found)
     else:
         print(minted)
@@ -60,6 +70,12 @@ def token(
         relay_hint = "use it with: PENSTOCK_RELAY_TOKEN=<the line above> penstock join URL --relay "
         if hint := f"{relay_hint}RELAY" if for_relay else hints.get(role):
             print_note(hint)
+            if is_local and not for_relay and role != "session":
+                port = url.rpartition(":")[2]
+                print_note(
+                    f"{url} is reachable on this host only. From another host, open a tunnel there "
+                    f"first: ssh -N -L {port}:127.0.0.1:{port} {socket.gethostname()}"
+                )
     if folder.launcher_pid() is None:
         print_note(f"the run is not running; `penstock run {run}` starts it")
     return 0

@@ -35,7 +35,7 @@ LOCK_TIMEOUT_S = 1.0
 """A process that checks for the launcher takes the lock for a moment, so retry this long."""
 
 AUDIENCES: Mapping[Role, tuple[Audience, ...]] = {
-    Role.READER: (Audience.DATAFLOW,),
+    Role.ADMIN: (Audience.DATAFLOW, Audience.WEIGHTS, Audience.GATEWAY),
     Role.RELAY: (Audience.WEIGHTS, Audience.RELAY),
     Role.GATEWAY: (Audience.DATAFLOW, Audience.WEIGHTS, Audience.GATEWAY),
     Role.SESSION: (Audience.GATEWAY,),

@@ -43,6 +43,8 @@ CAPACITY = 1024
 """Most sessions recorded at the same time."""
 SLOT_POOL_SIZE = 32
 """Free slots kept for new sessions."""
+LAST_LOAD_S = 600.0
+"""How long a gateway tries to load the last version of a finished run."""
 SWEEP_S = 1.0
 NO_REWARD = "no reward arrived before its deadline"
 log = structlog.get_logger(__name__)
@@ -191,6 +193,7 @@ class OnlineNode:
             await asyncio.wait({stopping, drained}, return_when=asyncio.FIRST_COMPLETED)
             if not self.stopping.is_set():
                 log.info("run drained: agents are still served, sessions are not recorded")
+                await self._load_last_version(stopping)
                 await self._leave_run(loops)
             await self.stopping.wait()
             serving.cancel()
@@ -199,6 +202,17 @@ class OnlineNode:
                 await self._leave_run(loops)
             for task in (sweeping, stopping, drained):
                 task.cancel()
+
+    async def _load_last_version(self, stopping: asyncio.Task[bool]) -> None:
+        """Agents are served from now on by the version that is live here, so let a load end."""
+        current = asyncio.create_task(self.loader.wait_until_current())
+        done, _ = await asyncio.wait(
+            {current, stopping}, timeout=LAST_LOAD_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            live = [f"{one.incarnation}.{one.number}" for one in self.membership.live]
+            log.error("last version not loaded in time: agents get an older one", live=live)
+        current.cancel()
 
     async def _leave_run(self, loops: list[asyncio.Task[None]]) -> None:
         """Release free slots, deliver finished sessions, then leave the run."""

@@ -109,6 +109,13 @@ class Loader:
         default_factory=dict[PolicyName, Sequence[int]]
     )
     _num_probes: int = 0
+    _has_tried: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait_until_current(self) -> None:
+        """Wait until every version that the orders name is live; failed loads are retried."""
+        while self._versions_to_load():
+            self._has_tried.clear()
+            await self._has_tried.wait()
 
     async def run(self) -> None:
         """consumes: target versions · produces: live ones, announced
@@ -118,6 +125,7 @@ class Loader:
             self._orders.changed.clear()
             for target in self._versions_to_load():
                 await self._try(target)
+                self._has_tried.set()
             with suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S):
                     await self._orders.changed.wait()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +42,8 @@ from penstock.wire.auth import Signer
 REDRAW_S = 0.5
 NODE_EXIT_TIMEOUT_S = 5.0
 """Maximum wait for nodes to exit by themselves after the run is complete."""
+OTHER_NODES_TIMEOUT_S = 30.0
+"""Maximum wait for gateways and joined nodes to leave after the run is complete."""
 FINISH_TIMEOUT_S = 60.0
 """Maximum wait for the dataflow to report `finished` after the last trainer exits."""
 READER_TTL_S = 3600.0
@@ -255,6 +257,7 @@ def _supervise(
             display.notify("stopping: nodes return their work (a second signal kills it)")
         else:
             launcher.wait_for_nodes(NODE_EXIT_TIMEOUT_S)
+            _wait_for_other_nodes(poller, own=launcher.logs().keys())
         launcher.stop()
     except ForcedStop:
         return
@@ -262,6 +265,13 @@ def _supervise(
         stop.is_final = True
         launcher.kill()
         record()
+
+
+def _wait_for_other_nodes(poller: StatusPoller, own: Collection[str]) -> None:
+    """Let gateways and nodes that joined load the last version before its server stops."""
+    deadline = time.monotonic() + OTHER_NODES_TIMEOUT_S
+    while poller.live_nodes() - set(own) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
 
 
 def _supervise_loop(

@@ -157,6 +157,11 @@ class StatusPoller:
     def is_finished(self) -> bool:
         return self._status is not None and self._status.finished
 
+    def live_nodes(self) -> set[str]:
+        """Nodes that have joined, not left, and are not silent."""
+        nodes = () if self._status is None else self._status.nodes
+        return {str(node.node_id) for node in nodes if node.state != "silent"}
+
     def failure(self) -> str:
         """Why the run has to end, if all its groups fail; empty otherwise."""
         return "" if self._status is None else self._status.failed

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from penstock.errors import (
     BadRequest,
     Busy,
     StorageFull,
+    TlsError,
     TooLarge,
     Unreachable,
     WireError,
@@ -83,6 +85,32 @@ def _is_transient(error: Exception) -> bool:
     return isinstance(error, transient) or type(error) is WireError
 
 
+_TLS_INTERRUPTED = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLWantReadError)
+"""The service ended the connection, as in a restart."""
+
+
+def _tls_failure(error: BaseException | None) -> ssl.SSLError | None:
+    """The TLS failure behind this error, if there is one that a retry cannot mend."""
+    while error is not None:
+        if isinstance(error, ssl.SSLError):
+            return None if isinstance(error, _TLS_INTERRUPTED) else error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _describe_tls_failure(url: str, failed: ssl.SSLError) -> str:
+    if isinstance(failed, ssl.SSLCertVerificationError):
+        return (
+            f"{url}: the certificate of the service is not trusted ({failed.verify_message}); set "
+            "SSL_CERT_FILE to a file with the certificate that signed it, and use the host name "
+            "that the certificate is for"
+        )
+    return (
+        f"{url}: no TLS connection ({failed.reason or failed}); check that the service was started "
+        "with --tls-cert and --tls-key, or use http:// on its own host"
+    )
+
+
 class _RetryState:
     """Retries of one call: the delay after an error, when to warn, when to give up."""
 
@@ -98,6 +126,8 @@ class _RetryState:
         """Seconds until the next attempt; raises if there is none."""
         if not _is_transient(error):
             raise error
+        if (failed := _tls_failure(error)) is not None:
+            raise TlsError(_describe_tls_failure(self._url, failed)) from error
         suggested_s = error.retry_after_s if isinstance(error, WireError) else None
         delay_s = suggested_s or random.uniform(0.5, 1.0) * min(2.0, 0.05 * 2**self._attempt)
         self._attempt += 1

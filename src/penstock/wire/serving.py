@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -31,13 +32,29 @@ class Tls:
     key: Path
 
 
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def refuse_clear_text(url: str) -> None:
+    """Raise ConfigError for an http:// URL off loopback: a call to it would show its token."""
+    where = urlsplit(url)
+    if where.scheme != "http" or is_loopback(where.hostname or ""):
+        return
+    raise ConfigError(
+        f"refusing to call {url}: the token would be sent in clear text. Use https:// (start the "
+        "service with --tls-cert and --tls-key), or a tunnel: `ssh -N -L "
+        f"{where.port or 80}:127.0.0.1:{where.port or 80} {where.hostname}`, then use "
+        f"http://127.0.0.1:{where.port or 80}"
+    )
+
+
 def require_tls_off_loopback(host: str, tls: Tls | None) -> None:
     """Raise ConfigError for a listener outside loopback without TLS."""
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    if not is_loopback and tls is None:
+    if tls is None and not is_loopback(host):
         raise ConfigError(
             f"refusing to listen on {host} without TLS: tokens would be sent in clear text. "
             "Pass --tls-cert and --tls-key, or listen on 127.0.0.1"

@@ -322,6 +322,7 @@ def test_a_token_is_one_line_on_stdout(
     code, out, err = run_main(capsys, "token", str(run_folder.path))
     assert code == 0
     assert "penstock join http://127.0.0.1:" in err
+    assert "is reachable on this host only. From another host, open a tunnel" in err
     assert f"the run is not running; `penstock run {run_folder.path}` starts it" in err
     signer = Signer.read(run_folder.keys, "reverse")
     for audience in (Audience.DATAFLOW, Audience.WEIGHTS):
@@ -332,6 +333,7 @@ def test_a_token_is_one_line_on_stdout(
         capsys, "token", str(run_folder.path), "--role", "reader", "--ttl-h", "1", "--json"
     )
     minted = json.loads(out)
+    assert minted["is_this_host_only"]
     assert minted["url"] == run_folder.endpoints().dataflow
     assert minted["expires_at"] == pytest.approx(time.time() + 3600, abs=60)
     code, _, err = run_main(
@@ -403,7 +405,15 @@ def test_run_commands_reject_other_folders(
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [(["http://127.0.0.1:1"], "no token"), (["127.0.0.1:1", "--token", "x"], "not a URL")],
+    [
+        (["http://127.0.0.1:1"], "no token"),
+        (["127.0.0.1:1", "--token", "x"], "not a URL"),
+        (["http://10.9.8.7:1", "--token", "x"], "the token would be sent in clear text"),
+        (
+            ["http://127.0.0.1:1", "--token", "x", "--relay", "http://10.9.8.7:1"],
+            "the token would be sent in clear text",
+        ),
+    ],
 )
 def test_join_says_what_it_needs(
     capsys: pytest.CaptureFixture[str],

@@ -155,9 +155,21 @@ def test_a_rollout_token_opens_dataflow_and_weights_and_a_reader_only_the_datafl
     node = folder.token("reverse", Role.ROLLOUT, ttl_s=60)
     for audience in (Audience.DATAFLOW, Audience.WEIGHTS):
         assert signer.verifier(audience).verify(node).role is Role.ROLLOUT
-    reader = folder.token("reverse", Role.READER, ttl_s=60)
+    session = folder.token("reverse", Role.SESSION, ttl_s=60)
     with pytest.raises(Forbidden):
-        signer.verifier(Audience.WEIGHTS).verify(reader)
+        signer.verifier(Audience.WEIGHTS).verify(session)
+
+
+def test_the_tokens_that_the_docs_list_are_accepted(tmp_path: Path) -> None:
+    """An admin's at the gateway, a reader's at `/metrics` of the weight server."""
+    folder = RunFolder(tmp_path)
+    signer = Signer.create(folder.keys, "reverse")
+    admin = folder.token("reverse", Role.ADMIN, ttl_s=60)
+    for audience in (Audience.DATAFLOW, Audience.WEIGHTS, Audience.GATEWAY):
+        assert signer.verifier(audience).verify(admin).role is Role.ADMIN
+    reader = folder.token("reverse", Role.READER, ttl_s=60)
+    for audience in (Audience.DATAFLOW, Audience.WEIGHTS):
+        assert signer.verifier(audience).verify(reader).role is Role.READER
 
 
 def test_endpoints_record_where_the_user_was(tmp_path: Path) -> None:

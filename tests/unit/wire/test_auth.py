@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError, Forbidden, Unauthorized
 from penstock.wire.auth import Audience, Role, Signer, Verifier
-from penstock.wire.serving import Tls, require_tls_off_loopback
+from penstock.wire.serving import Tls, refuse_clear_text, require_tls_off_loopback
 
 
 def test_a_token_identifies_its_caller_and_is_limited_to_its_audiences(tmp_path: Path) -> None:
@@ -64,6 +64,20 @@ def test_nothing_listens_beyond_loopback_without_tls(host: str) -> None:
     with pytest.raises(ConfigError, match="TLS"):
         require_tls_off_loopback(host, None)
     require_tls_off_loopback(host, Tls(certificate=Path("cert.pem"), key=Path("key.pem")))
+
+
+@pytest.mark.parametrize(
+    "url", ["http://10.0.0.1:18080", "http://example.org", "http://[fe80::1]:1", "http://0.0.0.0:1"]
+)
+def test_no_token_is_sent_in_clear_text_beyond_loopback(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"clear text. Use https://.*or a tunnel: .ssh -N -L"):
+        refuse_clear_text(url)
+    refuse_clear_text(url.replace("http:", "https:"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:18080", "[::1]:18080"])
+def test_on_this_machine_clear_text_is_fine(host: str) -> None:
+    refuse_clear_text(f"http://{host}")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])

@@ -45,6 +45,9 @@ from penstock.types import (
     RowId,
 )
 
+LAST_VERSION_S = 30.0
+"""How long nodes of a finished run wait for its last version to be published."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssueSpec:
@@ -112,6 +115,8 @@ class Coordinator:
         self._send = send
         self._num_issued = 0
         self._sent_horizon: dict[PolicyName, int] = {}
+        self._finished_at: float | None = None
+        """When the run was first found finished, in this process."""
         self._sent_drops: set[GroupId] = set()
         """Open groups whose partition was sent a drop because the run is over."""
 
@@ -322,6 +327,19 @@ class Coordinator:
             consumer.has_trained_all or (self.has_ended(consumer) and not consumer.sealed)
             for consumer in self.consumers.values()
         )
+
+    def may_nodes_leave(self, now: float) -> bool:
+        """The run is finished, and the last version of every policy is published: a trainer commits
+        first and publishes later, and a gateway goes on to serve that version."""
+        if not self.is_finished:
+            self._finished_at = None
+            return False
+        if self._finished_at is None:
+            self._finished_at = now
+        lineages = [consumer.lineage for consumer in self.consumers.values()]
+        if all(lineage.published >= lineage.number for lineage in lineages):
+            return True
+        return now - self._finished_at >= LAST_VERSION_S
 
     def drop_open_groups(self) -> None:
         """The run is finished: drop all open groups."""

@@ -70,7 +70,7 @@ class DataflowService:
         self.router = router
         self._core = core
         self.nodes = NodeHandlers(
-            process, host, rows, lambda: self.is_restored.is_set() and coordinator.is_finished
+            process, host, rows, lambda: self.is_restored.is_set() and self._may_nodes_leave()
         )
         self.rows = rows
         self._stages = stages
@@ -94,6 +94,9 @@ class DataflowService:
         """Try to issue groups at the next command, whatever it changed: at the start and each
         tick."""
         self._update_missing_stages()
+
+    def _may_nodes_leave(self) -> bool:
+        return self.coordinator.may_nodes_leave(self.process.clock())
 
     def restore(self) -> list[GroupId]:
         """Load groups that wait for a batch, and the report's counts, from the ledger. Blocks;

@@ -41,7 +41,7 @@ from penstock.wire.auth import Verifier
 from penstock.wire.codec import encode_json
 from penstock.wire.routes import ALL_ROLES, Call, RawResponse, Route, route, routes_of
 from penstock.wire.server import build_app
-from penstock.wire.serving import Tls, server, tune_memory
+from penstock.wire.serving import Tls, require_tls_off_loopback, server, tune_memory
 
 log = structlog.get_logger(__name__)
 
@@ -245,6 +245,7 @@ async def serve_dataflow(
     tls: Tls | None = None,
 ) -> None:
     """Serve one run until stopped; raises StoreError when storage failed."""
+    require_tls_off_loopback(host, tls)  # before the ledger is opened and the log says it serves
     failures = _StorageFailures()
     service = build_partly_restored(config, run_dir / "ledger", on_failure=failures)
     routes = surface(service, config, weights_url)
@@ -268,6 +269,7 @@ async def serve_partition(
     tls: Tls | None = None,
 ) -> None:
     """Serve one additional partition of a run until stopped."""
+    require_tls_off_loopback(host, tls)
     coordinator = CoordinatorClient(coordinator_url, token)
     folder = partition_folder(run_dir / "ledger", index)
     failures = _StorageFailures()

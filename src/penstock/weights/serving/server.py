@@ -31,7 +31,9 @@ from penstock.wire.server import build_app, error_response
 
 log = structlog.get_logger(__name__)
 
-READERS = frozenset(Role) - {Role.SESSION}
+METRICS_READERS = frozenset(Role) - {Role.SESSION}
+READERS = METRICS_READERS - {Role.READER}
+"""Who may read weights; a reader's token is for figures only."""
 PIECE_BYTES = 1 << 20
 OCTET_STREAM = "application/octet-stream"
 RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{0,18})|-(\d{1,18}))")
@@ -101,7 +103,7 @@ class WeightServer:
         self._requests.labels("deltas", call.credential.role).inc()
         return DeltaChain(steps=chain)
 
-    @route("GET", "/metrics", READERS, response=None)
+    @route("GET", "/metrics", METRICS_READERS, response=None)
     async def metrics(self, call: Call) -> RawResponse:
         """Prometheus metrics."""
         return RawResponse(generate_latest(self._registry), CONTENT_TYPE_LATEST)

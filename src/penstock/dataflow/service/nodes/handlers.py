@@ -207,13 +207,13 @@ class NodeHandlers:
         if grants:
             await process.make_all_durable()  # the first answer to a repeated request may be lost
             wanted = None
-        finished = self._is_finished()
+        finished = self._is_finished()  # then this is the last answer: name the last version
         return LeaseAnswer(
             tasks=tasks,
             grants=tuple(self.turns.with_num_recorded(grants)),
             orders=self.orders(body.node_id)
-            if wanted is None
-            else NodeDirectives(wanted=wanted, drain=finished, finished=finished),
+            if wanted is None or finished
+            else NodeDirectives(wanted=wanted),
         )
 
     def _live_now(self, body: LeaseRequest) -> tuple[LiveVersion, ...]:

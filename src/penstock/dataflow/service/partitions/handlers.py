@@ -126,7 +126,7 @@ class PartitionHandlers:
             news = self._wake_events.setdefault(index, asyncio.Event())
             self._require(index, body.boot)
             messages = link.unacknowledged(body.received)
-            finished = self._coordinator.is_finished
+            finished = self._coordinator.may_nodes_leave(process.clock())
             if messages or finished or process.clock() >= give_up_at:
                 await process.make_all_durable()  # orders must be durable before they are sent
                 return LinkPullAnswer(messages=messages, finished=finished)
@@ -134,7 +134,7 @@ class PartitionHandlers:
 
     def on_wake(self) -> None:
         """Wake the polls that a command affects."""
-        finished = self._coordinator.is_finished
+        finished = self._coordinator.may_nodes_leave(self._process.clock())
         for index in [*self._wake_events]:
             if finished or self._router.links[index].has_unacknowledged:
                 self._wake_events.pop(index).set()
