@@ -96,14 +96,23 @@ class ScriptedRollout:
 
 
 def run_scripted(
-    run_info: RunInfo, task: Task, folders: Mapping[PolicyName, Path], *, deadline_s: float
+    run_info: RunInfo,
+    task: Task,
+    folders: Mapping[PolicyName, Path],
+    *,
+    has_reward: bool,
+    deadline_s: float,
 ) -> ScriptedRollout:
     """One attempt at the task. Raises WeightsError or EngineError for an unusable model folder."""
-    return asyncio.run(_run_scripted(run_info, task, folders, deadline_s))
+    return asyncio.run(_run_scripted(run_info, task, folders, has_reward, deadline_s))
 
 
 async def _run_scripted(
-    run_info: RunInfo, task: Task, folders: Mapping[PolicyName, Path], deadline_s: float
+    run_info: RunInfo,
+    task: Task,
+    folders: Mapping[PolicyName, Path],
+    has_reward: bool,
+    deadline_s: float,
 ) -> ScriptedRollout:
     model, catcher = ScriptedModel(), _CompletionCatcher()
     gateway = Gateway(model)
@@ -112,7 +121,7 @@ async def _run_scripted(
         gateway.set_renderer(policy, renderer)
         await model.add(policy, renderer, folder)
     limited = replace(run_info, start_to_close_s=deadline_s)
-    scorer = catcher if run_info.reward else None
+    scorer = catcher if has_reward else None
     hangs_at: list[str] = []
     async with local_rollouts(limited, gateway, scorer) as rollout:
         attempt = asyncio.ensure_future(rollout(task, 0))

@@ -23,8 +23,8 @@ from penstock.config import RunConfig
 from penstock.runs.check_problem import CheckProblem, located
 from penstock.runs.preflight import check_run
 from penstock.runs.probe import run_probe
-from penstock.runs.probe_process import Probe
-from penstock.runs.probe_report import ProbeRequest, ProbeResult, Reporter
+from penstock.runs.probe_process import probe
+from penstock.runs.probe_report import ProbeResult, Reporter
 from penstock.runs.target import RunTarget, read_target
 
 DEADLINE_S = 8.0
@@ -49,16 +49,9 @@ def write_run(folder: Path, module: str, code: str, config: str = "") -> RunTarg
 
 def probe_here(target: RunTarget) -> ProbeResult:
     """The steps of the probe process, in this one."""
-    request = ProbeRequest(
-        config={},
-        python_path=[*target.python_path],
-        deadline_s=600.0,
-        stack_fd=-1,
-        with_loss=True,
-    )
-    reporter = Reporter(request.python_path, lambda step, key: None)
+    reporter = Reporter(target.python_path, lambda step, key: None)
     config = RunConfig.model_validate(target.config.model_dump(mode="json"))
-    Probe(config, request, reporter).run(with_loss=True)
+    probe(config, reporter, deadline_s=600.0, with_loss=True)
     return reporter.result
 
 
