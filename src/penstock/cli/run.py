@@ -13,6 +13,7 @@ def run(
     headless: bool = False,
     json: bool = False,
     accept_changes: bool = False,
+    check_deadline: float | None = None,
 ) -> int:
     """Start or resume a run and supervise it until its last step.
 
@@ -22,6 +23,8 @@ def run(
         headless: Print plain progress lines instead of the live panel.
         json: Print one JSON object as the last line.
         accept_changes: Resume even if the config or dataset has changed since the run was started.
+        check_deadline: Seconds that each step of your code may take in the check before the start;
+            30 if not given.
     """
     from penstock.cli.launching import launch_and_show, print_result
     from penstock.cli.output import print_json
@@ -32,7 +35,7 @@ def run(
     result = launch_and_show(
         resolved,
         headless=headless,
-        sources=ensure_startable(resolved),
+        sources=ensure_startable(resolved, deadline_s=check_deadline),
         accept_changes=accept_changes,
     )
     code = print_result(result)

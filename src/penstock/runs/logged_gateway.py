@@ -49,11 +49,12 @@ class LoggedSession(Session):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.calls: list[tuple[Call | RawPrompt, Answer]] = []
+        self.calls: list[tuple[list[JsonObject], Answer]] = []
 
     async def call(self, call: Call | RawPrompt, on_chunk: DeltaCallback | None = None) -> Answer:
+        sent = _sent_messages(call)  # now, because workflows extend the list they sent
         answer = await self._reply(call, on_chunk)
-        self.calls.append((call, answer))
+        self.calls.append((sent, answer))
         return answer
 
     async def _reply(self, call: Call | RawPrompt, on_chunk: DeltaCallback | None) -> Answer:
@@ -63,8 +64,7 @@ class LoggedSession(Session):
         """The conversation: what each call added, and its answer."""
         found: list[JsonObject] = []
         seen: list[JsonObject] = []
-        for call, answer in self.calls:
-            sent = _sent_messages(call)
+        for sent, answer in self.calls:
             is_longer = sent[: len(seen)] == seen
             found += sent[len(seen) :] if is_longer else sent
             reply = _message(answer)

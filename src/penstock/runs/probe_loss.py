@@ -18,6 +18,7 @@ from blake3 import blake3
 from penstock.config import PipelineStageConfig, RunConfig
 from penstock.dataflow.service.nodes.validate import summarise
 from penstock.errors import ConfigError
+from penstock.plugins import load_module
 from penstock.runs.probe_report import Reporter, code_of, code_of_error, user_traceback
 from penstock.trainer.model_folders import TINY_QWEN3, initial_folder, tiny_shapes
 from penstock.types import (
@@ -48,7 +49,7 @@ def check_loss(config: RunConfig, trajectories: Sequence[Trajectory], reporter: 
     """Train each policy once on a group made of the first attempt with its turns."""
     reporter.begin("torch", "")
     before = time.process_time()
-    import penstock.trainer.build  # imports torch and transformers  # noqa: F401
+    load_module("penstock.trainer.build")  # with torch and transformers
 
     reporter.result.import_cpu_s = time.process_time() - before
     small = with_tiny_models(config)
@@ -112,17 +113,16 @@ def with_tiny_models(config: RunConfig) -> RunConfig:
     for section in (values, *values["models"].values()):
         if section.get("training"):
             section["training"] |= {"parallel": one_rank, "minibatches": 1, "epochs": 1}
-        if (section.get("algorithm") or {}).get("teacher"):
+        if section.get("algorithm") and section["algorithm"].get("teacher"):
             section["algorithm"]["teacher"] = TINY_QWEN3
     for model in values["models"].values():
         model |= {"init": TINY_QWEN3, "lora": None}
-    pipeline = values["pipeline"] or {}
-    for stage in pipeline.get("stages", ()):
-        stage["parallel"] = one_rank
-        if stage["model"] and not stage["place"]:
-            stage["model"] = TINY_QWEN3
-    if pipeline:
+    if pipeline := values["pipeline"]:
         pipeline["hosts"] = []
+        for stage in pipeline["stages"]:
+            stage["parallel"] = one_rank
+            if stage["model"] and not stage["place"]:
+                stage["model"] = TINY_QWEN3
     return RunConfig.model_validate(values)
 
 

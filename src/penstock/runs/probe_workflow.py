@@ -167,7 +167,7 @@ def judge_rollout(
         reporter.add(
             key,
             f"workflow {name} did not end within {deadline_s:g} s on a scripted answer{waits}; "
-            "make it end, or give the check more time with --deadline",
+            "make it end, or give it more time (check --deadline, run --check-deadline)",
             code=rollout.hangs_at or _code_of_workflow(name),
         )
         return False

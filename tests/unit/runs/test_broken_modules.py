@@ -7,7 +7,9 @@ hang or end their process run in a real one."""
 from __future__ import annotations
 
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,7 +76,7 @@ def assert_refused(case: BrokenModule, problems: list[CheckProblem], target: Run
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
     return tmp_path
 
 
@@ -94,7 +96,7 @@ def test_modules_that_hang_or_exit_are_refused_at_the_deadline(folder: Path) -> 
         for index, case in enumerate(IN_A_PROCESS)
     ]
     with ThreadPoolExecutor(len(targets)) as pool:
-        probes = pool.map(lambda target: run_probe(target, deadline_s=DEADLINE_S), targets)
+        probes = pool.map(partial(run_probe, deadline_s=DEADLINE_S), targets)
         for case, target, result in zip(IN_A_PROCESS, targets, probes, strict=True):
             assert_refused(case, result.problems, target)
             assert result.import_cpu_s == 0, "refused before torch is imported"
