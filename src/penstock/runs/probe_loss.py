@@ -22,8 +22,11 @@ from penstock.plugins import load_module
 from penstock.runs.probe_report import Reporter, code_of, code_of_error, user_traceback
 from penstock.trainer.model_folders import TINY_QWEN3, initial_folder, tiny_shapes
 from penstock.types import (
+    FinishReason,
     GroupId,
     Manifest,
+    Outcome,
+    OutcomeKind,
     PolicyName,
     RowId,
     RowPayload,
@@ -148,7 +151,13 @@ def _tiny_batch(
     for slot in range(GROUP_SIZE):
         row_id = RowId(f"{GROUP}.{slot}.1")
         member = replace(
-            trajectory, turns=turns, row_id=row_id, group_id=GROUP, slot=slot, reward=slot % 2.0
+            trajectory,
+            turns=turns,
+            row_id=row_id,
+            group_id=GROUP,
+            slot=slot,
+            reward=slot % 2.0,
+            outcome=Outcome(kind=OutcomeKind.COMPLETED),
         )
         payload = encode(member)
         digest = blake3(payload).hexdigest()
@@ -170,6 +179,7 @@ def _folded(turn: Turn, vocab_size: int) -> Turn:
         sampled_ids=token_ids(token % vocab_size for token in sampled),
         logprobs=log_probs([-math.log(vocab_size)] * len(sampled)),
         sampling=SamplingSpec(max_tokens=turn.sampling.max_tokens),
+        finish=FinishReason.STOP,  # some algorithms leave out truncated answers
     )
 
 

@@ -207,7 +207,7 @@ def _add_failure(outcome: Outcome, name: str, key: str, reporter: Reporter) -> N
         key,
         f"{text}; {fix}" if fix else text,
         code=raised_at or _code_of_workflow(name),
-        detail=detail if raised_at else "",
+        detail=detail if "\n" in detail else "",
     )
 
 

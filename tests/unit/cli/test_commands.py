@@ -214,6 +214,16 @@ def test_check_shows_the_users_error_and_no_frame_of_ours(
     assert "importlib" not in err
 
 
+def test_run_refuses_a_misspelt_rule_before_it_starts_anything(
+    capsys: pytest.CaptureFixture[str], my_run: Path
+) -> None:
+    rule = "dataflow.rules=[{admit: 'task:LastFew'}]"
+    code, _, err = run_main(capsys, "run", str(my_run), rule, f"output_dir={my_run.parent}/runs")
+    assert code == 1
+    assert "dataflow.rules[0]: rule admit: task:LastFew: module 'task' has no class" in err
+    assert not (my_run.parent / "runs").exists()
+
+
 def test_check_lists_the_folders_it_searched_for_a_module(
     capsys: pytest.CaptureFixture[str], my_run: Path
 ) -> None:
