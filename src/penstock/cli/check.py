@@ -80,8 +80,8 @@ def _print_summary(target: RunTarget, report: CheckReport, sizes: RunSizes) -> N
         )
     for source, task in probed.tasks.items():
         print(f"  source {source}: first task {str(task)[:100]}")
-    if config.reward and probed.reward is not None:
-        print(f"  reward {config.reward}: an empty completion scores {probed.reward:g}")
+    for reward, score in probed.rewards.items():
+        print(f"  reward {reward}: an empty completion scores {score:g}")
     for name, loss in probed.losses.items():
         stand_in = "" if config.models[name].init.startswith("builtin:") else " with a tiny model"
         print(f"  loss of {name}: {loss:.4g} on a tiny batch{stand_in}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from keyword import iskeyword
 
 from cyclopts import App, Group, Parameter
 
@@ -23,6 +24,7 @@ COMMANDS = (
     ("demo", START, "Train a tiny model on this CPU in two minutes."),
     ("init", START, "Create a task, a reward and a config to start from."),
     ("check", START, "Check a config, its code and this machine before a run."),
+    ("try", START, "Make a few rollouts without training, and print them."),
     ("plan", START, "Show the training pipeline: stages, placement and memory."),
     ("doctor", START, "List installed components and how to add missing ones."),
     ("run", START, "Start or resume a run on this machine."),
@@ -60,7 +62,8 @@ def build() -> App:
         usage="Usage: penstock COMMAND [OPTIONS]   (penstock COMMAND --help for details)",
     )
     for order, (name, group, text) in enumerate(COMMANDS):
-        path = f"penstock.cli.{name}:{name}"
+        module = f"{name}_" if iskeyword(name) else name
+        path = f"penstock.cli.{module}:{module}"
         app.command(path, name=name, help=text, group=group, sort_key=order)
     weights = App(name="weights", help="Inspect and verify a run's weights.", group=RUNS)
     for verb, text in (

@@ -14,6 +14,7 @@ def run(
     json: bool = False,
     accept_changes: bool = False,
     python_path: list[Path] | None = None,
+    check_deadline: float | None = None,
 ) -> int:
     """Start or resume a run and supervise it until its last step.
 
@@ -24,6 +25,8 @@ def run(
         json: Print one JSON object as the last line.
         accept_changes: Resume even if the config or dataset has changed since the run was started.
         python_path: Folder of your modules; by default the config file's folder, or the last one.
+        check_deadline: Seconds that each step of your code may take in the check before the start;
+            30 if not given.
     """
     from penstock.cli.launching import launch_and_show, print_result
     from penstock.cli.output import print_json
@@ -34,7 +37,7 @@ def run(
     result = launch_and_show(
         resolved,
         headless=headless,
-        sources=ensure_startable(resolved),
+        sources=ensure_startable(resolved, deadline_s=check_deadline),
         accept_changes=accept_changes,
     )
     code = print_result(result)

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
@@ -30,6 +30,7 @@ from penstock.trainer.pipeline.memory_estimate import (
     size_text,
 )
 from penstock.trainer.pipeline.plan import Chain, Plan
+from penstock.types import JsonObject
 
 MIN_FREE_BYTES = 1 << 30
 RANKS_PER_CORE = 2
@@ -129,7 +130,7 @@ def _window(init: str, seed: int) -> int | None:
             config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (ConfigError, OSError, ValueError):
         return None
-    return find_window(config) if isinstance(config, dict) else None
+    return find_window(cast(JsonObject, config)) if isinstance(config, dict) else None
 
 
 def _lora_problems(config: RunConfig) -> Iterator[CheckProblem]:

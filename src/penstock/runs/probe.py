@@ -126,7 +126,7 @@ def _ended_early(last: ProbeMessage, exit_code: int, stack: str, deadline_s: flo
         return CheckProblem(
             key=last.key,
             text=f"{last.step} took longer than {deadline_s:g} s{at}; make it faster, since every "
-            "service calls it too, or give the check more time with --deadline",
+            "service calls it too, or give it more time (check --deadline, run --check-deadline)",
             code=frames[0] if frames else "",
             detail="\n".join(f"  {frame}" for frame in frames[:8]),
         )

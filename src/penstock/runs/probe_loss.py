@@ -18,11 +18,15 @@ from blake3 import blake3
 from penstock.config import PipelineStageConfig, RunConfig
 from penstock.dataflow.service.nodes.validate import summarise
 from penstock.errors import ConfigError
+from penstock.plugins import load_module
 from penstock.runs.probe_report import Reporter, code_of, code_of_error, user_traceback
 from penstock.trainer.model_folders import TINY_QWEN3, initial_folder, tiny_shapes
 from penstock.types import (
+    FinishReason,
     GroupId,
     Manifest,
+    Outcome,
+    OutcomeKind,
     PolicyName,
     RowId,
     RowPayload,
@@ -48,7 +52,7 @@ def check_loss(config: RunConfig, trajectories: Sequence[Trajectory], reporter: 
     """Train each policy once on a group made of the first attempt with its turns."""
     reporter.begin("torch", "")
     before = time.process_time()
-    import penstock.trainer.build  # imports torch and transformers  # noqa: F401
+    load_module("penstock.trainer.build")  # with torch and transformers
 
     reporter.result.import_cpu_s = time.process_time() - before
     small = with_tiny_models(config)
@@ -112,17 +116,16 @@ def with_tiny_models(config: RunConfig) -> RunConfig:
     for section in (values, *values["models"].values()):
         if section.get("training"):
             section["training"] |= {"parallel": one_rank, "minibatches": 1, "epochs": 1}
-        if (section.get("algorithm") or {}).get("teacher"):
+        if section.get("algorithm") and section["algorithm"].get("teacher"):
             section["algorithm"]["teacher"] = TINY_QWEN3
     for model in values["models"].values():
         model |= {"init": TINY_QWEN3, "lora": None}
-    pipeline = values["pipeline"] or {}
-    for stage in pipeline.get("stages", ()):
-        stage["parallel"] = one_rank
-        if stage["model"] and not stage["place"]:
-            stage["model"] = TINY_QWEN3
-    if pipeline:
+    if pipeline := values["pipeline"]:
         pipeline["hosts"] = []
+        for stage in pipeline["stages"]:
+            stage["parallel"] = one_rank
+            if stage["model"] and not stage["place"]:
+                stage["model"] = TINY_QWEN3
     return RunConfig.model_validate(values)
 
 
@@ -148,7 +151,13 @@ def _tiny_batch(
     for slot in range(GROUP_SIZE):
         row_id = RowId(f"{GROUP}.{slot}.1")
         member = replace(
-            trajectory, turns=turns, row_id=row_id, group_id=GROUP, slot=slot, reward=slot % 2.0
+            trajectory,
+            turns=turns,
+            row_id=row_id,
+            group_id=GROUP,
+            slot=slot,
+            reward=slot % 2.0,
+            outcome=Outcome(kind=OutcomeKind.COMPLETED),
         )
         payload = encode(member)
         digest = blake3(payload).hexdigest()
@@ -170,6 +179,7 @@ def _folded(turn: Turn, vocab_size: int) -> Turn:
         sampled_ids=token_ids(token % vocab_size for token in sampled),
         logprobs=log_probs([-math.log(vocab_size)] * len(sampled)),
         sampling=SamplingSpec(max_tokens=turn.sampling.max_tokens),
+        finish=FinishReason.STOP,  # some algorithms leave out truncated answers
     )
 
 

@@ -53,8 +53,8 @@ class ProbeResult:
     """The first task of each source."""
     digests: dict[str, str] = field(default_factory=dict[str, str])
     """Digest of the tasks of each source, to detect a changed dataset."""
-    reward: float | None = None
-    """Score of an empty completion of the first task."""
+    rewards: dict[str, float] = field(default_factory=dict[str, float])
+    """By reward function, the score of an empty completion of the first task."""
     losses: dict[str, float] = field(default_factory=dict[str, float])
     """The loss of each policy on a tiny batch."""
     cpu_s: float = 0.0

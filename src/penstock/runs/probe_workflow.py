@@ -96,14 +96,23 @@ class ScriptedRollout:
 
 
 def run_scripted(
-    run_info: RunInfo, task: Task, folders: Mapping[PolicyName, Path], *, deadline_s: float
+    run_info: RunInfo,
+    task: Task,
+    folders: Mapping[PolicyName, Path],
+    *,
+    has_reward: bool,
+    deadline_s: float,
 ) -> ScriptedRollout:
     """One attempt at the task. Raises WeightsError or EngineError for an unusable model folder."""
-    return asyncio.run(_run_scripted(run_info, task, folders, deadline_s))
+    return asyncio.run(_run_scripted(run_info, task, folders, has_reward, deadline_s))
 
 
 async def _run_scripted(
-    run_info: RunInfo, task: Task, folders: Mapping[PolicyName, Path], deadline_s: float
+    run_info: RunInfo,
+    task: Task,
+    folders: Mapping[PolicyName, Path],
+    has_reward: bool,
+    deadline_s: float,
 ) -> ScriptedRollout:
     model, catcher = ScriptedModel(), _CompletionCatcher()
     gateway = Gateway(model)
@@ -112,7 +121,7 @@ async def _run_scripted(
         gateway.set_renderer(policy, renderer)
         await model.add(policy, renderer, folder)
     limited = replace(run_info, start_to_close_s=deadline_s)
-    scorer = catcher if run_info.reward else None
+    scorer = catcher if has_reward else None
     hangs_at: list[str] = []
     async with local_rollouts(limited, gateway, scorer) as rollout:
         attempt = asyncio.ensure_future(rollout(task, 0))
@@ -158,7 +167,7 @@ def judge_rollout(
         reporter.add(
             key,
             f"workflow {name} did not end within {deadline_s:g} s on a scripted answer{waits}; "
-            "make it end, or give the check more time with --deadline",
+            "make it end, or give it more time (check --deadline, run --check-deadline)",
             code=rollout.hangs_at or _code_of_workflow(name),
         )
         return False
@@ -198,7 +207,7 @@ def _add_failure(outcome: Outcome, name: str, key: str, reporter: Reporter) -> N
         key,
         f"{text}; {fix}" if fix else text,
         code=raised_at or _code_of_workflow(name),
-        detail=detail if raised_at else "",
+        detail=detail if "\n" in detail else "",
     )
 
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Broken configs and broken modules, with what `penstock check` says of each.
 
-The tests check every entry, and the table in docs/how-to/check.md is made from it."""
+The tests check every entry. The tables in docs/how-to/check.md are made from them:
+`python -m tests.unit.runs.broken_cases` writes them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 BASE = """\
 name: broken
@@ -242,7 +244,7 @@ BROKEN_CONFIGS: tuple[BrokenConfig, ...] = (
         fix="must be at least 0.0",
     ),
     BrokenConfig(
-        "a number with an exponent and no dot",
+        "a number with a stray letter",
         "training: {steps: 2, learning_rate: 1e-6x}",
         key="training.learning_rate",
         says='got text ("1e-6x")',
@@ -884,7 +886,7 @@ BROKEN_MODULES: tuple[BrokenModule, ...] = (
         "class Mine:\n    def __init__(self, state, *, window=1): pass",
         key="dataflow.rules[0]",
         says="Mine needs `def judge(self, group)`",
-        fix="to be a admit rule",
+        fix="like every admit rule",
         config=RULE,
         at="class Mine:",
     ),
@@ -970,3 +972,43 @@ BROKEN_MODULES: tuple[BrokenModule, ...] = (
         tags=TORCH,
     ),
 )
+
+
+# --- the tables of the docs -----------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "check.md"
+MARKER = "<!-- broken {kind}: made by tests/unit/runs/broken_cases.py -->"
+
+
+def table(cases: tuple[BrokenConfig, ...] | tuple[BrokenModule, ...]) -> str:
+    """A Markdown table of what `check` says."""
+    rows = [
+        f"| {case.problem} | {_span(case.key)} | {_span(case.says)} | {_span(case.fix)} |"
+        for case in cases
+    ]
+    return "\n".join(
+        ["| what is wrong | key | the message says | how to fix it |", "|---|---|---|---|", *rows]
+    )
+
+
+def _span(text: str) -> str:
+    """A code span inside a table."""
+    if not text:
+        return ""
+    quotes = "``" if "`" in text else "`"
+    pad = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{quotes}{pad}{text}{pad}{quotes}".replace("|", "\\|")
+
+
+def with_tables(page: str) -> str:
+    """The page with both tables up to date."""
+    for kind, cases in (("configs", BROKEN_CONFIGS), ("modules", BROKEN_MODULES)):
+        marker = MARKER.format(kind=kind)
+        before, _, rest = page.partition(f"{marker}\n")
+        _, _, after = rest.partition(f"\n{marker}")
+        page = f"{before}{marker}\n\n{table(cases)}\n\n{marker}{after}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))

@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from tests.unit.runs.broken_cases import BASE, BROKEN_CONFIGS, BrokenConfig
+from tests.unit.runs.broken_cases import BASE, BROKEN_CONFIGS, PAGE, BrokenConfig, with_tables
 
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
@@ -42,6 +42,11 @@ def messages(path: Path, *overrides: str) -> list[str]:
 
 def test_there_are_sixty() -> None:
     assert len({case.problem for case in BROKEN_CONFIGS}) == len(BROKEN_CONFIGS) >= 60
+
+
+def test_the_tables_of_the_docs_are_up_to_date() -> None:
+    page = PAGE.read_text()
+    assert page == with_tables(page), "run: python -m tests.unit.runs.broken_cases"
 
 
 def test_the_config_without_a_fault_passes(folder: Path) -> None:

@@ -7,7 +7,9 @@ hang or end their process run in a real one."""
 from __future__ import annotations
 
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,8 +25,8 @@ from penstock.config import RunConfig
 from penstock.runs.check_problem import CheckProblem, located
 from penstock.runs.preflight import check_run
 from penstock.runs.probe import run_probe
-from penstock.runs.probe_process import Probe
-from penstock.runs.probe_report import ProbeRequest, ProbeResult, Reporter
+from penstock.runs.probe_process import probe
+from penstock.runs.probe_report import ProbeResult, Reporter
 from penstock.runs.target import RunTarget, read_target
 
 DEADLINE_S = 8.0
@@ -49,16 +51,9 @@ def write_run(folder: Path, module: str, code: str, config: str = "") -> RunTarg
 
 def probe_here(target: RunTarget) -> ProbeResult:
     """The steps of the probe process, in this one."""
-    request = ProbeRequest(
-        config={},
-        python_path=[*target.python_path],
-        deadline_s=600.0,
-        stack_fd=-1,
-        with_loss=True,
-    )
-    reporter = Reporter(request.python_path, lambda step, key: None)
+    reporter = Reporter(target.python_path, lambda step, key: None)
     config = RunConfig.model_validate(target.config.model_dump(mode="json"))
-    Probe(config, request, reporter).run(with_loss=True)
+    probe(config, reporter, deadline_s=600.0, with_loss=True)
     return reporter.result
 
 
@@ -81,7 +76,7 @@ def assert_refused(case: BrokenModule, problems: list[CheckProblem], target: Run
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
     return tmp_path
 
 
@@ -101,7 +96,7 @@ def test_modules_that_hang_or_exit_are_refused_at_the_deadline(folder: Path) -> 
         for index, case in enumerate(IN_A_PROCESS)
     ]
     with ThreadPoolExecutor(len(targets)) as pool:
-        probes = pool.map(lambda target: run_probe(target, deadline_s=DEADLINE_S), targets)
+        probes = pool.map(partial(run_probe, deadline_s=DEADLINE_S), targets)
         for case, target, result in zip(IN_A_PROCESS, targets, probes, strict=True):
             assert_refused(case, result.problems, target)
             assert result.import_cpu_s == 0, "refused before torch is imported"

@@ -62,7 +62,7 @@ def make_rule(hook: str, name: str, options: Options, state: State) -> Any:
     method, arguments = METHODS[hook]
     if not _accepts(getattr(kind, method, None), (None, *arguments), {}):
         signature = f"def {method}(self, {', '.join(arguments)})"
-        raise ConfigError(f"{label}: {kind.__name__} needs `{signature}` to be a {hook} rule")
+        raise ConfigError(f"{label}: {kind.__name__} needs `{signature}`, like every {hook} rule")
     if problem := _option_problem(kind, options):
         raise ConfigError(f"{label}: {problem}")
     rule = _build(kind, options, state, label)

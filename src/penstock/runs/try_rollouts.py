@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a few rollouts without training: no services, no run folder, nothing kept.
+
+Owns the choice of tasks and of what answers: the policy's own engine with its initial weights, or
+an OpenAI-compatible server. Workflow and reward run as on a node."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import httpx2
+
+from penstock.config import RunConfig
+from penstock.dataflow.service.build import run_info
+from penstock.dataflow.service.nodes.messages import RunInfo
+from penstock.dataflow.sources import Source, open_source, slot_seeds
+from penstock.errors import ConfigError, PenstockError
+from penstock.gateway.renderer import Renderer
+from penstock.rollout.engine import Engine, EngineSettings
+from penstock.rollout.engine_pool import EnginePools
+from penstock.rollout.engines import find_engine
+from penstock.rollout.rewards.scorer import Scorer
+from penstock.runs.local_rollouts import Rollout, local_rollouts
+from penstock.runs.logged_gateway import LoggedGateway, TextServer, TextSession, no_engine
+from penstock.runs.service_process import add_import_paths
+from penstock.runs.target import RunTarget
+from penstock.trainer.model_folders import initial_folder
+from penstock.types import JsonObject, PolicyName, Task, Version
+
+MAX_CONCURRENT = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedRollout:
+    source: str
+    ordinal: int
+    """Position of the task in its source."""
+    task: JsonObject
+    messages: tuple[JsonObject, ...]
+    """The conversation in OpenAI's chat format."""
+    reward: float | None
+    """None if the rollout failed."""
+    outcome: str
+    """completed, truncated or failed."""
+    reason: str
+    detail: str
+    """The cause of a failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextServerAddress:
+    base_url: str
+    model: str
+    api_key: str = ""
+
+
+async def try_rollouts(
+    target: RunTarget, count: int, server: TextServerAddress | None = None
+) -> AsyncGenerator[TriedRollout]:
+    """Make `count` rollouts of the first tasks of the sources in turn; yield each in that order.
+
+    server: answers instead of the policy's own engine."""
+    config = target.config
+    add_import_paths(target.python_path)
+    tasks = list(_tasks(config, count))
+    info = run_info(config)
+    async with AsyncExitStack() as resources:
+        gateway = await _open_gateway(config, info, server, resources)
+        scorer = None
+        if info.reward and info.is_scored:
+            scorer = Scorer(info.reward)
+            scoring = asyncio.create_task(scorer.run(), name="score")
+            resources.push_async_callback(_cancel, scoring)
+        else:
+            scoring = None
+        rollout = await resources.enter_async_context(local_rollouts(info, gateway, scorer))
+        limit = asyncio.Semaphore(MAX_CONCURRENT)
+        attempts = [
+            asyncio.create_task(_attempt(rollout, gateway, task, number, limit))
+            for task, number in tasks
+        ]
+        resources.push_async_callback(_cancel, *attempts)
+        for attempt in attempts:
+            watched = {attempt} if scoring is None else {attempt, scoring}
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            if scoring is not None and scoring.done():
+                raise _root_cause(scoring)
+            yield await attempt
+
+
+async def _attempt(
+    rollout: Rollout, gateway: LoggedGateway, task: Task, number: int, limit: asyncio.Semaphore
+) -> TriedRollout:
+    async with limit:
+        trajectory = await rollout(task, number)
+    [seed] = slot_seeds(task.seed, range(number, number + 1))
+    return TriedRollout(
+        source=task.source,
+        ordinal=task.ordinal,
+        task=task.payload,
+        messages=tuple(gateway.sessions[seed].messages()),
+        reward=trajectory.reward,
+        outcome=trajectory.outcome.kind,
+        reason=trajectory.outcome.reason,
+        detail=trajectory.outcome.detail,
+    )
+
+
+def _tasks(config: RunConfig, count: int) -> Iterator[tuple[Task, int]]:
+    """(task, number of the attempt at it): from the sources in turn, from the start again where one
+    has too few."""
+    sources = [
+        open_source(source.name, source.task, limit=source.limit)
+        for source in config.sources
+        if source.task
+    ]
+    if not sources:
+        raise ConfigError(
+            "sources: there are no tasks to try, only sessions of external agents; add a source "
+            "with task: to try a workflow"
+        )
+    for index in range(count):
+        source, turn = sources[index % len(sources)], index // len(sources)
+        limit = _num_tasks(source)
+        ordinal, number = (turn, 0) if limit is None else (turn % limit, turn // limit)
+        yield source.task(ordinal, seed=config.seed, workflow=""), number
+
+
+def _num_tasks(source: Source) -> int | None:
+    known = [number for number in (source.limit, source.num_distinct) if number is not None]
+    return min(known, default=None)
+
+
+async def _open_gateway(
+    config: RunConfig, info: RunInfo, server: TextServerAddress | None, resources: AsyncExitStack
+) -> LoggedGateway:
+    if server is None:
+        return await resources.enter_async_context(_engine_gateway(config, info))
+    http = await resources.enter_async_context(httpx2.AsyncClient())
+    text_server = TextServer(
+        base_url=server.base_url, model=server.model, api_key=server.api_key, http=http
+    )
+    return LoggedGateway(no_engine, partial(TextSession, text_server))
+
+
+@asynccontextmanager
+async def _engine_gateway(config: RunConfig, info: RunInfo) -> AsyncGenerator[LoggedGateway]:
+    """A gateway to the run's engine, which serves the initial weights of every policy."""
+    with ExitStack() as folders:
+        scratch = Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="penstock-try-")))
+        engines = EnginePools(info.policies, partial(_make_engine, config, info, scratch))
+        gateway = LoggedGateway(engines)
+        try:
+            for name, model in config.models.items():
+                folder = folders.enter_context(initial_folder(model.init, config.seed))
+                gateway.set_renderer(PolicyName(name), Renderer.load(folder))
+                version = Version(policy=PolicyName(name), incarnation=1, number=0)
+                await engines.load(folder, version)
+            yield gateway
+        finally:
+            await engines.close()
+
+
+def _make_engine(config: RunConfig, info: RunInfo, scratch: Path) -> Engine:
+    first = next(iter(config.models.values()))
+    settings = EngineSettings(
+        seed=config.seed,
+        torch_threads=info.torch_threads,
+        is_deterministic=info.is_deterministic,
+        url=first.engine_url,
+        environment=first.vllm.environment or "",
+        options=info.engine_options,
+        state_dir=scratch,
+    )
+    return find_engine(info.engine).build(settings)
+
+
+async def _cancel(*tasks: asyncio.Task[object]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _root_cause(task: asyncio.Task[None]) -> BaseException:
+    error: BaseException | None = task.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
+    return error or PenstockError("scoring ended early")
