@@ -29,8 +29,9 @@ def check(target: Path, /, *overrides: str, json: bool = False) -> int:
     from penstock.runs.target import read_target
 
     resolved = read_target(target, overrides)
+    found = [*find_problems(resolved)]  # first: it downloads data sets, without a deadline
     probed = run_probe(resolved)
-    found = [*find_problems(resolved), *probed.problems]
+    found += probed.problems
     sizes = derive_sizes(resolved)
     if json:
         print_json({"ok": not found, "problems": found, **asdict(sizes)})
@@ -56,5 +57,5 @@ def _print_summary(target: RunTarget, probed: ProbeResult, sizes: RunSizes) -> N
         )
     for source, task in probed.tasks.items():
         print(f"  source {source}: first task {str(task)[:100]}")
-    if config.reward:
-        print(f"  reward {config.reward}: an empty completion scores {probed.reward:g}")
+    for reward, score in probed.rewards.items():
+        print(f"  reward {reward}: an empty completion scores {score:g}")

@@ -18,6 +18,7 @@ from penstock.config import CommandWorkflow, RunConfig
 from penstock.config.models import BUILTIN_MODELS
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import free_bytes
+from penstock.runs.data_check import data_problems
 from penstock.runs.probe import run_probe, user_stages, user_workflow
 from penstock.runs.target import RunTarget
 
@@ -50,7 +51,7 @@ def derive_sizes(target: RunTarget) -> RunSizes:
     policies: dict[str, PolicySizes] = {}
     for name in config.models:
         policy = config.for_policy(name)
-        has_tasks = any(source.task for source in config.sources)
+        has_tasks = any(source.session is None for source in config.sources)
         num_members = policy.algorithm.num_generations if has_tasks else 1
         rows = policy.training.groups_per_batch * num_members
         policies[name] = PolicySizes(
@@ -67,12 +68,14 @@ def ensure_startable(target: RunTarget) -> dict[str, str]:
     """Raise ConfigError with every problem found; otherwise return the task digest of each source
     that was probed. A run of built-in code only is not probed."""
     config = target.config
-    workflow = user_workflow(config.workflow)
-    named = [*(source.task for source in config.sources), config.reward, workflow]
+    named = [*map(user_workflow, (config.workflow, *(s.workflow for s in config.sources)))]
+    named += [config.reward or "", *(source.reward or "" for source in config.sources)]
+    named += [source.task or "data" for source in config.sources if source.session is None]
     named += [str(stage["fn"]) for stage in user_stages(config) if stage["fn"]]
     has_user_code = any(name and not name.startswith("penstock.") for name in named)
+    found = [*find_problems(target)]  # first: it downloads data sets, without a deadline
     probed = run_probe(target) if has_user_code else None
-    found = [*find_problems(target), *(probed.problems if probed else ())]
+    found += probed.problems if probed else ()
     if found:
         listed = "\n".join(f"  - {text}" for text in found)
         raise ConfigError(f"run {config.name} cannot start:\n{listed}")
@@ -87,6 +90,7 @@ def find_problems(target: RunTarget) -> Iterator[str]:
     yield from _missing_program(target.config)
     yield from _missing_engines(target.config)
     yield from _disk_problems(target.folder.path)
+    yield from (f"{key}: {text}" for key, text in data_problems(target.config))
 
 
 def _missing_engines(config: RunConfig) -> Iterator[str]:
@@ -150,11 +154,10 @@ def _vocabulary_mismatches(config: RunConfig) -> Iterator[str]:
 
 
 def _missing_program(config: RunConfig) -> Iterator[str]:
-    if not isinstance(config.workflow, CommandWorkflow):
-        return
-    program = config.workflow.command[0]
-    if shutil.which(program) is None:
-        yield f"workflow.command: program {program!r} not found; install it or use its full path"
+    for workflow in (config.workflow, *(source.workflow for source in config.sources)):
+        if isinstance(workflow, CommandWorkflow) and shutil.which(workflow.command[0]) is None:
+            program = workflow.command[0]
+            yield f"workflow.command: program {program!r} not found; install it or use a full path"
 
 
 def _disk_problems(folder: Path) -> Iterator[str]:

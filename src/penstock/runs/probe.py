@@ -20,12 +20,8 @@ def run_probe(target: RunTarget) -> ProbeResult:
     """Run the user's task, reward and workflow once and collect the problems."""
     config = target.config
     request = ProbeRequest(
-        sources=[(s.name, s.task, s.limit) for s in config.sources if s.task],
-        reward=config.reward or "",
-        workflow=user_workflow(config.workflow),
-        is_single_turn=config.workflow == "single_turn",
+        config=config.model_dump(mode="json"),
         stages=user_stages(config),
-        seed=config.seed,
         python_path=[*target.python_path],
     )
     try:

@@ -16,11 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import penstock
 from penstock.errors import ConfigError
 from penstock.types import JsonObject
+
+if TYPE_CHECKING:
+    from penstock.config import RunConfig, SourceConfig
 
 T = TypeVar("T")
 
@@ -33,16 +36,9 @@ _INTERNAL_PATHS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
-    sources: list[tuple[str, str, int | None]]
-    """(name, module or file, limit)."""
-    reward: str
-    workflow: str
-    """Empty for a command, which is not run."""
-    is_single_turn: bool
-    """The built-in workflow that needs text under `prompt`."""
+    config: JsonObject
     stages: list[JsonObject]
     """Pipeline stages with custom functions; loaded but not called."""
-    seed: int
     python_path: list[str]
 
 
@@ -53,75 +49,87 @@ class ProbeResult:
     """The first task of each source."""
     digests: dict[str, str] = field(default_factory=dict[str, str])
     """Digest of the tasks of each source, to detect a changed dataset."""
-    reward: float | None = None
-    """Score of an empty completion of the first task."""
+    rewards: dict[str, float] = field(default_factory=dict[str, float])
+    """Score of an empty completion of the first task, by reward function."""
 
 
 def probe(request: ProbeRequest) -> ProbeResult:
-    result = ProbeResult()
-    for name, where, limit in request.sources:
-        _try_source(name, where, limit, request, result)
-    if request.reward and result.tasks:
-        _try_reward(request, next(iter(result.tasks.values())), result)
-    if request.workflow:
-        _try_workflow(request, result)
+    from penstock.config import RunConfig
+
+    config, result = RunConfig.model_validate(request.config), ProbeResult()
+    for source in config.sources:
+        if source.session is None:
+            _try_source(config, source, request, result)
+    tried = {
+        config.reward_of(source): result.tasks[source.name]
+        for source in reversed(config.sources)
+        if source.name in result.tasks
+    }
+    for reward, payload in tried.items():
+        if reward is not None:
+            _try_reward(reward, payload, request, result)
+    for workflow in dict.fromkeys(map(config.workflow_of, config.sources)):
+        if isinstance(workflow, str) and ":" in workflow:
+            _try_workflow(workflow, request, result)
     for stage in request.stages:
         _try_stage(stage, request, result)
     return result
 
 
 def _try_source(
-    name: str, where: str, limit: int | None, request: ProbeRequest, result: ProbeResult
+    config: RunConfig, entry: SourceConfig, request: ProbeRequest, result: ProbeResult
 ) -> None:
-    from penstock.dataflow.sources import open_source
+    from penstock.dataflow.service.build import build_source
 
-    seed = request.seed
+    seed, name = config.seed, entry.name
     try:
-        source = open_source(name, where, limit=limit)
+        source = build_source(config, entry)
         task = source.task(0, seed=seed, workflow="")
         repeated = source.task(0, seed=seed, workflow="")
         result.digests[name] = source.digest(seed)
     except ConfigError as error:
-        result.problems.append(_with_cause(str(error), error, request))
+        if entry.rows is None:  # `data_check` reports what is wrong with rows
+            result.problems.append(_with_cause(str(error), error, request))
     except (Exception, SystemExit) as error:
-        result.problems.append(f"source {name!r}: {where} raised\n{_user_traceback(error)}")
+        result.problems.append(f"source {name!r}: {entry.task} raised\n{_user_traceback(error)}")
     else:
         if task != repeated:
             result.problems.append(
                 f"source {name!r}: two calls of make_task(0, {seed}) returned different tasks; "
                 "derive all randomness from the seed, so that a restart repeats the tasks"
             )
-        if request.is_single_turn and not isinstance(task.payload.get("prompt"), str):
-            maker = "its first line" if where.endswith(".jsonl") else "make_task"
+        is_prompt = isinstance(task.payload.get("prompt"), str | list)
+        if config.workflow_of(entry) == "single_turn" and not is_prompt:
             result.problems.append(
-                f'source {name!r}: {maker} has no text under "prompt", which workflow single_turn '
-                f"needs; keys: {', '.join(map(str, task.payload)) or 'none'}"
+                f'source {name!r}: make_task has neither text nor messages under "prompt", which '
+                f"workflow single_turn needs; keys: {', '.join(map(str, task.payload)) or 'none'}"
             )
         result.tasks[name] = task.payload
 
 
-def _try_reward(request: ProbeRequest, payload: JsonObject, result: ProbeResult) -> None:
+def _try_reward(
+    reward: str, payload: JsonObject, request: ProbeRequest, result: ProbeResult
+) -> None:
     from penstock.plugins import load_function
     from penstock.rollout.rewards.frames import ScoreRequest
     from penstock.rollout.rewards.worker import score
 
-    reward = request.reward
     function = _load("reward", partial(load_function, reward), request, result)
     if function is None:
         return
     answer = score(function, ScoreRequest(completions=[""], payloads=[payload]))
     if answer.error:
         result.problems.append(f"reward {reward} failed on an empty completion:\n{answer.error}")
-    elif isinstance(answer.values[0], str):
-        result.problems.append(f"reward {reward} returned {answer.values[0]}; expected a number")
+    elif isinstance(value := answer.values[0], str):
+        result.problems.append(f"reward {reward} returned {value}; expected a number")
     else:
-        result.reward = answer.values[0]
+        result.rewards[reward] = value
 
 
-def _try_workflow(request: ProbeRequest, result: ProbeResult) -> None:
+def _try_workflow(workflow: str, request: ProbeRequest, result: ProbeResult) -> None:
     from penstock.rollout.workflows import find_workflow
 
-    _load("workflow", partial(find_workflow, request.workflow), request, result)
+    _load("workflow", partial(find_workflow, workflow), request, result)
 
 
 def _try_stage(entry: JsonObject, request: ProbeRequest, result: ProbeResult) -> None:
@@ -155,8 +163,10 @@ def _with_cause(text: str, error: ConfigError, request: ProbeRequest) -> str:
 
 def _is_named_in_config(module: str, request: ProbeRequest) -> bool:
     """True if the config names this module or one inside it; False if only user code imports it."""
-    functions = (request.reward, request.workflow, *(str(s["fn"]) for s in request.stages))
-    named = [where for _, where, _ in request.sources] + [f.partition(":")[0] for f in functions]
+    sources: list[JsonObject] = request.config["sources"]
+    entries = [request.config, *sources, *request.stages]
+    named = [entry.get(key) for entry in entries for key in ("task", "reward", "workflow", "fn")]
+    named = [name.partition(":")[0] for name in named if isinstance(name, str)]
     return any(f"{name}.".startswith(f"{module}.") for name in named)
 
 

@@ -204,8 +204,8 @@ def test_check_lists_every_problem_in_one_go(
         ),
         (
             "def make_task(ordinal, seed): return {'question': 'a', 'n': 1}\n",
-            "source 'train': make_task has no text under \"prompt\", which workflow single_turn "
-            "needs; keys: question, n",
+            "source 'train': make_task has neither text nor messages under \"prompt\", which "
+            "workflow single_turn needs; keys: question, n",
         ),
         (
             "def make_task(ordinal, seed): pass\n",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.config import RunConfig, SourceConfig
 from penstock.config.dataflow import SHARED_HOOKS, SurvivorsClosing
+from penstock.config.sources import WORKFLOWS, WorkflowConfig
 from penstock.dataflow.columns.row_leases import ReaderSpec, RowTrigger
 from penstock.dataflow.core.completion import RequiredColumns
 from penstock.dataflow.core.consumers import PolicySpec
@@ -24,12 +25,17 @@ from penstock.dataflow.ledger.objects import open_payloads
 from penstock.dataflow.ledger.store import Ledger, OnFailure, ignore_failure
 from penstock.dataflow.records import CommandJournal
 from penstock.dataflow.service.coordinator import DataflowService
-from penstock.dataflow.service.nodes.messages import RunInfo, SessionSpec, SharedBaseModel
+from penstock.dataflow.service.nodes.messages import (
+    RunInfo,
+    SessionSpec,
+    SharedBaseModel,
+    SourceInfo,
+)
 from penstock.dataflow.service.operators.observe import balance_settings
 from penstock.dataflow.service.partition import CoordinatorApi, PartitionService
 from penstock.dataflow.service.process import Process, monotonic_clock
 from penstock.dataflow.service.rows.handlers import RowService
-from penstock.dataflow.sources import Source, open_source, session_source
+from penstock.dataflow.sources import DataSpec, Source, open_source, session_source
 from penstock.errors import ConfigError
 from penstock.types import PolicyName, SamplingSpec
 
@@ -51,7 +57,7 @@ def build_partly_restored(
     clock = monotonic_clock()
     journal = CommandJournal()
     ledger = _open(config, ledger_folder, "home", on_failure)
-    sources = [_source(source) for source in config.sources]
+    sources = [build_source(config, source) for source in config.sources]
     spec = core_spec(config)
     service = DataflowService(
         partial(Process, ledger, journal, clock, _bounds(config)),
@@ -65,10 +71,25 @@ def build_partly_restored(
     return service
 
 
-def _source(source: SourceConfig) -> Source:
-    if source.task is None:
+def build_source(config: RunConfig, source: SourceConfig) -> Source:
+    """One source of a run, open."""
+    if source.session is not None:
         return session_source(source.name, weight=source.weight, limit=source.limit)
-    return open_source(source.name, source.task, weight=source.weight, limit=source.limit)
+    return open_source(
+        source.name,
+        data_spec(config, source) or source.task or "",
+        weight=source.weight,
+        limit=source.limit,
+        workflow="" if source.workflow is None else _workflow(source.workflow),
+    )
+
+
+def data_spec(config: RunConfig, source: SourceConfig) -> DataSpec | None:
+    """The data set of this source; None if it has none."""
+    if source.rows is None:
+        return None
+    has_prompt = config.workflow_of(source) in WORKFLOWS
+    return DataSpec(**source.rows.model_dump(), has_prompt=has_prompt)
 
 
 def build_partition(
@@ -157,7 +178,7 @@ def core_spec(config: RunConfig) -> CoreSpec:
             session_source="" if session is None else session.name,
             session_start_to_close_s=_session_s(config),
         ),
-        workflow=_workflow(config),
+        workflow=_workflow(config.workflow),
         seed=config.seed,
         retain_batches=config.dataflow.retain_batches,
         needs=dict.fromkeys(map(PolicyName, config.models), _needs(config)),
@@ -232,8 +253,7 @@ def _closing(config: RunConfig) -> ClosingPolicy:
     return ClosingPolicy(kind=ClosingKind(closing))
 
 
-def _workflow(config: RunConfig) -> str:
-    workflow = config.workflow
+def _workflow(workflow: WorkflowConfig) -> str:
     return workflow if isinstance(workflow, str) else json.dumps(list(workflow.command))
 
 
@@ -242,7 +262,7 @@ def run_info(config: RunConfig) -> RunInfo:
     return RunInfo(
         run=config.name,
         policies=tuple(PolicyName(name) for name in config.models),
-        workflow=_workflow(config),
+        workflow=_workflow(config.workflow),
         reward=config.reward or "",
         sampling=SamplingSpec(**config.sampling.model_dump()),
         engine=first.engine,
@@ -254,7 +274,20 @@ def run_info(config: RunConfig) -> RunInfo:
         session=_session_spec(config),
         is_deterministic=config.deterministic,
         adapters=tuple(_shared_bases(config)),
+        sources=tuple(_own_settings(config)),
     )
+
+
+def _own_settings(config: RunConfig) -> Iterator[SourceInfo]:
+    """Sources that differ from the run in workflow, reward or sampling."""
+    for source in config.sources:
+        if any(own is not None for own in (source.workflow, source.reward, source.sampling)):
+            yield SourceInfo(
+                name=source.name,
+                workflow=_workflow(config.workflow_of(source)),
+                reward=config.reward_of(source) or "",
+                sampling=SamplingSpec(**config.sampling_of(source).model_dump()),
+            )
 
 
 def _shared_bases(config: RunConfig) -> Iterator[SharedBaseModel]:
