@@ -6,7 +6,7 @@ cache. Runs no code of the user, so it needs no separate process and no time lim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from penstock.config import RunConfig
@@ -19,15 +19,20 @@ if TYPE_CHECKING:
     from penstock.gateway.renderer import Renderer
 
 
-def data_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(config key, message) of every source whose data set cannot be used."""
+def data_problems(
+    config: RunConfig, checked: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """(config key, message) of every source whose data set cannot be used.
+
+    checked: digests of data sets that an earlier launch has read, which are not read again."""
     for index, source in enumerate(config.sources):
         spec = data_spec(config, source)
         if spec is None:
             continue
         try:
             data = open_data(source.name, spec)
-            data.check(None if spec.max_prompt_tokens is None else _Counter(config))
+            if (checked or {}).get(source.name) != data.digest():
+                data.check(None if spec.max_prompt_tokens is None else _Counter(config))
         except (ConfigError, WeightsError) as error:
             yield f"sources[{index}].{'task' if source.data is None else 'data'}", str(error)
 

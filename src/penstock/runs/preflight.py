@@ -90,7 +90,8 @@ def find_problems(target: RunTarget) -> Iterator[str]:
     yield from _missing_program(target.config)
     yield from _missing_engines(target.config)
     yield from _disk_problems(target.folder.path)
-    yield from (f"{key}: {text}" for key, text in data_problems(target.config))
+    for key, text in data_problems(target.config, target.folder.sources()):
+        yield f"{key}: {text}"
 
 
 def _missing_engines(config: RunConfig) -> Iterator[str]:

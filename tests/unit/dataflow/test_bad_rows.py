@@ -72,8 +72,10 @@ JSONL: dict[BadRowKind, tuple[bytes, ...]] = {
         b'{"prompt": "a", "n": -9223372036854775809}',
     ),
     K.INVALID_TEXT: (b'{"prompt": "\\ud800"}', b'{"prompt": "a", "b": ["\\udfff"]}'),
-    K.LONG_PROMPT: tuple(b'{"prompt": "%s"}' % (b"word " * (20 + n)) for n in range(4))
-    + (b'{"prompt": [{"role": "user", "content": "%s"}]}' % (b"word " * 50),),
+    K.LONG_PROMPT: (
+        *(b'{"prompt": "%s"}' % (b"word " * num) for num in range(20, 24)),
+        b'{"prompt": [{"role": "user", "content": "%s"}]}' % (b"word " * 50),
+    ),
     K.TRUNCATED: (b'{"prompt": "the end is',),
 }
 CSV: dict[BadRowKind, tuple[bytes, ...]] = {

@@ -6,11 +6,14 @@ Owns the choice of format, the mapping of columns and the check of all rows. The
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
+
+from blake3 import blake3
 
 from penstock.dataflow.sources.bad_rows import BadRow, BadRowKind, BadRows
 from penstock.dataflow.sources.row_checks import PROMPT, check_prompt, check_values, missing_prompt
@@ -82,7 +85,10 @@ class DataSet:
         return min(len(self._rows), self._spec.limit or len(self._rows))
 
     def digest(self) -> str:
-        return self._rows.digest()
+        """Of the content and of what is made of it, wherever it is stored."""
+        settings = {**asdict(self._spec), "path": ""}
+        text = json.dumps([self._rows.digest(), settings], sort_keys=True)
+        return blake3(text.encode()).hexdigest()
 
     def payload(self, index: int) -> JsonObject:
         """The task of a row. Raises BadRow if it is not valid; counts no tokens."""
