@@ -8,11 +8,9 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-import pyarrow
-import pyarrow.csv
-import pyarrow.parquet
 import pytest
 from tests.e2e.system import System, assert_complete, penstock
+from tests.unit.dataflow.data_packages import arrow_csv, import_datasets, parquet, pyarrow
 
 RUN = """
 name: mixed
@@ -46,17 +44,16 @@ def copied(completions, format, answer, **_):
 
 
 def write_tasks(folder: Path) -> None:
-    from datasets import Dataset, DatasetDict
-
+    datasets = import_datasets()
     texts = ["abc", "bcd", "cde", "def", "efg"]
     table = {"prompt": [f"{t}>" for t in texts], "answer": [t[::-1] for t in texts]}
-    pyarrow.parquet.write_table(pyarrow.table(table), folder / "reverse.parquet")
+    parquet.write_table(pyarrow.table(table), folder / "reverse.parquet")
     lines = [{"messages": [{"role": "user", "content": f"{t}>"}], "answer": t[::-1]} for t in texts]
     (folder / "reverse.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     copies = pyarrow.table({"text": texts, "format": ["csv"] * 5})
-    pyarrow.csv.write_csv(copies, folder / "copy.csv")
+    arrow_csv.write_csv(copies, folder / "copy.csv")
     rows = [{"prompt": t, "answer": t, "format": "saved"} for t in texts]
-    DatasetDict({"train": Dataset.from_list(rows)}).save_to_disk(folder / "saved")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(folder / "saved")
     (folder / "envs.py").write_text(ENVS)
     (folder / "run.yaml").write_text(RUN)
 

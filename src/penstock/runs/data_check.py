@@ -50,7 +50,12 @@ class _Counter:
 
 
 def _load_renderer(init: str) -> Renderer:
-    from penstock.gateway.renderer import Renderer
+    try:
+        from penstock.gateway.renderer import Renderer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"max_prompt_tokens needs {error.name}; run: pip install 'penstock[tokens]'"
+        ) from None
     from penstock.trainer.model_folders import initial_folder
 
     with initial_folder(init, seed=0) as folder:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
+from tests.unit.dataflow.data_packages import import_datasets, parquet, pyarrow
 
 from penstock.dataflow.sources import BadRow, BadRowKind, BadRows, DataSpec, open_data
 from penstock.dataflow.sources.bad_rows import NUM_LISTED
@@ -141,7 +140,8 @@ Expected = dict[str, BadRowKind]
 
 
 def write_jsonl(folder: Path) -> tuple[Path, Expected]:
-    path, lines, expected = folder / "tasks.jsonl", [GOOD, b""], {}
+    path, lines = folder / "tasks.jsonl", [GOOD, b""]
+    expected: Expected = {}
     for kind, rows in JSONL.items():
         for row in rows:
             expected[f"{path}:{len(lines) + 1}"] = kind
@@ -151,7 +151,8 @@ def write_jsonl(folder: Path) -> tuple[Path, Expected]:
 
 
 def write_csv(folder: Path) -> tuple[Path, Expected]:
-    path, text, expected = folder / "tasks.csv", b"prompt,answer\n", {}
+    path, text = folder / "tasks.csv", b"prompt,answer\n"
+    expected: Expected = {}
     for kind, rows in CSV.items():
         for row in rows:
             line = text.count(b"\n") + 1
@@ -162,7 +163,8 @@ def write_csv(folder: Path) -> tuple[Path, Expected]:
 
 
 def write_parquet(folder: Path) -> tuple[Path, Expected]:
-    path, expected = folder / "tasks.parquet", {}
+    path = folder / "tasks.parquet"
+    expected: Expected = {}
     rows: list[dict[str, Any]] = []
     for kind, bad in PARQUET.items():
         for row in bad:
@@ -174,21 +176,21 @@ def write_parquet(folder: Path) -> tuple[Path, Expected]:
     table = pyarrow.Table.from_pylist(encoded, SCHEMA)
     prompts = table["prompt"].combine_chunks().view(pyarrow.string())  # unchecked, as some writers
     table = table.set_column(0, "prompt", prompts)
-    pyarrow.parquet.write_table(table, path, row_group_size=7)
+    parquet.write_table(table, path, row_group_size=7)
     return path, expected
 
 
 def write_saved(folder: Path) -> tuple[Path, Expected]:
-    from datasets import Dataset
-
-    path, expected = folder / "saved", {}
+    datasets = import_datasets()
+    path = folder / "saved"
+    expected: Expected = {}
     good = [{"role": "user", "content": "2 + 2 ="}]
     rows: list[dict[str, Any]] = []
     for kind, prompts in SAVED.items():
         for prompt in prompts:
             rows += [{"prompt": good}, {"prompt": prompt}]
             expected[f"{path} row {len(rows)}"] = kind
-    Dataset.from_list(rows).save_to_disk(path)
+    datasets.Dataset.from_list(rows).save_to_disk(path)
     return path, expected
 
 
@@ -263,20 +265,20 @@ def other_columns(path: Path) -> None:
 
 
 def half(path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 1000}), path)
+    parquet.write_table(pyarrow.table({"prompt": ["a"] * 1000}), path)
     path.write_bytes(path.read_bytes()[:-100])
 
 
 def damaged(path: Path) -> None:
     texts = [f"{n:x}" * 50 for n in range(1000)]
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": texts}), path, compression="zstd")
+    parquet.write_table(pyarrow.table({"prompt": texts}), path, compression="zstd")
     data = bytearray(path.read_bytes())
     data[200:400] = b"\xaa" * 200
     path.write_bytes(data)
 
 
 def no_rows(path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], "string")}), path)
+    parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], "string")}), path)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +315,7 @@ def test_a_file_that_cannot_be_read_at_all(
 
 def test_a_dropped_column_may_hold_anything(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "day": [WHEN]}), path)
+    parquet.write_table(pyarrow.table({"prompt": ["a"], "day": [WHEN]}), path)
     with pytest.raises(BadRows, match=r"row 1: day: a value of type date .*columns: \{day: null\}"):
         open_data("train", DataSpec(path=str(path))).check()
     data = open_data("train", DataSpec(path=str(path), columns={"day": None}))

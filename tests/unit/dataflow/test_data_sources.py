@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
+from tests.unit.dataflow.data_packages import import_datasets, parquet, pyarrow
 
 from penstock.dataflow.sources import (
     BadRows,
@@ -44,13 +43,12 @@ def write_csv(path: Path, rows: list[Row]) -> None:
 
 
 def write_parquet(path: Path, rows: list[Row]) -> None:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=100)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=100)
 
 
 def write_saved(path: Path, rows: list[Row]) -> None:
-    from datasets import Dataset
-
-    Dataset.from_list(rows).save_to_disk(path, num_shards=3)
+    datasets = import_datasets()
+    datasets.Dataset.from_list(rows).save_to_disk(path, num_shards=3)
 
 
 FORMATS: dict[str, Callable[[Path, list[Row]], None]] = {
@@ -62,8 +60,8 @@ FORMATS: dict[str, Callable[[Path, list[Row]], None]] = {
 
 
 def source_of(path: Path, **options: Any) -> Source:
-    spec = DataSpec(path=str(path), has_prompt=True, **{"columns": COLUMNS, **options})
-    return open_source("train", spec)
+    values: dict[str, Any] = {"columns": COLUMNS, **options}
+    return open_source("train", DataSpec(path=str(path), has_prompt=True, **values))
 
 
 def payload(source: Source, ordinal: int) -> Row:
@@ -158,10 +156,12 @@ def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_a_split_is_chosen(tmp_path: Path) -> None:
-    from datasets import Dataset, DatasetDict
-
-    splits = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[7:9])}
-    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    datasets = import_datasets()
+    splits = {
+        "train": datasets.Dataset.from_list(ROWS),
+        "test": datasets.Dataset.from_list(ROWS[7:9]),
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     assert payload(source_of(tmp_path / "saved"), 0)["answer"] == "0"
     assert payload(source_of(tmp_path / "saved", split="test"), 3)["answer"] == "16"
     with pytest.raises(
@@ -188,8 +188,7 @@ def test_a_damaged_one_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_of_files_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as `hf download --local-dir` leaves."""
-    import datasets
-
+    datasets = import_datasets()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "copied" / "data").mkdir(parents=True)
     write_parquet(tmp_path / "copied" / "data" / "train-00000.parquet", ROWS)

@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
+from tests.unit.dataflow.data_packages import parquet, pyarrow
 from tests.unit.dataflow.hub_stub import COMMIT, hub
 
 REPO = "someone/sums"
@@ -54,19 +53,19 @@ def load(home: Path, *entries: dict[str, Any], **env: str) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def parquet(answer: str) -> bytes:
+def parquet_of(answer: str) -> bytes:
     buffer = io.BytesIO()
     table = pyarrow.table({"question": [f"is it {answer}?"], "answer": [answer]})
-    pyarrow.parquet.write_table(table, buffer)
+    parquet.write_table(table, buffer)
     return buffer.getvalue()
 
 
 def test_a_data_set_is_downloaded_and_then_found_in_the_cache(tmp_path: Path) -> None:
     files = {
         "README.md": CARD.encode(),
-        "main/train.parquet": parquet("a"),
-        "main/test.parquet": parquet("b"),
-        "hard/train.parquet": parquet("c"),
+        "main/train.parquet": parquet_of("a"),
+        "main/test.parquet": parquet_of("b"),
+        "hard/train.parquet": parquet_of("c"),
     }
     main = {"path": REPO, "name": "main", "columns": {"prompt": "question"}}
     wrong = [{**main, "split": "tset"}, {**main, "name": "hrad"}, {"path": "someone/smus"}]
@@ -96,7 +95,7 @@ def test_without_a_network_it_says_what_to_do(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder.parent / "README.md").write_text(CARD)
     for name in ("train", "test"):
-        (folder / f"{name}.parquet").write_bytes(parquet("a"))
+        (folder / f"{name}.parquet").write_bytes(parquet_of("a"))
     entries = {"path": REPO}, {"path": REPO, "revision": "v2"}, {"path": "./sums"}
     offline, pinned, copied = load(tmp_path, *entries, HF_HUB_OFFLINE="1")
     assert offline == (

@@ -54,8 +54,10 @@ class DataSpec:
 class Rows(Protocol):
     """A data set, read by position."""
 
-    columns: tuple[str, ...] | None
-    """None if each row has its own keys."""
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """None if each row has its own keys."""
+        ...
 
     def __len__(self) -> int: ...
 
