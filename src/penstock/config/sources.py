@@ -146,7 +146,7 @@ class SourceConfig(Section):
     reward: FunctionName | None = None
     """What scores its trajectories; null: the reward of the run."""
     sampling: SamplingConfig | None = None
-    """Sampling of its turns; keys that are left out are those of the run."""
+    """Sampling of its turns; a key that is left out has the value of the run."""
 
     @property
     def rows(self) -> DataConfig | None:
@@ -169,5 +169,5 @@ class SourceConfig(Section):
 _NOT_FOR_SESSIONS = {
     "workflow": "external agents run themselves",
     "reward": "external agents send their own rewards",
-    "sampling": "external agents choose their own, or get that of the run",
+    "sampling": "external agents choose their own, or get the sampling of the run",
 }

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from penstock.config import RunConfig
-from penstock.dataflow.service.build import data_spec
+from penstock.dataflow.service.build_sources import data_spec
 from penstock.dataflow.sources import open_data
 from penstock.errors import BadRequest, ConfigError, WeightsError
 from penstock.types import JsonObject

@@ -79,7 +79,7 @@ def probe(request: ProbeRequest) -> ProbeResult:
 def _try_source(
     config: RunConfig, entry: SourceConfig, request: ProbeRequest, result: ProbeResult
 ) -> None:
-    from penstock.dataflow.service.build import build_source
+    from penstock.dataflow.service.build_sources import build_source
 
     seed, name = config.seed, entry.name
     try:

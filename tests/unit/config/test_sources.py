@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from penstock.config import CommandWorkflow, RunConfig, dump
-from penstock.dataflow.service.build import data_spec, run_info
+from penstock.dataflow.service.build import run_info
+from penstock.dataflow.service.build_sources import data_spec
 from penstock.errors import ConfigError
 
 LoadText = Callable[..., RunConfig]

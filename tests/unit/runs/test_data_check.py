@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import RunConfig, load
-from penstock.dataflow.service.build import build_source
+from penstock.dataflow.service.build_sources import build_source
 from penstock.runs.data_check import data_problems
 from penstock.trainer.model_folders import init_model
 

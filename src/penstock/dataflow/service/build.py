@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from penstock.config import RunConfig, SourceConfig
+from penstock.config import RunConfig
 from penstock.config.dataflow import SHARED_HOOKS, SurvivorsClosing
-from penstock.config.sources import WORKFLOWS, WorkflowConfig
 from penstock.dataflow.columns.row_leases import ReaderSpec, RowTrigger
 from penstock.dataflow.core.completion import RequiredColumns
 from penstock.dataflow.core.consumers import PolicySpec
@@ -24,6 +22,7 @@ from penstock.dataflow.ledger.bounds import StorageLimits
 from penstock.dataflow.ledger.objects import open_payloads
 from penstock.dataflow.ledger.store import Ledger, OnFailure, ignore_failure
 from penstock.dataflow.records import CommandJournal
+from penstock.dataflow.service.build_sources import build_source, workflow_text
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (
     RunInfo,
@@ -35,7 +34,6 @@ from penstock.dataflow.service.operators.observe import balance_settings
 from penstock.dataflow.service.partition import CoordinatorApi, PartitionService
 from penstock.dataflow.service.process import Process, monotonic_clock
 from penstock.dataflow.service.rows.handlers import RowService
-from penstock.dataflow.sources import DataSpec, Source, open_source, session_source
 from penstock.errors import ConfigError
 from penstock.types import PolicyName, SamplingSpec
 
@@ -69,27 +67,6 @@ def build_partly_restored(
     )
     journal(ledger.next_epoch())
     return service
-
-
-def build_source(config: RunConfig, source: SourceConfig) -> Source:
-    """One source of a run, open."""
-    if source.session is not None:
-        return session_source(source.name, weight=source.weight, limit=source.limit)
-    return open_source(
-        source.name,
-        data_spec(config, source) or source.task or "",
-        weight=source.weight,
-        limit=source.limit,
-        workflow="" if source.workflow is None else _workflow(source.workflow),
-    )
-
-
-def data_spec(config: RunConfig, source: SourceConfig) -> DataSpec | None:
-    """The data set of this source; None if it has none."""
-    if source.rows is None:
-        return None
-    has_prompt = config.workflow_of(source) in WORKFLOWS
-    return DataSpec(**source.rows.model_dump(), has_prompt=has_prompt)
 
 
 def build_partition(
@@ -178,7 +155,7 @@ def core_spec(config: RunConfig) -> CoreSpec:
             session_source="" if session is None else session.name,
             session_start_to_close_s=_session_s(config),
         ),
-        workflow=_workflow(config.workflow),
+        workflow=workflow_text(config.workflow),
         seed=config.seed,
         retain_batches=config.dataflow.retain_batches,
         needs=dict.fromkeys(map(PolicyName, config.models), _needs(config)),
@@ -253,16 +230,12 @@ def _closing(config: RunConfig) -> ClosingPolicy:
     return ClosingPolicy(kind=ClosingKind(closing))
 
 
-def _workflow(workflow: WorkflowConfig) -> str:
-    return workflow if isinstance(workflow, str) else json.dumps(list(workflow.command))
-
-
 def run_info(config: RunConfig) -> RunInfo:
     first = next(iter(config.models.values()))
     return RunInfo(
         run=config.name,
         policies=tuple(PolicyName(name) for name in config.models),
-        workflow=_workflow(config.workflow),
+        workflow=workflow_text(config.workflow),
         reward=config.reward or "",
         sampling=SamplingSpec(**config.sampling.model_dump()),
         engine=first.engine,
@@ -284,7 +257,7 @@ def _own_settings(config: RunConfig) -> Iterator[SourceInfo]:
         if any(own is not None for own in (source.workflow, source.reward, source.sampling)):
             yield SourceInfo(
                 name=source.name,
-                workflow=_workflow(config.workflow_of(source)),
+                workflow=workflow_text(config.workflow_of(source)),
                 reward=config.reward_of(source) or "",
                 sampling=SamplingSpec(**config.sampling_of(source).model_dump()),
             )
