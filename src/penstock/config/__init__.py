@@ -13,7 +13,7 @@ from penstock.config.resolved import config_changes, dump, identity, identity_ch
 from penstock.config.rules import RuleConfig
 from penstock.config.run import RunConfig
 from penstock.config.run_sections import PolicyConfig
-from penstock.config.sources import CommandWorkflow, SourceConfig
+from penstock.config.sources import CommandWorkflow, DataConfig, SourceConfig
 from penstock.config.stages import StageConfig
 from penstock.config.trainer import SamplingConfig, TrainingConfig
 from penstock.types import Hook
@@ -22,6 +22,7 @@ __all__ = [
     "AlgorithmConfig",
     "CommandWorkflow",
     "CorrectionConfig",
+    "DataConfig",
     "DataflowConfig",
     "Hook",
     "HostConfig",

@@ -19,6 +19,8 @@ from penstock.config.pipeline_cross_checks import (
 )
 from penstock.config.rules import RuleConfig
 from penstock.config.run_sections import PolicyConfig, RunSections
+from penstock.config.sources import WORKFLOWS
+from penstock.config.trainer import SamplingConfig
 from penstock.options import Contradiction, KeyPath
 from penstock.plugins import unknown
 from penstock.types import Hook
@@ -38,6 +40,8 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _unknown_names_in_rules(config)
     yield from _replay_without_staleness(config)
     yield from _duplicate_reward(config)
+    yield from _missing_reward(config)
+    yield from _prompts_to_count(config)
     yield from _sessions(config)
     yield from _determinism(config)
     yield from _lora(config)
@@ -46,13 +50,17 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
 
 def _temperatures(config: RunSections) -> Iterator[Contradiction]:
     least, most = VLLM_TEMPERATURE_RANGE
-    is_vllm = any(model.engine == "vllm" for model in config.models.values())
-    if is_vllm and not least <= config.sampling.temperature <= most:
-        yield Contradiction(
-            text=f"temperature {config.sampling.temperature:g}: vLLM samples from {least:g} to "
-            f"{most:g}; choose a value in this range, or another engine",
-            keys=(("sampling", "temperature"),),
-        )
+    if not any(model.engine == "vllm" for model in config.models.values()):
+        return
+    written: dict[KeyPath, SamplingConfig | None] = {("sampling",): config.sampling}
+    written |= {("sources", i, "sampling"): one.sampling for i, one in enumerate(config.sources)}
+    for at, sampling in written.items():
+        if sampling is not None and not least <= sampling.temperature <= most:
+            yield Contradiction(
+                text=f"temperature {sampling.temperature:g}: vLLM samples from {least:g} to "
+                f"{most:g}; choose a value in this range, or another engine",
+                keys=((*at, "temperature"), ("sampling", "temperature")),
+            )
 
 
 def _determinism(config: RunSections) -> Iterator[Contradiction]:
@@ -170,12 +178,42 @@ def _replay_without_staleness(config: RunSections) -> Iterator[Contradiction]:
 
 
 def _duplicate_reward(config: RunSections) -> Iterator[Contradiction]:
+    used = next(filter(None, map(config.reward_of, config.sources)), config.reward)
     for at, stage in row_stages(config):
-        if config.reward is not None and "reward" in stage.writes:
+        if used is not None and "reward" in stage.writes:
             yield Contradiction(
                 text=f"stage {stage.name} writes reward, but the nodes already score with "
-                f"{config.reward}; set reward: null, or remove reward from writes",
+                f"{used}; set reward: null, or remove reward from writes",
                 keys=((*at, "writes"), at, ("reward",)),
+            )
+
+
+def _missing_reward(config: RunSections) -> Iterator[Contradiction]:
+    """Sources whose every attempt would fail, next to others with a reward: single_turn gives none
+    itself. `check` runs the workflow, and so finds a run without any."""
+    if not any(source.reward for source in config.sources):
+        return
+    for index, source in enumerate(config.sources):
+        is_builtin = config.workflow_of(source) in WORKFLOWS and source.session is None
+        if is_builtin and config.reward_of(source) is None:
+            yield Contradiction(
+                text=f"source {source.name} has no reward, and workflow "
+                f"{config.workflow_of(source)} gives none itself; set reward: module:function for "
+                "the run or for this source",
+                keys=(("sources", index, "reward"), ("sources", index), ("reward",)),
+            )
+
+
+def _prompts_to_count(config: RunSections) -> Iterator[Contradiction]:
+    """`max_prompt_tokens` counts what single_turn renders; only its author knows what another
+    workflow sends."""
+    for index, source in enumerate(config.sources):
+        is_counted = source.data is not None and source.data.max_prompt_tokens is not None
+        if is_counted and config.workflow_of(source) not in WORKFLOWS:
+            yield Contradiction(
+                text="max_prompt_tokens counts the prompts of workflow single_turn, and source "
+                f"{source.name} has another; remove it",
+                keys=(("sources", index, "data", "max_prompt_tokens"),),
             )
 
 

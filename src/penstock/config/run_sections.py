@@ -73,13 +73,13 @@ class RunSections(Section):
     sources: Annotated[tuple[SourceConfig, ...], Field(strict=False), non_empty()]
     """Where tasks come from."""
     workflow: WorkflowConfig = "single_turn"
-    """What attempts a task."""
+    """What attempts a task, for every source without another."""
     reward: FunctionName | None = None
-    """What scores a trajectory; null if the workflow does."""
+    """What scores a trajectory, for every source without another; null if the workflow does."""
     dataflow: DataflowConfig = DataflowConfig()
     """The service between nodes and trainers: stores, leases, rules, bounds."""
     sampling: SamplingConfig = SamplingConfig()
-    """How engines sample tokens."""
+    """How tokens are sampled, for every source without its own."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """The algorithm of every policy without another."""
     training: TrainingConfig
@@ -101,7 +101,7 @@ class RunSections(Section):
     @classmethod
     def _complete(cls, data: Any) -> Any:
         """Fill in what follows from other sections: each policy inherits algorithm and training,
-        and each service of the pipeline is a stage of the dataflow."""
+        each source sampling, and each service of the pipeline is a stage of the dataflow."""
         if not isinstance(data, Mapping):
             return data
         entries = cast(Mapping[str, Any], data)
@@ -116,12 +116,28 @@ class RunSections(Section):
                 name: _with_inherited_keys(entry, written)
                 for name, entry in cast(Mapping[str, Any], models).items()
             }
+        if isinstance(sources := run_file.get("sources"), list | tuple):
+            entries = cast(Sequence[Any], sources)
+            run_file["sources"] = [_with_shared_keys(one, run_file, "sampling") for one in entries]
         return run_file
 
     @property
     def session_source(self) -> SourceConfig | None:
         """The source of sessions of external agents, if there is one."""
         return next((source for source in self.sources if source.session is not None), None)
+
+    def workflow_of(self, source: SourceConfig) -> WorkflowConfig:
+        """What attempts the tasks of this source."""
+        return source.workflow or self.workflow
+
+    def reward_of(self, source: SourceConfig) -> str | None:
+        """What scores the trajectories of this source; None if the workflow or a stage does, or
+        the agents."""
+        return None if source.session is not None else source.reward or self.reward
+
+    def sampling_of(self, source: SourceConfig) -> SamplingConfig:
+        """How the turns of this source are sampled."""
+        return source.sampling or self.sampling
 
     def for_policy(self, name: str) -> PolicyConfig:
         """The settings of this policy: its own where it has any, else the shared ones."""
@@ -145,14 +161,23 @@ class RunSections(Section):
 
 def _with_inherited_keys(entry: Any, run_file: Mapping[str, Any]) -> Any:
     """A model's entry, completed with the keys that its own sections leave out."""
+    completed = _with_shared_keys(entry, run_file, "algorithm", "training")
+    if not isinstance(completed, dict):
+        return completed
+    own = cast(dict[str, Any], completed)
+    return own | _own_minibatches(own, run_file)
+
+
+def _with_shared_keys(entry: Any, run_file: Mapping[str, Any], *sections: str) -> Any:
+    """An entry of the run file; its own sections get the keys that only the shared ones have."""
     if not isinstance(entry, Mapping):
         return entry
     completed = dict(cast(Mapping[str, Any], entry))
-    for section in ("algorithm", "training"):
+    for section in sections:
         own, shared = completed.get(section), run_file.get(section)
         if isinstance(own, Mapping) and isinstance(shared, Mapping):
             completed[section] = {**cast(Mapping[str, Any], shared), **cast(Mapping[str, Any], own)}
-    return completed | _own_minibatches(completed, run_file)
+    return completed
 
 
 def _own_minibatches(entry: Mapping[str, Any], run_file: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,31 +3,62 @@
 
 Owns their shape in the run file. Imports no task module and no workflow."""
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Discriminator, Field, PositiveInt, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PositiveInt, Tag
 
-from penstock.config.base import FUNCTION, MODULE, Name, Section, is_custom
+from penstock.config.base import (
+    FUNCTION,
+    MODULE,
+    FunctionName,
+    Name,
+    Section,
+    is_custom,
+    non_blank,
+)
+from penstock.config.trainer import SamplingConfig
 from penstock.options import Contradiction, non_empty
 from penstock.plugins import WORKFLOW_GROUP, plugin_names, quoted, unknown
 
 WORKFLOWS = ("single_turn",)
 """Built-in workflows, by name."""
 
-_PLANNED_TASK_FORMATS = (".parquet", ".csv", ".arrow")
+DATA_FILES = (".jsonl", ".parquet", ".csv")
+"""Suffixes of files with one task per row."""
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+"""`owner/name` of a data set on the Hugging Face Hub."""
+LOCAL_PREFIXES = ("/", "./", "../", "~")
 
 
 def _task(value: str) -> str:
-    if value.endswith(_PLANNED_TASK_FORMATS) or value.startswith(("hf:", "hf://")):
-        raise ValueError(f"{quoted(value)} is not supported yet; use a module or a .jsonl file")
-    if value.endswith(".jsonl") or MODULE.fullmatch(value):
+    is_other_file = value.endswith(DATA_FILES) and not value.endswith(".jsonl")
+    if value.endswith(".jsonl") or (MODULE.fullmatch(value) and not is_other_file):
         return value
-    if FUNCTION.fullmatch(value):
+    if is_other_file or value.startswith("hf:"):
+        fix = f"a data set goes under data: {value.removeprefix('hf:').removeprefix('//')}"
+    elif FUNCTION.fullmatch(value):
         fix = f"name the module alone: {value.partition(':')[0]}"
     else:
-        fix = "use a module like penstock.tasks.reverse or a path ending in .jsonl"
+        fix = "use a module like penstock.tasks.reverse or a path ending in .jsonl; a data set of "
+        fix += "the Hub or another file goes under data:"
     raise ValueError(f"{quoted(value)} is not a task source; {fix}")
+
+
+def _data_path(value: str) -> str:
+    """Accept a path of a data file, any folder, or a Hub id; the files are not looked at."""
+    is_other_file = value.endswith((".json", ".txt", ".tsv", ".arrow"))
+    is_folder = value.startswith(LOCAL_PREFIXES) or HUB_ID.fullmatch(value)
+    if value.endswith(DATA_FILES) or (is_folder and not is_other_file):
+        return value
+    if is_other_file:
+        fix = f"convert it to one of {', '.join(DATA_FILES)}"
+    elif value.startswith("hf:"):
+        fix = f"write {value.removeprefix('hf:').removeprefix('//').removeprefix('datasets/')}"
+    else:
+        fix = f"for a folder write ./{value}, for a data set of the Hub OWNER/{value}"
+    raise ValueError(f"{quoted(value)} is neither a data file, a folder nor a Hub id; {fix}")
 
 
 def _workflow(value: str) -> str:
@@ -49,24 +80,40 @@ class SessionConfig(Section):
     """Reward of a session that got none in time; null: it is never trained."""
 
 
-class SourceConfig(Section):
-    """A named, ordered supplier of tasks, or sessions of external agents."""
+class DataConfig(Section):
+    """Tasks from the rows of a file, a folder or a data set of the Hugging Face Hub."""
 
-    name: Name
-    """Names the source in ids and metrics."""
-    task: Annotated[str, AfterValidator(_task)] | None = None
-    """A module with tasks, or a .jsonl file, relative to the working directory."""
-    session: SessionConfig | None = None
-    """Instead of tasks: sessions of external agents, each a group of one."""
-    weight: float = Field(default=1.0, gt=0)
-    """Share of this source in the mix, relative to the others."""
+    path: Annotated[str, AfterValidator(_data_path)]
+    """A .jsonl, .parquet or .csv file, a folder that `datasets` can load, or `owner/name` on the
+    Hub; relative to the working directory. A folder of that name comes before the Hub."""
+    name: Annotated[str, AfterValidator(non_blank)] | None = None
+    """The configuration of the data set, such as `main`; not for files."""
+    split: Annotated[str, AfterValidator(non_blank)] | None = None
+    """The split, such as `train[:1000]`; null: train. Not for files."""
+    revision: Annotated[str, AfterValidator(non_blank)] | None = None
+    """The commit, tag or branch on the Hub; null: the newest."""
+    columns: Mapping[str, str | None] = Field(default_factory=dict[str, str | None])
+    """Key of the task to column of the data, such as {prompt: question}; null drops the column of
+    that name. All other columns keep their names."""
     limit: PositiveInt | None = None
-    """Use only this many tasks, the first ones; null for all."""
+    """Use only the first rows, this many; null for all. Tasks repeat after the last row."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Most tokens of a prompt, by the policy's tokenizer. `check` and `run` refuse a longer one."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
-        if (self.task is None) is (self.session is None):
-            text = f"source {self.name} needs either task: (a module or a .jsonl file) or session: "
-            yield Contradiction(text=f"{text}({{}} for sessions of external agents)", keys=((),))
+        is_file = self.path.endswith(DATA_FILES)
+        for key in ("name", "split"):
+            if is_file and getattr(self, key) is not None:
+                text = f"{key} belongs to a data set with several, and {self.path} is one file; "
+                yield Contradiction(text=f"{text}remove it", keys=((key,), ("path",)))
+        if self.revision is not None and (is_file or self.path.startswith(LOCAL_PREFIXES)):
+            text = f"revision belongs to a data set of the Hub, and {self.path} is local; remove it"
+            yield Contradiction(text=text, keys=(("revision",), ("path",)))
+
+
+def _data(value: Any) -> Any:
+    """Accept a path alone."""
+    return {"path": value} if isinstance(value, str) else value
 
 
 class CommandWorkflow(Section):
@@ -86,3 +133,50 @@ WorkflowConfig = Annotated[
     Discriminator(_workflow_kind),
 ]
 """A built-in name, one that an installed package offers, `module:function`, or a command."""
+
+
+class SourceConfig(Section):
+    """A named, ordered supplier of tasks, or sessions of external agents."""
+
+    name: Name
+    """Names the source in ids and metrics."""
+    task: Annotated[str, AfterValidator(_task)] | None = None
+    """A module with tasks, or a .jsonl file, relative to the working directory."""
+    data: Annotated[DataConfig, BeforeValidator(_data)] | None = None
+    """Instead of a module: rows of a data set. A path alone, or a mapping."""
+    session: SessionConfig | None = None
+    """Instead of tasks: sessions of external agents, each a group of one."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of this source in the mix, relative to the others."""
+    limit: PositiveInt | None = None
+    """End the source after this many tasks; null: never."""
+    workflow: WorkflowConfig | None = None
+    """What attempts its tasks; null: the workflow of the run."""
+    reward: FunctionName | None = None
+    """What scores its trajectories; null: the reward of the run."""
+    sampling: SamplingConfig | None = None
+    """Sampling of its turns; a key that is left out has the value of the run."""
+
+    @property
+    def rows(self) -> DataConfig | None:
+        """The data set it reads, also where `task` names a file."""
+        is_file = self.task is not None and self.task.endswith(DATA_FILES)
+        return DataConfig(path=self.task) if self.task and is_file else self.data
+
+    def _contradictions(self) -> Iterator[Contradiction]:
+        kinds = [key for key in ("task", "data", "session") if getattr(self, key) is not None]
+        if len(kinds) != 1:
+            text = f"source {self.name} needs exactly one of task: (a module), data: (a data set) "
+            text = f"{text}and session: ({{}} for sessions of external agents)"
+            yield Contradiction(text=text, keys=tuple((kind,) for kind in kinds[1:]) or ((),))
+        for key, why in _NOT_FOR_SESSIONS.items():
+            if self.session is not None and getattr(self, key) is not None:
+                text = f"{key} has no effect on sessions: {why}; remove it"
+                yield Contradiction(text=text, keys=((key,), ("session",)))
+
+
+_NOT_FOR_SESSIONS = {
+    "workflow": "external agents run themselves",
+    "reward": "external agents send their own rewards",
+    "sampling": "external agents choose their own, or get the sampling of the run",
+}

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsFloat
 
 import structlog
@@ -33,7 +33,7 @@ from penstock.gateway.gateway import Gateway, Session
 from penstock.rollout.context import Context
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.recorder import Recorder
-from penstock.rollout.rewards.scorer import Failed
+from penstock.rollout.rewards.scorer import NO_REWARD, Failed
 from penstock.rollout.user_errors import shorten, user_traceback
 from penstock.rollout.workflows import find_workflow
 from penstock.types import (
@@ -42,6 +42,7 @@ from penstock.types import (
     NodeId,
     Outcome,
     OutcomeKind,
+    SamplingSpec,
     Task,
     Trajectory,
     Turn,
@@ -53,11 +54,6 @@ log = structlog.get_logger(__name__)
 COMPLETED = Outcome(kind=OutcomeKind.COMPLETED)
 OUT_OF_TIME = Outcome(kind=OutcomeKind.TRUNCATED, reason="deadline")
 OUT_OF_TOKENS = Outcome(kind=OutcomeKind.TRUNCATED, reason="length")
-NO_REWARD = Failed(
-    kind=FailureKind.REWARD,
-    detail="no reward: the run has no reward function, and the workflow neither returned a number "
-    "nor called ctx.reward(); set `reward: module:function` or do either",
-)
 
 
 class RewardScorer(Protocol):
@@ -79,9 +75,13 @@ class AttemptRunner:
     _run_info: RunInfo
     _node_id: NodeId
     _num_failed: int = 0
+    _sampling: dict[str, SamplingSpec] = field(default_factory=dict[str, SamplingSpec])
+    """By source, where it differs from the run's."""
 
     def __post_init__(self) -> None:
-        find_workflow(self._run_info.workflow)  # a wrong name ends the node at its start
+        for info in (self._run_info, *self._run_info.sources):
+            find_workflow(info.workflow)  # a wrong name ends the node at its start
+        self._sampling = {source.name: source.sampling for source in self._run_info.sources}
 
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         """Run one attempt. Always returns a trajectory; only cancellation is raised."""
@@ -90,7 +90,7 @@ class AttemptRunner:
         async with recording as (salvaged_turns, on_turn):
             session = self._gateway.open(
                 policies=self._run_info.policies,
-                sampling=self._run_info.sampling,
+                sampling=self._sampling.get(task.source, self._run_info.sampling),
                 seed=grant.seed,
                 salvaged_turns=salvaged_turns,
                 on_turn=on_turn,

@@ -33,7 +33,7 @@ from penstock.rollout.engines import find_engine
 from penstock.rollout.membership import Membership, MembershipApi, NodeOrders
 from penstock.rollout.peer_relay import PeerRelayConfig, PeerRelayFetcher
 from penstock.rollout.recorder import Recorder, TurnApi
-from penstock.rollout.rewards.scorer import Scorer
+from penstock.rollout.rewards.scorer import SourceScorers
 from penstock.rollout.slots import LeaseApi, SlotRunner
 from penstock.rollout.weight_loader import Loader, WeightFetcher, WeightServerFetcher
 from penstock.types import NodeId
@@ -49,7 +49,7 @@ class Node:
     loader: Loader
     endpoint: Endpoint
     recorder: Recorder
-    scorer: Scorer | None
+    scorer: SourceScorers | None
     slots: SlotRunner
     delivery_queue: DeliveryQueue
     heartbeat_s: float
@@ -154,7 +154,8 @@ async def build(
     engines = deps.engines(run_info)
     gateway = Gateway(engines)
     endpoint = Endpoint(gateway)
-    scorer = Scorer(run_info.reward) if run_info.reward else None
+    rewards = {source.name: source.reward for source in run_info.sources}
+    scorer = SourceScorers(run_info.reward, rewards) or None
     recorder = Recorder(deps.dataflow, node_id)
     attempt_runner = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, node_id)
     delivery_queue = DeliveryQueue(deps.dataflow, membership, deps.ack_log)

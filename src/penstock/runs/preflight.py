@@ -20,6 +20,7 @@ from penstock.config.models import BUILTIN_MODELS
 from penstock.errors import ConfigError
 from penstock.hub import check_hub_model, parse_hub_model
 from penstock.runs.check_problem import CheckProblem, located
+from penstock.runs.data_check import data_problems
 from penstock.runs.machine_limits import machine_problems, this_machine
 from penstock.runs.probe import has_user_code, has_user_stages, run_probe
 from penstock.runs.probe_report import ProbeResult
@@ -54,7 +55,7 @@ def derive_sizes(target: RunTarget) -> RunSizes:
     policies: dict[str, PolicySizes] = {}
     for name in config.models:
         policy = config.for_policy(name)
-        has_tasks = any(source.task for source in config.sources)
+        has_tasks = any(source.session is None for source in config.sources)
         num_members = policy.algorithm.num_generations if has_tasks else 1
         rows = policy.training.groups_per_batch * num_members
         policies[name] = PolicySizes(
@@ -133,6 +134,8 @@ def _find_problems(target: RunTarget) -> Iterator[CheckProblem]:
     yield from _missing_program(config)
     yield from _missing_engines(config)
     yield from machine_problems(config, target.folder.path, this_machine())
+    for key, text in data_problems(config, target.folder.sources()):
+        yield CheckProblem(key=key, text=text)
 
 
 def _resume_problems(target: RunTarget, probed: ProbeResult) -> Iterator[CheckProblem]:
@@ -215,9 +218,9 @@ def _vocabulary_mismatches(config: RunConfig) -> Iterator[CheckProblem]:
 
 
 def _missing_program(config: RunConfig) -> Iterator[CheckProblem]:
-    if not isinstance(config.workflow, CommandWorkflow):
-        return
-    program = config.workflow.command[0]
-    if shutil.which(program) is None:
-        text = f"program {program!r} not found; install it or use its full path"
-        yield CheckProblem(key="workflow.command", text=text)
+    own = {f"sources[{i}].workflow": source.workflow for i, source in enumerate(config.sources)}
+    for key, workflow in {"workflow": config.workflow, **own}.items():
+        if isinstance(workflow, CommandWorkflow) and shutil.which(workflow.command[0]) is None:
+            program = workflow.command[0]
+            text = f"program {program!r} not found; install it or use its full path"
+            yield CheckProblem(key=f"{key}.command", text=text)

@@ -150,19 +150,20 @@ def _user_frames(stack: str) -> list[str]:
 
 def has_user_code(config: RunConfig) -> bool:
     """Whether the config names any code outside penstock."""
-    if isinstance(config.workflow, CommandWorkflow):
+    workflows = [config.workflow_of(source) for source in config.sources]
+    if any(isinstance(workflow, CommandWorkflow) for workflow in workflows):
         return True
     rules = [*config.dataflow.rules]
     for model in config.models.values():
         rules += model.dataflow.rules if model.dataflow else ()
     engines = builtin_names(ENGINES_PACKAGE)
     named = [
-        *(source.task for source in config.sources),
+        *(source.task or source.data and "data" for source in config.sources),
+        *(config.reward_of(source) for source in config.sources),
+        *(workflow for workflow in workflows if workflow not in WORKFLOWS),
         *(stage.fn for stage in (config.pipeline.stages if config.pipeline else ())),
         *(rule.name for rule in rules if not rule.is_builtin),
         *(model.engine for model in config.models.values() if model.engine not in engines),
-        config.reward,
-        None if config.workflow in WORKFLOWS else config.workflow,
     ]
     return any(name and not name.startswith("penstock.") for name in named)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.config import CommandWorkflow, RunConfig
 from penstock.dataflow.service.build import run_info
+from penstock.dataflow.service.build_sources import workflow_text
 from penstock.errors import ConfigError, EngineError, WeightsError
 from penstock.plugins import load_function
 from penstock.rollout.rewards.frames import ScoreRequest
@@ -43,9 +44,13 @@ class Environment:
 
 def environment_of(config: RunConfig, source_index: int) -> Environment:
     """Of one source."""
-    info = run_info(config)
+    source = config.sources[source_index]
+    own = f"sources[{source_index}]."
     return Environment(
-        workflow=info.workflow, workflow_key="workflow", reward=info.reward, reward_key="reward"
+        workflow=workflow_text(config.workflow_of(source)),
+        workflow_key=f"{own if source.workflow else ''}workflow",
+        reward=config.reward_of(source) or "",
+        reward_key=f"{own if source.reward else ''}reward",
     )
 
 
@@ -71,7 +76,7 @@ class CallChecker:
             place = environment_of(self._config, index)
             reward = self._load(place.reward, place.reward_key, "reward", load_function)
             workflow = self._load(place.workflow, place.workflow_key, "workflow", find_workflow)
-            if index not in tasks or workflow is None or not self._is_installed():
+            if index not in tasks or workflow is None or not self._is_installed(index):
                 continue
             has_reward = bool(place.reward)
             made = self._attempt(
@@ -98,9 +103,9 @@ class CallChecker:
                 self._loaded[key, name] = None
         return self._loaded[key, name]
 
-    def _is_installed(self) -> bool:
+    def _is_installed(self, index: int) -> bool:
         """Whether a command's program is; the check of this machine reports it if not."""
-        workflow = self._config.workflow
+        workflow = self._config.workflow_of(self._config.sources[index])
         return not isinstance(workflow, CommandWorkflow) or bool(shutil.which(workflow.command[0]))
 
     def _attempt(

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.config import RuleConfig, RunConfig
 from penstock.dataflow.rules import make_rule
-from penstock.dataflow.sources import open_source
+from penstock.dataflow.service.build_sources import build_source
 from penstock.errors import ConfigError
 from penstock.rollout.engines import find_engine
 from penstock.runs.probe_report import Reporter, code_of, code_of_object
@@ -42,9 +42,9 @@ def check_sources(config: RunConfig, reporter: Reporter) -> dict[int, Task]:
     """The first task of each source, by the index of the source; only of those without a fault."""
     found: dict[int, Task] = {}
     for index, source in enumerate(config.sources):
-        if not source.task:
+        if source.session is not None:
             continue
-        key = f"sources[{index}].task"
+        key = f"sources[{index}].{'data' if source.data else 'task'}"
         reporter.begin(f"source {source.name}", key)
         task = _first_task(config, index, key, reporter)
         if task is None:
@@ -59,13 +59,14 @@ def _first_task(config: RunConfig, index: int, key: str, reporter: Reporter) -> 
     entry, seed = config.sources[index], config.seed
     name, where = entry.name, entry.task or ""
     try:
-        source = open_source(name, where, limit=entry.limit)
+        source = build_source(config, entry)
         task = source.task(0, seed=seed, workflow="")
         repeated = source.task(0, seed=seed, workflow="")
         reporter.result.digests[name] = source.digest(seed)
     except ConfigError as error:
-        named = where if error.__cause__ else f"{where}:make_task"
-        reporter.add_config_error(key, error, named=named)
+        if entry.rows is None:  # `data_check` reports what is wrong with rows
+            named = where if error.__cause__ else f"{where}:make_task"
+            reporter.add_config_error(key, error, named=named)
         return None
     except (Exception, SystemExit) as error:
         text = f"source {name!r}: {where} raised {type(error).__name__}: {error}"
@@ -85,16 +86,15 @@ def _first_task(config: RunConfig, index: int, key: str, reporter: Reporter) -> 
 def _has_prompt(config: RunConfig, index: int, task: Task, key: str, reporter: Reporter) -> bool:
     """Whether the task has what the built-in workflow needs."""
     source = config.sources[index]
-    if config.workflow != "single_turn" or isinstance(task.payload.get("prompt"), str):
+    is_prompt = isinstance(task.payload.get("prompt"), str | list)
+    if config.workflow_of(source) != "single_turn" or is_prompt:
         return True
-    where = source.task or ""
-    what = "its first line" if where.endswith(".jsonl") else "make_task"
     keys = ", ".join(map(str, task.payload)) or "none"
     reporter.add(
         key,
-        f'source {source.name!r}: {what} has no text under "prompt", which workflow single_turn '
-        f"needs; keys: {keys}",
-        code=code_of(f"{where}:make_task"),
+        f'source {source.name!r}: make_task has neither text nor messages under "prompt", which '
+        f"workflow single_turn needs; keys: {keys}",
+        code=code_of(f"{source.task}:make_task"),
     )
     return False
 

@@ -20,13 +20,14 @@ import httpx2
 from penstock.config import RunConfig
 from penstock.dataflow.service.build import run_info
 from penstock.dataflow.service.nodes.messages import RunInfo
-from penstock.dataflow.sources import Source, open_source, slot_seeds
+from penstock.dataflow.service.build_sources import build_source
+from penstock.dataflow.sources import Source, slot_seeds
 from penstock.errors import ConfigError, PenstockError
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.engine import Engine, EngineSettings
 from penstock.rollout.engine_pool import EnginePools
 from penstock.rollout.engines import find_engine
-from penstock.rollout.rewards.scorer import Scorer
+from penstock.rollout.rewards.scorer import SourceScorers
 from penstock.runs.local_rollouts import Rollout, local_rollouts
 from penstock.runs.logged_gateway import LoggedGateway, TextServer, TextSession, no_engine
 from penstock.runs.service_process import add_import_paths
@@ -73,9 +74,9 @@ async def try_rollouts(
     info = run_info(config)
     async with AsyncExitStack() as resources:
         gateway = await _open_gateway(config, info, server, resources)
-        scorer = None
-        if info.reward and info.is_scored:
-            scorer = Scorer(info.reward)
+        rewards = {source.name: source.reward for source in info.sources}
+        scorer = SourceScorers(info.reward, rewards) if info.is_scored else None
+        if scorer:
             scoring = asyncio.create_task(scorer.run(), name="score")
             resources.push_async_callback(_cancel, scoring)
         else:
@@ -116,11 +117,7 @@ async def _attempt(
 def _tasks(config: RunConfig, count: int) -> Iterator[tuple[Task, int]]:
     """(task, number of the attempt at it): from the sources in turn, from the start again where one
     has too few."""
-    sources = [
-        open_source(source.name, source.task, limit=source.limit)
-        for source in config.sources
-        if source.task
-    ]
+    sources = [build_source(config, source) for source in config.sources if source.session is None]
     if not sources:
         raise ConfigError(
             "sources: there are no tasks to try, only sessions of external agents; add a source "

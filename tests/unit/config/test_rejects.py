@@ -89,7 +89,7 @@ MISSING = [
     case("name: reverse\n", "", "name", 'missing required key "name" (Names the run'),
     case("  steps: 80\n", "", "training.steps", "(Batches to train on"),
     case(POLICY, "  policy: {engine: hf} #@", "models.policy.init", 'missing required key "init"'),
-    case(SOURCE, source("name: train"), "sources[0]", "needs either task:"),
+    case(SOURCE, source("name: train"), "sources[0]", "needs exactly one of task:"),
     case(SOURCE, source("task: a.b"), "sources[0].name", 'missing required key "name"'),
     case("workflow: single_turn", "workflow: {} #@", "workflow.command",
          "(The program and its arguments"),
@@ -178,7 +178,17 @@ NOT_SUPPORTED = [
     case("eval: null", "eval: {every: 10} #@", "eval", "leave eval null"),
     case("report_to: []", "report_to: [wandb] #@", "report_to", "is not supported yet"),
     case("report_to: []", "report_to: wandb #@", "report_to", "is not supported yet"),
-    case(SOURCE, source("name: a, task: d.parquet"), "sources[0].task", "is not supported yet"),
+    case(SOURCE, source("name: a, task: d.parquet"), "sources[0].task", "under data: d.parquet"),
+    case(SOURCE, source("name: a, task: 'hf://a/b'"), "sources[0].task", "under data: a/b"),
+    case(SOURCE, source("name: a, data: gsm8k"), "sources[0].data.path", "OWNER/gsm8k"),
+    case(SOURCE, source("name: a, data: ./b.json"), "sources[0].data.path", "convert it to one of"),
+    case(SOURCE, source("name: a, data: 'hf://datasets/a/b'"), "sources[0].data.path", "write a/b"),
+    case(SOURCE, source("name: a, data: {split: train}"), "sources[0].data.path",
+         'missing required key "path"'),
+    case(SOURCE, source("name: a, data: {path: b/c, limit: 0}"), "sources[0].data.limit",
+         "greater than 0"),
+    case(SOURCE, source("name: a, data: {path: b/c, colums: {}}"), "sources[0].data.colums",
+         'did you mean "columns"?'),
 ]  # fmt: skip
 
 CONTRADICTIONS = [

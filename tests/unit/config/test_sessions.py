@@ -42,7 +42,7 @@ def test_runs_without_sessions_have_no_such_source(example: str, load_text: Load
         ("closing: complete", "closing: survivors(2)", "set closing: complete"),
         (LIVE, f"{LIVE}\n{LIVE.replace('live', 'more')}", "one source of sessions"),
         ("ttl_s: 12", "ttl_s: 12, schedule_to_close_s: 60", "set it to null"),
-        ("session: {", "task: a.b, session: {", "needs either task:"),
+        ("session: {", "task: a.b, session: {", "needs exactly one of task:"),
         ("reward_deadline_s: 60", "reward_deadline_s: 0", "greater than 0"),
     ],
 )

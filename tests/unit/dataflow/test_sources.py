@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from tests.unit.dataflow import numbered_tasks
 
-from penstock.dataflow import sources
-from penstock.dataflow.sources import NUM_SAMPLED_TASKS, are_same_tasks, open_source
+from penstock.dataflow.sources import NUM_SAMPLED_TASKS, are_same_tasks, open_source, source
 
 LIMIT = 200
 
@@ -37,7 +36,7 @@ def test_a_change_behind_what_is_looked_at_is_not(monkeypatch: pytest.MonkeyPatc
 def test_who_looked_less_far_is_compared_by_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow module, another limit, or a run of an earlier release."""
     whole, endless = digest(), digest(None)
-    monkeypatch.setattr(sources, "HASH_BUDGET_S", -1.0)
+    monkeypatch.setattr(source, "HASH_BUDGET_S", -1.0)
     assert digest() == endless
     assert are_same_tasks(whole, endless) and are_same_tasks(endless, whole)
     monkeypatch.undo()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.unit.rollout.fake_dataflow import POLICY, facts, task
 from tests.unit.rollout.snapshot_files import ALPHABET, write_snapshot
 
 from penstock.dataflow.core.leasing import Grant
-from penstock.dataflow.service.nodes.messages import RecordRequest
+from penstock.dataflow.service.nodes.messages import RecordRequest, SourceInfo
 from penstock.errors import ConfigError, EngineError
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Generate, GenerationRequest
@@ -81,12 +82,15 @@ async def attempt(
     generate: Generate | None = None,
     start_to_close_s: float = 60.0,
     max_tokens: int = 3,
+    given: Task | None = None,
+    sources: tuple[SourceInfo, ...] = (),
 ) -> Trajectory:
     workflow = name if name.startswith("[") or name == "single_turn" else f"{WORKFLOWS}:{name}"
     run_info = facts(
         workflow=workflow,
         start_to_close_s=start_to_close_s,
         sampling=SamplingSpec(max_tokens=max_tokens),
+        sources=sources,
     )
     gateway = Gateway(generate or await loaded_engine(snapshot))
     gateway.set_renderer(POLICY, Renderer.load(snapshot))
@@ -95,7 +99,7 @@ async def attempt(
     try:
         recorder = Recorder(NoTurns(), NodeId("n"))
         attempts = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, NodeId("n"))
-        return await asyncio.wait_for(attempts.run(GRANT, task()), 60)
+        return await asyncio.wait_for(attempts.run(GRANT, given or task()), 60)
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -108,6 +112,45 @@ async def test_single_turn_hands_the_answer_to_the_reward(snapshot: Path) -> Non
     assert row.reward == 1.0 and row.outcome.kind is OutcomeKind.TRUNCATED
     assert (row.row_id, row.attempt, row.node_id) == ("p0-7.2.3", 1, "n")
     assert row.started_at <= row.turns[0].started_at <= row.turns[0].ended_at <= row.ended_at
+
+
+def given(prompt: object) -> Task:
+    return replace(task(), payload={**task().payload, "prompt": prompt})
+
+
+async def test_single_turn_takes_a_list_of_messages(snapshot: Path) -> None:
+    """As Arrow stores them: every message has the keys of all."""
+    whole = task().payload["prompt"]
+    prompt = [
+        {"role": "system", "content": whole[:2], "tool_calls": None},
+        {"role": "user", "content": whole[2:], "tool_calls": None},
+    ]
+    row = await attempt(snapshot, "single_turn", scorer=DirectScorer(), given=given(prompt))
+    [turn] = row.turns
+    assert tuple(view_ids(turn.prompt_ids)) == Renderer.load(snapshot).encode(whole)
+    assert row.reward == 1.0
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [], ["a"], {"role": "user", "content": "a"}])
+async def test_single_turn_refuses_another_prompt(snapshot: Path, prompt: object) -> None:
+    row = await attempt(snapshot, "single_turn", scorer=DirectScorer(), given=given(prompt))
+    assert row.outcome.reason == FailureKind.WORKFLOW
+    assert "neither text nor a list of messages under 'prompt'" in row.outcome.detail
+
+
+@pytest.mark.parametrize(("source", "max_tokens"), [("train", 2), ("other", 3)])
+async def test_a_source_has_its_own_sampling(snapshot: Path, source: str, max_tokens: int) -> None:
+    info = SourceInfo(
+        name=source, workflow="single_turn", reward="", sampling=SamplingSpec(max_tokens=2)
+    )
+    row = await attempt(snapshot, "single_turn", scorer=DirectScorer(), sources=(info,))
+    assert row.turns[0].sampling.max_tokens == max_tokens
+
+
+async def test_an_unknown_workflow_of_a_source_ends_the_node_aloud(snapshot: Path) -> None:
+    info = SourceInfo(name="b", workflow="singleturn", reward="", sampling=SamplingSpec())
+    with pytest.raises(ConfigError, match="unknown workflow 'singleturn'"):
+        await attempt(snapshot, "single_turn", sources=(info,))
 
 
 async def test_an_answer_that_ends_by_itself_is_completed(snapshot: Path) -> None:

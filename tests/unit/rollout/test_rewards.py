@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -16,7 +17,7 @@ from tests.unit.rollout.fake_dataflow import task
 from tests.unit.rollout.polling import eventually_dead, kill, pid_in, start_python
 
 from penstock.errors import RewardError
-from penstock.rollout.rewards.scorer import Failed, Scorer
+from penstock.rollout.rewards.scorer import NO_REWARD, Failed, Scorer, SourceScorers
 from penstock.rollout.rewards.worker import columns_of
 from penstock.types import FailureKind
 
@@ -55,6 +56,25 @@ async def test_a_batch_is_scored_in_order() -> None:
     async with scorer("mixed") as scores:
         results = await score_all(scores, ["a", "bb", "ccc"] * 30)
         assert results == [float(n) for n in (1, 2, 3)] * 30
+
+
+async def test_each_source_is_scored_by_its_own_function() -> None:
+    functions = {"train": f"{FUNCTIONS}:mixed", "plain": f"{FUNCTIONS}:mixed", "own": ""}
+    scores = SourceScorers("penstock.tasks.reverse:reward", functions)
+    running = asyncio.create_task(scores.run())
+    try:
+        async with asyncio.timeout(60):
+            sources = ["train", "plain", "own", "other"]
+            found = [await scores.score("aa", replace(task(), source=name)) for name in sources]
+        assert found == [2.0, 2.0, NO_REWARD, 0.0]
+        assert len(children()) == 2, "one worker for each function"
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def test_a_run_may_have_no_reward_function() -> None:
+    assert not SourceScorers("", {"own": ""})
 
 
 async def test_async_functions_and_functions_that_name_their_columns() -> None:

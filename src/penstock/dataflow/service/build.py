@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from penstock.config import RunConfig, SourceConfig
+from penstock.config import RunConfig
 from penstock.config.dataflow import (
     SHARED_HOOKS,
     DataflowConfig,
@@ -29,13 +28,18 @@ from penstock.dataflow.ledger.keeping import KeepSpec
 from penstock.dataflow.ledger.objects import open_payloads
 from penstock.dataflow.ledger.store import Ledger, OnFailure, ignore_failure
 from penstock.dataflow.records import CommandJournal
+from penstock.dataflow.service.build_sources import build_source, workflow_text
 from penstock.dataflow.service.coordinator import DataflowService
-from penstock.dataflow.service.nodes.messages import RunInfo, SessionSpec, SharedBaseModel
+from penstock.dataflow.service.nodes.messages import (
+    RunInfo,
+    SessionSpec,
+    SharedBaseModel,
+    SourceInfo,
+)
 from penstock.dataflow.service.operators.observe import balance_settings
 from penstock.dataflow.service.partition import CoordinatorApi, PartitionService
 from penstock.dataflow.service.process import Process, monotonic_clock
 from penstock.dataflow.service.rows.handlers import RowService
-from penstock.dataflow.sources import Source, open_source, session_source
 from penstock.errors import ConfigError
 from penstock.types import PolicyName, SamplingSpec
 
@@ -57,7 +61,7 @@ def build_partly_restored(
     clock = monotonic_clock()
     journal = CommandJournal()
     ledger = _open(config, ledger_folder, "home", on_failure)
-    sources = [_source(source) for source in config.sources]
+    sources = [build_source(config, source) for source in config.sources]
     spec = core_spec(config)
     service = DataflowService(
         partial(Process, ledger, journal, clock, _bounds(config)),
@@ -69,12 +73,6 @@ def build_partly_restored(
     )
     journal(ledger.next_epoch())
     return service
-
-
-def _source(source: SourceConfig) -> Source:
-    if source.task is None:
-        return session_source(source.name, weight=source.weight, limit=source.limit)
-    return open_source(source.name, source.task, weight=source.weight, limit=source.limit)
 
 
 def build_partition(
@@ -176,7 +174,7 @@ def core_spec(config: RunConfig) -> CoreSpec:
             session_source="" if session is None else session.name,
             session_start_to_close_s=_session_s(config),
         ),
-        workflow=_workflow(config),
+        workflow=workflow_text(config.workflow),
         seed=config.seed,
         retain_batches=config.dataflow.retain_batches,
         needs=dict.fromkeys(map(PolicyName, config.models), _needs(config)),
@@ -251,17 +249,12 @@ def _closing(config: RunConfig) -> ClosingPolicy:
     return ClosingPolicy(kind=ClosingKind(closing))
 
 
-def _workflow(config: RunConfig) -> str:
-    workflow = config.workflow
-    return workflow if isinstance(workflow, str) else json.dumps(list(workflow.command))
-
-
 def run_info(config: RunConfig) -> RunInfo:
     first = next(iter(config.models.values()))
     return RunInfo(
         run=config.name,
         policies=tuple(PolicyName(name) for name in config.models),
-        workflow=_workflow(config),
+        workflow=workflow_text(config.workflow),
         reward=config.reward or "",
         sampling=SamplingSpec(**config.sampling.model_dump()),
         engine=first.engine,
@@ -273,7 +266,20 @@ def run_info(config: RunConfig) -> RunInfo:
         session=_session_spec(config),
         is_deterministic=config.deterministic,
         adapters=tuple(_shared_bases(config)),
+        sources=tuple(_own_settings(config)),
     )
+
+
+def _own_settings(config: RunConfig) -> Iterator[SourceInfo]:
+    """Sources that differ from the run in workflow, reward or sampling."""
+    for source in config.sources:
+        if any(own is not None for own in (source.workflow, source.reward, source.sampling)):
+            yield SourceInfo(
+                name=source.name,
+                workflow=workflow_text(config.workflow_of(source)),
+                reward=config.reward_of(source) or "",
+                sampling=SamplingSpec(**config.sampling_of(source).model_dump()),
+            )
 
 
 def _shared_bases(config: RunConfig) -> Iterator[SharedBaseModel]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
 from penstock.errors import RewardError
@@ -27,6 +28,14 @@ class Failed:
     kind: FailureKind
     """`reward` or `reward_deadline`."""
     detail: str
+
+
+NO_REWARD = Failed(
+    kind=FailureKind.REWARD,
+    detail="no reward: neither the run nor the task's source has a reward function, and the "
+    "workflow neither returned a number nor called ctx.reward(); set `reward: module:function` or "
+    "do either",
+)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -127,6 +136,32 @@ class Scorer:
     def _failed(self, item: _Item, kind: FailureKind, detail: str) -> Failed:
         where = f"reward {self._function}, task {item.task.key}"
         return Failed(kind=kind, detail=shorten(f"{where}: {detail}"))
+
+
+class SourceScorers:
+    """Scores a task with the reward function of its source, or else of the run; one Scorer for each
+    function."""
+
+    def __init__(self, shared: str, by_source: Mapping[str, str]) -> None:
+        """Functions; empty where there is none."""
+        self._shared = shared
+        self._by_source = by_source
+        functions = filter(None, (shared, *by_source.values()))
+        self._scorers = {function: Scorer(function) for function in functions}
+
+    def __bool__(self) -> bool:
+        """Whether there is any reward function."""
+        return bool(self._scorers)
+
+    async def score(self, completion: str, task: Task) -> float | Failed:
+        scorer = self._scorers.get(self._by_source.get(task.source, self._shared))
+        return NO_REWARD if scorer is None else await scorer.score(completion, task)
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises if a function cannot be imported, which ends the node."""
+        async with asyncio.TaskGroup() as scorers:
+            for function, scorer in self._scorers.items():
+                scorers.create_task(scorer.run(), name=f"reward {function}")
 
 
 def _resolve(item: _Item, result: float | Failed) -> None:

@@ -37,6 +37,16 @@ class SharedBaseModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceInfo:
+    """The settings of a source that has its own; each as in `RunInfo`."""
+
+    name: str
+    workflow: str
+    reward: str
+    sampling: SamplingSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
     """Everything a node needs to know about the run; to join, it needs only the URL and a token."""
 
@@ -63,6 +73,8 @@ class RunInfo:
     """Sampled bits must not depend on the other requests in the decoding batch."""
     adapters: tuple[SharedBaseModel, ...] = ()
     """Policies that train adapters, by base model."""
+    sources: tuple[SourceInfo, ...] = ()
+    """Sources that differ from the run in workflow, reward or sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named, ordered sources of tasks. A position is one integer, so it survives any restart.
 
-Reads task modules and JSONL files, and derives task keys from content. Knows nothing about groups.
+Derives task keys and digests from content. Opens nothing: `opening` does.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
-from pathlib import Path
 from typing import Any, cast
 
 from blake3 import blake3
 
 from penstock.errors import ConfigError
-from penstock.plugins import load_module
 from penstock.types import JsonObject, Task
 from penstock.wire.codec import encode
 
@@ -33,10 +31,14 @@ class Source:
     """Maps (ordinal, seed) to a payload."""
     limit: int | None
     """Total number of tasks; None for an endless stream."""
-    num_distinct: int | None = None
-    """Tasks before the source repeats; None if unknown."""
+    workflow: str = ""
+    """What attempts its tasks; empty: the workflow of the run."""
+    hash_content: Callable[[], str] | None = None
+    """Digest of the stored rows, where there are any."""
 
     def task(self, ordinal: int, *, seed: int, workflow: str) -> Task:
+        """The task at a position; `workflow` is the run's."""
+        workflow = self.workflow or workflow
         made = cast(object, self.make(ordinal, seed))
         if not isinstance(made, Mapping):
             what = "None" if made is None else f"a value of type {type(made).__name__}"
@@ -59,14 +61,16 @@ class Source:
     def digest(self, seed: int) -> str:
         """Digest of its tasks, for `are_same_tasks`: FIRST, or FIRST/NUMBER:ALL.
 
-        Covers all tasks of a file. For a module, FIRST covers the first 64 tasks, and ALL those up
+        Covers all stored rows. For a module, FIRST covers the first 64 tasks, and ALL those up
         to its limit, at most 100,000 and only if they can be generated quickly. Changes beyond that
         go unnoticed."""
+        if self.hash_content is not None:
+            return self.hash_content()
         keys, found = self._keys(seed), blake3()
-        for key in islice(keys, self.num_distinct or NUM_SAMPLED_TASKS):
+        for key in islice(keys, NUM_SAMPLED_TASKS):
             found.update(key)
         first, num_hashed = found.hexdigest(), min(self.limit or 0, MAX_HASHED_TASKS)
-        if self.num_distinct is not None or num_hashed <= NUM_SAMPLED_TASKS:
+        if num_hashed <= NUM_SAMPLED_TASKS:
             return first
         give_up_at = time.monotonic() + HASH_BUDGET_S
         for key in islice(keys, num_hashed - NUM_SAMPLED_TASKS):
@@ -126,46 +130,3 @@ def session_source(name: str, *, weight: float = 1.0, limit: int | None = None) 
         return {"session": ordinal}
 
     return Source(name=name, weight=weight, make=place, limit=limit)
-
-
-def open_source(name: str, where: str, *, weight: float = 1.0, limit: int | None = None) -> Source:
-    """A module with `make_task(ordinal, seed)`, or a `.jsonl` file with one payload per line."""
-    if where.endswith(".jsonl"):
-        rows = _read_jsonl(Path(where))
-
-        def from_rows(ordinal: int, seed: int) -> JsonObject:
-            return rows[ordinal % len(rows)]
-
-        return Source(name=name, weight=weight, make=from_rows, limit=limit, num_distinct=len(rows))
-    try:
-        module = load_module(where)
-    except ConfigError as error:
-        raise ConfigError(f"source {name!r}: {error}") from error.__cause__
-    make = getattr(module, "make_task", None)
-    if not callable(make):
-        raise ConfigError(
-            f"source {name!r}: {where} has no make_task(ordinal, seed); see penstock.tasks.reverse"
-        )
-    return Source(name=name, weight=weight, make=cast(MakeTask, make), limit=limit)
-
-
-def _read_jsonl(path: Path) -> list[JsonObject]:
-    rows: list[JsonObject] = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"source file {path}: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row: Any = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}:{number}: invalid JSON: {error}") from None
-        if not isinstance(row, dict):
-            found = type(row).__name__
-            raise ConfigError(f"{path}:{number}: a task must be a JSON object, got {found}")
-        rows.append(cast(JsonObject, row))
-    if not rows:
-        raise ConfigError(f"source file {path} has no tasks; write one JSON object per line")
-    return rows

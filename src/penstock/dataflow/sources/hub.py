@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds a Hugging Face data set: in a folder that `save_to_disk` wrote, in a folder of data files,
+in the cache, or on the Hub.
+
+Owns what to do without a network. The `datasets` library downloads, caches and converts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from penstock.dataflow.sources.tables import DatasetRows, import_data_package
+from penstock.errors import ConfigError
+
+DEFAULT_SPLIT = "train"
+_DATASET_DICT = "dataset_dict.json"
+"""What `DatasetDict.save_to_disk` writes beside the folder of each split."""
+_DATASET_STATE = "state.json"
+
+
+def open_folder(folder: Path, *, name: str | None, split: str | None) -> DatasetRows:
+    """A data set on this machine."""
+    datasets = import_data_package("datasets", str(folder))
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder}: no such folder; a path is relative to the working directory, {Path.cwd()}"
+        )
+    is_dict = (folder / _DATASET_DICT).is_file()
+    if not is_dict and not (folder / _DATASET_STATE).is_file():
+        found = _load(datasets, str(folder.resolve()), name, split, None, label=str(folder))
+        return DatasetRows(found, str(folder))
+    if name is not None:
+        raise ConfigError(
+            f"{folder} was saved with save_to_disk and has no names; remove data.name"
+        )
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except Exception as error:  # pyarrow's and datasets' errors share no base
+        raise ConfigError(
+            f"{folder} cannot be read: {_one_line(error)}; it may be truncated or damaged: save or "
+            "copy it again"
+        ) from None
+    return DatasetRows(
+        _choose(found, split, folder) if is_dict else _whole(found, split, folder), str(folder)
+    )
+
+
+def _choose(found: Any, split: str | None, folder: Path) -> Any:
+    wanted = split or DEFAULT_SPLIT
+    if wanted not in found:
+        raise ConfigError(
+            f"{folder} has no split {wanted!r}; set data.split to one of: {', '.join(found)}"
+        )
+    return found[wanted]
+
+
+def _whole(found: Any, split: str | None, folder: Path) -> Any:
+    if split is not None and split != str(found.split):
+        raise ConfigError(f"{folder} was saved as a single split; remove data.split ({split})")
+    return found
+
+
+def open_hub(
+    repo: str, *, name: str | None, split: str | None, revision: str | None
+) -> DatasetRows:
+    """A data set of the Hub, from its cache if the Hub cannot be reached."""
+    datasets = import_data_package("datasets", repo)
+    return DatasetRows(_load(datasets, repo, name, split, revision, label=repo), repo)
+
+
+def _load(
+    datasets: Any,
+    path: str,
+    name: str | None,
+    split: str | None,
+    revision: str | None,
+    *,
+    label: str,
+) -> Any:
+    try:
+        return datasets.load_dataset(path, name, split=split or DEFAULT_SPLIT, revision=revision)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise ConfigError(
+            f"{label}: {_one_line(error)}; check the spelling of data.path and data.revision, and "
+            "for a private or gated data set log in with `hf auth login`"
+        ) from None
+    except Exception as error:  # errors of requests, of files and of conversion share no base
+        if _is_offline(error):
+            raise ConfigError(_offline_text(label, revision)) from None
+        raise ConfigError(
+            f"{label} cannot be loaded: {_one_line(error)}; see data.name and data.split"
+        ) from None
+
+
+def _is_offline(error: BaseException) -> bool:
+    if isinstance(error, ConnectionError):
+        return True
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"TransportError", "LocalEntryNotFoundError", "OfflineModeIsEnabled"})
+
+
+def _offline_text(repo: str, revision: str | None) -> str:
+    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
+        why, fix = "HF_HUB_OFFLINE is set", "; or unset HF_HUB_OFFLINE"
+    else:
+        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        why, fix = f"no connection to {endpoint}", ""
+    folder = repo.rpartition("/")[2]
+    pinned = f" --revision {revision}" if revision else ""
+    return (
+        f"{repo}: the data set is not in the cache of this machine, and {why}; run "
+        f"`hf download {repo} --repo-type dataset{pinned} --local-dir {folder}` on a machine with "
+        f"a network, copy the folder here, and set data.path: ./{folder}{fix}"
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
