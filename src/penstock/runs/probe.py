@@ -158,9 +158,9 @@ def has_user_code(config: RunConfig) -> bool:
         rules += model.dataflow.rules if model.dataflow else ()
     engines = builtin_names(ENGINES_PACKAGE)
     named = [
-        *(source.task or source.data and "data" for source in config.sources),
+        *(source.task or "data" for source in config.sources if source.session is None),
         *(config.reward_of(source) for source in config.sources),
-        *(workflow for workflow in workflows if workflow not in WORKFLOWS),
+        *(str(workflow) for workflow in workflows if workflow not in WORKFLOWS),
         *(stage.fn for stage in (config.pipeline.stages if config.pipeline else ())),
         *(rule.name for rule in rules if not rule.is_builtin),
         *(model.engine for model in config.models.values() if model.engine not in engines),

@@ -19,9 +19,9 @@ import httpx2
 
 from penstock.config import RunConfig
 from penstock.dataflow.service.build import run_info
-from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.dataflow.service.build_sources import build_source
-from penstock.dataflow.sources import Source, slot_seeds
+from penstock.dataflow.service.nodes.messages import RunInfo
+from penstock.dataflow.sources import slot_seeds
 from penstock.errors import ConfigError, PenstockError
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.engine import Engine, EngineSettings
@@ -125,14 +125,9 @@ def _tasks(config: RunConfig, count: int) -> Iterator[tuple[Task, int]]:
         )
     for index in range(count):
         source, turn = sources[index % len(sources)], index // len(sources)
-        limit = _num_tasks(source)
+        limit = source.limit
         ordinal, number = (turn, 0) if limit is None else (turn % limit, turn // limit)
         yield source.task(ordinal, seed=config.seed, workflow=""), number
-
-
-def _num_tasks(source: Source) -> int | None:
-    known = [number for number in (source.limit, source.num_distinct) if number is not None]
-    return min(known, default=None)
 
 
 async def _open_gateway(
