@@ -48,7 +48,7 @@ def build_app(gateway: Gateway, quotas: Quotas | None = None) -> Starlette:
     """Build the app. Every route except `/healthz` needs the key of an open session. Quotas apply
     per session."""
     quotas = quotas or Quotas()
-    document = _openapi_document(DIALECTS)
+    document = openapi_document(DIALECTS)
 
     async def openapi(session: Session) -> JsonObject:
         return document
@@ -182,7 +182,7 @@ def _exact(route: Route) -> Route:
     return route
 
 
-def _openapi_document(dialects: Sequence[Dialect]) -> JsonObject:
+def openapi_document(dialects: Sequence[Dialect]) -> JsonObject:
     """Paths and request schemas."""
     template = "#/components/schemas/{name}"
     requests, components = msgspec.json.schema_components(
