@@ -96,6 +96,7 @@ check:
 	$(BIN)/python scripts/check_words.py
 	$(BIN)/python scripts/check_cycles.py
 	$(BIN)/python scripts/draw_imports.py --check
+	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/check_files.py
 	$(BIN)/codespell
 	$(BIN)/lint-imports --cache-dir .cache/import-linter

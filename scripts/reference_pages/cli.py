@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from cyclopts import App
-from penstock.cli.main import build
-
 from scripts.reference_pages.markdown import code, entry, flat, head, type_text
+
+from penstock.cli.main import build
 
 
 def commands(app: App | None = None, prefix: str = "penstock") -> Iterator[tuple[str, App]]:
@@ -45,9 +45,9 @@ def _entry(argument: Any) -> str:
         "required" if argument.required else "",
         f"default {code(default)}" if is_set else "",
     ]
+    names = " ".join(f"`{name}`" for name in names_of(argument))
     return entry(
-        " ".join(f"`{name}`" for name in names_of(argument)),
-        [" · ".join(filter(None, facts)) or "flag", flat(argument.parameter.help)],
+        f"{names} {' · '.join(filter(None, facts))}".strip(), [flat(argument.parameter.help) or "–"]
     )
 
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin
 
+from pydantic.fields import FieldInfo
+from scripts.reference_pages.markdown import bounds_of, code, entry, flat, head, type_text
+
 from penstock.config.algorithms import builtin_algorithms
 from penstock.config.base import Section
 from penstock.config.rules import builtin_rules
 from penstock.config.run import RunConfig
 from penstock.options import Options
-from pydantic.fields import FieldInfo
-
-from scripts.reference_pages.markdown import bounds_of, code, entry, flat, head, type_text
 
 UNITS_BY_ENDING = {
     "_s": "seconds",
@@ -141,7 +141,7 @@ def _entry(key: Key, paths: Mapping[type[Options], str]) -> str:
     if key.nested is not None:
         path = paths[key.nested]
         where = f"Keys: [`{path}`](#{anchor(path)})."
-    return entry(f"`{key.path}`", [_facts(key), flat(key.field.description), where])
+    return entry(f"`{key.path}` {_facts(key)}", [flat(key.field.description), where])
 
 
 def anchor(path: str) -> str:

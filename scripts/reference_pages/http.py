@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_type_hints
 
+from scripts.reference_pages.markdown import head
+
 from penstock.dataflow.service.nodes.routes import NodeRoutes
 from penstock.dataflow.service.partitions.routes import PartitionRoutes, RowPayloadRoutes
 from penstock.dataflow.service.rows.routes import BlobRoutes, RowRoutes
@@ -15,8 +17,6 @@ from penstock.dataflow.service.trainers.routes import TrainerRoutes
 from penstock.gateway.online_routes import ONLINE_ROUTES
 from penstock.gateway.server import DIALECTS, openapi_document
 from penstock.weights.serving.server import WeightServer
-
-from scripts.reference_pages.markdown import head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

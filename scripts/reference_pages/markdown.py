@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 WORDS = {
     str: "text",
@@ -29,7 +29,7 @@ def head(title: str, *paragraphs: str) -> str:
 
 def entry(term: str, lines: Sequence[str]) -> str:
     """One entry of a definition list."""
-    first, *rest = [line for line in lines if line]
+    first, *rest = [line for line in lines if line] or ["–"]
     return "\n".join([term, f":   {first}", *(f"\n    {line}" for line in rest)]) + "\n"
 
 
@@ -45,9 +45,9 @@ def code(value: object) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if isinstance(value, tuple | list):
-        return f"`[{', '.join(map(str, value))}]`"
+        return f"`[{', '.join(map(str, cast(Sequence[object], value)))}]`"
     if isinstance(value, Mapping):
-        return "`{}`" if not value else f"`{dict(value)}`"
+        return f"`{dict(cast(Mapping[str, object], value))}`"
     return f"`{value}`" if value != "" else '`""`'
 
 
@@ -74,9 +74,14 @@ def type_text(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(type_text(argument) for argument in arguments))
     if origin is tuple or origin is list:
-        return f"list of {type_text(arguments[0])}" if arguments else "list"
+        return f"list of {_plural(type_text(arguments[0]))}" if arguments else "list"
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"mapping of {type_text(arguments[0])} to {type_text(arguments[1])}"
+        inner = type_text(arguments[1])
+        return "one mapping per name" if inner == "mapping" else f"mapping of names to {inner}"
     if annotation in WORDS:
         return WORDS[annotation]
     return "mapping" if isinstance(annotation, type) else str(annotation)
+
+
+def _plural(word: str) -> str:
+    return {"mapping": "mappings", "text": "texts", "integer": "integers"}.get(word, word)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.observe.metric_names import PROMETHEUS, STEP_METRICS, Metric
-
 from scripts.reference_pages.markdown import entry, head
+
+from penstock.observe.metric_names import PROMETHEUS, STEP_METRICS, Metric
 
 
 def _entries(metrics: Iterable[Metric]) -> list[str]:

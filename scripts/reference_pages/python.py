@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
-import penstock
-
 from scripts.reference_pages.markdown import entry, head
+
+import penstock
 
 
 def names() -> list[str]:
@@ -24,11 +26,21 @@ def _signature(value: Any) -> str:
         text = str(inspect.signature(value))
     except (TypeError, ValueError):
         return "()"
-    return text.replace("penstock.types.", "").replace("collections.abc.", "").replace("'", "")
+    text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)
+    text = text.replace("penstock.types.", "").replace("collections.abc.", "")
+    return re.sub(r"^\((self|cls)(, )?", "(", text)
 
 
 def _docstring(value: Any) -> str:
-    return inspect.cleandoc(getattr(value, "__doc__", "") or "")
+    """The docstring, its arguments as a list."""
+    text = inspect.cleandoc(getattr(value, "__doc__", "") or "")
+    before, found, after = text.partition("\nArgs:\n")
+    if not found:
+        return text
+    arguments, gap, rest = after.partition("\n\n")
+    lines = re.sub(r"\n {8,}", " ", arguments).splitlines()
+    items = [re.sub(r"^\s*(\w+): ", r"- `\1`: ", line) for line in lines]
+    return "\n".join([before, "", *items]) + gap + inspect.cleandoc(rest)
 
 
 def _fields(kind: type[Any]) -> Iterator[tuple[str, str]]:
@@ -38,13 +50,18 @@ def _fields(kind: type[Any]) -> Iterator[tuple[str, str]]:
     except (OSError, TypeError, SyntaxError):
         return
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    for node, after in zip(body, [*body[1:], None], strict=True):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            text = str(after.value.value) if is_text else ""  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
-            if not node.target.id.startswith("_"):
-                line = f"{node.target.id}: {ast.unparse(node.annotation)}"
-                yield line, " ".join(text.split())
+    for node, after in zip(body, [*body[1:], ast.Pass()], strict=True):
+        if isinstance(node, ast.Assign) and issubclass(kind, Enum):
+            yield ast.unparse(node), _text(after)
+        if isinstance(node, ast.AnnAssign) and not ast.unparse(node.target).startswith("_"):
+            yield f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)}", _text(after)
+
+
+def _text(node: ast.stmt) -> str:
+    """The text of a docstring on one line; empty if this is something else."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return " ".join(str(node.value.value).split())
+    return ""
 
 
 def _methods(kind: type[Any]) -> Iterator[tuple[str, Any]]:
@@ -60,11 +77,13 @@ def _class(name: str, kind: type[Any]) -> str:
     parts += [entry(f"`{line}`", [text or "–"]) for line, text in _fields(kind)]
     for method, value in _methods(kind):
         if isinstance(value, property):
-            parts.append(entry(f"`{method}`", [_docstring(value.fget) or "–"]))
+            text = _docstring(value.fget).replace("\n", "\n    ") or "–"
+            parts.append(entry(f"`{method}`", [text]))
         else:
             function = getattr(value, "__func__", value)
-            text = _docstring(function).replace("\n\n", "\n\n    ") or "–"
-            parts.append(entry(f"`{method}{_signature(function)}`", [text]))
+            start = "async " if inspect.iscoroutinefunction(function) else ""
+            text = _docstring(function).replace("\n", "\n    ") or "–"
+            parts.append(entry(f"`{start}{method}{_signature(function)}`", [text]))
     return "\n".join(parts)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every metric means: the table behind docs/reference/metrics.md and Prometheus' help texts.
 
-Owns names, units and meanings. Measures nothing: `trainer` computes the figures of a step, the
-dataflow and weight servers the figures of their process. A test compares the table with the code."""
+Owns names, units and meanings. Measures nothing: a trainer computes the figures of a step, the
+dataflow and weight servers measure themselves. A test compares the table with the code."""
 
 from __future__ import annotations
 
