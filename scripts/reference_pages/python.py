@@ -27,6 +27,7 @@ def _signature(value: Any) -> str:
     except (TypeError, ValueError):
         return "()"
     text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)
+    text = re.sub(r"<function (\w+) at 0x[0-9a-f]+>", r"\1", text)
     text = text.replace("penstock.types.", "").replace("collections.abc.", "")
     return re.sub(r"^\((self|cls)(, )?", "(", text)
 
