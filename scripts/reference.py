@@ -6,6 +6,7 @@ docs/reference/cli.md       every command and flag
 docs/reference/python.md    the public names of `penstock`
 docs/reference/http.md      every route of every service
 docs/reference/metrics.md   every metric
+docs/reference/names-elsewhere.md   names of other frameworks
 docs/llms.txt               a list of all pages with one line each
 
 Text comes from docstrings. To change a page, change the docstring and run this script."""
@@ -18,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.reference_pages import cli, config, http, llms, metrics, python
+from scripts.reference_pages import cli, config, http, llms, metrics, names_elsewhere, python
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -28,6 +29,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/python.md": python.page,
     "reference/http.md": http.page,
     "reference/metrics.md": metrics.page,
+    "reference/names-elsewhere.md": names_elsewhere.page,
     "llms.txt": llms.page,
 }
 

@@ -44,6 +44,7 @@ GENERATED = {
     "reference/python.md": "The public names of the package.",
     "reference/http.md": "Every route of every service.",
     "reference/metrics.md": "Every metric.",
+    "reference/names-elsewhere.md": "Settings of TRL, verl and prime-rl and their names here.",
 }
 
 

@@ -35,7 +35,6 @@ def env(tmp_path: Path) -> Mapping[str, str]:
 
 def follow(page: Path, folder: Path, env: Mapping[str, str]) -> list[str]:
     """Use every block of a page in order; what each printed."""
-    folder.mkdir()
     return [use(block, folder, env, timeout_s=LIMIT_S) for block in blocks_of(page)]
 
 
@@ -46,6 +45,7 @@ def rewards(folder: Path) -> list[float]:
 
 
 def test_first_run(tmp_path: Path, env: Mapping[str, str]) -> None:
+    (tmp_path / "work").mkdir()
     follow(FIRST_RUN, tmp_path / "work", env)
     curve = rewards(tmp_path / "work")
     assert sum(curve[-5:]) / 5 > sum(curve[:5]) / 5
@@ -56,6 +56,7 @@ def test_first_run(tmp_path: Path, env: Mapping[str, str]) -> None:
     "page", [page for page in TUTORIALS if page != FIRST_RUN], ids=lambda page: page.stem
 )
 def test_tutorial(page: Path, tmp_path: Path, env: Mapping[str, str]) -> None:
+    (tmp_path / "work").mkdir()
     follow(page, tmp_path / "work", env)
     if page.stem in ("own-task", "tool-agent"):
         curve = rewards(tmp_path / "work")
@@ -64,7 +65,11 @@ def test_tutorial(page: Path, tmp_path: Path, env: Mapping[str, str]) -> None:
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_guide(page: Path, tmp_path: Path, env: Mapping[str, str]) -> None:
-    follow(page, tmp_path / "work", env)
+    """A reader of a guide has the folder my-run of the first tutorial."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    subprocess.run(["penstock", "init", "my-run"], env=env, cwd=folder, check=True, timeout=60)
+    follow(page, folder, env)
 
 
 def test_the_readme_repeats_the_first_tutorial() -> None:
