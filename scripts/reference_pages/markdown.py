@@ -70,7 +70,8 @@ def type_text(annotation: Any) -> str:
         bounds = bounds_of(metadata)
         return type_text(inner) + (f" {bounds}" if bounds else "")
     if origin is Literal:
-        return " | ".join(code(value) for value in arguments)
+        choices = " | ".join(code(value) for value in arguments)
+        return choices if len(arguments) > 1 else f"only {choices}"
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(type_text(argument) for argument in arguments))
     if origin is tuple or origin is list:
