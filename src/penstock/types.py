@@ -111,7 +111,7 @@ class Task:
     """Derived from (run seed, source, ordinal). Slot seeds derive from it, so retries and nodes
     do not change them."""
     tags: tuple[str, ...] = ()
-    """Labels; tasks of external agents have `session`."""
+    """Labels; nothing in the dataflow reads them yet."""
 
 
 SESSION_TAG = "session"
