@@ -98,6 +98,7 @@ check:
 	$(BIN)/python scripts/check_cycles.py
 	$(BIN)/python scripts/draw_imports.py --check
 	$(BIN)/python scripts/write_schema.py --check
+	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/check_files.py
 	$(BIN)/codespell
 	$(BIN)/lint-imports --cache-dir .cache/import-linter
@@ -137,7 +138,7 @@ docs:
 mutants:
 	$(BIN)/python scripts/mutants.py
 
-# Each prints one line of JSON; docs/benchmarks.md says what they promise. Alone on the machine, or the figures lie.
+# Each prints one line of JSON; docs/explanation/benchmarks.md says what they promise. Alone on the machine, or the figures lie.
 bench:
 	@for name in $(BENCHMARKS); do echo "bench: $$name" >&2; $(BIN)/python -m benchmarks.$$name $(BENCH_ARGS); done
 

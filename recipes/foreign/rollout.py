@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A complete rollout node with only the standard library, msgpack and blake3. Read it together with
-docs/protocol.md and write yours in any language. `Table` replaces the model, `score` the reward.
+docs/reference/protocol.md and write yours in any language. `Table` replaces the model, `score`
+the reward.
 
 python recipes/foreign/rollout.py URL --token TOKEN [--node-id NAME]
 """

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A complete trainer with only the standard library, msgpack and blake3. Read it together with
-docs/protocol.md and write yours in any language. Each batch changes one element of the weights.
+docs/reference/protocol.md and write yours in any language. Each batch changes one element of the
+weights.
 
 python recipes/foreign/trainer.py URL --token TOKEN --store DIR [--policy NAME] [--init FOLDER]
     [--state DIR]

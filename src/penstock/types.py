@@ -100,15 +100,18 @@ class Task:
     key: str
     """Content hash: the same problem has the same key in every epoch and every run."""
     source: str
+    """Name of its source."""
     ordinal: int
     """Position in its source; source and ordinal identify the problem."""
     payload: JsonObject
     """Input of the workflow and the reward."""
     workflow: str
+    """What attempts it, as the run file names it."""
     seed: int
     """Derived from (run seed, source, ordinal). Slot seeds derive from it, so retries and nodes
     do not change them."""
     tags: tuple[str, ...] = ()
+    """Labels; nothing in the dataflow reads them yet."""
 
 
 SESSION_TAG = "session"
@@ -151,6 +154,7 @@ class Turn:
     """One model call, exactly as the engine performed it."""
 
     policy: PolicyName
+    """The policy that answered."""
     parent: int
     """Index of the turn whose full context this one extends; -1 for a new context. The full prompt
     is the parent's context, then its sampled ids, then `prompt_ids`."""
@@ -159,14 +163,19 @@ class Turn:
     sampled_ids: TokenIds
     """Token ids exactly as the engine sampled them; never re-tokenised."""
     logprobs: LogProbs
+    """One per sampled id, under exactly `sampling`."""
     spans: tuple[VersionSpan, ...]
     """Which version sampled which tokens; several if the weights changed during the answer."""
     sampling: SamplingSpec
+    """How the tokens were drawn."""
     finish: FinishReason
+    """Why the answer ended."""
     reached_agent: bool = True
     """False: the answer never reached its agent; it stays in the token tree but is not trained."""
     started_at: float = 0.0
+    """Seconds since 1970, by the node's clock."""
     ended_at: float = 0.0
+    """Seconds since 1970, by the node's clock."""
     role: str = ""
     """The policy's role in the workflow, if it sets one; `route` rules can select by it. At most
     MAX_ROLE_CHARS characters."""
@@ -231,16 +240,27 @@ class Trajectory:
     """The record of one rollout of one slot; immutable once delivered."""
 
     row_id: RowId
+    """GROUP.SLOT.EPOCH."""
     group_id: GroupId
+    """The group it belongs to."""
     slot: int
+    """Its place in the group."""
     epoch: int
+    """The lease it was made under; a result under an older one is refused."""
     attempt: int
+    """Which try at the slot it is, counted from 1."""
     node_id: NodeId
+    """The node that made it."""
     turns: tuple[Turn, ...]
+    """Its model calls, in order."""
     reward: float | None
+    """Its score; None if it failed, was cancelled, or is scored later."""
     outcome: Outcome
+    """How it ended."""
     started_at: float = 0.0
+    """Seconds since 1970, by the node's clock."""
     ended_at: float = 0.0
+    """Seconds since 1970, by the node's clock."""
     boot_id: str = ""
     """Which start of the node process produced it; may be empty."""
 

@@ -1,54 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every bash block of the README and of the docs is run as a new user would run it."""
+"""The README, the tutorials and the guides are followed as a new user would: every block in order,
+in an empty folder. What needs more than this machine is listed with its reason."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from tests.e2e.document_blocks import ROOT, all_blocks, blocks_of, shell_env, use
 
 from penstock.config import demo_config
 
-ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DEMO = "penstock demo"
-LIMIT_S = 280.0
-
-
-def documents() -> list[Path]:
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [path for path in found if path.exists()]
-
-
-def blocks() -> dict[str, str]:
-    """Where each different block stands first; equal commands are run once."""
-    found: dict[str, str] = {}
-    for path in documents():
-        for match in BLOCK.finditer(path.read_text()):
-            commands = " && ".join(line for line in match[1].splitlines() if line.strip())
-            found.setdefault(commands, f"{path.relative_to(ROOT)}")
-    return found
+LIMIT_S = 560.0
+FIRST_RUN = ROOT / "docs" / "tutorials" / "first-run.md"
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+GUIDES = sorted(
+    {
+        ROOT / block.page
+        for block in all_blocks()
+        if block.language in ("bash", "python") and not block.reason and not block.file
+    }
+    - {ROOT / "README.md", *TUTORIALS}
+)
 
 
 @pytest.fixture
-def shell_env(tmp_path: Path) -> dict[str, str]:
-    """A shell in which `penstock` is the one under test."""
-    program = tmp_path / "bin" / "penstock"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m penstock.cli.main "$@"\n')
-    program.chmod(0o755)
-    return {**os.environ, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
+def env(tmp_path: Path) -> Mapping[str, str]:
+    return shell_env(tmp_path)
 
 
-def run_block(commands: str, env: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+def follow(page: Path, folder: Path, env: Mapping[str, str]) -> list[str]:
+    """Use every block of a page in order; what each printed."""
+    return [use(block, folder, env, timeout_s=LIMIT_S) for block in blocks_of(page)]
+
+
+def rewards(folder: Path) -> list[float]:
+    """Mean reward of each step of the only run below this folder."""
+    (metrics,) = folder.glob("**/metrics.jsonl")
+    return [json.loads(line)["reward/mean"] for line in metrics.read_text().splitlines()]
+
+
+def test_first_run(tmp_path: Path, env: Mapping[str, str]) -> None:
+    (tmp_path / "work").mkdir()
+    follow(FIRST_RUN, tmp_path / "work", env)
+    curve = rewards(tmp_path / "work")
+    assert sum(curve[-5:]) / 5 > sum(curve[:5]) / 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in TUTORIALS if page != FIRST_RUN], ids=lambda page: page.stem
+)
+def test_tutorial(page: Path, tmp_path: Path, env: Mapping[str, str]) -> None:
+    (tmp_path / "work").mkdir()
+    follow(page, tmp_path / "work", env)
+    if page.stem in ("own-task", "tool-agent"):
+        curve = rewards(tmp_path / "work")
+        assert sum(curve[-5:]) / 5 > sum(curve[:5]) / 5 + 0.1, "the reward rises"
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_guide(page: Path, tmp_path: Path, env: Mapping[str, str]) -> None:
+    """A reader of a guide has the folder my-run of the first tutorial."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    subprocess.run(["penstock", "init", "my-run"], env=env, cwd=folder, check=True, timeout=60)
+    follow(page, folder, env)
+
+
+def test_the_readme_repeats_the_first_tutorial() -> None:
+    """So its commands are run there, and the demo in `test_demo`."""
+    tutorial = [line for block in blocks_of(FIRST_RUN) for line in block.text.splitlines()]
+    commands = [
+        line
+        for block in blocks_of(ROOT / "README.md")
+        if block.language == "bash"
+        for line in block.text.splitlines()
+    ]
+    assert DEMO in commands
+    assert set(commands) - {DEMO} <= set(tutorial)
+    for expected in ("penstock init", "penstock check", "penstock run"):
+        assert any(line.startswith(expected) for line in commands)
+
+
+def demo(words: str, env: Mapping[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
     return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", commands],
+        ["bash", "-euo", "pipefail", "-c", f"{DEMO} {words}"],
         env=env,
         cwd=folder,
         capture_output=True,
@@ -57,25 +99,10 @@ def run_block(commands: str, env: dict[str, str], folder: Path) -> subprocess.Co
     )
 
 
-@pytest.mark.parametrize(
-    "commands", [commands for commands in blocks() if commands != DEMO], ids=blocks().get
-)
-def test_block_runs(commands: str, shell_env: dict[str, str], tmp_path: Path) -> None:
-    done = run_block(commands, shell_env, tmp_path / "work")
-    assert done.returncode == 0, f"{commands}\n{done.stdout}\n{done.stderr}"
-
-
-def test_the_readme_starts_with_the_demo_and_a_run_of_ones_own() -> None:
-    text = (ROOT / "README.md").read_text()
-    commands = " ".join(match[1] for match in BLOCK.finditer(text))
-    for expected in (DEMO, "penstock init my-run", "penstock check", "penstock run"):
-        assert expected in commands
-
-
-def test_demo(shell_env: dict[str, str], tmp_path: Path) -> None:
+def test_demo(env: Mapping[str, str], tmp_path: Path) -> None:
     """The README's first command, in full, with what it promises."""
     folder = tmp_path / "demo"
-    done = run_block(f"{DEMO} --json --dir {folder}", shell_env, tmp_path / "work")
+    done = demo(f"--json --dir {folder}", env, tmp_path / "work")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["reward_first"] <= 0.35
@@ -100,9 +127,9 @@ def test_demo(shell_env: dict[str, str], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
-def test_demo_learns_from_any_seed(seed: int, shell_env: dict[str, str], tmp_path: Path) -> None:
-    command = f"{DEMO} --headless --json --seed {seed} --dir {tmp_path / 'demo'}"
-    done = run_block(command, shell_env, tmp_path / "work")
+def test_demo_learns_from_any_seed(seed: int, env: Mapping[str, str], tmp_path: Path) -> None:
+    words = f"--headless --json --seed {seed} --dir {tmp_path / 'demo'}"
+    done = demo(words, env, tmp_path / "work")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["reward_first"] <= 0.35
@@ -110,11 +137,9 @@ def test_demo_learns_from_any_seed(seed: int, shell_env: dict[str, str], tmp_pat
 
 
 @pytest.mark.slow
-def test_without_learning_the_reward_does_not_rise(
-    shell_env: dict[str, str], tmp_path: Path
-) -> None:
-    command = f"{DEMO} --headless --json --dir {tmp_path / 'demo'} training.learning_rate=0"
-    done = run_block(command, shell_env, tmp_path / "work")
+def test_without_learning_the_reward_does_not_rise(env: Mapping[str, str], tmp_path: Path) -> None:
+    words = f"--headless --json --dir {tmp_path / 'demo'} training.learning_rate=0"
+    done = demo(words, env, tmp_path / "work")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert abs(result["reward_last"] - result["reward_first"]) < 0.05

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk names real code: each `file.py:Name` of docs/concepts/walk.md is defined there."""
+"""The walk names real code: each `file.py:Name` of docs/explanation/walk.md is defined there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "concepts" / "walk.md"
+PAGE = ROOT / "docs" / "explanation" / "walk.md"
 NAMES = sorted(set(re.findall(r"`([\w/]+\.py):([\w.]+)`", PAGE.read_text(encoding="utf-8"))))
 MAX_FORMS = {"row": 5, "group": 5}
 """One form for each stage of its life, and no more."""

@@ -67,7 +67,8 @@ class RunSections(Section):
     """Seeds everything random in the run."""
     deterministic: bool = False
     """Make the run a function of config and data, with crashes, on any number of nodes: batches
-    in order of issue, a fixed lag of max_staleness, one answer at a time in each engine. Slow."""
+    in order of issue, always max_staleness versions old, one answer at a time in each engine.
+    Slow."""
     models: Annotated[Mapping[Name, ModelConfig], non_empty()]
     """One entry per policy."""
     sources: Annotated[tuple[SourceConfig, ...], Field(strict=False), non_empty()]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conformance tests for third-party nodes and trainers: a test double of the dataflow to join over
-HTTP, and a verdict per rule of docs/protocol.md. Imports no node or trainer of penstock."""
+HTTP, and a verdict per rule of docs/reference/protocol.md. Imports no node or trainer."""
 
 from penstock.conformance.scenarios import (
     conformance_rollout,

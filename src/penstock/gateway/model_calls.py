@@ -80,9 +80,11 @@ class Answer:
     """Without special tokens, reasoning and tool calls, cut before the first stop string. The turn
     keeps every token."""
     finish: FinishReason
+    """Why it ended: stop, length or abort."""
     turn: int
     """Index among the session's turns."""
     usage: Usage
+    """Tokens of prompt and answer."""
     reasoning: str = ""
     """The model's reasoning, without its markers; empty if it has none."""
     tool_calls: tuple[ToolCall, ...] = ()

@@ -45,6 +45,54 @@ class RewardBody:
     """Free text for humans."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineRoute:
+    """One route of external sessions."""
+
+    method: str
+    path: str
+    callers: str
+    """Whose credentials it accepts."""
+    summary: str
+
+
+_ITS_OWN = "the session's key, the token that opened it, gateway, admin"
+ONLINE_ROUTES = (
+    OnlineRoute(
+        method="POST",
+        path="/sessions",
+        callers="session, gateway, admin",
+        summary="Open a session; returns its id, key and base URL.",
+    ),
+    OnlineRoute(
+        method="GET",
+        path="/sessions",
+        callers="gateway, admin",
+        summary="Counts since the start: opened, recorded, rewarded, expired, and so on.",
+    ),
+    OnlineRoute(method="GET", path=SESSION, callers=_ITS_OWN, summary="The state of a session."),
+    OnlineRoute(
+        method="DELETE",
+        path=SESSION,
+        callers=_ITS_OWN,
+        summary="Forget a session that the run does not have yet.",
+    ),
+    OnlineRoute(
+        method="POST",
+        path=f"{SESSION}/reward",
+        callers=_ITS_OWN,
+        summary="Set the reward and end the session; the first reward is final.",
+    ),
+    OnlineRoute(
+        method="POST",
+        path=f"{SESSION}/end",
+        callers=_ITS_OWN,
+        summary="End the session; its reward may follow later.",
+    ),
+)
+"""The routes in the order of their handlers in `OnlineRoutes.routes`."""
+
+
 def build_online_app(online: OnlineGateway) -> Starlette:
     """The gateway's app plus the routes of external sessions."""
     app = build_app(online)
@@ -86,13 +134,17 @@ class OnlineRoutes:
         return dict(self._online.counts)
 
     def routes(self) -> list[Route]:
+        handlers = (
+            self.open,
+            self.counts,
+            self._on_session(),
+            self._on_session(self._online.forget),
+            self.reward,
+            self._on_session(self._online.end),
+        )
         return [
-            _route("POST", "/sessions", self.open),
-            _route("GET", "/sessions", self.counts),
-            _route("GET", SESSION, self._on_session()),
-            _route("DELETE", SESSION, self._on_session(self._online.forget)),
-            _route("POST", f"{SESSION}/reward", self.reward),
-            _route("POST", f"{SESSION}/end", self._on_session(self._online.end)),
+            _route(declared.method, declared.path, handler)
+            for declared, handler in zip(ONLINE_ROUTES, handlers, strict=True)
         ]
 
     def _lookup(self, request: Request) -> OnlineSession:

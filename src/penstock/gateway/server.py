@@ -51,7 +51,7 @@ def build_app(gateway: Gateway, quotas: Quotas | None = None) -> Starlette:
     per session."""
     quotas = quotas or Quotas()
     dialects = (*DIALECTS, *_installed_dialects())
-    document = _openapi_document(dialects)
+    document = openapi_document(dialects)
 
     async def openapi(session: Session) -> JsonObject:
         return document
@@ -204,7 +204,7 @@ def _exact(route: Route) -> Route:
     return route
 
 
-def _openapi_document(dialects: Sequence[Dialect]) -> JsonObject:
+def openapi_document(dialects: Sequence[Dialect]) -> JsonObject:
     """Paths and request schemas."""
     template = "#/components/schemas/{name}"
     requests, components = msgspec.json.schema_components(

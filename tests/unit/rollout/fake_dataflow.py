@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fake dataflow that implements docs/protocol.md over real HTTP, with faults on demand."""
+"""A fake dataflow that implements docs/reference/protocol.md over real HTTP, with faults."""
 
 from __future__ import annotations
 

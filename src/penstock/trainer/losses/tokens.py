@@ -29,6 +29,7 @@ class Tokens:
     sampling_K: Tensor
     """Log-probs that the engine recorded when it sampled: the behaviour policy's."""
     advantages_K: Tensor
+    """Credit of each token."""
     sequences_K: Tensor
     """Which sequence a token belongs to: 0 … S-1, never falling, none left out."""
     staleness_K: Tensor

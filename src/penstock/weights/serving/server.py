@@ -20,6 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from penstock.errors import BadRequest, WireError
+from penstock.observe.metric_names import PROMETHEUS
 from penstock.observe.prometheus import new_registry
 from penstock.weights.deltas.chain import MAX_BASES, DeltaChain
 from penstock.weights.manifest import is_digest
@@ -56,12 +57,14 @@ class WeightServer:
         self._registry = registry = new_registry("weights", run)
         self._requests = Counter(
             "penstock_weights_requests",
-            "Reads answered, by kind and role.",
-            ["kind", "role"],
+            PROMETHEUS["penstock_weights_requests"].meaning,
+            PROMETHEUS["penstock_weights_requests"].labels,
             registry=registry,
         )
         self._sent_bytes = Counter(
-            "penstock_weights_sent_bytes", "Blob bytes sent.", registry=registry
+            "penstock_weights_sent_bytes",
+            PROMETHEUS["penstock_weights_sent_bytes"].meaning,
+            registry=registry,
         )
 
     @route("GET", "/v1/manifests/{digest}", READERS, response=None)

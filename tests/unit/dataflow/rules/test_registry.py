@@ -23,6 +23,7 @@ from penstock.errors import ConfigError
 from penstock.types import DropReason, Hook
 
 BUILTIN = [(hook, name) for hook, rules in builtin_rules().items() for name in rules]
+GUIDES = Path(__file__).parents[4] / "docs" / "how-to"
 CUSTOM = "tests.unit.dataflow.rules.user_rules"
 NEEDED: dict[str, dict[str, Any]] = {
     "by-role": {"roles": {"a": ["r"]}},
@@ -150,8 +151,8 @@ def test_messages_name_the_problem_and_the_fix(
 
 
 def test_the_example_of_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path(__file__).parents[4].joinpath("docs/parts/rules.md").read_text(encoding="utf-8")
-    code = page.partition("```python\n")[2].partition("```")[0]
+    page = (GUIDES / "add-rule.md").read_text(encoding="utf-8")
+    code = page.partition('```python title="my_rules.py"\n')[2].partition("```")[0]
     (tmp_path / "my_rules.py").write_text(code, encoding="utf-8")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     state = Assigned()
@@ -166,5 +167,5 @@ def test_the_example_of_the_documents(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_documents_list_every_rule() -> None:
-    page = Path(__file__).parents[4].joinpath("docs/parts/rules.md").read_text(encoding="utf-8")
+    page = (GUIDES / "choose-rules.md").read_text(encoding="utf-8")
     assert [name for _, name in BUILTIN if f"| `{name}` |" not in page] == []

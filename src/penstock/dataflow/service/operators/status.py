@@ -19,6 +19,7 @@ from penstock.dataflow.service.operators.messages import (
     Status,
     WaitStatus,
 )
+from penstock.observe.metric_names import PROMETHEUS
 from penstock.types import NodeId
 
 TRAINER_SILENT_S = 15.0
@@ -170,6 +171,12 @@ def _batch_blocker(service: DataflowService) -> str:
     return "work to be issued"
 
 
+def _gauge(name: str, value: float | None = None) -> GaugeMetricFamily:
+    """A gauge with its help text and labels; without a value, its samples are added later."""
+    metric = PROMETHEUS[name]
+    return GaugeMetricFamily(name, metric.meaning, value, metric.labels or None)
+
+
 class _Collector:
     def __init__(self, service: DataflowService, run: str) -> None:
         self._service = service
@@ -184,14 +191,13 @@ class _Collector:
             "penstock_nodes": len(now.nodes),
         }
         for name, value in plain.items():
-            yield GaugeMetricFamily(name, name.replace("_", " "), value)
-        depth = GaugeMetricFamily("penstock_queue_depth", "groups", labels=["policy", "state"])
-        version = GaugeMetricFamily("penstock_weight_version", "committed", labels=["policy"])
+            yield _gauge(name, value)
+        depth, version = _gauge("penstock_queue_depth"), _gauge("penstock_weight_version")
         for policy in now.policies:
             for state in ("issued", "ready", "sealed"):
                 depth.add_metric([policy.policy, state], getattr(policy, state))
             version.add_metric([policy.policy], policy.number)
-        wasted = GaugeMetricFamily("penstock_wasted_tokens", "never trained", labels=["reason"])
+        wasted = _gauge("penstock_wasted_tokens")
         for reason, tokens in now.wasted_tokens.items():
             wasted.add_metric([reason], tokens)
         yield from (depth, version, wasted)
