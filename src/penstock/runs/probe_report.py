@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import penstock
 from penstock.errors import ConfigError
 from penstock.runs.check_problem import CheckProblem
 from penstock.types import JsonObject
 
 INTERNAL_PATHS = (
-    str(Path(penstock.__file__).parent),
+    str(Path(__file__).parents[1]),
     str(Path(importlib.__file__).parent.parent / "asyncio"),
     str(Path(importlib.__file__).parent),
     "<frozen ",

@@ -75,7 +75,7 @@ class FailureLimit:
         )
 
     def group_succeeded(self) -> None:
-        """A group closed, or ended for a reason that is no failure."""
+        """A group closed, or ended for another reason than failed attempts."""
         if self.count.num_groups or not self.count.has_succeeded:
             self._set(FailureCount(has_succeeded=True))
 
@@ -96,7 +96,7 @@ class FailureLimit:
         )
 
     def restore(self, value: str, now: float) -> None:
-        """Continue a recorded count. A count that had ended the run starts at 0: whoever resumes
+        """Continue a recorded count. A count that had ended the run starts at 0: resuming
         the run gives it another try."""
         found = msgspec.json.decode(value, type=FailureCount)
         is_over = found.exceeds_limit(now)
