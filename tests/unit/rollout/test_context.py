@@ -87,7 +87,7 @@ async def test_every_sampling_keyword_reaches_the_engine(tmp_path: Path) -> None
 async def test_a_mistyped_keyword_is_an_error_and_not_ignored(tmp_path: Path) -> None:
     async with running_gateway(tmp_path) as gateway:
         policy: Any = context(gateway).policy()
-        with pytest.raises(TypeError, match="temprature"):
-            await policy.chat([{"role": "user", "content": "x"}], temprature=0.5)
+        with pytest.raises(TypeError, match="top_q"):
+            await policy.chat([{"role": "user", "content": "x"}], top_q=0.5)
         with pytest.raises(BadRequest, match=r"wrong type.*temperature"):
             await policy.chat([{"role": "user", "content": "x"}], temperature="hot")
