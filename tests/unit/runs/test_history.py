@@ -379,7 +379,9 @@ async def test_text_needs_the_tokenizer_of_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "num_rows", [20_000, pytest.param(100_000, marks=pytest.mark.slow)], ids=["20k", "100k"]
+    "num_rows",
+    [20_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    ids=["20k", "100k"],
 )
 async def test_memory_does_not_grow_with_the_run(tmp_path: Path, num_rows: int) -> None:
     """Peaks of allocated blocks and of resident memory, against those of the first thousand."""

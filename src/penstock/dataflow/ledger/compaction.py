@@ -150,7 +150,7 @@ class Compactor:
             elif segment in self._unreadable:
                 continue
             elif live < MIN_LIVE_FRACTION * sizes[segment] or (
-                has_forgotten and self._ledger.tables.scalar(HAS_FORGOTTEN, segment=segment)
+                has_forgotten and await self._must_erase(segment)
             ):
                 sparse.append((live, segment))
             elif await asyncio.to_thread(self._is_settled, segment):
@@ -175,6 +175,11 @@ class Compactor:
             self._settled_for = state
             self.settled.clear()
         return state[1] > 0
+
+    async def _must_erase(self, segment: int) -> bool:
+        """It holds payload of a forgotten row; half a live segment could keep it for ever."""
+        read = self._ledger.tables.scalar
+        return bool(await asyncio.to_thread(read, HAS_FORGOTTEN, segment=segment))
 
     def _live_bytes(self, segment: int) -> int:
         return live_bytes(self._ledger.tables, segment, self._ledger.kept)
