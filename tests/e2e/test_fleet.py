@@ -66,7 +66,7 @@ def guest(system: System, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_a_guest_works_survives_a_restart_and_leaves(
     system: System, guest: subprocess.Popen[bytes]
 ) -> None:
-    until(lambda: is_live(system), timeout_s=90.0, what="guest live")
+    until(lambda: is_live(system), timeout_s=300.0, what="guest live")
     until(lambda: has_delivered(system), timeout_s=300.0, what="guest works")
 
     dataflow = system.kill("dataflow")
