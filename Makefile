@@ -14,7 +14,7 @@
 #   make docs           build the documentation into site/
 #   make constraints    refresh constraints/*.txt from fresh environments
 #   make bench          the promises about speed, measured             BENCH_ARGS=--quick
-#   make setup-engine   vLLM for CPUs, a small real model and traces of its training, in ~/.cache/penstock
+#   make setup-engine   vLLM for CPUs, a small real model and traces of its training, in ~/.cache/penstock (15 to 50 minutes)
 
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
@@ -84,8 +84,9 @@ $(STAMP): pyproject.toml constraints/dev.txt
 	  || { echo "setup: $(PYTHON) is older than Python 3.11; name another with PYTHON=..."; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 # Torch is half of the work and pip uses one core, so it goes in beside the rest; the last call adds what is left.
+# The floor of setuptools is torch's: a new environment has an older one, and pip would report a conflict.
 	$(PIP) --no-deps "$(TORCH)" & torch=$$!; \
-	$(PIP) -c constraints/dev.txt -e ".[$(subst train$(COMMA),,$(EXTRAS))]" transformers setuptools; wait $$torch
+	$(PIP) -c constraints/dev.txt -e ".[$(subst train$(COMMA),,$(EXTRAS))]" transformers "setuptools>=77.0.3"; wait $$torch
 	$(PIP) -c constraints/dev.txt -e ".[$(EXTRAS)]"
 	touch $@
 

@@ -17,9 +17,17 @@ def set_up_engine() -> None:
     subprocess.run([sys.executable, ROOT / "scripts" / "setup_engine.py"], check=True)
 
 
-def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct; the first call makes it."""
+def smollm2(*, quick: bool) -> Path:
+    """The folder of SmolLM2-135M-Instruct; the first call makes it, unless it must be quick."""
     folder = CACHE / "models" / "SmolLM2-135M-Instruct"
-    if not (folder / ".made-of").exists():
-        set_up_engine()
+    ensure(folder, quick=quick)
     return folder
+
+
+def ensure(folder: Path, *, quick: bool) -> None:
+    """Make a folder that `make setup-engine` makes, which takes far longer than a quick run may."""
+    if (folder / ".made-of").exists():
+        return
+    if quick:
+        sys.exit(f"{folder} is not there; run `make setup-engine` first (15 to 50 minutes, once)")
+    set_up_engine()

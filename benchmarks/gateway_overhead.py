@@ -19,7 +19,7 @@ from statistics import median
 
 import uvloop
 
-from benchmarks.cache import set_up_engine, smollm2
+from benchmarks.cache import ensure, smollm2
 from benchmarks.gateway_load import Request, Window, load
 from benchmarks.gateway_service import POLICY
 from benchmarks.harness import MIN_PAIRS, Server, log_line, process, result
@@ -267,23 +267,22 @@ async def _throughput(pairs: Pairs, num: int, num_pairs: int, calls_each: int) -
 # --- all of it --------------------------------------------------------------------------------
 
 
-def model_folder() -> Path:
+def model_folder(*, quick: bool) -> Path:
     """SmolLM2's, made by `make setup-engine` as vLLM is."""
-    if not (default_environment() / ".made-of").exists():
-        set_up_engine()
-    return smollm2()
+    ensure(default_environment(), quick=quick)
+    return smollm2(quick=quick)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter windows")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter windows; 3 minutes")
     parser.add_argument("--folder", help="not used: nothing is written")
     parser.add_argument("--slow-ms", type=float, default=0.0, help="the gateway sleeps per call")
     parser.add_argument("--simulated", action="store_true", help="without vLLM")
     options = parser.parse_args()
     quiet()
-    folder, slow_ms = model_folder(), options.slow_ms
-    num_pairs, seconds = (4, 3.0) if options.quick else (MIN_PAIRS, 8.0)
+    folder, slow_ms = model_folder(quick=options.quick), options.slow_ms
+    num_pairs, seconds = (2, 3.0) if options.quick else (MIN_PAIRS, 8.0)
     load_average = os.getloadavg()[0]
 
     async def measure() -> Figures:
@@ -292,7 +291,7 @@ def main() -> None:
         )
         if options.simulated:
             return figures
-        num_real, calls_each = (2, 1) if options.quick else (5, 2)
+        num_real, calls_each = (1, 1) if options.quick else (5, 2)
         real = await with_vllm(folder, num_pairs=num_real, calls_each=calls_each, slow_ms=slow_ms)
         return {"ratio": real[f"ratio_{CONCURRENCY[-1]}"], **figures, **real}
 

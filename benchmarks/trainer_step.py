@@ -39,6 +39,7 @@ RATE = 1e-6
 MICRO_BATCH_TOKENS = 1024
 PROMPT = 32
 """Tokens of each sample that are not trained."""
+QUICK_PAIRS = 3
 
 
 def long_tailed(num: int, mean: int, draw: np.random.Generator) -> Ints:
@@ -133,9 +134,10 @@ def padding(draw: np.random.Generator) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few tokens; at most 3 minutes")
-    parser.add_argument("--pairs", type=int, default=MIN_PAIRS)
+    parser.add_argument("--pairs", type=int, help=f"{MIN_PAIRS}, or {QUICK_PAIRS} with --quick")
     quick, pairs = (words := parser.parse_args()).quick, words.pairs
-    folder = smollm2()
+    pairs = pairs or (QUICK_PAIRS if quick else MIN_PAIRS)
+    folder = smollm2(quick=quick)
     precision = torch.bfloat16
     draw = np.random.default_rng(0)
     lengths = long_tailed(8, 48 if quick else 256, draw)

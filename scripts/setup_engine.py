@@ -98,7 +98,7 @@ def ensure(folder: Path, made_of: str, make: Callable[[Path], None]) -> None:
     if marker.exists() and marker.read_text() == made_of:
         log_line(f"{folder} is there")
         return
-    log_line(f"making {folder}: {made_of}")
+    log_line(f"making {folder}: {made_of} (all of it takes 15 to 50 minutes, once)")
     began = time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
