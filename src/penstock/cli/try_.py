@@ -32,7 +32,8 @@ def try_(
     Nothing is kept. Exits with 0 if at least one rollout was scored.
 
     Args:
-        target: Config file, or run folder.
+        target: Config file, to try the initial weights; or run folder, to try its newest
+            checkpoint.
         overrides: Settings that override the file, such as sampling.max_tokens=64.
         count: Number of rollouts.
         base_url: OpenAI-compatible server that answers instead of the policy's engine, such as
@@ -70,11 +71,11 @@ def try_(
 async def _try_and_show(
     target: RunTarget, count: int, server: TextServerAddress | None, *, is_shown: bool
 ) -> list[TriedRollout]:
-    from penstock.runs.try_rollouts import try_rollouts
+    from penstock.runs.try_rollouts import newest_checkpoint, try_rollouts
 
     if server is None:
-        models = ", ".join(model.init for model in target.config.models.values())
-        print_note(f"loading {models}")
+        for name, model in target.config.models.items():
+            print_note(f"loading {newest_checkpoint(target, name) or model.init}")
     tried: list[TriedRollout] = []
     async for rollout in try_rollouts(target, count, server):
         tried.append(rollout)

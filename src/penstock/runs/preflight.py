@@ -85,13 +85,13 @@ def check_run(
     deadline_s: float | None = None,
     on_step: Callable[[str], None] | None = None,
 ) -> CheckReport:
-    """Check everything, with the user's code called once and a loss computed; start nothing.
+    """Check everything, with the user's code called once and, if nothing was found, a loss
+    computed; start nothing.
 
     deadline_s: most seconds for each step of the user's code. on_step: called with the name of each
     step as it begins."""
     here = tuple(find_problems(target))
-    has_torch = not any(_missing_extras())
-    probed = run_probe(target, deadline_s=deadline_s, with_loss=has_torch, on_step=on_step)
+    probed = run_probe(target, deadline_s=deadline_s, with_loss=not here, on_step=on_step)
     notes = list(probed.notes)
     if target.folder.finish() is not None:
         notes.append(f"{target.folder.path} is already finished; raise training.steps to go on")

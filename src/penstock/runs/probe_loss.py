@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from penstock.config import PipelineStageConfig, RunConfig
+from penstock.config.builtin_stages import Axis, known_axis
 from penstock.dataflow.service.nodes.validate import summarise
 from penstock.errors import ConfigError
 from penstock.plugins import load_module
@@ -74,6 +75,13 @@ def _check_policy(
     try:
         stats = _train_once(config, policy, trajectory)
     except (Exception, SystemExit) as error:
+        made_up = [name for name, axis in _service_columns(config).items() if axis is None]
+        if made_up:
+            reporter.result.notes.append(
+                f"pipeline: the loss was not computed, since only a service can say what "
+                f"{', '.join(made_up)} holds ({type(error).__name__}: {error})"
+            )
+            return
         key, stage = _failed_stage(config, error)
         what = f"stage {stage.id}: {stage.fn}" if stage else "the training graph"
         text = str(error)
@@ -145,7 +153,11 @@ def _tiny_batch(
     """A group of copies of one attempt, with rewards 0 and 1 in turn."""
     vocab_size, _ = tiny_shapes()["model.embed_tokens.weight"]
     turns = tuple(_folded(turn, vocab_size) for turn in trajectory.turns)
-    written = _service_columns(config)
+    columns = _service_columns(config)
+    num_sampled = sum(len(view_ids(turn.sampled_ids)) for turn in turns)
+    by_row = {name: 0.5 for name, axis in columns.items() if axis is not Axis.TOKEN}
+    zeros = bytes(log_probs([0.0] * num_sampled))
+    by_token = {name: zeros for name, axis in columns.items() if axis is Axis.TOKEN}
     summaries: list[RowSummary] = []
     rows: list[RowPayload] = []
     for slot in range(GROUP_SIZE):
@@ -163,8 +175,9 @@ def _tiny_batch(
         digest = blake3(payload).hexdigest()
         summary = summarise(member, digest, lambda policy, incarnation, number: True)
         assert isinstance(summary, RowSummary), summary
-        summaries.append(replace(summary, values=written))
-        rows.append(RowPayload(row_id=row_id, payload=payload))
+        digests = {name: blake3(values).hexdigest() for name, values in by_token.items()}
+        summaries.append(replace(summary, values=by_row, columns=digests))
+        rows.append(RowPayload(row_id=row_id, payload=payload, columns=by_token))
     group = SealedGroup(group_id=GROUP, task_key="check", rows=tuple(summaries))
     return Manifest(consumer=policy, seq=1, trains_from=0, groups=(group,)), rows
 
@@ -183,10 +196,12 @@ def _folded(turn: Turn, vocab_size: int) -> Turn:
     )
 
 
-def _service_columns(config: RunConfig) -> Mapping[str, float]:
-    """A value for each column that a stage outside the trainer writes; the reward has its own."""
+def _service_columns(config: RunConfig) -> Mapping[str, Axis | None]:
+    """The columns that stages outside the trainer write, with their axis where the name tells it;
+    the reward has its own value. Their functions are not called: they may need another host."""
     services = config.pipeline.services if config.pipeline else ()
-    return {column: 0.5 for _, stage in services for column in stage.writes if column != "reward"}
+    written = {column for _, stage in services for column in stage.writes}
+    return {column: known_axis(column) for column in written - {"reward"}}
 
 
 def _failed_stage(

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a few rollouts without training: no services, no run folder, nothing kept.
 
-Owns the choice of tasks and of what answers: the policy's own engine with its initial weights, or
-an OpenAI-compatible server. Workflow and reward run as on a node."""
+Owns the choice of tasks and of what answers: the policy's own engine, with the newest checkpoint of
+a run folder or the initial weights, or an OpenAI-compatible server. Workflow and reward run as on a
+node."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,7 +74,7 @@ async def try_rollouts(
     tasks = list(_tasks(config, count))
     info = run_info(config)
     async with AsyncExitStack() as resources:
-        gateway = await _open_gateway(config, info, server, resources)
+        gateway = await _open_gateway(target, info, server, resources)
         rewards = {source.name: source.reward for source in info.sources}
         scorer = SourceScorers(info.reward, rewards) if info.is_scored else None
         if scorer:
@@ -131,10 +132,10 @@ def _tasks(config: RunConfig, count: int) -> Iterator[tuple[Task, int]]:
 
 
 async def _open_gateway(
-    config: RunConfig, info: RunInfo, server: TextServerAddress | None, resources: AsyncExitStack
+    target: RunTarget, info: RunInfo, server: TextServerAddress | None, resources: AsyncExitStack
 ) -> LoggedGateway:
     if server is None:
-        return await resources.enter_async_context(_engine_gateway(config, info))
+        return await resources.enter_async_context(_engine_gateway(target, info))
     http = await resources.enter_async_context(httpx2.AsyncClient())
     text_server = TextServer(
         base_url=server.base_url, model=server.model, api_key=server.api_key, http=http
@@ -143,21 +144,50 @@ async def _open_gateway(
 
 
 @asynccontextmanager
-async def _engine_gateway(config: RunConfig, info: RunInfo) -> AsyncGenerator[LoggedGateway]:
-    """A gateway to the run's engine, which serves the initial weights of every policy."""
+async def _engine_gateway(target: RunTarget, info: RunInfo) -> AsyncGenerator[LoggedGateway]:
+    """A gateway to the run's engine, which serves the weights of every policy."""
+    config = target.config
     with ExitStack() as folders:
         scratch = Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="penstock-try-")))
         engines = EnginePools(info.policies, partial(_make_engine, config, info, scratch))
         gateway = LoggedGateway(engines)
         try:
             for name, model in config.models.items():
-                folder = folders.enter_context(initial_folder(model.init, config.seed))
+                folder = folders.enter_context(_weights(target, name, model.init))
                 gateway.set_renderer(PolicyName(name), Renderer.load(folder))
                 version = Version(policy=PolicyName(name), incarnation=1, number=0)
                 await engines.load(folder, version)
             yield gateway
         finally:
             await engines.close()
+
+
+@contextmanager
+def _weights(target: RunTarget, policy: str, init: str) -> Generator[Path]:
+    """A model folder: the newest checkpoint without the trainer's own files, else the initial
+    model."""
+    checkpoint = newest_checkpoint(target, policy)
+    if checkpoint is None:
+        with initial_folder(init, target.config.seed) as folder:
+            yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-try-") as temporary:
+        for path in checkpoint.iterdir():
+            if not path.name.startswith(("optimizer", "trainer")):
+                (Path(temporary) / path.name).symlink_to(path.absolute())
+        yield Path(temporary)
+
+
+def newest_checkpoint(target: RunTarget, policy: str) -> Path | None:
+    """Of a run folder that was given as the target; None for a config file, or before the first
+    checkpoint."""
+    if target.config_file != target.folder.config_file:
+        return None
+    root = target.folder.path / "checkpoints"
+    root = root / policy if len(target.config.models) > 1 else root
+    found = {path: path.name.removeprefix("step_") for path in root.glob("step_*")}
+    complete = [path for path, step in found.items() if step.isdecimal()]
+    return max(complete, key=lambda path: int(found[path]), default=None)
 
 
 def _make_engine(config: RunConfig, info: RunInfo, scratch: Path) -> Engine:

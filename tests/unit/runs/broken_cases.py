@@ -693,6 +693,15 @@ BROKEN_MODULES: tuple[BrokenModule, ...] = (
         tags=BLOCKS,
     ),
     BrokenModule(
+        "a loop in compiled code that never lets go of the interpreter",
+        "import re\nre.match('(a+)+$', 'a' * 99 + 'b')",
+        key="sources[0].task",
+        says="source train took longer than",
+        fix="--deadline",
+        at="re.match(",
+        tags=BLOCKS,
+    ),
+    BrokenModule(
         "a module that ends its process",
         "import os\nos._exit(3)",
         key="sources[0].task",

@@ -102,6 +102,33 @@ def test_modules_that_hang_or_exit_are_refused_at_the_deadline(folder: Path) -> 
             assert result.import_cpu_s == 0, "refused before torch is imported"
 
 
+def test_a_refusal_costs_little_and_imports_no_torch(folder: Path) -> None:
+    result = run_probe(write_run(folder, "cheap", "async def run(task): return ''"))
+    assert [problem.key for problem in result.problems] == ["workflow"]
+    print(f"refused after {result.cpu_s:.1f} CPU s")
+    assert result.import_cpu_s == 0
+    assert 0 < result.cpu_s < 30, "CPU seconds; about 2 on an ordinary machine"
+
+
+def test_columns_of_services_are_made_up(folder: Path) -> None:
+    stages = (
+        "pipeline:\n  stages:\n"
+        '    - {id: judge, type: infer, role: reward, fn: "MODULE:judge", reads: [turns], '
+        "writes: [style], place: [cpu]}\n"
+        '    - {id: credit, type: compute, role: advantage, fn: "MODULE:credit", '
+        "reads: [turns, reward, style], writes: [advantage]}\n"
+        "    - {id: learn, type: train, role: actor, reads: [turns, advantage], writes: []}"
+    )
+    code = (
+        "def judge(trajectory) -> dict: raise RuntimeError('only on its own host')\n"
+        "def credit(layout, *, reward, style) -> dict:\n"
+        "    return {'advantage': layout.by_token(reward - style)}"
+    )
+    result = probe_here(write_run(folder, "with_service", code, stages))
+    assert (result.problems, result.notes) == ([], [])
+    assert set(result.losses) == {"policy"}
+
+
 def test_a_good_module_reaches_a_loss_and_the_steps_are_shown(folder: Path) -> None:
     code = (
         "def credit(layout, *, reward) -> dict:\n"

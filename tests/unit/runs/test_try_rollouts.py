@@ -16,6 +16,8 @@ import pytest
 from tests.unit.runs.broken_cases import GOOD_MODULE, edited
 
 from penstock.cli.main import main
+from penstock.runs.target import read_target
+from penstock.trainer.model_folders import init_model
 
 TOOL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 TWO_TURNS = """
@@ -197,6 +199,22 @@ def test_a_reward_that_cannot_be_imported_is_an_error(
     code, _, err = try_it(capsys, str(run_file), *words)
     assert code == 1
     assert "cannot import 'no_such_module'" in err
+
+
+def test_a_run_folder_is_tried_with_its_newest_checkpoint(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    target = read_target(run_file)
+    target.folder.write_config(target.config)
+    target.folder.allocate_endpoints(run_file.parent, target.python_path)
+    for step in (0, 9, 10):
+        folder = target.folder.path / "checkpoints" / f"step_{step}"
+        init_model("builtin:tiny-qwen3", folder, seed=step)
+        (folder / "optimizer.safetensors").write_bytes(b"not of the model")
+    code, out, err = try_it(capsys, str(target.folder.path), "-n", "1")
+    assert code == 0, err
+    assert err.startswith(f"loading {target.folder.path}/checkpoints/step_10")
+    assert "1 of 1 rollout scored" in out
 
 
 def test_a_model_without_a_server_is_refused(
