@@ -16,7 +16,7 @@ from penstock.config import CommandWorkflow, RunConfig
 from penstock.dataflow.service.build import run_info
 from penstock.dataflow.service.build_sources import workflow_text
 from penstock.errors import ConfigError, EngineError, WeightsError
-from penstock.plugins import load_function
+from penstock.plugins import REWARD_GROUP, load_function
 from penstock.rollout.rewards.frames import ScoreRequest
 from penstock.rollout.rewards.worker import score
 from penstock.rollout.workflows import find_workflow
@@ -74,7 +74,7 @@ class CallChecker:
         trajectories: list[Trajectory] = []
         for index in range(len(self._config.sources)):
             place = environment_of(self._config, index)
-            reward = self._load(place.reward, place.reward_key, "reward", load_function)
+            reward = self._load(place.reward, place.reward_key, "reward", _load_reward)
             workflow = self._load(place.workflow, place.workflow_key, "workflow", find_workflow)
             if index not in tasks or workflow is None or not self._is_installed(index):
                 continue
@@ -169,6 +169,10 @@ class CallChecker:
             text += "; write it as reward(completions, **columns) -> one number per completion"
         detail = error if raised_at else ""
         self._reporter.add(place.reward_key, text, code=raised_at or code, detail=detail)
+
+
+def _load_reward(name: str) -> Callable[..., Any]:
+    return load_function(name, REWARD_GROUP)
 
 
 def _label(name: str) -> str:
