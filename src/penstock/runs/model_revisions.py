@@ -33,11 +33,12 @@ def _names_in(config: RunConfig) -> list[str]:
 
 
 def _model_keys(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """(section, key) of every value that names a model."""
+    """(section, key) of every value that names a model which a trainer loads; stages that are
+    services find their models where they run."""
     models: list[dict[str, Any]] = list(values["models"].values())
     algorithms = [values["algorithm"], *(model["algorithm"] for model in models)]
     stages: list[dict[str, Any]] = values["pipeline"]["stages"] if values["pipeline"] else []
     found = [(model, "init") for model in models]
     found += [(algorithm, "teacher") for algorithm in algorithms if algorithm]
-    found += [(stage, "model") for stage in stages]
+    found += [(stage, "model") for stage in stages if stage["place"] is None]
     return ((section, key) for section, key in found if section[key] is not None)

@@ -118,14 +118,14 @@ def test_check_looks_for_the_models_of_stages(
     """Those that a trainer loads; a service has its own where it runs."""
     reference = (
         "    - {id: ref, type: infer, role: reference, reads: [turns], writes: "
-        "[reference_logprobs], model: models/Nowhere-7B}\n"
+        "[reference_logprobs], model: ./models/Nowhere-7B}\n"
     )
     text = run_file.read_text().replace("place: [gpu]", "place: [gpu], model: far/away")
     run_file.write_text(text + reference)
     code, _, err = run_main(capsys, "check", str(run_file))
     assert code == 1 and "1 problem" in err
     assert "pipeline.stages[4].model (stage ref): no config.json and" in err
-    run_file.write_text(text + reference.replace("models/Nowhere-7B", "builtin:tiny"))
+    run_file.write_text(text + reference.replace("./models/Nowhere-7B", "builtin:tiny"))
     _, _, err = run_main(capsys, "check", str(run_file))
     assert "in builtin:tiny; built-in models: builtin:tiny-qwen3" in err
 
@@ -146,10 +146,10 @@ def test_check_compares_the_vocabularies(
 
 
 def test_check_looks_for_the_teacher(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
-    words = ("pipeline=null", "algorithm={name: opd, teacher: models/Nowhere-7B}")
+    words = ("pipeline=null", "algorithm={name: opd, teacher: ./models/Nowhere-7B}")
     code, _, err = run_main(capsys, "check", str(run_file), *words)
     assert code == 1 and "algorithm.teacher: no config.json and" in err
-    built_in = (words[0], words[1].replace("models/Nowhere-7B", "builtin:tiny-qwen3"))
+    built_in = (words[0], words[1].replace("./models/Nowhere-7B", "builtin:tiny-qwen3"))
     assert run_main(capsys, "check", str(run_file), *built_in)[0] == 0
 
 

@@ -169,3 +169,14 @@ def test_the_password_of_a_store_is_kept_nowhere() -> None:
     assert password_in(with_it.dataflow.store) == "se/cret"
     assert password_in(without.dataflow.store) == password_in("sqlite") == ""
     assert without_password("postgresql:///runs") == "postgresql:///runs"
+
+
+def test_a_model_of_the_hub_without_a_revision_is_the_one_the_run_started_with() -> None:
+    def named(init: str) -> dict[str, str]:
+        return identity(demo_config(0, [f"models.policy.init={init}"]))
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    assert identity_changes(named(f"a/b@{commit}"), named("a/b")) == []
+    for other in ("a/c", "a/b@main", f"a/b@{commit[::-1]}"):
+        assert len(identity_changes(named(f"a/b@{commit}"), named(other))) == 1
+    assert len(identity_changes(named("a/b"), named(f"a/b@{commit}"))) == 1, "it was a folder"
