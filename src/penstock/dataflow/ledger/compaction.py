@@ -177,7 +177,7 @@ class Compactor:
         return state[1] > 0
 
     async def _must_erase(self, segment: int) -> bool:
-        """It holds payload of a forgotten row; half a live segment could keep it for ever."""
+        """It holds payload of a forgotten row; half a live segment could keep it forever."""
         read = self._ledger.tables.scalar
         return bool(await asyncio.to_thread(read, HAS_FORGOTTEN, segment=segment))
 
