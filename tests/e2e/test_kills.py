@@ -45,8 +45,9 @@ async def run(task, ctx):
 
 async def ask(ctx, messages):
     answer = await ctx.policy().chat(messages, seed=random.getrandbits(31))
-    with open("answers.txt", "a") as file:
-        file.write(f"{os.getpid()} {ctx.seed} {time.time()} {answer.text!r}\\n")
+    if "PENSTOCK_CHECK" not in os.environ:
+        with open("answers.txt", "a") as file:
+            file.write(f"{os.getpid()} {ctx.seed} {time.time()} {answer.text!r}\\n")
     return answer
 """
 """Ten calls, two of them alike; each draws a seed of its own, so an answer given twice was kept."""

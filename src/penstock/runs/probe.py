@@ -35,6 +35,8 @@ from penstock.wire.codec import JSON, decode, encode_json
 
 DEADLINE_S = 30.0
 """Time limit of each step: importing a module of the user and calling it once."""
+CHECK_ENV = "PENSTOCK_CHECK"
+"""Set while the user's code is checked, so that it can leave out effects that must not happen."""
 KILL_AFTER_S = 10.0
 """How long after its deadline a process is killed that could not end itself."""
 
@@ -76,6 +78,7 @@ def _run(request: ProbeRequest, on_step: Callable[[str], None]) -> tuple[ProbeMe
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=(request.stack_fd,),
+        env={**os.environ, CHECK_ENV: "1"},
     )
     with process:
         assert process.stdin is not None and process.stdout is not None

@@ -227,9 +227,9 @@ def _may_be_the_answer(trajectory: Trajectory, name: str) -> bool:
     only its exit code is known."""
     if not any(turn.reached_agent for turn in trajectory.turns):
         return False
-    if name.startswith("["):
-        return True
     line = next(_exception_lines(trajectory.outcome.detail), "")
+    if name.startswith("[") or "` exited with code " in line:
+        return True
     module, _, name = line.partition(":")[0].strip().rpartition(".")
     kind = getattr(sys.modules.get(module or "builtins"), name, None)
     return isinstance(kind, type) and issubclass(kind, ANSWER_ERRORS)

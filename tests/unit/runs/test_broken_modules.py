@@ -29,6 +29,8 @@ from penstock.runs.probe_process import probe
 from penstock.runs.probe_report import ProbeResult, Reporter
 from penstock.runs.target import RunTarget, read_target
 
+pytestmark = pytest.mark.timeout(900)  # several of these start processes or import torch
+
 DEADLINE_S = 8.0
 """Long enough for the steps before the one that hangs, on a slow machine."""
 IN_PROCESS = [case for case in BROKEN_MODULES if not case.tags & {"blocks", "exits"}]
