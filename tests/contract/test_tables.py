@@ -302,7 +302,7 @@ def test_what_is_committed_is_there_after_a_restart(open_store: Open) -> None:
 @pytest.mark.postgres
 def test_a_second_writer_is_refused_by_name(postgres_url: str, tmp_path: Path) -> None:
     first = open_tables(tmp_path, postgres_url, name="locked")
-    with pytest.raises(StoreError, match=r"ledger locked .* only one may write"):
+    with pytest.raises(StoreError, match=r"ledger locked .* only one writer"):
         open_tables(tmp_path, postgres_url, name="locked")
     other = open_tables(tmp_path, postgres_url, name="another")
     other.commit([row(1)])
