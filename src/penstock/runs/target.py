@@ -29,7 +29,7 @@ def read_target(
     path: Path, overrides: Sequence[str] = (), python_path: Sequence[Path] = ()
 ) -> RunTarget:
     """Load a config file, or the config of a run folder, with overrides. `python_path`: folders of
-    the user's modules; by default the config file's folder, or those used last."""
+    the user's modules; by default the folder of the config file, or as in the last start."""
     given = tuple(str(folder.absolute()) for folder in python_path)
     if path.is_dir():
         folder = RunFolder.open_existing(path)

@@ -292,7 +292,7 @@ class Coordinator:
 
     def _count_failure(self, issued: GroupRecord, report: GroupEnded, now: float) -> None:
         if issued.source == self._issue_spec.session_source:
-            return  # why an external agent fails is outside this run
+            return  # the run cannot fix external agents
         if report.dropped is DropReason.FAILED_SLOTS:
             num_results = len(report.rows)
             self.failure_limit.group_failed(report.num_failed, num_results, report.cause, now)

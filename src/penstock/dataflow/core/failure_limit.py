@@ -75,7 +75,7 @@ class FailureLimit:
         )
 
     def group_succeeded(self) -> None:
-        """A group closed, or ended for another reason than failed attempts."""
+        """A group closed, or was dropped for a reason other than failure."""
         if self.count.num_groups or not self.count.has_succeeded:
             self._set(FailureCount(has_succeeded=True))
 
@@ -96,8 +96,8 @@ class FailureLimit:
         )
 
     def restore(self, value: str, now: float) -> None:
-        """Continue a recorded count. A count that had ended the run starts at 0: resuming
-        the run gives it another try."""
+        """Continue a recorded count. A count that had ended the run starts at 0: a resumed run
+        gets another try."""
         found = msgspec.json.decode(value, type=FailureCount)
         is_over = found.exceeds_limit(now)
         self.count = FailureCount(has_succeeded=found.has_succeeded) if is_over else found
