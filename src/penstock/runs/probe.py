@@ -6,8 +6,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from penstock.config import RunConfig
-from penstock.runs.probe_process import ProbeRequest, ProbeResult
+from penstock.config import RunConfig, SourceConfig
+from penstock.dataflow.service.build_sources import data_spec
+from penstock.runs.probe_process import ProbeRequest, ProbeResult, ProbeSource
 from penstock.runs.target import RunTarget
 from penstock.types import JsonObject
 from penstock.wire.codec import JSON, decode, encode_json
@@ -19,9 +20,12 @@ DEADLINE_S = 30.0
 def run_probe(target: RunTarget) -> ProbeResult:
     """Run the user's task, reward and workflow once and collect the problems."""
     config = target.config
+    workflows = dict.fromkeys([config.workflow, *map(config.workflow_of, config.sources)])
     request = ProbeRequest(
-        config=config.model_dump(mode="json"),
+        sources=[_source(config, source) for source in config.sources if source.session is None],
+        workflows=[*filter(None, map(user_workflow, workflows))],
         stages=user_stages(config),
+        seed=config.seed,
         python_path=[*target.python_path],
     )
     try:
@@ -46,6 +50,16 @@ def run_probe(target: RunTarget) -> ProbeResult:
             ]
         )
     return decode(done.stdout, ProbeResult, media_type=JSON)
+
+
+def _source(config: RunConfig, source: SourceConfig) -> ProbeSource:
+    return ProbeSource(
+        name=source.name,
+        where=data_spec(config, source) or source.task or "",
+        limit=source.limit,
+        reward=config.reward_of(source) or "",
+        is_single_turn=config.workflow_of(source) == "single_turn",
+    )
 
 
 def user_stages(config: RunConfig) -> list[JsonObject]:

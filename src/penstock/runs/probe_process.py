@@ -16,14 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import penstock
+from penstock.dataflow.sources import DataSpec, open_source
 from penstock.errors import ConfigError
 from penstock.types import JsonObject
-
-if TYPE_CHECKING:
-    from penstock.config import RunConfig, SourceConfig
 
 T = TypeVar("T")
 
@@ -35,10 +33,24 @@ _INTERNAL_PATHS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeSource:
+    name: str
+    where: str | DataSpec
+    """A module or a data set."""
+    limit: int | None
+    reward: str
+    is_single_turn: bool
+    """Its workflow is the built-in one that needs a `prompt`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
-    config: JsonObject
+    sources: list[ProbeSource]
+    workflows: list[str]
+    """Functions; a command is not run."""
     stages: list[JsonObject]
     """Pipeline stages with custom functions; loaded but not called."""
+    seed: int
     python_path: list[str]
 
 
@@ -54,44 +66,32 @@ class ProbeResult:
 
 
 def probe(request: ProbeRequest) -> ProbeResult:
-    from penstock.config import RunConfig
-
-    config, result = RunConfig.model_validate(request.config), ProbeResult()
-    for source in config.sources:
-        if source.session is None:
-            _try_source(config, source, request, result)
-    tried = {
-        config.reward_of(source): result.tasks[source.name]
-        for source in reversed(config.sources)
-        if source.name in result.tasks
-    }
-    for reward, payload in tried.items():
-        if reward is not None:
-            _try_reward(reward, payload, request, result)
-    for workflow in dict.fromkeys(map(config.workflow_of, config.sources)):
-        if isinstance(workflow, str) and ":" in workflow:
-            _try_workflow(workflow, request, result)
+    result = ProbeResult()
+    for source in request.sources:
+        _try_source(source, request, result)
+    tried = {s.reward: s.name for s in reversed(request.sources) if s.name in result.tasks}
+    for reward, name in tried.items():
+        if reward:
+            _try_reward(reward, result.tasks[name], request, result)
+    for workflow in request.workflows:
+        _try_workflow(workflow, request, result)
     for stage in request.stages:
         _try_stage(stage, request, result)
     return result
 
 
-def _try_source(
-    config: RunConfig, entry: SourceConfig, request: ProbeRequest, result: ProbeResult
-) -> None:
-    from penstock.dataflow.service.build_sources import build_source
-
-    seed, name = config.seed, entry.name
+def _try_source(entry: ProbeSource, request: ProbeRequest, result: ProbeResult) -> None:
+    seed, name = request.seed, entry.name
     try:
-        source = build_source(config, entry)
+        source = open_source(name, entry.where, limit=entry.limit)
         task = source.task(0, seed=seed, workflow="")
         repeated = source.task(0, seed=seed, workflow="")
         result.digests[name] = source.digest(seed)
     except ConfigError as error:
-        if entry.rows is None:  # `data_check` reports what is wrong with rows
+        if isinstance(entry.where, str):  # `data_check` reports what is wrong with rows
             result.problems.append(_with_cause(str(error), error, request))
     except (Exception, SystemExit) as error:
-        result.problems.append(f"source {name!r}: {entry.task} raised\n{_user_traceback(error)}")
+        result.problems.append(f"source {name!r}: {entry.where} raised\n{_user_traceback(error)}")
     else:
         if task != repeated:
             result.problems.append(
@@ -99,7 +99,7 @@ def _try_source(
                 "derive all randomness from the seed, so that a restart repeats the tasks"
             )
         is_prompt = isinstance(task.payload.get("prompt"), str | list)
-        if config.workflow_of(entry) == "single_turn" and not is_prompt:
+        if entry.is_single_turn and isinstance(entry.where, str) and not is_prompt:
             result.problems.append(
                 f'source {name!r}: make_task has neither text nor messages under "prompt", which '
                 f"workflow single_turn needs; keys: {', '.join(map(str, task.payload)) or 'none'}"
@@ -163,10 +163,10 @@ def _with_cause(text: str, error: ConfigError, request: ProbeRequest) -> str:
 
 def _is_named_in_config(module: str, request: ProbeRequest) -> bool:
     """True if the config names this module or one inside it; False if only user code imports it."""
-    sources: list[JsonObject] = request.config["sources"]
-    entries = [request.config, *sources, *request.stages]
-    named = [entry.get(key) for entry in entries for key in ("task", "reward", "workflow", "fn")]
-    named = [name.partition(":")[0] for name in named if isinstance(name, str)]
+    named = [source.where for source in request.sources if isinstance(source.where, str)]
+    named += [source.reward for source in request.sources] + request.workflows
+    named += [str(stage["fn"]) for stage in request.stages]
+    named = [name.partition(":")[0] for name in named]
     return any(f"{name}.".startswith(f"{module}.") for name in named)
 
 
