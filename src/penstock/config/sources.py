@@ -142,7 +142,10 @@ class SourceConfig(Section):
     """Names the source in ids and metrics."""
     task: Annotated[str, AfterValidator(_task)] | None = None
     """A module with tasks, or a .jsonl file, relative to the working directory."""
-    data: Annotated[DataConfig, BeforeValidator(_data)] | None = None
+    data: (
+        Annotated[DataConfig, BeforeValidator(_data, json_schema_input_type=str | DataConfig)]
+        | None
+    ) = None
     """Instead of a module: rows of a data set. A path alone, or a mapping."""
     session: SessionConfig | None = None
     """Instead of tasks: sessions of external agents, each a group of one."""

@@ -277,6 +277,10 @@ def damaged(path: Path) -> None:
     path.write_bytes(data)
 
 
+def same_names(path: Path) -> None:
+    parquet.write_table(pyarrow.table([["a"], ["b"]], names=["prompt", "prompt"]), path)
+
+
 def no_rows(path: Path) -> None:
     parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], "string")}), path)
 
@@ -294,6 +298,7 @@ def no_rows(path: Path) -> None:
         (half, "t.parquet", "it may be truncated or damaged: write or copy it again"),
         (damaged, "t.parquet", "it may be truncated or damaged: write or copy it again"),
         (no_rows, "t.parquet", "has no rows"),
+        (same_names, "t.parquet", "has two columns of one name"),
         (Path.mkdir, "t.csv", "is not a file"),
         (None, "t.csv", "No such file or directory; a path is relative to the working directory"),
         (None, "t.jsonl", "No such file or directory; a path is relative to the working directory"),

@@ -202,9 +202,9 @@ def test_a_folder_that_does_not_exist() -> None:
 
 
 def test_a_bad_row_met_during_a_run_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": 3}\n')
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": NaN}\n')
     source = source_of(tmp_path / "a.jsonl", columns={})
-    with pytest.raises(ConfigError, match=r"source 'train': .*a.jsonl:3: prompt: is of type int"):
+    with pytest.raises(ConfigError, match=r"source 'train': .*a.jsonl:3: prompt: nan is not a"):
         payload(source, 1)
     with pytest.raises(BadRows):
         open_data("train", DataSpec(path=str(tmp_path / "a.jsonl"), has_prompt=True)).check()

@@ -93,12 +93,11 @@ class DataSet:
         return blake3(text.encode()).hexdigest()
 
     def payload(self, index: int) -> JsonObject:
-        """The task of a row. Raises BadRow if it is not valid; counts no tokens."""
+        """The task of a row. Raises BadRow if it cannot be read or encoded; its prompt is left to
+        `check` and to the workflow."""
         place = self._rows.place(index)
         payload = self._mapped(self._rows.row(index), place)
         check_values(payload, place)
-        if self._spec.has_prompt:
-            check_prompt(payload, place)
         return payload
 
     def check(self, count_tokens: CountTokens | None = None) -> None:
@@ -107,6 +106,7 @@ class DataSet:
         found: list[BadRow] = []
         num_read = 0
         with _naming(self._source):
+            self._check_prompt_column()
             for part in _parts(len(self)):
                 found += self._check_part(part, count_tokens)
                 num_read = part.stop
@@ -119,7 +119,10 @@ class DataSet:
         prompts: dict[int, object] = {}
         for index in part:
             try:
-                prompts[index] = self.payload(index).get(PROMPT)
+                payload = self.payload(index)
+                if self._spec.has_prompt:
+                    check_prompt(payload, self._rows.place(index))
+                prompts[index] = payload.get(PROMPT)
             except BadRow as bad:
                 yield bad
         most = self._spec.max_prompt_tokens
@@ -144,16 +147,26 @@ class DataSet:
         return payload
 
     def _check_columns(self, columns: tuple[str, ...]) -> None:
-        """Columns that no row can have."""
+        """Columns that no row can have, or that would hide another."""
         listed = ", ".join(columns)
+        if len({*columns}) < len(columns):
+            raise ConfigError(
+                f"{self._spec.path} has two columns of one name; its columns are: {listed}; rename "
+                "one of them"
+            )
         for ours, theirs in self._renamed.items():
             if theirs not in columns:
                 raise ConfigError(
                     f"{self._spec.path} has no column {theirs!r}, which data.columns maps to "
                     f"{ours}; its columns are: {listed}"
                 )
+
+    def _check_prompt_column(self) -> None:
+        columns = self._rows.columns
+        if columns is None or not self._spec.has_prompt:
+            return
         kept = [name for name in columns if name not in self._hidden]
-        if self._spec.has_prompt and PROMPT not in (*kept, *self._renamed):
+        if PROMPT not in (*kept, *self._renamed):
             raise ConfigError(f"{self._spec.path}: {PROMPT} {missing_prompt(columns)}")
 
 
