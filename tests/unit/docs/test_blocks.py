@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -42,8 +43,11 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` wins; sections are joined, but not models and lists."""
     joined = dict(base)
     for key, value in over.items():
-        is_section = isinstance(value, dict) and isinstance(joined.get(key), dict)
-        joined[key] = merged(joined[key], value) if is_section and key != "models" else value
+        before = joined.get(key)
+        if isinstance(value, dict) and isinstance(before, dict) and key != "models":
+            joined[key] = merged(cast(dict[str, Any], before), cast(dict[str, Any], value))
+        else:
+            joined[key] = value
     return joined
 
 
@@ -54,7 +58,7 @@ async def test_the_tool_agent_calls_its_tool(
     page = ROOT / "docs" / "tutorials" / "tool-agent.md"
     code = next(block.text for block in blocks_of(page) if block.file == "tool_agent.py")
     (tmp_path / "tool_agent.py").write_text(code, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     run = importlib.import_module("tool_agent").run
     engine = FakeEngine()
     engine.lines = [CALL, "d"]
