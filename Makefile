@@ -139,7 +139,7 @@ docs:
 mutants:
 	$(BIN)/python scripts/mutants.py
 
-# Each prints one line of JSON; docs/explanation/benchmarks.md says what they promise. Alone on the machine, or the figures lie.
+# Each prints one line of JSON; docs/benchmarks.md says what they promise. Alone on the machine, or the figures lie.
 bench:
 	@for name in $(BENCHMARKS); do echo "bench: $$name" >&2; $(BIN)/python -m benchmarks.$$name $(BENCH_ARGS); done
 

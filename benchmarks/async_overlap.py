@@ -5,7 +5,7 @@ can beat: synchronous colocated, one-step-off and penstock over the same answers
 Overlap gain: one-step-off over synchronous; the barrier stays, generation and training coincide.
 Tail gain: penstock over one-step-off; no slot waits for the longest answer. Penstock is the real
 core of the dataflow in virtual time; one point runs on the clock with the real service and real
-nodes. docs/explanation/benchmarks.md has the formula of the bound."""
+nodes. docs/benchmarks.md has the formula of the bound."""
 
 from __future__ import annotations
 
