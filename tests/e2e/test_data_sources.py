@@ -32,6 +32,8 @@ ENVS = """
 import json
 
 async def twice(task, ctx):
+    with open("attempted.txt", "a") as file:
+        file.write(task.source + "\\n")
     first = await ctx.policy().chat([{"role": "user", "content": task.payload["prompt"]}])
     return (await ctx.policy().chat([{"role": "user", "content": first.text + ">"}])).text
 
@@ -76,6 +78,9 @@ def test_two_environments_with_four_formats_mix(tmp_path: Path) -> None:
         lengths[stored_in].add(len(completion))
     assert lengths.keys() == {"csv", "saved"}, "the other two have another reward"
     assert all(max(found) <= 2 for found in lengths.values()), "their own max_tokens"
+
+    attempted = {*(tmp_path / "attempted.txt").read_text().split()}
+    assert attempted == {"c", "d"}, "their own workflow"
 
     (tmp_path / "copy.csv").write_text("text,format\nabc,csv\n")
     refused = penstock("run", "run.yaml", "training.steps=4", "--headless", cwd=tmp_path)

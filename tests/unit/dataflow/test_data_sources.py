@@ -131,6 +131,18 @@ def test_messages_and_nested_values_survive_parquet(tmp_path: Path) -> None:
     assert [payload(source, ordinal) for ordinal in range(2)] == rows
 
 
+@pytest.mark.parametrize("where", ["penstock.tasks.reverse", "a.jsonl"])
+def test_a_source_may_have_its_own_workflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("a.jsonl"), ROWS)
+    own, plain = open_source("a", where, workflow="mine:run"), open_source("a", where)
+    tasks = [source.task(0, seed=0, workflow="single_turn") for source in (own, plain)]
+    assert [task.workflow for task in tasks] == ["mine:run", "single_turn"]
+    assert tasks[0].key != tasks[1].key
+
+
 def test_a_file_that_is_replaced_does_not_change_a_run(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write_jsonl(path, ROWS)
