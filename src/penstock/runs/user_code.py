@@ -89,7 +89,7 @@ def _imported_files(module: str, python_path: Sequence[str]) -> dict[str, Path]:
         finder.import_hook(module)
     except (ImportError, SyntaxError):
         return {}  # an installed package, or a mistake that its import reports
-    files = {name: cast("str | None", found.__file__) for name, found in finder.modules.items()}
+    files = {name: str(vars(found)["__file__"] or "") for name, found in finder.modules.items()}
     return {name: Path(file) for name, file in files.items() if file}
 
 

@@ -195,7 +195,10 @@ def test_a_launch_installs_no_signal_handlers_and_prints_nothing(
 def test_a_run_whose_every_attempt_fails_ends_with_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StatusPoller, "failure", lambda self: "every group failed: no tool")
+    def failure(poller: StatusPoller) -> str:
+        return "every group failed: no tool"
+
+    monkeypatch.setattr(StatusPoller, "failure", failure)
     folder = RunFolder(tmp_path / "r")
     with pytest.raises(LaunchError, match="every group failed: no tool with `penstock run") as e:
         launch(demo_config(0), folder)

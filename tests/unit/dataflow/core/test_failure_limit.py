@@ -17,7 +17,11 @@ CAUSE = "failed: workflow: ValueError: no such tool"
 
 def make() -> tuple[FailureLimit, list[Record | Deletion]]:
     journal: list[Record | Deletion] = []
-    return FailureLimit(journal.append), journal
+
+    def write(record: Record | Deletion) -> None:
+        journal.append(record)
+
+    return FailureLimit(write), journal
 
 
 def fail(
