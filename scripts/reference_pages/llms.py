@@ -32,7 +32,7 @@ def summary(path: str) -> str:
     if path in GENERATED:
         return GENERATED[path]
     text = (ROOT / "docs" / path).read_text(encoding="utf-8")
-    body = re.sub(r"<!--.*?-->|^#.*$|^```.*?^```|^!.*$|^\|.*$", "", text, flags=re.M | re.S)
+    body = re.sub(r"<!--.*?-->|^```.*?^```|^[#!|][^\n]*$", "", text, flags=re.M | re.S)
     paragraph = next((part for part in re.split(r"\n\s*\n", body) if part.strip()), "")
     flat = " ".join(re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", paragraph).split())
     return re.split(r"(?<=[.!?:]) ", flat)[0].rstrip(":")

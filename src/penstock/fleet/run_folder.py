@@ -289,7 +289,7 @@ class RunFolder:
         path = self._run / name
         try:
             return decode(path.read_bytes(), kind, media_type=JSON)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except BadRequest as error:
             raise ConfigError(f"{path} is damaged: {error}; delete it and run again") from None

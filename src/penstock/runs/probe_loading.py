@@ -93,7 +93,7 @@ def _has_prompt(config: RunConfig, index: int, task: Task, key: str, reporter: R
     reporter.add(
         key,
         f'source {source.name!r}: make_task has neither text nor messages under "prompt", which '
-        f"workflow single_turn needs; keys: {keys}",
+        f"workflow single_turn needs; add it, or set another workflow (keys: {keys})",
         code=code_of(f"{source.task}:make_task"),
     )
     return False

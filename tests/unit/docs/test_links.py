@@ -32,3 +32,4 @@ def test_llms_txt_lists_every_page() -> None:
     text = (DOCS / "llms.txt").read_text(encoding="utf-8")
     assert text.startswith("# penstock\n\n> ")
     assert [path for _, _, path in navigation() if f"]({path}): " not in text] == []
+    assert not [line for line in text.splitlines() if line.endswith(": ")], "pages without a line"

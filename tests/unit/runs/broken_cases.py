@@ -415,8 +415,8 @@ BROKEN_CONFIGS: tuple[BrokenConfig, ...] = (
         "a source without a task",
         "sources:\n  - {name: train}",
         key="sources[0]",
-        says="source train needs either",
-        fix="task:",
+        says="source train needs exactly one of task:",
+        fix="data: (a data set)",
     ),
     BrokenConfig(
         "a source without a name",
@@ -651,6 +651,15 @@ BROKEN_MODULES: tuple[BrokenModule, ...] = (
         says="returned different tasks",
         fix="derive all randomness from the seed",
         at="def make_task(ordinal, seed): return {'prompt': str",
+    ),
+    BrokenModule(
+        "a task without a prompt, for the workflow that needs one",
+        "def make_task(ordinal, seed): return {'question': 'a', 'n': 1}",
+        key="sources[0].task",
+        says='make_task has neither text nor messages under "prompt"',
+        fix="add it, or set another workflow (keys: question, n)",
+        at="def make_task(ordinal, seed): return {'question'",
+        config="workflow: single_turn",
     ),
     BrokenModule(
         "no function make_task",
