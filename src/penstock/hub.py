@@ -202,7 +202,7 @@ def _ensure_installed(model: HubModel) -> None:
     except ImportError:
         raise ConfigError(
             f"{model} is a model of the Hugging Face Hub, which needs the package huggingface_hub; "
-            "run: pip install 'penstock[train]'"
+            "run: pip install 'penstock-rl[train]'"
         ) from None
 
 

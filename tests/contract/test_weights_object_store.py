@@ -344,5 +344,5 @@ def test_errors_on_opening_name_the_fix(monkeypatch: pytest.MonkeyPatch) -> None
         return None
 
     monkeypatch.setattr(importlib.util, "find_spec", find_nothing)
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[s3\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'penstock-rl\[s3\]'"):
         ObjectSource("s3://bucket/run")

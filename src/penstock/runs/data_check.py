@@ -54,7 +54,7 @@ def _load_renderer(init: str) -> Renderer:
         from penstock.gateway.renderer import Renderer
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"max_prompt_tokens needs {error.name}; run: pip install 'penstock[tokens]'"
+            f"max_prompt_tokens needs {error.name}; run: pip install 'penstock-rl[tokens]'"
         ) from None
     from penstock.trainer.model_folders import initial_folder
 

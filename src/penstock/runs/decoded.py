@@ -117,7 +117,7 @@ def load_renderer(folder: RunFolder, policy: PolicyName) -> Renderer:
         from penstock.gateway.renderer import Renderer
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"text needs {error.name}, which is not installed; pip install 'penstock[tokens]'"
+            f"text needs {error.name}, which is not installed; pip install 'penstock-rl[tokens]'"
         ) from None
     with tempfile.TemporaryDirectory(prefix="penstock-tokenizer-") as temporary:
         if _copy_small_files(DirectoryStore(folder.weights), policy, Path(temporary)):

@@ -218,6 +218,6 @@ def _missing_library() -> Generator[None]:
         yield
     except ImportError as error:
         raise ConfigError(
-            f"plots need {error.name}: install the extra `plot` (pip install 'penstock[plot]'), "
+            f"plots need {error.name}: install the extra `plot` (pip install 'penstock-rl[plot]'), "
             "or write a CSV file with --out curve.csv"
         ) from None

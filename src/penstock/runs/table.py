@@ -75,5 +75,5 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError:
         raise ConfigError(
-            f"a table needs {name}, which is not installed; pip install 'penstock[data]'"
+            f"a table needs {name}, which is not installed; pip install 'penstock-rl[data]'"
         ) from None

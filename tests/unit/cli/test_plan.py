@@ -124,7 +124,7 @@ def test_check_looks_for_the_models_of_stages(
     run_file.write_text(text + reference)
     code, _, err = run_main(capsys, "check", str(run_file))
     assert code == 1 and "1 problem" in err
-    assert "pipeline.stages[4].model (stage ref): no config.json and" in err
+    assert "pipeline.stages[4].model: no config.json and" in err
     run_file.write_text(text + reference.replace("./models/Nowhere-7B", "builtin:tiny"))
     _, _, err = run_main(capsys, "check", str(run_file))
     assert "in builtin:tiny; built-in models: builtin:tiny-qwen3" in err

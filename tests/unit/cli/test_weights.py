@@ -352,7 +352,7 @@ def test_diff_of_a_file_that_is_gone_says_so(run: Run, weights: Any) -> None:
 
 
 def documented() -> list[str]:
-    page = Path(__file__).parents[3] / "docs" / "parts" / "weights.md"
+    page = Path(__file__).parents[3] / "docs" / "how-to" / "inspect-weights.md"
     return re.findall(r"^\$ penstock weights (.+)$", page.read_text(), re.MULTILINE)
 
 

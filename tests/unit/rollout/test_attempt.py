@@ -149,7 +149,7 @@ async def test_a_source_has_its_own_sampling(snapshot: Path, source: str, max_to
 
 async def test_an_unknown_workflow_of_a_source_ends_the_node_aloud(snapshot: Path) -> None:
     info = SourceInfo(name="b", workflow="singleturn", reward="", sampling=SamplingSpec())
-    with pytest.raises(ConfigError, match="unknown workflow 'singleturn'"):
+    with pytest.raises(ConfigError, match='unknown workflow "singleturn"'):
         await attempt(snapshot, "single_turn", sources=(info,))
 
 
