@@ -30,7 +30,7 @@ def import_data_package(name: str, path: str) -> Any:
         return import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{path}: reading it needs the package {error.name}; run: pip install 'penstock-rl[data]'"
+            f"{path}: reading it needs {error.name}; run: pip install 'penstock-rl[data]'"
         ) from None
 
 
