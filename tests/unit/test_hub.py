@@ -59,7 +59,7 @@ def test_only_a_commit_of_the_same_model_is_the_same() -> None:
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ConfigError, match=r"penstock\[train\]"):
+    with pytest.raises(ConfigError, match=r"penstock-rl\[train\]"):
         pin_model("a/b", lambda text: None)
 
 

@@ -128,7 +128,7 @@ def test_no_public_name_needs_anything_heavy() -> None:
 
 
 def test_the_core_names_no_heavy_dependency() -> None:
-    core = [line for line in requires("penstock") or [] if "extra ==" not in line]
+    core = [line for line in requires("penstock-rl") or [] if "extra ==" not in line]
     assert core and not [line for line in core if line.lower().startswith(HEAVY)]
 
 

@@ -36,7 +36,7 @@ class Records(Generic[T]):
         return self._read()
 
     def to_arrow(self) -> Any:
-        """All records as a `pyarrow.Table`, one row each. Needs `penstock[data]`."""
+        """All records as a `pyarrow.Table`, one row each. Needs `penstock-rl[data]`."""
         arrow = _import("pyarrow")
         columns = self._columns or _find_columns(map(self._as_row, self))
         fields = [(name, getattr(arrow, _TYPES[kind])()) for name, kind in columns.items()]
@@ -48,7 +48,7 @@ class Records(Generic[T]):
         return arrow.Table.from_batches(chunks, schema=schema)
 
     def to_pandas(self) -> Any:
-        """All records as a `pandas.DataFrame`, one row each. Needs `penstock[data]`."""
+        """All records as a `pandas.DataFrame`, one row each. Needs `penstock-rl[data]`."""
         _import("pandas")
         return self.to_arrow().to_pandas()
 

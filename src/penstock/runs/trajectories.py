@@ -130,7 +130,7 @@ class RecordedTrajectory:
         return () if self.payload is None else self.payload.turns
 
     def decode(self) -> tuple[DecodedTurn, ...]:
-        """Its model calls as text. Needs `penstock[tokens]`."""
+        """Its model calls as text. Needs `penstock-rl[tokens]`."""
         return () if self.payload is None else self.decoder.turns(self.payload)
 
     @property
