@@ -26,7 +26,7 @@ from tests.unit.weights.weight_servers import listening
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import CommitRecord
 from penstock.errors import Conflict
-from penstock.fleet.run_folder import free_port
+from penstock.fleet.ports import free_port
 from penstock.wire.auth import Audience, Role, Signer
 
 ROOT = Path(__file__).parents[2]

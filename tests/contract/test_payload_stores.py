@@ -12,8 +12,8 @@ from pathlib import Path
 
 import obstore
 import pytest
-from blake3 import blake3
 from obstore.store import LocalStore
+from tests.unit.dataflow.ledger.stored_rows import stored_row
 
 from penstock.dataflow.ledger import objects, segments
 from penstock.dataflow.ledger.compaction import Compactor
@@ -23,7 +23,7 @@ from penstock.dataflow.ledger.segments import Location, PlacedPayload
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import FreedRecord, RowRecord
 from penstock.errors import ConfigError, StoreError
-from penstock.types import GroupId, NodeId, OutcomeKind, RowId, RowSummary
+from penstock.types import GroupId, RowId
 
 SEGMENT_BYTES = 4000
 Open = Callable[[], PayloadStore]
@@ -232,24 +232,7 @@ async def test_acknowledged_only_after_the_put(
 
 
 def row(number: int, at: Location, payload: bytes) -> RowRecord:
-    return RowRecord(
-        summary=RowSummary(
-            row_id=RowId(f"g{number}.0.1"),
-            digest=blake3(payload).hexdigest(),
-            outcome=OutcomeKind.COMPLETED,
-            reward=0.0,
-            sampled={},
-            versions={},
-        ),
-        group_id=GroupId(f"g{number}"),
-        slot=0,
-        epoch=1,
-        node_id=NodeId("n"),
-        segment=at.segment,
-        offset=at.offset,
-        length=at.length,
-        delivered_at=0.0,
-    )
+    return stored_row(f"g{number}", at, payload)
 
 
 async def test_compaction_works_over_every_store(store: PayloadStore, tmp_path: Path) -> None:

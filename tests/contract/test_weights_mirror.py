@@ -22,7 +22,8 @@ from tests.unit.weights.weight_servers import POLICY
 
 from penstock.config import demo_config
 from penstock.errors import Unreachable
-from penstock.fleet.run_folder import RunFolder, free_port
+from penstock.fleet.ports import free_port
+from penstock.fleet.run_folder import RunFolder
 from penstock.types import PublishedVersion
 from penstock.weights import retention
 from penstock.weights.client import Puller

@@ -38,7 +38,7 @@ def dataflow(
     import uvloop
 
     from penstock.cli.service_options import listen_address, make_tls
-    from penstock.fleet.run_folder import free_port
+    from penstock.fleet.ports import free_port
     from penstock.runs.service_process import enter_run, service_token
     from penstock.wire.auth import Audience, Role, Verifier
 

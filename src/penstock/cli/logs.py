@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from penstock.cli.output import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -79,17 +81,18 @@ def format_line(line: LogLine) -> Text:
 
     clock = "" if line.at is None else time.strftime("%H:%M:%S", time.localtime(line.at))
     text = Text.assemble((f"{clock:8}  ", "dim"), (f"{line.service:<14}  ", "cyan"))
+    message = printable(line.message)
     if not line.level:  # not ours: a traceback, or what a library printed
-        return text.append(line.message)
+        return text.append(message)
     if line.level != "info":
         text.append(f"{line.level}  ", STYLES.get(line.level, ""))
-    text.append(line.message, "bold" if line.level == "info" else STYLES.get(line.level, ""))
+    text.append(message, "bold" if line.level == "info" else STYLES.get(line.level, ""))
     blocks: list[str] = []
     for name, value in line.fields.items():
         if isinstance(value, str) and "\n" in value:
-            blocks.append(value.rstrip())
+            blocks.append(printable(value.rstrip()))
         else:
-            text.append(f"  {name}=", "dim").append(str(value))
+            text.append(f"  {name}=", "dim").append(printable(str(value)))
     for block in blocks:
         text.append("".join(f"\n            {row}" for row in block.splitlines()), "dim")
     return text

@@ -90,11 +90,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = build()(args, result_action="return_value")
     except PenstockError as error:
-        sys.stdout.flush()
-        print(f"error: {error}", file=sys.stderr)
-        if "--json" in args:
-            from penstock.cli.output import print_json
+        from penstock.cli.output import print_json, printable
 
+        sys.stdout.flush()
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        if "--json" in args:
             print_json({"error": str(error)})
         code = 1
     except KeyboardInterrupt:

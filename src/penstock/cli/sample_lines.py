@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from penstock.cli.output import pluralise
+from penstock.cli.output import pluralise, printable
 from penstock.runs.decoded import DecodedTurn
 from penstock.runs.samples import Sample
 from penstock.wire.codec import encode_json
 
 MAX_CHARS = 4000
 """Longer texts are cut in the middle; `--html` and `--json` show all of them."""
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""A model's text must not steer the terminal."""
 
 
 def print_samples(found: Sequence[Sample]) -> None:
@@ -47,7 +44,7 @@ def _head(sample: Sample) -> Text:
     rest = (
         f"step {steps}" if steps else sample.fate,
         ", ".join(sample.versions),
-        sample.node,
+        printable(sample.node),
         pluralise(sample.num_tokens, "token"),
         "" if sample.state == "stored" else f"text {sample.state}",
     )
@@ -80,4 +77,4 @@ def _clean(text: str) -> str:
         half = MAX_CHARS // 2
         left_out = len(text) - 2 * half
         text = f"{text[:half]}\n… {left_out:,} characters; --html shows them …\n{text[-half:]}"
-    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text).replace("\n", "\n          ")
+    return printable(text).replace("\n", "\n          ")

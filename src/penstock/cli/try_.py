@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from penstock.cli.output import pluralise, print_json, print_note
+from penstock.cli.output import pluralise, print_json, print_note, printable
 
 if TYPE_CHECKING:
     from penstock.runs.target import RunTarget
@@ -91,7 +91,7 @@ def _print_rollout(number: int, rollout: TriedRollout) -> None:
     for message in rollout.messages:
         _print_message(message)
     if rollout.detail:
-        print("\n".join(f"  ! {line}" for line in rollout.detail.splitlines()))
+        print("\n".join(f"  ! {line}" for line in printable(rollout.detail).splitlines()))
     print()
 
 
@@ -103,4 +103,4 @@ def _print_message(message: JsonObject) -> None:
         for call in message.get("tool_calls") or ()
     ]
     for index, line in enumerate([*lines, *calls] or [""]):
-        print(f"  {message['role'] if index == 0 else '':>9}  {line}")
+        print(printable(f"  {message['role'] if index == 0 else '':>9}  {line}"))

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import fcntl
 import os
-import random
 import shutil
-import socket
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,13 +22,11 @@ import structlog
 from penstock.config import RunConfig, dump, load
 from penstock.durable import write_durably
 from penstock.errors import BadRequest, ConfigError, LaunchError
+from penstock.fleet.ports import LOOPBACK, free_port
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import JSON, decode, encode_json
 
 T = TypeVar("T")
-LOOPBACK = "127.0.0.1"
-PORTS = range(18_000, 32_000)
-"""Below Linux's range for outgoing connections, so that none takes our port during a restart."""
 LOCK_TIMEOUT_S = 1.0
 """A process that checks for the launcher takes the lock for a moment, so retry this long."""
 
@@ -365,42 +361,6 @@ def free_bytes(path: Path) -> int:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
-
-
-# --- ports ---------------------------------------------------------------------------------------
-
-
-def free_port(*, exclude: Iterable[int] = ()) -> int:
-    taken = set(exclude)
-    for port in random.sample(PORTS, k=200):
-        if port not in taken and is_port_free(port):
-            return port
-    raise LaunchError(
-        f"no free port between {PORTS.start} and {PORTS.stop}; stop programs that listen there"
-    )
-
-
-def is_port_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            return False
-    return True
-
-
-def wait_for_port(url: str, *, timeout_s: float, what: str) -> None:
-    """Wait for a previous service of this run to release its port; raise if it stays in use."""
-    port = int(url.rpartition(":")[2])
-    deadline = time.monotonic() + timeout_s
-    while not is_port_free(port):
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"port {port} of this run's {what} is in use by another program; stop it, or "
-                "delete run/endpoints.json in the run folder to pick new ports"
-            )
-        time.sleep(0.05)
 
 
 # --- files ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ rewards or batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -27,8 +27,10 @@ NO_KEY = (
 
 
 class Gateway:
-    def __init__(self, generate: Generate) -> None:
+    def __init__(self, generate: Generate, make_session: Callable[..., Session] = Session) -> None:
+        """`make_session`: builds a session, with the arguments of `Session`."""
         self.generate = generate
+        self._make_session = make_session
         self.template_traits: dict[PolicyName, TemplateTraits] = {}
         """How each policy's chat template treats a growing conversation."""
         self._renderers: dict[PolicyName, Renderer] = {}
@@ -61,7 +63,7 @@ class Gateway:
         """Open a session. A call already answered by one of `salvaged_turns` (turns of a failed
         earlier attempt at the same slot) is not generated again. `on_turn` is called after each
         turn."""
-        session = Session(
+        session = self._make_session(
             self,
             policies=policies,
             sampling=sampling,

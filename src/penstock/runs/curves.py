@@ -52,7 +52,7 @@ def read_records(path: Path, metrics: Collection[str]) -> list[MetricsRecord]:
     """The records of a metrics.jsonl with these metrics, each step as it was last trained; empty if
     there is no such file. A half-written last line is left out."""
     kept: dict[str, list[MetricsRecord]] = {}
-    for found in _parse(path):
+    for found in _steps(path):
         record = _record(found, metrics)
         records = kept.setdefault(record.policy, [])
         while records and records[-1].seq >= record.seq:
@@ -64,12 +64,13 @@ def read_records(path: Path, metrics: Collection[str]) -> list[MetricsRecord]:
 def metric_names(path: Path) -> set[str]:
     """The metrics that a metrics.jsonl has."""
     return {
-        name for found in _parse(path) for name, value in found.items() if _is_metric(name, value)
+        name for found in _steps(path) for name, value in found.items() if _is_metric(name, value)
     }
 
 
-def _parse(path: Path) -> Iterator[dict[str, object]]:
-    """The complete lines, one at a time: a long run has more than fits into memory."""
+def read_lines(path: Path) -> Iterator[dict[str, object]]:
+    """The complete lines of a metrics.jsonl, one at a time: a long run has more than fits into
+    memory. Nothing if there is no such file."""
     if not path.exists():
         return
     with path.open("rb") as lines:
@@ -78,8 +79,12 @@ def _parse(path: Path) -> Iterator[dict[str, object]]:
                 found: object = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(found, dict) and found.keys() >= REQUIRED:
+            if isinstance(found, dict):
                 yield cast("dict[str, object]", found)
+
+
+def _steps(path: Path) -> Iterator[dict[str, object]]:
+    return (found for found in read_lines(path) if found.keys() >= REQUIRED)
 
 
 def _record(found: Mapping[str, object], metrics: Collection[str]) -> MetricsRecord:

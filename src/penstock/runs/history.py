@@ -27,12 +27,13 @@ from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import BatchRecord, CommitRecord, VersionRecord
 from penstock.errors import StoreError
 from penstock.fleet.run_folder import RunFolder
+from penstock.runs.curves import read_lines
 from penstock.runs.decoded import Decoder
+from penstock.runs.recorded_trajectory import RecordedTrajectory
 from penstock.runs.table import Records
 from penstock.runs.target import find_run_folder
 from penstock.runs.trajectories import (
     OLDEST,
-    RecordedTrajectory,
     Selection,
     TrajectoryReader,
 )
@@ -151,8 +152,9 @@ class Run:
     # --- records ------------------------------------------------------------------------------
 
     def metrics(self) -> Records[Mapping[str, Any]]:
-        """One record for each step, as in `metrics.jsonl`."""
-        return Records(self._read_metrics, lambda record: record)
+        """The lines of `metrics.jsonl`: one for each trained batch. A trainer that resumed from a
+        checkpoint repeats steps; the later line counts."""
+        return Records(lambda: read_lines(self.folder.metrics), lambda record: record)
 
     def trajectories(
         self,
@@ -169,6 +171,7 @@ class Run:
         the steps of an inclusive range (None: open) · outcome: completed, truncated, failed or
         cancelled · group: one group id · order: by arrival, or by reward
         """
+        self._policies(policy)  # raises for an unknown one
         first, last = (steps, steps) if isinstance(steps, int) else steps or (None, None)
         selection = Selection(
             policy=policy,
@@ -221,14 +224,6 @@ class Run:
                 f"{self.folder.path} has no policy {policy!r}; it trains {', '.join(self.policies)}"
             )
         return (PolicyName(policy),)
-
-    def _read_metrics(self) -> Iterator[Mapping[str, Any]]:
-        if not self.folder.metrics.is_file():
-            return
-        with self.folder.metrics.open("rb") as lines:
-            for line in lines:
-                if line.endswith(b"\n"):  # the last line may be half written
-                    yield msgspec.json.decode(line, type=dict[str, Any])
 
     def _read_batches(self, policy: str | None) -> Iterator[RecordedBatch]:
         where = "consumer = :policy AND seq > :after ORDER BY seq LIMIT :num"

@@ -22,12 +22,12 @@ from penstock.config import RunConfig, config_changes
 from penstock.dataflow.sources import preferred_digest
 from penstock.errors import ConfigError, LaunchError, PenstockError
 from penstock.fleet.launchers.local import POLL_S, LocalLauncher
+from penstock.fleet.ports import wait_for_port
 from penstock.fleet.run_folder import (
     EndRecord,
     FinishRecord,
     LauncherRecord,
     RunFolder,
-    wait_for_port,
 )
 from penstock.fleet.services import local_services
 from penstock.runs.control import make_status_client

@@ -16,7 +16,7 @@ import httpx2
 
 from penstock.errors import BadRequest, EngineError
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.generation import Completion, GenerationRequest
+from penstock.gateway.generation import Completion, Generate, GenerationRequest
 from penstock.gateway.model_calls import (
     Answer,
     Call,
@@ -27,13 +27,11 @@ from penstock.gateway.model_calls import (
     Usage,
 )
 from penstock.gateway.renderer import Renderer
-from penstock.gateway.salvaged_answers import SalvagedAnswers
-from penstock.gateway.session import Session, TurnCallback
+from penstock.gateway.session import Session
 from penstock.types import (
     FinishReason,
     JsonObject,
     PolicyName,
-    SamplingSpec,
     Turn,
     log_probs,
     token_ids,
@@ -67,7 +65,7 @@ class LoggedSession(Session):
         for sent, answer in self.calls:
             is_longer = sent[: len(seen)] == seen
             found += sent[len(seen) :] if is_longer else sent
-            reply = _message(answer)
+            reply = _shown(answer.message)
             found.append(reply)
             seen = [*sent, reply]
         return found
@@ -75,27 +73,13 @@ class LoggedSession(Session):
 
 def _sent_messages(call: Call | RawPrompt) -> list[JsonObject]:
     if isinstance(call, Call):
-        return [{key: m[key] for key in _SHOWN if m.get(key)} for m in call.messages]
+        return [_shown(message) for message in call.messages]
     return [{"role": "prompt", "content": str(call.prompt)}]
 
 
-_SHOWN = ("role", "content", "tool_calls")
-
-
-def _message(answer: Answer) -> JsonObject:
-    message: JsonObject = {"role": "assistant"}
-    if answer.text:
-        message["content"] = answer.text
-    if answer.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in answer.tool_calls
-        ]
-    return message
+def _shown(message: JsonObject) -> JsonObject:
+    """The parts that people read."""
+    return {key: message[key] for key in ("role", "content", "tool_calls") if message.get(key)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,34 +220,15 @@ class LoggedGateway(Gateway):
     """Opens sessions of one kind and keeps them by seed."""
 
     def __init__(
-        self,
-        generate: Callable[[GenerationRequest], Any],
-        make_session: Callable[..., LoggedSession] = LoggedSession,
+        self, generate: Generate, session_type: Callable[..., LoggedSession] = LoggedSession
     ) -> None:
-        super().__init__(generate)
-        self._make_session = make_session
+        super().__init__(generate, self._log_session)
+        self._session_type = session_type
         self.sessions: dict[int, LoggedSession] = {}
 
-    def open(
-        self,
-        *,
-        policies: Sequence[PolicyName],
-        sampling: SamplingSpec,
-        seed: int,
-        salvaged_turns: Sequence[Turn] = (),
-        on_turn: TurnCallback | None = None,
-    ) -> Session:
-        session = self._make_session(
-            self,
-            policies=policies,
-            sampling=sampling,
-            seed=seed,
-            salvaged_answers=SalvagedAnswers(salvaged_turns),
-            on_turn=on_turn,
-        )
-        self._by_key[session.api_key] = session
-        self.sessions[seed] = session
-        return session
+    def _log_session(self, *args: Any, seed: int, **kwargs: Any) -> LoggedSession:
+        self.sessions[seed] = self._session_type(*args, seed=seed, **kwargs)
+        return self.sessions[seed]
 
 
 async def no_engine(request: GenerationRequest) -> Completion:

@@ -14,7 +14,8 @@ from itertools import islice
 from penstock.errors import PenstockError
 from penstock.runs.decoded import DecodedTurn
 from penstock.runs.history import Order, Run
-from penstock.runs.trajectories import NEWEST, PayloadState, RecordedTrajectory, Selection
+from penstock.runs.recorded_trajectory import PayloadState, RecordedTrajectory
+from penstock.runs.trajectories import NEWEST, Selection
 from penstock.types import JsonObject, OutcomeKind
 
 FOLLOW_S = 1.0

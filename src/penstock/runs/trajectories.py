@@ -11,8 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,19 +36,17 @@ from penstock.dataflow.records import (
     gone_key,
 )
 from penstock.errors import NotFound, PenstockError, StoreError
-from penstock.runs.decoded import DecodedTurn, Decoder
+from penstock.runs.decoded import Decoder
+from penstock.runs.recorded_trajectory import PayloadState, RecordedTrajectory, TrainingUse
 from penstock.types import (
     GroupId,
-    JsonObject,
     Manifest,
-    NodeId,
     Outcome,
     OutcomeKind,
     PolicyName,
     RowId,
     Task,
     Trajectory,
-    Turn,
 )
 from penstock.wire.codec import decode
 
@@ -59,88 +56,6 @@ REWARD = (
     "coalesce(reward, (SELECT c.value FROM columns c WHERE c.space = rows.space "
     "AND c.row_id = rows.row_id AND c.name = 'reward'))"
 )
-
-
-class PayloadState(StrEnum):
-    STORED = "stored"
-    """Its turns can be read."""
-    FREED = "freed"
-    """Training needs it no longer and `dataflow.keep` did not keep it."""
-    FORGOTTEN = "forgotten"
-    """An operator erased its session."""
-    UNREADABLE = "unreadable"
-    """It should be there, but is damaged or missing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingUse:
-    """What one policy did with the trajectory's group."""
-
-    policy: str
-    fate: str
-    """`admitted`, `sealed` or `dropped`."""
-    reason: str
-    """Why it was dropped."""
-    rule: str
-    """The rule that decided; may be empty."""
-    batch: int
-    """The last batch it was sealed into; 0 for none."""
-    step: int | None
-    """The step that trained this batch; None if it is not committed, or was skipped."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedTrajectory:
-    """One trajectory as a run recorded it."""
-
-    row_id: RowId
-    group_id: GroupId
-    slot: int
-    epoch: int
-    node_id: NodeId
-    source: str
-    task: Task | None
-    """The problem; None if its group is unknown."""
-    reward: float | None
-    outcome: OutcomeKind
-    versions: tuple[str, ...]
-    """The versions that sampled its trainable tokens, such as `policy@1.5`."""
-    num_tokens: int
-    """Trainable sampled tokens."""
-    delivered_at: float
-    uses: tuple[TrainingUse, ...]
-    """One for each policy that judged its group; empty for a failed or cancelled attempt."""
-    columns: Mapping[str, float | bytes]
-    """Values that stages added."""
-    state: PayloadState
-    detail: str
-    """Why the rollout failed, or why its payload cannot be read."""
-    payload: Trajectory | None
-    """The record as delivered; None unless `state` is stored."""
-    decoder: Decoder = field(repr=False, compare=False)
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The steps that trained it, one for each policy."""
-        return tuple(use.step for use in self.uses if use.step is not None)
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """Its model calls, with token ids and log-probs; empty if they were freed."""
-        return () if self.payload is None else self.payload.turns
-
-    def decode(self) -> tuple[DecodedTurn, ...]:
-        """Its model calls as text. Needs `penstock-rl[tokens]`."""
-        return () if self.payload is None else self.decoder.turns(self.payload)
-
-    @property
-    def text(self) -> str:
-        """All of it as the model saw and wrote it."""
-        return "".join(turn.prompt + turn.raw_answer for turn in self.decode())
-
-    @property
-    def task_payload(self) -> JsonObject:
-        return {} if self.task is None else self.task.payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +83,8 @@ class Selection:
             where += " AND group_id = :group"
             values["group"] = self.group
         if self.policy is not None:
-            where += " AND sampled LIKE :policy"
-            values["policy"] = f'%"{self.policy}":%'
+            where += " AND instr(sampled, :policy) > 0"
+            values["policy"] = f'"{self.policy}":'
         if self.order in (BEST, WORST):
             where += f" AND {REWARD} IS NOT NULL"
         return where, values
@@ -312,7 +227,7 @@ class TrajectoryReader:
             values = {
                 "policy": policy,
                 "first": selection.first_step or 0,
-                "last": selection.last_step or 1 << 62,
+                "last": 1 << 62 if selection.last_step is None else selection.last_step,
             }
             query = "SELECT b.manifest FROM batches b WHERE b.consumer = :policy AND b.seq = :seq"
             seqs = tables.rows(

@@ -17,14 +17,11 @@ import pytest
 
 from penstock.config import demo_config
 from penstock.errors import ConfigError, Forbidden, LaunchError
+from penstock.fleet.ports import LOOPBACK, free_port, is_port_free, wait_for_port
 from penstock.fleet.run_folder import (
-    LOOPBACK,
     Endpoints,
     FinishRecord,
     RunFolder,
-    free_port,
-    is_port_free,
-    wait_for_port,
 )
 from penstock.wire.auth import Audience, Role, Signer
 

@@ -36,7 +36,7 @@ from penstock.dataflow.records import (
 from penstock.dataflow.service.trainers.messages import CheckpointsRequest
 from penstock.errors import StoreError, WeightsError
 from penstock.runs.history import open_run
-from penstock.runs.trajectories import PayloadState
+from penstock.runs.recorded_trajectory import PayloadState
 from penstock.types import (
     FinishReason,
     GroupId,
@@ -130,7 +130,7 @@ async def test_filters_and_orders(tmp_path: Path) -> None:
             worst = [one.reward for one in run.trajectories(order="worst", steps=steps)]
             scores = [reward for reward in worst if reward is not None]
             assert best == sorted(scores, reverse=True) and len(best) == len(worst) > 5
-        assert [*run.trajectories(policy="other")] == []
+        assert [one.row_id for one in run.trajectories(policy="policy")] != []
         assert [str(version) for version in run.versions()] == [
             "policy@1.0",
             "policy@1.1",
@@ -139,6 +139,9 @@ async def test_filters_and_orders(tmp_path: Path) -> None:
         ]
         with pytest.raises(StoreError, match="no policy 'other'; it trains policy"):
             next(iter(run.batches(policy="other")))
+        with pytest.raises(StoreError, match="no policy 'other'"):
+            run.trajectories(policy="other")
+        assert [*run.trajectories(steps=0)] == [], "steps begin with 1"
 
 
 async def test_step_one_of_a_finished_run_is_kept_by_default(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.unit.cli.sample_statuses import policy_status, status, view
 from penstock.cli.live_panel import draw
 from penstock.dataflow.client.dataflow import StatusClient
 from penstock.dataflow.service.operators.messages import Status
-from penstock.fleet.run_folder import LOOPBACK, free_port
+from penstock.fleet.ports import LOOPBACK, free_port
 from penstock.runs import monitor
 from penstock.runs.monitor import ErrorTail, RewardCurve, StatusPoller, resume_note
 from penstock.trainer.signals.alarms import ALARM_AFTER, Cause, NoSignalStreak

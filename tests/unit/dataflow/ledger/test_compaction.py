@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blake3 import blake3
 from tests.sim.reader_world import no_blobs
+from tests.unit.dataflow.ledger.stored_rows import stored_row
 
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
 from penstock.dataflow.columns.bundles import INLINE_BYTES, bundle_record, drafts
@@ -23,7 +23,7 @@ from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import Deletion, FreedRecord, RowRecord
 from penstock.errors import StoreError
-from penstock.types import GroupId, NodeId, OutcomeKind, RowId, RowSummary
+from penstock.types import GroupId, RowId
 
 PER_SEGMENT = 10
 SIZE = 1000
@@ -38,24 +38,7 @@ def row_id(number: int) -> RowId:
 
 
 def row(number: int, at: Location) -> RowRecord:
-    return RowRecord(
-        summary=RowSummary(
-            row_id=row_id(number),
-            digest=blake3(payload(number)).hexdigest(),
-            outcome=OutcomeKind.COMPLETED,
-            reward=0.0,
-            sampled={},
-            versions={},
-        ),
-        group_id=GroupId(f"g{number}"),
-        slot=0,
-        epoch=1,
-        node_id=NodeId("n"),
-        segment=at.segment,
-        offset=at.offset,
-        length=at.length,
-        delivered_at=0.0,
-    )
+    return stored_row(f"g{number}", at, payload(number))
 
 
 def column(key: str, space: str, at: Location) -> ColumnRecord:

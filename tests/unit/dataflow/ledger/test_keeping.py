@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from blake3 import blake3
+from tests.unit.dataflow.ledger.stored_rows import stored_row
 
 from penstock.dataflow.column_records import ColumnRecord, ReaderRecord
 from penstock.dataflow.ledger import compaction, segments
@@ -28,7 +28,7 @@ from penstock.dataflow.records import (
     gone_key,
 )
 from penstock.errors import StoreError
-from penstock.types import GroupId, NodeId, OutcomeKind, RowId, RowSummary
+from penstock.types import GroupId, RowId
 
 PER_SEGMENT = 10
 SIZE = 1000
@@ -68,25 +68,7 @@ def group(number: int) -> GroupRecord:
 
 
 def row(number: int, at: Location) -> RowRecord:
-    return RowRecord(
-        summary=RowSummary(
-            row_id=row_id(number),
-            digest=blake3(payload(number)).hexdigest(),
-            outcome=OutcomeKind.COMPLETED,
-            reward=0.0,
-            sampled={},
-            versions={},
-        ),
-        group_id=GroupId(f"p0-{number}"),
-        slot=0,
-        epoch=1,
-        node_id=NodeId("n"),
-        segment=at.segment,
-        offset=at.offset,
-        length=at.length,
-        delivered_at=0.0,
-        arrival=number,
-    )
+    return stored_row(f"p0-{number}", at, payload(number), arrival=number)
 
 
 async def fill(ledger: Ledger, numbers: Sequence[int], *, freed: bool = True) -> None:

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text of models, agents and nodes reaches the terminal as text, never as control sequences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.contract.dataflow_server import small_config
+
+from penstock.cli.main import main
+from penstock.cli.output import printable
+from penstock.fleet.run_folder import RunFolder
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31mred\rgone"
+
+
+def test_control_characters_are_replaced_and_lines_stay() -> None:
+    assert printable("a\tb\nc") == "a\tb\nc"
+    shown = printable(HOSTILE)
+    assert not any(ord(character) < 32 or 127 <= ord(character) < 160 for character in shown)
+    assert len(shown) == len(HOSTILE)
+
+
+def test_logs_and_errors_do_not_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.write_config(small_config())
+    _, logs = folder.new_attempt()
+    record = {"time": 1.0, "level": "warning", "msg": HOSTILE, "detail": f"{HOSTILE}\n{HOSTILE}"}
+    lines = [json.dumps({**record, "node": HOSTILE}), HOSTILE]
+    (logs / "node-0.log").write_text("\n".join(lines) + "\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["logs", str(folder.path)])
+    assert ended.value.code == 0
+    with pytest.raises(SystemExit):
+        main(["logs", str(folder.path), HOSTILE])
+    out, err = capsys.readouterr()
+    assert out.count("owned") == 5 and "owned" in err
+    for character in ("\x1b", "\x07", "\x9b"):
+        assert character not in out and character not in err
