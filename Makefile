@@ -10,6 +10,7 @@
 #                       KILLS=1000 IMAGES=300 FLIPS=20000 FILLS=20 SYNC_FAULTS=50 DEMO_KILLS=20 CHAINS=20000 WEIGHTS_FAULTS=1000 SESSIONS=1000
 #                       SWAPS=200 ENGINE_KILLS=20 VLLM_SESSIONS=200 TRAINER_KILLS=200 ONLINE_S=600
 #   make chaos-quick    the same campaigns with the counts of CI
+#   make attacks        every attack that must fail; `make attacks-quick` leaves out the long ones
 #   make mutants        plant each bug of tests/mutants and see its named tests fail
 #   make docs           build the documentation into site/
 #   make constraints    refresh constraints/*.txt from fresh environments
@@ -19,7 +20,7 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := check
-.PHONY: setup check test e2e e2e-long sim mutants bench chaos chaos-quick docs setup-engine constraints
+.PHONY: setup check test e2e e2e-long sim mutants bench chaos chaos-quick attacks attacks-quick docs setup-engine constraints
 
 PYTHON ?= python3
 VENV := .venv
@@ -35,7 +36,7 @@ TORCH := $(shell grep '^torch==' constraints/dev.txt)
 # Programs the checks and tests call, as program:debian-package. node runs pyright; tmux captures the live panel;
 # a PostgreSQL server, which the tests start for themselves, comes with pg_ctlcluster.
 # A test that opens a web page adds chromium:chromium here.
-SYSTEM_TOOLS := node:nodejs tmux:tmux pg_ctlcluster:postgresql
+SYSTEM_TOOLS := node:nodejs tmux:tmux pg_ctlcluster:postgresql bwrap:bubblewrap runsc:runsc
 
 PYTEST_ARGS ?=
 SEEDS ?= 300
@@ -132,6 +133,14 @@ chaos:
 chaos-quick:
 	$(MAKE) chaos KILLS=30 IMAGES=20 FLIPS=500 FILLS=3 SYNC_FAULTS=4 DEMO_KILLS=4 CHAINS=300 WEIGHTS_FAULTS=50 SWAPS=10 ENGINE_KILLS=2 \
 	  SESSIONS=60 ONLINE_S=120 TRAINER_KILLS=10 PYTEST_ARGS="-m 'not vllm' $(PYTEST_ARGS)"
+
+# Every attack that must fail, one test at a time: some flood a service.
+attacks:
+	$(PYTEST) --timeout 1800 tests/attacks $(PYTEST_ARGS)
+
+# What CI has time for: all of them but the long ones.
+attacks-quick:
+	$(MAKE) attacks PYTEST_ARGS="-m 'not ($(NEEDS_MORE))' $(PYTEST_ARGS)"
 
 docs:
 	$(BIN)/zensical build --clean --strict

@@ -123,6 +123,10 @@ class RewardError(PenstockError):
     pass
 
 
+class SandboxError(PenstockError):
+    """The sandbox itself failed, not the program in it: an infrastructure failure."""
+
+
 class WeightsError(PenstockError):
     pass
 

@@ -343,10 +343,13 @@ class RunFolder:
         partial.replace(self.logs / "latest")
         return number, attempt
 
-    def token(self, run: str, role: Role, *, ttl_s: float, subject: str = "") -> str:
+    def token(
+        self, run: str, role: Role, *, ttl_s: float, subject: str = "", is_trusted: bool = True
+    ) -> str:
         """A token for this role; needs a readable signing key."""
         audiences = AUDIENCES.get(role, (Audience.DATAFLOW, Audience.WEIGHTS))
-        return Signer.read(self.keys, run).mint(role, audiences, ttl_s=ttl_s, subject=subject)
+        signer = Signer.read(self.keys, run)
+        return signer.mint(role, audiences, ttl_s=ttl_s, subject=subject, is_trusted=is_trusted)
 
     def relay_token(self, run: str, role: Role, *, ttl_s: float) -> str:
         """A token for this role that only relays accept."""

@@ -81,8 +81,8 @@ def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, .
         build_env = env(Role.TRAINER, policy, threads=model.torch_threads)
         services.append(_service(f"trainer-{policy}", trainer, build_env, *args))
         prefix = "node" if len(config.models) == 1 else f"{policy}-node"
-        build_env = env(Role.ROLLOUT, policy, threads=model.torch_threads)
         for name in (f"{prefix}-{replica}" for replica in range(model.replicas)):
+            build_env = env(Role.ROLLOUT, name, threads=model.torch_threads)
             args = ("rollout", *run_dir, "--name", name, "--policy", policy)
             services.append(_service(name, node, build_env, *args))
     return tuple(services)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import os
+import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -67,6 +68,12 @@ class Credential:
     audiences: tuple[str, ...]
     expires_at: float
     subject: str = ""
+    """Who it is for: a node, a stage, a relay, the owner of an agent, an operator. Quotas, rate
+    limits, quarantine and audit are per subject."""
+    id: str = ""
+    """Drawn at random for each token; revocation names it."""
+    is_trusted: bool = True
+    """False: what its holder reports is checked again on the trusted side."""
 
 
 def _b64encode(data: bytes) -> str:
@@ -125,7 +132,13 @@ class Signer:
         return cls(Ed25519PrivateKey.from_private_bytes(raw), run)
 
     def mint(
-        self, role: Role, audiences: Iterable[Audience], *, ttl_s: float, subject: str = ""
+        self,
+        role: Role,
+        audiences: Iterable[Audience],
+        *,
+        ttl_s: float,
+        subject: str = "",
+        is_trusted: bool = True,
     ) -> str:
         credential = Credential(
             run=self.run,
@@ -133,6 +146,8 @@ class Signer:
             audiences=tuple(audiences),
             expires_at=time.time() + ttl_s,
             subject=subject,
+            id=secrets.token_hex(8),
+            is_trusted=is_trusted,
         )
         body = _b64encode(msgspec.json.encode(credential))
         return f"{PREFIX}.{body}.{_b64encode(self._key.sign(body.encode()))}"
