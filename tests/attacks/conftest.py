@@ -39,7 +39,7 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if report.when == "call" or report.failed:
+    if (report.when == "call" or report.failed) and not report.skipped:
         _outcomes.append(report.passed)
         for mark in item.iter_markers("finding"):
             _held.setdefault(mark.args[0], []).append(report.passed)

@@ -50,7 +50,7 @@ from penstock.types import (
 )
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import encode
-from penstock.wire.serving import server
+from penstock.wire.serving import Tls, server
 
 POLICY = PolicyName("policy")
 
@@ -67,12 +67,12 @@ def small_config(
 
 
 @contextlib.contextmanager
-def serving(app: Starlette, port: int = 0) -> Generator[str]:
+def serving(app: Starlette, port: int = 0, tls: Tls | None = None) -> Generator[str]:
     """The app on a port of loopback, a free one unless told, in a thread of its own."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
-    host = server(app, "127.0.0.1", listener.getsockname()[1])
+    host = server(app, "127.0.0.1", listener.getsockname()[1], tls)
     thread = threading.Thread(target=_run, args=(host, listener), daemon=True)
     thread.start()
     while not host.started:

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.errors import BadRequest, Forbidden, TooLarge, WireError
 from penstock.wire.auth import Credential, Verifier
 from penstock.wire.codec import JSON, MSGPACK, decode, encode, encode_json
+from penstock.wire.doors import admit
 from penstock.wire.openapi import openapi_document
 from penstock.wire.routes import (
     ALL_ROLES,
@@ -152,6 +153,8 @@ class _Endpoint:
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in reversed(scope["headers"])}
         try:
             credential = _authorise(headers, spec, self._verifier)
+            if "connection" in scope:
+                admit(scope, credential.subject)
             request = Request(scope, receive)
             body: Any = request.stream() if spec.is_streamed else None
             if spec.request is not None and not spec.is_streamed:

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import ipaddress
 import socket
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.errors import ConfigError
+from penstock.wire.doors import GuardedConnection, Listener, open_door
 
-MAX_HEADER_BYTES = 64 << 10
+STARTUP_FAILURE = 3
 MALLOC_WARMUP_BYTES = 31 << 20
 """Freeing a block of this size raises glibc's dynamic mmap threshold (32 MB at most), so that the
 allocator keeps and reuses freed memory."""
@@ -89,40 +90,35 @@ async def serve_on_socket(app: Starlette, listener: socket.socket, tls: Tls | No
         raise
 
 
-class HeaderLimitProtocol(HttpToolsProtocol):
-    """Rejects requests with headers over MAX_HEADER_BYTES and closes their connection: the fast
-    HTTP parser buffers the request line and headers without a limit, before any credential is
-    checked."""
+class _GuardedServer(uvicorn.Server):
+    """Accepts connections at a Door."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._is_in_headers = False
-        self._header_bytes = 0
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+        config, door = self.config, open_door()
 
-    def on_message_begin(self) -> None:
-        self._is_in_headers, self._header_bytes = True, 0
-        super().on_message_begin()
+        def make_connection(address: str) -> GuardedConnection:
+            return GuardedConnection(
+                config, self.server_state, self.lifespan.state, door=door, address=address
+            )
 
-    def on_headers_complete(self) -> None:
-        self._is_in_headers = False
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._is_in_headers:
-            self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES:
-                self.send_400_response(f"request headers exceed {MAX_HEADER_BYTES} bytes")
+        listeners = sockets or [socket.create_server((config.host, config.port))]
+        self.servers = cast(
+            Any, [Listener(listener, door, make_connection, config.ssl) for listener in listeners]
+        )
+        self.started = True
 
 
-class _EmbeddedServer(uvicorn.Server):
+class _EmbeddedServer(_GuardedServer):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
 
 
 def server(app: Starlette, host: str, port: int, tls: Tls | None = None) -> uvicorn.Server:
-    return uvicorn.Server(_config(app, host, port, tls))
+    return _GuardedServer(_config(app, host, port, tls))
 
 
 def _config(app: Starlette, host: str, port: int, tls: Tls | None = None) -> uvicorn.Config:
@@ -132,7 +128,7 @@ def _config(app: Starlette, host: str, port: int, tls: Tls | None = None) -> uvi
         host=host,
         port=port,
         loop="uvloop",
-        http=HeaderLimitProtocol,
+        ws="none",
         log_config=None,
         access_log=False,
         proxy_headers=False,

@@ -13,7 +13,7 @@ from tests.contract.dataflow_server import serving
 
 from penstock.wire.auth import Audience, Signer
 from penstock.wire.server import build_app
-from penstock.wire.serving import MAX_HEADER_BYTES
+from penstock.wire.doors import MAX_HEADER_BYTES
 
 LINE = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
 ENDLESS = {

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door of a service: who may stay connected before showing a credential, and for how long.
+
+A connection is a stranger until one of its requests is authorised. Strangers are limited per
+address and in total; the oldest one leaves when another arrives, so that a healthy caller always
+gets in. Every request has a deadline for its headers and a lowest rate for its body. Owns accepting
+and closing; knows nothing of routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import structlog
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEADER_BYTES = 64 << 10
+"""Of the request line and headers; also of trailers and chunk extensions."""
+HEAD_S = 10.0
+"""To finish the headers, from their first byte; also how long a stranger may stay silent."""
+BODY_GRACE_S = 30.0
+MIN_BODY_BYTES_PER_S = 1024
+"""A body that is slower than this on average, after the grace, is cut off."""
+HANDSHAKE_S = 10.0
+MAX_STRANGERS = 2048
+MAX_STRANGERS_PER_ADDRESS = 256
+RESERVED_FILES = 512
+"""Descriptors that connections leave to the service itself."""
+SWEEP_S = 1.0
+ACCEPTS_PER_WAKE = 64
+BACKLOG = 2048
+ACCEPT_PAUSE_S = 0.05
+
+log = structlog.get_logger(__name__)
+
+
+def admit(scope: Scope, subject: str) -> None:
+    """One of the connection's requests was authorised: it is no stranger any more."""
+    connection = scope.get("connection")
+    if connection is not None:
+        connection.admit(subject)
+
+
+def open_door() -> Door:
+    """A door for as many connections as this process may have files."""
+    files = _allow_many_files()
+    return Door(
+        max_connections=files - min(RESERVED_FILES, files // 2),
+        max_strangers=MAX_STRANGERS,
+        max_per_address=MAX_STRANGERS_PER_ADDRESS,
+    )
+
+
+def _allow_many_files() -> int:
+    """Raise the limit of open files as far as it goes; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # a container may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+@dataclass(slots=True, kw_only=True)
+class DoorCounts:
+    evicted: int = 0
+    """Strangers that made room for another."""
+    overdue: int = 0
+    """Connections that were too slow."""
+    turned_away: int = 0
+    """Callers that found no room."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Door:
+    """The connections of one server."""
+
+    max_connections: int
+    max_strangers: int
+    max_per_address: int
+    """Strangers."""
+    counts: DoorCounts = field(default_factory=DoorCounts)
+    _all: dict[GuardedConnection, None] = field(default_factory=dict["GuardedConnection", None])
+    _strangers: dict[GuardedConnection, None] = field(
+        default_factory=dict["GuardedConnection", None]
+    )
+    """In the order of their arrival."""
+    _by_address: dict[str, dict[GuardedConnection, None]] = field(
+        default_factory=dict[str, dict["GuardedConnection", None]]
+    )
+    _by_subject: dict[str, int] = field(default_factory=dict[str, int])
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def num_strangers(self) -> int:
+        return len(self._strangers)
+
+    def enter(self, connection: GuardedConnection) -> bool:
+        """Let a stranger in, at the cost of an older one if need be; False if all are known."""
+        neighbours = self._by_address.get(connection.address, {})
+        if len(neighbours) >= self.max_per_address:
+            self._evict(next(iter(neighbours)))
+        elif self._is_full() and not self.evict_oldest():
+            self.counts.turned_away += 1
+            return False
+        self._all[connection] = None
+        self._add_stranger(connection)
+        return True
+
+    def admit(self, connection: GuardedConnection, subject: str) -> bool:
+        """Make it a known connection; one subject may have half of them all, beyond that its
+        connections stay strangers."""
+        known = self._by_subject.get(subject, 0)
+        if connection not in self._strangers or known >= self.max_connections // 2:
+            return False
+        self._by_subject[subject] = known + 1
+        self._remove_stranger(connection)
+        return True
+
+    def leave(self, connection: GuardedConnection) -> None:
+        if connection not in self._all:
+            return
+        del self._all[connection]
+        if connection in self._strangers:
+            self._remove_stranger(connection)
+        elif (left := self._by_subject[connection.subject] - 1) > 0:
+            self._by_subject[connection.subject] = left
+        else:
+            del self._by_subject[connection.subject]
+
+    def evict_oldest(self) -> bool:
+        oldest = next(iter(self._strangers), None)
+        if oldest is not None:
+            self._evict(oldest)
+        return oldest is not None
+
+    def sweep(self, now: float) -> None:
+        """Close what is overdue."""
+        for connection in [c for c in self._all if c.is_overdue(now)]:
+            self.counts.overdue += 1
+            self.leave(connection)
+            connection.abort()
+
+    def _is_full(self) -> bool:
+        return len(self._strangers) >= self.max_strangers or len(self) >= self.max_connections
+
+    def _evict(self, connection: GuardedConnection) -> None:
+        self.counts.evicted += 1
+        self.leave(connection)
+        connection.abort()
+
+    def _add_stranger(self, connection: GuardedConnection) -> None:
+        self._strangers[connection] = None
+        self._by_address.setdefault(connection.address, {})[connection] = None
+
+    def _remove_stranger(self, connection: GuardedConnection) -> None:
+        del self._strangers[connection]
+        neighbours = self._by_address[connection.address]
+        del neighbours[connection]
+        if not neighbours:
+            del self._by_address[connection.address]
+
+
+class _Phase(Enum):
+    IDLE = "idle"
+    """Between requests."""
+    HEAD = "head"
+    BODY = "body"
+    ANSWERING = "answering"
+    """The request is complete; the service takes the time it needs."""
+
+
+class GuardedConnection(HttpToolsProtocol):
+    """One connection: refuses endless headers and any trailer, and knows how long it has waited.
+
+    The fast HTTP parser buffers headers, trailers and chunk extensions without a limit, before any
+    credential is checked."""
+
+    def __init__(self, *args: Any, door: Door, address: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.address = address
+        self.subject = ""
+        self.handshake: asyncio.Task[None] | None = None
+        self._door = door
+        self._is_known = False
+        self._phase = _Phase.IDLE
+        self._since = self.loop.time()
+        self._num_body_bytes = 0
+        self._num_other_bytes = 0
+        """Received since the last byte of a body."""
+        self._has_trailers = False
+
+    def admit(self, subject: str) -> None:
+        if not self._is_known:
+            self._is_known = self._door.admit(self, subject)
+            self.subject = subject if self._is_known else ""
+
+    def abort(self) -> None:
+        if self.transport is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            self.transport.abort()
+        elif self.handshake is not None:
+            self.handshake.cancel()
+
+    def is_overdue(self, now: float) -> bool:
+        waited_s = now - self._since
+        match self._phase:
+            case _Phase.HEAD:
+                return waited_s > HEAD_S
+            case _Phase.BODY:
+                if self.flow.read_paused:  # the service is slow, not the caller
+                    self._since += min(SWEEP_S, waited_s)
+                    return False
+                slow = self._num_body_bytes < waited_s * MIN_BODY_BYTES_PER_S
+                return waited_s > BODY_GRACE_S and slow
+            case _Phase.IDLE:
+                return not self._is_known and waited_s > HEAD_S
+            case _Phase.ANSWERING:
+                return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._door.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_other_bytes += len(data)
+        super().data_received(data)
+        if self._has_trailers:
+            self.send_400_response("trailers are not supported")
+        elif self._num_other_bytes > MAX_HEADER_BYTES:
+            self.send_400_response(f"request headers exceed {MAX_HEADER_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        self._enter(_Phase.HEAD)
+        super().on_message_begin()
+        if not self._is_known:
+            self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is _Phase.BODY:
+            self._has_trailers = True
+        else:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._enter(_Phase.BODY)
+        self._num_body_bytes = self._num_other_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        self._num_other_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._phase = _Phase.ANSWERING
+        self._num_other_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self._phase is _Phase.ANSWERING and not self.pipeline:
+            self._enter(_Phase.IDLE)
+        super().on_response_complete()
+
+    def _enter(self, phase: _Phase) -> None:
+        self._phase = phase
+        self._since = self.loop.time()
+
+
+class Listener:
+    """Accepts connections at the door, before TLS and HTTP; has the methods of an asyncio.Server
+    that uvicorn calls."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        door: Door,
+        make_connection: Callable[[str], GuardedConnection],
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self.sockets = (listener,)
+        self._socket = listener
+        self._door = door
+        self._make_connection = make_connection
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._told = DoorCounts()
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        self._loop.add_reader(listener, self._accept)
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def close(self) -> None:
+        self._sweeper.cancel()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+
+    async def wait_closed(self) -> None:
+        """Nothing is left open by `close()`."""
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_WAKE):
+            try:
+                caller, where = self._socket.accept()
+            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    raise
+                self._pause()
+                return
+            self._begin(caller, str(where[0]) if where else "")
+
+    def _pause(self) -> None:
+        """Out of descriptors: let a stranger go, and accept again when that has happened."""
+        self._door.evict_oldest()
+        self._loop.remove_reader(self._socket)
+        self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _begin(self, caller: socket.socket, address: str) -> None:
+        connection = self._make_connection(address)
+        if not self._door.enter(connection):
+            caller.close()
+            return
+        if caller.family != socket.AF_UNIX:
+            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        task = self._loop.create_task(self._connect(caller, connection))
+        connection.handshake = task
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._on_connected, caller, connection))
+
+    async def _connect(self, caller: socket.socket, connection: GuardedConnection) -> None:
+        deadline_s = HANDSHAKE_S if self._tls is not None else None
+        await self._loop.connect_accepted_socket(
+            lambda: connection, caller, ssl=self._tls, ssl_handshake_timeout=deadline_s
+        )
+
+    def _on_connected(
+        self, caller: socket.socket, connection: GuardedConnection, task: asyncio.Task[None]
+    ) -> None:
+        self._tasks.discard(task)
+        connection.handshake = None
+        if task.cancelled() or task.exception() is not None:  # evicted, no TLS, or too late
+            self._door.leave(connection)
+            caller.close()
+
+    def _sweep(self) -> None:
+        self._door.sweep(self._loop.time())
+        counts = self._door.counts
+        if counts != self._told:
+            log.warning(
+                "closed connections without a credential, or slow ones",
+                evicted=counts.evicted - self._told.evicted,
+                slow=counts.overdue - self._told.overdue,
+                turned_away=counts.turned_away - self._told.turned_away,
+                strangers=self._door.num_strangers,
+                open=len(self._door),
+            )
+            self._told = DoorCounts(
+                evicted=counts.evicted, overdue=counts.overdue, turned_away=counts.turned_away
+            )
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
