@@ -37,7 +37,7 @@ def dataflow(
     gc.disable()  # objects made at startup stay; the service enables collection once it is up
     import uvloop
 
-    from penstock.cli.service_options import listen_address, make_tls
+    from penstock.cli.service_options import listen_address, make_tls, run_tls
     from penstock.fleet.ports import free_port
     from penstock.runs.service_process import enter_run, service_token
     from penstock.wire.auth import Audience, Role, Verifier
@@ -48,20 +48,20 @@ def dataflow(
     own_url = endpoints.dataflow
     if partition:
         known_urls = dict(enumerate(endpoints.partitions, start=1))
-        own_url = known_urls.get(partition) or f"http://127.0.0.1:{free_port()}"
-    listen_host, listen_port = listen_address(own_url, host, port)
+        own_url = known_urls.get(partition) or f"{config.network.origin}:{free_port()}"
+    listen_host, listen_port = listen_address(own_url, host, port, config.network.host)
+    tls = tls or run_tls(config.network)
     from penstock.dataflow.service.server import serve_dataflow, serve_partition
 
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.DATAFLOW)
     if partition:
-        scheme = "https" if tls else "http"
         serving = serve_partition(
             config,
             folder.path,
             partition,
             coordinator_url=home or endpoints.dataflow,
             token=service_token(folder, config, Role.PARTITION),
-            url=url or f"{scheme}://{listen_host}:{listen_port}",
+            url=url or _own_url(own_url, host, listen_port, is_tls=tls is not None),
             host=listen_host,
             port=listen_port,
             weights_url=endpoints.weights,
@@ -80,3 +80,10 @@ def dataflow(
         )
     uvloop.run(serving)
     return 0
+
+
+def _own_url(run_url: str, host: str | None, port: int, *, is_tls: bool) -> str:
+    """Where nodes reach this partition: as the run has it, unless --host says otherwise."""
+    if host is None:
+        return f"{run_url.rpartition(':')[0]}:{port}"
+    return f"{'https' if is_tls else 'http'}://{host}:{port}"

@@ -31,6 +31,7 @@ def gateway(
     engines: int = 1,
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
+    ca: Path | None = None,
 ) -> int:
     """Serve external agents until SIGTERM or Ctrl-C, also after the run has ended.
 
@@ -50,6 +51,7 @@ def gateway(
             setting.
         tls_cert: TLS certificate file; required off loopback.
         tls_key: TLS key file.
+        ca: File of the private authority that signed the certificates of the run's services.
     """
     import uvloop
 
@@ -61,8 +63,10 @@ def gateway(
     from penstock.types import NodeId
     from penstock.wire.auth import Audience, Verifier
     from penstock.wire.serving import refuse_clear_text, require_tls_off_loopback
+    from penstock.wire.trust import trust
 
     tls = make_tls(tls_cert, tls_key)
+    trust(ca, tls_cert, tls_key)
     require_tls_off_loopback(host, tls)
     node = name or f"gateway-{host_name()}-{secrets.token_hex(2)}"
     bind = listen_address("", host, port)

@@ -21,6 +21,7 @@ def join(
     public_key: str | None = None,
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
+    ca: Path | None = None,
 ) -> int:
     """Join a run as a rollout node until the run ends, or until SIGTERM or Ctrl-C.
 
@@ -39,6 +40,7 @@ def join(
         public_key: The run's public key, or a file that contains it; required by --serve-weights.
         tls_cert: TLS certificate file for --serve-weights.
         tls_key: TLS key file for --serve-weights.
+        ca: File of the private authority that signed the certificates of the run's services.
     """
     import uvloop
 
@@ -60,8 +62,10 @@ def join(
     from penstock.runs.service_process import add_import_paths
     from penstock.types import NodeId
     from penstock.wire.serving import refuse_clear_text
+    from penstock.wire.trust import trust
 
     node_token = require_token(token, role="rollout")
+    trust(ca, tls_cert, tls_key)
     refuse_clear_text(check_url(url, example="http://127.0.0.1:18080"))
     if relay is not None:
         refuse_clear_text(check_url(relay, example=RELAY_EXAMPLE))

@@ -80,6 +80,13 @@ def build() -> App:
     for role, text in (("rollout", "Test a rollout node."), ("trainer", "Test a trainer.")):
         conformance.command(f"penstock.cli.conformance:{role}", name=role, help=text)
     app.command(conformance)
+    tls = App(name="tls", help="Make certificates, for runs that other hosts join.", group=RUNS)
+    for verb, text in (
+        ("init", "Make a private authority and this host's certificate."),
+        ("issue", "Make a certificate for another host."),
+    ):
+        tls.command(f"penstock.cli.tls:{verb}", name=verb, help=text)
+    app.command(tls)
     app["--help"].group = app["--version"].group = Group("Options", sort_key=9)
     return app
 

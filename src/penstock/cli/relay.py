@@ -19,6 +19,7 @@ def relay(
     token: str | None = None,
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
+    ca: Path | None = None,
 ) -> int:
     """Serve a run's weights until SIGTERM; each file is fetched once, for any number of nodes.
 
@@ -35,6 +36,7 @@ def relay(
             line.
         tls_cert: TLS certificate file; required off loopback.
         tls_key: TLS key file.
+        ca: File of the private authority that signed the certificates of the run's services.
     """
     import uvloop
 
@@ -51,10 +53,12 @@ def relay(
     from penstock.observe import logs
     from penstock.runs.relay import open_cache, open_mirror
     from penstock.wire.auth import Audience, Verifier
-    from penstock.wire.serving import require_tls_off_loopback
+    from penstock.wire.serving import refuse_clear_text, require_tls_off_loopback
+    from penstock.wire.trust import trust
 
     own_token = require_token(token, role="relay")
     tls = make_tls(tls_cert, tls_key)
+    trust(ca, tls_cert, tls_key)
     require_tls_off_loopback(host, tls)
     verifier = Verifier.from_token(own_token, read_public_key(public_key), audience=Audience.RELAY)
     where = listen_address("", host, port)
@@ -68,6 +72,8 @@ def relay(
         if cache is None:
             raise ConfigError("--cache is required: a folder for the weights that this relay keeps")
         urls = [check_url(each, example=RELAY_EXAMPLE) for each in (*(upstream or ()), url)]
+        for each in urls:
+            refuse_clear_text(each)
         max_bytes = parse_gigabytes(max_gb, cache, "--max-gb")
         source = open_cache(urls, own_token, cache, max_bytes=max_bytes, warn=print_note)
     logs.configure("relay")

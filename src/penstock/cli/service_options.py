@@ -10,9 +10,11 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from penstock.config.network import NetworkConfig
 from penstock.errors import ConfigError
 from penstock.runs.service_process import pop_token
 from penstock.wire.serving import Tls
@@ -35,10 +37,11 @@ def check_url(url: str, *, example: str) -> str:
     return url
 
 
-def listen_address(url: str, host: str | None, port: int | None) -> tuple[str, int]:
+def listen_address(
+    url: str, host: str | None, port: int | None, default_host: str = ""
+) -> tuple[str, int]:
     """Host and port to listen on: the options, else the run's own address."""
-    default_host, _, default_port = url.rpartition("//")[2].rpartition(":")
-    where = host or default_host, int(default_port) if port is None else port
+    where = host or default_host, int(url.rpartition(":")[2]) if port is None else port
     _check_port_free(*where)
     return where
 
@@ -57,6 +60,20 @@ def _check_port_free(host: str, port: int) -> None:
                 f"port {port} on {host} is already in use; choose another with --port"
             ) from None
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+
+
+def run_tls(network: NetworkConfig) -> Tls | None:
+    """The TLS files of the run's own config; relative paths as the config has them."""
+    tls = network.tls
+    if tls is None:
+        return None
+    found = make_tls(Path(tls.cert), Path(tls.key))
+    assert found is not None
+    return (
+        replace(found, client_ca=Path(tls.ca).absolute())
+        if tls.verify_clients and tls.ca
+        else found
+    )
 
 
 def make_tls(certificate: Path | None, key: Path | None) -> Tls | None:

@@ -30,11 +30,11 @@ def token(
         ttl_h: Hours until the token expires.
         json: Print one JSON object with token and URL; for role relay also the public key.
     """
+    from penstock.addresses import is_loopback
     from penstock.cli.output import print_json, print_note
     from penstock.errors import ConfigError
     from penstock.runs.target import find_run_folder
     from penstock.wire.auth import Role
-    from penstock.wire.serving import is_loopback
 
     if ttl_h <= 0:
         raise ConfigError(f"--ttl-h {ttl_h:g}: must be greater than 0 hours")

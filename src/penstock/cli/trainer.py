@@ -11,7 +11,13 @@ from pathlib import Path
 from types import FrameType
 
 
-def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = False) -> int:
+def trainer(
+    *,
+    run_dir: Path,
+    policy: str | None = None,
+    url: str | None = None,
+    accept_changes: bool = False,
+) -> int:
     """Train one policy until its last step; exit code 0 means that training is complete.
 
     On SIGTERM it finishes its step, saves a checkpoint and exits with 143.
@@ -19,9 +25,10 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
     Args:
         run_dir: Run folder.
         policy: Policy to train; optional if the run has only one.
+        url: URL of the dataflow service, if this host reaches it at another one than the run's.
         accept_changes: Resume from a checkpoint even if the config has changed since it was saved.
     """
-    from penstock.cli.service_options import exit_now, run_per_rank
+    from penstock.cli.service_options import check_url, exit_now, run_per_rank
     from penstock.config import identity
     from penstock.errors import ResumeRejected
     from penstock.fleet.launchers.local import EXIT_FENCED, EXIT_RESUME_REJECTED
@@ -30,6 +37,7 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
     from penstock.trainer.pipeline.builtin import chain_of
     from penstock.trainer.ranks.supervisor import read_rank_env
     from penstock.wire.auth import Role
+    from penstock.wire.serving import refuse_clear_text
 
     folder, config, endpoints = enter_run(
         run_dir, "trainer" if policy is None else f"trainer-{policy}"
@@ -37,6 +45,8 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
     name = resolve_policy(config, policy)
     started = folder.last_started_config()
     has_accepted = started is not None and identity(started) == identity(config)  # by the launcher
+    if url is not None:
+        refuse_clear_text(check_url(url, example="https://host:18080"))
     token = service_token(folder, config, Role.TRAINER)
     stopping = threading.Event()
 
@@ -60,7 +70,7 @@ def trainer(*, run_dir: Path, policy: str | None = None, accept_changes: bool = 
         code = run_trainer(
             config,
             name,
-            url=endpoints.dataflow,
+            url=url or endpoints.dataflow,
             token=token,
             run_dir=folder.path,
             store_root=folder.weights,

@@ -36,7 +36,7 @@ def serve(
     """
     import uvloop
 
-    from penstock.cli.service_options import listen_address, make_tls
+    from penstock.cli.service_options import listen_address, make_tls, run_tls
     from penstock.runs.service_process import enter_run
     from penstock.weights.serving.origin import Origin
     from penstock.weights.serving.server import build
@@ -49,7 +49,8 @@ def serve(
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.WEIGHTS)
     store = DirectoryStore(folder.weights)
     app = build(Origin(store), verifier)
-    listen_host, listen_port = listen_address(endpoints.weights, host, port)
+    listen_host, listen_port = listen_address(endpoints.weights, host, port, config.network.host)
+    tls = tls or run_tls(config.network)
     with _mirroring(store, config.weights.mirror):
         uvloop.run(serve_app(app, listen_host, listen_port, tls))
     return 0

@@ -14,6 +14,7 @@ from penstock.config.algorithms import AlgorithmConfig, with_minibatches
 from penstock.config.base import NAME, FunctionName, Name, Section, non_blank, only_supported
 from penstock.config.dataflow import DataflowConfig
 from penstock.config.models import ModelConfig
+from penstock.config.network import NetworkConfig
 from penstock.config.pipeline import PipelineConfig
 from penstock.config.rules import RuleConfig, effective_rules
 from penstock.config.sources import SourceConfig, WorkflowConfig
@@ -87,6 +88,8 @@ class RunSections(Section):
     """The training of every policy without another."""
     weights: WeightsConfig = WeightsConfig()
     """How weights reach the nodes."""
+    network: NetworkConfig = NetworkConfig()
+    """Where the services listen, and how other hosts reach them."""
     pipeline: PipelineConfig | None = None
     """What trainers do with a batch, as a graph of stages; null: the algorithm's graph."""
     eval: Annotated[None, only_supported(None, fix="leave eval null")] = None

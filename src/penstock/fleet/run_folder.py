@@ -20,16 +20,19 @@ from typing import TypeVar
 import structlog
 
 from penstock.config import RunConfig, dump, load
+from penstock.config.network import NetworkConfig
 from penstock.durable import write_durably
 from penstock.errors import BadRequest, ConfigError, LaunchError
-from penstock.fleet.ports import LOOPBACK, free_port
+from penstock.fleet.ports import free_port
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import JSON, decode, encode_json
+from penstock.wire.trust import trust
 
 T = TypeVar("T")
 LOCK_TIMEOUT_S = 1.0
 """A process that checks for the launcher takes the lock for a moment, so retry this long."""
 
+LOOPBACK_ONLY = NetworkConfig()
 AUDIENCES: Mapping[Role, tuple[Audience, ...]] = {
     Role.ADMIN: (Audience.DATAFLOW, Audience.WEIGHTS, Audience.GATEWAY),
     Role.RELAY: (Audience.WEIGHTS, Audience.RELAY),
@@ -56,6 +59,11 @@ class Endpoints:
     """Where the run folder was when these paths were recorded; it may have moved since."""
     partitions: tuple[str, ...] = ()
     """URLs of the additional data partitions, from number 1."""
+    ca: str = ""
+    """The private authority of these addresses; empty for none."""
+    certificate: str = ""
+    """This host's certificate, for services that ask their callers for one."""
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,12 +206,15 @@ class RunFolder:
     # --- state of the run -------------------------------------------------------------------------
 
     def endpoints(self) -> Endpoints:
+        """The addresses of this run. This process trusts their certificates from now on."""
         found = self._read("endpoints.json", Endpoints)
         if found is None:
             raise ConfigError(
                 f"{self.path} was never started; start it with `penstock run {self.path}`"
             )
-        return self._relocated(found)
+        found = self._relocated(found)
+        trust(_path(found.ca), _path(found.certificate), _path(found.key))
+        return found
 
     def python_path(self) -> tuple[str, ...]:
         """Folders of the user's modules, as of the last start."""
@@ -228,7 +239,12 @@ class RunFolder:
         )
 
     def allocate_endpoints(
-        self, work_dir: Path, python_path: tuple[str, ...], *, num_partitions: int = 1
+        self,
+        work_dir: Path,
+        python_path: tuple[str, ...],
+        *,
+        num_partitions: int = 1,
+        network: NetworkConfig = LOOPBACK_ONLY,
     ) -> Endpoints:
         """The addresses of this run; free ports are picked once and kept. So is the working
         directory while it exists. `python_path`, where given, replaces the recorded one."""
@@ -241,8 +257,8 @@ class RunFolder:
         else:
             first = free_port()
             stored = Endpoints(
-                dataflow=f"http://{LOOPBACK}:{first}",
-                weights=f"http://{LOOPBACK}:{free_port(exclude=(first,))}",
+                dataflow=f"{network.origin}:{first}",
+                weights=f"{network.origin}:{free_port(exclude=(first,))}",
                 work_dir=str(work_dir.absolute()),
                 python_path=python_path,
                 folder=str(self.path),
@@ -251,8 +267,8 @@ class RunFolder:
         while len(partitions) < num_partitions - 1:
             urls = (stored.dataflow, stored.weights, *partitions)
             port = free_port(exclude=(int(url.rpartition(":")[2]) for url in urls))
-            partitions.append(f"http://{LOOPBACK}:{port}")
-        chosen = replace(stored, partitions=tuple(partitions))
+            partitions.append(f"{network.origin}:{port}")
+        chosen = _on_network(replace(stored, partitions=tuple(partitions)), network)
         self._write("endpoints.json", chosen)
         return chosen
 
@@ -364,6 +380,31 @@ def free_bytes(path: Path) -> int:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None
+
+
+def _on_network(endpoints: Endpoints, network: NetworkConfig) -> Endpoints:
+    """The same ports at the addresses of this network, which the config may have changed."""
+
+    def at(url: str) -> str:
+        return f"{network.origin}:{url.rpartition(':')[2]}"
+
+    def absolute(path: str | None) -> str:
+        return os.path.abspath(path) if path else ""
+
+    tls = network.tls
+    return replace(
+        endpoints,
+        dataflow=at(endpoints.dataflow),
+        weights=at(endpoints.weights),
+        partitions=tuple(map(at, endpoints.partitions)),
+        ca=absolute(tls and tls.ca),
+        certificate=absolute(tls and tls.cert),
+        key=absolute(tls and tls.key),
+    )
 
 
 # --- files ---------------------------------------------------------------------------------------

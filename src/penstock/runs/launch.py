@@ -136,7 +136,10 @@ def launch(
             )
         Signer.create(folder.keys, config.name)
         endpoints = folder.allocate_endpoints(
-            Path.cwd(), python_path, num_partitions=config.dataflow.partitions
+            Path.cwd(),
+            python_path,
+            num_partitions=config.dataflow.partitions,
+            network=config.network,
         )
         wait_for_port(endpoints.dataflow, timeout_s=10.0, what="dataflow")
         wait_for_port(endpoints.weights, timeout_s=10.0, what="weight server")

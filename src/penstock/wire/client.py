@@ -30,6 +30,7 @@ from penstock.errors import (
 )
 from penstock.wire.codec import JSON, MSGPACK, decode, encode
 from penstock.wire.routes import ErrorResponse
+from penstock.wire.trust import client_context
 
 log = structlog.get_logger(__name__)
 
@@ -101,13 +102,13 @@ def _tls_failure(error: BaseException | None) -> ssl.SSLError | None:
 def _describe_tls_failure(url: str, failed: ssl.SSLError) -> str:
     if isinstance(failed, ssl.SSLCertVerificationError):
         return (
-            f"{url}: the certificate of the service is not trusted ({failed.verify_message}); set "
-            "SSL_CERT_FILE to a file with the certificate that signed it, and use the host name "
-            "that the certificate is for"
+            f"{url}: the certificate of the service is not trusted ({failed.verify_message}). Pass "
+            "--ca with the ca.pem of the run (or set PENSTOCK_CA), and use a host name that the "
+            "certificate is for; `penstock tls init` renews an expired one"
         )
     return (
-        f"{url}: no TLS connection ({failed.reason or failed}); check that the service was started "
-        "with --tls-cert and --tls-key, or use http:// on its own host"
+        f"{url}: no TLS connection ({failed.reason or failed}); check that the service has TLS "
+        "(network.tls in the run file, or --tls-cert and --tls-key), or use http:// on its own host"
     )
 
 
@@ -152,7 +153,9 @@ class AsyncServiceClient:
 
     def __init__(self, base_url: str, token: str) -> None:
         self.base_url = base_url.rstrip("/")
-        self._http = httpx2.AsyncClient(headers=_headers(token), limits=LIMITS)
+        self._http = httpx2.AsyncClient(
+            headers=_headers(token), limits=LIMITS, verify=client_context(base_url)
+        )
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -233,7 +236,7 @@ class ServiceClient:
         self, base_url: str, token: str, *, is_stopping: Callable[[], bool] = lambda: False
     ) -> None:
         self.base_url = base_url.rstrip("/")
-        self._http = httpx2.Client(headers=_headers(token))
+        self._http = httpx2.Client(headers=_headers(token), verify=client_context(base_url))
         self._is_stopping = is_stopping
 
     def close(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import ipaddress
 import socket
+import ssl
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import uvicorn
 from starlette.applications import Starlette
 
+from penstock.addresses import is_loopback
 from penstock.errors import ConfigError
 from penstock.wire.doors import GuardedConnection, Listener, open_door
 
@@ -31,13 +32,8 @@ allocator keeps and reuses freed memory."""
 class Tls:
     certificate: Path
     key: Path
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    client_ca: Path | None = None
+    """Accept only callers with a certificate of this authority."""
 
 
 def refuse_clear_text(url: str) -> None:
@@ -137,4 +133,6 @@ def _config(app: Starlette, host: str, port: int, tls: Tls | None = None) -> uvi
         timeout_keep_alive=75,
         ssl_certfile=None if tls is None else str(tls.certificate),
         ssl_keyfile=None if tls is None else str(tls.key),
+        ssl_ca_certs=None if tls is None or tls.client_ca is None else str(tls.client_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if tls is None or tls.client_ca is None else ssl.CERT_REQUIRED,
     )

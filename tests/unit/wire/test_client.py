@@ -147,7 +147,7 @@ async def test_an_untrusted_certificate_fails_at_once_and_by_name(certificate: T
         with pytest.raises(TlsError, match="certificate of the service is not trusted"):
             ServiceClient(url, "token").call("GET", "/healthz", None, Echo)
         client = AsyncServiceClient(url, "token")
-        with pytest.raises(TlsError, match="SSL_CERT_FILE"):
+        with pytest.raises(TlsError, match="PENSTOCK_CA"):
             await client.call("GET", "/healthz", None, Echo)
         await client.close()
 

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which servers this process trusts, and the certificate it shows them.
+
+The certificates of the system, and the private authority of a run. One context for all clients.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from functools import lru_cache
+from pathlib import Path
+
+from penstock.errors import ConfigError
+
+CA_ENV = "PENSTOCK_CA"
+"""File of a private authority to trust beside those of the system."""
+CERTIFICATE_ENV = "PENSTOCK_TLS_CERT"
+KEY_ENV = "PENSTOCK_TLS_KEY"
+"""This host's certificate and key, for servers that ask for one."""
+
+
+def trust(ca: Path | None, certificate: Path | None = None, key: Path | None = None) -> None:
+    """Trust a private authority in this process and its children."""
+    for name, path in ((CA_ENV, ca), (CERTIFICATE_ENV, certificate), (KEY_ENV, key)):
+        if path is None:
+            continue
+        if not path.is_file():
+            raise ConfigError(
+                f"{path}: no such file; make certificates with `penstock tls init`, or copy ca.pem "
+                "from the host that has the run folder"
+            )
+        os.environ[name] = str(path.absolute())
+
+
+def client_context(url: str) -> ssl.SSLContext | bool:
+    """How to verify the server of this URL; plain HTTP needs no certificates loaded."""
+    if not url.startswith("https://"):
+        return False
+    return _context(*(os.environ.get(name, "") for name in (CA_ENV, CERTIFICATE_ENV, KEY_ENV)))
+
+
+@lru_cache(maxsize=8)
+def _context(ca: str, certificate: str, key: str) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    try:
+        if ca:
+            context.load_verify_locations(cafile=ca)
+        if certificate and key:
+            context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"cannot load {ca or certificate} as PEM ({error}); make certificates with `penstock "
+            "tls init`"
+        ) from None
+    return context

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on one host, a node, a relay, a gateway and the trainer on another, over TLS from
+`penstock tls init`. The hosts are network namespaces with one cable between them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from tests.e2e.system import PENSTOCK, until
+
+from penstock.fleet.run_folder import RunFolder
+from penstock.wire.certificates import Authority
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("ip") is None, reason="makes network namespaces"
+    ),
+]
+HERE, THERE = "10.77.19.1", "10.77.19.2"
+LONG_S = 300.0
+
+
+class Host:
+    """One network namespace."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        self.name, self._log = name, log
+
+    def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self._inside(*words), capture_output=True, text=True, timeout=LONG_S, env=_env(env)
+        )
+
+    @contextmanager
+    def running(self, *words: str, **env: str) -> Generator[subprocess.Popen[bytes]]:
+        with self._log.open("ab") as log:
+            process = subprocess.Popen(
+                self._inside(*words), stdout=log, stderr=log, env=_env(env), cwd=self._log.parent
+            )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _inside(self, *words: str) -> list[str]:
+        return ["ip", "netns", "exec", self.name, *PENSTOCK, *words]
+
+
+def _env(more: dict[str, str]) -> dict[str, str]:
+    """What this process trusts by now is not for its children."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    return {**own, "OMP_NUM_THREADS": "1", **more}
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Generator[tuple[Host, Host]]:
+    names = [f"penstock-{os.getpid()}-{letter}" for letter in "ab"]
+    cables = [f"ps{os.getpid()}{letter}" for letter in "ab"]
+    with ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "delete", name)
+        ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+        for name, cable, address in zip(names, cables, (HERE, THERE), strict=True):
+            ip("link", "set", cable, "netns", name)
+            ip("-n", name, "address", "add", f"{address}/24", "dev", cable)
+            ip("-n", name, "link", "set", cable, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield Host(names[0], tmp_path / "here.log"), Host(names[1], tmp_path / "there.log")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "run")
+
+
+def settings(authority: Authority, tmp_path: Path) -> list[str]:
+    issued = authority.issue("server", [HERE], days=1)
+    network = {"host": "0.0.0.0", "advertise": HERE, "tls.ca": authority.certificate}
+    network |= {"tls.cert": issued.certificate, "tls.key": issued.key}
+    return [
+        *(f"network.{key}={value}" for key, value in network.items()),
+        "training.steps=100000",
+        "training.groups_per_batch=8",
+        "training.lr_scheduler_type=constant",
+        "algorithm.num_generations=4",
+    ]
+
+
+def token(folder: RunFolder, role: str, *more: str) -> str:
+    made = subprocess.run(
+        [*PENSTOCK, "token", str(folder.path), "--role", role, *more],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return made.stdout.strip()
+
+
+def _step(folder: RunFolder) -> int:
+    lines = folder.metrics.read_text().splitlines() if folder.metrics.exists() else []
+    return len(lines)
+
+
+def test_a_run_spans_two_hosts_over_tls(
+    hosts: tuple[Host, Host], folder: RunFolder, tmp_path: Path
+) -> None:
+    here, there = hosts
+    authority = Authority.create(tmp_path / "tls")
+    other = Authority.create(tmp_path / "other")
+    ca = ("--ca", str(authority.certificate))
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    demo = ("demo", "--dir", str(folder.path), "--headless", *settings(authority, tmp_path))
+    with here.running(*demo):
+        until(lambda: _step(folder) >= 1, timeout_s=LONG_S, what="the first step")
+        urls = folder.endpoints()
+        assert urls.dataflow.startswith(f"https://{HERE}:")
+
+        guest = token(folder, "rollout")
+        refused = {
+            "another authority": (urls.dataflow, ("--ca", str(other.certificate)), "Pass --ca"),
+            "no authority": (urls.dataflow, (), "Pass --ca"),
+            "plain HTTP": (urls.dataflow.replace("https", "http"), ca, "clear text"),
+        }
+        for what, (url, options, cure) in refused.items():
+            failed = there.run("join", url, *options, PENSTOCK_TOKEN=guest, **cache)
+            assert failed.returncode != 0 and cure in failed.stderr, (what, failed.stderr)
+
+        relay = (
+            *("relay", urls.weights, "--public-key", folder.public_key(), "--port", "19001"),
+            *("--cache", str(tmp_path / "relay"), *ca),
+        )
+        gateway = (
+            *("gateway", urls.dataflow, "--public-key", folder.public_key(), "--port", "19002"),
+            *("--name", "door", *ca),
+        )
+        join = ("join", urls.dataflow, "--name", "guest", "--relay", "http://127.0.0.1:19001", *ca)
+        tokens = {
+            "relay": {"PENSTOCK_TOKEN": token(folder, "relay")},
+            "gateway": {"PENSTOCK_TOKEN": token(folder, "gateway")},
+            "join": {
+                "PENSTOCK_TOKEN": guest,
+                "PENSTOCK_RELAY_TOKEN": token(folder, "rollout", "--for-relay"),
+            },
+        }
+        with (
+            there.running(*relay, **tokens["relay"], **cache),
+            there.running(*gateway, **tokens["gateway"], **cache),
+            there.running(*join, **tokens["join"], **cache),
+        ):
+            until(lambda: _delivered(here, folder, "guest"), timeout_s=LONG_S, what="guest works")
+            until(lambda: any((tmp_path / "relay").rglob("*")), timeout_s=LONG_S, what="relay used")
+    _train_from_there(here, there, folder)
+    _refuses_an_expired_certificate(here, there, folder, authority, cache)
+
+
+def _delivered(here: Host, folder: RunFolder, node: str) -> bool:
+    shown = here.run("status", str(folder.path), "--json")
+    return shown.returncode == 0 and f'"{node}"' in shown.stdout
+
+
+def _train_from_there(here: Host, there: Host, folder: RunFolder) -> None:
+    run, url = ("--run-dir", str(folder.path)), folder.endpoints().dataflow
+    before = _step(folder)
+    with (
+        here.running("dataflow", *run),
+        here.running("weights", "serve", *run),
+        here.running("rollout", *run, "--name", "node-0"),
+        there.running("trainer", *run, "--url", url),
+    ):
+        until(lambda: _step(folder) > before, timeout_s=LONG_S, what="a step of the far trainer")
+
+
+def _refuses_an_expired_certificate(
+    here: Host, there: Host, folder: RunFolder, authority: Authority, cache: dict[str, str]
+) -> None:
+    expired = authority.issue("expired", [HERE], days=-0.01)
+    files = ("--tls-cert", str(expired.certificate), "--tls-key", str(expired.key))
+    url = folder.endpoints().weights
+    with here.running("weights", "serve", "--run-dir", str(folder.path), *files):
+        words = ("join", url, "--ca", str(authority.certificate))
+        failed = there.run(*words, PENSTOCK_TOKEN=token(folder, "rollout"), **cache)
+    assert failed.returncode != 0
+    assert "expired" in failed.stderr and "penstock tls init" in failed.stderr
