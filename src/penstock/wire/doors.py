@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import resource
 import socket
 import ssl
@@ -43,6 +44,9 @@ BACKLOG = 2048
 ACCEPT_PAUSE_S = 0.05
 
 log = structlog.get_logger(__name__)
+_requests_log = logging.getLogger("uvicorn.error.requests")
+_requests_log.setLevel(logging.ERROR)
+"""A line for each bad request of a stranger would fill the disk."""
 
 
 def admit(scope: Scope, subject: str) -> None:
@@ -190,6 +194,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, door: Door, address: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.logger = _requests_log
         self.address = address
         self.subject = ""
         self.handshake: asyncio.Task[None] | None = None
