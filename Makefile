@@ -13,14 +13,15 @@
 #   make attacks        every attack that must fail; `make attacks-quick` leaves out the long ones
 #   make mutants        plant each bug of tests/mutants and see its named tests fail
 #   make docs           build the documentation into site/
-#   make constraints    refresh constraints/*.txt from fresh environments
+#   make constraints    refresh constraints/*.txt, their hashes and the bill of materials, from fresh environments
+#   make audit          known vulnerabilities of the pinned versions, as far as the index answers
 #   make bench          the promises about speed, measured             BENCH_ARGS=--quick
 #   make setup-engine   vLLM for CPUs, a small real model and traces of its training, in ~/.cache/penstock (15 to 50 minutes)
 
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := check
-.PHONY: setup check test e2e e2e-long sim mutants bench chaos chaos-quick attacks attacks-quick docs setup-engine constraints
+.PHONY: setup check test e2e e2e-long sim mutants bench chaos chaos-quick attacks attacks-quick audit docs setup-engine constraints
 
 PYTHON ?= python3
 VENV := .venv
@@ -102,6 +103,7 @@ check:
 	$(BIN)/python scripts/write_schema.py --check
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/check_files.py
+	$(BIN)/python scripts/supply.py --check
 	$(BIN)/codespell
 	$(BIN)/lint-imports --cache-dir .cache/import-linter
 	$(BIN)/pyright --threads
@@ -152,6 +154,11 @@ mutants:
 bench:
 	@for name in $(BENCHMARKS); do echo "bench: $$name" >&2; $(BIN)/python -m benchmarks.$$name $(BENCH_ARGS); done
 
+# An environment of its own, so that the auditor is not part of what it audits.
+audit:
+	@test -x .cache/audit/bin/pip-audit || { $(PYTHON) -m venv .cache/audit; .cache/audit/bin/pip install --quiet pip-audit; }
+	.cache/audit/bin/pip-audit --disable-pip --no-deps --requirement constraints/dev.txt
+
 # Some minutes, 5 GB, once. An environment of its own: vLLM and this project want different libraries.
 setup-engine:
 	@$(PYTHON) scripts/setup_engine.py
@@ -170,4 +177,5 @@ constraints:
 	    | grep -E '^[A-Za-z0-9._-]+==[^ ]+$$' | LC_ALL=C sort -f >"$$env.txt"; \
 	  mv "$$env.txt" "constraints/$$name.txt"; \
 	done
+	@$(BIN)/python scripts/supply.py
 	@rm -rf .cache/constraints
