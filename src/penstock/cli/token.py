@@ -71,11 +71,18 @@ def token(
         if hint := f"{relay_hint}RELAY" if for_relay else hints.get(role):
             print_note(hint)
             if is_local and not for_relay and role != "session":
-                port = url.rpartition(":")[2]
-                print_note(
-                    f"{url} is reachable on this host only. From another host, open a tunnel there "
-                    f"first: ssh -N -L {port}:127.0.0.1:{port} {socket.gethostname()}"
-                )
+                others = () if is_relay else (endpoints.weights, *endpoints.partitions)
+                print_note(_tunnel_hint(url, *others))
     if folder.launcher_pid() is None:
         print_note(f"the run is not running; `penstock run {run}` starts it")
     return 0
+
+
+def _tunnel_hint(url: str, *others: str) -> str:
+    """How another host reaches these URLs of this host's loopback."""
+    ports = [one.rpartition(":")[2] for one in (url, *others)]
+    options = " ".join(f"-L {port}:127.0.0.1:{port}" for port in ports)
+    return (
+        f"{url} is reachable on this host only. From another host, open a tunnel there first: "
+        f"ssh -N {options} {socket.gethostname()}"
+    )

@@ -218,7 +218,8 @@ class DataflowConfig(Section):
     """Which trajectories stay on disk for reading after training: all, sample(share) of the groups,
     or the window of the newest. Above keep_mb, all and sample(share) keep every second group."""
     keep_mb: PositiveInt = 1024
-    """Disk for trajectories that training needs no longer."""
+    """Payload of trajectories that training needs no longer. Its files take up to twice that, plus
+    two segments of a quarter of it each (at least 16 MB, at most 256 MB)."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         yield from rule_contradictions(self.rules)

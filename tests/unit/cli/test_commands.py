@@ -301,6 +301,9 @@ def test_a_token_is_one_line_on_stdout(
     assert code == 0
     assert "penstock join http://127.0.0.1:" in err
     assert "is reachable on this host only. From another host, open a tunnel" in err
+    for url in (run_folder.endpoints().dataflow, run_folder.endpoints().weights):
+        port = url.rpartition(":")[2]
+        assert f"-L {port}:127.0.0.1:{port}" in err, "a node also pulls weights"
     assert f"the run is not running; `penstock run {run_folder.path}` starts it" in err
     signer = Signer.read(run_folder.keys, "reverse")
     for audience in (Audience.DATAFLOW, Audience.WEIGHTS):

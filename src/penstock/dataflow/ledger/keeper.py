@@ -85,8 +85,8 @@ class Keeper:
         log.info(
             "kept trajectories released",
             why=why,
-            released_mb=(before - self.kept_bytes) >> 20,
-            kept_mb=self.kept_bytes >> 20,
+            released_mb=round((before - self.kept_bytes) / (1 << 20), 1),
+            kept_mb=round(self.kept_bytes / (1 << 20), 1),
             share=round(kept.share, 6),
         )
 

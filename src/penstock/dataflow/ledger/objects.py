@@ -40,11 +40,12 @@ SEGMENT_BYTES = 64 << 20
 DURABLE_SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
 
 
-def open_payloads(store: str, folder: Path) -> PayloadStore:
+def open_payloads(store: str, folder: Path, *, segment_bytes: int | None = None) -> PayloadStore:
     """`segments` under the ledger's folder, `memory`, the URL of an object store, or
-    `module:Class`, which is called with the ledger's folder."""
+    `module:Class`, which is called with the ledger's folder. `segment_bytes`: the size of a file of
+    `segments`, if not the usual one."""
     if store == "segments":
-        return SegmentPayloads(folder / "segments")
+        return SegmentPayloads(folder / "segments", segment_bytes=segment_bytes)
     if store == "memory":
         return MemoryPayloads()
     if "://" in store:

@@ -63,9 +63,9 @@ class SegmentPayloads:
 
     durability: Durability = "D1"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, segment_bytes: int | None = None) -> None:
         self._folder = folder
-        self._allocator = segments.allocator(folder)
+        self._allocator = segments.allocator(folder, segment_bytes)
         self._writer = SegmentWriter(folder)
         self._reader = SegmentReader(folder)
 

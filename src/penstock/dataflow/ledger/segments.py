@@ -24,6 +24,8 @@ MAGIC = b"PSR1"
 HEADER = struct.Struct("<4sII")
 """Magic, payload length, CRC32C of the payload."""
 MAX_SEGMENT_BYTES = 256 << 20
+MIN_SEGMENT_BYTES = 16 << 20
+"""A sweep of compaction looks at a few segments: with smaller ones it could fall behind."""
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 MAX_OPEN = 8
 """Segment files that a reader keeps open."""
@@ -57,6 +59,12 @@ def segment_path(folder: Path, segment: int) -> Path:
     return folder / f"seg-{segment:08d}.dat"
 
 
+def segment_bytes(max_kept_bytes: int) -> int:
+    """Size of a segment where this much is kept for reading: the two newest are never compacted,
+    so they must be small beside the bound."""
+    return min(MAX_SEGMENT_BYTES, max(MIN_SEGMENT_BYTES, max_kept_bytes // 4))
+
+
 def sizes(folder: Path) -> dict[int, int]:
     """Bytes on disk by segment."""
     return {
@@ -87,10 +95,10 @@ class SegmentAllocator:
         return PlacedPayload(location=location, payload=payload)
 
 
-def allocator(folder: Path) -> SegmentAllocator:
+def allocator(folder: Path, max_bytes: int | None = None) -> SegmentAllocator:
     """Starts after the newest segment: earlier ones may end in bytes of a crashed process."""
     folder.mkdir(parents=True, exist_ok=True)
-    return SegmentAllocator(max(sizes(folder), default=0) + 1, MAX_SEGMENT_BYTES)
+    return SegmentAllocator(max(sizes(folder), default=0) + 1, max_bytes or MAX_SEGMENT_BYTES)
 
 
 class SegmentWriter:

@@ -26,6 +26,7 @@ from penstock.dataflow.ledger.blobs import BlobStore
 from penstock.dataflow.ledger.bounds import StorageLimits
 from penstock.dataflow.ledger.keeping import KeepSpec
 from penstock.dataflow.ledger.objects import open_payloads
+from penstock.dataflow.ledger.segments import segment_bytes
 from penstock.dataflow.ledger.store import Ledger, OnFailure, ignore_failure
 from penstock.dataflow.records import CommandJournal
 from penstock.dataflow.service.build_sources import build_source, workflow_text
@@ -106,13 +107,15 @@ def build_partition(
 
 def _open(config: RunConfig, folder: Path, part: str, on_failure: OnFailure) -> Ledger:
     flow = config.dataflow
+    keep = _keep(flow)
+    size = None if keep is None else segment_bytes(keep.max_bytes)
     return Ledger(
         folder,
-        open_payloads(flow.payload, folder),
+        open_payloads(flow.payload, folder, segment_bytes=size),
         store=flow.store,
         name=f"{config.name}-{part}",
         reserve_bytes=flow.bounds.disk_reserve_mb << 20,
-        keep=_keep(flow),
+        keep=keep,
         on_failure=on_failure,
     )
 

@@ -90,5 +90,5 @@ class SignalMonitor:
         )
         alarm = self.state.no_signal.alarm or self.state.divergence.alarm
         if alarm is not None:
-            _log.error("run may have no learning signal", why=alarm)
+            _log.error("training needs attention", why=alarm)
         return alarm
