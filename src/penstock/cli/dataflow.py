@@ -40,7 +40,7 @@ def dataflow(
     from penstock.cli.service_options import listen_address, make_tls
     from penstock.fleet.ports import free_port
     from penstock.runs.service_process import enter_run, service_token
-    from penstock.wire.auth import Audience, Role, Verifier
+    from penstock.wire.auth import Audience, Renewer, Role, Verifier
 
     tls = make_tls(tls_cert, tls_key)  # before `enter_run` changes the working directory
     service = f"partition-{partition}" if partition else "dataflow"
@@ -53,6 +53,7 @@ def dataflow(
     from penstock.dataflow.service.server import serve_dataflow, serve_partition
 
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.DATAFLOW)
+    verifier.renewer = Renewer(folder.keys)
     if partition:
         scheme = "https" if tls else "http"
         serving = serve_partition(
@@ -60,7 +61,7 @@ def dataflow(
             folder.path,
             partition,
             coordinator_url=home or endpoints.dataflow,
-            token=service_token(folder, config, Role.PARTITION),
+            token=service_token(folder, config.name, Role.PARTITION, subject=service),
             url=url or f"{scheme}://{listen_host}:{listen_port}",
             host=listen_host,
             port=listen_port,

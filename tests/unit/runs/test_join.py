@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A joined node warns before its token expires."""
+"""A joined process renews its token, warns before the end of one that it cannot renew, and has a name
+that its token allows."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import structlog
 
-from penstock.runs.join import with_expiry_warnings
+from penstock.runs.credential_upkeep import with_upkeep
+from penstock.runs.join import node_name
 from penstock.wire.auth import Audience, Role, Signer, expires_at
+from penstock.wire.held_token import held
 
 
 def mint(folder: Path, ttl_s: float) -> str:
@@ -24,7 +27,7 @@ async def warnings_of(token: str) -> list[str]:
             await asyncio.sleep(0)
 
     with structlog.testing.capture_logs() as logs:
-        await with_expiry_warnings(work(), token)
+        await with_upkeep(work(), held(token), urls=[])
     return [line["fix"] for line in logs]
 
 
@@ -35,7 +38,7 @@ async def test_a_token_that_is_about_to_expire_is_warned_of_once(tmp_path: Path)
 
 async def test_a_fresh_token_and_a_foreign_one_are_no_reason_to_warn(tmp_path: Path) -> None:
     assert await warnings_of(mint(tmp_path, 24 * 3600.0)) == []
-    assert await warnings_of("penstock1.nonsense.x") == []
+    assert await warnings_of("penstock2.nonsense.x") == []
 
 
 def test_the_holder_of_a_token_can_read_when_it_expires(tmp_path: Path) -> None:
@@ -43,3 +46,13 @@ def test_the_holder_of_a_token_can_read_when_it_expires(tmp_path: Path) -> None:
     signer = Signer.read(tmp_path, "run")
     assert expires_at(token) == signer.verifier(Audience.DATAFLOW).verify(token).expires_at
     assert expires_at("sk-other") is expires_at("") is None
+
+
+def test_a_node_is_named_under_the_name_of_its_token(tmp_path: Path) -> None:
+    signer = Signer.create(tmp_path, "run")
+    token = signer.mint(Role.ROLLOUT, [Audience.DATAFLOW], ttl_s=60, subject="laptop")
+    assert node_name(token, "laptop") == "laptop"
+    assert node_name(token, "laptop.2") == "laptop.2"
+    assert node_name(token, "gpu-1") == "laptop.gpu-1"
+    assert node_name(token, "laptops") == "laptop.laptops"
+    assert node_name(mint(tmp_path, 60), "anything") == "anything"
