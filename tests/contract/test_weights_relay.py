@@ -138,7 +138,7 @@ async def test_a_relay_refuses_strangers(tmp_path: Path, run: Run) -> None:
     ):
         for path in (f"/v1/manifests/{digest}", f"/v1/blobs/{'a' * 64}", "/metrics"):
             for token, status in (
-                (other_run.mint(Role.ROLLOUT, audience, ttl_s=60), 403),
+                (other_run.mint(Role.ROLLOUT, audience, ttl_s=60), 401),
                 (run.signer.mint(Role.SESSION, audience, ttl_s=60), 403),
                 (run.signer.mint(Role.ADMIN, [Audience.WEIGHTS, Audience.DATAFLOW], ttl_s=60), 403),
                 (other_key.mint(Role.ROLLOUT, audience, ttl_s=60), 401),

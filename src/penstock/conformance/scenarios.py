@@ -188,7 +188,8 @@ async def conformance_rollout(
     def on_ready(join_info: JoinInfo) -> None:
         _print_join_info(join_info, out)
         out(
-            "now join as a rollout node: penstock join URL --token-file FILE, with the token in FILE"
+            "now join as a rollout node: penstock join URL --token-file FILE, with this token in "
+            "FILE"
         )
 
     verdicts = await examine_rollout(host=host, port=port, on_ready=on_ready, timeout_s=timeout_s)

@@ -88,7 +88,7 @@ def _read(path: Path) -> str:
             f"cannot read the token file {path}: {error.strerror}; write a token to it with "
             f"`penstock token RUN --out {path}`"
         ) from None
-    if not token or any(letter.isspace() for letter in token):
+    if not token or not token.isprintable() or " " in token:
         raise ConfigError(
             f"{path} does not contain one token; write one to it with "
             f"`penstock token RUN --out {path}`"

@@ -56,7 +56,7 @@ def test_the_signing_key_is_private_and_created_once(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
     Signer.create(tmp_path, "run").verifier(Audience.DATAFLOW).verify(first)
-    with pytest.raises(ConfigError, match="no key signing.key"):
+    with pytest.raises(ConfigError, match=r"no key signing\.key"):
         Signer.read(tmp_path / "elsewhere", "run")
 
 
