@@ -3,7 +3,7 @@
 of them have it?
 
 An origin at one end of a link; at the other 1, 8 and 32 nodes behind one relay, then behind two
-relays that ask a third. Origin, relays (`penstock relay`) and bare baseline are processes of their
+relays that ask a third. Origin, relays and bare baseline are processes of their
 own; the nodes, one client with its own cache each, share one. Needs root for the link; without it
 all is on loopback, and copies alone mean something."""
 
@@ -32,6 +32,7 @@ import numpy as np
 from benchmarks.harness import ROOT, log_line, result, scratch
 from benchmarks.wan_link import Link, Side
 from penstock.observe import logs
+from penstock.runs.relay import open_cache
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.client import Puller
 from penstock.weights.manifest import parse_manifest
@@ -41,7 +42,7 @@ from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncServiceClient
-from penstock.wire.serving import server
+from penstock.wire.serving import serve, server
 
 RUN = "fanout"
 POLICY = PolicyName("policy")
@@ -102,6 +103,14 @@ def serve_origin(host: str, folder: Path) -> None:
     print("ready", flush=True)
     # A link of namespaces is nobody's network, so its address may go without TLS.
     server(app, "127.0.0.1", ORIGIN_PORT).run(sockets=[listener])
+
+
+async def serve_relay(folder: Path, cache: Path, port: int, urls: Sequence[str]) -> None:
+    """What `penstock relay` serves, which itself would refuse the link's address without TLS."""
+    signer = Signer.read(folder / "keys", RUN)
+    own = signer.mint(Role.RELAY, [Audience.WEIGHTS, Audience.RELAY], ttl_s=TTL_S)
+    async with open_cache(urls, own, cache, max_bytes=1 << 30, warn=log_line) as source:
+        await serve(build(source, signer.verifier(Audience.RELAY)), "127.0.0.1", port)
 
 
 async def run_nodes(order: Order) -> Arrival:
@@ -190,15 +199,11 @@ class World:
 
     @contextlib.contextmanager
     def relay(self, number: int, upstreams: Sequence[str] = ()) -> Generator[str]:
-        """`penstock relay` near the nodes, with an empty cache."""
+        """A relay near the nodes, with an empty cache."""
         port = RELAY_PORT + number
         cache = self.folder / f"relay-{number}-{time.monotonic_ns()}"
-        words = ["-m", "penstock.cli.main", "relay", self.origin, "--cache", str(cache)]
-        words += [f"--public-key={self.folder / 'keys' / 'public.key'}", "--port", str(port)]
-        words += ["--max-gb", "1"]
-        words += [f"--upstream={url}" for url in upstreams]
-        own = self.signer.mint(Role.RELAY, [Audience.WEIGHTS, Audience.RELAY], ttl_s=TTL_S)
-        with self.process("b", *words, env={"PENSTOCK_TOKEN": own}):
+        words = ["-m", "benchmarks.weights_fanout", "--relay", str(self.folder), str(cache)]
+        with self.process("b", *words, str(port), *upstreams, self.origin):
             yield f"http://127.0.0.1:{port}"
 
     def nodes(self, num: int, relays: Sequence[str]) -> Arrival:
@@ -330,10 +335,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write; on a real disk")
     parser.add_argument("--rate-mbit", type=float, default=16.0, help="of the link")
     parser.add_argument("--origin", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--relay", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--nodes", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.origin:
         return serve_origin(options.origin[1], Path(options.origin[0]))
+    if options.relay:
+        shared, cache, port, *urls = options.relay
+        return asyncio.run(serve_relay(Path(shared), Path(cache), int(port), urls))
     if options.nodes:
         logs.configure("nodes", level="warning")
         arrival = asyncio.run(run_nodes(msgspec.json.decode(options.nodes, type=Order)))

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from penstock.conformance.rollout import RolloutExaminer
 from penstock.conformance.simulated_peers import SimulatedNode, SimulatedTrainer
 from penstock.conformance.trainer import RULES as TRAINER_RULES
 from penstock.conformance.verdicts import RuleVerdict, Verdict
-from penstock.wire.auth import Role
+from penstock.wire.auth import PREFIX, Role
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = ROOT / "recipes" / "foreign"
@@ -51,7 +52,11 @@ class PeerProcess:
     def on_ready(self, join_info: JoinInfo) -> None:
         words = [sys.executable, *self.command(join_info)]
         env = {**os.environ, "PENSTOCK_TOKEN": join_info.token, "PYTHONPATH": str(ROOT / "src")}
-        process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=-3, stderr=-3)
+        env["PENSTOCK_TOKEN_FILE"] = "/dev/stdin"
+        process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=-1, stdout=-3, stderr=-3)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(join_info.token.encode())
         self.processes.append(process)
 
     def end(self, timeout_s: float) -> int | None:
@@ -174,7 +179,7 @@ async def test_without_a_peer_nothing_passes() -> None:
     )
     assert not is_kept
     assert lines[0].startswith("url    http://127.0.0.1:")
-    assert lines[1].startswith("token  penstock1.")
+    assert lines[1].startswith(f"token  {PREFIX}.")
     assert [line for line in lines[3:-2] if not line.startswith("none ")] == []
     assert lines[-2] == f"0 ok, 0 failed, {len(ROLLOUT_RULES)} not tested, of 18 rules"
     assert json.loads(lines[-1])["untested"] == len(ROLLOUT_RULES)

@@ -79,7 +79,7 @@ def service(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Service
             audience=audience,
             signer=signer,
             stranger=Signer.create(tmp_path / "strange", config.name),
-            other_run=Signer(signer._key, "another-run"),  # pyright: ignore[reportPrivateUsage]  # the same key under another run's name
+            other_run=Signer(tmp_path / "keys", "another-run"),  # the same key under another name
         )
 
 

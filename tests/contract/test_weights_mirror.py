@@ -136,11 +136,11 @@ def run(tmp_path: Path, url: str) -> RunFolder:
 
 
 @contextmanager
-def process(*words: str, token: str = "") -> Generator[None]:
+def process(*words: str) -> Generator[None]:
     """`penstock` with these arguments; killed at the end, by pid."""
     started = subprocess.Popen(
         [sys.executable, "-m", "penstock.cli.main", *words],
-        env={**os.environ, "PENSTOCK_TOKEN": token, "PYTHONPATH": str(ROOT / "src")},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )
     try:
         yield
@@ -173,7 +173,8 @@ async def test_nodes_live_from_a_relay_over_the_mirror(
     name, address = demo_config(0).name, f"http://127.0.0.1:{free_port()}"
     wanted = PublishedVersion(policy=POLICY, incarnation=1, number=2, manifest_digest=newest)
     words = ("relay", url, f"--public-key={run.public_key()}", "--port", address.rpartition(":")[2])
-    with process(*words, token=run.token(name, Role.RELAY, ttl_s=600)):
+    (tmp_path / "token").write_text(run.token(name, Role.RELAY, ttl_s=600))
+    with process(*words, "--token-file", str(tmp_path / "token")):
         await ready(address)
         shown = run.relay_token(name, Role.ROLLOUT, ttl_s=600)
         async with connect(address, shown) as near:

@@ -138,7 +138,7 @@ async def test_a_relay_refuses_strangers(tmp_path: Path, run: Run) -> None:
     ):
         for path in (f"/v1/manifests/{digest}", f"/v1/blobs/{'a' * 64}", "/metrics"):
             for token, status in (
-                (other_run.mint(Role.ROLLOUT, audience, ttl_s=60), 403),
+                (other_run.mint(Role.ROLLOUT, audience, ttl_s=60), 401),
                 (run.signer.mint(Role.SESSION, audience, ttl_s=60), 403),
                 (run.signer.mint(Role.ADMIN, [Audience.WEIGHTS, Audience.DATAFLOW], ttl_s=60), 403),
                 (other_key.mint(Role.ROLLOUT, audience, ttl_s=60), 401),
@@ -257,10 +257,16 @@ async def test_a_relay_with_only_damaged_data_delivers_nothing(tmp_path: Path, r
 def relay_process(run: Run, cache: Path, url: str) -> Generator[tuple[str, int]]:
     """`penstock relay`; its URL and pid."""
     port = free_port()
+    token_file = run.folder.path / "relay-token"
+    token_file.write_text(run.relay)
     words = ["relay", url, f"--public-key={run.folder.public_key()}", "--port", str(port)]
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock.cli.main", *words, "--cache", str(cache)],
-        env={**os.environ, "PENSTOCK_TOKEN": run.relay, "PYTHONPATH": str(ROOT / "src")},
+        env={
+            **os.environ,
+            "PENSTOCK_TOKEN_FILE": str(token_file),
+            "PYTHONPATH": str(ROOT / "src"),
+        },
     )
     try:
         for _ in range(2000):
@@ -313,6 +319,7 @@ async def test_nodes_that_share_cost_one_copy_and_may_leave(tmp_path: Path, run:
         port=free_port(),
         tls=None,
         public_key=run.folder.public_key(),
+        denied_file=run.folder.keys / "denied",
         max_bytes=1 << 30,
     )
     relay = (f"http://127.0.0.1:{sharing.port}", run.for_relay)

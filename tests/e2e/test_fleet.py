@@ -43,14 +43,16 @@ def has_delivered(system: System) -> bool:
 
 @pytest.fixture
 def guest(system: System, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A third node, started with what `penstock token` printed and nothing else."""
+    """A third node, started with what `penstock token` wrote and nothing else."""
     system.start(*ENDLESS)
     system.until_step(1)
-    minted = penstock("token", str(system.folder.path), "--role", "rollout")
+    token_file = tmp_path / "token"
+    run, options = str(system.folder.path), ("--name", "guest", "--out", str(token_file))
+    assert penstock("token", run, "--role", "rollout", *options).returncode == 0
     url = system.folder.endpoints().dataflow
     env = {
         **os.environ,
-        "PENSTOCK_TOKEN": minted.stdout.strip(),
+        "PENSTOCK_TOKEN_FILE": str(token_file),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "OMP_NUM_THREADS": "1",
     }

@@ -104,13 +104,11 @@ def settings(authority: Authority, tmp_path: Path) -> list[str]:
 
 
 def token(folder: RunFolder, role: str, *more: str) -> str:
-    made = subprocess.run(
-        [*PENSTOCK, "token", str(folder.path), "--role", role, *more],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return made.stdout.strip()
+    """A file with a token."""
+    file = folder.path.with_name(f"{role}{''.join(more)}.token")
+    words = ("token", str(folder.path), "--role", role, "--out", str(file), *more)
+    subprocess.run([*PENSTOCK, *words], check=True, capture_output=True)
+    return str(file)
 
 
 def _step(folder: RunFolder) -> int:
@@ -132,37 +130,32 @@ def test_a_run_spans_two_hosts_over_tls(
         urls = folder.endpoints()
         assert urls.dataflow.startswith(f"https://{HERE}:")
 
-        guest = token(folder, "rollout")
+        guest = token(folder, "rollout", "--name", "guest")
         refused = {
             "another authority": (urls.dataflow, ("--ca", str(other.certificate)), "Pass --ca"),
             "no authority": (urls.dataflow, (), "Pass --ca"),
             "plain HTTP": (urls.dataflow.replace("https", "http"), ca, "clear text"),
         }
         for what, (url, options, cure) in refused.items():
-            failed = there.run("join", url, *options, PENSTOCK_TOKEN=guest, **cache)
+            failed = there.run("join", url, "--token-file", guest, *options, **cache)
             assert failed.returncode != 0 and cure in failed.stderr, (what, failed.stderr)
 
         relay = (
             *("relay", urls.weights, "--public-key", folder.public_key(), "--port", "19001"),
-            *("--cache", str(tmp_path / "relay"), *ca),
+            *("--token-file", token(folder, "relay"), "--cache", str(tmp_path / "relay"), *ca),
         )
         gateway = (
             *("gateway", urls.dataflow, "--public-key", folder.public_key(), "--port", "19002"),
-            *("--name", "door", *ca),
+            *("--token-file", token(folder, "gateway"), *ca),
         )
-        join = ("join", urls.dataflow, "--name", "guest", "--relay", "http://127.0.0.1:19001", *ca)
-        tokens = {
-            "relay": {"PENSTOCK_TOKEN": token(folder, "relay")},
-            "gateway": {"PENSTOCK_TOKEN": token(folder, "gateway")},
-            "join": {
-                "PENSTOCK_TOKEN": guest,
-                "PENSTOCK_RELAY_TOKEN": token(folder, "rollout", "--for-relay"),
-            },
-        }
+        join = (
+            *("join", urls.dataflow, "--token-file", guest, "--relay", "http://127.0.0.1:19001"),
+            *("--relay-token-file", token(folder, "rollout", "--for-relay"), *ca),
+        )
         with (
-            there.running(*relay, **tokens["relay"], **cache),
-            there.running(*gateway, **tokens["gateway"], **cache),
-            there.running(*join, **tokens["join"], **cache),
+            there.running(*relay, **cache),
+            there.running(*gateway, **cache),
+            there.running(*join, **cache),
         ):
             until(lambda: _delivered(here, folder, "guest"), timeout_s=LONG_S, what="guest works")
             until(lambda: any((tmp_path / "relay").rglob("*")), timeout_s=LONG_S, what="relay used")
@@ -172,7 +165,7 @@ def test_a_run_spans_two_hosts_over_tls(
 
 def _delivered(here: Host, folder: RunFolder, node: str) -> bool:
     shown = here.run("status", str(folder.path), "--json")
-    return shown.returncode == 0 and f'"{node}"' in shown.stdout
+    return shown.returncode == 0 and f'"{node}' in shown.stdout
 
 
 def _train_from_there(here: Host, there: Host, folder: RunFolder) -> None:
@@ -195,6 +188,6 @@ def _refuses_an_expired_certificate(
     url = folder.endpoints().weights
     with here.running("weights", "serve", "--run-dir", str(folder.path), *files):
         words = ("join", url, "--ca", str(authority.certificate))
-        failed = there.run(*words, PENSTOCK_TOKEN=token(folder, "rollout"), **cache)
+        failed = there.run(*words, "--token-file", token(folder, "rollout"), **cache)
     assert failed.returncode != 0
     assert "expired" in failed.stderr and "penstock tls init" in failed.stderr

@@ -40,7 +40,7 @@ def dataflow(
     from penstock.cli.service_options import listen_address, make_tls, run_tls
     from penstock.fleet.ports import free_port
     from penstock.runs.service_process import enter_run, service_token
-    from penstock.wire.auth import Audience, Role, Verifier
+    from penstock.wire.auth import Audience, Renewer, Role, Verifier
 
     tls = make_tls(tls_cert, tls_key)  # before `enter_run` changes the working directory
     service = f"partition-{partition}" if partition else "dataflow"
@@ -54,14 +54,15 @@ def dataflow(
     from penstock.dataflow.service.server import serve_dataflow, serve_partition
 
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.DATAFLOW)
+    verifier.renewer = Renewer(folder.keys)
     if partition:
         serving = serve_partition(
             config,
             folder.path,
             partition,
             coordinator_url=home or endpoints.dataflow,
-            token=service_token(folder, config, Role.PARTITION),
             url=url or _own_url(own_url, host, listen_port, is_tls=tls is not None),
+            token=service_token(folder, config.name, Role.PARTITION, subject=service),
             host=listen_host,
             port=listen_port,
             weights_url=endpoints.weights,

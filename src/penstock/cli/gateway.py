@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from penstock.rollout.node import NodeOptions
-    from penstock.wire.auth import Credential
+    from penstock.wire.auth import Verifier
+    from penstock.wire.held_token import HeldToken
 
 BACKLOG = 1024
 
@@ -23,7 +22,7 @@ def gateway(
     *,
     port: int,
     host: str = "127.0.0.1",
-    token: str | None = None,
+    token_file: Path | None = None,
     public_key: str | None = None,
     name: str | None = None,
     policy: str | None = None,
@@ -39,11 +38,13 @@ def gateway(
         where: Run folder, its config file, or the URL of its dataflow.
         port: Port to listen on.
         host: Address to listen on; off loopback only with TLS.
-        token: Gateway token, with a URL. Prefer PENSTOCK_TOKEN: other users of this machine can
-            read the command line.
+        token_file: With a URL: file with a gateway token, from `penstock token RUN --role gateway
+            --out FILE`; by default the one that PENSTOCK_TOKEN_FILE names. Renewed tokens are
+            written back to it. /dev/stdin works too.
         public_key: The run's public key, or a file that contains it, with a URL; `penstock token
             RUN --role gateway` prints it.
-        name: Name of this gateway in the run; by default the host name and four random characters.
+        name: Name of this gateway in the run, with a URL under the name that its token is for; by
+            default the host name and four random characters.
         policy: Policy whose engine settings to use, with a run folder; optional if the run has only
             one.
         capacity: Maximum number of sessions to record in parallel.
@@ -59,7 +60,8 @@ def gateway(
     from penstock.cli.relay_options import read_public_key
     from penstock.cli.service_options import exit_now, listen_address, make_tls, require_token
     from penstock.observe import logs
-    from penstock.runs.join import host_name, node_state_dir, with_expiry_warnings
+    from penstock.runs.credential_upkeep import with_upkeep
+    from penstock.runs.join import host_name, node_name, node_state_dir
     from penstock.types import NodeId
     from penstock.wire.auth import Audience, Verifier
     from penstock.wire.serving import refuse_clear_text, require_tls_off_loopback
@@ -68,16 +70,24 @@ def gateway(
     tls = make_tls(tls_cert, tls_key)
     trust(ca, tls_cert, tls_key)
     require_tls_off_loopback(host, tls)
-    node = name or f"gateway-{host_name()}-{secrets.token_hex(2)}"
+    node = NodeId(name or f"gateway-{host_name()}-{secrets.token_hex(2)}")
     bind = listen_address("", host, port)
     if where.startswith(("http://", "https://")):
         refuse_clear_text(where)
-        url, own_token = where, require_token(token, role="gateway")
-        key = read_public_key(public_key)
-        verify = Verifier.from_token(own_token, key, audience=Audience.GATEWAY).verify
-        node_options: NodeOptions = {"state_dir": node_state_dir(node), "num_engines": engines}
+        url, own_token = where, require_token(token_file, role="gateway")
+        node = node_name(own_token.value(), node)
+        state_dir = node_state_dir(node)
+        verifier = Verifier.from_token(
+            own_token.value(),
+            read_public_key(public_key),
+            audience=Audience.GATEWAY,
+            denied_file=state_dir / "denied",
+        )
+        node_options: NodeOptions = {"state_dir": state_dir, "num_engines": engines}
+        denied = verifier.denied
     else:
-        url, own_token, verify, node_options = _join_by_folder(Path(where), node, policy)
+        url, own_token, verifier, node_options = _join_by_folder(Path(where), node, policy)
+        denied = None  # it reads the run's own file
     logs.configure(node)
     listener = socket.create_server(bind, backlog=BACKLOG)
     scheme = "http" if tls is None else "https"
@@ -91,23 +101,22 @@ def gateway(
     work = run_online(
         url,
         own_token,
-        verify,
-        node_id=NodeId(node),
+        verifier.verify,
+        node_id=node,
         listener=listener,
         tls=tls,
         capacity=capacity,
         **node_options,
     )
-    uvloop.run(with_expiry_warnings(work, own_token))
+    uvloop.run(with_upkeep(work, own_token, urls=[url], denied=denied))
     exit_now(0)
 
 
 def _join_by_folder(
     run: Path, node: str, policy: str | None
-) -> tuple[str, str, Callable[[str], Credential], NodeOptions]:
-    from penstock.fleet.services import TOKEN_TTL_S
+) -> tuple[str, HeldToken, Verifier, NodeOptions]:
     from penstock.runs.join import local_node_options
-    from penstock.runs.service_process import resolve_policy
+    from penstock.runs.service_process import resolve_policy, service_token
     from penstock.runs.target import find_run_folder
     from penstock.wire.auth import Audience, Role, Verifier
 
@@ -116,5 +125,5 @@ def _join_by_folder(
     model = config.models[resolve_policy(config, policy)]
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.GATEWAY)
     node_options = local_node_options(folder, model, node)
-    own_token = folder.token(config.name, Role.GATEWAY, ttl_s=TOKEN_TTL_S)
-    return endpoints.dataflow, own_token, verifier.verify, node_options
+    own_token = service_token(folder, config.name, Role.GATEWAY, subject=node)
+    return endpoints.dataflow, own_token, verifier, node_options

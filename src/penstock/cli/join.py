@@ -11,11 +11,12 @@ def join(
     url: str,
     /,
     *,
-    token: str | None = None,
+    token_file: Path | None = None,
     name: str | None = None,
     capacity: int | None = None,
     engines: int = 1,
     relay: str | None = None,
+    relay_token_file: Path | None = None,
     serve_weights: str | None = None,
     serve_gb: float = 50.0,
     public_key: str | None = None,
@@ -27,13 +28,17 @@ def join(
 
     Args:
         url: URL of the run's dataflow; `penstock token` prints it.
-        token: Rollout token. Prefer PENSTOCK_TOKEN: other users of this machine can read the
-            command line.
-        name: Name of this node; by default the host name and four random characters.
+        token_file: File with a rollout token, from `penstock token RUN --role rollout --out
+            FILE`; by default the one that PENSTOCK_TOKEN_FILE names. Renewed tokens are written
+            back to it. /dev/stdin works too.
+        name: Name of this node, under the name that its token is for; by default the host name and
+            four random characters.
         capacity: Number of tasks to run in parallel.
         engines: Number of inference engines per policy in this node.
-        relay: URL of a relay to fetch weights from before the run's weight server; needs a token in
-            PENSTOCK_RELAY_TOKEN.
+        relay: URL of a relay to fetch weights from before the run's weight server; needs
+            --relay-token-file.
+        relay_token_file: File with a token for the relay, such as `penstock token RUN --for-relay
+            --out FILE` writes.
         serve_weights: HOST:PORT on which this node serves weights to other nodes; off loopback only
             with TLS.
         serve_gb: Disk space for weights kept for other nodes, in GB.
@@ -44,38 +49,35 @@ def join(
     """
     import uvloop
 
+    from penstock.cli.output import print_note
     from penstock.cli.relay_options import (
         RELAY_EXAMPLE,
         parse_sharing,
-        pop_relay_token,
         read_public_key,
+        read_relay_token,
     )
     from penstock.cli.service_options import check_url, exit_now, make_tls, require_token
     from penstock.errors import ConfigError
     from penstock.observe import logs
-    from penstock.runs.join import (
-        check_reachable,
-        host_name,
-        node_state_dir,
-        with_expiry_warnings,
-    )
+    from penstock.runs.credential_upkeep import with_upkeep
+    from penstock.runs.join import check_reachable, host_name, node_name, node_state_dir
     from penstock.runs.service_process import add_import_paths
-    from penstock.types import NodeId
+    from penstock.wire.denied import deny_list
     from penstock.wire.serving import refuse_clear_text
     from penstock.wire.trust import trust
 
-    node_token = require_token(token, role="rollout")
     trust(ca, tls_cert, tls_key)
     refuse_clear_text(check_url(url, example="http://127.0.0.1:18080"))
     if relay is not None:
         refuse_clear_text(check_url(relay, example=RELAY_EXAMPLE))
-    relay_token = pop_relay_token()
-    if relay is not None and not relay_token:
+    node_token = require_token(token_file, role="rollout")
+    if relay is not None and relay_token_file is None:
         raise ConfigError(
-            "no token for the relay: set PENSTOCK_RELAY_TOKEN. On the machine that has the run "
-            "folder, `penstock token RUN --for-relay` creates one; a rollout token does not work"
+            "no token for the relay: pass --relay-token-file FILE. On the machine that has the run "
+            "folder, `penstock token RUN --for-relay --out FILE` writes one; a rollout token does "
+            "not work"
         )
-    node = name or f"{host_name()}-{secrets.token_hex(2)}"
+    node = node_name(node_token.value(), name or f"{host_name()}-{secrets.token_hex(2)}")
     tls, state_dir = make_tls(tls_cert, tls_key), node_state_dir(node)
     sharing = parse_sharing(
         serve_weights, serve_gb, state_dir, tls, lambda: read_public_key(public_key)
@@ -83,17 +85,22 @@ def join(
     logs.configure(node)
     add_import_paths((str(Path.cwd()),))
     check_reachable(url, node_token)
+    print_note(
+        f"joining {url}: this node runs code that the run's owner chose (the workflow and the "
+        "reward that the run names); join only runs whose owner you trust"
+    )
     from penstock.rollout.node import run_node
 
     work = run_node(
         url,
         node_token,
-        node_id=NodeId(node),
+        node_id=node,
         state_dir=state_dir,
         capacity=capacity,
         num_engines=engines,
-        relay=None if relay is None else (relay, relay_token),
+        relay=read_relay_token(relay, relay_token_file),
         sharing=sharing,
     )
-    uvloop.run(with_expiry_warnings(work, node_token))
+    denied = None if sharing is None else deny_list(sharing.public_key, sharing.denied_file)
+    uvloop.run(with_upkeep(work, node_token, urls=[url], denied=denied))
     exit_now(0)

@@ -40,7 +40,6 @@ COMMANDS = (
     ("fork", RUNS, "Create a new run from a checkpoint of another run."),
     ("stop", RUNS, "Stop a run gracefully; `penstock run` resumes it."),
     ("audit", RUNS, "Verify that no data was lost or trained twice."),
-    ("token", RUNS, "Create an access token for a run."),
     ("join", RUNS, "Join a run as a rollout node."),
     ("forget", RUNS, "Exclude an external agent's session from future training."),
     ("dataflow", SERVICES, "Run the dataflow service: the ledger between nodes and trainers."),
@@ -76,6 +75,7 @@ def build() -> App:
     ):
         weights.command(f"penstock.cli.weights:{verb}", name=verb, help=text)
     app.command(weights)
+    app.command(_build_token())
     conformance = App(name="conformance", help="Test a third-party node or trainer.", group=RUNS)
     for role, text in (("rollout", "Test a rollout node."), ("trainer", "Test a trainer.")):
         conformance.command(f"penstock.cli.conformance:{role}", name=role, help=text)
@@ -89,6 +89,27 @@ def build() -> App:
     app.command(tls)
     app["--help"].group = app["--version"].group = Group("Options", sort_key=9)
     return app
+
+
+def _build_token() -> App:
+    """`penstock token RUN` creates a token; with a verb it does something else."""
+    from penstock.cli.token import token
+
+    order = next(i for i, (name, *_) in enumerate(COMMANDS) if name == "join")
+    found = App(
+        name="token",
+        help="Create, list and revoke access tokens of a run.",
+        group=RUNS,
+        sort_key=order - 0.5,
+    )
+    found.default(token)
+    for verb, text in (
+        ("ls", "List live tokens."),
+        ("revoke", "Refuse a token, or all tokens of a name."),
+        ("rotate", "Replace the signing key."),
+    ):
+        found.command(f"penstock.cli.token:{verb}", name=verb, help=text)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -16,7 +16,7 @@ def relay(
     host: str = "127.0.0.1",
     upstream: list[str] | None = None,
     max_gb: float = 100.0,
-    token: str | None = None,
+    token_file: Path | None = None,
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
     ca: Path | None = None,
@@ -32,8 +32,9 @@ def relay(
         host: Address to listen on; off loopback only with TLS.
         upstream: URL of another relay to fetch from first; may be repeated.
         max_gb: Maximum cache size in GB; the least recently used files are deleted first.
-        token: Relay token. Prefer PENSTOCK_TOKEN: other users of this machine can read the command
-            line.
+        token_file: File with a relay token, from `penstock token RUN --role relay --out
+            FILE`; by default the one that PENSTOCK_TOKEN_FILE names. Renewed tokens are written
+            back to it. /dev/stdin works too.
         tls_cert: TLS certificate file; required off loopback.
         tls_key: TLS key file.
         ca: File of the private authority that signed the certificates of the run's services.
@@ -51,18 +52,28 @@ def relay(
     from penstock.config.base import OBJECT_STORES, is_url
     from penstock.errors import ConfigError
     from penstock.observe import logs
+    from penstock.runs.credential_upkeep import with_upkeep
     from penstock.runs.relay import open_cache, open_mirror
     from penstock.wire.auth import Audience, Verifier
     from penstock.wire.serving import refuse_clear_text, require_tls_off_loopback
     from penstock.wire.trust import trust
 
-    own_token = require_token(token, role="relay")
+    own_token = require_token(token_file, role="relay")
     tls = make_tls(tls_cert, tls_key)
     trust(ca, tls_cert, tls_key)
     require_tls_off_loopback(host, tls)
-    verifier = Verifier.from_token(own_token, read_public_key(public_key), audience=Audience.RELAY)
+    is_mirror = is_url(url, *OBJECT_STORES, "file")
+    urls = [] if is_mirror else [*(upstream or ()), url]
+    for each in urls:
+        refuse_clear_text(check_url(each, example=RELAY_EXAMPLE))
+    verifier = Verifier.from_token(
+        own_token.value(),
+        read_public_key(public_key),
+        audience=Audience.RELAY,
+        denied_file=None if cache is None else cache / "denied",
+    )
     where = listen_address("", host, port)
-    if is_url(url, *OBJECT_STORES, "file"):
+    if is_mirror:
         if cache or upstream:
             raise ConfigError(
                 f"{url} is a mirror and is read directly; remove --cache and --upstream"
@@ -71,9 +82,6 @@ def relay(
     else:
         if cache is None:
             raise ConfigError("--cache is required: a folder for the weights that this relay keeps")
-        urls = [check_url(each, example=RELAY_EXAMPLE) for each in (*(upstream or ()), url)]
-        for each in urls:
-            refuse_clear_text(each)
         max_bytes = parse_gigabytes(max_gb, cache, "--max-gb")
         source = open_cache(urls, own_token, cache, max_bytes=max_bytes, warn=print_note)
     logs.configure("relay")
@@ -84,7 +92,8 @@ def relay(
         from penstock.wire.serving import serve as serve_app
 
         async with source as opened:
-            await serve_app(build(opened, verifier), *where, tls)
+            work = serve_app(build(opened, verifier), *where, tls)
+            await with_upkeep(work, own_token, urls=urls, denied=verifier.denied)
 
     uvloop.run(serve())
     return 0

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +12,9 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.rollout.peer_relay import PeerRelayConfig
+    from penstock.wire.held_token import HeldToken
     from penstock.wire.serving import Tls
 
-RELAY_TOKEN = "PENSTOCK_RELAY_TOKEN"
 RELAY_EXAMPLE = "https://relay.example:18090"
 
 
@@ -36,8 +35,11 @@ def parse_sharing(
     state_dir: Path,
     tls: Tls | None,
     public_key: Callable[[], str],
+    denied_file: Path | None = None,
 ) -> PeerRelayConfig | None:
-    """The relay inside a node, from `--serve-weights` and the options that go with it."""
+    """The relay inside a node, from `--serve-weights` and the options that go with it.
+
+    denied_file: the run's deny list; by default a copy in the node's own folder."""
     if serve_weights is None:
         if tls is not None:
             raise ConfigError("--tls-cert has no effect without --serve-weights")
@@ -60,6 +62,7 @@ def parse_sharing(
         port=int(port),
         tls=tls,
         public_key=public_key(),
+        denied_file=denied_file or state_dir / "denied",
         max_bytes=parse_gigabytes(serve_gb, state_dir, "--serve-gb"),
     )
 
@@ -83,6 +86,10 @@ def print_relay_hint(host: str, port: int, tls: Tls | None) -> None:
     print_note(f"nodes use this relay with: --relay {scheme}://{host}:{port}")
 
 
-def pop_relay_token() -> str:
-    """PENSTOCK_RELAY_TOKEN, removed from the environment so that no child inherits it."""
-    return os.environ.pop(RELAY_TOKEN, "")
+def read_relay_token(relay: str | None, path: Path | None) -> tuple[str, HeldToken] | None:
+    """The relay and the token to use there, if both are given."""
+    if relay is None or path is None:
+        return None
+    from penstock.wire.held_token import HeldToken
+
+    return relay, HeldToken.from_file(path.absolute())

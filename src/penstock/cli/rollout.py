@@ -13,6 +13,7 @@ def rollout(
     policy: str | None = None,
     capacity: int | None = None,
     relay: str | None = None,
+    relay_token_file: Path | None = None,
     serve_weights: str | None = None,
     serve_gb: float = 50.0,
     tls_cert: Path | None = None,
@@ -26,6 +27,7 @@ def rollout(
         policy: Policy whose engine settings to use; optional if the run has only one.
         capacity: Number of tasks to run in parallel; by default the config's value.
         relay: URL of a relay to fetch weights from before the run's weight server.
+        relay_token_file: File with a token for the relay; by default the node makes its own.
         serve_weights: HOST:PORT on which this node serves weights to other nodes; off loopback only
             with TLS.
         serve_gb: Disk space for weights kept for other nodes, in GB.
@@ -34,32 +36,42 @@ def rollout(
     """
     import uvloop
 
-    from penstock.cli.relay_options import RELAY_EXAMPLE, parse_sharing, pop_relay_token
+    from penstock.cli.relay_options import RELAY_EXAMPLE, parse_sharing, read_relay_token
     from penstock.cli.service_options import check_url, exit_now, make_tls
-    from penstock.fleet.services import TOKEN_TTL_S
     from penstock.runs.join import local_node_options
-    from penstock.runs.service_process import enter_run, resolve_policy, service_token
+    from penstock.runs.service_process import (
+        enter_run,
+        relay_token,
+        resolve_policy,
+        service_token,
+    )
     from penstock.types import NodeId
     from penstock.wire.auth import Role
+    from penstock.wire.denied import FILE
+    from penstock.wire.serving import refuse_clear_text
 
     tls = make_tls(tls_cert, tls_key)  # before `enter_run` changes the working directory
-    relay_token = pop_relay_token()
+    if relay is not None:
+        refuse_clear_text(check_url(relay, example=RELAY_EXAMPLE))
+    to_relay = read_relay_token(relay, relay_token_file)
     folder, config, endpoints = enter_run(run_dir, name)
     model = config.models[resolve_policy(config, policy)]
     node_options = local_node_options(folder, model, name)
-    if relay is not None and not relay_token:
-        relay_token = folder.relay_token(config.name, Role.ROLLOUT, ttl_s=TOKEN_TTL_S)
+    if relay is not None and to_relay is None:
+        to_relay = relay, relay_token(folder, config.name, Role.ROLLOUT, subject=name)
     state_dir = folder.nodes / name
-    sharing = parse_sharing(serve_weights, serve_gb, state_dir, tls, folder.public_key)
+    sharing = parse_sharing(
+        serve_weights, serve_gb, state_dir, tls, folder.public_key, folder.keys / FILE
+    )
     from penstock.rollout.node import run_node
 
     uvloop.run(
         run_node(
             endpoints.dataflow,
-            service_token(folder, config, Role.ROLLOUT),
+            service_token(folder, config.name, Role.ROLLOUT, subject=name),
             node_id=NodeId(name),
             capacity=capacity or model.capacity,
-            relay=None if relay is None else (check_url(relay, example=RELAY_EXAMPLE), relay_token),
+            relay=to_relay,
             sharing=sharing,
             **node_options,
         )

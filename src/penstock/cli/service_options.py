@@ -16,19 +16,21 @@ from typing import NoReturn
 
 from penstock.config.network import NetworkConfig
 from penstock.errors import ConfigError
-from penstock.runs.service_process import pop_token
+from penstock.runs.service_process import pop_token_file
+from penstock.wire.held_token import HeldToken
 from penstock.wire.serving import Tls
 
 
-def require_token(option: str | None, *, role: str) -> str:
-    """The token from --token or PENSTOCK_TOKEN."""
-    token = option or pop_token()
-    if not token:
+def require_token(option: Path | None, *, role: str) -> HeldToken:
+    """The token in the file of --token-file or PENSTOCK_TOKEN_FILE."""
+    path = option or pop_token_file()
+    if path is None:
         raise ConfigError(
-            f"no token: set PENSTOCK_TOKEN or pass --token. On the machine that has the run "
-            f"folder, `penstock token RUN --role {role}` creates one"
+            "no token: pass --token-file FILE, or set PENSTOCK_TOKEN_FILE. On the machine that has "
+            f"the run folder, `penstock token RUN --role {role} --out FILE` writes one. A token is "
+            "never taken from the command line or an environment, which other programs can read"
         )
-    return token
+    return HeldToken.from_file(path.absolute())
 
 
 def check_url(url: str, *, example: str) -> str:

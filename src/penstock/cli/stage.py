@@ -10,30 +10,42 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> int:
+def stage(
+    run: Path,
+    id: str,
+    /,
+    *,
+    url: str | None = None,
+    token_file: Path | None = None,
+    rows: int = 16,
+) -> int:
     """Process rows of a pipeline stage until SIGTERM or Ctrl-C. Start several workers to scale.
 
     Args:
         run: Run folder, or its config file.
         id: Stage id; the stage has `place` in the config.
-        url: URL of the run's dataflow, from another machine. Put a token from `penstock token RUN
-            --role stage` into PENSTOCK_TOKEN.
+        url: URL of the run's dataflow, from another machine; needs a token.
+        token_file: With --url: file with a stage token, from `penstock token RUN --role stage --out
+            FILE`; by default the one that PENSTOCK_TOKEN_FILE names. Renewed tokens are written
+            back to it. /dev/stdin works too.
         rows: Number of rows to lease at a time.
     """
     import uvloop
 
     from penstock.cli.output import print_note
+    from penstock.cli.service_options import check_url, require_token
     from penstock.fleet.processes import exit_with_parent
     from penstock.observe import logs
+    from penstock.runs.credential_upkeep import with_upkeep
     from penstock.runs.service_process import (
         add_import_paths,
         find_service_stage,
-        pop_token,
         service_token,
     )
     from penstock.runs.target import find_run_folder, read_target
     from penstock.trainer.pipeline.stage_worker import serve
     from penstock.wire.auth import Role
+    from penstock.wire.serving import refuse_clear_text
 
     exit_with_parent()
     logs.configure(f"stage-{id}")
@@ -42,12 +54,14 @@ def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> i
     if url is None:
         folder = find_run_folder(run)
         url = folder.endpoints().dataflow
-        token = service_token(folder, target.config, Role.STAGE)
+        token = service_token(folder, target.config.name, Role.STAGE, subject=f"stage-{id}")
     else:
-        token = pop_token()
+        refuse_clear_text(check_url(url, example="http://127.0.0.1:18080"))
+        token = require_token(token_file, role="stage")
     add_import_paths((*target.python_path, str(Path.cwd())))
     print_note(f"stage {id}: running {found.fn} on rows from {url}")
-    uvloop.run(_until_signalled(serve(url, token, found, terms, max_rows=rows)))
+    work = serve(url, token, found, terms, max_rows=rows)
+    uvloop.run(_until_signalled(with_upkeep(work, token, urls=[url])))
     return 0
 
 

@@ -32,7 +32,7 @@ def trainer(
     from penstock.config import identity
     from penstock.errors import ResumeRejected
     from penstock.fleet.launchers.local import EXIT_FENCED, EXIT_RESUME_REJECTED
-    from penstock.fleet.services import TOKEN_ENV
+    from penstock.fleet.service_tokens import TOKEN_FILE_ENV
     from penstock.runs.service_process import enter_run, resolve_policy, service_token
     from penstock.trainer.pipeline.builtin import chain_of
     from penstock.trainer.ranks.supervisor import read_rank_env
@@ -47,7 +47,8 @@ def trainer(
     has_accepted = started is not None and identity(started) == identity(config)  # by the launcher
     if url is not None:
         refuse_clear_text(check_url(url, example="https://host:18080"))
-    token = service_token(folder, config, Role.TRAINER)
+    token_file = os.environ.get(TOKEN_FILE_ENV)
+    token = service_token(folder, config.name, Role.TRAINER, subject=f"trainer-{name}")
     stopping = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -61,7 +62,7 @@ def trainer(
             num_ranks,
             final_codes=(EXIT_FENCED, EXIT_RESUME_REJECTED),
             is_stopping=stopping.is_set,
-            env={TOKEN_ENV: token},
+            env={TOKEN_FILE_ENV: token_file} if token_file else {},
         )
         exit_now(code)
     from penstock.trainer.service import run_trainer  # torch loads here

@@ -41,12 +41,13 @@ def serve(
     from penstock.weights.serving.origin import Origin
     from penstock.weights.serving.server import build
     from penstock.weights.store import DirectoryStore
-    from penstock.wire.auth import Audience, Verifier
+    from penstock.wire.auth import Audience, Renewer, Verifier
     from penstock.wire.serving import serve as serve_app
 
     tls = make_tls(tls_cert, tls_key)  # before `enter_run` changes the working directory
     folder, config, endpoints = enter_run(run_dir, "weights")
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.WEIGHTS)
+    verifier.renewer = Renewer(folder.keys)
     store = DirectoryStore(folder.weights)
     app = build(Origin(store), verifier)
     listen_host, listen_port = listen_address(endpoints.weights, host, port, config.network.host)

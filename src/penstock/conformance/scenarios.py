@@ -187,7 +187,10 @@ async def conformance_rollout(
 
     def on_ready(join_info: JoinInfo) -> None:
         _print_join_info(join_info, out)
-        out("now join as a rollout node: penstock join URL, with PENSTOCK_TOKEN set to the token")
+        out(
+            "now join as a rollout node: penstock join URL --token-file FILE, with this token in "
+            "FILE"
+        )
 
     verdicts = await examine_rollout(host=host, port=port, on_ready=on_ready, timeout_s=timeout_s)
     return _report("rollout", verdicts, out, json)

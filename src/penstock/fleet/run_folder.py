@@ -141,6 +141,7 @@ class RunFolder:
         self.path = path.absolute()
         self.config_file = self.path / "config.yaml"
         self.keys = self.path / "keys"
+        self.service_tokens = self.keys / "tokens"
         self.logs = self.path / "logs"
         self.metrics = self.path / "metrics.jsonl"
         self.notes = self.path / "notes.jsonl"
@@ -360,16 +361,30 @@ class RunFolder:
         return number, attempt
 
     def token(
-        self, run: str, role: Role, *, ttl_s: float, subject: str = "", is_trusted: bool = True
+        self,
+        run: str,
+        role: Role,
+        *,
+        ttl_s: float,
+        subject: str = "",
+        is_trusted: bool = True,
+        renew_s: float = 0.0,
     ) -> str:
         """A token for this role; needs a readable signing key."""
         audiences = AUDIENCES.get(role, (Audience.DATAFLOW, Audience.WEIGHTS))
-        signer = Signer.read(self.keys, run)
-        return signer.mint(role, audiences, ttl_s=ttl_s, subject=subject, is_trusted=is_trusted)
+        return Signer.read(self.keys, run).mint(
+            role,
+            audiences,
+            ttl_s=ttl_s,
+            subject=subject,
+            is_trusted=is_trusted,
+            renew_s=renew_s,
+        )
 
-    def relay_token(self, run: str, role: Role, *, ttl_s: float) -> str:
+    def relay_token(self, run: str, role: Role, *, ttl_s: float, subject: str = "") -> str:
         """A token for this role that only relays accept."""
-        return Signer.read(self.keys, run).mint(role, [Audience.RELAY], ttl_s=ttl_s)
+        signer = Signer.read(self.keys, run)
+        return signer.mint(role, [Audience.RELAY], ttl_s=ttl_s, subject=subject)
 
     def public_key(self) -> str:
         return (self.keys / "public.key").read_text().strip()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of a run, as commands with their environment.
 
-Owns the list and its names. A launcher starts them. Tokens and passwords go into the environment,
-never into a command line, which every user of the machine can read.
+Owns the list and its names. A launcher starts them. A token is in a file that only the run's owner
+can read: every user of the machine can read a command line, and a service's children can read its
+environment.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from enum import StrEnum
 from penstock.config import RunConfig
 from penstock.config.store_password import PASSWORD_ENV, password_in
 from penstock.fleet.run_folder import RunFolder
+from penstock.fleet.service_tokens import TOKEN_FILE_ENV, write_token
 from penstock.wire.auth import Role
 
-TOKEN_ENV = "PENSTOCK_TOKEN"
-TOKEN_TTL_S = 7 * 24 * 3600.0
-"""A service whose token expires is rejected, exits, and is restarted with a new one."""
 THREAD_COUNT_ENVS = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "RAYON_NUM_THREADS",
 )
+_TOKEN_ENVS = (TOKEN_FILE_ENV, "PENSTOCK_TOKEN")
+"""The user's own; the second is read by the recipes."""
 
 
 class ServiceKind(StrEnum):
@@ -47,6 +48,8 @@ class ServiceSpec:
     command: tuple[str, ...]
     build_env: Callable[[], Mapping[str, str]]
     """Called at each start, so that a restarted service gets a fresh token."""
+    renew_token: Callable[[], None] = lambda: None
+    """Called at intervals while it runs."""
 
 
 def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, ...]:
@@ -55,44 +58,48 @@ def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, .
     server, node, trainer = ServiceKind.SERVER, ServiceKind.NODE, ServiceKind.TRAINER
     run_dir = ("--run-dir", str(folder.path))
 
-    def env(
-        role: Role | None = None, subject: str = "", *, threads: int = 1, with_store: bool = False
-    ) -> Callable[[], Mapping[str, str]]:
-        def build_env() -> Mapping[str, str]:
-            found = {**_env(threads), **(_store_env(config) if with_store else {})}
+    def service(
+        name: str,
+        kind: ServiceKind,
+        *args: str,
+        role: Role | None = None,
+        threads: int = 1,
+        with_store: bool = False,
+    ) -> ServiceSpec:
+        token_file = folder.service_tokens / name
+
+        def renew_token() -> None:
             if role is not None:
-                token = folder.token(config.name, role, ttl_s=TOKEN_TTL_S, subject=subject)
-                found[TOKEN_ENV] = token
-            return found
+                write_token(folder, token_file, config.name, role, subject=name)
 
-        return build_env
+        def build_env() -> Mapping[str, str]:
+            renew_token()
+            found = {**_env(threads), **(_store_env(config) if with_store else {})}
+            return found if role is None else {**found, TOKEN_FILE_ENV: str(token_file)}
 
-    services = [_service("dataflow", server, env(with_store=True), "dataflow", *run_dir)]
+        command = (sys.executable, "-m", "penstock.cli.main", *args)
+        return ServiceSpec(
+            name=name, kind=kind, command=command, build_env=build_env, renew_token=renew_token
+        )
+
+    services = [service("dataflow", server, "dataflow", *run_dir, with_store=True)]
     for index in range(1, config.dataflow.partitions):
-        args = ("dataflow", *run_dir, "--partition", str(index))
-        build_env = env(Role.PARTITION, with_store=True)
-        services.append(_service(f"partition-{index}", server, build_env, *args))
-    services.append(_service("weights", server, env(), "weights", "serve", *run_dir))
+        name, args = f"partition-{index}", ("dataflow", *run_dir, "--partition", str(index))
+        services.append(service(name, server, *args, role=Role.PARTITION, with_store=True))
+    services.append(service("weights", server, "weights", "serve", *run_dir))
     for _, stage in config.pipeline.services if config.pipeline else ():
         args = ("stage", str(folder.path), stage.id)
-        services.append(_service(f"stage-{stage.id}", server, env(Role.STAGE, stage.id), *args))
+        services.append(service(f"stage-{stage.id}", server, *args, role=Role.STAGE))
     for policy, model in config.models.items():
+        threads = model.torch_threads
         args = ("trainer", *run_dir, "--policy", policy)
-        build_env = env(Role.TRAINER, policy, threads=model.torch_threads)
-        services.append(_service(f"trainer-{policy}", trainer, build_env, *args))
+        name = f"trainer-{policy}"
+        services.append(service(name, trainer, *args, role=Role.TRAINER, threads=threads))
         prefix = "node" if len(config.models) == 1 else f"{policy}-node"
         for name in (f"{prefix}-{replica}" for replica in range(model.replicas)):
-            build_env = env(Role.ROLLOUT, name, threads=model.torch_threads)
             args = ("rollout", *run_dir, "--name", name, "--policy", policy)
-            services.append(_service(name, node, build_env, *args))
+            services.append(service(name, node, *args, role=Role.ROLLOUT, threads=threads))
     return tuple(services)
-
-
-def _service(
-    name: str, kind: ServiceKind, build_env: Callable[[], Mapping[str, str]], *args: str
-) -> ServiceSpec:
-    command = (sys.executable, "-m", "penstock.cli.main", *args)
-    return ServiceSpec(name=name, kind=kind, command=command, build_env=build_env)
 
 
 def _store_env(config: RunConfig) -> Mapping[str, str]:
@@ -102,7 +109,7 @@ def _store_env(config: RunConfig) -> Mapping[str, str]:
 
 
 def _env(num_threads: int) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name != TOKEN_ENV}
+    inherited = {name: os.environ[name] for name in os.environ if name not in _TOKEN_ENVS}
     return {
         **inherited,
         **dict.fromkeys(THREAD_COUNT_ENVS, str(num_threads)),

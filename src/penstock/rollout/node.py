@@ -37,6 +37,7 @@ from penstock.rollout.rewards.scorer import SourceScorers
 from penstock.rollout.slots import LeaseApi, SlotRunner
 from penstock.rollout.weight_loader import Loader, WeightFetcher, WeightServerFetcher
 from penstock.types import NodeId
+from penstock.wire.held_token import Token
 
 CAPACITY = 256
 GRACE_S = 5.0
@@ -194,7 +195,7 @@ class NodeOptions(TypedDict, total=False):
 @asynccontextmanager
 async def connect(
     url: str,
-    token: str,
+    token: Token,
     make_fetcher: Callable[[RunInfo], WeightFetcher],
     *,
     node_id: NodeId,
@@ -225,11 +226,11 @@ async def connect(
 
 async def run_node(
     url: str,
-    token: str,
+    token: Token,
     *,
     node_id: NodeId,
     capacity: int | None = None,
-    relay: tuple[str, str] | None = None,
+    relay: tuple[str, Token] | None = None,
     sharing: PeerRelayConfig | None = None,
     **options: Unpack[NodeOptions],
 ) -> None:

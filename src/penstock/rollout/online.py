@@ -37,6 +37,7 @@ from penstock.rollout.slots import PAUSE_S, LeaseApi
 from penstock.rollout.weight_loader import Loader, WeightServerFetcher
 from penstock.types import SESSION_TAG, FailureKind, NodeId, RowId, Trajectory
 from penstock.wire.auth import Credential
+from penstock.wire.held_token import Token
 from penstock.wire.serving import Tls, serve_on_socket
 
 CAPACITY = 1024
@@ -301,7 +302,7 @@ async def build_online(
 
 async def run_online(
     url: str,
-    token: str,
+    token: Token,
     verify: Callable[[str], Credential],
     *,
     node_id: NodeId,

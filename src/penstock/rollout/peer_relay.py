@@ -22,6 +22,7 @@ from penstock.weights.serving.relay import Relay
 from penstock.weights.serving.server import build
 from penstock.wire.auth import Audience, Verifier
 from penstock.wire.client import AsyncServiceClient
+from penstock.wire.held_token import Token, held
 from penstock.wire.serving import Tls, serve_on_socket
 
 BACKLOG = 1024
@@ -35,6 +36,8 @@ class PeerRelayConfig:
     tls: Tls | None
     public_key: str
     """The run's public key, to verify the tokens of peers."""
+    denied_file: Path
+    """The run's deny list; the process keeps it up to date."""
     max_bytes: int
     """Disk limit for relayed blobs, in addition to the node's own cache."""
 
@@ -43,11 +46,11 @@ class PeerRelayConfig:
 class PeerRelayFetcher:
     """Fetches through the node's own relay; starts serving peers with the first fetch."""
 
-    _token: str
+    _token: Token
     _state_dir: Path
     _sharing: PeerRelayConfig
     _: KW_ONLY
-    relay: tuple[str, str] | None = None
+    relay: tuple[str, Token] | None = None
     transfer: Transfer = "auto"
     _origin: str = ""
     _callers: list[AsyncServiceClient] = field(default_factory=list[AsyncServiceClient])
@@ -98,7 +101,12 @@ class PeerRelayFetcher:
             (Audience.WEIGHTS, local_listener, None),
             (Audience.RELAY, peer_listener, sharing.tls),
         ):
-            verifier = Verifier.from_token(self._token, sharing.public_key, audience=audience)
+            verifier = Verifier.from_token(
+                held(self._token).value(),
+                sharing.public_key,
+                audience=audience,
+                denied_file=sharing.denied_file,
+            )
             app = build(relay, verifier)
             self._serving.append(asyncio.create_task(serve_on_socket(app, listener, tls)))
         url = f"http://{LOOPBACK}:{local_listener.getsockname()[1]}"

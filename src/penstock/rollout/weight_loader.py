@@ -37,6 +37,7 @@ from penstock.types import (
 )
 from penstock.weights.client import Puller, Transfer
 from penstock.wire.client import AsyncServiceClient
+from penstock.wire.held_token import Token
 
 RETRY_S = 2.0
 PROBE_TEXT = "What is a penstock?"
@@ -62,10 +63,10 @@ class WeightServerFetcher:
 
     def __init__(
         self,
-        token: str,
+        token: Token,
         cache: Path,
         *,
-        relay: tuple[str, str] | None = None,
+        relay: tuple[str, Token] | None = None,
         transfer: Transfer = "auto",
     ) -> None:
         """`relay` is a URL and the token to use there."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.dataflow.client.dataflow import StatusClient
 from penstock.errors import BadRequest, ConfigError, LaunchError, WireError
 from penstock.wire.auth import Role
+from penstock.wire.held_token import HeldToken
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
@@ -28,10 +29,10 @@ STOP_POLL_S = 0.1
 
 
 def make_status_client(
-    folder: RunFolder, run: str, *, ttl_s: float = TOKEN_TTL_S, patience_s: float = PATIENCE_S
+    folder: RunFolder, run: str, *, patience_s: float = PATIENCE_S
 ) -> StatusClient:
     """A reader of this run's dataflow; the caller closes it."""
-    token = folder.token(run, Role.READER, ttl_s=ttl_s)
+    token = HeldToken(lambda: folder.token(run, Role.READER, ttl_s=TOKEN_TTL_S))
     return StatusClient(folder.endpoints().dataflow, token, patience_s=patience_s)
 
 

@@ -3,30 +3,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import socket
 import tempfile
-import time
-from collections.abc import Coroutine
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import structlog
-
 from penstock.config import ModelConfig
 from penstock.fleet.run_folder import RunFolder
-from penstock.wire.auth import expires_at
+from penstock.types import NodeId
+from penstock.wire.auth import subject_of
+from penstock.wire.held_token import Token
 
 if TYPE_CHECKING:
     from penstock.rollout.node import NodeOptions
 
 CONNECT_TIMEOUT_S = 20.0
-WARN_BEFORE_S = (3600.0, 600.0, 60.0)
-"""How long before its token expires a joined node warns."""
-log = structlog.get_logger(__name__)
 
 
 def local_node_options(folder: RunFolder, model: ModelConfig, node: str) -> NodeOptions:
@@ -43,7 +37,7 @@ def local_node_options(folder: RunFolder, model: ModelConfig, node: str) -> Node
     }
 
 
-def check_reachable(url: str, token: str) -> None:
+def check_reachable(url: str, token: Token) -> None:
     """Fail fast on a wrong URL; later outages are retried."""
     from penstock.wire.client import ServiceClient
     from penstock.wire.routes import Health
@@ -52,32 +46,12 @@ def check_reachable(url: str, token: str) -> None:
         client.call("GET", "/healthz", None, Health, deadline_s=CONNECT_TIMEOUT_S)
 
 
-async def with_expiry_warnings(work: Coroutine[None, None, None], token: str) -> None:
-    """Do the work of a joined node; log warnings before its token expires."""
-    warnings = asyncio.create_task(_warn_before_expiry(token))
-    try:
-        await work
-    finally:
-        warnings.cancel()
-
-
-async def _warn_before_expiry(token: str) -> None:
-    """consumes: time · produces: a warning WARN_BEFORE_S before the token expires, and more as the
-    end comes nearer · waits for: the next of these moments"""
-    end = expires_at(token)
-    for before_s in WARN_BEFORE_S if end is not None else ():
-        assert end is not None
-        left_s = end - time.time()
-        if left_s > before_s:
-            await asyncio.sleep(left_s - before_s)
-            left_s = before_s
-        elif before_s != WARN_BEFORE_S[-1]:
-            continue  # it was nearer than that from the start: the next warning is due
-        log.warning(
-            "token expires soon; then this process ends",
-            minutes_left=round(left_s / 60, 1),
-            fix="get a new one with `penstock token RUN`, then start this again with it",
-        )
+def node_name(token: str, name: str) -> NodeId:
+    """A node id that the token may use: NAME under the token's own name."""
+    subject = subject_of(token)
+    if not subject or name.partition(".")[0] == subject:
+        return NodeId(name)
+    return NodeId(f"{subject}.{name}")
 
 
 def host_name() -> str:

@@ -46,7 +46,6 @@ OTHER_NODES_TIMEOUT_S = 30.0
 """Maximum wait for gateways and joined nodes to leave after the run is complete."""
 FINISH_TIMEOUT_S = 60.0
 """Maximum wait for the dataflow to report `finished` after the last trainer exits."""
-READER_TTL_S = 3600.0
 
 
 class Display(Protocol):
@@ -144,7 +143,7 @@ def launch(
         wait_for_port(endpoints.dataflow, timeout_s=10.0, what="dataflow")
         wait_for_port(endpoints.weights, timeout_s=10.0, what="weight server")
 
-        make_reader = partial(make_status_client, folder, config.name, ttl_s=READER_TTL_S)
+        make_reader = partial(make_status_client, folder, config.name)
         rewards = reward_by_step(folder.metrics)
         with (
             _end_recorded(folder, stop),

@@ -16,6 +16,7 @@ from penstock.weights.serving.object_store import ObjectSource
 from penstock.weights.serving.relay import Relay
 from penstock.weights.serving.sources import Source
 from penstock.wire.client import AsyncServiceClient, connect
+from penstock.wire.held_token import Token
 
 CONNECT_TIMEOUT_S = 5.0
 UNKNOWN_DIGEST = "0" * 64
@@ -26,7 +27,7 @@ Warn = Callable[[str], None]
 
 @asynccontextmanager
 async def open_cache(
-    urls: Sequence[str], token: str, cache: Path, *, max_bytes: int, warn: Warn
+    urls: Sequence[str], token: Token, cache: Path, *, max_bytes: int, warn: Warn
 ) -> AsyncGenerator[Source]:
     """A cache on disk in front of these weight servers, in order of preference."""
     async with AsyncExitStack() as clients:

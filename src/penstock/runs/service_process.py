@@ -13,9 +13,10 @@ from penstock.config.pipeline import PipelineStageConfig
 from penstock.errors import ConfigError
 from penstock.fleet.processes import exit_with_parent
 from penstock.fleet.run_folder import Endpoints, RunFolder
-from penstock.fleet.services import TOKEN_ENV, TOKEN_TTL_S
+from penstock.fleet.service_tokens import TOKEN_FILE_ENV, TOKEN_TTL_S
 from penstock.plugins import did_you_mean
 from penstock.wire.auth import Role
+from penstock.wire.held_token import HeldToken
 
 
 def enter_run(run_dir: Path, service: str) -> tuple[RunFolder, RunConfig, Endpoints]:
@@ -43,14 +44,22 @@ def add_import_paths(folders: tuple[str, ...]) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
 
 
-def pop_token() -> str:
-    """PENSTOCK_TOKEN, removed from the environment so that no child inherits it; empty if unset."""
-    return os.environ.pop(TOKEN_ENV, "")
+def pop_token_file() -> Path | None:
+    """The file that PENSTOCK_TOKEN_FILE names; no child inherits the variable."""
+    named = os.environ.pop(TOKEN_FILE_ENV, "")
+    return Path(named) if named else None
 
 
-def service_token(folder: RunFolder, config: RunConfig, role: Role) -> str:
-    """The launcher's token, or a new one where the signing key is readable."""
-    return pop_token() or folder.token(config.name, role, ttl_s=TOKEN_TTL_S)
+def service_token(folder: RunFolder, run: str, role: Role, *, subject: str) -> HeldToken:
+    """The launcher's token, or new ones where the signing key is readable."""
+    if (path := pop_token_file()) is not None:
+        return HeldToken.from_file(path)
+    return HeldToken(lambda: folder.token(run, role, ttl_s=TOKEN_TTL_S, subject=subject))
+
+
+def relay_token(folder: RunFolder, run: str, role: Role, *, subject: str) -> HeldToken:
+    """Tokens for relays, of a service beside the run folder."""
+    return HeldToken(lambda: folder.relay_token(run, role, ttl_s=TOKEN_TTL_S, subject=subject))
 
 
 def resolve_policy(config: RunConfig, policy: str | None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.fleet.run_folder import RunFolder
 from penstock.runs.control import make_status_client
 from penstock.runs.curves import reward_by_step
-from penstock.runs.launch import READER_TTL_S, REDRAW_S
+from penstock.runs.launch import REDRAW_S
 from penstock.runs.monitor import ErrorTail, StatusPoller
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def watch_run(folder: RunFolder, name: str, display: Display) -> None:
 
     consumes: the status and errors in logs · produces: display updates · waits for: REDRAW_S
     ends: when the launcher exits; without one, when the dataflow is finished or gone"""
-    make_reader = partial(make_status_client, folder, name, ttl_s=READER_TTL_S)
+    make_reader = partial(make_status_client, folder, name)
     has_launcher = folder.launcher_pid() is not None
     logs = {path.stem: path for path in sorted((folder.logs / "latest").glob("*.log"))}
     tail = ErrorTail(logs)

@@ -26,6 +26,7 @@ from penstock.trainer.samples import Samples, make_samples
 from penstock.types import Manifest, PolicyName, RowPayload, Trajectory
 from penstock.weights.publish import StoredVersion, put_snapshot
 from penstock.wire.codec import decode
+from penstock.wire.held_token import Token
 
 WAIT_S = 20.0
 """How long the service holds one request for a batch open."""
@@ -54,7 +55,7 @@ class VersionsClient:
 
     Calls are retried while the service is away. `Fenced` says that another trainer took over."""
 
-    def __init__(self, url: str, token: str, *, policy: str, store: Path) -> None:
+    def __init__(self, url: str, token: Token, *, policy: str, store: Path) -> None:
         """`url`: the run's dataflow. `token`: one of role trainer. `store`: the run's weights."""
         self._calls = TrainerClient(url, token)
         self._policy = PolicyName(policy)

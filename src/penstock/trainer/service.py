@@ -41,6 +41,7 @@ from penstock.trainer.replay import (
 from penstock.trainer.snapshots import Snapshots, unchanged_files, weights_of
 from penstock.trainer.state_shards import StateShard
 from penstock.types import Manifest, PolicyName
+from penstock.wire.held_token import Token
 
 EXIT_FENCED = 3
 """A newer trainer of the policy has taken over; restarting this one would take over in turn."""
@@ -56,7 +57,7 @@ def run_trainer(
     policy: str,
     *,
     url: str,
-    token: str,
+    token: Token,
     run_dir: Path,
     store_root: Path,
     rank_env: RankEnv | None = None,

@@ -2,16 +2,19 @@
 """HTTP calls with a deadline, retries and typed errors; an asynchronous and a synchronous client.
 
 Every mutating call of penstock is idempotent by a client-chosen id, so a call without a response is
-retried with jittered back-off until its deadline.
+retried with jittered back-off until its deadline. A call that is refused with 401 is made once more
+with the newest token of this process. Variables of the environment name no proxy: it would see the
+token.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import ssl
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -29,6 +32,7 @@ from penstock.errors import (
     WireError,
 )
 from penstock.wire.codec import JSON, MSGPACK, decode, encode
+from penstock.wire.held_token import HeldToken, Token, held
 from penstock.wire.routes import ErrorResponse
 from penstock.wire.trust import client_context
 
@@ -45,8 +49,35 @@ WARN_AFTER_S = 3.0
 """Log a warning after this many seconds of retrying, then every ten times that."""
 
 
-def _headers(token: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {token}", "accept": MSGPACK, "content-type": MSGPACK}
+MAX_RETRY_AFTER_S = 30.0
+"""A service cannot make a client wait longer than this before the next attempt."""
+_HEADERS = {"accept": MSGPACK, "content-type": MSGPACK}
+
+
+class _Bearer(httpx2.Auth):
+    """Sends the newest token of this process."""
+
+    def __init__(self, token: Token) -> None:
+        self._held: HeldToken = held(token)
+
+    def auth_flow(
+        self, request: httpx2.Request
+    ) -> Generator[httpx2.Request, httpx2.Response, None]:
+        sent = self._held.value()
+        request.headers["authorization"] = f"Bearer {sent}"
+        response = yield request
+        if response.status_code == 401 and (newest := self._held.reload()) != sent:
+            request.headers["authorization"] = f"Bearer {newest}"
+            yield request
+
+
+def _parse_retry_after(value: str) -> float | None:
+    """Seconds, bounded; None for anything else, such as a date."""
+    try:
+        wait_s = float(value) if value.isascii() else math.nan
+    except ValueError:
+        return None
+    return min(wait_s, MAX_RETRY_AFTER_S) if wait_s >= 0 else None
 
 
 def _raise_for_status(response: httpx2.Response, url: str) -> None:
@@ -58,10 +89,9 @@ def _raise_for_status(response: httpx2.Response, url: str) -> None:
     except BadRequest:
         code, message = "", response.text[:200]
     kind = WIRE_ERRORS.get(code, WireError)
-    retry_after = response.headers.get("retry-after", "")
     raise kind(
         f"{url}: {response.status_code} {message}",
-        retry_after_s=float(retry_after) if retry_after.replace(".", "").isdigit() else None,
+        retry_after_s=_parse_retry_after(response.headers.get("retry-after", "")),
     )
 
 
@@ -151,10 +181,14 @@ class _RetryState:
 class AsyncServiceClient:
     """Calls one service from an event loop."""
 
-    def __init__(self, base_url: str, token: str) -> None:
+    def __init__(self, base_url: str, token: Token) -> None:
         self.base_url = base_url.rstrip("/")
         self._http = httpx2.AsyncClient(
-            headers=_headers(token), limits=LIMITS, verify=client_context(base_url)
+            headers=_HEADERS,
+            auth=_Bearer(token),
+            limits=LIMITS,
+            trust_env=False,
+            verify=client_context(base_url),
         )
 
     async def close(self) -> None:
@@ -221,7 +255,7 @@ class AsyncServiceClient:
 
 
 @asynccontextmanager
-async def connect(base_url: str, token: str) -> AsyncGenerator[AsyncServiceClient]:
+async def connect(base_url: str, token: Token) -> AsyncGenerator[AsyncServiceClient]:
     caller = AsyncServiceClient(base_url, token)
     try:
         yield caller
@@ -233,10 +267,12 @@ class ServiceClient:
     """Calls one service from synchronous code: the trainer, the command line."""
 
     def __init__(
-        self, base_url: str, token: str, *, is_stopping: Callable[[], bool] = lambda: False
+        self, base_url: str, token: Token, *, is_stopping: Callable[[], bool] = lambda: False
     ) -> None:
         self.base_url = base_url.rstrip("/")
-        self._http = httpx2.Client(headers=_headers(token), verify=client_context(base_url))
+        self._http = httpx2.Client(
+            headers=_HEADERS, auth=_Bearer(token), trust_env=False, verify=client_context(base_url)
+        )
         self._is_stopping = is_stopping
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ responses."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
@@ -78,6 +78,12 @@ class StreamedResponse:
     chunks: AsyncGenerator[bytes | memoryview]
     num_bytes: int | None = None
     """Total size, if known in advance."""
+
+
+def bearer_token(headers: Mapping[str, str]) -> str:
+    """The token of a request; empty if it has none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def route(

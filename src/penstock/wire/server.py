@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.errors import BadRequest, Forbidden, TooLarge, WireError
 from penstock.wire.auth import Credential, Verifier
 from penstock.wire.codec import JSON, MSGPACK, decode, encode, encode_json
+from penstock.wire.credential_routes import credential_routes
 from penstock.wire.doors import admit
 from penstock.wire.openapi import openapi_document
 from penstock.wire.routes import (
@@ -33,6 +34,7 @@ from penstock.wire.routes import (
     RawResponse,
     Route,
     StreamedResponse,
+    bearer_token,
 )
 
 log = structlog.get_logger(__name__)
@@ -51,6 +53,7 @@ def build_app(
 
     published = [
         *routes,
+        *credential_routes(verifier),
         Route(
             method="GET",
             path="/openapi.json",
@@ -178,8 +181,7 @@ class _Endpoint:
 
 
 def _authorise(headers: Mapping[str, str], route: Route, verifier: Verifier) -> Credential:
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    credential = verifier.verify(token.strip() if scheme.lower() == "bearer" else "")
+    credential = verifier.verify(bearer_token(headers))
     if credential.role not in route.roles:
         allowed = ", ".join(sorted(route.roles))
         raise Forbidden(

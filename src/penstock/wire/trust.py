@@ -11,6 +11,8 @@ import ssl
 from functools import lru_cache
 from pathlib import Path
 
+import httpx2
+
 from penstock.errors import ConfigError
 
 CA_ENV = "PENSTOCK_CA"
@@ -42,7 +44,7 @@ def client_context(url: str) -> ssl.SSLContext | bool:
 
 @lru_cache(maxsize=8)
 def _context(ca: str, certificate: str, key: str) -> ssl.SSLContext:
-    context = ssl.create_default_context()
+    context = httpx2.create_ssl_context(trust_env=True)  # SSL_CERT_FILE, or the usual roots
     try:
         if ca:
             context.load_verify_locations(cafile=ca)

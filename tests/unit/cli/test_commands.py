@@ -388,10 +388,13 @@ def test_run_commands_reject_other_folders(
     ("words", "expected"),
     [
         (["http://127.0.0.1:1"], "no token"),
-        (["127.0.0.1:1", "--token", "x"], "not a URL"),
-        (["http://10.9.8.7:1", "--token", "x"], "the token would be sent in clear text"),
+        (["127.0.0.1:1", "--token-file", "/dev/null"], "not a URL"),
         (
-            ["http://127.0.0.1:1", "--token", "x", "--relay", "http://10.9.8.7:1"],
+            ["http://10.9.8.7:1", "--token-file", "/dev/null"],
+            "the token would be sent in clear text",
+        ),
+        (
+            ["http://127.0.0.1:1", "--token-file", "/dev/null", "--relay", "http://10.9.8.7:1"],
             "the token would be sent in clear text",
         ),
     ],
@@ -402,7 +405,7 @@ def test_join_says_what_it_needs(
     words: list[str],
     expected: str,
 ) -> None:
-    monkeypatch.delenv("PENSTOCK_TOKEN", raising=False)
+    monkeypatch.delenv("PENSTOCK_TOKEN_FILE", raising=False)
     code, _, err = run_main(capsys, "join", *words)
     assert code == 1
     assert expected in err

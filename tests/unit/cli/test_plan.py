@@ -13,7 +13,8 @@ from tests.unit.cli.test_commands import run_main
 from penstock.config import load
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
-from penstock.fleet.services import TOKEN_ENV, ServiceKind, local_services
+from penstock.fleet.service_tokens import TOKEN_FILE_ENV
+from penstock.fleet.services import ServiceKind, local_services
 from penstock.runs.service_process import find_service_stage
 from penstock.wire.auth import Audience, Role, Signer
 
@@ -161,7 +162,8 @@ def test_the_launcher_starts_a_worker_of_every_service(run_file: Path, tmp_path:
     assert worker.kind is ServiceKind.SERVER
     assert worker.command[-3:] == ("stage", str(folder.path), "judge")
     verifier = Signer.read(folder.keys, "own").verifier(Audience.DATAFLOW)
-    assert verifier.verify(worker.build_env()[TOKEN_ENV]).role is Role.STAGE
+    token = Path(worker.build_env()[TOKEN_FILE_ENV]).read_text().strip()
+    assert verifier.verify(token).role is Role.STAGE
 
 
 def test_only_stages_placed_elsewhere_have_workers(run_file: Path) -> None:

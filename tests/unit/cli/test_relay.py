@@ -57,6 +57,7 @@ def test_a_relay_token_is_only_valid_for_weights_and_relays(
     token, err = minted(capsys, folder.path, "--role", "relay")
     assert audiences(folder, token) == {Audience.WEIGHTS, Audience.RELAY}
     assert f"penstock relay {folder.endpoints().weights} --public-key={folder.public_key()}" in err
+    assert "--token-file" in err
     out, _ = minted(capsys, folder.path, "--role", "relay", "--json")
     found = json.loads(out)
     assert (found["url"], found["public_key"]) == (folder.endpoints().weights, folder.public_key())
@@ -70,7 +71,7 @@ def test_a_token_for_relays_is_only_valid_for_relays(
 ) -> None:
     token, err = minted(capsys, folder.path, "--for-relay")
     assert audiences(folder, token) == {Audience.RELAY}
-    assert "PENSTOCK_RELAY_TOKEN" in err
+    assert "--relay-token-file" in err
 
 
 def test_each_mistake_at_the_start_has_a_message(
@@ -84,10 +85,13 @@ def test_each_mistake_at_the_start_has_a_message(
     rest = ("--cache", tmp_path / "cache", "--port", 18999)
 
     def start(*words: object, shown: str = token) -> str:
-        monkeypatch.setenv("PENSTOCK_TOKEN", shown)
+        (tmp_path / "token").write_text(shown)
+        monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(tmp_path / "token"))
         return error_of(capsys, "relay", *words)
 
-    assert "penstock token RUN --role relay" in start(AWAY, key, *rest, shown="")
+    assert "does not contain one token" in start(AWAY, key, *rest, shown="")
+    monkeypatch.delenv("PENSTOCK_TOKEN_FILE", raising=False)
+    assert "penstock token RUN --role relay --out" in error_of(capsys, "relay", AWAY, key, *rest)
     assert "not a URL" in start("127.0.0.1:1", key, *rest)
     assert "is not a run's public key" in start(AWAY, "--public-key=nonsense", *rest)
     other = Signer.create(tmp_path / "other", RUN).mint(Role.RELAY, [Audience.RELAY], ttl_s=60)
@@ -115,7 +119,8 @@ def test_a_node_needs_its_own_token_for_a_relay(
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder.path))
 
     def start(*words: object) -> str:
-        monkeypatch.setenv("PENSTOCK_TOKEN", folder.token(RUN, Role.ROLLOUT, ttl_s=60))
+        (folder.path / "token").write_text(folder.token(RUN, Role.ROLLOUT, ttl_s=60))
+        monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(folder.path / "token"))
         return error_of(capsys, "join", AWAY, *words)
 
     assert "penstock token RUN --for-relay" in start("--relay", AWAY)

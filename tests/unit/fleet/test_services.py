@@ -10,8 +10,9 @@ import pytest
 from penstock.config import RunConfig, demo_config
 from penstock.config.store_password import PASSWORD_ENV
 from penstock.fleet.run_folder import RunFolder
-from penstock.fleet.services import TOKEN_ENV, ServiceKind, local_services
-from penstock.wire.auth import Audience, Role, Signer
+from penstock.fleet.service_tokens import TOKEN_FILE_ENV
+from penstock.fleet.services import ServiceKind, local_services
+from penstock.wire.auth import PREFIX, Audience, Role, Signer
 
 
 @pytest.fixture
@@ -42,17 +43,27 @@ def test_every_policy_has_its_own_trainer_and_nodes(folder: RunFolder) -> None:
     assert names[2:] == ["trainer-a", "a-node-0", "a-node-1", "trainer-b", "b-node-0", "b-node-1"]
 
 
-def test_tokens_are_in_environments_and_never_in_commands(
+def test_tokens_are_in_private_files_and_never_in_commands_or_environments(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TOKEN_ENV, "the user's own")
+    monkeypatch.setenv(TOKEN_FILE_ENV, "the user's own")
+    monkeypatch.setenv("PENSTOCK_TOKEN", "the user's own")
     verifier = Signer.read(folder.keys, "reverse").verifier(Audience.DATAFLOW)
     roles: dict[str, Role | None] = {}
     for service in local_services(demo_config(0), folder):
         env = service.build_env()
-        assert not any("penstock1." in word for word in service.command)
-        assert env["OMP_NUM_THREADS"] == "1"
-        roles[service.name] = verifier.verify(env[TOKEN_ENV]).role if TOKEN_ENV in env else None
+        assert not any(PREFIX in word for word in (*service.command, *env.values()))
+        assert "PENSTOCK_TOKEN" not in env and env["OMP_NUM_THREADS"] == "1"
+        roles[service.name] = None
+        if TOKEN_FILE_ENV in env:
+            path = Path(env[TOKEN_FILE_ENV])
+            credential = verifier.verify(path.read_text().strip())
+            assert credential.subject == service.name
+            assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (
+                0o600,
+                0o700,
+            )
+            roles[service.name] = credential.role
     assert roles == {
         "dataflow": None,
         "weights": None,

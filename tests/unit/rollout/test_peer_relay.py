@@ -67,13 +67,16 @@ async def test_a_node_serves_its_neighbour_until_it_is_killed(
     port = free_port()
     env = {
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "PENSTOCK_TOKEN": dataflow.token,
-        "PENSTOCK_RELAY_TOKEN": dataflow.signer.mint(Role.ROLLOUT, [Audience.RELAY], ttl_s=600),
+        "PENSTOCK_TOKEN_FILE": str(tmp_path / "token"),
     }
+    (tmp_path / "token").write_text(dataflow.token)
+    to_relay = dataflow.signer.mint(Role.ROLLOUT, [Audience.RELAY], ttl_s=600)
+    (tmp_path / "relay-token").write_text(to_relay)
     sharing = ["--name", "near", "--serve-weights", f"127.0.0.1:{port}"]
     using = ["--name", "far", "--relay", f"http://127.0.0.1:{port}"]
     if command == "join":
         sharing.append(f"--public-key={tmp_path / 'keys' / 'public.key'}")
+        using += ["--relay-token-file", str(tmp_path / "relay-token")]
 
     def live(number: int) -> int:
         """How many node processes report this version."""

@@ -12,8 +12,8 @@ import pytest
 from tests.contract.dataflow_server import serving
 
 from penstock.wire.auth import Audience, Signer
-from penstock.wire.server import build_app
 from penstock.wire.doors import MAX_HEADER_BYTES
+from penstock.wire.server import build_app
 
 LINE = b"GET /healthz HTTP/1.1\r\nhost: x\r\n"
 ENDLESS = {

@@ -41,6 +41,7 @@ from penstock.dataflow.service.trainers.messages import (
 )
 from penstock.types import NodeId, PolicyName, RowId, RowPayload, Turn
 from penstock.wire.client import RETRY_DEADLINE_S, AsyncServiceClient, ServiceClient
+from penstock.wire.held_token import Token
 
 T = TypeVar("T")
 HEARTBEAT_TIMEOUT_S = 4.0
@@ -54,7 +55,7 @@ LEAVE_S = 5.0
 class NodeClient:
     """Calls of a rollout node."""
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, token: Token) -> None:
         self._caller = AsyncServiceClient(url, token)
 
     async def close(self) -> None:
@@ -124,7 +125,7 @@ class TrainerClient:
     """Calls of a trainer."""
 
     def __init__(
-        self, url: str, token: str, *, is_stopping: Callable[[], bool] = lambda: False
+        self, url: str, token: Token, *, is_stopping: Callable[[], bool] = lambda: False
     ) -> None:
         self._token = token
         self._is_stopping = is_stopping
@@ -192,7 +193,7 @@ class TrainerClient:
 class StatusClient:
     """Read-only calls for the command line; gives up quickly because a person is waiting."""
 
-    def __init__(self, url: str, token: str, *, patience_s: float = 2.0) -> None:
+    def __init__(self, url: str, token: Token, *, patience_s: float = 2.0) -> None:
         self._caller = ServiceClient(url, token)
         self._patience_s = patience_s
 

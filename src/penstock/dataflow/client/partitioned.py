@@ -30,6 +30,7 @@ from penstock.dataflow.service.nodes.messages import (
 )
 from penstock.errors import Fenced, NotFound, Unreachable, WireError
 from penstock.types import NodeId, RowId, Turn
+from penstock.wire.held_token import Token
 
 COORDINATOR = 0
 RETRY_HEARTBEAT_S = 2.0
@@ -39,7 +40,7 @@ POLL_S = 2.0
 
 
 class PartitionedNodeClient:
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, token: Token) -> None:
         self._token = token
         self._clients = {COORDINATOR: NodeClient(url, token)}
         self._urls = {COORDINATOR: url}

@@ -38,6 +38,7 @@ from penstock.dataflow.service.rows.messages import (
 from penstock.errors import Conflict
 from penstock.types import RowId
 from penstock.wire.client import RETRY_DEADLINE_S, AsyncServiceClient
+from penstock.wire.held_token import Token
 
 T = TypeVar("T")
 ROWS_PER_CALL = 256
@@ -49,7 +50,7 @@ MAX_CONCURRENT_CALLS = 4
 class RowsClient:
     """Rows, spaces and blobs of one dataflow service."""
 
-    def __init__(self, url: str, token: str, *, patience_s: float = RETRY_DEADLINE_S) -> None:
+    def __init__(self, url: str, token: Token, *, patience_s: float = RETRY_DEADLINE_S) -> None:
         """`patience_s`: how long to retry during an outage or while a space is full."""
         self._caller = AsyncServiceClient(url, token)
         self._patience_s = patience_s

@@ -23,6 +23,7 @@ from penstock.dataflow.ledger.sealed_batches import partition_folder
 from penstock.dataflow.report.shape import BalanceReport
 from penstock.dataflow.service.build import build_partition, build_partly_restored, run_info
 from penstock.dataflow.service.coordinator import DataflowService
+from penstock.dataflow.service.nodes.eviction import evict_denied
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.dataflow.service.nodes.routes import NodeRoutes
 from penstock.dataflow.service.operators import status as reading
@@ -39,6 +40,7 @@ from penstock.durable import write_durably
 from penstock.errors import StoreError
 from penstock.wire.auth import Verifier
 from penstock.wire.codec import encode_json
+from penstock.wire.held_token import Token
 from penstock.wire.routes import ALL_ROLES, Call, RawResponse, Route, route, routes_of
 from penstock.wire.server import build_app
 from penstock.wire.serving import Tls, require_tls_off_loopback, server, tune_memory
@@ -192,14 +194,21 @@ def _app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
-        running = asyncio.create_task(loops(), name="loops")
-        running.add_done_callback(ended)
+        running = [
+            asyncio.create_task(loops(), name="loops"),
+            asyncio.create_task(
+                evict_denied(service.nodes, service.partition, verifier.denied), name="evictions"
+            ),
+        ]
+        for task in running:
+            task.add_done_callback(ended)
         try:
             async with reports or contextlib.nullcontext():
                 yield
         finally:
-            running.cancel()
-            await asyncio.wait([running])
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running)
             service.close()
 
     return build_app(routes, verifier, title=title, lifespan=lifespan)
@@ -260,7 +269,7 @@ async def serve_partition(
     index: int,
     *,
     coordinator_url: str,
-    token: str,
+    token: Token,
     url: str,
     host: str,
     port: int,

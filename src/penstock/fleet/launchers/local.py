@@ -14,12 +14,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from penstock.errors import LaunchError
 from penstock.fleet import processes
+from penstock.fleet.service_tokens import RENEW_S
 from penstock.fleet.services import ServiceKind, ServiceSpec
 
 INITIAL_BACKOFF_S = 0.2
@@ -113,6 +115,7 @@ class LocalLauncher:
         self._on_exit = on_exit
         self._monitor = monitor
         self._reaper = processes.OrphanReaper()
+        self._renew_at = time.time() + RENEW_S
         self.is_finishing = False
         """Set when the run is complete: nodes that exit are not restarted."""
 
@@ -127,6 +130,8 @@ class LocalLauncher:
         LaunchError if a service keeps failing."""
         changed = False
         now = time.monotonic()
+        if time.time() >= self._renew_at:  # by the clock of the tokens, which a suspend advances
+            self._renew_tokens()
         for entry in self._supervised:
             if entry.child is None:
                 if not entry.is_done and now >= entry.restart_at:
@@ -190,6 +195,12 @@ class LocalLauncher:
             raise LaunchError(f"cannot start {entry.service.name}: {error}") from error
         self._reaper.add(entry.child.pid)
         entry.started_at = time.monotonic()
+
+    def _renew_tokens(self) -> None:
+        self._renew_at = time.time() + RENEW_S
+        for entry in self._supervised:
+            with suppress(OSError):  # a full disk; the old token is valid for some time yet
+                entry.service.renew_token()
 
     def _restart(self, entry: _Supervised) -> None:
         if entry.service.kind is ServiceKind.NODE and self._is_run_over():

@@ -22,6 +22,7 @@ from penstock.dataflow.client.rows import RowsClient
 from penstock.dataflow.columns.row_leases import RowTrigger
 from penstock.errors import ConfigError
 from penstock.trainer.pipeline.functions import find_function, keywords
+from penstock.wire.held_token import Token
 
 Scorer = Callable[..., Any]
 
@@ -29,7 +30,7 @@ _log = structlog.get_logger(__name__)
 
 
 async def serve(
-    url: str, token: str, stage: PipelineStageConfig, terms: StageConfig, *, max_rows: int = 16
+    url: str, token: Token, stage: PipelineStageConfig, terms: StageConfig, *, max_rows: int = 16
 ) -> None:
     """Score rows until cancelled.
 

@@ -13,12 +13,13 @@ from penstock.dataflow.service.partitions.messages import (
     PartitionJoin,
 )
 from penstock.wire.client import AsyncServiceClient
+from penstock.wire.held_token import Token
 
 NO_DEADLINE_S = 10 * 365 * 24 * 3600.0
 
 
 class CoordinatorClient:
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, token: Token) -> None:
         self._caller = AsyncServiceClient(url, token)
 
     async def close(self) -> None:

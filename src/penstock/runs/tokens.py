@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Issues, lists and revokes the tokens of a run, and replaces its signing key while it goes on.
+
+Needs the run folder with its keys. Records who was given a token in `keys/issued.jsonl`, never the
+token itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import msgspec
+
+from penstock.errors import ConfigError
+from penstock.fleet.run_folder import RunFolder
+from penstock.fleet.service_tokens import TOKEN_TTL_S, rewrite_tokens
+from penstock.wire import keys
+from penstock.wire.auth import RENEWED_TTL_S, Credential, Role, Signer, read_unverified
+from penstock.wire.denied import Denied, read_denied, write_denied
+
+SUBJECT = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""No dot: a node's id is the name of its token, and after a dot whatever the node likes."""
+NOT_RENEWED = (Role.ADMIN, Role.SESSION)
+"""An operator's token is for now; an agent's key is used by programs that cannot renew it."""
+
+
+class IssuedToken(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `keys/issued.jsonl`."""
+
+    id: str
+    subject: str
+    role: Role
+    audiences: tuple[str, ...]
+    is_trusted: bool
+    issued_at: float
+    expires_at: float
+    renew_until: float
+    key_id: str
+
+    @property
+    def ends_at(self) -> float:
+        """When it is of no more use, however often it was renewed."""
+        return max(self.expires_at, self.renew_until)
+
+
+def issue(
+    folder: RunFolder,
+    role: Role,
+    *,
+    name: str | None = None,
+    ttl_s: float,
+    renew_s: float = 0.0,
+    is_trusted: bool = True,
+    for_relay: bool = False,
+) -> tuple[str, Credential]:
+    """A new token, and what it says. `name`: who it is for; drawn if None."""
+    subject = f"{role}-{secrets.token_hex(3)}" if name is None else name
+    if not SUBJECT.fullmatch(subject):
+        raise ConfigError(
+            f"--name {subject!r}: must be 1 to 64 letters, digits, - or _, such as laptop-1"
+        )
+    run = folder.read_config().name
+    signer = Signer.read(folder.keys, run)
+    if subject in _denied(folder).subjects:
+        raise ConfigError(
+            f"--name {subject}: this name was revoked, and stays so; choose another name"
+        )
+    if for_relay:
+        token = folder.relay_token(run, role, ttl_s=ttl_s, subject=subject)
+    else:
+        token = folder.token(
+            run,
+            role,
+            ttl_s=ttl_s,
+            subject=subject,
+            is_trusted=is_trusted,
+            renew_s=0.0 if role in NOT_RENEWED else max(ttl_s, renew_s),
+        )
+    credential = read_unverified(token)
+    assert credential is not None
+    _record(folder, credential, signer.key_id)
+    return token, credential
+
+
+def _record(folder: RunFolder, credential: Credential, key_id: str) -> None:
+    record = IssuedToken(
+        id=credential.id,
+        subject=credential.subject,
+        role=credential.role,
+        audiences=credential.audiences,
+        is_trusted=credential.is_trusted,
+        issued_at=round(time.time(), 3),
+        expires_at=credential.expires_at,
+        renew_until=credential.renew_until,
+        key_id=key_id,
+    )
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    descriptor = os.open(folder.keys / "issued.jsonl", flags, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(record) + b"\n")
+        file.flush()
+        os.fsync(descriptor)
+
+
+def issued_tokens(folder: RunFolder) -> list[IssuedToken]:
+    """Every token that was issued by command, oldest first."""
+    try:
+        lines = (folder.keys / "issued.jsonl").read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    return [msgspec.json.decode(line, type=IssuedToken) for line in lines if line]
+
+
+def live_tokens(folder: RunFolder) -> list[IssuedToken]:
+    """Those that some service may still accept."""
+    denied, now = _denied(folder), time.time()
+    return [
+        token
+        for token in issued_tokens(folder)
+        if token.ends_at > now
+        and token.id not in denied.tokens
+        and token.subject not in denied.subjects
+        and denied.keys.get(token.key_id, now + 1) > now
+    ]
+
+
+def revoke(folder: RunFolder, *, id: str | None = None, name: str | None = None) -> Denied:
+    """Refuse one token, or every token of a name, from now on and for good."""
+    if (id is None) == (name is None):
+        raise ConfigError("pass the id of one token, or --name NAME for all tokens of a name")
+    known = {token.id: token.subject for token in issued_tokens(folder)}
+    if id is not None and id not in known:
+        raise ConfigError(
+            f"no token {id} was issued by command; `penstock token ls RUN` lists the live ones"
+        )
+    if name is not None and not SUBJECT.fullmatch(name):
+        raise ConfigError(f"--name {name!r}: not a name that a token can be for")
+    with _changing(folder):
+        denied = _denied(folder)
+        if id is not None:
+            tokens = {**denied.tokens, id: known[id]}
+            return _write(folder, msgspec.structs.replace(denied, tokens=tokens))
+        return _write(
+            folder, msgspec.structs.replace(denied, subjects=denied.subjects | {str(name)})
+        )
+
+
+def rotate(folder: RunFolder, *, now: bool = False) -> str:
+    """Replace the signing key and the renewal key; returns the new signing key's id. Tokens of the
+    old key are valid until the last of them expires, or with `now` no longer."""
+    run = folder.read_config().name
+    with _changing(folder):
+        old = keys.read_key(folder.keys, keys.SIGNING).key_id
+        old_renewal = keys.read_key(folder.keys, keys.RENEWAL).key_id
+        ends = [token.ends_at for token in issued_tokens(folder) if token.key_id == old]
+        new = keys.replace_key(folder.keys, run, keys.SIGNING, keys.KeyUse.TOKENS)
+        keys.replace_key(folder.keys, run, keys.RENEWAL, keys.KeyUse.RENEWALS)
+        rewrite_tokens(folder, run)  # before the old ones are refused
+        at = time.time()
+        denied = _denied(folder)
+        refused = {
+            **denied.keys,
+            old: at if now else max([at + TOKEN_TTL_S, *ends]),
+            old_renewal: at if now else at + RENEWED_TTL_S,
+        }
+        _write(folder, msgspec.structs.replace(denied, keys=refused))
+    return new.key_id
+
+
+def _denied(folder: RunFolder) -> Denied:
+    return read_denied(folder.keys, keys.read_public(folder.keys))
+
+
+def _write(folder: RunFolder, denied: Denied) -> Denied:
+    changed = msgspec.structs.replace(denied, serial=denied.serial + 1)
+    write_denied(folder.keys, changed)
+    return changed
+
+
+@contextmanager
+def _changing(folder: RunFolder) -> Generator[None]:
+    """One change of the keys at a time."""
+    lock = os.open(folder.keys, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
