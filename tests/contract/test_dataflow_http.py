@@ -34,7 +34,7 @@ from penstock.dataflow.service.nodes.messages import (
 )
 from penstock.dataflow.service.trainers.messages import BatchRequest, CommitRequest
 from penstock.errors import BadRequest, Fenced, Unreachable
-from penstock.types import NodeId, PublishedVersion
+from penstock.types import NodeId, PublishedVersion, RowId
 from penstock.wire.client import AsyncServiceClient, connect
 from penstock.wire.codec import encode
 
