@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.rollout.node import NodeOptions
+    from penstock.types import NodeId
     from penstock.wire.auth import Verifier
     from penstock.wire.held_token import HeldToken
 
@@ -113,11 +114,12 @@ def gateway(
 
 
 def _join_by_folder(
-    run: Path, node: str, policy: str | None
+    run: Path, node: NodeId, policy: str | None
 ) -> tuple[str, HeldToken, Verifier, NodeOptions]:
     from penstock.runs.join import local_node_options
     from penstock.runs.service_process import resolve_policy, service_token
     from penstock.runs.target import find_run_folder
+    from penstock.types import subject_of_node
     from penstock.wire.auth import Audience, Role, Verifier
 
     folder = find_run_folder(run)
@@ -125,5 +127,6 @@ def _join_by_folder(
     model = config.models[resolve_policy(config, policy)]
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.GATEWAY)
     node_options = local_node_options(folder, model, node)
-    own_token = service_token(folder, config.name, Role.GATEWAY, subject=node)
+    subject = subject_of_node(node)
+    own_token = service_token(folder, config.name, Role.GATEWAY, subject=subject)
     return endpoints.dataflow, own_token, verifier, node_options

@@ -45,7 +45,7 @@ def rollout(
         resolve_policy,
         service_token,
     )
-    from penstock.types import NodeId
+    from penstock.types import NodeId, subject_of_node
     from penstock.wire.auth import Role
     from penstock.wire.denied import FILE
     from penstock.wire.serving import refuse_clear_text
@@ -57,8 +57,12 @@ def rollout(
     folder, config, endpoints = enter_run(run_dir, name)
     model = config.models[resolve_policy(config, policy)]
     node_options = local_node_options(folder, model, name)
+    subject = subject_of_node(NodeId(name))
     if relay is not None and to_relay is None:
-        to_relay = relay, relay_token(folder, config.name, Role.ROLLOUT, subject=name)
+        to_relay = (
+            relay,
+            relay_token(folder, config.name, Role.ROLLOUT, subject=subject),
+        )
     state_dir = folder.nodes / name
     sharing = parse_sharing(
         serve_weights, serve_gb, state_dir, tls, folder.public_key, folder.keys / FILE

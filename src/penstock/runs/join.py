@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
 from penstock.fleet.run_folder import RunFolder
-from penstock.types import NodeId
+from penstock.types import NodeId, subject_of_node
 from penstock.wire.auth import subject_of
 from penstock.wire.held_token import Token
 
@@ -46,17 +46,17 @@ def check_reachable(url: str, token: Token) -> None:
         client.call("GET", "/healthz", None, Health, deadline_s=CONNECT_TIMEOUT_S)
 
 
-def node_name(token: str, name: str) -> NodeId:
-    """A node id that the token may use: NAME under the token's own name."""
-    subject = subject_of(token)
-    if not subject or name.partition(".")[0] == subject:
-        return NodeId(name)
-    return NodeId(f"{subject}.{name}")
-
-
 def host_name() -> str:
     """This machine's name, in characters that a node's name may have."""
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()).strip("-")[:40] or "node"
+
+
+def node_name(token: str, name: str) -> NodeId:
+    """A node id that the token may use: NAME under the token's own name."""
+    subject = subject_of(token)
+    if not subject or subject_of_node(NodeId(name)) == subject:
+        return NodeId(name)
+    return NodeId(f"{subject}.{name}")
 
 
 def node_state_dir(node: str) -> Path:
