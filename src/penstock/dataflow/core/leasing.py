@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from penstock.dataflow.records import row_id
-from penstock.types import GroupId, NodeId, PolicyName, RowId
+from penstock.types import SAFE, Count, GroupId, Id, NodeId, PolicyName, RowId
 
 
 class NodeState(StrEnum):
@@ -28,22 +30,22 @@ class LiveVersion:
     """The version that a node's engines serve now for one policy."""
 
     policy: PolicyName
-    incarnation: int
-    number: int
+    incarnation: Count
+    number: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisterRequest:
     """`POST /v1/nodes`. The same node with another boot_id is a new process: its old leases end."""
 
-    node_id: NodeId
-    boot_id: str
+    node_id: Annotated[NodeId, SAFE]
+    boot_id: Id
     """Drawn at random by each process."""
-    capacity: int
+    capacity: Annotated[int, Meta(ge=1, le=100_000)]
     """Slots it can run concurrently."""
-    policies: tuple[PolicyName, ...]
+    policies: Annotated[tuple[PolicyName, ...], Meta(max_length=1024)]
     """Policies it can serve; empty means all policies of the run."""
-    tags: tuple[str, ...] = ()
+    tags: Annotated[tuple[Id, ...], Meta(max_length=64)] = ()
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,10 +7,27 @@ Owns shapes only. Every mutating call carries an id chosen by its caller; repeat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState
-from penstock.types import NodeId, PolicyName, PublishedVersion, RowId, SamplingSpec, Task, Turn
+from penstock.types import (
+    SAFE,
+    Count,
+    Id,
+    NodeId,
+    OptionalDigest,
+    PolicyName,
+    PublishedVersion,
+    RowId,
+    SamplingSpec,
+    Seconds,
+    Task,
+    Turn,
+)
+
+LiveVersions = Annotated[tuple[LiveVersion, ...], Meta(max_length=1024)]
 
 # --- nodes ------------------------------------------------------------------------------------
 
@@ -115,10 +132,10 @@ class RegisterAnswer:
 class Heartbeat:
     """`PUT /v1/nodes/{id}`: renews all leases of the node."""
 
-    boot_id: str
+    boot_id: Id
     state: NodeState
-    live: tuple[LiveVersion, ...]
-    num_held: int = 0
+    live: LiveVersions
+    num_held: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +152,13 @@ class HeartbeatAnswer:
 class LeaseRequest:
     """`POST /v1/leases`: lease up to n slots; held open for `wait_s` when there is no work."""
 
-    request_id: str
+    request_id: Id
     """A repeated request gets the same grants, so a lost response loses nothing."""
-    node_id: NodeId
-    boot_id: str
-    max_slots: int
-    wait_s: float
-    live: tuple[LiveVersion, ...]
+    node_id: Annotated[NodeId, SAFE]
+    boot_id: Id
+    max_slots: Count
+    wait_s: Seconds
+    live: LiveVersions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +174,7 @@ class RecordedTurn:
 
     row_id: RowId
     """The row that the attempt will become."""
-    index: int
+    index: Count
     """Position among the turns of this attempt."""
     turn: Turn
     is_reused: bool = False
@@ -166,8 +183,8 @@ class RecordedTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordRequest:
-    node_id: NodeId
-    turns: tuple[RecordedTurn, ...]
+    node_id: Annotated[NodeId, SAFE]
+    turns: Annotated[tuple[RecordedTurn, ...], Meta(max_length=10_000)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +195,10 @@ class TurnsAnswer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     row_id: RowId
-    payload: memoryview
+    payload: Annotated[memoryview, Meta(max_length=256 << 20)]
     """A msgpack Trajectory, stored and sent to trainers byte for byte; on the receiving side a view
     of the request body."""
-    blob: str = ""
+    blob: OptionalDigest = ""
     """Digest of a payload above 1 MB, uploaded before by `PUT /v1/blobs/{digest}`; `payload` is
     then empty."""
 
@@ -190,10 +207,10 @@ class Delivery:
 class DeliveryRequest:
     """`POST /v1/trajectories`."""
 
-    node_id: NodeId
-    boot_id: str
-    deliveries: tuple[Delivery, ...]
-    released: tuple[RowId, ...] = ()
+    node_id: Annotated[NodeId, SAFE]
+    boot_id: Id
+    deliveries: Annotated[tuple[Delivery, ...], Meta(max_length=10_000)]
+    released: Annotated[tuple[RowId, ...], Meta(max_length=10_000)] = ()
     """Slots released without a result, by the row id they would have had."""
 
 
