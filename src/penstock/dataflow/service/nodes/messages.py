@@ -209,8 +209,8 @@ class DeliveryRequest:
 
     node_id: Annotated[NodeId, SAFE]
     boot_id: Id
-    deliveries: Annotated[tuple[Delivery, ...], Meta(max_length=10_000)]
-    released: Annotated[tuple[RowId, ...], Meta(max_length=10_000)] = ()
+    deliveries: Annotated[tuple[Delivery, ...], Meta(max_length=100_000)]
+    released: Annotated[tuple[RowId, ...], Meta(max_length=100_000)] = ()
     """Slots released without a result, by the row id they would have had."""
 
 

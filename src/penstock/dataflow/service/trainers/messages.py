@@ -16,6 +16,7 @@ from penstock.types import (
     Count,
     Digest,
     Id,
+    Int64,
     Label,
     Manifest,
     PolicyName,
@@ -84,7 +85,7 @@ class BatchAnswer:
 class BatchRowsRequest:
     """`POST /v1/batches/{consumer}.{seq}/rows`: the rows of a sealed batch that one rank trains."""
 
-    indexes: Annotated[tuple[Count, ...], Meta(max_length=1_000_000)] | None = None
+    indexes: Annotated[tuple[Int64, ...], Meta(max_length=1_000_000)] | None = None
     """Positions of its rows in the manifest, counted from 0; None for all of them."""
 
 
