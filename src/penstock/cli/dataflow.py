@@ -46,8 +46,8 @@ def dataflow(
     service = f"partition-{partition}" if partition else "dataflow"
     folder, config, endpoints = enter_run(run_dir, service)
     own_url = endpoints.dataflow
+    known_urls = dict(enumerate(endpoints.partitions, start=1))
     if partition:
-        known_urls = dict(enumerate(endpoints.partitions, start=1))
         own_url = known_urls.get(partition) or f"http://127.0.0.1:{free_port()}"
     listen_host, listen_port = listen_address(own_url, host, port)
     from penstock.dataflow.service.server import serve_dataflow, serve_partition
@@ -76,6 +76,7 @@ def dataflow(
             port=listen_port,
             weights_url=endpoints.weights,
             verifier=verifier,
+            partition_urls=known_urls,
             tls=tls,
         )
     uvloop.run(serving)

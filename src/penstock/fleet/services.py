@@ -70,7 +70,7 @@ def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, .
     services = [_service("dataflow", server, env(with_store=True), "dataflow", *run_dir)]
     for index in range(1, config.dataflow.partitions):
         args = ("dataflow", *run_dir, "--partition", str(index))
-        build_env = env(Role.PARTITION, with_store=True)
+        build_env = env(Role.PARTITION, f"partition-{index}", with_store=True)
         services.append(_service(f"partition-{index}", server, build_env, *args))
     services.append(_service("weights", server, env(), "weights", "serve", *run_dir))
     for _, stage in config.pipeline.services if config.pipeline else ():
