@@ -27,7 +27,7 @@ class PartitionJoin:
     """`PUT /v1/partitions/{index}`: register a partition's process."""
 
     boot: PartitionBoot
-    url: Annotated[str, Meta(max_length=2048, pattern=r"^https?://[!-~]+$")]
+    url: Annotated[str, Meta(max_length=2048, pattern=r"^https?://[!-~]+$(?!\n)")]
     """Where nodes and trainers reach it."""
 
 
