@@ -19,6 +19,10 @@ from typing import Any
 
 from penstock.errors import ConfigError
 
+TINY_QWEN3 = "builtin:tiny-qwen3"
+"""The built-in model; the trainer makes its files."""
+TINY_WINDOW = 512
+"""Its context window, in tokens."""
 TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")
 """Config and tokenizer: a few MB."""
 WEIGHTS = ("*.safetensors",)

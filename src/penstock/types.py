@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The basic types of penstock. Any module may import this one; it imports only the standard
-library.
+"""The basic types of penstock, and the bounds of values that cross the wire. Any module may import
+this one; it imports only the standard library and msgspec, which checks bounds while it decodes.
+
+A bound is declared once, on the field of a message. Repeated fields (rows, turns) have cheap ones,
+of lengths and numbers; a pattern costs ten times as much, so only fields of a request have one.
 
 Arrays are little-endian bytes with typed views, never Python lists: encoding a record of 8,000
 tokens takes microseconds instead of milliseconds, and nothing in between can re-tokenise it.
@@ -8,14 +11,60 @@ tokens takes microseconds instead of milliseconds, and nothing in between can re
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NewType, Protocol
+from typing import Annotated, Any, NewType, Protocol
+
+from msgspec import Meta
 
 assert sys.byteorder == "little", "token arrays are little-endian on the wire and in memory"
+
+# --- bounds -----------------------------------------------------------------------------------
+
+MAX_INT = (1 << 63) - 1
+"""Largest integer that a ledger can store."""
+MAX_REWARD = 1e9
+MAX_TURNS = 4096
+MAX_TEXT_CHARS = 2000
+"""Maximum length of an error or a reason, for people."""
+_NO_NUL = r"^[^\u0000]*$"
+
+Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Int64 = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Reward = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
+Id = Annotated[str, Meta(max_length=128, pattern=_NO_NUL)]
+"""An id of a request, a process or a worker, chosen by its caller."""
+Label = Annotated[str, Meta(max_length=256)]
+"""A short text of a repeated field."""
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+"""An error or a reason. May have model output in it; the ledger replaces what it cannot store."""
+SAFE = Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$(?!\n)")
+SafeName = Annotated[str, SAFE]
+"""A name that may become part of a path: no separator, no leading dot."""
+Digest = Annotated[str, Meta(max_length=64, pattern=r"^[0-9a-f]{64}$")]
+"""BLAKE3 in hex; names blobs and manifests, so it becomes part of paths."""
+OptionalDigest = Annotated[str, Meta(max_length=64, pattern=r"^([0-9a-f]{64})?$(?!\n)")]
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def is_safe_name(text: str) -> bool:
+    """Whether a text is a SafeName."""
+    return _SAFE_NAME.fullmatch(text) is not None
+
+
+def is_digest(text: str) -> bool:
+    """Whether a text is a Digest."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+# --- ids and arrays ---------------------------------------------------------------------------
 
 PolicyName = NewType("PolicyName", str)
 """A model being trained, by name. Never a data rule."""
@@ -39,6 +88,20 @@ JsonObject = dict[str, Any]
 def subject_of_node(node_id: NodeId) -> str:
     """Whose token the node used."""
     return node_id.partition(".")[0]
+
+
+def _bound(kind: Any, bound: Meta) -> None:
+    """Bound a NewType wherever it is decoded. Type checkers accept no Annotated in NewType, so it
+    is set afterwards."""
+    kind.__supertype__ = Annotated[kind.__supertype__, bound]
+
+
+_bound(PolicyName, Meta(max_length=128))
+_bound(NodeId, Meta(max_length=128))
+_bound(GroupId, Meta(max_length=128))
+_bound(RowId, Meta(max_length=256))
+_bound(TokenIds, Meta(max_length=256 << 20))
+_bound(LogProbs, Meta(max_length=256 << 20))
 
 
 def token_ids(ids: Iterable[int]) -> TokenIds:
@@ -67,9 +130,9 @@ class Version:
     """One state of a policy's weights: `policy@incarnation.number`."""
 
     policy: PolicyName
-    incarnation: int
+    incarnation: Count
     """Which start of the trainer produced it; the ledger allocates these by compare-and-set."""
-    number: int
+    number: Count
     """Batches that changed the weights so far; 0 is the initial model."""
 
     def __str__(self) -> str:
@@ -80,10 +143,10 @@ class Version:
 class VersionSpan:
     """A run of sampled tokens and the version that sampled them."""
 
-    start: int
-    end: int
-    incarnation: int
-    number: int
+    start: Count
+    end: Count
+    incarnation: Count
+    number: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +154,9 @@ class PublishedVersion:
     """A version that nodes should load, with the digest of its content."""
 
     policy: PolicyName
-    incarnation: int
-    number: int
-    manifest_digest: str
+    incarnation: Count
+    number: Count
+    manifest_digest: Digest
     """BLAKE3 of the manifest in the weight store; the manifest has the digest of every tensor."""
 
 
@@ -125,20 +188,26 @@ SESSION_TAG = "session"
 """Tag of a node that serves external agents."""
 
 
+MIN_TEMPERATURE = 1e-3
+"""Below this, dividing by the temperature leaves the range of float32 and gradients are NaN."""
+MAX_TEMPERATURE = 100.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSpec:
     """How tokens were sampled; log-probabilities are only defined together with it."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] = 1.0
+    """0 for greedy, else at least MIN_TEMPERATURE."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
     """0 keeps the full vocabulary."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Drops tokens less likely than `min_p` times the highest probability; 0 drops none."""
-    max_tokens: int = 16
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    json_schema: str = ""
+    max_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] = 16
+    seed: Int64 = 0
+    stop: Annotated[tuple[Label, ...], Meta(max_length=16)] = ()
+    json_schema: Annotated[str, Meta(max_length=64 << 10)] = ""
     """JSON schema that the answer must match. A grammar then restricts the distribution, which a
     trainer cannot recompute, so such an answer is never trained."""
 
@@ -162,7 +231,7 @@ class Turn:
 
     policy: PolicyName
     """The policy that answered."""
-    parent: int
+    parent: Int64
     """Index of the turn whose full context this one extends; -1 for a new context. The full prompt
     is the parent's context, then its sampled ids, then `prompt_ids`."""
     prompt_ids: TokenIds
@@ -171,7 +240,7 @@ class Turn:
     """Token ids exactly as the engine sampled them; never re-tokenised."""
     logprobs: LogProbs
     """One per sampled id, under exactly `sampling`."""
-    spans: tuple[VersionSpan, ...]
+    spans: Annotated[tuple[VersionSpan, ...], Meta(max_length=4096)]
     """Which version sampled which tokens; several if the weights changed during the answer."""
     sampling: SamplingSpec
     """How the tokens were drawn."""
@@ -179,11 +248,11 @@ class Turn:
     """Why the answer ended."""
     reached_agent: bool = True
     """False: the answer never reached its agent; it stays in the token tree but is not trained."""
-    started_at: float = 0.0
+    started_at: Finite = 0.0
     """Seconds since 1970, by the node's clock."""
-    ended_at: float = 0.0
+    ended_at: Finite = 0.0
     """Seconds since 1970, by the node's clock."""
-    role: str = ""
+    role: Annotated[str, Meta(max_length=MAX_ROLE_CHARS)] = ""
     """The policy's role in the workflow, if it sets one; `route` rules can select by it. At most
     MAX_ROLE_CHARS characters."""
 
@@ -231,9 +300,9 @@ class Outcome:
     """How a rollout ended. A failed or cancelled one has no reward."""
 
     kind: OutcomeKind
-    reason: str = ""
+    reason: Text = ""
     """`length | deadline` for truncated, a FailureKind for failed, free text for cancelled."""
-    detail: str = ""
+    detail: Text = ""
     """Error and location, for people. Never contains secrets; at most 2,000 characters."""
 
     @property
@@ -250,25 +319,25 @@ class Trajectory:
     """GROUP.SLOT.EPOCH."""
     group_id: GroupId
     """The group it belongs to."""
-    slot: int
+    slot: Count
     """Its place in the group."""
-    epoch: int
+    epoch: Count
     """The lease it was made under; a result under an older one is refused."""
-    attempt: int
+    attempt: Count
     """Which try at the slot it is, counted from 1."""
     node_id: NodeId
     """The node that made it."""
-    turns: tuple[Turn, ...]
+    turns: Annotated[tuple[Turn, ...], Meta(max_length=MAX_TURNS)]
     """Its model calls, in order."""
-    reward: float | None
+    reward: Reward | None
     """Its score; None if it failed, was cancelled, or is scored later."""
     outcome: Outcome
     """How it ended."""
-    started_at: float = 0.0
+    started_at: Finite = 0.0
     """Seconds since 1970, by the node's clock."""
-    ended_at: float = 0.0
+    ended_at: Finite = 0.0
     """Seconds since 1970, by the node's clock."""
-    boot_id: str = ""
+    boot_id: Label = ""
     """Which start of the node process produced it; may be empty."""
 
 
@@ -315,25 +384,25 @@ class RowSummary:
     """What the coordinator keeps of a delivered row: about 100 bytes, never its tokens."""
 
     row_id: RowId
-    digest: str
+    digest: Label
     """BLAKE3 of the payload as delivered."""
-    reward: float | None
+    reward: Finite | None
     """None until the scoring stage has written it."""
     outcome: OutcomeKind
-    sampled: Mapping[PolicyName, int]
+    sampled: Mapping[PolicyName, Count]
     """Trainable sampled tokens by policy."""
-    versions: Mapping[PolicyName, tuple[tuple[int, int], ...]]
+    versions: Mapping[PolicyName, tuple[tuple[Count, Count], ...]]
     """Every (incarnation, number) that sampled those tokens, by policy. The oldest of them may
     change with a new incarnation, so it is computed on each use."""
-    columns: Mapping[str, str] = field(default_factory=dict[str, str])
+    columns: Mapping[Label, Label] = field(default_factory=dict[str, str])
     """Digests of the additional columns this consumer needs, by name."""
-    values: Mapping[str, float] = field(default_factory=dict[str, float])
+    values: Mapping[Label, Finite] = field(default_factory=dict[str, float])
     """Scalar columns, by name; small enough to be sent with the row."""
-    roles: Mapping[PolicyName, Mapping[str, int]] = field(
+    roles: Mapping[PolicyName, Mapping[Label, Count]] = field(
         default_factory=dict[PolicyName, Mapping[str, int]]
     )
     """The same tokens by role, for policies with named roles."""
-    compute_cost: Mapping[PolicyName, tuple[int, int]] = field(
+    compute_cost: Mapping[PolicyName, tuple[Count, Count]] = field(
         default_factory=dict[PolicyName, tuple[int, int]]
     )
     """Cost of training on the row, by policy: the summed lengths of its samples (prompt and context

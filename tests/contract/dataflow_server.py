@@ -144,7 +144,8 @@ def partition(
 ) -> Generator[PartitionService]:
     """A further partition over its own ledger folder, as another process would serve it."""
     port = port or free_port()
-    coordinator = home_client(running.url, running.token(Role.PARTITION))
+    # An operator's token: here a partition may come back on another port.
+    coordinator = home_client(running.url, running.token(Role.ADMIN))
     service = build_partition(config, folder, index, coordinator, url=f"http://127.0.0.1:{port}")
     verifier = running.signer.verifier(Audience.DATAFLOW)
     app = build_partition_server(service, config, "http://127.0.0.1:1", verifier)

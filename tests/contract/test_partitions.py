@@ -265,7 +265,7 @@ def test_partition_moves_to_another_host_and_its_old_copy_is_fenced(tmp_path: Pa
             assert 1 in asyncio.run(work(running))
 
             async def wake_the_old_copy() -> None:
-                client = CoordinatorClient(running.url, running.token(Role.PARTITION))
+                client = CoordinatorClient(running.url, running.token(Role.ADMIN))
                 try:
                     await client.join(1, PartitionJoin(boot=old, url="http://127.0.0.1:1"))
                 finally:

@@ -46,8 +46,8 @@ def dataflow(
     service = f"partition-{partition}" if partition else "dataflow"
     folder, config, endpoints = enter_run(run_dir, service)
     own_url = endpoints.dataflow
+    known_urls = dict(enumerate(endpoints.partitions, start=1))
     if partition:
-        known_urls = dict(enumerate(endpoints.partitions, start=1))
         own_url = known_urls.get(partition) or f"{config.network.origin}:{free_port()}"
     listen_host, listen_port = listen_address(own_url, host, port, config.network.host)
     tls = tls or run_tls(config.network)
@@ -77,6 +77,7 @@ def dataflow(
             port=listen_port,
             weights_url=endpoints.weights,
             verifier=verifier,
+            partition_urls=known_urls,
             tls=tls,
         )
     uvloop.run(serving)

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_
 from penstock.config.base import Section
 from penstock.config.pipeline import ParallelConfig
 from penstock.options import Contradiction
+from penstock.types import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 STALENESS_BY_MODE: Mapping[str, int] = {"sync": 0, "one_step": 1, "async": 8}
 """`max_staleness` of each mode; of async only where the file gives none."""
@@ -28,7 +29,9 @@ def _temperature(value: object) -> object:
 class SamplingConfig(Section):
     """How engines turn logits into tokens; recorded log-probs are under exactly this."""
 
-    temperature: Annotated[float, BeforeValidator(_temperature)] = Field(default=1.0, gt=0, le=100)
+    temperature: Annotated[float, BeforeValidator(_temperature)] = Field(
+        default=1.0, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE
+    )
     """Divides the logits; 1.0 samples from the policy itself."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Keep the smallest set of tokens with this share of the probability; 1.0 keeps all."""

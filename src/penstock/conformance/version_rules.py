@@ -7,8 +7,8 @@ from pathlib import Path
 
 from penstock.dataflow.service.trainers.messages import PublishRequest
 from penstock.errors import WeightsError
-from penstock.types import PolicyName
-from penstock.weights.manifest import SnapshotManifest, digest_of, is_digest, parse_manifest
+from penstock.types import PolicyName, is_digest
+from penstock.weights.manifest import SnapshotManifest, digest_of, parse_manifest
 from penstock.weights.tensors import TensorEntry, scan
 
 

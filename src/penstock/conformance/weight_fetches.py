@@ -12,7 +12,8 @@ from pathlib import Path
 from starlette.responses import Response
 
 from penstock.conformance.dataflow_double import Handler
-from penstock.weights.manifest import is_digest, parse_manifest
+from penstock.types import is_digest
+from penstock.weights.manifest import parse_manifest
 from penstock.weights.serving.server import RANGE, parse_range
 from penstock.wire.routes import Call
 

@@ -166,7 +166,13 @@ class RunFolder:
     def read_config(self) -> RunConfig:
         return load(self.config_file)
 
+    def _create(self) -> None:
+        """For the owner alone: others could read tasks, answers and keys."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
+
     def write_config(self, config: RunConfig) -> None:
+        self._create()
         _write_file(self.config_file, dump(config).encode())
 
     def last_started_config(self) -> RunConfig | None:
@@ -317,7 +323,8 @@ class RunFolder:
         """Lock the run; a second launcher is rejected with the pid of the first.
 
         The lock belongs to the open file, so it ends with the process, however that ends."""
-        self._run.mkdir(parents=True, exist_ok=True)
+        self._create()
+        self._run.mkdir(exist_ok=True)
         lock = os.open(self._run / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             if not _try_lock(lock, fcntl.LOCK_EX, timeout_s=LOCK_TIMEOUT_S):

@@ -7,20 +7,18 @@ it can only format messages. Refuses a snapshot that lacks either. Never imports
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
-from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
 from penstock.errors import BadRequest, WeightsError
+from penstock.gateway.bounded_template import BoundedTemplate
 from penstock.gateway.control_tokens import ESCAPE, ControlTokenEscaper, split_escaped
 from penstock.gateway.detokenize import make_decoder
 from penstock.gateway.parsing import END_THINK, STRUCTURAL_TAGS, tool_format
@@ -78,7 +76,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self.decode = make_decoder(tokenizer)
         """Ids to text with special tokens, as in the model's context."""
-        self._template = _compile(template)
+        self._template = BoundedTemplate(template)
         self._special_tokens = special_tokens or {}
         added = tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
@@ -269,25 +267,3 @@ def _cache_put(cache: dict[Any, Any], key: object, value: object) -> None:
     if len(cache) >= MAX_CACHED:
         cache.clear()
     cache[key] = value
-
-
-def _compile(template: str) -> Template:
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def strftime_now(pattern: str) -> str:
-        return datetime.datetime.now().strftime(pattern)
-
-    def tojson(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = tojson  # Jinja's own filter escapes HTML
-    functions = cast(dict[str, object], environment.globals)
-    functions.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    try:
-        return environment.from_string(template)
-    except TemplateError as error:
-        raise WeightsError(f"the snapshot's chat template does not compile: {error}") from None

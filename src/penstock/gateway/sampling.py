@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.errors import BadRequest
 from penstock.gateway.seeds import derive
-from penstock.types import SamplingSpec
+from penstock.types import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingSpec
 
 MAX_ANSWER_TOKENS = 32_768
 MAX_STOP_STRINGS = 16
@@ -78,8 +78,11 @@ def override(spec: SamplingSpec, overrides: Overrides, *, seed: int) -> Sampling
 
 
 def _check(spec: SamplingSpec) -> None:
-    if not 0.0 <= spec.temperature <= 100.0:
-        raise BadRequest(f"temperature {spec.temperature:g} must be between 0 and 100")
+    if spec.temperature != 0 and not MIN_TEMPERATURE <= spec.temperature <= MAX_TEMPERATURE:
+        raise BadRequest(
+            f"temperature {spec.temperature:g} must be 0, or between {MIN_TEMPERATURE:g} and "
+            f"{MAX_TEMPERATURE:g}"
+        )
     if not 0.0 < spec.top_p <= 1.0:
         raise BadRequest(f"top_p {spec.top_p:g} must be above 0 and at most 1")
     if not 0 <= spec.top_k < 1 << 31:

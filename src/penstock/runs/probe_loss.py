@@ -19,9 +19,10 @@ from penstock.config import PipelineStageConfig, RunConfig
 from penstock.config.builtin_stages import Axis, known_axis
 from penstock.dataflow.service.nodes.validate import summarise
 from penstock.errors import ConfigError
+from penstock.hub import TINY_QWEN3
 from penstock.plugins import load_module
 from penstock.runs.probe_report import Reporter, code_of, code_of_error, user_traceback
-from penstock.trainer.model_folders import TINY_QWEN3, initial_folder, tiny_shapes
+from penstock.trainer.model_folders import initial_folder, tiny_shapes
 from penstock.types import (
     FinishReason,
     GroupId,

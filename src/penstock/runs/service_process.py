@@ -22,6 +22,7 @@ from penstock.wire.held_token import HeldToken
 def enter_run(run_dir: Path, service: str) -> tuple[RunFolder, RunConfig, Endpoints]:
     """Make this process a service of the run: its logs, its modules, its working directory."""
     exit_with_parent()
+    os.umask(0o077)  # the ledger, logs and keys are for the owner of the run alone
     from penstock.observe import logs
 
     logs.configure(service)

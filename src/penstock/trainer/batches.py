@@ -19,12 +19,13 @@ import numpy.typing as npt
 import structlog
 from blake3 import blake3
 
-from penstock.errors import StoreError
+from penstock.errors import BadRequest, StoreError
 from penstock.trainer.arrays import Floats, Ints
 from penstock.trainer.ranks.balance import manifest_costs
 from penstock.trainer.ranks.group import RankReductions, SingleRank
 from penstock.trainer.samples import Samples, is_trained_role, make_samples
 from penstock.types import (
+    MIN_TEMPERATURE,
     FinishReason,
     Manifest,
     OutcomeKind,
@@ -188,7 +189,27 @@ def _trajectories(
                 f"{batch}, row {index}: the bytes received for {row.row_id} do not match "
                 f"{summary.row_id} as sealed; the ledger's segments may be damaged"
             )
-        yield index, decode(row.payload, Trajectory)
+        try:
+            trajectory = decode(row.payload, Trajectory)
+        except BadRequest as error:
+            _log.warning("row left out: it is invalid", row=row.row_id, batch=batch, why=str(error))
+            continue
+        if has_sound_specs(trajectory):
+            yield index, trajectory
+        else:
+            _log.warning(
+                "row left out: no gradient is finite at its temperature",
+                row=row.row_id,
+                batch=batch,
+                node=trajectory.node_id,
+            )
+
+
+def has_sound_specs(trajectory: Trajectory) -> bool:
+    """Whether log-probs under its sampling specs are finite. The door refuses others; a row stored
+    before that, or by another door, must not end the trainer at every start."""
+    temperatures = (turn.sampling.temperature for turn in trajectory.turns)
+    return all(t == 0 or t >= MIN_TEMPERATURE for t in temperatures)
 
 
 def _row_lengths(

@@ -16,16 +16,17 @@ import math
 import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
-from penstock.trainer.arrays import Floats
+from penstock.trainer.arrays import Bools, Floats
 from penstock.trainer.attention import vocab_size
 from penstock.trainer.batches import Batch
 from penstock.trainer.forward_pass import ForwardPass, Scorer
@@ -54,6 +55,11 @@ class SkipReason(StrEnum):
     trainer's."""
     NON_FINITE = "non_finite_gradient"
     """No update of the batch had a finite gradient."""
+
+
+NON_FINITE_GAP = 20.0
+"""Log-ratio that a token without a finite loss counts for, against the node that sent it."""
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,22 +171,56 @@ class Learner:
     def _update(
         self, update: Update, batch: Batch, seen_T: Floats | None
     ) -> tuple[MetricSums, float]:
-        """One optimizer call; none if the gradient is not finite."""
+        """One optimizer call; none if the gradient is not finite. If it is not because of the loss
+        of some rows, those are left out, and count against their nodes."""
+        while True:
+            sums, is_bad_T = self._backward(update, batch, seen_T)
+            norm = clip(self._parameters.values(), self._spec.max_grad_norm)
+            if math.isfinite(norm):
+                self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+            smaller = None if math.isfinite(norm) else self._without_bad(update, batch, is_bad_T)
+            if smaller is None:
+                return sums, norm
+            if seen_T is not None:
+                seen_T[is_bad_T] = batch.samples.logprobs_T[is_bad_T] - NON_FINITE_GAP
+                seen_T = None
+            update = smaller
+
+    def _backward(
+        self, update: Update, batch: Batch, seen_T: Floats | None
+    ) -> tuple[MetricSums, Bools]:
+        """(sums of the metrics, which tokens have a loss that is not finite)."""
         objective = self._resolve_objective(update, batch)
         tallies: list[MetricSums] = []
+        is_bad_T = np.zeros(batch.samples.ids_T.shape, np.bool_)
         for inputs, tokens in self._forward(update, batch):
             loss = _by_token(objective(tokens), tokens)
             weighted_sum(loss, inputs).backward()
             tallies.append(
                 sum_metrics(tokens, loss, inputs, has_ratios=self._scorer.gives_logprobs)
             )
+            is_bad_T[inputs.token_K.cpu()] = ~torch.isfinite(loss.loss_K.detach()).cpu()
             if seen_T is not None:
                 seen_T[inputs.token_K.cpu()] = tokens.logprobs_K.detach().double().cpu()
-        norm = clip(self._parameters.values(), self._spec.max_grad_norm)
-        if math.isfinite(norm):
-            self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return add_sums(tallies), norm
+        return add_sums(tallies), is_bad_T
+
+    def _without_bad(self, update: Update, batch: Batch, is_bad_T: Bools) -> Update | None:
+        """The update without rows whose loss is not finite; None if that is no row or every row.
+        All ranks decide alike."""
+        bad_rows = np.unique(batch.rows_T[is_bad_T])
+        is_bad_S = np.isin(batch.samples.rows_S[update.samples], bad_rows)
+        own = np.array([is_bad_S.sum(), is_bad_S.size], np.float64)
+        num_bad, num_samples = self._forward_pass.ranks.sum_over_ranks(own).tolist()
+        if not 0 < num_bad < num_samples:
+            return None
+        _log.warning(
+            "rows left out: their loss is not finite",
+            seq=batch.seq,
+            rows=bad_rows.tolist(),
+            nodes=sorted({batch.nodes.get(int(row), "") for row in bad_rows}),
+        )
+        return replace(update, samples=update.samples[~is_bad_S])
 
     def _resolve_objective(self, update: Update, batch: Batch) -> Objective:
         """The objective of this update; a budget is settled by a pass over all of it first."""

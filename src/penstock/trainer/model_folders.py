@@ -22,13 +22,12 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError, WeightsError
 from penstock.gateway.tokenizer_files import PLAIN_TEMPLATE, character_tokenizer
-from penstock.hub import model_folder, other_files, parse_hub_model
+from penstock.hub import TINY_QWEN3, TINY_WINDOW, model_folder, other_files, parse_hub_model
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TINY_QWEN3 = "builtin:tiny-qwen3"
 WEIGHTS = "model.safetensors"
 """The one weights file in every folder that the trainer writes; with an adapter, as it came."""
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt")
@@ -233,7 +232,7 @@ def _tiny_config() -> dict[str, Any]:
         "num_key_value_heads": _KEY_VALUE_HEADS,
         "head_dim": _HEAD_DIM,
         "hidden_act": "silu",
-        "max_position_embeddings": 512,
+        "max_position_embeddings": TINY_WINDOW,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_THETA},
         "attention_bias": False,

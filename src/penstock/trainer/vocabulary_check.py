@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.pipeline import PipelineStageConfig
-from penstock.hub import find_folder
-from penstock.trainer.model_folders import TINY_QWEN3, initial_folder
+from penstock.hub import TINY_QWEN3, find_folder
+from penstock.trainer.model_folders import initial_folder
 
 
 def vocabulary_mismatches(stages: Iterable[PipelineStageConfig], init: str) -> Iterator[str]:

@@ -18,14 +18,13 @@ from typing import TypeVar
 import structlog
 
 from penstock.errors import WeightsError, WireError, wrap_errors
-from penstock.types import PublishedVersion
+from penstock.types import PublishedVersion, is_digest
 from penstock.weights.deltas.chain import DeltaChain, DeltaEntry, is_valid_chain
 from penstock.weights.manifest import (
     MAX_MANIFEST_BYTES,
     FileEntry,
     SnapshotManifest,
     digest_of,
-    is_digest,
     parse_manifest,
 )
 from penstock.weights.pulling.cache import BlobCache, run_uncancelled

@@ -8,7 +8,6 @@ nothing of stores.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +16,14 @@ import msgspec
 from blake3 import blake3
 
 from penstock.errors import WeightsError
-from penstock.types import PolicyName
+from penstock.types import PolicyName, is_digest, is_safe_name
+from penstock.weights.deltas.chain import MAX_FILE_BYTES
 from penstock.weights.tensors import MAX_TENSORS, TensorEntry, check_tensor
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 256 << 20
 """A million tensors of 200 bytes each."""
 MAX_FILES = 4096
-MAX_FILE_BYTES = 1 << 44
-DIGEST = re.compile(r"[0-9a-f]{64}")
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
 """Allowed file types of a snapshot. No code and no pickle: an engine could execute a `.py` or
 `.bin` file."""
@@ -75,13 +72,9 @@ def file_digest(path: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
-def is_digest(text: str) -> bool:
-    return DIGEST.fullmatch(text) is not None
-
-
 def is_file_name(name: str) -> bool:
     """True for a plain file name allowed in a snapshot: no path, not hidden, of an allowed type."""
-    return NAME.fullmatch(name) is not None and name.endswith(SUFFIXES)
+    return is_safe_name(name) and name.endswith(SUFFIXES)
 
 
 def weights_digest(tensors: Iterable[TensorEntry]) -> str:
@@ -146,7 +139,7 @@ def _check(manifest: SnapshotManifest) -> None:
         raise WeightsError(
             f"manifest has format {manifest.format}, this node supports {FORMAT}; update penstock"
         )
-    if not NAME.fullmatch(manifest.policy):
+    if not is_safe_name(manifest.policy):
         raise WeightsError(f"manifest: policy {manifest.policy[:80]!r} is not a valid name")
     if manifest.number < 0:
         raise WeightsError(f"manifest: number {manifest.number} is negative")

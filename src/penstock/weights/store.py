@@ -27,8 +27,9 @@ from blake3 import blake3
 
 from penstock.durable import sync
 from penstock.errors import WeightsError
+from penstock.types import is_digest
 from penstock.weights.deltas.chain import DeltaEntry, cheapest_chain
-from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of, is_digest
+from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of
 from penstock.weights.tensors import Scan, Sink, scan
 
 log = structlog.get_logger(__name__)
@@ -113,11 +114,11 @@ class DirectoryStore:
         out = self._write(fill, lambda out: self._blobs / out.digest)
         sync(self._blobs)
         entry = DeltaEntry(base=base, target=target, blob=out.digest, bytes=out.num_bytes)
-        folder = self._deltas / target
+        folder = self._deltas / _require_digest(target)
         folder.mkdir(parents=True, exist_ok=True)
         self._write(
             lambda sink: sink(msgspec.json.encode(entry, order="sorted")),
-            lambda _: folder / f"{base}.json",
+            lambda _: folder / f"{_require_digest(base)}.json",
         )
         return entry
 
@@ -130,7 +131,7 @@ class DirectoryStore:
         skipped."""
         found: list[DeltaEntry] = []
         with suppress(OSError):
-            for path in sorted((self._deltas / target).iterdir()):
+            for path in sorted((self._deltas / _require_digest(target)).iterdir()):
                 with suppress(msgspec.MsgspecError, OSError):
                     found.append(_entry_decoder.decode(path.read_bytes()))
         return found
@@ -140,7 +141,7 @@ class DirectoryStore:
         return cheapest_chain(file, lambda blob: blob in have, self.deltas_to, below=num_bytes)
 
     def blob_path(self, digest: str) -> Path:
-        return self._blobs / digest
+        return self._blobs / _require_digest(digest)
 
     def has_blob(self, digest: str) -> bool:
         return self.blob_path(digest).exists()
@@ -169,19 +170,20 @@ class DirectoryStore:
 
     def blobs(self) -> Iterator[tuple[str, int]]:
         """Digests and sizes."""
-        for path in _files(self._blobs):
+        for path in filter(lambda path: is_digest(path.name), _files(self._blobs)):
             with suppress(FileNotFoundError):
                 yield path.name, path.stat().st_size
 
     def deltas(self) -> Iterator[DeltaEntry]:
-        for folder in _files(self._deltas):
+        for folder in filter(lambda path: is_digest(path.name), _files(self._deltas)):
             yield from self.entries_to(folder.name)
 
     def mark_read(self, digest: str) -> None:
         """Record that this blob is being read."""
+        path = self._reading / _require_digest(digest)
         with suppress(OSError):  # a full disk must not fail a read
             self._reading.mkdir(exist_ok=True)
-            (self._reading / digest).touch()
+            path.touch()
 
     def recently_read(self) -> set[str]:
         """Blobs read within the last minutes; older records are dropped."""
@@ -201,15 +203,15 @@ class DirectoryStore:
     # --- deletion; only inside `deleting()` ---------------------------------------------------
 
     def delete_manifest(self, digest: str) -> None:
-        (self._manifests / f"{digest}.json").unlink(missing_ok=True)
+        (self._manifests / f"{_require_digest(digest)}.json").unlink(missing_ok=True)
 
     def delete_blob(self, digest: str) -> None:
         self.blob_path(digest).unlink(missing_ok=True)
 
     def delete_delta(self, entry: DeltaEntry) -> None:
         """Delete only the entry; its data is a blob."""
-        folder = self._deltas / entry.target
-        (folder / f"{entry.base}.json").unlink(missing_ok=True)
+        folder = self._deltas / _require_digest(entry.target)
+        (folder / f"{_require_digest(entry.base)}.json").unlink(missing_ok=True)
         with suppress(OSError):  # other deltas have the same target
             folder.rmdir()
 
@@ -281,10 +283,15 @@ def open_regular(path: Path) -> BinaryIO:
     return open(descriptor, "rb", buffering=1 << 16)
 
 
+def _require_digest(text: str) -> str:
+    """The only way from a name to a path."""
+    if not is_digest(text):
+        raise ValueError(f"{text[:80]!r} is not a BLAKE3 digest (64 lowercase hex characters)")
+    return text
+
+
 def _open(folder: Path, digest: str, suffix: str) -> BinaryIO:
-    if not is_digest(digest):
-        raise ValueError(f"{digest[:80]!r} is not a BLAKE3 digest (64 lowercase hex characters)")
-    return open_regular(folder / f"{digest}{suffix}")
+    return open_regular(folder / f"{_require_digest(digest)}{suffix}")
 
 
 def try_lock(descriptor: int, kind: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -65,13 +65,18 @@ def _decode(decoder: Any, data: bytes | memoryview, kind: type[T], *, is_json: b
 @cache
 def _view_type(kind: Any) -> Any:
     """The type with `bytes` replaced by `memoryview`; unchanged if it has none."""
-    if getattr(kind, "__supertype__", kind) is bytes:
+    bare = getattr(kind, "__supertype__", kind)
+    if bare is bytes:
         return memoryview
+    if get_origin(bare) is Annotated:
+        inner, *bounds = get_args(bare)
+        view = _view_type(inner)
+        return kind if view == inner else Annotated[view, *bounds]
     if get_origin(kind) is tuple:
         return tuple[tuple(part if part is ... else _view_type(part) for part in get_args(kind))]
     if not dataclasses.is_dataclass(kind):
         return kind
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     view_types = {field.name: _view_type(hints[field.name]) for field in dataclasses.fields(kind)}
     if view_types == {name: hints[name] for name in view_types}:
         return kind

@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+from msgspec import Meta
 
 from penstock.wire.auth import Credential, Role
 from penstock.wire.codec import MSGPACK
@@ -51,8 +53,8 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorBody:
-    code: str
-    message: str
+    code: Annotated[str, Meta(max_length=128)]
+    message: Annotated[str, Meta(max_length=100_000)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

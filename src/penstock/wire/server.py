@@ -40,6 +40,7 @@ from penstock.wire.routes import (
 
 log = structlog.get_logger(__name__)
 
+MAX_PARAMETER_CHARS = 8192
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
@@ -189,8 +190,8 @@ class _Endpoint:
         call = Call(
             body=body,
             credential=credential,
-            path={name: str(value) for name, value in request.path_params.items()},
-            query=dict(request.query_params) if scope["query_string"] else {},
+            path=_checked(request.path_params),
+            query=_checked(request.query_params) if scope["query_string"] else {},
             headers=headers,
             is_disconnected=request.is_disconnected,
         )
@@ -215,6 +216,18 @@ def _work_bytes(headers: Mapping[str, str], route: Route) -> int:
     declared = headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() and len(declared) < 16 else route.max_body_bytes
     return CALL_BYTES + min(size, route.max_body_bytes)
+
+
+def _checked(parameters: Mapping[str, str]) -> dict[str, str]:
+    """Parameters of the path or the query, within the bounds of any text: they reach names, paths
+    and the ledger, as fields of a body do."""
+    for name, value in parameters.items():
+        if len(value) > MAX_PARAMETER_CHARS or not value.isprintable():
+            raise BadRequest(
+                f"parameter {name[:80]!r} is longer than {MAX_PARAMETER_CHARS} characters or has "
+                "characters that cannot be printed"
+            )
+    return dict(parameters)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

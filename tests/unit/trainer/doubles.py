@@ -79,6 +79,7 @@ def make_learner(
     minibatches: int = 1,
     micro_batch_tokens: int = 4096,
     ranks: RankReductions | None = None,
+    bounds: tuple[float, float] | None = None,
 ) -> Learner:
     return Learner(
         Actor(model, learns_entropy=True),
@@ -88,6 +89,7 @@ def make_learner(
         forward_pass=ForwardPass(
             ranks=ranks or SingleRank(), micro_batch_tokens=micro_batch_tokens
         ),
+        bounds=bounds,
     )
 
 

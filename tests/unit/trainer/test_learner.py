@@ -32,7 +32,7 @@ from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.inputs import PROXIMAL, make_inputs, split
 from penstock.trainer.learner import Learner, Optimizer, SkipReason, Stats, weighted_sum
 from penstock.trainer.losses.mismatch import CorrectedLoss, Correction, SequenceRatio, Weighting
-from penstock.trainer.losses.tokens import TokenLoss
+from penstock.trainer.losses.tokens import TokenLoss, Tokens
 from penstock.trainer.ranks.group import SingleRank
 from penstock.trainer.ranks.sharding import clip
 from penstock.trainer.schedules import Schedule
@@ -303,22 +303,56 @@ def test_a_batch_whose_rows_are_gone_is_skipped(new_model: NewModel) -> None:
 
 
 def test_a_non_finite_gradient_changes_nothing(new_model: NewModel) -> None:
-    learner = make_learner(new_model())
+    is_broken = False
+
+    def objective(tokens: Tokens) -> TokenLoss:
+        loss_K = -tokens.logprobs_K * (math.nan if is_broken else 1.0)
+        return TokenLoss(loss_K=loss_K, metrics={})
+
+    learner = make_learner(new_model(), objective=objective)
     learner.step(random_batch(10).assembled())
     before, state = parameters(learner), learner.state_tensors()
     state = {name: value.clone() for name, value in state.items()}
-    turn = make_turn([3, 4], [5], sampling=SamplingSpec(temperature=1e-40))  # logits of infinity
-    sealed = seal([[(turn, 0.0), (make_turn([3, 4], [6]), 1.0)]])
+    sealed = seal([[(make_turn([3, 4], [5]), 0.0), (make_turn([3, 4], [6]), 1.0)]])
+    is_broken = True  # every row: no node is to blame
     stats = learner.step(sealed.assembled())
+    is_broken = False
     assert stats.skipped is SkipReason.NON_FINITE
     assert stats.values["updates/non_finite"] == 1
     assert_same_bits(before, parameters(learner))
     assert_same_bits(state, learner.state_tensors())
-    clean = make_learner(new_model())
+    clean = make_learner(new_model(), objective=objective)
     clean.step(random_batch(10).assembled())
     for one in (learner, clean):
         one.step(random_batch(10, seq=2).assembled())
     assert_same_bits(parameters(clean), parameters(learner))
+
+
+def test_a_row_with_a_non_finite_loss_is_left_out_and_blamed(new_model: NewModel) -> None:
+    """The others are trained as if it had never been; its tokens count against its node."""
+
+    def objective(tokens: Tokens) -> TokenLoss:
+        factor_K = torch.where(tokens.sampling_K < -4, math.nan, 1.0)
+        return TokenLoss(loss_K=-tokens.logprobs_K * factor_K, metrics={})
+
+    learner = make_learner(new_model(), objective=objective, bounds=(0.2, 0.2))
+    before = parameters(learner)
+    bad = replace(make_turn([3, 4], [5, 5]), logprobs=log_probs([-5.0, -5.0]))
+    batch = seal([[(bad, 0.0), (make_turn([3, 4], [6]), 1.0)]]).assembled()
+    batch = replace(batch, nodes={0: "hostile/1", 1: "honest/1"})
+    stats = learner.step(batch)
+    assert stats.skipped is None and stats.values["updates/non_finite"] == 0
+    assert any(not torch.equal(before[name], now) for name, now in parameters(learner).items())
+    assert stats.mismatches["hostile/1"].mean_abs > 10 > stats.mismatches["honest/1"].mean_abs
+
+
+def test_a_row_at_a_temperature_near_zero_is_left_out(new_model: NewModel) -> None:
+    """It would make every gradient infinite; the other row is trained."""
+    bad = make_turn([3, 4], [5], sampling=SamplingSpec(temperature=1e-30))
+    batch = seal([[(bad, 0.0), (make_turn([3, 4], [6]), 1.0)]]).assembled()
+    stats = make_learner(new_model()).step(batch)
+    assert stats.skipped is None and stats.values["updates/non_finite"] == 0
+    assert stats.values["tokens/trained"] == 1
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from tests.unit.weights.snapshot_folders import safetensors_bytes, weights_bytes
 
 from penstock.errors import WeightsError
-from penstock.types import PolicyName
+from penstock.types import PolicyName, is_digest
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.deltas.codec import apply_payload
 from penstock.weights.deltas.delta import read_delta, write_delta
@@ -35,7 +35,6 @@ from penstock.weights.manifest import (
     FileEntry,
     digest_of,
     encode_manifest,
-    is_digest,
     is_file_name,
     make_manifest,
     parse_manifest,

@@ -31,7 +31,7 @@ def flipped(data: bytes, place: int) -> bytes:
 
 
 def manifest_path(history: VersionHistory) -> Path:
-    return history.store.blob_path("x").parents[1] / "manifests" / f"{history.digest(0)}.json"
+    return history.store.blob_path("0" * 64).parents[1] / "manifests" / f"{history.digest(0)}.json"
 
 
 def blob_path(history: VersionHistory) -> Path:

@@ -13,12 +13,14 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from operator import attrgetter
 from types import MappingProxyType
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from penstock.dataflow.column_records import ReaderRecord, RowLeaseRecord
 from penstock.dataflow.core.names import ADMITTED, TRAIN
-from penstock.types import RowId
+from penstock.types import Count, Id, RowId, SafeName, Seconds
 
 MAX_FINISHED_REQUESTS = 256
 
@@ -73,18 +75,18 @@ class ReaderRequest:
     """`PUT /v1/readers/{name}`: the columns a reader reads and writes, and its limits. Creates or
     updates the reader; a known one keeps its cursor."""
 
-    reads: tuple[str, ...]
+    reads: Annotated[tuple[Id, ...], Meta(max_length=64)]
     """Columns a row must have before the reader gets it."""
-    writes: tuple[str, ...] = ()
+    writes: Annotated[tuple[Id, ...], Meta(max_length=64)] = ()
     """Columns it adds; empty for an exporter."""
-    space: str = TRAIN
+    space: SafeName = TRAIN
     on: RowTrigger = RowTrigger.DELIVERED
-    deadline_s: float = 0.0
+    deadline_s: Seconds = 0.0
     """Seconds from arrival (or admission) until its missing columns become failed(overdue); 0 for
     no deadline."""
-    ttl_s: float = 12.0
+    ttl_s: Seconds = 12.0
     """A lease expires after `ttl_s` without renewal."""
-    max_attempts: int = 3
+    max_attempts: Count = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +103,8 @@ class Claim:
     """A worker's claim to a row. `arrival` distinguishes a key that was cleared and put again."""
 
     row_id: RowId
-    arrival: int
-    epoch: int
+    arrival: Count
+    epoch: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

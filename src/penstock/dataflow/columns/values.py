@@ -5,22 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from penstock.dataflow.core.leasing import DeliveryStatus
-from penstock.types import RowId
+from penstock.types import Count, Digest, RowId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobRef:
     """A value above 1 MB, stored separately and referenced by its digest."""
 
-    digest: str
-    size: int
+    digest: Digest
+    size: Count
 
 
-WireValue = float | bytes | BlobRef
+WireValue = float | Annotated[bytes, Meta(max_length=64 << 20)] | BlobRef
 """The value of a column. Floats are finite; bytes are at most 1 MB."""
 
 

@@ -11,12 +11,12 @@ from enum import StrEnum
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from penstock.dataflow.records import row_id
-from penstock.types import GroupId, NodeId, PolicyName, RowId
+from penstock.types import SAFE, Count, GroupId, Id, NodeId, PolicyName, RowId
 
 MAX_CAPACITY = 100_000
-_Label = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class NodeState(StrEnum):
@@ -32,23 +32,23 @@ class LiveVersion:
     """The version that a node's engines serve now for one policy."""
 
     policy: PolicyName
-    incarnation: int
-    number: int
+    incarnation: Count
+    number: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisterRequest:
     """`POST /v1/nodes`. The same node with another boot_id is a new process: its old leases end."""
 
-    node_id: NodeId
+    node_id: Annotated[NodeId, SAFE]
     """The subject of its token, or that and `.SUFFIX`."""
-    boot_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    boot_id: Annotated[Id, Meta(min_length=1)]
     """Drawn at random by each process."""
-    capacity: Annotated[int, msgspec.Meta(ge=1, le=MAX_CAPACITY)]
+    capacity: Annotated[int, Meta(ge=1, le=MAX_CAPACITY)]
     """Slots it can run concurrently."""
-    policies: Annotated[tuple[_Label, ...], msgspec.Meta(max_length=256)]
+    policies: Annotated[tuple[PolicyName, ...], Meta(max_length=256)]
     """Policies it can serve; empty means all policies of the run."""
-    tags: Annotated[tuple[_Label, ...], msgspec.Meta(max_length=16)] = ()
+    tags: Annotated[tuple[Id, ...], Meta(max_length=16)] = ()
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.dataflow.core.messages import NumberedMessage, ToCoordinator, ToPartition
 from penstock.dataflow.records import Deletion, Journal, LinkRecord, MessageRecord
+from penstock.errors import BadRequest
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -78,9 +79,19 @@ class Link(Generic[Out, In]):
         for message in messages:
             if message.number != self.num_received + 1:
                 continue
+            body = self._decode(message)
             self.num_received = message.number
             self._journal(LinkRecord(link=self._back, number=self.num_received))
-            yield self._decoder.decode(message.body)
+            yield body
+
+    def _decode(self, message: NumberedMessage) -> In:
+        try:
+            return self._decoder.decode(message.body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            where = f"message {message.number} of link {self._back}"
+            raise BadRequest(
+                f"{where} is invalid: {error}; start both ends with the same version of penstock"
+            ) from None
 
     # --- restart ------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from penstock.dataflow.records import (
     CommitRecord,
@@ -18,15 +19,24 @@ from penstock.dataflow.records import (
     IncarnationRecord,
     VersionRecord,
 )
-from penstock.types import DropReason, GroupId, NodeId, PolicyName, RowId, RowSummary
+from penstock.types import (
+    Count,
+    DropReason,
+    GroupId,
+    NodeId,
+    PolicyName,
+    RowId,
+    RowSummary,
+    Text,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumberedMessage:
     """One message on a link."""
 
-    number: int
-    body: bytes
+    number: Count
+    body: Annotated[bytes, Meta(max_length=64 << 20)]
 
 
 # --- coordinator to partition -----------------------------------------------------------------
@@ -112,14 +122,14 @@ class GroupEnded(Struct, frozen=True, kw_only=True, tag=True):
     """A group can be judged by these policies. Sent for every group, including dropped ones."""
 
     group_id: GroupId
-    policies: tuple[PolicyName, ...]
+    policies: Annotated[tuple[PolicyName, ...], Meta(max_length=1024)]
     """Empty: all of them."""
-    rows: tuple[RowSummary, ...]
+    rows: Annotated[tuple[RowSummary, ...], Meta(max_length=100_000)]
     """Members with a result; for a dropped group too, since their tokens count as waste."""
     dropped: DropReason | None = None
-    num_failed: int = 0
+    num_failed: Count = 0
     """Failed attempts in the group."""
-    cause: str = ""
+    cause: Text = ""
     """Why the last of its slots ran out of attempts, if one did."""
 
 
@@ -128,7 +138,7 @@ class ColumnsCompleted(Struct, frozen=True, kw_only=True, tag=True):
 
     group_id: GroupId
     policy: PolicyName
-    rows: tuple[RowSummary, ...]
+    rows: Annotated[tuple[RowSummary, ...], Meta(max_length=100_000)]
     """Members that have all of them."""
     dropped: DropReason | None = None
 

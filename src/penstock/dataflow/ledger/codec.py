@@ -15,7 +15,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import compress
 from operator import attrgetter
-from typing import Any, ClassVar, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import crc32c
 import msgspec
@@ -90,9 +101,11 @@ class Column:
     def type(self) -> type[Any]:
         """What the database stores: one of TYPES."""
         hint = self.hint
-        if isinstance(hint, types.UnionType):
+        if get_origin(hint) in (types.UnionType, Union):
             hint = next(arg for arg in get_args(hint) if arg is not type(None))
         hint = getattr(hint, "__supertype__", hint)
+        if get_origin(hint) is Annotated:  # a bound of the wire
+            hint = get_args(hint)[0]
         return str if self.is_json or issubclass(hint, StrEnum) else hint
 
     @property
@@ -100,13 +113,21 @@ class Column:
         return get_origin(self.hint) in (Mapping, tuple)
 
     @property
+    def is_free_text(self) -> bool:
+        """Text of any origin; an enum or JSON has none that a database cannot store."""
+        return self.type is str and not self.is_json and not _is_enum(self.hint)
+
+    @property
     def decoder(self) -> Callable[[str], Any] | None:
         """For a value that is not stored as it is. Enums of an outer record stay plain text."""
         hint = self.hint
         if self.is_json:
             return msgspec.json.Decoder(hint).decode
-        is_enum = inspect.isclass(hint) and issubclass(hint, StrEnum)
-        return hint if is_enum and self.path != self.name else None
+        return hint if _is_enum(hint) and self.path != self.name else None
+
+
+def _is_enum(hint: Any) -> bool:
+    return inspect.isclass(hint) and issubclass(hint, StrEnum)
 
 
 def quoted(names: Iterable[str]) -> str:
@@ -139,6 +160,7 @@ class Codec(Generic[R]):
         self._names = [column.name for column in columns]
         self._values = attrgetter(*(column.path for column in columns))
         self._jsons = [i for i, column in enumerate(columns) if column.is_json]
+        self._texts = [i for i, column in enumerate(columns) if column.is_free_text]
         self._bools = [i for i, column in enumerate(columns) if column.hint is bool]
         self._decoders = [(i, c.decoder) for i, c in enumerate(columns) if c.decoder is not None]
         self._is_checksummed = kind in RECORDS  # not the moves of payload
@@ -163,6 +185,8 @@ class Codec(Generic[R]):
         rows: list[Sequence[Any]] = [*map(self._values, records)]
         if self._jsons:
             rows = [*map(self._with_json, rows)]
+        if self._texts:
+            rows = [*map(self._with_storable_text, rows)]
         if self._is_checksummed:
             rows = [(*row, self._checksum(row)) for row in rows]
         return rows
@@ -172,6 +196,19 @@ class Codec(Generic[R]):
         for index in self._jsons:
             encoded[index] = msgspec.json.encode(encoded[index]).decode()
         return encoded
+
+    def _with_storable_text(self, row: Sequence[Any]) -> Sequence[Any]:
+        """PostgreSQL refuses a NUL, and no database stores half a surrogate pair: each becomes
+        U+FFFD. Ids with a NUL are refused before; errors may quote what a model wrote."""
+        for index in self._texts:
+            text = row[index] or ""
+            if not text.isascii():
+                text = text.encode(errors="replace").decode()
+            if "\0" in text:
+                text = text.replace("\0", "\ufffd")
+            if text != (row[index] or ""):
+                row = [*row[:index], text, *row[index + 1 :]]
+        return row
 
     def decode(self, rows: Iterable[Sequence[Any]]) -> list[R]:
         """Raises StoreError for a record that is not as it was written."""

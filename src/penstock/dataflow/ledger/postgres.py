@@ -106,7 +106,7 @@ class PostgresDatabase:
             ) from error
 
     def execute(self, statement: str, values: Mapping[str, Any]) -> None:
-        self._writer.run(statement, values)
+        self._writer.run(statement, {name: _bindable(value) for name, value in values.items()})
 
     def write(self, kind: type[Record], rows: Sequence[Sequence[Any]]) -> None:
         """All records in one round trip, an array per column."""
@@ -204,6 +204,9 @@ def _statement(kind: type[Record]) -> str:
 
 
 def _bindable(value: Any) -> Any:
+    """No stored text has a NUL, which the server would refuse; so nothing equals one that has."""
+    if isinstance(value, str):
+        return value.replace("\0", "\ufffd")
     return _array(cast(list[Any], value)) if isinstance(value, list) else value
 
 
@@ -215,7 +218,7 @@ def _array(values: Iterable[Any]) -> str:
 
 def _element(value: Any) -> str:
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        escaped = value.replace("\0", "\ufffd").replace("\\", "\\\\").replace('"', '\\"')
         return f'"{escaped}"'
     if isinstance(value, bytes):
         return f'"\\\\x{value.hex()}"'

@@ -5,6 +5,7 @@ One code path for SQLite and PostgreSQL. Knows nothing of payload, threads or th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,6 +95,7 @@ def open_tables(folder: Path, store: str = "sqlite", *, name: str = "penstock") 
         return Tables(PostgresDatabase(store, name))
     path = folder / "ledger.db"
     check_wal(path)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     return Tables(SqliteDatabase(path.absolute().as_uri(), DURABLE))
 
 

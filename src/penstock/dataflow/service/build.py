@@ -37,6 +37,7 @@ from penstock.dataflow.service.nodes.messages import (
     SharedBaseModel,
     SourceInfo,
 )
+from penstock.dataflow.service.nodes.model_limits import ModelLimits, read_model_limits
 from penstock.dataflow.service.operators.observe import balance_settings
 from penstock.dataflow.service.partition import CoordinatorApi, PartitionService
 from penstock.dataflow.service.process import Process, monotonic_clock
@@ -72,6 +73,7 @@ def build_partly_restored(
         stages=dict.fromkeys(map(PolicyName, config.models), _required(config)),
         report=balance_settings(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
     )
+    service.nodes.intake.limits = _model_limits(config)
     journal(ledger.next_epoch())
     return service
 
@@ -101,8 +103,13 @@ def build_partition(
         epoch=int(epoch.value),
     )
     service.nodes.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
+    service.nodes.intake.limits = _model_limits(config)
     journal(epoch)
     return service
+
+
+def _model_limits(config: RunConfig) -> ModelLimits:
+    return read_model_limits({name: model.init for name, model in config.models.items()})
 
 
 def _open(config: RunConfig, folder: Path, part: str, on_failure: OnFailure) -> Ledger:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -245,12 +245,16 @@ async def serve_dataflow(
     port: int,
     weights_url: str,
     verifier: Verifier,
+    partition_urls: Mapping[int, str],
     tls: Tls | None = None,
 ) -> None:
-    """Serve one run until stopped; raises StoreError when storage failed."""
+    """Serve one run until stopped; raises StoreError when storage failed.
+
+    partition_urls: the addresses of its own partitions, by number."""
     require_tls_off_loopback(host, tls)  # before the ledger is opened and the log says it serves
     failures = _StorageFailures()
     service = build_partly_restored(config, run_dir / "ledger", on_failure=failures)
+    service.partitions.own_urls = partition_urls
     routes = surface(service, config, weights_url)
     app = build_server(routes, verifier, report_file=run_dir / "run" / "report.json")
     log.info("dataflow serves", run=config.name, host=host, port=port)

@@ -15,8 +15,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from penstock.config import LoraConfig
-from penstock.hub import find_folder
-from penstock.trainer.model_folders import TINY_QWEN3, tiny_shapes
+from penstock.hub import TINY_QWEN3, find_folder
+from penstock.trainer.model_folders import tiny_shapes
 
 WEIGHT_BYTES = 4
 """float32 is what the optimizer updates, whatever precision a forward pass computes in; a frozen

@@ -9,7 +9,14 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
+from msgspec import Meta
+
+from penstock.types import Digest, is_digest
+
+MAX_FILE_BYTES = 1 << 44
+"""Maximum size of a blob."""
 MAX_BASES = 64
 """Maximum number of base blobs in a request for a chain."""
 MAX_STEPS = 32
@@ -18,20 +25,20 @@ MAX_STEPS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaEntry:
-    base: str
+    base: Digest
     """Blob of the base file."""
-    target: str
+    target: Digest
     """Blob of the resulting file."""
-    blob: str
+    blob: Digest
     """Blob of the delta itself."""
-    bytes: int
+    bytes: Annotated[int, Meta(gt=0, le=MAX_FILE_BYTES)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaChain:
     """Deltas in the order of application; each is fetched as a blob."""
 
-    steps: tuple[DeltaEntry, ...]
+    steps: Annotated[tuple[DeltaEntry, ...], Meta(max_length=MAX_STEPS)]
 
 
 def cheapest_chain(
@@ -62,8 +69,10 @@ def cheapest_chain(
 def is_valid_chain(
     target: str, steps: Sequence[DeltaEntry], have: Collection[str], *, below: int
 ) -> bool:
-    """Check an untrusted chain: starts at a blob we have, ends at the target, is smaller than the
-    full file."""
+    """Check an untrusted chain: its blobs are digests (they name files), it starts at one that we
+    have, ends at the target, and is smaller than the full file."""
+    if not all(is_digest(name) for step in steps for name in (step.base, step.target, step.blob)):
+        return False
     if not 0 < len(steps) <= MAX_STEPS or steps[0].base not in have or steps[-1].target != target:
         return False
     is_joined = all(one.target == next_one.base for one, next_one in pairwise(steps))

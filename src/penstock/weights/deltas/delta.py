@@ -25,6 +25,7 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from penstock.errors import WeightsError
+from penstock.types import is_digest
 from penstock.weights.deltas.codec import (
     NUM_THREADS,
     TensorDiff,
@@ -34,7 +35,6 @@ from penstock.weights.deltas.codec import (
 )
 from penstock.weights.deltas.numpy_kernels import BITS
 from penstock.weights.deltas.payload import Kind, Payload, Role, Stream, compress, decompress
-from penstock.weights.manifest import is_digest
 
 MAGIC = b"penstock-delta\r\n"
 FORMAT = 1

@@ -20,8 +20,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from penstock.errors import WeightsError
+from penstock.types import is_digest
 from penstock.weights.deltas.chain import MAX_BASES, DeltaEntry
-from penstock.weights.manifest import FileEntry, SnapshotManifest, is_digest
+from penstock.weights.manifest import FileEntry, SnapshotManifest
 from penstock.weights.pulling.partial import Partial, verify
 from penstock.weights.rebuild import apply_chain
 from penstock.weights.store import try_lock
@@ -55,7 +56,7 @@ class BlobCache:
 
     def check(self, file: FileEntry) -> Scan | None:
         """Verify the cached blob; None if it is missing or damaged."""
-        path = self._blobs / file.blob
+        path = self._path(file.blob)
         try:
             found = verify(path, file)
             if found is None:
@@ -79,13 +80,13 @@ class BlobCache:
         has the wrong digest."""
         made = self._blobs / f"{secrets.token_hex(8)}{PARTIAL}"
         try:
-            apply_chain(steps, self._blobs.joinpath, made)
+            apply_chain(steps, self._path, made)
             found = verify(made, file)
             if found is None:
                 made.rename(self._damaged_path(file))
                 raise WeightsError(f"{file.name}: rebuilt file does not match digest {file.blob}")
             made.chmod(0o444)
-            made.rename(self._blobs / file.blob)
+            made.rename(self._path(file.blob))
             return found
         finally:
             made.unlink(missing_ok=True)
@@ -95,12 +96,12 @@ class BlobCache:
         self, file: FileEntry, tensors: Mapping[str, TensorEntry]
     ) -> AsyncGenerator[Partial]:
         """A partially fetched blob, for one writer at a time; keeps the data of earlier writers."""
-        path = self._blobs / f"{file.blob}{PARTIAL}"
+        path = self._path(file.blob, PARTIAL)
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             try:
                 if try_lock(descriptor, fcntl.LOCK_EX) and _is_file_at(descriptor, path):
-                    partial = Partial(path, self._blobs / file.blob, file, tensors)
+                    partial = Partial(path, self._path(file.blob), file, tensors)
                     if self._damaged_path(file).exists():
                         await run_uncancelled(partial.start_from, self._damaged_path(file))
                     yield partial
@@ -111,14 +112,14 @@ class BlobCache:
 
     def stage(self, digest: str, manifest: SnapshotManifest) -> Path:
         """Hard-link the blobs into a folder that appears complete or not at all."""
-        folder = self._versions / digest
+        folder = self._versions / _require_digest(digest)
         if self._is_staged(folder, manifest):
             return folder
         staging = self._versions / f".{secrets.token_hex(8)}"
         staging.mkdir()
         try:
             for file in manifest.files:
-                os.link(self._blobs / file.blob, staging / file.name)
+                os.link(self._path(file.blob), staging / file.name)
             self._swap_in(staging, folder, manifest)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -138,7 +139,11 @@ class BlobCache:
                     blob.unlink()
 
     def _damaged_path(self, file: FileEntry) -> Path:
-        return self._blobs / f"{file.blob}{DAMAGED}"
+        return self._path(file.blob, DAMAGED)
+
+    def _path(self, digest: str, suffix: str = "") -> Path:
+        """The only way from a name on the wire to a path."""
+        return self._blobs / f"{_require_digest(digest)}{suffix}"
 
     @contextmanager
     def _lock(self, kind: int) -> Generator[bool]:
@@ -149,7 +154,7 @@ class BlobCache:
         """True if the folder contains exactly the inodes that were just verified."""
         try:
             return set(os.listdir(folder)) == {file.name for file in manifest.files} and all(
-                os.path.samestat(os.lstat(folder / file.name), os.lstat(self._blobs / file.blob))
+                os.path.samestat(os.lstat(folder / file.name), os.lstat(self._path(file.blob)))
                 for file in manifest.files
             )
         except FileNotFoundError:
@@ -165,6 +170,15 @@ class BlobCache:
             folder.rename(damaged)
             staging.rename(folder)
             shutil.rmtree(damaged, ignore_errors=True)
+
+
+def _require_digest(text: str) -> str:
+    if not is_digest(text):
+        raise WeightsError(
+            f"{text[:80]!r} is not a BLAKE3 digest, so it names no file of the cache; the weight "
+            "server that sent it is damaged or hostile: remove it from this node's servers"
+        )
+    return text
 
 
 async def run_uncancelled(work: Callable[..., object], *args: object) -> None:

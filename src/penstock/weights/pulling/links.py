@@ -20,10 +20,13 @@ from penstock.wire.client import (
     RETRY_DEADLINE_S,
     AsyncServiceClient,
 )
+from penstock.wire.codec import MSGPACK, decode
 
 T = TypeVar("T")
 Transfer = Literal["auto", "delta", "full"]
 
+MAX_RECORD_BYTES = 64 << 10
+"""Most bytes of an answer about deltas: 32 steps of 300 bytes."""
 QUERY_TIMEOUT_S = 5.0
 """Timeout for a delta request to an unresponsive server."""
 TRY_TIMEOUT_S = 3.0
@@ -129,9 +132,17 @@ class WeightServerClient:
         return self.is_last or time.monotonic() >= self.link.backoff_until_s
 
     async def request(self, path: str, kind: type[T]) -> T:
-        return await self.caller.call(
-            "GET", path, None, kind, deadline_s=QUERY_TIMEOUT_S, timeout_s=QUERY_TIMEOUT_S
+        """A small record; a compressed answer, or a long one, is not read."""
+        answer = await self.caller.request(
+            "GET",
+            path,
+            headers=NO_COMPRESSION,
+            max_response_bytes=MAX_RECORD_BYTES,
+            deadline_s=QUERY_TIMEOUT_S,
+            timeout_s=QUERY_TIMEOUT_S,
         )
+        media_type = answer.headers.get("content-type", MSGPACK)
+        return decode(answer.content, kind, media_type=media_type)
 
     async def get(
         self, path: str, max_bytes: int, what: str, headers: dict[str, str] | None = None

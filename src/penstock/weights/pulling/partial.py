@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 from penstock.errors import WeightsError
 from penstock.weights.manifest import FileEntry
@@ -75,7 +76,7 @@ class Partial:
             damaged.unlink()
 
     def write(self, start: int, piece: bytes) -> None:
-        with self._path.open("r+b") as out:
+        with _open_writable(self._path) as out:
             out.seek(start)
             out.write(piece)
             out.flush()
@@ -88,7 +89,8 @@ class Partial:
     def finish(self) -> Scan | None:
         """Rename the blob to its final name if it verifies. Otherwise its damaged ranges, or the
         full file if they cannot be located, become missing."""
-        os.truncate(self._path, self.file.bytes)
+        with _open_writable(self._path) as out:
+            out.truncate(self.file.bytes)
         found = verify(self._path, self.file)
         if found is not None:
             # Engines open hard links to it; a stray write must not reach other versions.
@@ -118,11 +120,16 @@ class Partial:
 
     def _start_over(self) -> None:
         self._damaged = []
-        with self._path.open("r+b") as out:
+        with _open_writable(self._path) as out:
             out.truncate(0)
             out.truncate(self.file.bytes + _SIZE_BYTES + self._num_pieces)
             out.seek(self.file.bytes)
             out.write(self._piece_bytes.to_bytes(_SIZE_BYTES, "little"))
+
+
+def _open_writable(path: Path) -> BinaryIO:
+    """Never through a link, which would lead out of the cache."""
+    return open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b")
 
 
 def verify(path: Path, file: FileEntry) -> Scan | None:

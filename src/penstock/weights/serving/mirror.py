@@ -18,8 +18,9 @@ import msgspec
 from blake3 import blake3
 
 from penstock.errors import WeightsError, wrap_errors
+from penstock.types import is_digest
 from penstock.weights.deltas.chain import DeltaEntry
-from penstock.weights.manifest import digest_of, is_digest, parse_manifest
+from penstock.weights.manifest import digest_of, parse_manifest
 from penstock.weights.rebuild import rebuild_blob
 from penstock.weights.serving.object_store import (
     blob_name,

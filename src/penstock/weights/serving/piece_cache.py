@@ -19,7 +19,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from penstock.errors import ConfigError, NotFound, Unreachable
-from penstock.weights.manifest import is_digest
+from penstock.types import is_digest
 from penstock.weights.store import open_regular
 
 PIECE_BYTES = 1 << 20

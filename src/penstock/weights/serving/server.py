@@ -22,8 +22,8 @@ from starlette.types import Receive, Scope, Send
 from penstock.errors import BadRequest, WireError
 from penstock.observe.metric_names import PROMETHEUS
 from penstock.observe.prometheus import new_registry
+from penstock.types import is_digest
 from penstock.weights.deltas.chain import MAX_BASES, DeltaChain
-from penstock.weights.manifest import is_digest
 from penstock.weights.serving.sources import Blob, Source
 from penstock.wire.auth import Role, Verifier
 from penstock.wire.codec import JSON

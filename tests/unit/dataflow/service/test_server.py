@@ -19,6 +19,12 @@ async def test_an_address_off_loopback_is_refused_before_anything_is_said(tmp_pa
     verifier = Signer.create(tmp_path / "keys", config.name).verifier(Audience.DATAFLOW)
     with structlog.testing.capture_logs() as logs, pytest.raises(ConfigError, match="TLS"):
         await serve_dataflow(
-            config, tmp_path, host="0.0.0.0", port=0, weights_url="", verifier=verifier
+            config,
+            tmp_path,
+            host="0.0.0.0",
+            port=0,
+            weights_url="",
+            verifier=verifier,
+            partition_urls={},
         )
     assert logs == [] and not (tmp_path / "ledger").exists()

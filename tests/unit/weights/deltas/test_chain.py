@@ -49,7 +49,8 @@ def test_it_is_the_cheapest_of_all(known: Steps, have: str, below: int) -> None:
     assert sum(one.bytes for one in chain) == (best or 0)
     assert bool(chain) == (best is not None)
     if chain:
-        assert is_valid_chain("a", chain, have, below=below)
+        named = [named_step(one.base * 64, one.target * 64, one.bytes) for one in chain]
+        assert is_valid_chain("a" * 64, named, [file * 64 for file in have], below=below)
 
 
 def test_a_chain_without_end_ends() -> None:
@@ -65,14 +66,21 @@ def test_a_chain_without_end_ends() -> None:
 
 
 def test_untrusted_chains_are_checked() -> None:
-    good = [step("b", "c", 3), step("c", "a", 4)]
-    assert is_valid_chain("a", good, "b", below=8)
-    assert not is_valid_chain("a", good, "b", below=7), "it does not pay"
-    assert not is_valid_chain("a", good, "c", below=8), "it begins elsewhere"
-    assert not is_valid_chain("d", good, "b", below=8), "it ends elsewhere"
-    assert not is_valid_chain("a", [good[1], good[0]], "bc", below=8), "its steps do not meet"
-    assert not is_valid_chain("a", [], "b", below=8)
-    assert not is_valid_chain("a", [step("b", "c", 9), step("c", "a", -4)], "b", below=8)
-    long = [step(str(n), str(n + 1), 1) for n in range(MAX_STEPS + 1)]
+    a, b, c, d = (digit * 64 for digit in "abcd")
+    good = [named_step(b, c, 3), named_step(c, a, 4)]
+    assert is_valid_chain(a, good, [b], below=8)
+    assert not is_valid_chain(a, good, [b], below=7), "it does not pay"
+    assert not is_valid_chain(a, good, [c], below=8), "it begins elsewhere"
+    assert not is_valid_chain(d, good, [b], below=8), "it ends elsewhere"
+    assert not is_valid_chain(a, [good[1], good[0]], [b, c], below=8), "its steps do not meet"
+    assert not is_valid_chain(a, [], [b], below=8)
+    assert not is_valid_chain(a, [named_step(b, c, 9), named_step(c, a, -4)], [b], below=8)
+    long = [named_step(f"{n:064}", f"{n + 1:064}", 1) for n in range(MAX_STEPS + 1)]
     assert all(one.target == other.base for one, other in pairwise(long))
-    assert not is_valid_chain(str(MAX_STEPS + 1), long, ["0"], below=10**6)
+    assert is_valid_chain(f"{MAX_STEPS:064}", long[:-1], ["0" * 64], below=10**6)
+    assert not is_valid_chain(f"{MAX_STEPS + 1:064}", long, ["0" * 64], below=10**6)
+
+
+def named_step(base: str, target: str, num_bytes: int) -> DeltaEntry:
+    """A step between blobs with digests; only such are sound."""
+    return DeltaEntry(base=base, target=target, blob="e" * 64, bytes=num_bytes)

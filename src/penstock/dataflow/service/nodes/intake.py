@@ -52,6 +52,8 @@ class DeliveryIntake:
         self._is_published = is_published
         self._is_scored = is_scored
         self._next_arrival = next_arrival
+        self.limits = validate.NO_LIMITS
+        """Window and vocabulary of the run's models, as far as they are known."""
 
     def store_or_refuse(
         self, node_id: NodeId, delivery: Delivery, now: float, *, is_authoritative: bool = True
@@ -84,7 +86,11 @@ class DeliveryIntake:
             return f"the trajectory has boot_id {trajectory.boot_id[:128]}, the lease another one"
         digest = blake3(delivery.payload).hexdigest()
         summary = validate.summarise(
-            trajectory, digest, self._is_published, is_scored=self._is_scored
+            trajectory,
+            digest,
+            self._is_published,
+            is_scored=self._is_scored,
+            limits=self.limits,
         )
         return summary if isinstance(summary, str) else (trajectory, summary)
 

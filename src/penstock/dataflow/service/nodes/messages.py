@@ -7,10 +7,27 @@ Owns shapes only. Every mutating call carries an id chosen by its caller; repeat
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState
-from penstock.types import NodeId, PolicyName, PublishedVersion, RowId, SamplingSpec, Task, Turn
+from penstock.types import (
+    SAFE,
+    Count,
+    Id,
+    NodeId,
+    OptionalDigest,
+    PolicyName,
+    PublishedVersion,
+    RowId,
+    SamplingSpec,
+    Seconds,
+    Task,
+    Turn,
+)
+
+LiveVersions = Annotated[tuple[LiveVersion, ...], Meta(max_length=1024)]
 
 SECRET_HEADER = "x-penstock-secret"
 """Carries the secret of a call that has no body: the boot secret to leave, the secret of the lease
@@ -113,7 +130,7 @@ class RegisterAnswer:
     facts: RunInfo
     partitions: tuple[PartitionAddress, ...] = ()
     """Additional partitions; register, lease and send heartbeats there too."""
-    secret: str = ""
+    secret: Id = ""
     """Boot secret: proves that the caller is this process of the node. Each partition has its
     own."""
 
@@ -122,11 +139,11 @@ class RegisterAnswer:
 class Heartbeat:
     """`PUT /v1/nodes/{id}`: renews all leases of the node."""
 
-    boot_id: str
+    boot_id: Id
     state: NodeState
-    live: tuple[LiveVersion, ...]
-    num_held: int = 0
-    secret: str = ""
+    live: LiveVersions
+    num_held: Count = 0
+    secret: Id = ""
     """The boot secret from the registration."""
 
 
@@ -144,14 +161,14 @@ class HeartbeatAnswer:
 class LeaseRequest:
     """`POST /v1/leases`: lease up to n slots; held open for `wait_s` when there is no work."""
 
-    request_id: str
+    request_id: Id
     """A repeated request gets the same grants, so a lost response loses nothing."""
-    node_id: NodeId
-    boot_id: str
-    max_slots: int
-    wait_s: float
-    live: tuple[LiveVersion, ...]
-    secret: str = ""
+    node_id: Annotated[NodeId, SAFE]
+    boot_id: Id
+    max_slots: Count
+    wait_s: Seconds
+    live: LiveVersions
+    secret: Id = ""
     """The boot secret from the registration."""
 
 
@@ -168,19 +185,19 @@ class RecordedTurn:
 
     row_id: RowId
     """The row that the attempt will become."""
-    index: int
+    index: Count
     """Position among the turns of this attempt."""
     turn: Turn
     is_reused: bool = False
     """An earlier attempt generated it."""
-    secret: str = ""
+    secret: Id = ""
     """The secret of the lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordRequest:
-    node_id: NodeId
-    turns: tuple[RecordedTurn, ...]
+    node_id: Annotated[NodeId, SAFE]
+    turns: Annotated[tuple[RecordedTurn, ...], Meta(max_length=10_000)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,13 +208,13 @@ class TurnsAnswer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     row_id: RowId
-    payload: memoryview
+    payload: Annotated[memoryview, Meta(max_length=256 << 20)]
     """A msgpack Trajectory, stored and sent to trainers byte for byte; on the receiving side a view
     of the request body."""
-    blob: str = ""
+    blob: OptionalDigest = ""
     """Digest of a payload above 1 MB, uploaded before by `PUT /v1/blobs/{digest}`; `payload` is
     then empty."""
-    secret: str = ""
+    secret: Id = ""
     """The secret of the lease."""
 
 
@@ -205,10 +222,12 @@ class Delivery:
 class DeliveryRequest:
     """`POST /v1/trajectories`."""
 
-    node_id: NodeId
-    boot_id: str
-    deliveries: tuple[Delivery, ...]
-    released: dict[RowId, str] = field(default_factory=dict[RowId, str])
+    node_id: Annotated[NodeId, SAFE]
+    boot_id: Id
+    deliveries: Annotated[tuple[Delivery, ...], Meta(max_length=100_000)]
+    released: Annotated[dict[RowId, Id], Meta(max_length=100_000)] = field(
+        default_factory=dict[RowId, str]
+    )
     """Slots released without a result: the row id that each would have had, and the secret of its
     lease."""
 

@@ -8,8 +8,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from penstock.dataflow.service.nodes.model_limits import MAX_TOKEN_ID, ModelLimits
 from penstock.types import (
+    MAX_REWARD,
     MAX_ROLE_CHARS,
+    MAX_TURNS,
+    MIN_TEMPERATURE,
     PolicyName,
     RowSummary,
     Trajectory,
@@ -22,12 +26,11 @@ MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0; engines round."""
 MIN_LOGPROB = -1e4
 """No engine samples a token this unlikely; its importance ratio would only spoil a batch."""
-MAX_REWARD = 1e9
-MAX_TURNS = 4096
 MAX_TOKENS = 4_000_000
 """Limit over all branches: the trainer's unfolded samples must stay in proportion to the
 payload."""
 
+NO_LIMITS = ModelLimits()
 IsPublished = Callable[[PolicyName, int, int], bool]
 """Did the ledger ever publish this (policy, incarnation, number)?"""
 
@@ -39,7 +42,12 @@ class UnknownVersion(str):
 
 
 def summarise(
-    trajectory: Trajectory, digest: str, is_published: IsPublished, *, is_scored: bool = True
+    trajectory: Trajectory,
+    digest: str,
+    is_published: IsPublished,
+    *,
+    is_scored: bool = True,
+    limits: ModelLimits = NO_LIMITS,
 ) -> RowSummary | str:
     """The summary of a valid trajectory, or the reason it is invalid.
 
@@ -48,7 +56,7 @@ def summarise(
     if (
         wrong := _check_outcome(trajectory, is_scored)
         or _check_shapes(turns)
-        or _check_values(turns)
+        or _check_values(turns, limits.max_id)
     ):
         return wrong
     sampled: dict[PolicyName, int] = {}
@@ -66,6 +74,9 @@ def summarise(
             made_by = versions.setdefault(turn.policy, set())
             made_by.update([(span.incarnation, span.number) for span in turn.spans])
     lengths, leaves = _lengths(turns), _leaves(turns)
+    for index, (turn, length) in enumerate(zip(turns, lengths, strict=True)):
+        if length > (window := limits.window(turn.policy)):
+            return f"turn {index}: {length} tokens, the window of {turn.policy} has {window}"
     if (tokens := sum(lengths[leaf] for leaf in leaves)) > MAX_TOKENS:
         return f"its branches unfold to {tokens} tokens; at most {MAX_TOKENS}"
     return RowSummary(
@@ -152,7 +163,7 @@ def _check_shapes(turns: Sequence[Turn]) -> str:
 
 def check_turn(turn: Turn, index: int) -> str:
     """The error in a single turn, or an empty string."""
-    return _check_shape(turn, index) or _check_numbers([turn])
+    return _check_shape(turn, index) or _check_numbers([turn], MAX_TOKEN_ID)
 
 
 def _check_shape(turn: Turn, index: int) -> str:
@@ -160,6 +171,8 @@ def _check_shape(turn: Turn, index: int) -> str:
         return f"parent {turn.parent} does not come before it"
     if len(turn.role) > MAX_ROLE_CHARS:
         return f"its role has {len(turn.role)} characters; at most {MAX_ROLE_CHARS}"
+    if 0 < turn.sampling.temperature < MIN_TEMPERATURE:
+        return f"temperature {turn.sampling.temperature:g}: use 0, or at least {MIN_TEMPERATURE:g}"
     if len(turn.sampled_ids) % 4 or len(turn.prompt_ids) % 4:
         return "token ids must be int32, 4 bytes each"
     if len(turn.sampled_ids) != len(turn.logprobs):
@@ -174,17 +187,17 @@ def _check_shape(turn: Turn, index: int) -> str:
     return ""
 
 
-def _check_values(turns: Sequence[Turn]) -> str:
+def _check_values(turns: Sequence[Turn], max_id: int) -> str:
     """Check all turns together, because the cost is per array, not per number; one by one only to
     name the bad turn."""
-    wrong = _check_numbers(turns)
+    wrong = _check_numbers(turns, max_id)
     if not wrong:
         return ""
-    index = next(index for index, turn in enumerate(turns) if _check_numbers([turn]))
-    return f"turn {index}: {_check_numbers([turns[index]])}"
+    index = next(index for index, turn in enumerate(turns) if _check_numbers([turn], max_id))
+    return f"turn {index}: {_check_numbers([turns[index]], max_id)}"
 
 
-def _check_numbers(turns: Sequence[Turn]) -> str:
+def _check_numbers(turns: Sequence[Turn], max_id: int) -> str:
     values = np.frombuffer(b"".join([turn.logprobs for turn in turns]), "<f4")
     # Comparisons with NaN are false, and both reductions propagate it.
     if values.size and not (
@@ -195,4 +208,6 @@ def _check_numbers(turns: Sequence[Turn]) -> str:
     ids = np.frombuffer(b"".join(parts), "<i4")
     if ids.size and np.minimum.reduce(ids) < 0:
         return "a token id is negative"
+    if max_id < MAX_TOKEN_ID and ids.size and np.maximum.reduce(ids) > max_id:
+        return f"token id {np.maximum.reduce(ids)} is not in the vocabulary of {max_id + 1}"
     return ""

@@ -7,9 +7,12 @@ Owns shapes only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
 
 from penstock.dataflow.core.leasing import LiveVersion
-from penstock.types import JsonObject, NodeId, PolicyName
+from penstock.types import Count, Finite, Id, JsonObject, NodeId, PolicyName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +28,15 @@ class ForgetSessionAnswer:
 class PartitionMetrics:
     """Metrics that a partition in another process reports to the coordinator."""
 
-    num_waiting: int = 0
-    num_open: int = 0
-    num_nodes: int = 0
-    trajectories: int = 0
-    sampled_tokens: int = 0
-    failed_tokens: int = 0
-    salvaged_tokens: int = 0
-    tokens_per_s: float = 0.0
-    missing_stages: tuple[str, ...] = ()
+    num_waiting: Count = 0
+    num_open: Count = 0
+    num_nodes: Count = 0
+    trajectories: Count = 0
+    sampled_tokens: Count = 0
+    failed_tokens: Count = 0
+    salvaged_tokens: Count = 0
+    tokens_per_s: Finite = 0.0
+    missing_stages: Annotated[tuple[Id, ...], Meta(max_length=1024)] = ()
     """Stages without a live worker."""
 
 

@@ -8,6 +8,7 @@ partition; an operator drains one or declares it lost.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -43,7 +44,7 @@ from penstock.dataflow.service.partitions.messages import (
     PartitionJoin,
 )
 from penstock.dataflow.service.process import Process
-from penstock.errors import BadRequest, Conflict, Fenced, NotFound
+from penstock.errors import BadRequest, Conflict, Fenced, Forbidden, NotFound
 from penstock.types import NodeId, RowId
 
 log = structlog.get_logger(__name__)
@@ -76,12 +77,17 @@ class PartitionHandlers:
         }
         self._wake_events: dict[int, asyncio.Event] = {}
         """By partition, set when there are orders for its open poll."""
+        self.own_urls: Mapping[int, str] = {}
+        """Addresses of the run's own partitions; no other address is accepted for these."""
 
     # --- calls of partitions ------------------------------------------------------------------
 
-    async def join(self, index: int, body: PartitionJoin) -> Ack:
+    async def join(self, index: int, body: PartitionJoin, *, may_move: bool = False) -> Ack:
         """Register a partition's process: the first adds the partition, a later one replaces the
-        previous process."""
+        previous process.
+
+        may_move: an operator says so; else it stays at its address, since nodes and trainers send
+        their tokens there."""
         if not 0 < index < MAX_PARTITIONS:
             raise BadRequest(
                 f"partition {index} is out of range; use 1 to {MAX_PARTITIONS - 1}"
@@ -90,6 +96,8 @@ class PartitionHandlers:
         known = self._remote.get(index)
         if known is not None:
             _require_newer(known.record, body.boot)
+        if not may_move:
+            self._require_address(index, body.url)
         record = PartitionRecord(
             index=index,
             url=body.url,
@@ -105,6 +113,17 @@ class PartitionHandlers:
         await self._process.make_durable()
         log.info("partition joined", index=index, url=body.url, epoch=body.boot.epoch)
         return Ack()
+
+    def _require_address(self, index: int, url: str) -> None:
+        """The address of the run's own partition, or else the one it first joined with."""
+        known = self._remote.get(index)
+        pinned = self.own_urls.get(index) or (url if known is None else known.record.url)
+        if url.rstrip("/") != pinned.rstrip("/"):
+            raise Forbidden(
+                f"partition {index} is at {pinned}, not at {url[:200]}; nodes and trainers would "
+                "send their tokens there. If it has moved, start it with an operator's token "
+                "(`penstock token RUN --role admin`)"
+            )
 
     async def push(self, index: int, body: LinkPush) -> LinkPushAnswer:
         remote = self._require(index, body.boot)
@@ -229,6 +248,11 @@ class PartitionHandlers:
             )
             for index, remote in self._remote.items()
         )
+
+
+def partition_subject(index: int) -> str:
+    """Who the token of a partition is for: the name of its service."""
+    return f"partition-{index}"
 
 
 def add_remote_partition(

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from penstock.dataflow.core.messages import NumberedMessage
 from penstock.dataflow.service.operators.messages import PartitionMetrics
+from penstock.types import Count, Id, Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,8 +18,8 @@ class PartitionBoot:
     """Identifies a partition's process. A higher epoch replaces a lower one; with equal epochs the
     first to register stays."""
 
-    epoch: int
-    boot_id: str
+    epoch: Count
+    boot_id: Id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +27,7 @@ class PartitionJoin:
     """`PUT /v1/partitions/{index}`: register a partition's process."""
 
     boot: PartitionBoot
-    url: str
+    url: Annotated[str, Meta(max_length=2048, pattern=r"^https?://[!-~]+$(?!\n)")]
     """Where nodes and trainers reach it."""
 
 
@@ -32,7 +36,7 @@ class LinkPush:
     """`POST /v1/partitions/{index}/messages`: messages new to the coordinator, oldest first."""
 
     boot: PartitionBoot
-    messages: tuple[NumberedMessage, ...]
+    messages: Annotated[tuple[NumberedMessage, ...], Meta(max_length=10_000)]
     figures: PartitionMetrics
 
 
@@ -48,9 +52,9 @@ class LinkPull:
     are none."""
 
     boot: PartitionBoot
-    received: int
+    received: Count
     """The partition has applied all orders up to this number."""
-    wait_s: float
+    wait_s: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.dataflow.service.messages import Ack
-from penstock.dataflow.service.partitions.handlers import PartitionHandlers
+from penstock.dataflow.service.partitions.handlers import (
+    PartitionHandlers,
+    partition_subject,
+)
 from penstock.dataflow.service.partitions.messages import (
     LinkPull,
     LinkPullAnswer,
@@ -18,7 +21,7 @@ from penstock.dataflow.service.partitions.messages import (
 from penstock.dataflow.service.row_payloads import RowPayloads, RowsQuery
 from penstock.dataflow.service.trainers.messages import RowsAnswer, RowsRequest
 from penstock.dataflow.service.trainers.routes import TRAINERS, serve_rows
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, Forbidden
 from penstock.wire.auth import Role
 from penstock.wire.routes import Call, route
 
@@ -36,17 +39,18 @@ class PartitionRoutes:
     @route("PUT", "/v1/partitions/{index}", PARTITIONS)
     async def join(self, call: Call, body: PartitionJoin) -> Ack:
         """Register a partition: adds it, or replaces its previous process."""
-        return await self.partitions.join(_index(call), body)
+        may_move = call.credential.role is Role.ADMIN
+        return await self.partitions.join(_own_index(call), body, may_move=may_move)
 
     @route("POST", "/v1/partitions/{index}/messages", PARTITIONS, max_body_bytes=64 << 20)
     async def push(self, call: Call, body: LinkPush) -> LinkPushAnswer:
         """Messages of this partition to the coordinator, numbered; applied once."""
-        return await self.partitions.push(_index(call), body)
+        return await self.partitions.push(_own_index(call), body)
 
     @route("POST", "/v1/partitions/{index}/orders", PARTITIONS)
     async def pull(self, call: Call, body: LinkPull) -> LinkPullAnswer:
         """Orders for this partition; held open when there are none."""
-        return await self.partitions.pull(_index(call), body)
+        return await self.partitions.pull(_own_index(call), body)
 
     @route("POST", "/v1/partitions/{index}/drain", OPERATORS)
     async def drain(self, call: Call) -> Ack:
@@ -72,6 +76,18 @@ class RowPayloadRoutes:
             raise BadRequest(f"at most {MAX_ROWS} rows per call, got {len(body.row_ids)}")
         wanted = RowsQuery(row_ids=body.row_ids, columns=body.columns)
         return await serve_rows(self.payloads, wanted, call)
+
+
+def _own_index(call: Call) -> int:
+    """The partition in the path, which the caller's token must be for; an operator's is for any."""
+    index = _index(call)
+    credential = call.credential
+    if credential.role is not Role.ADMIN and credential.subject != partition_subject(index):
+        raise Forbidden(
+            f"this token is for {credential.subject or 'nobody'}, not for partition {index}; mint "
+            f"one with `penstock token RUN --role partition --name {partition_subject(index)}`"
+        )
+    return index
 
 
 def _index(call: Call) -> int:

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from penstock.dataflow.columns.row_leases import Claim, LeasedRow, LeaseOutcome, ReaderSpec
 from penstock.dataflow.columns.values import ColumnStatus, RowValues, WireValue
 from penstock.dataflow.core.leasing import DeliveryStatus
-from penstock.types import RowId
+from penstock.types import Count, Id, RowId, SafeName, Seconds
+
+MANY = Meta(max_length=100_000)
+"""Of rows in one call; handlers allow fewer, by the work that a row is."""
+ColumnName = Annotated[str, Meta(max_length=128)]
 
 # --- readers ----------------------------------------------------------------------------------
 
@@ -41,11 +47,11 @@ class ReadersAnswer:
 class RowLeaseRequest:
     """`POST /v1/readers/{name}/leases`: lease up to n rows; held open while there are none."""
 
-    request_id: str
+    request_id: Id
     """A repeated request gets the same rows, so a lost response loses nothing."""
-    worker: str
-    max_rows: int
-    wait_s: float = 20.0
+    worker: Id
+    max_rows: Count
+    wait_s: Seconds = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +65,7 @@ class RowLeaseAnswer:
 class ExtendRequest:
     """`PUT /v1/readers/{name}/leases`: keep these leases."""
 
-    claims: tuple[Claim, ...]
+    claims: Annotated[tuple[Claim, ...], MANY]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,20 +77,25 @@ class ExtendAnswer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowResult:
     claim: Claim
-    columns: Mapping[str, WireValue] = field(default_factory=dict[str, WireValue])
-    failed: Mapping[str, str] = field(default_factory=dict[str, str])
+    columns: Annotated[Mapping[ColumnName, WireValue], Meta(max_length=1024)] = field(
+        default_factory=dict[str, WireValue]
+    )
+    failed: Annotated[Mapping[ColumnName, Id], Meta(max_length=1024)] = field(
+        default_factory=dict[str, str]
+    )
     """Columns that will never have a value, with the kind of failure."""
     end: LeaseOutcome = LeaseOutcome.NONE
-    error: str = ""
+    error: Annotated[str, Meta(max_length=1 << 20)] = ""
+    """The ledger keeps its first 2,000 characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultsRequest:
     """`PUT /v1/rows/columns`: a worker's results for its leased rows."""
 
-    reader: str
-    worker: str
-    results: tuple[RowResult, ...]
+    reader: SafeName
+    worker: Id
+    results: Annotated[tuple[RowResult, ...], MANY]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +125,7 @@ class ResultsAnswer:
 class QuotaRequest:
     """`PUT /v1/spaces/{space}`."""
 
-    quota_bytes: int
+    quota_bytes: Count
     """0 for no separate limit."""
 
 
@@ -132,14 +143,14 @@ class SpacesAnswer:
 
 class PutRow(msgspec.Struct, frozen=True, kw_only=True):
     key: RowId
-    columns: Mapping[str, WireValue]
+    columns: Annotated[Mapping[ColumnName, WireValue], Meta(max_length=1024)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutRequest:
     """`POST /v1/spaces/{space}/rows`. An existing key gets the columns it lacks."""
 
-    rows: tuple[PutRow, ...]
+    rows: Annotated[tuple[PutRow, ...], MANY]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +164,8 @@ class PutAnswer:
 class GetRequest:
     """`POST /v1/spaces/{space}/get`."""
 
-    keys: tuple[RowId, ...]
-    columns: tuple[str, ...] = ()
+    keys: Annotated[tuple[RowId, ...], MANY]
+    columns: Annotated[tuple[ColumnName, ...], Meta(max_length=1024)] = ()
     """Empty for all of them."""
 
 

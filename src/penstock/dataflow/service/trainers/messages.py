@@ -8,20 +8,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
-from penstock.types import Manifest, PolicyName, RowId, RowPayload
+from msgspec import Meta
+
+from penstock.types import (
+    Count,
+    Digest,
+    Id,
+    Int64,
+    Label,
+    Manifest,
+    PolicyName,
+    RowId,
+    RowPayload,
+    Seconds,
+    Text,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncarnationRequest:
     """`POST /v1/policies/{policy}/incarnations`: become this policy's only trainer."""
 
-    request_id: str
-    expected: int
+    request_id: Id
+    expected: Count
     """The current incarnation as the caller knows it (0 before the first); compare-and-set."""
-    number: int
+    number: Count
     """Fork point: the version number of the checkpoint it restored, 0 for the initial model."""
-    seq: int
+    seq: Count
     """Fork point: the last batch inside that checkpoint, 0 for none."""
 
 
@@ -51,9 +66,9 @@ class BatchRequest:
     """`POST /v1/batches`: the sealed manifest number `seq`; held open until it exists."""
 
     consumer: PolicyName
-    seq: int
-    incarnation: int
-    wait_s: float = 20.0
+    seq: Count
+    incarnation: Count
+    wait_s: Seconds = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +85,7 @@ class BatchAnswer:
 class BatchRowsRequest:
     """`POST /v1/batches/{consumer}.{seq}/rows`: the rows of a sealed batch that one rank trains."""
 
-    indexes: tuple[int, ...] | None = None
+    indexes: Annotated[tuple[Int64, ...], Meta(max_length=1_000_000)] | None = None
     """Positions of its rows in the manifest, counted from 0; None for all of them."""
 
 
@@ -87,20 +102,23 @@ class RowsAnswer:
 class RowsRequest:
     """`POST /v1/rows` at the partition that holds them."""
 
-    row_ids: tuple[RowId, ...]
-    columns: tuple[str, ...] = ()
+    row_ids: Annotated[tuple[RowId, ...], Meta(max_length=100_000)]
+    columns: Annotated[tuple[Id, ...], Meta(max_length=1024)] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRequest:
     """`POST /v1/batches/{consumer}.{seq}/commit`."""
 
-    incarnation: int
-    number: int
+    incarnation: Count
+    number: Count
     """The version number after this batch: one more when trained, the same when skipped."""
-    skipped: str = ""
+    skipped: Text = ""
     """Reason, when the batch changed no weights."""
-    stats: dict[str, float] = field(default_factory=dict[str, float])
+    stats: Annotated[dict[Label, float], Meta(max_length=10_000)] = field(
+        default_factory=dict[str, float]
+    )
+    """Values that are not finite are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +126,10 @@ class PublishRequest:
     """`POST /v1/policies/{policy}/versions`: compare-and-set; the store already holds every
     byte."""
 
-    incarnation: int
-    number: int
-    manifest_digest: str
-    weights_digest: str
+    incarnation: Count
+    number: Count
+    manifest_digest: Digest
+    weights_digest: Id
     """BLAKE3 over the tensors alone: versions with equal weights have equal digests,
     whichever process made them."""
 
@@ -120,8 +138,8 @@ class PublishRequest:
 class CheckpointsRequest:
     """`PUT /v1/policies/{policy}/checkpoints`: the checkpoints the trainer can restore."""
 
-    incarnation: int
-    retained: tuple[tuple[int, int], ...]
+    incarnation: Count
+    retained: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=10_000)]
     """(number, seq) of each complete checkpoint."""
 
 
@@ -131,10 +149,10 @@ class QuarantineRequest:
     node of the same credential gets work again."""
 
     policy: PolicyName
-    incarnation: int
-    why: str
+    incarnation: Count
+    why: Text
     """Reason, for logs and status."""
-    boot_id: str = ""
+    boot_id: Id = ""
     """The boot of the node that sampled the rows, as they state; for the log."""
 
 

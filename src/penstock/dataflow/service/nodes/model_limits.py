@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's models can hold: context window and vocabulary, from the config.json of each.
+
+Owns the bounds of a delivered row that depend on the model. A model whose files are not on this
+machine has the general ones; its trainer applies its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.hub import TINY_QWEN3, TINY_WINDOW, find_folder
+from penstock.types import PolicyName
+
+MAX_WINDOW = 1 << 20
+"""Tokens of one context, for a model whose own window is not known."""
+MAX_TOKEN_ID = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    windows: Mapping[PolicyName, int] = field(default_factory=dict[PolicyName, int])
+    """Tokens of one context, answer included, by policy."""
+    max_id: int = MAX_TOKEN_ID
+    """The largest token id of any policy."""
+
+    def window(self, policy: PolicyName) -> int:
+        return self.windows.get(policy, MAX_WINDOW)
+
+
+def read_model_limits(models: Mapping[str, str]) -> ModelLimits:
+    """models: name of the initial model, by policy."""
+    windows: dict[PolicyName, int] = {}
+    sizes: list[int | None] = []
+    for policy, init in models.items():
+        config = _read_config(init)
+        sizes.append(_number(config, "vocab_size"))
+        if window := _number(config, "max_position_embeddings"):
+            windows[PolicyName(policy)] = window
+    known = [size for size in sizes if size is not None]
+    is_known = known and len(known) == len(sizes)
+    return ModelLimits(windows=windows, max_id=max(known) - 1 if is_known else MAX_TOKEN_ID)
+
+
+def _read_config(init: str) -> dict[str, Any]:
+    """Empty if the model is not here; its trainer reports what is wrong with it."""
+    if init == TINY_QWEN3:
+        return {"max_position_embeddings": TINY_WINDOW}
+    folder = find_folder(init, texts_only=True)
+    try:
+        return {} if folder is None else json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _number(config: Mapping[str, Any], name: str) -> int | None:
+    """A positive number of the model, or of its text part if it is multimodal."""
+    for part in (config, config.get("text_config") or {}):
+        value = part.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
