@@ -7,7 +7,6 @@ them, so that a later node removes the groups of a killed one. Never touches a g
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import time
@@ -17,13 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import SandboxError
+from penstock.rollout.sandbox.owners import PREFIX, is_stale, new_name
 from penstock.rollout.sandbox.types import Limits
 
-_PREFIX = "penstock-sandbox-"
-_OWN_PROCESSES = 4
-"""Processes of the sandbox itself, beside the program."""
 _REMOVE_S = 10.0
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +33,13 @@ class Parents:
     def has_memory(self) -> bool:
         return bool(self.folders.keys() & {"memory", "unified"})
 
-    def create(self, limits: Limits) -> Group:
-        name = f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}-{next(_numbers)}"
+    def create(self, limits: Limits, own_processes: int) -> Group:
+        name = new_name()
         group = Group({kind: parent / name for kind, parent in self.folders.items()})
         try:
             for folder in group.folders.values():
                 folder.mkdir()
-            for path, value in _settings(group.folders, limits):
+            for path, value in _settings(group.folders, limits, own_processes):
                 path.write_text(str(value))
         except OSError as error:
             group.remove()
@@ -58,8 +54,8 @@ class Parents:
         stale = [
             folder
             for parent in self.folders.values()
-            for folder in parent.glob(f"{_PREFIX}*")
-            if not _is_owner_alive(folder.name)
+            for folder in parent.glob(f"{PREFIX}*")
+            if is_stale(folder)
         ]
         for folder in stale:
             Group({"stale": folder}).remove()
@@ -94,6 +90,11 @@ class Group:
                 return _field(self.folders["memory"] / "memory.oom_control", "oom_kill")
         return 0
 
+    def kill(self) -> None:
+        """Kill every process in it."""
+        for folder in self.folders.values():
+            _kill_members(folder)
+
     def remove(self) -> None:
         """Kill what is left in it, and remove it. Blocks shortly: the kernel frees a group only
         after its last process."""
@@ -107,8 +108,10 @@ class Group:
                 time.sleep(0.002)
 
 
-def _settings(folders: dict[str, Path], limits: Limits) -> Iterator[tuple[Path, int]]:
-    memory_bytes, num_pids = limits.memory_mb << 20, limits.num_processes + _OWN_PROCESSES
+def _settings(
+    folders: dict[str, Path], limits: Limits, own_processes: int
+) -> Iterator[tuple[Path, int]]:
+    memory_bytes, num_pids = limits.memory_mb << 20, limits.num_processes + own_processes
     if "memory" in folders:
         yield folders["memory"] / "memory.limit_in_bytes", memory_bytes
         with_swap = folders["memory"] / "memory.memsw.limit_in_bytes"
@@ -155,7 +158,7 @@ def _mounts(mountinfo: str) -> Iterator[tuple[Path, set[str]]]:
 def _first_usable(kind: str, folders: tuple[Path, ...], *files: str) -> dict[str, Path]:
     """The first folder in which a new group has these files."""
     for folder in folders:
-        trial = folder / f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}-{next(_numbers)}"
+        trial = folder / new_name()
         with suppress(OSError):
             trial.mkdir()
             try:
@@ -176,16 +179,3 @@ def _kill_members(folder: Path) -> None:
         for pid in (folder / "cgroup.procs").read_text().split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-
-
-def _start_time(pid: int) -> str:
-    """Tells a process from a later one with the same number; empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
-def _is_owner_alive(name: str) -> bool:
-    pid, started, _ = name.removeprefix(_PREFIX).split("-")
-    return _start_time(int(pid)) == started

@@ -53,7 +53,7 @@ async def start_child(
     pass_fds: Sequence[int] = (),
 ) -> Child:
     """Start a program in a session of its own. Raises OSError if there is no such program."""
-    popen = subprocess.Popen(
+    popen = subprocess.Popen(  # noqa: ASYNC220 - as asyncio does: it takes a millisecond
         argv,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

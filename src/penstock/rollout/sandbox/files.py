@@ -11,7 +11,7 @@ import io
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -62,7 +62,7 @@ class WorkFolder:
         return archive.getvalue()
 
     @contextmanager
-    def _open_folders(self, names: list[str], *, create: bool) -> Iterator[int]:
+    def _open_folders(self, names: list[str], *, create: bool) -> Generator[int]:
         folder = os.dup(self.fd)
         try:
             for name in names:
@@ -93,7 +93,7 @@ def _parts(path: str) -> list[str]:
 
 
 @contextmanager
-def _refusals(path: str) -> Iterator[None]:
+def _refusals(path: str) -> Generator[None]:
     try:
         yield
     except OSError as error:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-import signal
 import stat
 import tempfile
 from contextlib import suppress
@@ -22,9 +21,8 @@ from pathlib import Path
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.child import Child, start_child
 from penstock.rollout.sandbox.types import SandboxSpec
+from penstock.rollout.sandbox.walls import HOST_PATH, START_S, end_child, expect_ready
 
-START_S = 60.0
-HOST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ETC = {
     "passwd": "user:x:1000:1000:user:/work:/bin/sh\n",
     "group": "user:x:1000:\n",
@@ -85,24 +83,25 @@ class Mounts:
             self._holder.stdin.write(line.encode() + b"\n")
             await self._expect_ready("cannot mount what the sandbox was granted")
 
+    def make_folder(self, name: str) -> int:
+        """A private folder of ours beside the others; returns a descriptor of it."""
+        assert self._holder is not None, "open() comes first"
+        path = f"/proc/{self._holder.pid}/root{self.path}/{name}"
+        os.mkdir(path, 0o700)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
     async def close(self) -> None:
         if self.folder_fd >= 0:
             os.close(self.folder_fd)
             self.folder_fd = -1
         holder, self._holder = self._holder, None
         if holder is not None:
-            holder.send(signal.SIGKILL)
-            await holder.wait_ended()
-            holder.close()
+            await end_child(holder)
 
     async def _expect_ready(self, what: str) -> None:
         assert self._holder is not None
         async with asyncio.timeout(START_S):
-            if await self._holder.stdout.readline() != b"ready\n":
-                why = (await self._holder.stderr.read(2000)).decode(errors="replace").strip()
-                raise SandboxError(
-                    f"{what}: {why}; allow user namespaces on this host, or choose another back end"
-                )
+            await expect_ready(self._holder, what)
 
     def _fill(self, root: int) -> list[str]:
         """Make the folders and files; returns the commands that mount the grants."""
@@ -114,7 +113,7 @@ class Mounts:
         for name, text in _ETC.items():
             _write(root, f"etc/{name}", text.encode(), 0o444, -1)
         for name, source in self.spec.grants.secrets.items():
-            _write(root, f"secrets/{_checked(name)}", _secret(source), 0o400, self.owner)
+            _write(root, f"secrets/{checked_name(name)}", read_secret(source), 0o400, self.owner)
         return [*self._mount_sockets(root), *self._mount_folders(root)]
 
     def _mount_sockets(self, root: int) -> list[str]:
@@ -126,7 +125,7 @@ class Mounts:
                     f"{source}, granted to a sandbox as the socket {name}, is no socket that its "
                     "user may connect to; listen on it first, with mode 0666 in a private folder"
                 )
-            _write(root, f"sockets/{_checked(name)}", b"", 0o444, -1)
+            _write(root, f"sockets/{checked_name(name)}", b"", 0o444, -1)
             commands.append(f"mount --bind {_quoted(source)} {_quoted(self.path)}/sockets/{name}")
         return commands
 
@@ -143,7 +142,7 @@ class Mounts:
         return commands
 
 
-def _checked(name: str) -> str:
+def checked_name(name: str) -> str:
     if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name[0] == ".":
         raise SandboxError(f"{name!r} cannot name a secret or socket; use letters, digits, - _ .")
     return name
@@ -155,7 +154,7 @@ def _quoted(path: str | Path) -> str:
     return shlex.quote(str(path))
 
 
-def _secret(source: Path) -> bytes:
+def read_secret(source: Path) -> bytes:
     try:
         with source.open("rb") as file:
             return file.read(_MAX_SECRET_BYTES)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from pathlib import Path
 
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.run import run
@@ -41,7 +40,7 @@ async def probe(backend: Backend) -> str:
     with tempfile.NamedTemporaryFile() as private:
         private.write(os.urandom(16).hex().encode())
         private.flush()
-        Path(private.name).chmod(0o600)
+        os.chmod(private.name, 0o600)
         try:
             answers = await _ask(backend, private.name, port)
         except SandboxError as error:

@@ -18,7 +18,7 @@ from penstock.rollout.sandbox.cgroups import Group
 from penstock.rollout.sandbox.child import Child
 from penstock.rollout.sandbox.types import Exit, Limits
 
-_LIMIT_OF_SIGNAL = {signal.SIGXCPU: "cpu_s", signal.SIGXFSZ: "disk_mb"}
+_LIMIT_OF_CODE = {-int(signal.SIGXCPU): "cpu_s", -int(signal.SIGXFSZ): "disk_mb"}
 _MIN_CHECK_S = 0.05
 
 
@@ -87,7 +87,7 @@ class Program:
         code = 128 - code if 128 < code < 128 + signal.NSIG else code
         if code == -signal.SIGKILL and self._group.num_memory_kills() > num_memory_kills:
             self._limit = self._limit or "memory_mb"
-        return Exit(code=code, limit=self._limit or _LIMIT_OF_SIGNAL.get(-code, ""))
+        return Exit(code=code, limit=self._limit or _LIMIT_OF_CODE.get(code, ""))
 
     async def _watch_cpu(self) -> None:
         """Look again when the limit can be reached at the earliest, with all cores busy."""

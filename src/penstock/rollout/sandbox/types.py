@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 WORK_DIR = "/work"
-"""Where programs start inside, whatever the folder is called outside."""
+"""Where programs start inside. Without namespaces, the folder has another name: use relative paths,
+and HOME, PENSTOCK_SECRETS and PENSTOCK_SOCKETS."""
 
 
 class FileRefused(ValueError):
@@ -54,10 +55,10 @@ class Grants:
     folders: tuple[Path, ...] = ()
     """Read-only, at the same path inside."""
     secrets: Mapping[str, Path] = field(default_factory=dict[str, Path])
-    """Files by name; readable inside as /run/secrets/NAME."""
+    """Files by name; readable inside as /run/secrets/NAME ($PENSTOCK_SECRETS/NAME)."""
     sockets: Mapping[str, Path] = field(default_factory=dict[str, Path])
-    """Unix sockets by name; inside as /run/sockets/NAME. Their mode is 0666: keep others out by the
-    mode of their folder."""
+    """Unix sockets by name; inside as /run/sockets/NAME ($PENSTOCK_SOCKETS/NAME). Their mode is
+    0666: keep others out by the mode of their folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class SandboxSpec:
     limits: Limits = Limits()
     grants: Grants = Grants()
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The whole environment, besides PATH, HOME and LANG."""
+    """The whole environment, besides PATH, HOME, LANG, PENSTOCK_SECRETS and PENSTOCK_SOCKETS."""
 
 
 class ReadStream(Protocol):
@@ -137,9 +138,5 @@ class Backend(Protocol):
     def name(self) -> str: ...
     @property
     def level(self) -> Level: ...
-
-    async def self_test(self) -> str:
-        """Try to break out; the reason that this back end cannot be used, or an empty string."""
-        ...
 
     def create(self, spec: SandboxSpec) -> Sandbox: ...
