@@ -69,17 +69,17 @@ class BubblewrapSandbox(NamespaceSandbox):
             *("--ro-bind", f"{path}/etc/hosts", "/etc/hosts"),
             *("--ro-bind", f"{path}/secrets", "/run/secrets"),
             *("--ro-bind", f"{path}/sockets", "/run/sockets"),
-            *self._granted_folders(),
             *("--proc", "/proc", "--dev", "/dev", "--bind", f"{path}/shm", "/dev/shm"),
             *("--bind", f"{path}/tmp", "/tmp", "--bind", f"{path}/work", WORK_DIR),
+            *self._granted_folders(),
             *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK_DIR),
         ]
 
     def _granted_folders(self) -> list[str]:
         return [
             word
-            for number, folder in enumerate(self.spec.grants.folders)
-            for word in ("--ro-bind", f"{self._mounts.path}/folders/{number}", str(folder))
+            for place, source in self._mounts.granted_folders.items()
+            for word in ("--ro-bind", source, place)
         ]
 
 

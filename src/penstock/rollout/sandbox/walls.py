@@ -49,8 +49,7 @@ class Walls:
         try:
             async with asyncio.timeout(START_S):
                 await expect_ready(child, f"{what} does not start")
-            pid = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()[0]
-            return cls(child=child, init_fd=os.pidfd_open(int(pid)))
+            return cls(child=child, init_fd=os.pidfd_open(_only_child(child.pid)))
         except BaseException:
             await end_child(child)
             raise
@@ -74,6 +73,10 @@ class Walls:
         await self.child.wait_ended()
         await self.wait_gone()
         self.child.close()
+
+
+def _only_child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
 async def expect_ready(child: Child, what: str) -> None:
