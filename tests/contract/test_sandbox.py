@@ -187,7 +187,9 @@ async def test_a_secret_and_a_folder_are_granted_and_read_only(
         await sandbox.start()
         try:
             secret = await run(sandbox, ["sh", "-c", 'cat "$PENSTOCK_SECRETS/api"'])
-            table = await run(sandbox, ["sh", "-c", f"cat {folder}/lib/table; cd {folder} && echo *"])
+            table = await run(
+                sandbox, ["sh", "-c", f"cat {folder}/lib/table; cd {folder} && echo *"]
+            )
             written = await run(sandbox, ["sh", "-c", f"echo x > {folder}/lib/table"])
         finally:
             await sandbox.kill()

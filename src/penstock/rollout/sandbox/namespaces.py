@@ -46,6 +46,11 @@ class NamespaceSandbox(ABC):
     def __post_init__(self) -> None:
         self._mounts = Mounts(spec=self.spec, owner=draw_uid())
 
+    @property
+    def uid(self) -> int:
+        """The user of its programs on this host; -1: our own."""
+        return self._mounts.owner
+
     @abstractmethod
     async def _open_walls(self) -> Walls: ...
 
