@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import platform
 import select
@@ -26,6 +27,7 @@ from tests.attacks.hostile.host import (
 )
 from tests.attacks.hostile.programs import PROGRAMS, Hostile
 
+import penstock
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.bubblewrap import BubblewrapBackend, BubblewrapSandbox
 from penstock.rollout.sandbox.choose import choose
@@ -390,3 +392,21 @@ async def test_the_default_is_chosen_and_tested() -> None:
     """`auto` gives bubblewrap where its self-test passes."""
     backend = await choose("auto", demand=Level.NAMESPACES)
     assert (backend.name, backend.level) == ("bubblewrap", Level.NAMESPACES)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_without_root_the_walls_hold_too() -> None:
+    """A node of an ordinary user: the limits of disk and processes, and the walls, are the same."""
+    script = Path(__file__).parent / "hostile" / "unprivileged.py"
+    source = Path(penstock.__file__).parent.parent
+    user = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", "--"]
+    env = ["env", "-i", f"PYTHONPATH={source}", "PATH=/usr/sbin:/usr/bin:/bin"]
+    done = subprocess.run(
+        [*user, *env, PYTHON, str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["back"] == "1"
+    size, *others = found["lines"]
+    assert 15 << 20 < int(size.removeprefix("size=")) <= 16 << 20
+    assert others == ["secret of the user", "refused", "hidden"]
