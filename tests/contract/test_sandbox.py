@@ -166,9 +166,9 @@ async def test_kill_ends_running_programs_and_may_be_repeated(backend: Backend) 
 
 
 async def test_programs_of_one_sandbox_run_at_the_same_time(sandbox: Sandbox) -> None:
-    await run(sandbox, ["mkfifo", "pipe"])
-    reader = await sandbox.exec(["cat", "pipe"])
-    await run(sandbox, ["sh", "-c", "echo through > pipe"])
+    wait = "until [ -e done ]; do sleep 0.01; done; cat file"
+    reader = await sandbox.exec(["sh", "-c", wait])
+    await run(sandbox, ["sh", "-c", "echo through > file; touch done"])
     assert await reader.stdout.read() == b"through\n"
 
 

@@ -573,7 +573,7 @@ KERNEL = (
     _program(
         "devices of the host",
         """
-        for name in ("mem", "kmem", "kmsg", "vda", "sda", "kvm", "fuse", "net/tun", "loop-control"):
+        for name in ("mem", "kmem", "kmsg", "vda", "sda", "kvm", "loop-control", "vsock"):
             if works(os.open, f"/dev/{name}", os.O_RDWR):
                 escaped(f"/dev/{name}")
         for where in ("/work/disk", "/tmp/disk", "/dev/shm/disk"):
@@ -582,6 +582,15 @@ KERNEL = (
         if works(os.open, "/proc/kcore", os.O_RDONLY):
             escaped("/proc/kcore")
         """,
+    ),
+    _program(
+        "devices that open the kernel",
+        """
+        for name in ("fuse", "net/tun", "uinput", "vhost-net", "mapper/control", "snapshot"):
+            if works(os.open, f"/dev/{name}", os.O_RDWR):
+                escaped(f"/dev/{name}")
+        """,
+        is_about_host=False,
     ),
     _program(
         "types into a terminal",

@@ -64,6 +64,7 @@ class NoneBackend:
 class LimitsSandbox(FolderSandbox):
     parents: Parents | None
     """None: no limits of memory, processes and CPU time."""
+    _running: set[int] = field(default_factory=set[int])
 
     async def start(self) -> None:
         await FolderSandbox.start(self)
@@ -81,6 +82,7 @@ class LimitsSandbox(FolderSandbox):
         cwd = str(self.path / "work")
         child = await start_child(command, env={"PATH": HOST_PATH}, cwd=cwd)
         child.stdin.write(line)
+        self._running.add(child.pid)
         program = Program(
             _child=child,
             _limits=self.spec.limits,
@@ -105,9 +107,13 @@ class LimitsSandbox(FolderSandbox):
         return ["/bin/sh", "-c", script]
 
     def _kill_all(self, pid: int) -> None:
-        """The session of the program, its control group and, as root, all of its user."""
+        """The session of the program; with the last program also the control group and, as root,
+        all processes of the user."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
+        self._running.discard(pid)
+        if self._running:
+            return
         self._group.kill()
         if self.owner >= 0:
             user = [f"--reuid={self.owner}", f"--regid={self.owner}", "--clear-groups"]

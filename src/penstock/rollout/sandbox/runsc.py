@@ -22,7 +22,7 @@ from penstock.rollout.sandbox.owners import new_name
 from penstock.rollout.sandbox.types import WORK_DIR, Level, SandboxSpec
 from penstock.rollout.sandbox.walls import INNER_ENV, Walls, join_command, launcher
 
-_OWN_PROCESSES = 200
+_OWN_PROCESSES = 300
 """Threads of gVisor itself."""
 _ETC = ("alternatives", "ld.so.cache", "ssl", "localtime", "nsswitch.conf", "mime.types")
 _FLAGS = ("--platform=ptrace", "--network=none", "--ignore-cgroups", "--host-uds=open")
