@@ -30,6 +30,7 @@ from tests.attacks.hostile.programs import PROGRAMS, Hostile
 import penstock
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.bubblewrap import BubblewrapBackend, BubblewrapSandbox
+from penstock.rollout.sandbox.cgroups import Parents
 from penstock.rollout.sandbox.choose import choose
 from penstock.rollout.sandbox.container import ContainerBackend, find_engine
 from penstock.rollout.sandbox.limits import LimitsBackend
@@ -347,6 +348,36 @@ async def test_many_sandboxes_at_once_leave_nothing() -> None:
 
     outputs = await asyncio.gather(*(one(number) for number in range(16)))
     assert outputs == [f"{number}\n".encode() for number in range(16)]
+    assert count_leftovers() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("fork bomb", "wall_s"),
+        ("thread bomb", ""),
+        ("ten gigabytes", ""),
+        ("shared memory without end", ""),
+        ("burns the processor", "cpu_s"),
+        ("fills the disk", ""),
+        ("daemons in sessions of their own", ""),
+    ],
+)
+async def test_limits_hold_without_control_groups(name: str, limit: str, host: Host) -> None:
+    """In a plain container there are no control groups: resource limits take their place."""
+    program = next(one for one in PROGRAMS if one.name == name)
+    before = count_leftovers()
+    backend = BubblewrapBackend(parents=Parents())
+    sandbox = backend.create(SandboxSpec(limits=limits_for(program), env=host.env))
+    await sandbox.start()
+    try:
+        done = await run(sandbox, [PYTHON, "-I", "-S", "-c", program.source])
+    finally:
+        await sandbox.kill()
+    assert b"ESCAPED" not in done.stdout
+    assert done.exit.limit == limit, done
+    if name == "ten gigabytes":
+        assert b"MemoryError" in done.stderr
     assert count_leftovers() == before
 
 

@@ -235,10 +235,10 @@ async def test_a_grant_that_cannot_be_given_is_refused(tmp_path: Path) -> None:
     bound.bind(str(tmp_path / "private.sock"))
     (tmp_path / "private.sock").chmod(0o600)
     wrong = [
-        (Grants(folders=(tmp_path / "none",)), "is no folder"),
+        (Grants(folders=(tmp_path / "none",)), "is not a folder"),
         (Grants(secrets={"x": tmp_path / "none"}), "cannot read"),
         (Grants(secrets={"../x": tmp_path}), "cannot name"),
-        (Grants(sockets={"x": tmp_path}), "is no socket"),
+        (Grants(sockets={"x": tmp_path}), "is not a socket"),
         (Grants(sockets={"x": tmp_path / "private.sock"}), "0666"),
     ]
     for grants, why in wrong:

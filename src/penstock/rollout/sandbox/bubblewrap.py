@@ -2,7 +2,7 @@
 """The default back end: namespaces by bubblewrap, a seccomp filter, limits and control groups.
 
 Each program gets fresh namespaces of processes, network, users and the rest. As root, each sandbox
-has a user id of its own: bubblewrap never runs as root, where its programs would keep rights.
+has its own user id: bubblewrap never runs as root, where its programs would keep rights.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ async def start_child(
     cwd: str = "/",
     pass_fds: Sequence[int] = (),
 ) -> Child:
-    """Start a program in a session of its own. Raises OSError if there is no such program."""
+    """Start a program in a new session. Raises OSError if there is no such program."""
     popen = subprocess.Popen(  # noqa: ASYNC220 - as asyncio does: it takes a millisecond
         argv,
         stdin=subprocess.PIPE,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weak back ends: `limits` for the owner's own code where no walls can be had, and `none`.
 
-`limits` gives resource limits, a session and a clean environment; as root, also a user of its own.
-It hides neither files nor network. Without root and control groups, a program that makes a session
-of its own can outlive its sandbox. `none` gives a folder, the wall clock and the limit of output.
+`limits` gives resource limits, a session and a clean environment; as root, also a separate user.
+It hides neither files nor network. Without root and control groups, a program that makes a new
+session can outlive its sandbox. `none` gives a folder, the wall clock and the limit of output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OWN_PROCESSES = 2
 @dataclass(slots=True)
 class LimitsBackend:
     has_own_user: bool = True
-    """As root: programs run as a user of their own, and so cannot read the node's private files."""
+    """As root: programs run as a separate user, and so cannot read the node's private files."""
     parents: Parents = field(default_factory=find_parents)
     name: str = "limits"
     level: Level = Level.LIMITS
@@ -122,4 +122,4 @@ class LimitsSandbox(FolderSandbox):
 
 
 async def _already_gone() -> None:
-    """Whoever was killed is gone before its control group can be removed."""
+    """A control group can be removed only after its last process."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a sandbox in a mount namespace of their own, held by a small process.
+"""The files of a sandbox in a separate mount namespace, held by a small process.
 
 Owns the one file system on which everything a sandbox writes lies: a tmpfs with a size, so that the
 disk limit is exact, and which ends with the namespace, so that nothing is left, even after SIGKILL
@@ -21,7 +21,13 @@ from pathlib import Path
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.child import Child, start_child
 from penstock.rollout.sandbox.types import WORK_DIR, SandboxSpec
-from penstock.rollout.sandbox.walls import HOST_PATH, START_S, end_child, expect_ready
+from penstock.rollout.sandbox.walls import (
+    HOST_PATH,
+    NO_NAMESPACES,
+    START_S,
+    end_child,
+    expect_ready,
+)
 
 _ETC = {
     "passwd": "user:x:1000:1000:user:/work:/bin/sh\n",
@@ -67,7 +73,7 @@ class Mounts:
     owner: int
     """The user of the programs, or -1 for our own."""
     has_state: bool = False
-    """Whether the back end needs a folder `state` of its own, beyond the reach of programs."""
+    """Whether the back end needs its own folder `state`, beyond the reach of programs."""
     path: str = field(default_factory=mount_point)
     folder_fd: int = -1
     """The work folder."""
@@ -141,7 +147,7 @@ class Mounts:
     async def _expect_ready(self, what: str) -> None:
         assert self._holder is not None
         async with asyncio.timeout(START_S):
-            await expect_ready(self._holder, what)
+            await expect_ready(self._holder, what, NO_NAMESPACES)
 
     def _fill(self, root: int) -> list[str]:
         """Make the folders and files; returns the commands that mount the grants."""
@@ -166,8 +172,8 @@ class Mounts:
             mode = source.stat().st_mode if source.exists() else 0
             if not stat.S_ISSOCK(mode) or (self.owner >= 0 and not mode & 0o002):
                 raise SandboxError(
-                    f"{source}, granted to a sandbox as the socket {name}, is no socket that its "
-                    "user may connect to; listen on it first, with mode 0666 in a private folder"
+                    f"{source}, granted to a sandbox as {name}, is not a socket that its user may "
+                    "connect to; listen on it first, with mode 0666 in a private folder"
                 )
             write_file(root, f"sockets/{checked_name(name)}", b"", 0o444, -1)
             commands.append(f"mount --bind {_quoted(source)} {_quoted(self.path)}/sockets/{name}")
@@ -178,7 +184,7 @@ class Mounts:
         for number, source in enumerate(self.spec.grants.folders):
             if not source.is_dir() or not source.is_absolute():
                 raise SandboxError(
-                    f"{source}, granted to a sandbox, is no folder; give the absolute path of one"
+                    f"{source}, granted to a sandbox, is not a folder; give an absolute path"
                 )
             os.mkdir(f"folders/{number}", 0o755, dir_fd=root)
             self._make_chain(root, source)
