@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Protocol
 
 WORK_DIR = "/work"
-"""Where programs start inside, whatever the folder is called outside."""
+"""Where programs start inside. Without namespaces, the folder has another name: use relative paths,
+and HOME, PENSTOCK_SECRETS and PENSTOCK_SOCKETS."""
+
+
+class FileRefused(ValueError):
+    """A file inside is missing, a link, not a regular file, too large, or has no room. Programs
+    inside can cause it, so it is no failure of the sandbox."""
 
 
 class Level(IntEnum):
@@ -49,9 +55,10 @@ class Grants:
     folders: tuple[Path, ...] = ()
     """Read-only, at the same path inside."""
     secrets: Mapping[str, Path] = field(default_factory=dict[str, Path])
-    """Files by name; readable inside as /run/secrets/NAME."""
+    """Files by name; readable inside as /run/secrets/NAME ($PENSTOCK_SECRETS/NAME)."""
     sockets: Mapping[str, Path] = field(default_factory=dict[str, Path])
-    """Unix sockets by name; inside as /run/sockets/NAME."""
+    """Unix sockets by name; inside as /run/sockets/NAME ($PENSTOCK_SOCKETS/NAME). Their mode is
+    0666: keep others out by the mode of their folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +66,7 @@ class SandboxSpec:
     limits: Limits = Limits()
     grants: Grants = Grants()
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The whole environment, besides PATH, HOME and LANG."""
+    """The whole environment, besides PATH, HOME, LANG, PENSTOCK_SECRETS and PENSTOCK_SOCKETS."""
 
 
 class ReadStream(Protocol):
@@ -74,7 +81,7 @@ class WriteStream(Protocol):
 
 
 class SandboxProcess(Protocol):
-    """A program inside. Closing the sandbox kills it and all its descendants."""
+    """A program inside. Its descendants end with it. Read its output, or it may block."""
 
     @property
     def stdin(self) -> WriteStream: ...
@@ -91,7 +98,7 @@ class SandboxProcess(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
     code: int
-    """Negative: killed by this signal."""
+    """Negative: killed by this signal. A program that exits with 128 + N counts as killed by N."""
     limit: str = ""
     """The limit that ended it, as a field of Limits; empty if it ended by itself."""
 
@@ -102,19 +109,21 @@ class Sandbox(Protocol):
     async def start(self) -> None: ...
 
     async def exec(self, argv: Sequence[str], *, env: Mapping[str, str] = {}) -> SandboxProcess:
-        """Start a program in WORK_DIR."""
+        """Start a program in WORK_DIR. Programs of one sandbox share files and limits, and see no
+        processes of each other."""
         ...
 
     async def put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file below WORK_DIR, never through a link."""
+        """Write a file below WORK_DIR, never through a link. Raises FileRefused."""
         ...
 
     async def get(self, path: str, *, max_bytes: int) -> bytes:
-        """Read a regular file below WORK_DIR, never through a link."""
+        """Read a regular file below WORK_DIR, never through a link. Raises FileRefused."""
         ...
 
     async def snapshot(self) -> bytes:
-        """The files below WORK_DIR as a tar archive, within the disk limit."""
+        """The files below WORK_DIR as a tar archive, without links. Raises FileRefused beyond the
+        disk limit."""
         ...
 
     async def kill(self) -> None:
@@ -129,9 +138,5 @@ class Backend(Protocol):
     def name(self) -> str: ...
     @property
     def level(self) -> Level: ...
-
-    async def self_test(self) -> str:
-        """Try to break out; the reason that this back end cannot be used, or an empty string."""
-        ...
 
     def create(self, spec: SandboxSpec) -> Sandbox: ...

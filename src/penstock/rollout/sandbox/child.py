@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One child process with pipes and an exact end: `wait_ended` returns once it is dead, whether or
+not anyone reads its output (`asyncio.subprocess` waits for its pipes too).
+
+Owns its descriptors. Knows nothing of sandboxes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from asyncio import StreamReader, StreamReaderProtocol, StreamWriter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class Child:
+    pid: int
+    stdin: StreamWriter
+    stdout: StreamReader
+    stderr: StreamReader
+    _popen: subprocess.Popen[bytes]
+    _transports: list[asyncio.BaseTransport]
+    _pidfd: int
+    _ended: asyncio.Event
+
+    def send(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self._popen.returncode is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    async def wait_ended(self) -> int:
+        """The exit code; negative: the signal that killed it."""
+        await self._ended.wait()
+        return self._popen.wait()
+
+    def close(self) -> None:
+        """Close the pipes; the process must have ended."""
+        for transport in self._transports:
+            transport.close()
+
+
+async def start_child(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: str = "/",
+    pass_fds: Sequence[int] = (),
+) -> Child:
+    """Start a program in a session of its own. Raises OSError if there is no such program."""
+    popen = subprocess.Popen(  # noqa: ASYNC220 - as asyncio does: it takes a millisecond
+        argv,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env,
+        cwd=cwd,
+        pass_fds=pass_fds,
+        start_new_session=True,
+        bufsize=0,
+    )
+    assert popen.stdin is not None and popen.stdout is not None and popen.stderr is not None
+    loop = asyncio.get_running_loop()
+    stdout, stderr, unused = (StreamReader(loop=loop) for _ in range(3))
+    readers = [
+        (await loop.connect_read_pipe(lambda to=reader: StreamReaderProtocol(to), pipe))[0]
+        for reader, pipe in ((stdout, popen.stdout), (stderr, popen.stderr))
+    ]
+    writer, protocol = await loop.connect_write_pipe(
+        lambda: StreamReaderProtocol(unused), popen.stdin
+    )
+    pidfd, ended = os.pidfd_open(popen.pid), asyncio.Event()
+
+    def on_end() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        popen.wait()
+        ended.set()
+
+    loop.add_reader(pidfd, on_end)
+    return Child(
+        pid=popen.pid,
+        stdin=StreamWriter(writer, protocol, None, loop),
+        stdout=stdout,
+        stderr=stderr,
+        _popen=popen,
+        _transports=[*readers, writer],
+        _pidfd=pidfd,
+        _ended=ended,
+    )

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a sandbox, read and written from outside while hostile programs may change them.
+
+Owns the rule that no link is ever followed: each part of a path is opened relative to the one
+before, and only regular files are read. Raises FileRefused for what a program may have caused.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import tarfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from penstock.rollout.sandbox.types import WORK_DIR, FileRefused
+
+MAX_DEPTH = 64
+MAX_ENTRIES = 100_000
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkFolder:
+    """The folder of a sandbox, by an open descriptor."""
+
+    fd: int
+    owner: int = -1
+    """Who owns what we put there; -1: we."""
+
+    def put(self, path: str, data: bytes, mode: int) -> None:
+        *folders, name = _parts(path)
+        with _refusals(path), self._open_folders(folders, create=True) as folder:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(name, flags, 0o600, dir_fd=folder), "wb") as file:
+                file.write(data)
+                os.fchown(file.fileno(), self.owner, self.owner)
+                os.fchmod(file.fileno(), mode & 0o777)
+
+    def get(self, path: str, max_bytes: int) -> bytes:
+        *folders, name = _parts(path)
+        with _refusals(path), self._open_folders(folders, create=False) as folder:
+            return _read(folder, name, path, max_bytes)
+
+    def snapshot(self, max_bytes: int) -> bytes:
+        """Regular files and folders; links, sockets and pipes are left out."""
+        archive, room = io.BytesIO(), max_bytes
+        with _refusals("."), tarfile.open(fileobj=archive, mode="w") as tar:
+            for count, (entry, data) in enumerate(_walk(self.fd, "", max_bytes)):
+                room -= entry.size
+                if room < 0 or count >= MAX_ENTRIES:
+                    raise FileRefused(
+                        f"the files of the sandbox exceed {max_bytes:,} bytes or {MAX_ENTRIES:,} "
+                        "entries; delete what is not needed before the snapshot, or raise disk_mb"
+                    )
+                tar.addfile(entry, io.BytesIO(data))
+        return archive.getvalue()
+
+    @contextmanager
+    def _open_folders(self, names: list[str], *, create: bool) -> Generator[int]:
+        folder = os.dup(self.fd)
+        try:
+            for name in names:
+                if create:
+                    self._make_folder(name, folder)
+                inner = os.open(name, _FOLDER, dir_fd=folder)
+                os.close(folder)
+                folder = inner
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _make_folder(self, name: str, parent: int) -> None:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o755, dir_fd=parent)
+            os.chown(name, self.owner, self.owner, dir_fd=parent, follow_symlinks=False)
+
+
+def _parts(path: str) -> list[str]:
+    inner = path.removeprefix(WORK_DIR + "/")
+    parts = inner.split("/")
+    if any(part in ("", ".", "..") or "\0" in part for part in parts) or len(parts) > MAX_DEPTH:
+        raise FileRefused(
+            f"{path!r} is no path below {WORK_DIR}: write it as folder/file, without `..`, "
+            f"at most {MAX_DEPTH} levels deep"
+        )
+    return parts
+
+
+@contextmanager
+def _refusals(path: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FileRefused(f"{path!r} in the sandbox: {error.strerror or error}") from None
+
+
+def _read(folder: int, name: str, path: str, max_bytes: int) -> bytes:
+    with open(os.open(name, _FILE, dir_fd=folder), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise FileRefused(f"{path!r} in the sandbox is not a regular file")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise FileRefused(f"{path!r} in the sandbox has more than {max_bytes:,} bytes")
+    return data
+
+
+def _walk(folder: int, prefix: str, max_bytes: int) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+    if prefix.count("/") > MAX_DEPTH:
+        raise FileRefused(f"the folders of the sandbox are more than {MAX_DEPTH} levels deep")
+    for name in sorted(os.listdir(folder)):
+        path = prefix + name
+        mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        entry = tarfile.TarInfo(path)
+        entry.mode = mode & 0o777
+        if stat.S_ISREG(mode):
+            data = _read(folder, name, path, max_bytes)
+            entry.size = len(data)
+            yield entry, data
+        elif stat.S_ISDIR(mode):
+            entry.type = tarfile.DIRTYPE
+            yield entry, b""
+            inner = os.open(name, _FOLDER, dir_fd=folder)
+            try:
+                yield from _walk(inner, path + "/", max_bytes)
+            finally:
+                os.close(inner)

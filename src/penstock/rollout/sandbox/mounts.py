@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a sandbox in a mount namespace of their own, held by a small process.
+
+Owns the one file system on which everything a sandbox writes lies: a tmpfs with a size, so that the
+disk limit is exact, and which ends with the namespace, so that nothing is left, even after SIGKILL
+of the node. Grants are mounted there too, by the node's own user: a program's user could not reach
+them through private folders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import stat
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.errors import SandboxError
+from penstock.rollout.sandbox.child import Child, start_child
+from penstock.rollout.sandbox.types import SandboxSpec
+from penstock.rollout.sandbox.walls import HOST_PATH, START_S, end_child, expect_ready
+
+_ETC = {
+    "passwd": "user:x:1000:1000:user:/work:/bin/sh\n",
+    "group": "user:x:1000:\n",
+    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
+}
+_MAX_SECRET_BYTES = 1 << 20
+_SCRIPT = 'mount -t tmpfs -o "$0" penstock "$1" && echo ready && IFS= read -r line && eval "$line"'
+
+
+def mount_point() -> str:
+    """An empty folder of this user, the same for all sandboxes: each mounts over it unseen."""
+    path = Path(tempfile.gettempdir()).resolve() / f"penstock-sandbox-{os.geteuid()}"
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o711)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise SandboxError(f"{path} belongs to someone else; remove it, or set TMPDIR")
+    path.chmod(0o711)
+    return str(path)
+
+
+@dataclass(slots=True, kw_only=True)
+class Mounts:
+    """What one sandbox may write, and what is granted to it, below `path` in the namespace of
+    process `pid`."""
+
+    spec: SandboxSpec
+    owner: int
+    """The user of the programs, or -1 for our own."""
+    path: str = field(default_factory=mount_point)
+    folder_fd: int = -1
+    """The work folder."""
+    _holder: Child | None = None
+
+    @property
+    def enter(self) -> list[str]:
+        """The command that runs another in the namespace."""
+        assert self._holder is not None, "open() comes first"
+        user = [] if self.owner >= 0 else ["--user", "--preserve-credentials"]
+        return ["nsenter", "--mount", f"--target={self._holder.pid}", *user, "--"]
+
+    async def open(self) -> None:
+        disk_mb = self.spec.limits.disk_mb
+        options = f"size={disk_mb}m,nr_inodes={1024 + 128 * disk_mb},mode=0711,nosuid,nodev"
+        user = [] if self.owner >= 0 else ["--user", "--map-root-user"]
+        argv = ["unshare", "--mount", "--propagation", "private", *user, "--"]
+        argv += ["sh", "-c", _SCRIPT, options, self.path]
+        self._holder = await start_child(argv, env={"PATH": HOST_PATH})
+        await self._expect_ready("cannot make a file system for a sandbox")
+        root = os.open(f"/proc/{self._holder.pid}/root{self.path}", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            mounts = self._fill(root)
+            self.folder_fd = os.open("work", os.O_RDONLY | os.O_DIRECTORY, dir_fd=root)
+        finally:
+            os.close(root)
+        if mounts:
+            line = " && ".join((*mounts, "echo ready && read -r _"))
+            self._holder.stdin.write(line.encode() + b"\n")
+            await self._expect_ready("cannot mount what the sandbox was granted")
+
+    def make_folder(self, name: str) -> int:
+        """A private folder of ours beside the others; returns a descriptor of it."""
+        assert self._holder is not None, "open() comes first"
+        path = f"/proc/{self._holder.pid}/root{self.path}/{name}"
+        os.mkdir(path, 0o700)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    async def close(self) -> None:
+        if self.folder_fd >= 0:
+            os.close(self.folder_fd)
+            self.folder_fd = -1
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            await end_child(holder)
+
+    async def _expect_ready(self, what: str) -> None:
+        assert self._holder is not None
+        async with asyncio.timeout(START_S):
+            await expect_ready(self._holder, what)
+
+    def _fill(self, root: int) -> list[str]:
+        """Make the folders and files; returns the commands that mount the grants."""
+        for name in ("work", "tmp", "shm"):
+            os.mkdir(name, 0o700, dir_fd=root)
+            os.chown(name, self.owner, self.owner, dir_fd=root)
+        for name in ("etc", "secrets", "sockets", "folders"):
+            os.mkdir(name, 0o755, dir_fd=root)
+        for name, text in _ETC.items():
+            _write(root, f"etc/{name}", text.encode(), 0o444, -1)
+        for name, source in self.spec.grants.secrets.items():
+            _write(root, f"secrets/{checked_name(name)}", read_secret(source), 0o400, self.owner)
+        return [*self._mount_sockets(root), *self._mount_folders(root)]
+
+    def _mount_sockets(self, root: int) -> list[str]:
+        commands = list[str]()
+        for name, source in self.spec.grants.sockets.items():
+            mode = source.stat().st_mode if source.exists() else 0
+            if not stat.S_ISSOCK(mode) or (self.owner >= 0 and not mode & 0o002):
+                raise SandboxError(
+                    f"{source}, granted to a sandbox as the socket {name}, is no socket that its "
+                    "user may connect to; listen on it first, with mode 0666 in a private folder"
+                )
+            _write(root, f"sockets/{checked_name(name)}", b"", 0o444, -1)
+            commands.append(f"mount --bind {_quoted(source)} {_quoted(self.path)}/sockets/{name}")
+        return commands
+
+    def _mount_folders(self, root: int) -> list[str]:
+        commands = list[str]()
+        for number, source in enumerate(self.spec.grants.folders):
+            if not source.is_dir() or not source.is_absolute():
+                raise SandboxError(
+                    f"{source}, granted to a sandbox, is no folder; give the absolute path of one"
+                )
+            os.mkdir(f"folders/{number}", 0o755, dir_fd=root)
+            target = f"{_quoted(self.path)}/folders/{number}"
+            commands.append(f"mount --rbind {_quoted(source)} {target}")
+        return commands
+
+
+def checked_name(name: str) -> str:
+    if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name[0] == ".":
+        raise SandboxError(f"{name!r} cannot name a secret or socket; use letters, digits, - _ .")
+    return name
+
+
+def _quoted(path: str | Path) -> str:
+    if "\n" in str(path):
+        raise SandboxError(f"{str(path)!r} contains a line break; grant another path")
+    return shlex.quote(str(path))
+
+
+def read_secret(source: Path) -> bytes:
+    try:
+        with source.open("rb") as file:
+            return file.read(_MAX_SECRET_BYTES)
+    except OSError as error:
+        raise SandboxError(
+            f"cannot read {source}, granted to a sandbox as a secret: {error.strerror}; "
+            "correct the path or its mode"
+        ) from None
+
+
+def _write(root: int, name: str, data: bytes, mode: int, owner: int) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with open(os.open(name, flags, mode, dir_fd=root), "wb") as file:
+        file.write(data)
+        os.fchown(file.fileno(), owner, owner)

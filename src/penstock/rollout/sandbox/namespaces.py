@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the back ends with namespaces share: one file system and one control group per sandbox, and
+walls around each program.
+
+A back end gives the command that builds the walls. The walls of the first program open with the
+sandbox, so that a pooled one needs only to be told what to run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.errors import SandboxError
+from penstock.rollout.sandbox.cgroups import Group, Parents
+from penstock.rollout.sandbox.files import WorkFolder
+from penstock.rollout.sandbox.mounts import Mounts
+from penstock.rollout.sandbox.program import Program
+from penstock.rollout.sandbox.types import SandboxSpec
+from penstock.rollout.sandbox.walls import INNER_ENV, START_S, Walls, command_line
+
+FIRST_UID, NUM_UIDS = 1 << 30, 1 << 29
+"""User ids of sandboxes: drawn, so that nodes of one host need not agree on them."""
+
+
+def draw_uid() -> int:
+    """A user of its own for a sandbox, as root; else -1: our own."""
+    return FIRST_UID + secrets.randbelow(NUM_UIDS) if os.geteuid() == 0 else -1
+
+
+@dataclass(slots=True, kw_only=True)
+class NamespaceSandbox(ABC):
+    spec: SandboxSpec
+    parents: Parents
+    own_processes: int = 4
+    """Processes and threads of the walls, beside the programs."""
+    _mounts: Mounts = field(init=False)
+    _group: Group = field(default_factory=Group)
+    _waiting: Walls | None = None
+    _programs: list[Program] = field(default_factory=list[Program])
+
+    def __post_init__(self) -> None:
+        self._mounts = Mounts(spec=self.spec, owner=draw_uid())
+
+    @abstractmethod
+    async def _open_walls(self) -> Walls: ...
+
+    async def start(self) -> None:
+        try:
+            self._group = self.parents.create(self.spec.limits, self.own_processes)
+            await self._mounts.open()
+            self._waiting = await self._open_walls()
+        except BaseException as error:
+            await self.kill()
+            if isinstance(error, OSError | TimeoutError):
+                why = str(error) or f"it was not ready after {START_S:g} s"
+                raise SandboxError(
+                    f"cannot start a sandbox: {why}; install the program it names, or free "
+                    "processes and memory on this host"
+                ) from error
+            raise
+
+    async def exec(self, argv: Sequence[str], *, env: Mapping[str, str] = {}) -> Program:
+        line = command_line(argv, {**INNER_ENV, **self.spec.env, **env})
+        walls, self._waiting = self._waiting, None
+        walls = walls or await self._open_walls()
+        walls.child.stdin.write(line)
+        program = Program(
+            _child=walls.child,
+            _limits=self.spec.limits,
+            _group=self._group,
+            _kill=walls.kill,
+            _wait_gone=walls.wait_gone,
+        )
+        self._programs.append(program)
+        return program
+
+    async def put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        await asyncio.to_thread(self._folder.put, path, data, mode)
+
+    async def get(self, path: str, *, max_bytes: int) -> bytes:
+        return await asyncio.to_thread(self._folder.get, path, max_bytes)
+
+    async def snapshot(self) -> bytes:
+        return await asyncio.to_thread(self._folder.snapshot, self.spec.limits.disk_mb << 20)
+
+    async def kill(self) -> None:
+        walls, self._waiting = self._waiting, None
+        if walls is not None:
+            await walls.close()
+        programs, self._programs = self._programs, []
+        await asyncio.gather(*(program.kill() for program in programs))
+        await self._mounts.close()
+        await asyncio.to_thread(self._group.remove)
+
+    @property
+    def _folder(self) -> WorkFolder:
+        if self._mounts.folder_fd < 0:
+            raise SandboxError("this sandbox is not running; call start() before, kill() after")
+        return WorkFolder(fd=self._mounts.folder_fd, owner=self._mounts.owner)
