@@ -69,9 +69,9 @@ class BubblewrapSandbox(NamespaceSandbox):
             *("--ro-bind", f"{path}/etc/hosts", "/etc/hosts"),
             *("--ro-bind", f"{path}/secrets", "/run/secrets"),
             *("--ro-bind", f"{path}/sockets", "/run/sockets"),
-            *self._granted_folders(),
             *("--proc", "/proc", "--dev", "/dev", "--bind", f"{path}/shm", "/dev/shm"),
             *("--bind", f"{path}/tmp", "/tmp", "--bind", f"{path}/work", WORK_DIR),
+            *self._granted_folders(),  # last: they may lie below the folders above
             *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK_DIR),
         ]
 

@@ -91,7 +91,11 @@ class RunscSandbox(NamespaceSandbox):
 
     def _oci_mounts(self) -> list[dict[str, Any]]:
         path = self._mounts.path
-        seen = {"/usr": "/usr", "/run/secrets": f"{path}/secrets", "/run/sockets": f"{path}/sockets"}
+        seen = {
+            "/usr": "/usr",
+            "/run/secrets": f"{path}/secrets",
+            "/run/sockets": f"{path}/sockets",
+        }
         seen |= {f"/{name}": f"/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64")}
         seen |= {f"/etc/{name}": f"/etc/{name}" for name in _ETC}
         seen |= {f"/etc/{name}": f"{path}/etc/{name}" for name in ("passwd", "group", "hosts")}
@@ -101,8 +105,9 @@ class RunscSandbox(NamespaceSandbox):
         visible = {at: source for at, source in seen.items() if _exists(source, path)}
         return [
             {"destination": "/proc", "type": "proc", "source": "proc"},
-            *(_bind(source, at, "ro") for at, source in {**visible, **granted}.items()),
+            *(_bind(source, at, "ro") for at, source in visible.items()),
             *(_bind(source, at, "rw") for at, source in owned.items()),
+            *(_bind(source, at, "ro") for at, source in granted.items()),
         ]
 
 
