@@ -11,8 +11,7 @@ import asyncio
 import hmac
 import json
 import secrets
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -21,6 +20,7 @@ import msgspec
 
 from penstock.errors import SandboxError
 from penstock.rollout.grading.types import GradingLimits, Solution, TestFile, Verdict
+from penstock.rollout.isolation import Opened
 from penstock.rollout.sandbox.types import Limits, ReadStream, Sandbox, SandboxProcess
 
 PREFIX_BYTES = 4
@@ -50,7 +50,7 @@ _MESSAGES = msgspec.json.Decoder(_Message)
 
 
 async def grade(
-    make: Callable[[Limits], Sandbox],
+    make: Callable[[Limits], Awaitable[Sandbox]],
     solution: Solution,
     tests: TestFile,
     *,
@@ -59,10 +59,11 @@ async def grade(
 ) -> Verdict:
     """Run all tests against the solution.
 
-    make: makes a sandbox with these limits, and otherwise without any grant that matters.
+    make: makes a sandbox with these limits.
     python: the interpreter, as a path inside of the sandboxes."""
     bounds = limits or GradingLimits()
-    async with _started(make(bounds.solution)) as theirs, _started(make(bounds.tests)) as ours:
+    theirs, ours = await make(bounds.solution), await make(bounds.tests)
+    async with Opened(theirs), Opened(ours):
         for path, data in solution.files.items():
             await theirs.put(path, data)
         await theirs.put(DRIVER, _script("solution_driver.py"))
@@ -243,15 +244,6 @@ async def _read_all(source: ReadStream, max_bytes: int) -> bytes:
 async def _drain(source: ReadStream) -> None:
     while await source.read(1 << 16):
         pass
-
-
-@asynccontextmanager
-async def _started(box: Sandbox) -> AsyncGenerator[Sandbox]:
-    try:
-        await box.start()
-        yield box
-    finally:
-        await box.kill()
 
 
 def _script(name: str) -> bytes:
