@@ -52,6 +52,8 @@ class Mounts:
     spec: SandboxSpec
     owner: int
     """The user of the programs, or -1 for our own."""
+    has_state: bool = False
+    """Whether the back end needs a folder `state` of its own, beyond the reach of programs."""
     path: str = field(default_factory=mount_point)
     folder_fd: int = -1
     """The work folder."""
@@ -84,9 +86,9 @@ class Mounts:
             await self._expect_ready("cannot mount what the sandbox was granted")
 
     def make_folder(self, name: str) -> int:
-        """A private folder of ours beside the others; returns a descriptor of it."""
-        assert self._holder is not None, "open() comes first"
-        path = f"/proc/{self._holder.pid}/root{self.path}/{name}"
+        """A new folder in `state`; returns a descriptor of it."""
+        assert self._holder is not None and self.has_state, "open() comes first"
+        path = f"/proc/{self._holder.pid}/root{self.path}/state/{name}"
         os.mkdir(path, 0o700)
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
@@ -108,13 +110,15 @@ class Mounts:
         for name in ("work", "tmp", "shm"):
             os.mkdir(name, 0o700, dir_fd=root)
             os.chown(name, self.owner, self.owner, dir_fd=root)
-        for name in ("etc", "secrets", "sockets", "folders"):
+        for name in ("etc", "secrets", "sockets", "folders", "state"):
             os.mkdir(name, 0o755, dir_fd=root)
         for name, text in _ETC.items():
             _write(root, f"etc/{name}", text.encode(), 0o444, -1)
         for name, source in self.spec.grants.secrets.items():
             _write(root, f"secrets/{checked_name(name)}", read_secret(source), 0o400, self.owner)
-        return [*self._mount_sockets(root), *self._mount_folders(root)]
+        state = f"mount -t tmpfs -o size=16m,mode=0700 penstock {_quoted(self.path)}/state"
+        own = [state] if self.has_state else []
+        return [*own, *self._mount_sockets(root), *self._mount_folders(root)]
 
     def _mount_sockets(self, root: int) -> list[str]:
         commands = list[str]()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that say which process made a thing, so that a later node removes what a killed one left."""
+"""Names that say who made a thing, so that a later node removes what a killed one left."""
 
 from __future__ import annotations
 

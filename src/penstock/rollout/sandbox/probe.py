@@ -16,7 +16,7 @@ from penstock.rollout.sandbox.run import run
 from penstock.rollout.sandbox.types import Backend, Limits, SandboxSpec
 
 _LIMITS = Limits(wall_s=60, cpu_s=30, memory_mb=512, num_processes=32, disk_mb=16)
-_NUM_FORKS = 100
+_NUM_FORKS = 300
 _MAX_VISIBLE = 12
 """Processes that a program may see: its own few."""
 _SCRIPT = """

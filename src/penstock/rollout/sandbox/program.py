@@ -87,6 +87,7 @@ class Program:
         code = 128 - code if 128 < code < 128 + signal.NSIG else code
         if code == -signal.SIGKILL and self._group.num_memory_kills() > num_memory_kills:
             self._limit = self._limit or "memory_mb"
+        code = -signal.SIGKILL if self._limit else code
         return Exit(code=code, limit=self._limit or _LIMIT_OF_CODE.get(code, ""))
 
     async def _watch_cpu(self) -> None:

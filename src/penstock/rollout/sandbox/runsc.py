@@ -21,9 +21,8 @@ from penstock.rollout.sandbox.owners import new_name
 from penstock.rollout.sandbox.types import WORK_DIR, Level, SandboxSpec
 from penstock.rollout.sandbox.walls import INNER_ENV, Walls, join_command, launcher
 
-_OWN_PROCESSES = 64
+_OWN_PROCESSES = 200
 """Threads of gVisor itself."""
-_OWN_MEMORY_MB = 128
 _ETC = ("alternatives", "ld.so.cache", "ssl", "localtime", "nsswitch.conf", "mime.types")
 _FLAGS = ("--platform=ptrace", "--network=none", "--ignore-cgroups", "--host-uds=open")
 
@@ -48,6 +47,10 @@ class RunscBackend:
 class RunscSandbox(NamespaceSandbox):
     program: str
 
+    def __post_init__(self) -> None:
+        NamespaceSandbox.__post_init__(self)
+        self._mounts.has_state = True
+
     async def _open_walls(self) -> Walls:
         if os.geteuid() != 0:
             raise SandboxError("runsc needs root; choose the back end bubblewrap, or run as root")
@@ -60,7 +63,7 @@ class RunscSandbox(NamespaceSandbox):
                 json.dump(self._config(), file)
         finally:
             os.close(bundle)
-        path = f"{self._mounts.path}/{name}"
+        path = f"{self._mounts.path}/state/{name}"
         argv = [*self._mounts.enter, *join_command(self._group.joins)]
         argv += ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
         argv += [self.program, *_FLAGS, f"--root={path}/state", "run", f"--bundle={path}", name]

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A back end for hosts with podman or docker: each program in a container without network.
+
+Uses the command line of either, and an image that has `/bin/sh`. Files lie in a folder of this
+host, so the engine must run here too, and the disk limit holds per file. The walls are those of the
+engine: without a user namespace where docker runs as root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.errors import SandboxError
+from penstock.rollout.sandbox.child import start_child
+from penstock.rollout.sandbox.folders import FolderSandbox, remove_stale_folders
+from penstock.rollout.sandbox.namespaces import draw_uid
+from penstock.rollout.sandbox.owners import new_name
+from penstock.rollout.sandbox.program import Program
+from penstock.rollout.sandbox.types import WORK_DIR, Level, SandboxSpec
+from penstock.rollout.sandbox.walls import HOST_PATH, INNER_ENV, START_S, command_line, launcher
+
+
+def find_engine() -> str:
+    """`podman` or `docker`, whichever answers; empty if none does."""
+    for engine in filter(shutil.which, ("podman", "docker")):
+        done = subprocess.run([engine, "info"], capture_output=True, check=False, timeout=START_S)
+        if done.returncode == 0:
+            return engine
+    return ""
+
+
+@dataclass(slots=True)
+class ContainerBackend:
+    image: str
+    engine: str = field(default_factory=find_engine)
+    name: str = "container"
+    level: Level = Level.NAMESPACES
+
+    def __post_init__(self) -> None:
+        remove_stale_folders()
+
+    def create(self, spec: SandboxSpec) -> ContainerSandbox:
+        if not self.engine:
+            raise SandboxError(
+                "neither podman nor docker answers on this host; install and start one, or choose "
+                "the back end bubblewrap"
+            )
+        uid = draw_uid()
+        return ContainerSandbox(spec=spec, owner=uid, engine=self.engine, image=self.image)
+
+
+@dataclass(slots=True, kw_only=True)
+class ContainerSandbox(FolderSandbox):
+    engine: str
+    image: str
+
+    async def exec(self, argv: Sequence[str], *, env: Mapping[str, str] = {}) -> Program:
+        line = command_line(argv, {**INNER_ENV, **self.spec.env, **env})
+        name = new_name()
+        command = [self.engine, "run", "--rm", "--interactive", "--name", name, *self._walls()]
+        command += [self.image, *launcher(self.spec.limits, has_memory_group=True)]
+        child = await start_child(command, env={"PATH": HOST_PATH})
+        async with asyncio.timeout(START_S):
+            if await child.stdout.readline() != b"ready\n":
+                why = (await child.stderr.read(2000)).decode(errors="replace").strip()
+                raise SandboxError(f"{self.engine} does not start {self.image}: {why}; pull it")
+        child.stdin.write(line)
+        program = Program(
+            _child=child,
+            _limits=self.spec.limits,
+            _group=self._group,
+            _kill=lambda: self._kill_container(name),
+            _wait_gone=_already_gone,
+        )
+        self._programs.append(program)
+        return program
+
+    def _walls(self) -> list[str]:
+        limits, user = self.spec.limits, self.owner if self.owner >= 0 else 1000
+        words = ["--network=none", "--read-only", "--cap-drop=ALL", f"--user={user}:{user}"]
+        words += ["--security-opt=no-new-privileges", f"--memory={limits.memory_mb}m"]
+        words += [f"--pids-limit={limits.num_processes + 2}", f"--workdir={WORK_DIR}"]
+        words += [f"--tmpfs=/tmp:size={limits.disk_mb}m", f"--volume={self.path}/work:{WORK_DIR}"]
+        for name in ("secrets", "sockets"):
+            words.append(f"--volume={self.path}/{name}:/run/{name}:ro")
+        return words + [f"--volume={folder}:{folder}:ro" for folder in self.spec.grants.folders]
+
+    def _kill_container(self, name: str) -> None:
+        command = [self.engine, "rm", "--force", name]
+        subprocess.run(command, check=False, capture_output=True, timeout=START_S)
+
+
+async def _already_gone() -> None:
+    """The engine removes a container only after its last process."""
