@@ -111,6 +111,6 @@ def _join_by_folder(
     config, endpoints = folder.read_config(), folder.endpoints()
     model = config.models[resolve_policy(config, policy)]
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.GATEWAY)
-    node_options = local_node_options(folder, model, node)
+    node_options = local_node_options(folder, config, model, node)
     own_token = folder.token(config.name, Role.GATEWAY, ttl_s=TOKEN_TTL_S)
     return endpoints.dataflow, own_token, verifier.verify, node_options

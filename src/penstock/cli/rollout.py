@@ -46,7 +46,7 @@ def rollout(
     relay_token = pop_relay_token()
     folder, config, endpoints = enter_run(run_dir, name)
     model = config.models[resolve_policy(config, policy)]
-    node_options = local_node_options(folder, model, name)
+    node_options = local_node_options(folder, config, model, name)
     if relay is not None and not relay_token:
         relay_token = folder.relay_token(config.name, Role.ROLLOUT, ttl_s=TOKEN_TTL_S)
     state_dir = folder.nodes / name

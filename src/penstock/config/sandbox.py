@@ -38,7 +38,7 @@ class LimitsConfig(Section):
     """Processes and threads."""
     disk_mb: int = Field(default=1024, ge=1)
     """What it may write."""
-    output_mb: float = Field(default=8.0, gt=0)
+    output_mb: float = Field(default=64.0, gt=0)
     """What it may print."""
 
 
@@ -64,6 +64,8 @@ class SandboxConfig(Section):
     backend: Literal["auto", "bubblewrap", "runsc", "container", "none"] = "auto"
     """What isolates them; auto takes bubblewrap. none runs them as ordinary processes of the node's
     user: choose it only where nobody but you wrote what they do."""
+    image: str = ""
+    """The image of the container back end; it must be on this machine."""
     demand: Literal["limits", "namespaces", "gvisor"] | None = None
     """The weakest isolation with which this run starts. null: commands, tools and graders need
     namespaces; your own reward takes what the machine has, with a warning."""

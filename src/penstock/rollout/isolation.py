@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -17,22 +17,14 @@ from pathlib import Path
 import structlog
 
 from penstock.errors import SandboxError
-from penstock.rollout.sandbox.bubblewrap import BubblewrapBackend
-from penstock.rollout.sandbox.limits import LimitsBackend, NoneBackend
-from penstock.rollout.sandbox.probe import probe
-from penstock.rollout.sandbox.runsc import RunscBackend
+from penstock.rollout.sandbox.choose import choose
+from penstock.rollout.sandbox.limits import LimitsBackend
 from penstock.rollout.sandbox.types import Backend, Grants, Level, Limits, Sandbox, SandboxSpec
 from penstock.rollout.visible_folders import narrowed, unreadable
 
 FOREVER_S = 1e8
 """A wall clock for programs that have a deadline elsewhere."""
-CURE = "`apt install bubblewrap`, or allow user namespaces on this machine"
-_KINDS: Mapping[str, Callable[[], Backend]] = {
-    "auto": BubblewrapBackend,
-    "bubblewrap": BubblewrapBackend,
-    "runsc": RunscBackend,
-    "none": NoneBackend,
-}
+CURE = "apt install bubblewrap, and allow user namespaces; `penstock check` says what is missing"
 _PASSED = ("LANG", "LANGUAGE", "TZ", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM")
 log = structlog.get_logger(__name__)
 
@@ -70,6 +62,8 @@ class UseSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsolationSettings:
     backend: str = "auto"
+    image: str = ""
+    """Of the container back end."""
     demand: Level | None = None
     """The weakest level for any use; None: as the module says."""
     uses: Mapping[Use, UseSettings] = field(default_factory=dict[Use, UseSettings])
@@ -90,18 +84,19 @@ class Isolation:
         """The back end for this use. Raises SandboxError if there is none that is strong enough."""
         async with self._lock:
             if self._found is None:
-                self._found = await _find(self._settings.backend)
+                self._found = await _find(self._settings)
             if not isinstance(self._found, SandboxError):
-                return self._strong_enough(self._found)
-            if use is not Use.REWARD or self._settings.demand not in (None, Level.LIMITS):
-                raise self._found
+                return self._found
+            may_fall = self._settings.backend == "auto" and (
+                self._settings.demand is Level.LIMITS
+                or (self._settings.demand is None and use is Use.REWARD)
+            )
+            if not may_fall:
+                raise SandboxError(str(self._found))
             if self._fallback is None:
                 self._fallback = LimitsBackend()
-                log.warning(
-                    "rewards run without isolation: they can read what this user can",
-                    reason=str(self._found),
-                    fix=CURE,
-                )
+                what = "rewards run without isolation: they see the files and network of this host"
+                log.warning(what, reason=str(self._found), fix=CURE)
             return self._fallback
 
     async def open(
@@ -118,8 +113,7 @@ class Isolation:
         settings = self._settings.uses.get(use, UseSettings())
         given = settings.grants
         visible = narrowed((*folders, *given.folders))
-        if use is Use.REWARD and backend.level <= Level.NAMESPACES:
-            backend = self._reading_all(backend, visible)
+        backend = self._reading_all(backend, use, visible)
         grants = replace(
             given,
             folders=visible,
@@ -132,42 +126,38 @@ class Isolation:
         given_env = {**passed_env(settings.env), **(env or {})}
         return backend.create(SandboxSpec(limits=bounds, grants=grants, env=given_env))
 
-    def _strong_enough(self, backend: Backend) -> Backend:
-        demand = self._settings.demand
-        if demand is not None and backend.level < demand:
-            raise SandboxError(
-                f"sandbox.demand is {demand.name.lower()}, and {backend.name} gives only "
-                f"{backend.level.name.lower()}; choose another sandbox.backend, or demand less"
-            )
-        return backend
-
-    def _reading_all(self, backend: Backend, folders: tuple[Path, ...]) -> Backend:
-        """As root a sandbox has a user of its own, which cannot import from a private folder."""
+    def _reading_all(self, backend: Backend, use: Use, folders: tuple[Path, ...]) -> Backend:
+        """As root a sandbox has a user of its own, which cannot read a private folder."""
         private = unreadable(folders) if os.geteuid() == 0 else ()
         if not private or backend.level is Level.NONE:
             return backend
-        names = ", ".join(map(str, private))
         fix = f"chmod -R o+rX {' '.join(map(str, private))}"
-        if self._settings.demand is not None:
+        if use is not Use.REWARD or self._settings.demand is not None:
+            names = ", ".join(map(str, private))
             raise SandboxError(
-                f"a reward in a sandbox cannot read {names}: only root can; run `{fix}`"
+                f"a program in a sandbox has a user of its own, and only root can read {names}; "
+                f"run `{fix}`, or start the run as another user"
             )
         log.warning("rewards run without isolation: only root can read their folder", fix=fix)
         return LimitsBackend(has_own_user=False)
 
 
-async def _find(name: str) -> Backend | SandboxError:
-    """The back end of this name if it holds, else why not."""
-    if name not in _KINDS:
-        return SandboxError(f"sandbox.backend {name} is not available here; use bubblewrap")
-    backend = _KINDS[name]()
-    why = "" if name == "none" else await probe(backend)
-    if not why:
-        return backend
-    return SandboxError(
-        f"no isolation on this machine: {why}. Code of others does not run without it: {CURE}, or "
-        "set sandbox.backend: none in the run file, if nobody but you wrote what runs"
-    )
+async def _find(settings: IsolationSettings) -> Backend | SandboxError:
+    """The back end, tested once in this process, or why there is none."""
+    name, image = settings.backend, settings.image
+    demand = settings.demand or (Level.NONE if name == "none" else Level.NAMESPACES)
+    found = _tested.get((name, image))
+    if found is not None and found.level >= demand:
+        return found
+    try:
+        _tested[name, image] = found = await choose(name, demand=demand, image=image)
+    except SandboxError as error:
+        return error
+    return found
+
+
+_tested: dict[tuple[str, str], Backend] = {}
+"""What holds on this machine, by name and image."""
 
 
 def passed_env(names: Iterable[str] = ()) -> dict[str, str]:

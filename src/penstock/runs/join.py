@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from penstock.config import ModelConfig
+from penstock.config import ModelConfig, RunConfig
 from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import expires_at
 
@@ -29,8 +29,12 @@ WARN_BEFORE_S = (3600.0, 600.0, 60.0)
 log = structlog.get_logger(__name__)
 
 
-def local_node_options(folder: RunFolder, model: ModelConfig, node: str) -> NodeOptions:
+def local_node_options(
+    folder: RunFolder, config: RunConfig, model: ModelConfig, node: str
+) -> NodeOptions:
     """Options of a node on the machine that has the run folder."""
+    from penstock.runs.sandbox_settings import isolation_settings
+
     folder.acks.mkdir(exist_ok=True)
     return {
         "state_dir": folder.nodes / node,
@@ -40,6 +44,7 @@ def local_node_options(folder: RunFolder, model: ModelConfig, node: str) -> Node
         "vllm_environment": model.vllm.environment or "",
         "num_engines": model.engines,
         "max_paused": model.max_paused,
+        "isolation": isolation_settings(config, folder.path),
     }
 
 
