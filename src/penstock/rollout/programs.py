@@ -40,7 +40,8 @@ async def run_program(
     timeout_s: float | None = None,
 ) -> str:
     """Run a program in this sandbox, in this process's working directory, and return its standard
-    output (the last MiB). The sandbox is started before and killed after.
+    output (the last MiB). The sandbox, which must show this interpreter, is started before and
+    killed after.
 
     Raises WorkflowError if it cannot start, exceeds `timeout_s` or a limit, or exits with a code
     other than 0. The program and its descendants end when it ends, at the timeout, on cancellation,

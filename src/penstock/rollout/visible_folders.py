@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _SYSTEM = frozenset(map(Path, ("/etc", "/tmp", "/var", "/run", "/proc", "/sys", "/dev", "/boot")))
+_OF_THE_HOST = frozenset(("etc", "run", "proc", "sys", "dev", "boot"))
+"""Nothing below these is shown because a command names it."""
 _USR = Path("/usr")
 
 
@@ -42,7 +44,7 @@ def program_folders(argv: Sequence[str]) -> tuple[Path, ...]:
             found += [prefix, path]
     for argument in argv[1:]:
         path = Path(argument)
-        if path.is_absolute() and path.is_file():
+        if path.is_absolute() and path.is_file() and path.parts[1] not in _OF_THE_HOST:
             is_hidden = path.parent.name.startswith(".")
             found += [path] if is_hidden else [path.parent, path]
     return tuple(found)

@@ -8,14 +8,14 @@ import signal
 import tempfile
 import time
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.unit.rollout.fake_dataflow import task
-from tests.unit.rollout.polling import eventually, eventually_dead, kill, start_python
+from tests.unit.rollout.polling import eventually, eventually_dead, kill, running, start_python
 
 from penstock.errors import RewardError
 from penstock.rollout.isolation import Isolation
@@ -53,15 +53,6 @@ def children() -> list[psutil.Process]:
     """Children of this process, except a database server that other tests keep running."""
     found = psutil.Process().children(recursive=True)
     return [child for child in found if child.name() != "postgres"]
-
-
-def running(word: str, parent: int | None = None) -> list[psutil.Process]:
-    """Descendants that were started with this word, also inside sandboxes."""
-    found: list[psutil.Process] = []
-    for child in psutil.Process(parent).children(recursive=True):
-        with suppress(psutil.Error):  # it may have ended in the meantime
-            found += [child] if word in child.cmdline() else []
-    return found
 
 
 def workers(parent: int | None = None) -> list[psutil.Process]:
