@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs code that nobody vouches for: what a model wrote, tools, graders, commands of workflows."""
+"""Runs untrusted code: what a model wrote, tools, graders, commands of workflows."""

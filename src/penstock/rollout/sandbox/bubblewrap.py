@@ -2,7 +2,7 @@
 """The default back end: namespaces by bubblewrap, a seccomp filter, limits and control groups.
 
 Each program gets fresh namespaces of processes, network, users and the rest. As root, each sandbox
-has a user id of its own: bubblewrap never runs as root, where its programs would keep rights.
+has its own user id: bubblewrap never runs as root, where its programs would keep rights.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ class BubblewrapSandbox(NamespaceSandbox):
             *("--ro-bind", f"{path}/sockets", "/run/sockets"),
             *("--proc", "/proc", "--dev", "/dev", "--bind", f"{path}/shm", "/dev/shm"),
             *("--bind", f"{path}/tmp", "/tmp", "--bind", f"{path}/work", WORK_DIR),
-            *self._granted_folders(),  # last: they may lie below the folders above
+            *self._granted_folders(),
             *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK_DIR),
         ]
 
     def _granted_folders(self) -> list[str]:
         return [
             word
-            for number, folder in enumerate(self.spec.grants.folders)
-            for word in ("--ro-bind", f"{self._mounts.path}/folders/{number}", str(folder))
+            for place, source in self._mounts.granted_folders.items()
+            for word in ("--ro-bind", source, place)
         ]
 
 

@@ -74,7 +74,7 @@ class Group:
         return [str(folder / "cgroup.procs") for folder in self.folders.values()]
 
     def cpu_used_s(self) -> float | None:
-        """None: nobody counts."""
+        """None: it is not counted."""
         with suppress(OSError):
             if "unified" in self.folders:
                 return _field(self.folders["unified"] / "cpu.stat", "usage_usec") / 1e6

@@ -52,7 +52,7 @@ async def start_child(
     cwd: str = "/",
     pass_fds: Sequence[int] = (),
 ) -> Child:
-    """Start a program in a session of its own. Raises OSError if there is no such program."""
+    """Start a program in a new session. Raises OSError if there is no such program."""
     popen = subprocess.Popen(  # noqa: ASYNC220 - as asyncio does: it takes a millisecond
         argv,
         stdin=subprocess.PIPE,
@@ -64,6 +64,15 @@ async def start_child(
         start_new_session=True,
         bufsize=0,
     )
+    try:
+        return await _connect(popen)
+    except BaseException:  # cancelled in between
+        popen.kill()
+        popen.wait()
+        raise
+
+
+async def _connect(popen: subprocess.Popen[bytes]) -> Child:
     assert popen.stdin is not None and popen.stdout is not None and popen.stderr is not None
     loop = asyncio.get_running_loop()
     stdout, stderr, unused = (StreamReader(loop=loop) for _ in range(3))

@@ -20,7 +20,7 @@ from penstock.rollout.sandbox.runsc import RunscBackend
 from penstock.rollout.sandbox.types import Backend, Level
 
 BACKENDS = ("auto", "bubblewrap", "runsc", "container", "limits", "none")
-_CURE = {
+_FIX = {
     "bubblewrap": "install bubblewrap (Debian: apt install bubblewrap) and allow user namespaces",
     "runsc": "install gVisor's runsc (Debian: apt install runsc) and run the node as root",
     "container": "start podman or docker on this host, and name an image that it has",
@@ -59,10 +59,10 @@ async def choose(name: str, *, demand: Level, image: str = "") -> Backend:
 def refusal(kind: str, demand: Level, reason: str) -> SandboxError:
     found = [path for path, value in _SYSCTLS.items() if _reads(path, value)]
     settings = f" ({', '.join(found)} forbids it)" if found else ""
-    cure = _CURE.get(kind, "set `sandbox.backend: auto`")
+    fix = _FIX.get(kind, "set `sandbox.backend: auto`")
     return SandboxError(
         f"no sandbox of level {demand.name.lower()} on this host: {kind}: {reason}{settings}; "
-        f"{cure}, or demand less in the section `sandbox` of the run file"
+        f"{fix}, or demand less in the section `sandbox` of the run file"
     )
 
 

@@ -2,8 +2,8 @@
 """A back end for hosts with podman or docker: each program in a container without network.
 
 Uses the command line of either, and an image that has `/bin/sh`. Files lie in a folder of this
-host, so the engine must run here too, and the disk limit holds per file. The walls are those of the
-engine: without a user namespace where docker runs as root.
+host, so the engine must run here too, and the disk limit holds per file. The engine
+builds the walls: without a user namespace where docker runs as root.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from penstock.rollout.sandbox.namespaces import draw_uid
 from penstock.rollout.sandbox.owners import new_name
 from penstock.rollout.sandbox.program import Program
 from penstock.rollout.sandbox.types import WORK_DIR, Level, SandboxSpec
-from penstock.rollout.sandbox.walls import HOST_PATH, INNER_ENV, START_S, command_line, launcher
+from penstock.rollout.sandbox.walls import (
+    HOST_PATH,
+    INNER_ENV,
+    START_S,
+    command_line,
+    end_child,
+    expect_ready,
+    launcher,
+)
+
+_FIX = "pull an image that has /bin/sh, and name it in the section `sandbox` of the run file"
 
 
 def find_engine() -> str:
@@ -64,10 +74,13 @@ class ContainerSandbox(FolderSandbox):
         command = [self.engine, "run", "--rm", "--interactive", "--name", name, *self._walls()]
         command += [self.image, *launcher(self.spec.limits, has_memory_group=True)]
         child = await start_child(command, env={"PATH": HOST_PATH})
-        async with asyncio.timeout(START_S):
-            if await child.stdout.readline() != b"ready\n":
-                why = (await child.stderr.read(2000)).decode(errors="replace").strip()
-                raise SandboxError(f"{self.engine} does not start {self.image}: {why}; pull it")
+        try:
+            async with asyncio.timeout(START_S):
+                await expect_ready(child, f"{self.engine} does not start {self.image}", _FIX)
+        except BaseException:
+            self._kill_container(name)
+            await end_child(child)
+            raise
         child.stdin.write(line)
         program = Program(
             _child=child,

@@ -86,7 +86,7 @@ def _parts(path: str) -> list[str]:
     parts = inner.split("/")
     if any(part in ("", ".", "..") or "\0" in part for part in parts) or len(parts) > MAX_DEPTH:
         raise FileRefused(
-            f"{path!r} is no path below {WORK_DIR}: write it as folder/file, without `..`, "
+            f"{path!r} is not a path below {WORK_DIR}: write it as folder/file, without `..`, "
             f"at most {MAX_DEPTH} levels deep"
         )
     return parts

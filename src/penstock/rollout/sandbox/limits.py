@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weak back ends: `limits` for the owner's own code where no walls can be had, and `none`.
 
-`limits` gives resource limits, a session and a clean environment; as root, also a user of its own.
-It hides neither files nor network. Without root and control groups, a program that makes a session
-of its own can outlive its sandbox. `none` gives a folder, the wall clock and the limit of output.
+`limits` gives resource limits, a session and a clean environment; as root, also a separate user.
+It hides neither files nor network. Without root and control groups, a program that makes a new
+session can outlive its sandbox. `none` gives a folder, the wall clock and the limit of output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OWN_PROCESSES = 2
 @dataclass(slots=True)
 class LimitsBackend:
     has_own_user: bool = True
-    """As root: programs run as a user of their own, and so cannot read the node's private files."""
+    """As root: programs run as a separate user, and so cannot read the node's private files."""
     parents: Parents = field(default_factory=find_parents)
     name: str = "limits"
     level: Level = Level.LIMITS
@@ -64,6 +64,7 @@ class NoneBackend:
 class LimitsSandbox(FolderSandbox):
     parents: Parents | None
     """None: no limits of memory, processes and CPU time."""
+    _running: set[int] = field(default_factory=set[int])
 
     async def start(self) -> None:
         await FolderSandbox.start(self)
@@ -81,6 +82,7 @@ class LimitsSandbox(FolderSandbox):
         cwd = str(self.path / "work")
         child = await start_child(command, env={"PATH": HOST_PATH}, cwd=cwd)
         child.stdin.write(line)
+        self._running.add(child.pid)
         program = Program(
             _child=child,
             _limits=self.spec.limits,
@@ -105,9 +107,13 @@ class LimitsSandbox(FolderSandbox):
         return ["/bin/sh", "-c", script]
 
     def _kill_all(self, pid: int) -> None:
-        """The session of the program, its control group and, as root, all of its user."""
+        """The session of the program; with the last program also the control group and, as root,
+        all processes of the user."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
+        self._running.discard(pid)
+        if self._running:
+            return
         self._group.kill()
         if self.owner >= 0:
             user = [f"--reuid={self.owner}", f"--regid={self.owner}", "--clear-groups"]
@@ -116,4 +122,4 @@ class LimitsSandbox(FolderSandbox):
 
 
 async def _already_gone() -> None:
-    """Whoever was killed is gone before its control group can be removed."""
+    """A control group can be removed only after its last process."""

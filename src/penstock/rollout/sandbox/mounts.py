@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a sandbox in a mount namespace of their own, held by a small process.
+"""The files of a sandbox in a separate mount namespace, held by a small process.
 
 Owns the one file system on which everything a sandbox writes lies: a tmpfs with a size, so that the
 disk limit is exact, and which ends with the namespace, so that nothing is left, even after SIGKILL
@@ -20,16 +20,36 @@ from pathlib import Path
 
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.child import Child, start_child
-from penstock.rollout.sandbox.types import SandboxSpec
-from penstock.rollout.sandbox.walls import HOST_PATH, START_S, end_child, expect_ready
+from penstock.rollout.sandbox.types import WORK_DIR, SandboxSpec
+from penstock.rollout.sandbox.walls import (
+    HOST_PATH,
+    NO_NAMESPACES,
+    START_S,
+    end_child,
+    expect_ready,
+)
 
 _ETC = {
     "passwd": "user:x:1000:1000:user:/work:/bin/sh\n",
     "group": "user:x:1000:\n",
     "hosts": "127.0.0.1 localhost\n::1 localhost\n",
 }
+_WRITTEN = {"/tmp": "tmp", "/dev/shm": "shm", WORK_DIR: "work"}
+"""What programs write: its place inside, and on our file system."""
 _MAX_SECRET_BYTES = 1 << 20
 _SCRIPT = 'mount -t tmpfs -o "$0" penstock "$1" && echo ready && IFS= read -r line && eval "$line"'
+
+
+def _chain(folder: Path) -> tuple[str, str, tuple[str, ...]] | None:
+    """For a folder below one that programs write: the first part of its path inside, the same on
+    our file system, and the other parts."""
+    for area, name in _WRITTEN.items():
+        if folder.is_relative_to(area):
+            first, *rest = folder.relative_to(area).parts or ("",)
+            if not first or ".." in (first, *rest):
+                raise SandboxError(f"{folder} cannot be granted: programs write there; grant less")
+            return f"{area}/{first}", f"{name}/{first}", tuple(rest)
+    return None
 
 
 def mount_point() -> str:
@@ -53,7 +73,7 @@ class Mounts:
     owner: int
     """The user of the programs, or -1 for our own."""
     has_state: bool = False
-    """Whether the back end needs a folder `state` of its own, beyond the reach of programs."""
+    """Whether the back end needs its own folder `state`, beyond the reach of programs."""
     path: str = field(default_factory=mount_point)
     folder_fd: int = -1
     """The work folder."""
@@ -85,6 +105,39 @@ class Mounts:
             self._holder.stdin.write(line.encode() + b"\n")
             await self._expect_ready("cannot mount what the sandbox was granted")
 
+    @property
+    def granted_folders(self) -> dict[str, str]:
+        """Read-only mounts in their order: the place inside, and the source. A place below a folder
+        that programs write hangs on a chain of ours: else a program could put a link there, and the
+        next program's mount would follow it."""
+        folders = self.spec.grants.folders
+        chains = [chain for chain in map(_chain, folders) if chain is not None]
+        mounts = {inner: f"{self.path}/chains/{name}" for inner, name, _ in chains}
+        own = {str(folder): f"{self.path}/folders/{at}" for at, folder in enumerate(folders)}
+        return {**mounts, **dict(sorted(own.items()))}
+
+    def _make_chain(self, root: int, folder: Path) -> None:
+        if (chain := _chain(folder)) is None:
+            return
+        _, name, rest = chain
+        with suppress(FileExistsError):
+            if rest or folder.is_dir():
+                os.mkdir(name, 0o755, dir_fd=root)
+                os.chown(name, self.owner, self.owner, dir_fd=root)
+            else:
+                write_file(root, name, b"", 0o444, self.owner)
+        place = "chains"
+        *above, last = (*name.split("/"), *rest)
+        for part in above:
+            place = f"{place}/{part}"
+            with suppress(FileExistsError):
+                os.mkdir(place, 0o755, dir_fd=root)
+        with suppress(FileExistsError):
+            if folder.is_dir():
+                os.mkdir(f"{place}/{last}", 0o755, dir_fd=root)
+            else:
+                write_file(root, f"{place}/{last}", b"", 0o444, -1)
+
     def make_folder(self, name: str) -> int:
         """A new folder in `state`; returns a descriptor of it."""
         assert self._holder is not None and self.has_state, "open() comes first"
@@ -103,19 +156,21 @@ class Mounts:
     async def _expect_ready(self, what: str) -> None:
         assert self._holder is not None
         async with asyncio.timeout(START_S):
-            await expect_ready(self._holder, what)
+            await expect_ready(self._holder, what, NO_NAMESPACES)
 
     def _fill(self, root: int) -> list[str]:
         """Make the folders and files; returns the commands that mount the grants."""
         for name in ("work", "tmp", "shm"):
             os.mkdir(name, 0o700, dir_fd=root)
             os.chown(name, self.owner, self.owner, dir_fd=root)
-        for name in ("etc", "secrets", "sockets", "folders", "state"):
+        for name in ("etc", "secrets", "sockets", "folders", "chains", "state"):
             os.mkdir(name, 0o755, dir_fd=root)
         for name, text in _ETC.items():
-            _write(root, f"etc/{name}", text.encode(), 0o444, -1)
+            write_file(root, f"etc/{name}", text.encode(), 0o444, -1)
         for name, source in self.spec.grants.secrets.items():
-            _write(root, f"secrets/{checked_name(name)}", read_secret(source), 0o400, self.owner)
+            write_file(
+                root, f"secrets/{checked_name(name)}", read_secret(source), 0o400, self.owner
+            )
         state = f"mount -t tmpfs -o size=16m,mode=0700 penstock {_quoted(self.path)}/state"
         own = [state] if self.has_state else []
         return [*own, *self._mount_sockets(root), *self._mount_folders(root)]
@@ -126,10 +181,10 @@ class Mounts:
             mode = source.stat().st_mode if source.exists() else 0
             if not stat.S_ISSOCK(mode) or (self.owner >= 0 and not mode & 0o002):
                 raise SandboxError(
-                    f"{source}, granted to a sandbox as the socket {name}, is no socket that its "
-                    "user may connect to; listen on it first, with mode 0666 in a private folder"
+                    f"{source}, granted to a sandbox as {name}, is not a socket that its user may "
+                    "connect to; listen on it first, with mode 0666 in a private folder"
                 )
-            _write(root, f"sockets/{checked_name(name)}", b"", 0o444, -1)
+            write_file(root, f"sockets/{checked_name(name)}", b"", 0o444, -1)
             commands.append(f"mount --bind {_quoted(source)} {_quoted(self.path)}/sockets/{name}")
         return commands
 
@@ -145,7 +200,8 @@ class Mounts:
             if source.is_dir():
                 os.mkdir(target, 0o755, dir_fd=root)
             else:
-                _write(root, target, b"", 0o444, -1)
+                write_file(root, target, b"", 0o444, -1)
+            self._make_chain(root, source)
             commands.append(f"mount --rbind {_quoted(source)} {_quoted(self.path)}/{target}")
             commands += self._hide_in(source.resolve(), f"{self.path}/{target}")
         return commands
@@ -184,7 +240,7 @@ def read_secret(source: Path) -> bytes:
         ) from None
 
 
-def _write(root: int, name: str, data: bytes, mode: int, owner: int) -> None:
+def write_file(root: int, name: str, data: bytes, mode: int, owner: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with open(os.open(name, flags, mode, dir_fd=root), "wb") as file:
         file.write(data)

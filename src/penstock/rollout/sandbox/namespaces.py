@@ -3,7 +3,7 @@
 walls around each program.
 
 A back end gives the command that builds the walls. The walls of the first program open with the
-sandbox, so that a pooled one needs only to be told what to run.
+sandbox, so that a pooled one needs only the command.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import asyncio
 import os
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from penstock.errors import SandboxError
@@ -28,8 +29,20 @@ FIRST_UID, NUM_UIDS = 1 << 30, 1 << 29
 
 
 def draw_uid() -> int:
-    """A user of its own for a sandbox, as root; else -1: our own."""
+    """A separate user for a sandbox, as root; else -1: our own."""
     return FIRST_UID + secrets.randbelow(NUM_UIDS) if os.geteuid() == 0 else -1
+
+
+@contextmanager
+def _host_errors() -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = str(error) or f"it was not ready after {START_S:g} s"
+        raise SandboxError(
+            f"cannot start a sandbox: {why}; install the program it names, or free processes and "
+            "memory on this host"
+        ) from error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,28 +59,29 @@ class NamespaceSandbox(ABC):
     def __post_init__(self) -> None:
         self._mounts = Mounts(spec=self.spec, owner=draw_uid())
 
+    @property
+    def uid(self) -> int:
+        """The user of its programs on this host; -1: our own."""
+        return self._mounts.owner
+
     @abstractmethod
     async def _open_walls(self) -> Walls: ...
 
     async def start(self) -> None:
         try:
-            self._group = self.parents.create(self.spec.limits, self.own_processes)
-            await self._mounts.open()
-            self._waiting = await self._open_walls()
-        except BaseException as error:
+            with _host_errors():
+                self._group = self.parents.create(self.spec.limits, self.own_processes)
+                await self._mounts.open()
+                self._waiting = await self._open_walls()
+        except BaseException:
             await self.kill()
-            if isinstance(error, OSError | TimeoutError):
-                why = str(error) or f"it was not ready after {START_S:g} s"
-                raise SandboxError(
-                    f"cannot start a sandbox: {why}; install the program it names, or free "
-                    "processes and memory on this host"
-                ) from error
             raise
 
     async def exec(self, argv: Sequence[str], *, env: Mapping[str, str] = {}) -> Program:
         line = command_line(argv, {**INNER_ENV, **self.spec.env, **env})
         walls, self._waiting = self._waiting, None
-        walls = walls or await self._open_walls()
+        with _host_errors():
+            walls = walls or await self._open_walls()
         walls.child.stdin.write(line)
         program = Program(
             _child=walls.child,

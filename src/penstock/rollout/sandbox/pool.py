@@ -30,6 +30,7 @@ class SandboxPool:
     _waiting: deque[asyncio.Task[Sandbox]] = field(default_factory=deque["asyncio.Task[Sandbox]"])
     _ending: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"])
     _leased: dict[int, Sandbox] = field(default_factory=dict[int, Sandbox])
+    _is_closed: bool = False
 
     async def open(self) -> None:
         """Start the first sandboxes; raises SandboxError if they cannot be."""
@@ -51,6 +52,7 @@ class SandboxPool:
 
     async def close(self) -> None:
         """Kill every sandbox, also those in use."""
+        self._is_closed = True
         starting = [*self._waiting]
         self._waiting.clear()
         for sandbox in [*self._leased.values()]:
@@ -62,7 +64,6 @@ class SandboxPool:
 
     async def _take(self) -> Sandbox:
         starting = self._waiting.popleft() if self._waiting else self._start()
-        asyncio.get_running_loop().call_soon(self._refill)
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -70,7 +71,8 @@ class SandboxPool:
             raise
 
     def _refill(self) -> None:
-        while len(self._waiting) < self.size:
+        """When one is given back: not when one is taken, which would delay its program."""
+        while len(self._waiting) < self.size and not self._is_closed:
             self._waiting.append(self._start())
 
     def _start(self) -> asyncio.Task[Sandbox]:
@@ -81,6 +83,7 @@ class SandboxPool:
             ending = asyncio.get_running_loop().create_task(sandbox.kill())
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
+            self._refill()
 
 
 async def _started(sandbox: Sandbox) -> Sandbox:

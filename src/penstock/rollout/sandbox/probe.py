@@ -25,7 +25,7 @@ for shell in bash /bin/bash; do
   command -v $shell >/dev/null && $shell -c "exec 3<>/dev/tcp/127.0.0.1/$2" 2>/dev/null
 done
 echo visible=$(ls /proc | grep -c '^[0-9]')
-(i=0; while [ $i -lt "$3" ]; do sleep 5 & i=$((i+1)); done; echo forks=1) 2>/dev/null
+(i=0; while [ $i -lt "$3" ]; do sleep 5 >/dev/null & i=$((i+1)); done; echo forks=1) 2>/dev/null
 echo done=1
 """
 

@@ -33,6 +33,7 @@ class Program:
     _wait_gone: Callable[[], Awaitable[None]]
     _limit: str = ""
     _num_bytes: int = 0
+    _is_killed: bool = False
     _watching: asyncio.Task[Exit] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,6 +56,7 @@ class Program:
 
     async def kill(self) -> None:
         """End it and all its descendants, and close its pipes."""
+        self._is_killed = not self._watching.done()
         self._kill()
         await self.wait()
         self._child.close()
@@ -87,7 +89,7 @@ class Program:
         code = 128 - code if 128 < code < 128 + signal.NSIG else code
         if code == -signal.SIGKILL and self._group.num_memory_kills() > num_memory_kills:
             self._limit = self._limit or "memory_mb"
-        code = -signal.SIGKILL if self._limit else code
+        code = -signal.SIGKILL if self._limit or self._is_killed else code
         return Exit(code=code, limit=self._limit or _LIMIT_OF_CODE.get(code, ""))
 
     async def _watch_cpu(self) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.cgroups import Parents, find_parents
+from penstock.rollout.sandbox.mounts import write_file
 from penstock.rollout.sandbox.namespaces import NamespaceSandbox
 from penstock.rollout.sandbox.owners import new_name
 from penstock.rollout.sandbox.types import WORK_DIR, Level, SandboxSpec
 from penstock.rollout.sandbox.walls import INNER_ENV, Walls, join_command, launcher
 
-_OWN_PROCESSES = 200
+_OWN_PROCESSES = 300
 """Threads of gVisor itself."""
 _ETC = ("alternatives", "ld.so.cache", "ssl", "localtime", "nsswitch.conf", "mime.types")
 _FLAGS = ("--platform=ptrace", "--network=none", "--ignore-cgroups", "--host-uds=open")
@@ -58,9 +59,7 @@ class RunscSandbox(NamespaceSandbox):
         bundle = self._mounts.make_folder(name)
         try:
             os.mkdir("root", dir_fd=bundle)
-            config = os.open("config.json", os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=bundle)
-            with open(config, "w") as file:
-                json.dump(self._config(), file)
+            write_file(bundle, "config.json", json.dumps(self._config()).encode(), 0o600, -1)
         finally:
             os.close(bundle)
         path = f"{self._mounts.path}/state/{name}"
@@ -102,15 +101,13 @@ class RunscSandbox(NamespaceSandbox):
         seen |= {f"/{name}": f"/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64")}
         seen |= {f"/etc/{name}": f"/etc/{name}" for name in _ETC}
         seen |= {f"/etc/{name}": f"{path}/etc/{name}" for name in ("passwd", "group", "hosts")}
-        folders = enumerate(self.spec.grants.folders)
-        granted = {str(folder): f"{path}/folders/{at}" for at, folder in folders}
         owned = {"/tmp": f"{path}/tmp", "/dev/shm": f"{path}/shm", WORK_DIR: f"{path}/work"}
         visible = {at: source for at, source in seen.items() if _exists(source, path)}
         return [
             {"destination": "/proc", "type": "proc", "source": "proc"},
             *(_bind(source, at, "ro") for at, source in visible.items()),
             *(_bind(source, at, "rw") for at, source in owned.items()),
-            *(_bind(source, at, "ro") for at, source in granted.items()),
+            *(_bind(source, at, "ro") for at, source in self._mounts.granted_folders.items()),
         ]
 
 

@@ -20,7 +20,7 @@ and HOME, PENSTOCK_SECRETS and PENSTOCK_SOCKETS."""
 
 class FileRefused(ValueError):
     """A file inside is missing, a link, not a regular file, too large, or has no room. Programs
-    inside can cause it, so it is no failure of the sandbox."""
+    inside can cause it, so the sandbox itself has not failed."""
 
 
 class Level(IntEnum):

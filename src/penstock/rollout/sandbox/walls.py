@@ -30,6 +30,7 @@ INNER_ENV = {
     "PENSTOCK_SECRETS": "/run/secrets",
     "PENSTOCK_SOCKETS": "/run/sockets",
 }
+NO_NAMESPACES = "allow user namespaces on this host, or choose another back end"
 _MAX_OPEN_FILES = 1024
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _JOIN = 'for file in $0; do echo 0 > "$file" || exit 125; done; exec "$@"'
@@ -48,9 +49,8 @@ class Walls:
         child = await start_child(argv, env={"PATH": HOST_PATH}, pass_fds=pass_fds)
         try:
             async with asyncio.timeout(START_S):
-                await expect_ready(child, f"{what} does not start")
-            pid = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()[0]
-            return cls(child=child, init_fd=os.pidfd_open(int(pid)))
+                await expect_ready(child, f"{what} does not start", NO_NAMESPACES)
+            return cls(child=child, init_fd=os.pidfd_open(_only_child(child.pid)))
         except BaseException:
             await end_child(child)
             raise
@@ -76,13 +76,14 @@ class Walls:
         self.child.close()
 
 
-async def expect_ready(child: Child, what: str) -> None:
+def _only_child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+async def expect_ready(child: Child, what: str, fix: str) -> None:
     if await child.stdout.readline() != b"ready\n":
         why = (await child.stderr.read(2000)).decode(errors="replace").strip()
-        raise SandboxError(
-            f"{what}: {why or 'it ended without a message'}; allow user namespaces on this host, "
-            "or choose another back end"
-        )
+        raise SandboxError(f"{what}: {why or 'it ended without a message'}; {fix}")
 
 
 async def end_child(child: Child) -> None:
