@@ -9,7 +9,9 @@ import json
 import os
 import re
 import socket
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 NAMES = ("token", "key", "cloud", "other", "parent", "engine", "metadata")
 CANARY = re.compile(rb"CANARY-([a-z]+)-[0-9a-f]{8}")
@@ -17,8 +19,15 @@ CLONE_NEWUSER = 0x10000000
 
 
 def steal(folder: str) -> list[str]:
+    """The names of what it can read as it is, and after it tried to become root."""
     hints = json.loads((Path(folder) / "hints.json").read_text())
+    found = _look_around(hints)
     _try_to_become_root()
+    found += _look_around(hints)
+    return sorted({match.decode() for match in CANARY.findall(bytes(found))})
+
+
+def _look_around(hints: dict[str, Any]) -> bytearray:
     found = bytearray()
     for name, value in os.environ.items():
         found += f"{name}={value}\n".encode()
@@ -29,21 +38,15 @@ def steal(folder: str) -> list[str]:
     for path in paths:
         found += _read(path)
     for address in (hints["engine"], ("169.254.169.254", 80), ("127.0.0.1", hints["port"])):
-        found += _ask(address if isinstance(address, str) else tuple(address))
-    return sorted({match.decode() for match in CANARY.findall(bytes(found))})
+        found += _ask(address)
+    return found
 
 
 def _try_to_become_root() -> None:
-    libc = ctypes.CDLL(None)
-    for attempt in (
-        lambda: os.setuid(0),
-        lambda: libc.unshare(CLONE_NEWUSER),
-        lambda: os.setgid(0),
-    ):
-        try:
+    for attempt in (lambda: os.setgid(0), lambda: os.setuid(0)):
+        with suppress(OSError):
             attempt()
-        except OSError:
-            pass
+    ctypes.CDLL(None).unshare(CLONE_NEWUSER)
 
 
 def _read(path: str) -> bytes:
