@@ -293,6 +293,8 @@ class FailureKind(StrEnum):
     """The reward function was killed at its deadline."""
     DEADLINE = "deadline"
     """The attempt exceeded its start-to-close time."""
+    SANDBOX = "sandbox"
+    """The sandbox of a program, tool or reward failed: nobody's mistake, and never a reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from cyclopts import App, Group, Parameter
 
 from penstock import __version__
 from penstock.errors import PenstockError
+from penstock.fleet.inspection import forbid_inspection
 
 START = Group("Start here", sort_key=1)
 RUNS = Group("Runs", sort_key=2)
@@ -115,6 +116,7 @@ def _build_token() -> App:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code. A PenstockError is printed without a traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
+    forbid_inspection()
     try:
         code = build()(args, result_action="return_value")
     except PenstockError as error:

@@ -56,7 +56,7 @@ def rollout(
     to_relay = read_relay_token(relay, relay_token_file)
     folder, config, endpoints = enter_run(run_dir, name)
     model = config.models[resolve_policy(config, policy)]
-    node_options = local_node_options(folder, model, name)
+    node_options = local_node_options(folder, config, model, name)
     subject = subject_of_node(NodeId(name))
     if relay is not None and to_relay is None:
         to_relay = (

@@ -13,6 +13,7 @@ from penstock.config.resolved import config_changes, dump, identity, identity_ch
 from penstock.config.rules import RuleConfig
 from penstock.config.run import RunConfig
 from penstock.config.run_sections import PolicyConfig
+from penstock.config.sandbox import GrantsConfig, LimitsConfig, SandboxConfig
 from penstock.config.sources import CommandWorkflow, DataConfig, SourceConfig
 from penstock.config.stages import StageConfig
 from penstock.config.trainer import SamplingConfig, TrainingConfig
@@ -24,9 +25,11 @@ __all__ = [
     "CorrectionConfig",
     "DataConfig",
     "DataflowConfig",
+    "GrantsConfig",
     "Hook",
     "HostConfig",
     "LeaseConfig",
+    "LimitsConfig",
     "LoraConfig",
     "ModelConfig",
     "PipelineConfig",
@@ -35,6 +38,7 @@ __all__ = [
     "RuleConfig",
     "RunConfig",
     "SamplingConfig",
+    "SandboxConfig",
     "SourceConfig",
     "StageConfig",
     "SurvivorsClosing",

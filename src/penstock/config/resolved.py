@@ -95,6 +95,7 @@ MUTABLE_ON_RESUME: tuple[tuple[str, ...], ...] = (
     ("dataflow", "keep"),
     ("dataflow", "keep_mb"),
     ("weights",),
+    ("sandbox",),
     ("launcher",),
     ("report_to",),
 )

@@ -17,6 +17,7 @@ from penstock.config.models import ModelConfig
 from penstock.config.network import NetworkConfig
 from penstock.config.pipeline import PipelineConfig
 from penstock.config.rules import RuleConfig, effective_rules
+from penstock.config.sandbox import SandboxConfig
 from penstock.config.sources import SourceConfig, WorkflowConfig
 from penstock.config.stages import PipelineStageConfig, StageConfig
 from penstock.config.trainer import SamplingConfig, TrainingConfig
@@ -90,6 +91,8 @@ class RunSections(Section):
     """How weights reach the nodes."""
     network: NetworkConfig = NetworkConfig()
     """Where the services listen, and how other hosts reach them."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where rewards, workflow commands and tools run, and what they may reach."""
     pipeline: PipelineConfig | None = None
     """What trainers do with a batch, as a graph of stages; null: the algorithm's graph."""
     eval: Annotated[None, only_supported(None, fix="leave eval null")] = None

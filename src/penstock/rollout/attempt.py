@@ -4,6 +4,7 @@ data, not a crash.
 
 Outcomes, in order of precedence:
 - the engine failed                       → failed(engine)
+- a sandbox failed                        → failed(sandbox)
 - the workflow raised                     → failed(workflow), with the user's frames in `detail`
   … because the context window was full   → truncated(length) if it had received an answer
 - the workflow received no model answer   → failed(workflow)
@@ -13,7 +14,8 @@ Outcomes, in order of precedence:
 - otherwise                               → completed
 Completed and truncated attempts are scored. A reward from `ctx.reward()` or a returned number takes
 precedence; otherwise the reward function scores the completion (at the time limit: the text of the
-last answer). If scoring fails, the outcome is failed(reward | reward_deadline).
+last answer). If scoring fails, the outcome is failed(reward | reward_deadline |
+sandbox).
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ import structlog
 
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RunInfo
-from penstock.errors import EngineError, WorkflowError
+from penstock.errors import EngineError, SandboxError, WorkflowError
 from penstock.gateway.gateway import Gateway, Session
 from penstock.rollout.context import Context
 from penstock.rollout.endpoint import Endpoint
+from penstock.rollout.isolation import Isolation
 from penstock.rollout.recorder import Recorder
 from penstock.rollout.rewards.scorer import NO_REWARD, Failed
 from penstock.rollout.user_errors import shorten, user_traceback
@@ -74,6 +77,7 @@ class AttemptRunner:
     _scorer: RewardScorer | None
     _run_info: RunInfo
     _node_id: NodeId
+    _isolation: Isolation = field(default_factory=Isolation)
     _num_failed: int = 0
     _sampling: dict[str, SamplingSpec] = field(default_factory=dict[str, SamplingSpec])
     """By source, where it differs from the run's."""
@@ -95,10 +99,11 @@ class AttemptRunner:
                 salvaged_turns=salvaged_turns,
                 on_turn=on_turn,
             )
-            ctx = Context(session, self._endpoint, seed=grant.seed)
+            ctx = Context(session, self._endpoint, seed=grant.seed, isolation=self._isolation)
             try:
                 completion, outcome = await self._run_workflow(task, ctx)
             finally:
+                await ctx.close()
                 turns = self._gateway.close(session)
         outcome = resolve_outcome(outcome, turns, is_window_full=session.has_overflowed)
         reward = None
@@ -137,6 +142,8 @@ class AttemptRunner:
                 return None, OUT_OF_TIME
             if isinstance(error, EngineError):
                 return None, failed(FailureKind.ENGINE, str(error))
+            if isinstance(error, SandboxError):
+                return None, failed(FailureKind.SANDBOX, str(error))
             is_ours = isinstance(error, WorkflowError)
             detail = str(error) if is_ours else user_traceback(error)
             return None, failed(FailureKind.WORKFLOW, detail)

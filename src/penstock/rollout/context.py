@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from penstock.gateway.model_calls import Answer, Call, RawPrompt
 from penstock.gateway.sampling import read_overrides
-from penstock.rollout.programs import inherited_env, run_program
 from penstock.types import MAX_ROLE_CHARS, JsonObject, PolicyName
 
 if TYPE_CHECKING:  # a reward worker that imports a user's workflow module must start fast
     from penstock.gateway.session import Session
     from penstock.rollout.endpoint import Endpoint
+    from penstock.rollout.grading.types import GradingLimits, Verdict
+    from penstock.rollout.isolation import Isolation
+    from penstock.rollout.tool_sandbox import ToolSandbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +130,22 @@ def _stop(texts: str | Sequence[str] | None) -> str | list[str] | None:
 class Context:
     """One attempt, as its workflow sees it: the policies to call, and the reward to set."""
 
-    def __init__(self, session: Session, endpoint: Endpoint, *, seed: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        endpoint: Endpoint,
+        *,
+        seed: int,
+        isolation: Isolation | None = None,
+    ) -> None:
         self.seed = seed
         """Seed of this slot: the same for every attempt on every node."""
         self.explicit_reward: float | None = None
         """The last value passed to `reward()`; None means the run's reward function scores."""
         self._session = session
         self._endpoint = endpoint
+        self._isolation = isolation
+        self._sandbox: ToolSandbox | None = None
 
     def policy(self, name: str | None = None, *, role: str = "") -> BoundPolicy:
         """The policy `name`; optional in a run with one policy. `role` labels its turns for `route`
@@ -168,19 +179,64 @@ class Context:
         stdin: bytes = b"",
         timeout_s: float | None = None,
     ) -> str:
-        """Run a program and return its standard output.
+        """Run a program in a sandbox and return its standard output.
 
-        Environment variables point its OpenAI or Anthropic client at this attempt. Raises
-        WorkflowError if the exit code is not 0. The program and its process group are killed when
-        the attempt ends for any reason, and when the node dies.
+        Environment variables point its OpenAI or Anthropic client at this attempt; it reaches
+        nothing else, and sees of this machine's files what `sandbox.workflow` in the run file
+        grants, the working directory and its own installation. Raises WorkflowError if the exit
+        code is not 0. The program and its descendants are killed when the attempt ends for any
+        reason, and when the node dies.
         """
-        inherited = inherited_env()
-        inherited.pop("ANTHROPIC_AUTH_TOKEN", None)  # some clients prefer it to the key
-        address = {
-            "OPENAI_BASE_URL": self.base_url,
-            "OPENAI_API_KEY": self.api_key,
-            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": self.api_key,
-        }
-        full_env = {**inherited, **address, **(env or {})}
-        return await run_program(argv, env=full_env, stdin=stdin, timeout_s=timeout_s)
+        from penstock.rollout.agent_programs import run_agent
+
+        return await run_agent(
+            self._walls(),
+            self._endpoint,
+            self.api_key,
+            argv,
+            env=env or {},
+            stdin=stdin,
+            timeout_s=timeout_s,
+        )
+
+    @property
+    def sandbox(self) -> ToolSandbox:
+        """Runs code that a model wrote: a folder and programs of this attempt, without network.
+        Starts when it is first used, and ends with the attempt."""
+        from penstock.rollout.tool_sandbox import ToolSandbox
+
+        if self._sandbox is None:
+            self._sandbox = ToolSandbox(self._walls())
+        return self._sandbox
+
+    async def grade(
+        self,
+        solution: str,
+        tests: str,
+        *,
+        ids: Sequence[str],
+        limits: GradingLimits | None = None,
+    ) -> Verdict:
+        """Run hidden tests against a solution that a model wrote, each in a sandbox of its own.
+
+        Args:
+            solution: Python source; see `TestFile` for what tests can do with it.
+            tests: Python source of functions `test_NAME(solution)`.
+            ids: Names of all tests that must report.
+            limits: Bounds on time and sizes.
+        """
+        from penstock.rollout.tool_sandbox import grade_solution
+
+        return await grade_solution(self._walls(), solution, tests, ids=ids, limits=limits)
+
+    async def close(self) -> None:
+        """End the sandbox of this attempt. The node calls it."""
+        if self._sandbox is not None:
+            await self._sandbox.close()
+
+    def _walls(self) -> Isolation:
+        from penstock.rollout.isolation import Isolation
+
+        if self._isolation is None:
+            self._isolation = Isolation()
+        return self._isolation

@@ -17,7 +17,7 @@ import signal
 import zlib
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Required, TypedDict, Unpack, cast
 
@@ -30,6 +30,7 @@ from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engine import Engine, EngineSettings
 from penstock.rollout.engine_pool import MAX_PAUSED, EnginePools
 from penstock.rollout.engines import find_engine
+from penstock.rollout.isolation import Isolation, IsolationSettings, Use
 from penstock.rollout.membership import Membership, MembershipApi, NodeOrders
 from penstock.rollout.peer_relay import PeerRelayConfig, PeerRelayFetcher
 from penstock.rollout.recorder import Recorder, TurnApi
@@ -110,6 +111,7 @@ class NodeDeps:
     num_engines: int = 1
     """Engines per policy."""
     max_paused: float = MAX_PAUSED
+    isolation: IsolationSettings = field(default_factory=IsolationSettings)
 
     def engines(self, run_info: RunInfo) -> EnginePools:
         return EnginePools(
@@ -156,9 +158,13 @@ async def build(
     gateway = Gateway(engines)
     endpoint = Endpoint(gateway)
     rewards = {source.name: source.reward for source in run_info.sources}
-    scorer = SourceScorers(run_info.reward, rewards) or None
+    isolation = Isolation(deps.isolation)
+    await _require_isolation(isolation, run_info)
+    scorer = SourceScorers(run_info.reward, rewards, isolation) or None
     recorder = Recorder(deps.dataflow, node_id)
-    attempt_runner = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, node_id)
+    attempt_runner = AttemptRunner(
+        gateway, endpoint, recorder, scorer, run_info, node_id, isolation
+    )
     delivery_queue = DeliveryQueue(deps.dataflow, membership, deps.ack_log)
     try:
         yield Node(
@@ -180,6 +186,15 @@ async def build(
         await fetch.close()
 
 
+async def _require_isolation(isolation: Isolation, run_info: RunInfo) -> None:
+    """Raise SandboxError at the start of the node, not in its first attempt."""
+    infos = (run_info, *run_info.sources)
+    if any(info.workflow.startswith("[") for info in infos):
+        await isolation.backend(Use.WORKFLOW)
+    if any(info.reward for info in infos):
+        await isolation.backend(Use.REWARD)
+
+
 class NodeOptions(TypedDict, total=False):
     """Keyword arguments of `run_node` and `run_online`; see `connect`."""
 
@@ -190,6 +205,7 @@ class NodeOptions(TypedDict, total=False):
     vllm_environment: str
     num_engines: int
     max_paused: float
+    isolation: IsolationSettings
 
 
 @asynccontextmanager
@@ -207,6 +223,7 @@ async def connect(
     - `engine`: overrides the run's engine; its server is at `engine_url` or in `vllm_environment`.
     - `num_engines`: engines per policy; at most the share `max_paused` of them swaps weights at the
       same time.
+    - `isolation`: where code of others runs; by default in bubblewrap, without grants.
     """
     client = PartitionedNodeClient(url, token)
     ack_log = AckLog(options.get("acks") or options["state_dir"] / "acks.txt")
@@ -218,6 +235,7 @@ async def connect(
             make_engine=engine_maker(node_id, **options),
             num_engines=options.get("num_engines", 1),
             max_paused=options.get("max_paused", MAX_PAUSED),
+            isolation=options.get("isolation", IsolationSettings()),
         )
     finally:
         ack_log.close()

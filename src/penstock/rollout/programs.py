@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the external programs of a workflow, each in a separate process group that dies with the
-attempt.
+"""Runs the external programs of a workflow, each in a sandbox that ends with the attempt.
 
-Input and output are files, not pipes, so a grandchild that keeps a pipe open cannot block us.
+Owns the end of a program and its message; `isolation` says what the program may reach.
 """
 
 from __future__ import annotations
@@ -10,76 +9,95 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import resources
 from pathlib import Path
-from typing import IO
 
 from penstock.errors import WorkflowError
+from penstock.rollout.isolation import Opened
+from penstock.rollout.sandbox.types import Exit, ReadStream, Sandbox, SandboxProcess
 from penstock.rollout.user_errors import shorten
 
-DIE_WITH_PARENT = str(Path(__file__).with_name("exit_with_parent.py"))
 MAX_OUTPUT_BYTES = 1 << 20
+MAX_ERROR_BYTES = 1500
+INTERPRETER = str(Path(sys.executable).resolve())
 
 
 def inherited_env() -> dict[str, str]:
-    """This process's environment without the node's own credentials."""
+    """This process's environment without the node's own credentials, for engines."""
     return {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")}
 
 
 async def run_program(
+    sandbox: Sandbox,
     argv: Sequence[str],
     *,
-    env: Mapping[str, str],
+    ports: Mapping[int, str] | None = None,
+    env: Mapping[str, str] | None = None,
     stdin: bytes = b"",
     timeout_s: float | None = None,
 ) -> str:
-    """Run a program and return its standard output (the last MiB).
+    """Run a program in this sandbox, in this process's working directory, and return its standard
+    output (the last MiB). The sandbox, which must show this interpreter, is started before and
+    killed after.
 
-    Raises WorkflowError if it cannot start, exceeds `timeout_s` or exits with a code other than 0.
-    The program is killed when this node dies. Its process group is killed when the program ends, at
-    the timeout and on cancellation.
+    Raises WorkflowError if it cannot start, exceeds `timeout_s` or a limit, or exits with a code
+    other than 0. The program and its descendants end when it ends, at the timeout, on cancellation,
+    and when this node dies.
+
+    ports: of 127.0.0.1 inside, each with the path of the unix socket that it leads to.
     """
-    with (
-        tempfile.TemporaryFile() as source,
-        tempfile.TemporaryFile() as out,
-        tempfile.TemporaryFile() as err,
-    ):
-        source.write(stdin)
-        source.seek(0)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", DIE_WITH_PARENT, str(os.getpid()), *argv),
-            stdin=source,
-            stdout=out,
-            stderr=err,
-            env=env,
-            start_new_session=True,
-        )
-        limit = asyncio.timeout(timeout_s)
-        try:
-            async with limit:
-                code = await process.wait()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise WorkflowError(
-                f"`{shlex.join(argv)}` was killed after {timeout_s:g} s: {_tail(err, 1500)}"
-            ) from None
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        if code != 0:
-            raise WorkflowError(
-                shorten(f"`{shlex.join(argv)}` exited with code {code}: {_tail(err, 1500)}")
-            )
-        return _tail(out, MAX_OUTPUT_BYTES)
+    script = resources.files("penstock.rollout").joinpath("port_forwarder.py").read_text()
+    forwards = [f"{port}={path}" for port, path in (ports or {}).items()]
+    command = [INTERPRETER, "-I", "-S", "-c", script, os.getcwd(), *forwards, "--", *argv]
+    error = bytearray()
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with Opened(sandbox), limit:
+            process = await sandbox.exec(command, env=env or {})
+            ended, printed = await _finish(process, stdin, error)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        why = f"was killed after {timeout_s:g} s"
+        raise WorkflowError(shorten(f"`{shlex.join(argv)}` {why}: {_text(error)}")) from None
+    if ended.code != 0 or ended.limit:
+        raise WorkflowError(shorten(f"`{shlex.join(argv)}` {_how(ended)}: {_text(error)}"))
+    return _text(printed)
 
 
-def _tail(file: IO[bytes], num_bytes: int) -> str:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - num_bytes))
-    return file.read().decode(errors="replace").strip()
+async def _finish(
+    process: SandboxProcess, stdin: bytes, error: bytearray
+) -> tuple[Exit, bytearray]:
+    printed = bytearray()
+    async with asyncio.TaskGroup() as streams:
+        streams.create_task(_feed(process, stdin))
+        streams.create_task(_keep_end(process.stdout, printed, MAX_OUTPUT_BYTES))
+        streams.create_task(_keep_end(process.stderr, error, MAX_ERROR_BYTES))
+        ended = await process.wait()
+    return ended, printed
+
+
+async def _feed(process: SandboxProcess, data: bytes) -> None:
+    with suppress(ConnectionError):  # it need not read its input
+        process.stdin.write(data)
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _keep_end(source: ReadStream, kept: bytearray, num_bytes: int) -> None:
+    while chunk := await source.read(1 << 16):
+        kept += chunk
+        del kept[:-num_bytes]
+
+
+def _how(ended: Exit) -> str:
+    if ended.limit:
+        return f"was ended at its limit {ended.limit} (sandbox.workflow.limits in the run file)"
+    return f"exited with code {ended.code}"
+
+
+def _text(data: bytearray) -> str:
+    return data.decode(errors="replace").strip()

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config import ModelConfig
+from penstock.config import ModelConfig, RunConfig
 from penstock.fleet.run_folder import RunFolder
 from penstock.types import NodeId, subject_of_node
 from penstock.wire.auth import subject_of
@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 20.0
 
 
-def local_node_options(folder: RunFolder, model: ModelConfig, node: str) -> NodeOptions:
+def local_node_options(
+    folder: RunFolder, config: RunConfig, model: ModelConfig, node: str
+) -> NodeOptions:
     """Options of a node on the machine that has the run folder."""
+    from penstock.runs.sandbox_settings import isolation_settings
+
     folder.acks.mkdir(exist_ok=True)
     return {
         "state_dir": folder.nodes / node,
@@ -34,6 +38,7 @@ def local_node_options(folder: RunFolder, model: ModelConfig, node: str) -> Node
         "vllm_environment": model.vllm.environment or "",
         "num_engines": model.engines,
         "max_paused": model.max_paused,
+        "isolation": isolation_settings(config, folder.path),
     }
 
 

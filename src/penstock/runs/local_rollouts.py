@@ -17,6 +17,7 @@ from penstock.dataflow.sources import slot_seeds
 from penstock.gateway.gateway import Gateway
 from penstock.rollout.attempt import AttemptRunner, RewardScorer
 from penstock.rollout.endpoint import Endpoint
+from penstock.rollout.isolation import Isolation
 from penstock.rollout.recorder import Recorder
 from penstock.types import GroupId, NodeId, RowId, Task, Trajectory, Turn
 
@@ -36,12 +37,17 @@ class _NoRecords:
 
 @asynccontextmanager
 async def local_rollouts(
-    run_info: RunInfo, gateway: Gateway, scorer: RewardScorer | None
+    run_info: RunInfo,
+    gateway: Gateway,
+    scorer: RewardScorer | None,
+    isolation: Isolation | None = None,
 ) -> AsyncGenerator[Rollout]:
     """A function that makes rollouts as a node does, while the context is open."""
     endpoint = Endpoint(gateway)
     recorder = Recorder(_NoRecords(), NODE)
-    runner = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, NODE)
+    runner = AttemptRunner(
+        gateway, endpoint, recorder, scorer, run_info, NODE, isolation or Isolation()
+    )
     serving = asyncio.create_task(endpoint.run(), name="gateway")
     try:
         yield partial(_attempt, runner)

@@ -21,6 +21,7 @@ from penstock.errors import ConfigError
 from penstock.hub import check_hub_model, parse_hub_model
 from penstock.runs.check_problem import CheckProblem, located
 from penstock.runs.data_check import data_problems
+from penstock.runs.isolation_check import isolation_notes, isolation_problems
 from penstock.runs.machine_limits import machine_problems, this_machine
 from penstock.runs.probe import has_user_code, has_user_stages, run_probe
 from penstock.runs.probe_report import ProbeResult
@@ -92,7 +93,7 @@ def check_run(
     step as it begins."""
     here = tuple(find_problems(target))
     probed = run_probe(target, deadline_s=deadline_s, with_loss=not here, on_step=on_step)
-    notes = list(probed.notes)
+    notes = [*isolation_notes(target.config, target.folder.path), *probed.notes]
     if target.folder.finish() is not None:
         notes.append(f"{target.folder.path} is already finished; raise training.steps to go on")
     return CheckReport(
@@ -133,6 +134,7 @@ def _find_problems(target: RunTarget) -> Iterator[CheckProblem]:
     yield from _vocabulary_mismatches(config)
     yield from _missing_program(config)
     yield from _missing_engines(config)
+    yield from isolation_problems(config, target.folder.path)
     yield from machine_problems(config, target.folder.path, this_machine())
     for key, text in data_problems(config, target.folder.sources()):
         yield CheckProblem(key=key, text=text)

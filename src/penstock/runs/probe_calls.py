@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.config import CommandWorkflow, RunConfig
+from penstock.config import CommandWorkflow, RunConfig, run_dir
 from penstock.dataflow.service.build import run_info
 from penstock.dataflow.service.build_sources import workflow_text
 from penstock.errors import ConfigError, EngineError, WeightsError
@@ -22,6 +22,7 @@ from penstock.rollout.rewards.worker import score
 from penstock.rollout.workflows import find_workflow
 from penstock.runs.probe_report import Reporter, code_of_frames, code_of_object
 from penstock.runs.probe_workflow import ScriptedRollout, judge_rollout, run_scripted
+from penstock.runs.sandbox_settings import isolation_settings
 from penstock.trainer.model_folders import TINY_QWEN3, initial_folder
 from penstock.types import JsonObject, PolicyName, Task, Trajectory
 
@@ -121,7 +122,12 @@ class CallChecker:
             models = dict(self._model_folders(folders))
             try:
                 rollout = run_scripted(
-                    info, task, models, has_reward=has_reward, deadline_s=self._deadline_s
+                    info,
+                    task,
+                    models,
+                    has_reward=has_reward,
+                    deadline_s=self._deadline_s,
+                    isolation=isolation_settings(self._config, run_dir(self._config)),
                 )
             except (WeightsError, EngineError) as error:
                 first = next(iter(self._config.models))

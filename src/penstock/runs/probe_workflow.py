@@ -20,6 +20,7 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.gateway.renderer import Renderer
 from penstock.rollout.engines.scripted import ScriptedEngine
+from penstock.rollout.isolation import Isolation, IsolationSettings
 from penstock.rollout.workflows import find_workflow
 from penstock.runs.local_rollouts import local_rollouts
 from penstock.runs.probe_report import (
@@ -102,9 +103,11 @@ def run_scripted(
     *,
     has_reward: bool,
     deadline_s: float,
+    isolation: IsolationSettings,
 ) -> ScriptedRollout:
     """One attempt at the task. Raises WeightsError or EngineError for an unusable model folder."""
-    return asyncio.run(_run_scripted(run_info, task, folders, has_reward, deadline_s))
+    attempt = _run_scripted(run_info, task, folders, has_reward, deadline_s, isolation)
+    return asyncio.run(attempt)
 
 
 async def _run_scripted(
@@ -113,6 +116,7 @@ async def _run_scripted(
     folders: Mapping[PolicyName, Path],
     has_reward: bool,
     deadline_s: float,
+    isolation: IsolationSettings,
 ) -> ScriptedRollout:
     model, catcher = ScriptedModel(), _CompletionCatcher()
     gateway = Gateway(model)
@@ -123,7 +127,7 @@ async def _run_scripted(
     limited = replace(run_info, start_to_close_s=deadline_s)
     scorer = catcher if has_reward else None
     hangs_at: list[str] = []
-    async with local_rollouts(limited, gateway, scorer) as rollout:
+    async with local_rollouts(limited, gateway, scorer, Isolation(isolation)) as rollout:
         attempt = asyncio.ensure_future(rollout(task, 0))
         loop = asyncio.get_running_loop()
         watch = loop.call_later(
@@ -185,6 +189,8 @@ def judge_rollout(
         )
     elif outcome.reason == FailureKind.REWARD:
         reporter.add("reward", outcome.detail)
+    elif outcome.reason == FailureKind.SANDBOX:
+        reporter.add("sandbox", outcome.detail)
     else:
         _add_failure(outcome, name, key, reporter)
     return False

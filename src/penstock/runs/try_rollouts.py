@@ -28,9 +28,11 @@ from penstock.gateway.renderer import Renderer
 from penstock.rollout.engine import Engine, EngineSettings
 from penstock.rollout.engine_pool import EnginePools
 from penstock.rollout.engines import find_engine
+from penstock.rollout.isolation import Isolation
 from penstock.rollout.rewards.scorer import SourceScorers
 from penstock.runs.local_rollouts import Rollout, local_rollouts
 from penstock.runs.logged_gateway import LoggedGateway, TextServer, TextSession, no_engine
+from penstock.runs.sandbox_settings import isolation_settings
 from penstock.runs.service_process import add_import_paths
 from penstock.runs.target import RunTarget
 from penstock.trainer.model_folders import initial_folder
@@ -76,13 +78,16 @@ async def try_rollouts(
     async with AsyncExitStack() as resources:
         gateway = await _open_gateway(target, info, server, resources)
         rewards = {source.name: source.reward for source in info.sources}
-        scorer = SourceScorers(info.reward, rewards) if info.is_scored else None
+        isolation = Isolation(isolation_settings(config, target.folder.path))
+        scorer = SourceScorers(info.reward, rewards, isolation) if info.is_scored else None
         if scorer:
             scoring = asyncio.create_task(scorer.run(), name="score")
             resources.push_async_callback(_cancel, scoring)
         else:
             scoring = None
-        rollout = await resources.enter_async_context(local_rollouts(info, gateway, scorer))
+        rollout = await resources.enter_async_context(
+            local_rollouts(info, gateway, scorer, isolation)
+        )
         limit = asyncio.Semaphore(MAX_CONCURRENT)
         attempts = [
             asyncio.create_task(_attempt(rollout, gateway, task, number, limit))

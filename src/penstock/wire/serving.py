@@ -8,7 +8,7 @@ import gc
 import socket
 import ssl
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,15 +74,22 @@ async def serve(app: Starlette, host: str, port: int, tls: Tls | None = None) ->
     await server(app, host, port, tls).serve()
 
 
-async def serve_on_socket(app: Starlette, listener: socket.socket, tls: Tls | None = None) -> None:
-    """Serve inside another process until cancelled; that process handles signals."""
+async def serve_on_socket(
+    app: Starlette,
+    listener: socket.socket,
+    tls: Tls | None = None,
+    *,
+    also: Sequence[socket.socket] = (),
+) -> None:
+    """Serve inside another process until cancelled; that process handles signals. `also`: unix
+    sockets to serve on."""
     host, port, *_ = listener.getsockname()
     embedded = _EmbeddedServer(_config(app, host, port, tls))
     try:
-        await embedded.serve(sockets=[listener])
+        await embedded.serve(sockets=[listener, *also])
     except asyncio.CancelledError:
         if embedded.started:
-            await embedded.shutdown(sockets=[listener])
+            await embedded.shutdown(sockets=[listener, *also])
         raise
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import psutil
 import penstock
 
 SOURCE = str(Path(penstock.__file__).parents[1])
+PATHS = (SOURCE, str(Path(__file__).parents[3]))
 
 
 async def eventually(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
@@ -25,6 +27,15 @@ async def eventually(condition: Callable[[], object], timeout_s: float = 60.0) -
 
 async def eventually_dead(pid: int) -> None:
     await eventually(lambda: not is_alive(pid))
+
+
+def running(word: str, parent: int | None = None) -> list[psutil.Process]:
+    """Descendants that were started with this word, also inside sandboxes."""
+    found: list[psutil.Process] = []
+    for child in psutil.Process(parent).children(recursive=True):
+        with suppress(psutil.Error):  # it may have ended in the meantime
+            found += [child] if word in child.cmdline() else []
+    return found
 
 
 def is_alive(pid: int) -> bool:
@@ -48,7 +59,7 @@ def start_python(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": SOURCE},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)},
     )
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 from tests.unit.rollout.fake_dataflow import task
-from tests.unit.rollout.polling import eventually_dead, kill, pid_in, start_python
+from tests.unit.rollout.polling import eventually, eventually_dead, kill, running, start_python
 from tests.unit.rollout.test_attempt import DirectScorer, attempt
 
 from penstock.errors import WorkflowError
+from penstock.rollout.isolation import Isolation, Use
 from penstock.rollout.programs import run_program
+from penstock.rollout.sandbox.types import Limits
+from penstock.rollout.visible_folders import program_folders, python_folders
 from penstock.types import FailureKind, OutcomeKind
 
 AGENT = """
@@ -55,7 +57,15 @@ print(json.load(urllib.request.urlopen(request))["content"][0]["text"])
 """
 
 
+async def run(*argv: str, timeout_s: float | None = None) -> str:
+    """In a sandbox, as a workflow's program."""
+    folders = (*program_folders(argv), *python_folders())
+    sandbox = await Isolation().open(Use.WORKFLOW, folders=folders)
+    return await run_program(sandbox, argv, timeout_s=timeout_s)
+
+
 def agent(folder: Path, *words: str, text: str = AGENT) -> str:
+    folder.chmod(0o755)  # as root, a sandbox has a user of its own
     path = folder / "agent.py"
     path.write_text(text)
     return json.dumps([sys.executable, str(path), *words])
@@ -92,68 +102,68 @@ async def test_a_program_that_fails_is_a_failed_workflow(tmp_path: Path, snapsho
     assert "exited with code 3: why" in row.outcome.detail
 
 
-async def test_output_is_what_it_printed_and_a_lingering_child_holds_nobody_up(
-    tmp_path: Path,
-) -> None:
-    script = f"sleep 300 & echo $! > {tmp_path}/pid; echo first; echo last"
+async def test_output_is_what_it_printed_and_a_lingering_child_holds_nobody_up() -> None:
     async with asyncio.timeout(60):
-        printed = await run_program(["sh", "-c", script], env=dict(os.environ))
+        printed = await run("sh", "-c", "sleep 3001 & echo first; echo last")
     assert printed.splitlines() == ["first", "last"]
-    await eventually_dead(await pid_in(tmp_path / "pid"))
+    assert running("3001") == []
 
 
 async def test_ten_megabytes_of_output_are_cut_not_kept() -> None:
-    printed = await run_program(
-        [sys.executable, "-c", "print('x' * (10 << 20)); print('end')"], env=dict(os.environ)
-    )
+    printed = await run(sys.executable, "-c", "print('x' * (10 << 20)); print('end')")
     assert printed.endswith("end") and len(printed) <= 1 << 20
 
 
 async def test_a_program_that_cannot_start_says_so() -> None:
     with pytest.raises(WorkflowError, match="cannot start 'no-such-program'"):
-        await run_program(["no-such-program"], env=dict(os.environ))
+        await run("no-such-program")
 
 
-async def test_a_program_past_its_time_is_killed_with_its_group(tmp_path: Path) -> None:
-    script = f"sleep 300 & echo $! > {tmp_path}/pid; wait"
+async def test_a_program_past_its_time_is_killed_with_its_children() -> None:
     with pytest.raises(WorkflowError, match=r"killed after 0\.5 s"):
-        await run_program(["sh", "-c", script], env=dict(os.environ), timeout_s=0.5)
-    await eventually_dead(await pid_in(tmp_path / "pid"))
+        await run("sh", "-c", "sleep 3002 & wait", timeout_s=0.5)
+    assert running("3002") == []
 
 
-async def test_cancelling_kills_the_whole_group(tmp_path: Path) -> None:
-    script = f"sleep 300 & echo $! > {tmp_path}/pid; echo $$ > {tmp_path}/shell; wait"
-    running = asyncio.create_task(run_program(["sh", "-c", script], env=dict(os.environ)))
-    child, shell = await pid_in(tmp_path / "pid"), await pid_in(tmp_path / "shell")
-    running.cancel()
+async def test_cancelling_kills_the_program_with_its_children() -> None:
+    program = asyncio.create_task(run("sh", "-c", "sleep 3003 & wait"))
+    await eventually(lambda: running("3003"))
+    program.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await running
-    await eventually_dead(shell)
-    await eventually_dead(child)
+        await program
+    assert running("3003") == []
 
 
-async def test_the_deadline_of_an_attempt_kills_its_program(tmp_path: Path, snapshot: Path) -> None:
-    words = json.dumps(["sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 300"])
+async def test_the_deadline_of_an_attempt_kills_its_program(snapshot: Path) -> None:
+    words = json.dumps(["sleep", "3004"])
     row = await attempt(snapshot, words, start_to_close_s=1.0)
     assert row.outcome.reason == FailureKind.DEADLINE
-    await eventually_dead(await pid_in(tmp_path / "pid"))
+    assert running("3004") == []
 
 
-async def test_a_program_dies_with_its_node(tmp_path: Path) -> None:
+async def test_a_program_dies_with_its_node() -> None:
     program = (
-        "import asyncio, os\n"
-        "from penstock.rollout.programs import run_program\n"
-        f"words = ['sh', '-c', 'echo $$ > {tmp_path}/pid; exec sleep 300']\n"
-        "asyncio.run(run_program(words, env=dict(os.environ)))\n"
+        "import asyncio\n"
+        "from tests.unit.rollout.test_programs import run\n"
+        "asyncio.run(run('sleep', '3005'))\n"
     )
     node = start_python(program)
-    pid = await pid_in(tmp_path / "pid")
+    await eventually(lambda: running("3005", node.pid))
+    pids = [process.pid for process in running("3005", node.pid)]
     kill(node)
-    await eventually_dead(pid)
+    for pid in pids:
+        await eventually_dead(pid)
+
+
+async def test_a_limit_ends_a_program_and_is_named() -> None:
+    limits = Limits(wall_s=60, memory_mb=64)
+    sandbox = await Isolation().open(Use.WORKFLOW, folders=python_folders(), limits=limits)
+    with pytest.raises(WorkflowError, match=r"limit memory_mb \(sandbox\.workflow\.limits"):
+        await run_program(sandbox, ["python3", "-c", "bytearray(200 << 20)"])
 
 
 async def test_a_program_gets_ordinary_signals() -> None:
     """Python ignores SIGPIPE, and exec would inherit that: `yes | head` must still end."""
-    printed = await run_program(["grep", "SigIgn", "/proc/self/status"], env=dict(os.environ))
+    printed = await run("grep", "SigIgn", "/proc/self/status")
     ignored = int(printed.split()[1], 16)
     assert ignored & (1 << (signal.SIGPIPE - 1)) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import tempfile
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -14,11 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.unit.rollout.fake_dataflow import task
-from tests.unit.rollout.polling import eventually_dead, kill, pid_in, start_python
+from tests.unit.rollout.polling import eventually, eventually_dead, kill, running, start_python
 
 from penstock.errors import RewardError
+from penstock.rollout.isolation import Isolation
 from penstock.rollout.rewards.scorer import NO_REWARD, Failed, Scorer, SourceScorers
 from penstock.rollout.rewards.worker import columns_of
+from penstock.rollout.sandbox.bubblewrap import BubblewrapBackend
 from penstock.types import FailureKind
 
 FUNCTIONS = "tests.unit.rollout.reward_functions"
@@ -52,6 +55,10 @@ def children() -> list[psutil.Process]:
     return [child for child in found if child.name() != "postgres"]
 
 
+def workers(parent: int | None = None) -> list[psutil.Process]:
+    return running("penstock.rollout.rewards.worker", parent)
+
+
 async def test_a_batch_is_scored_in_order() -> None:
     async with scorer("mixed") as scores:
         results = await score_all(scores, ["a", "bb", "ccc"] * 30)
@@ -67,7 +74,7 @@ async def test_each_source_is_scored_by_its_own_function() -> None:
             sources = ["train", "plain", "own", "other"]
             found = [await scores.score("aa", replace(task(), source=name)) for name in sources]
         assert found == [2.0, 2.0, NO_REWARD, 0.0]
-        assert len(children()) == 2, "one worker for each function"
+        assert len(workers()) == 2, "one worker for each function"
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -132,15 +139,15 @@ async def test_printing_and_reading_do_not_touch_the_channel() -> None:
         assert results == [5.0, 1.0, 0.0]
 
 
-async def test_the_deadline_kills_the_whole_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
-    async with scorer("leaves_a_child", deadline_s=0.5) as scores:
-        result = await scores.score("hang", task())
+async def test_the_deadline_kills_the_whole_group() -> None:
+    async with scorer("leaves_a_child", deadline_s=3.0) as scores:
+        scored = asyncio.create_task(scores.score("hang", task()))
+        await eventually(lambda: running("300"))
+        [child] = running("300")
+        result = await scored
         assert isinstance(result, Failed) and result.kind is FailureKind.REWARD_DEADLINE
-        assert "exceeded its deadline of 0.5 s" in result.detail
-        await eventually_dead(await pid_in(tmp_path / "pid"))
+        assert "exceeded its deadline of 3 s" in result.detail
+        await eventually_dead(child.pid)
 
 
 async def test_p11_every_kind_of_misbehaviour_at_once() -> None:
@@ -179,7 +186,7 @@ async def test_p11_every_kind_of_misbehaviour_at_once() -> None:
 async def test_a_worker_killed_while_idle_is_replaced() -> None:
     async with scorer("mixed") as scores:
         await scores.score("a", task())
-        (worker,) = children()
+        (worker,) = workers()
         worker.send_signal(signal.SIGKILL)
         await asyncio.sleep(0.1)
         assert await score_all(scores, ["a", "bb"]) == [1.0, 2.0]
@@ -200,15 +207,42 @@ async def test_a_worker_dies_with_its_node() -> None:
         "async def main():\n"
         "    worker = WorkerProcess('penstock.tasks.reverse:reward')\n"
         "    await worker.start()\n"
-        "    print(worker._process.pid, flush=True)\n"
+        "    print('started', flush=True)\n"
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )
     node = start_python(program)
     assert node.stdout is not None
-    pid = int(node.stdout.readline())
+    assert node.stdout.readline() == b"started\n"
+    [worker] = workers(node.pid)
     kill(node)
-    await eventually_dead(pid)
+    await eventually_dead(worker.pid)
+
+
+async def test_a_sandbox_that_fails_is_no_reward_of_anybody() -> None:
+    """An infrastructure failure is typed: neither a reward of 0 nor the fault of the function."""
+    with tempfile.TemporaryDirectory() as folder:
+        broken, program = Path(folder) / "broken", Path(folder) / "bwrap"
+        program.write_text(f'#!/bin/sh\n[ -e {broken} ] && exit 1\nexec bwrap "$@"\n')
+        for path, mode in ((Path(folder), 0o711), (program, 0o755)):
+            path.chmod(mode)
+        isolation = Isolation(_found=BubblewrapBackend(program=str(program)))
+        scores = Scorer(f"{FUNCTIONS}:mixed", isolation)
+        serving = asyncio.create_task(scores.run())
+        try:
+            assert await scores.score("a", task()) == 1.0
+            broken.touch()
+            assert isinstance(died := await scores.score("abort", task()), Failed)
+            assert died.kind is FailureKind.REWARD
+            failed = await score_all(scores, ["a", "bb"])
+            assert [one.kind for one in failed if isinstance(one, Failed)] == [
+                FailureKind.SANDBOX
+            ] * 2
+            broken.unlink()
+            assert await scores.score("a", task()) == 1.0
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
 
 
 def test_a_worker_starts_fast_and_without_heavy_libraries() -> None:

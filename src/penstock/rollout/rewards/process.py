@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node's handle on one reward worker: start, score, kill. Owns the process; knows nothing of
-batching."""
+"""The node's handle on one reward worker: start, score, kill. Owns the process in its sandbox;
+knows nothing of batching."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
-from asyncio.subprocess import Process
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from penstock.errors import RewardError
-from penstock.rollout.programs import inherited_env
+from penstock.rollout.isolation import Isolation, Use
 from penstock.rollout.rewards.frames import (
     ANSWERS,
     MAX_FRAME_BYTES,
@@ -25,6 +22,8 @@ from penstock.rollout.rewards.frames import (
     frame_bytes,
     pack,
 )
+from penstock.rollout.sandbox.types import ReadStream, Sandbox, SandboxProcess
+from penstock.rollout.visible_folders import module_files, python_folders
 
 START_S = 120.0
 """How long the user's module may take to import; some load a computer algebra system."""
@@ -32,25 +31,28 @@ START_S = 120.0
 
 @dataclass(slots=True)
 class WorkerProcess:
-    """At most one running process; `kill()` also kills its process group."""
+    """At most one running process; `kill()` also ends its descendants. Raises SandboxError where no
+    sandbox can be had, which is never the fault of the reward."""
 
     _function: str
-    _process: Process | None = None
+    _isolation: Isolation = field(default_factory=Isolation)
+    _box: Sandbox | None = None
+    _process: SandboxProcess | None = None
+    _logging: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the worker and wait until it has imported the function; raises RewardError if it
         cannot."""
-        # The worker can import whatever the node can.
-        env = {**inherited_env(), "PYTHONPATH": os.pathsep.join(sys.path)}
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "penstock.rollout.rewards.worker"),
-            *(self._function, str(os.getpid())),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            env=env,
+        self._box = await self._isolation.open(
+            Use.REWARD,
+            folders=(*python_folders(), *module_files(self._function)),
+            env={"PYTHONPATH": os.pathsep.join(sys.path)},  # it imports whatever the node can
         )
+        argv = [sys.executable, "-m", "penstock.rollout.rewards.worker", self._function]
         try:
+            await self._box.start()
+            self._process = await self._box.exec(argv)
+            self._logging = asyncio.create_task(_copy_to_log(self._process.stderr))
             async with asyncio.timeout(START_S):
                 ready = await self._read()
         except BaseException:
@@ -65,7 +67,7 @@ class WorkerProcess:
         starts a new one."""
         if self._process is None:
             await self.start()
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None
         try:
             async with asyncio.timeout(deadline_s):
                 self._process.stdin.write(pack(request))
@@ -79,25 +81,35 @@ class WorkerProcess:
             raise
 
     async def kill(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        box, self._box, self._process = self._box, None, None
+        if box is not None:
+            await box.kill()
+        if self._logging is not None:
+            await self._logging  # ends with the pipe
+            self._logging = None
 
     async def _read(self) -> ScoreAnswer:
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process is not None
         try:
             num_bytes = frame_bytes(await self._process.stdout.readexactly(PREFIX_BYTES))
             if num_bytes > MAX_FRAME_BYTES:
                 raise RewardError(f"reward {self._function} corrupted its worker's pipe")
             return ANSWERS.decode(await self._process.stdout.readexactly(num_bytes))
         except (asyncio.IncompleteReadError, ConnectionError):
-            code = await self._process.wait()
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            ended = await self._process.wait()
+            how = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
+            if ended.limit:
+                how = f"its limit {ended.limit}; see sandbox.reward.limits in the run file"
             raise RewardError(
                 f"reward {self._function}: worker process exited unexpectedly ({how})"
             ) from None
         except msgspec.MsgspecError:
             raise RewardError(f"reward {self._function} corrupted its worker's pipe") from None
+
+
+async def _copy_to_log(source: ReadStream) -> None:
+    """consumes: what the function prints · produces: the same in the node's log
+    waits for: its output, until the end of the process"""
+    while chunk := await source.read(1 << 14):
+        sys.stderr.buffer.write(chunk)
+        sys.stderr.flush()

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
-from penstock.errors import RewardError
+from penstock.errors import RewardError, SandboxError
+from penstock.rollout.isolation import Isolation
 from penstock.rollout.rewards.frames import ScoreAnswer, ScoreRequest
 from penstock.rollout.rewards.process import WorkerProcess
 from penstock.rollout.user_errors import shorten
@@ -26,7 +27,7 @@ MAX_BATCH = 256
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     kind: FailureKind
-    """`reward` or `reward_deadline`."""
+    """`reward`, `reward_deadline` or `sandbox`."""
     detail: str
 
 
@@ -67,6 +68,7 @@ class Scorer:
     """One reward function behind `num_workers` processes."""
 
     _function: str
+    _isolation: Isolation = field(default_factory=Isolation)
     _: KW_ONLY
     num_workers: int = 1
     deadline_s: float = 30.0
@@ -87,7 +89,7 @@ class Scorer:
     async def _worker_loop(self) -> None:
         """consumes: completions · produces: the result of each
         waits for: a completion, then its worker or the deadline · woken by: `score()`"""
-        worker = WorkerProcess(self._function)
+        worker = WorkerProcess(self._function, self._isolation)
         await worker.start()
         try:
             while True:
@@ -113,6 +115,8 @@ class Scorer:
             self._fail(items, FailureKind.REWARD_DEADLINE, detail)
         except RewardError as error:
             self._fail(items, FailureKind.REWARD, str(error))
+        except SandboxError as error:
+            self._fail(items, FailureKind.SANDBOX, str(error))
         else:
             self._accept(items, answer)
 
@@ -142,12 +146,15 @@ class SourceScorers:
     """Scores a task with the reward function of its source, or else of the run; one Scorer for each
     function."""
 
-    def __init__(self, shared: str, by_source: Mapping[str, str]) -> None:
+    def __init__(
+        self, shared: str, by_source: Mapping[str, str], isolation: Isolation | None = None
+    ) -> None:
         """Functions; empty where there is none."""
+        walls = isolation or Isolation()
         self._shared = shared
         self._by_source = by_source
         functions = filter(None, (shared, *by_source.values()))
-        self._scorers = {function: Scorer(function) for function in functions}
+        self._scorers = {function: Scorer(function, walls) for function in functions}
 
     def __bool__(self) -> bool:
         """Whether there is any reward function."""

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker process for one reward function: `python -m penstock.rollout.rewards.worker
-REWARD PARENT_PID`.
+"""Worker process for one reward function: `python -m penstock.rollout.rewards.worker REWARD`.
 
 Owns the calling convention (TRL's): `reward(completions, **columns) -> list of numbers`, sync or
 async. Columns are lists taken from the task payloads, plus `prompts` if payloads have a `prompt`.
@@ -21,7 +20,6 @@ from typing import Any, BinaryIO, cast
 
 from penstock.errors import ConfigError
 from penstock.plugins import REWARD_GROUP, load_function
-from penstock.rollout.exit_with_parent import die_with
 from penstock.rollout.rewards.frames import (
     PREFIX_BYTES,
     REQUESTS,
@@ -121,7 +119,6 @@ def read_request(requests: BinaryIO) -> ScoreRequest | None:
 
 
 def main() -> None:
-    die_with(int(sys.argv[2]))
     requests, answers = take_channel()
 
     def send(answer: ScoreAnswer) -> None:

@@ -64,6 +64,15 @@ async def start_child(
         start_new_session=True,
         bufsize=0,
     )
+    try:
+        return await _connect(popen)
+    except BaseException:  # cancelled in between
+        popen.kill()
+        popen.wait()
+        raise
+
+
+async def _connect(popen: subprocess.Popen[bytes]) -> Child:
     assert popen.stdin is not None and popen.stdout is not None and popen.stderr is not None
     loop = asyncio.get_running_loop()
     stdout, stderr, unused = (StreamReader(loop=loop) for _ in range(3))

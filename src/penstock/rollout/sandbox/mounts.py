@@ -121,13 +121,22 @@ class Mounts:
             return
         _, name, rest = chain
         with suppress(FileExistsError):
-            os.mkdir(name, 0o755, dir_fd=root)
-            os.chown(name, self.owner, self.owner, dir_fd=root)
+            if rest or folder.is_dir():
+                os.mkdir(name, 0o755, dir_fd=root)
+                os.chown(name, self.owner, self.owner, dir_fd=root)
+            else:
+                write_file(root, name, b"", 0o444, self.owner)
         place = "chains"
-        for part in (*name.split("/"), *rest):
+        *above, last = (*name.split("/"), *rest)
+        for part in above:
             place = f"{place}/{part}"
             with suppress(FileExistsError):
                 os.mkdir(place, 0o755, dir_fd=root)
+        with suppress(FileExistsError):
+            if folder.is_dir():
+                os.mkdir(f"{place}/{last}", 0o755, dir_fd=root)
+            else:
+                write_file(root, f"{place}/{last}", b"", 0o444, -1)
 
     def make_folder(self, name: str) -> int:
         """A new folder in `state`; returns a descriptor of it."""
@@ -182,15 +191,30 @@ class Mounts:
     def _mount_folders(self, root: int) -> list[str]:
         commands = list[str]()
         for number, source in enumerate(self.spec.grants.folders):
-            if not source.is_dir() or not source.is_absolute():
+            if not source.exists() or not source.is_absolute():
                 raise SandboxError(
-                    f"{source}, granted to a sandbox, is not a folder; give an absolute path"
+                    f"{source}, granted to a sandbox, does not exist; give the absolute path of a "
+                    "folder or file"
                 )
-            os.mkdir(f"folders/{number}", 0o755, dir_fd=root)
+            target = f"folders/{number}"
+            if source.is_dir():
+                os.mkdir(target, 0o755, dir_fd=root)
+            else:
+                write_file(root, target, b"", 0o444, -1)
             self._make_chain(root, source)
-            target = f"{_quoted(self.path)}/folders/{number}"
-            commands.append(f"mount --rbind {_quoted(source)} {target}")
+            commands.append(f"mount --rbind {_quoted(source)} {_quoted(self.path)}/{target}")
+            commands += self._hide_in(source.resolve(), f"{self.path}/{target}")
         return commands
+
+    def _hide_in(self, source: Path, target: str) -> list[str]:
+        """Empty file systems over what a granted folder contains and must not show."""
+        options = "size=4k,mode=0555,ro,nosuid,nodev"
+        found = (path.resolve() for path in self.spec.grants.hidden if path.is_dir())
+        within = {path.relative_to(source) for path in found if path.is_relative_to(source)}
+        return [
+            f"mount -t tmpfs -o {options} penstock {_quoted(f'{target}/{path}')}"
+            for path in sorted(within)
+        ]
 
 
 def checked_name(name: str) -> str:

@@ -53,7 +53,9 @@ class Grants:
     hosts: tuple[str, ...] = ()
     """Host names that the egress proxy lets it call."""
     folders: tuple[Path, ...] = ()
-    """Read-only, at the same path inside."""
+    """Folders or files; read-only, at the same path inside."""
+    hidden: tuple[Path, ...] = ()
+    """Folders that look empty inside, where a granted folder contains them."""
     secrets: Mapping[str, Path] = field(default_factory=dict[str, Path])
     """Files by name; readable inside as /run/secrets/NAME ($PENSTOCK_SECRETS/NAME)."""
     sockets: Mapping[str, Path] = field(default_factory=dict[str, Path])

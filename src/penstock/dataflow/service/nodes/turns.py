@@ -58,9 +58,10 @@ class TurnHandlers:
         ]
 
     def on_delivery(self, row: RowRecord, outcome: Outcome) -> None:
-        """Forget the turns of a finished slot; only an attempt that was released, or that had an
-        engine failure, is worth resuming."""
-        if outcome.reason != FailureKind.ENGINE and outcome.kind is not OutcomeKind.CANCELLED:
+        """Forget the turns of a finished slot; only an attempt that was released, or that an engine
+        or a sandbox ended, is worth resuming."""
+        is_ours = outcome.reason in (FailureKind.ENGINE, FailureKind.SANDBOX)
+        if not is_ours and outcome.kind is not OutcomeKind.CANCELLED:
             self._salvage.forget((row.group_id, row.slot))
 
     def tick(self) -> None:

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grades a solution: passes calls between two sandboxes, and collects the reports of the tests.
+
+Refuses what could forge a verdict: reports without the nonce, unknown or repeated ids, values that
+are not JSON or too long. A solution that crashes, hangs or floods fails the test that called it. A
+sandbox that fails raises SandboxError, which is never a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+import msgspec
+
+from penstock.errors import SandboxError
+from penstock.rollout.grading.types import GradingLimits, Solution, TestFile, Verdict
+from penstock.rollout.isolation import Opened
+from penstock.rollout.sandbox.types import FileRefused, Limits, ReadStream, Sandbox, SandboxProcess
+
+PREFIX_BYTES = 4
+DRIVER, RUNNER = "penstock_driver.py", "penstock_runner.py"
+MAX_REPORT_BYTES = 64 << 10
+
+
+class _Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    nonce: str
+    id: str
+    passed: bool
+    why: str
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the tests' sandbox says: one report, one request to the solution, or the end."""
+
+    report: _Report | None = None
+    done: str | None = None
+    call: str | None = None
+    run: str | None = None
+    read: str | None = None
+    args: list[Any] = []
+
+
+_MESSAGES = msgspec.json.Decoder(_Message)
+
+
+async def grade(
+    make: Callable[[Limits], Awaitable[Sandbox]],
+    solution: Solution,
+    tests: TestFile,
+    *,
+    python: str = "python3",
+    limits: GradingLimits | None = None,
+) -> Verdict:
+    """Run all tests against the solution.
+
+    make: makes a sandbox with these limits.
+    python: the interpreter, as a path inside of the sandboxes."""
+    bounds = limits or GradingLimits()
+    theirs, ours = await make(bounds.solution), await make(bounds.tests)
+    async with Opened(theirs), Opened(ours):
+        try:
+            for path, data in solution.files.items():
+                await theirs.put(path, data)
+        except FileRefused as error:
+            return Verdict(passed=frozenset(), failed=dict.fromkeys(tests.ids, str(error)))
+        await theirs.put(DRIVER, _script("solution_driver.py"))
+        await ours.put("tests.py", tests.source.encode())
+        await ours.put(RUNNER, _script("test_runner.py"))
+        called = _CalledSolution(theirs, python, bounds)
+        judge = await ours.exec([python, "-I", RUNNER])
+        draining = asyncio.create_task(_drain(judge.stderr))
+        try:
+            return await _collect(judge, called, tests.ids, bounds)
+        finally:
+            draining.cancel()
+            await called.close()
+
+
+async def _collect(
+    judge: SandboxProcess, called: _CalledSolution, ids: frozenset[str], bounds: GradingLimits
+) -> Verdict:
+    nonce = secrets.token_hex(16)
+    await _send(judge, {"nonce": nonce, "ids": sorted(ids)})
+    reports = _Reports(nonce, ids)
+    while True:
+        message = await _next_message(judge, bounds.tests.wall_s)
+        if message is None or message.done is not None:
+            is_whole = message is not None and hmac.compare_digest(message.done or "", nonce)
+            return reports.verdict(is_whole=is_whole)
+        if message.report is not None:
+            reports.add(message.report)
+        else:
+            await _send(judge, await called.answer(message))
+
+
+async def _next_message(judge: SandboxProcess, deadline_s: float) -> _Message | None:
+    """None if the tests ended by themselves without saying so."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            return _MESSAGES.decode(await _read_frame(judge.stdout, MAX_REPORT_BYTES))
+    except TimeoutError:
+        raise SandboxError(f"the tests did not report within {deadline_s:g} s") from None
+    except (asyncio.IncompleteReadError, ConnectionError):
+        ended = await judge.wait()
+        if ended.limit or ended.code < 0:
+            how = ended.limit or f"signal {-ended.code}"
+            raise SandboxError(f"the sandbox of the tests was ended by {how}") from None
+        return None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise SandboxError(f"the sandbox of the tests sent no valid report: {error}") from None
+
+
+@dataclass(slots=True)
+class _Reports:
+    _nonce: str
+    _ids: frozenset[str]
+    _passed: set[str] = field(default_factory=set[str])
+    _failed: dict[str, str] = field(default_factory=dict[str, str])
+
+    def add(self, report: _Report) -> None:
+        if not hmac.compare_digest(report.nonce, self._nonce) or report.id not in self._ids:
+            return
+        if report.id in self._passed or report.id in self._failed:
+            self._passed.discard(report.id)
+            self._failed[report.id] = "reported twice"
+        elif report.passed:
+            self._passed.add(report.id)
+        else:
+            self._failed[report.id] = report.why
+
+    def verdict(self, *, is_whole: bool) -> Verdict:
+        """Every test that did not report failed; without the end message all of them did."""
+        passed = self._passed if is_whole else set[str]()
+        missing = self._ids - passed - self._failed.keys()
+        failed = {**dict.fromkeys(sorted(missing), "did not report"), **self._failed}
+        return Verdict(passed=frozenset(passed), failed=failed)
+
+
+@dataclass(slots=True)
+class _CalledSolution:
+    """The solution's sandbox, as the tests reach it: an answer for every request, never an
+    error."""
+
+    _box: Sandbox
+    _python: str
+    _bounds: GradingLimits
+    _driver: SandboxProcess | None = None
+    _draining: asyncio.Task[None] | None = None
+    _num_calls: int = 0
+
+    async def answer(self, message: _Message) -> dict[str, Any]:
+        self._num_calls += 1
+        if self._num_calls > self._bounds.max_calls:
+            return {"error": f"more than {self._bounds.max_calls} calls"}
+        try:
+            async with asyncio.timeout(self._bounds.call_s):
+                return {"value": await self._ask(message)}
+        except TimeoutError:
+            await self.close()
+            return {"error": f"took longer than {self._bounds.call_s:g} s"}
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await self.close()
+            return {"error": "ended instead of answering"}
+        except (ValueError, RecursionError, OSError) as error:
+            return {"error": str(error)[:1000]}
+
+    async def close(self) -> None:
+        """Forget the process; its sandbox is killed by the owner."""
+        if self._draining is not None:
+            self._draining.cancel()
+        self._driver = self._draining = None
+
+    async def _ask(self, message: _Message) -> Any:
+        if message.read is not None:
+            data = await self._box.get(message.read, max_bytes=self._bounds.max_value_bytes)
+            return data.decode()
+        if message.run is not None:
+            return await self._run(message.run, [str(argument) for argument in message.args])
+        return await self._call({"name": message.call, "args": message.args})
+
+    async def _call(self, call: dict[str, Any]) -> Any:
+        if self._driver is None:
+            self._driver = await self._box.exec([self._python, DRIVER])
+            self._draining = asyncio.create_task(_drain(self._driver.stderr))
+        await _send(self._driver, call)
+        body = await _read_frame(self._driver.stdout, self._bounds.max_value_bytes)
+        answer = _plain(body)
+        if not isinstance(answer, dict) or len(answer) != 1:
+            raise ValueError("did not answer with a value")
+        if "value" in answer:
+            return answer["value"]
+        raise ValueError(str(answer.get("error", "did not answer with a value")))
+
+    async def _run(self, stdin: str, args: list[str]) -> str:
+        program = await self._box.exec([self._python, "solution.py", *args])
+        draining = asyncio.create_task(_drain(program.stderr))
+        try:
+            program.stdin.write(stdin.encode())
+            await program.stdin.drain()
+            program.stdin.close()
+            printed = await _read_all(program.stdout, self._bounds.max_value_bytes)
+            ended = await program.wait()
+        finally:
+            draining.cancel()
+        if ended.code != 0:
+            raise ValueError(f"exited with code {ended.code}")
+        return printed.decode(errors="strict")
+
+
+def _plain(body: bytes) -> Any:
+    """JSON as plain Python values; NaN and infinities are refused."""
+
+    def refuse(text: str) -> None:
+        raise ValueError(f"{text} is not JSON")
+
+    return json.loads(body, parse_constant=refuse)
+
+
+async def _send(process: SandboxProcess, message: Any) -> None:
+    body = json.dumps(message, allow_nan=False).encode()
+    process.stdin.write(len(body).to_bytes(PREFIX_BYTES, "little") + body)
+    await process.stdin.drain()
+
+
+async def _read_frame(source: ReadStream, max_bytes: int) -> bytes:
+    num_bytes = int.from_bytes(await source.readexactly(PREFIX_BYTES), "little")
+    if num_bytes > max_bytes:
+        raise ConnectionError(f"a message of {num_bytes} bytes; at most {max_bytes} are allowed")
+    return await source.readexactly(num_bytes)
+
+
+async def _read_all(source: ReadStream, max_bytes: int) -> bytes:
+    found = bytearray()
+    while chunk := await source.read(1 << 16):
+        found += chunk
+        if len(found) > max_bytes:
+            raise ValueError(f"printed more than {max_bytes} bytes")
+    return bytes(found)
+
+
+async def _drain(source: ReadStream) -> None:
+    while await source.read(1 << 16):
+        pass
+
+
+def _script(name: str) -> bytes:
+    return resources.files(__package__).joinpath(name).read_bytes()

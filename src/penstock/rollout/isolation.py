@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides in which sandbox a node runs code that is not its own, and what that code may reach.
+
+Commands, tools and graders fail closed: without isolation they do not start, unless `none` was
+chosen. The owner's own reward falls back to limits and a clean environment, with a warning that
+names the cure, so that a first run works. Starts no program itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+
+import structlog
+
+from penstock.errors import SandboxError
+from penstock.rollout.sandbox.choose import choose
+from penstock.rollout.sandbox.limits import LimitsBackend
+from penstock.rollout.sandbox.types import Backend, Grants, Level, Limits, Sandbox, SandboxSpec
+from penstock.rollout.visible_folders import narrowed, unreadable
+
+FOREVER_S = 1e8
+"""A wall clock for programs that have a deadline elsewhere."""
+CURE = "apt install bubblewrap, and allow user namespaces; `penstock check` says what is missing"
+_PASSED = ("LANG", "LANGUAGE", "TZ", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM")
+log = structlog.get_logger(__name__)
+
+
+class Use(StrEnum):
+    """What a sandbox is for."""
+
+    REWARD = "reward"
+    """The owner's reward functions."""
+    WORKFLOW = "workflow"
+    """Commands of workflows."""
+    TOOLS = "tools"
+    """Code that a model wrote, and graders."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UseSettings:
+    """Limits and grants of one use."""
+
+    limits: Limits = field(
+        default_factory=lambda: Limits(
+            wall_s=FOREVER_S,
+            cpu_s=3600.0,
+            memory_mb=4096,
+            num_processes=256,
+            disk_mb=1024,
+            output_bytes=64 << 20,
+        )
+    )
+    grants: Grants = field(default_factory=Grants)
+    env: tuple[str, ...] = ()
+    """Variables of this process that are passed on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsolationSettings:
+    backend: str = "auto"
+    image: str = ""
+    """Of the container back end."""
+    demand: Level | None = None
+    """The weakest level for any use; None: as the module says."""
+    uses: Mapping[Use, UseSettings] = field(default_factory=dict[Use, UseSettings])
+    hidden: tuple[Path, ...] = ()
+    """Folders of runs, which no program may see."""
+
+
+@dataclass(slots=True)
+class Isolation:
+    """Makes the sandboxes of one node. Tries the back end once, when it is first needed."""
+
+    _settings: IsolationSettings = field(default_factory=IsolationSettings)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _found: Backend | SandboxError | None = None
+    _fallback: Backend | None = None
+
+    async def backend(self, use: Use) -> Backend:
+        """The back end for this use. Raises SandboxError if there is none that is strong enough."""
+        async with self._lock:
+            if self._found is None:
+                self._found = await _find(self._settings)
+            if not isinstance(self._found, SandboxError):
+                return self._found
+            may_fall = self._settings.backend == "auto" and (
+                self._settings.demand is Level.LIMITS
+                or (self._settings.demand is None and use is Use.REWARD)
+            )
+            if not may_fall:
+                raise SandboxError(str(self._found))
+            if self._fallback is None:
+                self._fallback = LimitsBackend()
+                what = "rewards run without isolation: they see the files and network of this host"
+                log.warning(what, reason=str(self._found), fix=CURE)
+            return self._fallback
+
+    async def open(
+        self,
+        use: Use,
+        *,
+        folders: Iterable[Path] = (),
+        sockets: Mapping[str, Path] | None = None,
+        env: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+    ) -> Sandbox:
+        """A sandbox for this use, with its grants and these; not started yet."""
+        backend = await self.backend(use)
+        settings = self._settings.uses.get(use, UseSettings())
+        given = settings.grants
+        visible = narrowed((*folders, *given.folders))
+        backend = self._reading_all(backend, use, visible)
+        grants = replace(
+            given,
+            folders=visible,
+            hidden=(*given.hidden, *self._settings.hidden),
+            sockets={**given.sockets, **(sockets or {})},
+        )
+        bounds = limits or settings.limits
+        if use is Use.REWARD:  # a worker lives as long as the node; each batch has a deadline
+            bounds = replace(bounds, wall_s=FOREVER_S, cpu_s=FOREVER_S, output_bytes=1 << 62)
+        given_env = {**passed_env(settings.env), **(env or {})}
+        return backend.create(SandboxSpec(limits=bounds, grants=grants, env=given_env))
+
+    def _reading_all(self, backend: Backend, use: Use, folders: tuple[Path, ...]) -> Backend:
+        """As root a sandbox has a user of its own, which cannot read a private folder."""
+        private = unreadable(folders) if os.geteuid() == 0 else ()
+        if not private or backend.level is Level.NONE:
+            return backend
+        fix = f"chmod -R o+rX {' '.join(map(str, private))}"
+        if use is not Use.REWARD or self._settings.demand is not None:
+            names = ", ".join(map(str, private))
+            raise SandboxError(
+                f"a program in a sandbox has a user of its own, and only root can read {names}; "
+                f"run `{fix}`, or start the run as another user"
+            )
+        log.warning("rewards run without isolation: only root can read their folder", fix=fix)
+        return LimitsBackend(has_own_user=False)
+
+
+async def _find(settings: IsolationSettings) -> Backend | SandboxError:
+    """The back end, tested once in this process, or why there is none."""
+    name, image = settings.backend, settings.image
+    demand = settings.demand or (Level.NONE if name == "none" else Level.NAMESPACES)
+    found = _tested.get((name, image))
+    if found is not None and found.level >= demand:
+        return found
+    try:
+        _tested[name, image] = found = await choose(name, demand=demand, image=image)
+    except SandboxError as error:
+        return error
+    return found
+
+
+_tested: dict[tuple[str, str], Backend] = {}
+"""What holds on this machine, by name and image."""
+
+
+def passed_env(names: Iterable[str] = ()) -> dict[str, str]:
+    """The variables of this process that programs get: locale, time zone, thread counts, and those
+    that the config names. Never a key of a cloud or hub."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in _PASSED
+        or name.startswith("LC_")
+        or name.endswith("_NUM_THREADS")
+        or name in names
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A started sandbox, killed at the end of `async with`."""
+
+    box: Sandbox
+
+    async def __aenter__(self) -> Sandbox:
+        try:
+            await self.box.start()
+        except BaseException:
+            await self.box.kill()
+            raise
+        return self.box
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.box.kill()

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ctx.sandbox` and `ctx.grade`: code that a model wrote, as a workflow runs it.
+
+Owns one sandbox per attempt, started when it is first used. A program that fails is a result; a
+sandbox that fails raises SandboxError, which ends the attempt without a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.rollout.grading.grader import grade
+from penstock.rollout.grading.types import GradingLimits, Solution, TestFile, Verdict
+from penstock.rollout.isolation import Isolation, Use
+from penstock.rollout.sandbox.run import run
+from penstock.rollout.sandbox.types import Limits, Sandbox
+from penstock.rollout.visible_folders import python_folders
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """How a program in the sandbox ended."""
+
+    code: int
+    """0 if it says that it succeeded; negative if a signal ended it."""
+    stdout: str
+    stderr: str
+    limit: str = ""
+    """The limit that ended it, such as `wall_s` or `memory_mb`; empty if none did."""
+
+
+@dataclass(slots=True)
+class ToolSandbox:
+    """A folder of files and the programs in it. Neither network nor files of this machine, except
+    what `sandbox.tools` in the run file grants."""
+
+    _isolation: Isolation
+    _box: Sandbox | None = None
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str | bytes = b"",
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> ToolResult:
+        """Run a program to its end; its descendants end with it. A program beyond `timeout_s` ends
+        with the limit `wall_s`, and the files of the sandbox with it."""
+        box = await self._started()
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        try:
+            async with asyncio.timeout(timeout_s):
+                done = await run(box, argv, stdin=data, env=env or {})
+        except TimeoutError:
+            await self.close()
+            return ToolResult(code=-9, stdout="", stderr="", limit="wall_s")
+        return ToolResult(
+            code=done.exit.code,
+            stdout=done.stdout.decode(errors="replace"),
+            stderr=done.stderr.decode(errors="replace"),
+            limit=done.exit.limit,
+        )
+
+    async def put(self, path: str, data: bytes) -> None:
+        """Write a file, by its path in the folder of the sandbox."""
+        await (await self._started()).put(path, data)
+
+    async def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        """Read a file. Raises ValueError if it is missing, a link or too long."""
+        return await (await self._started()).get(path, max_bytes=max_bytes)
+
+    async def close(self) -> None:
+        box, self._box = self._box, None
+        if box is not None:
+            await box.kill()
+
+    async def _started(self) -> Sandbox:
+        async with self._lock:
+            if self._box is None:
+                box = await self._isolation.open(Use.TOOLS)
+                try:
+                    await box.start()
+                except BaseException:
+                    await box.kill()
+                    raise
+                self._box = box
+            return self._box
+
+
+async def grade_solution(
+    isolation: Isolation,
+    solution: str,
+    tests: str,
+    *,
+    ids: Sequence[str],
+    limits: GradingLimits | None = None,
+) -> Verdict:
+    """Grade a solution of one Python file with this interpreter and its packages."""
+
+    async def make(bounds: Limits) -> Sandbox:
+        return await isolation.open(Use.TOOLS, folders=python_folders(), limits=bounds)
+
+    return await grade(
+        make,
+        Solution.of(solution),
+        TestFile(source=tests, ids=frozenset(ids)),
+        python=sys.executable,
+        limits=limits,
+    )

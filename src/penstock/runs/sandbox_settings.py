@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From `sandbox:` in a run file to what a node does with it on this machine.
+
+Owns the paths: relative ones are of the working directory, and the folder of all runs is hidden, so
+that no program sees a ledger, a key or a token of any run in it. Starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.config import GrantsConfig, RunConfig
+from penstock.rollout.isolation import FOREVER_S, IsolationSettings, Use, UseSettings
+from penstock.rollout.sandbox.types import Grants, Level, Limits
+from penstock.rollout.visible_folders import python_folders
+
+KEYS = "keys"
+"""Every run folder has it."""
+
+
+def isolation_settings(config: RunConfig, run_folder: Path) -> IsolationSettings:
+    """What `sandbox:` of this run means here."""
+    sandbox = config.sandbox
+    return IsolationSettings(
+        backend=sandbox.backend,
+        image=sandbox.image,
+        demand=None if sandbox.demand is None else Level[sandbox.demand.upper()],
+        uses={use: _use(getattr(sandbox, use)) for use in Use},
+        hidden=_folders_of_runs(run_folder.resolve()),
+    )
+
+
+def _folders_of_runs(run_folder: Path) -> tuple[Path, ...]:
+    """The folder of all runs; or each of those runs, where programs run or import from there."""
+    root = run_folder.parent
+    needed = (folder.resolve() for folder in (Path.cwd(), *python_folders()))
+    if not any(folder.is_relative_to(root) for folder in needed):
+        return (root,)
+    runs = (path for path in root.iterdir() if (path / KEYS).is_dir()) if root.is_dir() else ()
+    return (run_folder, *runs)
+
+
+def _use(grants: GrantsConfig) -> UseSettings:
+    limits = grants.limits
+    return UseSettings(
+        limits=Limits(
+            wall_s=FOREVER_S,
+            cpu_s=limits.cpu_s,
+            memory_mb=limits.memory_mb,
+            num_processes=limits.num_processes,
+            disk_mb=limits.disk_mb,
+            output_bytes=round(limits.output_mb * (1 << 20)),
+        ),
+        grants=Grants(
+            hosts=grants.hosts,
+            folders=tuple(map(_path, grants.folders)),
+            secrets={name: _path(path) for name, path in grants.secrets.items()},
+        ),
+        env=grants.env,
+    )
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser().absolute()
