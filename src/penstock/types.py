@@ -21,6 +21,14 @@ PolicyName = NewType("PolicyName", str)
 """A model being trained, by name. Never a data rule."""
 NodeId = NewType("NodeId", str)
 """A rollout node that joined the run; chosen by the node and kept across restarts."""
+
+
+def subject_of(node_id: str) -> str:
+    """Who the credential of this node is for. The holder for S names its nodes `S` and `S.name`; a
+    subject has no dot."""
+    return node_id.partition(".")[0]
+
+
 GroupId = NewType("GroupId", str)
 """One issue of a task, `p{partition}-{issue}`; includes its partition, so nothing is ever
 re-hashed."""
