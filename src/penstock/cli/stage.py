@@ -15,7 +15,7 @@ def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> i
 
     Args:
         run: Run folder, or its config file.
-        id: Stage id; the stage has `place` in the config.
+        id: Stage id; the stage has `place` in the config, or it is the built-in `score`.
         url: URL of the run's dataflow, from another machine. Put a token from `penstock token RUN
             --role stage` into PENSTOCK_TOKEN.
         rows: Number of rows to lease at a time.
@@ -23,8 +23,11 @@ def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> i
     import uvloop
 
     from penstock.cli.output import print_note
+    from penstock.config.trust import SCORE_STAGE
+    from penstock.errors import ConfigError
     from penstock.fleet.processes import exit_with_parent
     from penstock.observe import logs
+    from penstock.runs.scoring import run_score_stage
     from penstock.runs.service_process import (
         add_import_paths,
         find_service_stage,
@@ -38,6 +41,15 @@ def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> i
     exit_with_parent()
     logs.configure(f"stage-{id}")
     target = read_target(run)
+    add_import_paths((*target.python_path, str(Path.cwd())))
+    if id == SCORE_STAGE and target.config.has_score_stage:
+        if url is not None:
+            raise ConfigError("stage score runs next to the run folder; start it without --url")
+        folder = find_run_folder(run)
+        token = service_token(folder, target.config, Role.STAGE)
+        print_note("stage score: computing rewards on the trusted side")
+        uvloop.run(_until_signalled(run_score_stage(target.config, folder, token)))
+        return 0
     found, terms = find_service_stage(target.config, id)
     if url is None:
         folder = find_run_folder(run)
@@ -45,7 +57,6 @@ def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> i
         token = service_token(folder, target.config, Role.STAGE)
     else:
         token = pop_token()
-    add_import_paths((*target.python_path, str(Path.cwd())))
     print_note(f"stage {id}: running {found.fn} on rows from {url}")
     uvloop.run(_until_signalled(serve(url, token, found, terms, max_rows=rows)))
     return 0

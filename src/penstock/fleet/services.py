@@ -15,6 +15,7 @@ from enum import StrEnum
 
 from penstock.config import RunConfig
 from penstock.config.store_password import PASSWORD_ENV, password_in
+from penstock.config.trust import SCORE_STAGE
 from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Role
 
@@ -76,6 +77,11 @@ def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, .
     for _, stage in config.pipeline.services if config.pipeline else ():
         args = ("stage", str(folder.path), stage.id)
         services.append(_service(f"stage-{stage.id}", server, env(Role.STAGE, stage.id), *args))
+    if config.has_score_stage:
+        threads = next(iter(config.models.values())).torch_threads
+        build_env = env(Role.STAGE, SCORE_STAGE, threads=threads)
+        args = ("stage", str(folder.path), SCORE_STAGE)
+        services.append(_service(f"stage-{SCORE_STAGE}", server, build_env, *args))
     for policy, model in config.models.items():
         args = ("trainer", *run_dir, "--policy", policy)
         build_env = env(Role.TRAINER, policy, threads=model.torch_threads)

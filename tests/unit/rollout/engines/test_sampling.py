@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import EngineError
-from penstock.gateway.seeds import GAMMA, MASK_64, derive, splitmix
+from penstock.seeds import GAMMA, MASK_64, derive, splitmix
 from penstock.rollout.decoding.sampling import SpecColumns, sample, uniform
 from penstock.types import SamplingSpec
 

@@ -22,6 +22,7 @@ from penstock.dataflow.service.nodes.messages import (
     RunInfo,
     TurnsAnswer,
 )
+from penstock.dataflow.service.nodes.trust import facts_for, require_same_trust, tagged
 from penstock.errors import BadRequest
 from penstock.types import NodeId, RowId
 from penstock.wire.auth import Role
@@ -47,12 +48,15 @@ class NodeRoutes:
             raise BadRequest(
                 "node_id must match [A-Za-z0-9._-]{1,128}, capacity must be 1 to 100,000"
             )
+        credential = call.credential
+        body = tagged(body, credential, accepts_untrusted=self.facts.accepts_untrusted)
+        require_same_trust(self.nodes.node(body.node_id), credential)
         return RegisterAnswer(
             orders=await self.nodes.register(body),
             weights_url=self.weights_url,
             heartbeat_s=self.ttl_s / 4,
             ttl_s=self.ttl_s,
-            facts=self.facts,
+            facts=facts_for(self.facts, credential),
             partitions=self.partitions(),
         )
 
@@ -73,11 +77,13 @@ class NodeRoutes:
     @route("POST", "/v1/leases", NODES)
     async def lease(self, call: Call, body: LeaseRequest) -> LeaseAnswer:
         """Lease up to n slots; held open when there is no work."""
+        require_same_trust(self.nodes.node(body.node_id), call.credential)
         return await self.nodes.lease(body, call.is_disconnected)
 
     @route("POST", "/v1/trajectories", NODES, max_body_bytes=DELIVERY_BYTES)
     async def deliver(self, call: Call, body: DeliveryRequest) -> DeliveryAnswer:
         """Deliver results, fenced by lease epoch; durable when answered."""
+        require_same_trust(self.nodes.node(body.node_id), call.credential)
         return await self.nodes.deliver(body)
 
     @route("POST", "/v1/turns", NODES, max_body_bytes=DELIVERY_BYTES)

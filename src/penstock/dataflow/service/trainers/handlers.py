@@ -19,6 +19,7 @@ from penstock.dataflow.core.leasing import LiveVersion
 from penstock.dataflow.core.manifests import ManifestCache
 from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published, Quarantined
 from penstock.dataflow.core.sealing import Sealing
+from penstock.dataflow.core.spot_checks import SpotCheck
 from penstock.dataflow.records import BatchRecord, CheckpointRecord, quarantine_record
 from penstock.dataflow.report.balance import BalanceMonitor
 from penstock.dataflow.service.process import Process
@@ -220,18 +221,27 @@ class TrainerHandlers:
         """Quarantine a node at every partition, also at those that join later. Without a boot_id in
         the rows, only at partitions that know the node now."""
         self._seen(body.policy).lineage.require(body.incarnation)
-        boot = (node_id, body.boot_id)
+        await self._quarantine(node_id, body.boot_id, policy=body.policy, why=body.why)
+
+    async def record_check(self, subject: str, check: SpotCheck) -> None:
+        """Count a row that was generated again; quarantine who differs too often."""
+        if why := self._coordinator.spot_checks.record(subject, check):
+            await self._quarantine(NodeId(subject), "", policy="", why=why)
+        await self._process.make_durable()
+
+    async def _quarantine(self, node_id: NodeId, boot_id: str, *, policy: str, why: str) -> None:
+        boot = (node_id, boot_id)
         if boot not in self._coordinator.quarantined:
-            if body.boot_id:
+            if boot_id:
                 self._process.journal(quarantine_record(*boot))
                 self._coordinator.quarantined.add(boot)
-            self._coordinator.broadcast(Quarantined(node_id=node_id, boot_id=body.boot_id))
+            self._coordinator.broadcast(Quarantined(node_id=node_id, boot_id=boot_id))
             log.warning(
                 "node quarantined",
                 node=node_id,
-                boot_id=body.boot_id,
-                policy=body.policy,
-                why=body.why[:1000],
+                boot_id=boot_id,
+                policy=policy,
+                why=why[:1000],
             )
         await self._process.make_all_durable()
 
