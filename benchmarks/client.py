@@ -55,10 +55,14 @@ from penstock.types import (
     log_probs,
     token_ids,
 )
+from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import MSGPACK, decode, encode
 
 POLICY = PolicyName("policy")
 NODE = NodeId("bench")
+NODE_PATHS = ("/v1/nodes", "/v1/leases", "/v1/trajectories")
+TOKEN_TTL_S = 7200.0
+CAPACITY = 50_000
 TURNS = 4
 T = TypeVar("T")
 
@@ -92,15 +96,26 @@ class Service:
 
     http: aiohttp.ClientSession
     server: Server
-    token: str
+    signer: Signer
+    token: str = field(init=False)
+    node_token: str = field(init=False)
+    """For all nodes `bench` and `bench.SUFFIX`."""
     node_id: NodeId = NODE
     boot_id: str = field(default_factory=lambda: uuid4().hex)
+    secrets: dict[NodeId, str] = field(default_factory=dict[NodeId, str])
+    """Boot secrets of its nodes."""
     incarnation: int = 0
     seq: int = 0
 
+    def __post_init__(self) -> None:
+        audiences = [Audience.DATAFLOW]
+        self.token = self.signer.mint(Role.ADMIN, audiences, ttl_s=TOKEN_TTL_S)
+        self.node_token = self.signer.mint(Role.ROLLOUT, audiences, ttl_s=TOKEN_TTL_S, subject=NODE)
+
     async def raw(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        token = self.node_token if path.startswith(NODE_PATHS) else self.token
         headers = {
-            "authorization": f"Bearer {self.token}",
+            "authorization": f"Bearer {token}",
             "accept": MSGPACK,
             "content-type": MSGPACK,
         }
@@ -154,10 +169,26 @@ class Service:
         return (LiveVersion(policy=POLICY, incarnation=self.incarnation, number=0),)
 
     async def register(self, node_id: NodeId) -> None:
-        body = RegisterRequest(node_id=node_id, boot_id=self.boot_id, capacity=100_000, policies=())
-        await self.call("POST", "/v1/nodes", body, RegisterAnswer)
-        beat = Heartbeat(boot_id=self.boot_id, state=NodeState.LIVE, live=self.live)
-        await self.call("PUT", f"/v1/nodes/{node_id}", beat, HeartbeatAnswer)
+        body = RegisterRequest(
+            node_id=node_id, boot_id=self.boot_id, capacity=CAPACITY, policies=()
+        )
+        await self.join(body)
+        await self.beat(node_id)
+
+    async def join(self, body: RegisterRequest) -> None:
+        answer = await self.call("POST", "/v1/nodes", body, RegisterAnswer)
+        self.secrets[body.node_id] = answer.secret
+
+    async def beat(self, node_id: NodeId) -> None:
+        await self.call("PUT", f"/v1/nodes/{node_id}", self.beat_body(node_id), HeartbeatAnswer)
+
+    def beat_body(self, node_id: NodeId) -> Heartbeat:
+        return Heartbeat(
+            boot_id=self.boot_id,
+            state=NodeState.LIVE,
+            live=self.live,
+            secret=self.secrets[node_id],
+        )
 
     def lease_body(self, node_id: NodeId, max_slots: int, wait_s: float = 20.0) -> bytes:
         return encode(
@@ -168,6 +199,7 @@ class Service:
                 max_slots=max_slots,
                 wait_s=wait_s,
                 live=self.live,
+                secret=self.secrets[node_id],
             )
         )
 
@@ -198,7 +230,7 @@ class Service:
             reward=float(grant.slot % 2),
             outcome=Outcome(kind=OutcomeKind.COMPLETED),
         )
-        return Delivery(row_id=row_id, payload=memoryview(encode(trajectory)))
+        return Delivery(row_id=row_id, payload=memoryview(encode(trajectory)), secret=grant.secret)
 
     def _turn(self, index: int, tokens: Tokens) -> Turn:
         num = len(tokens.sampled_ids) // 4

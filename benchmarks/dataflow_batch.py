@@ -18,7 +18,7 @@ from benchmarks.client import POLICY, Service, Tokens, check_stored, make_tokens
 from benchmarks.harness import MIN_PAIRS, Server, log_line, process, result, scratch
 from benchmarks.service import RUN
 from penstock.dataflow.service.trainers.messages import BatchRowsRequest, RowsAnswer
-from penstock.wire.auth import Audience, Role, Signer
+from penstock.wire.auth import Signer
 from penstock.wire.codec import decode, encode
 
 PAYLOAD_BYTES = 64_000
@@ -111,7 +111,7 @@ async def _pair(
 
 async def measure(folder: Path, *, num_pairs: int, slow_ms: float) -> list[Pair]:
     tokens = make_tokens(PAYLOAD_BYTES)
-    token = Signer.create(folder / "keys", RUN).mint(Role.ADMIN, [Audience.DATAFLOW], ttl_s=3600)
+    signer = Signer.create(folder / "keys", RUN)
     whole = folder / "whole"
     whole.write_bytes(b"")
     with (
@@ -124,7 +124,7 @@ async def measure(folder: Path, *, num_pairs: int, slow_ms: float) -> list[Pair]
         process("benchmarks.baselines.range_read", str(whole)) as bare,
     ):
         async with aiohttp.ClientSession() as http:
-            service = Service(http=http, server=server, token=token)
+            service = Service(http=http, server=server, signer=signer)
             await service.incarnate()
             await service.register(service.node_id)
             pairs = [

@@ -25,7 +25,7 @@ from benchmarks.harness import (
     scratch,
 )
 from benchmarks.service import RUN
-from penstock.wire.auth import Audience, Role, Signer
+from penstock.wire.auth import Signer
 
 PAYLOAD_BYTES = 72_000
 GROUP_SIZE = 8
@@ -118,7 +118,6 @@ async def measure(folder: Path, plan: Plan) -> list[Pairs]:
     kinds = [Pairs(per_call=k) for k in plan.per_call]
     tokens = make_tokens(PAYLOAD_BYTES)
     signer = Signer.create(folder / "keys", RUN)
-    token = signer.mint(Role.ADMIN, [Audience.DATAFLOW], ttl_s=3600)
     with (
         process(
             "benchmarks.service",
@@ -130,7 +129,7 @@ async def measure(folder: Path, plan: Plan) -> list[Pairs]:
     ):
         connector = aiohttp.TCPConnector(limit=CONNECTIONS)
         async with aiohttp.ClientSession(connector=connector) as http:
-            service = Service(http=http, server=server, token=token)
+            service = Service(http=http, server=server, signer=signer)
             await service.incarnate()
             await service.register(service.node_id)
             for index in range(plan.num_pairs + 1):

@@ -11,7 +11,7 @@ from statistics import median
 
 import aiohttp
 
-from benchmarks.client import Service
+from benchmarks.client import NODE, Service
 from benchmarks.harness import (
     CONNECTIONS,
     MIN_PAIRS,
@@ -26,13 +26,13 @@ from benchmarks.service import RUN
 from penstock.dataflow.service.nodes.messages import LeaseAnswer
 from penstock.dataflow.service.operators.messages import Status
 from penstock.types import NodeId
-from penstock.wire.auth import Audience, Role, Signer
+from penstock.wire.auth import Signer
 from penstock.wire.codec import decode
 
 ROWS = 1_000_000
 GROUP_SIZE = 8
 PER_CALL = 32
-NODES = [NodeId(f"node-{index}") for index in range(CONNECTIONS)]
+NODES = [NodeId(f"{NODE}.{index}") for index in range(CONNECTIONS)]
 
 
 async def _wait_for_table(service: Service, groups: int) -> None:
@@ -75,7 +75,6 @@ async def measure(
     folder: Path, *, rows: int, rounds: int, calls: int, slow_ms: float
 ) -> list[Round]:
     signer = Signer.create(folder / "keys", RUN)
-    token = signer.mint(Role.ADMIN, [Audience.DATAFLOW], ttl_s=3600)
     groups = rows // GROUP_SIZE
     with process(
         "benchmarks.service",
@@ -86,7 +85,7 @@ async def measure(
         connector = aiohttp.TCPConnector(limit=CONNECTIONS)
         timeout = aiohttp.ClientTimeout(total=300)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-            service = Service(http=http, server=server, token=token)
+            service = Service(http=http, server=server, signer=signer)
             await service.incarnate()
             await _wait_for_table(service, groups)
             for node in NODES:

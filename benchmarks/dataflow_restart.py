@@ -147,7 +147,7 @@ async def measure(folder: Path, *, rows: int, starts: int) -> list[Start]:
     timeout = aiohttp.ClientTimeout(total=GIVE_UP_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
         coordinator = run_folder.Server(url=run.endpoints().dataflow, pid=0)
-        service = Service(http=http, server=coordinator, token=run_folder.token(run))
+        service = Service(http=http, server=coordinator, signer=run_folder.signer(run))
         service.boot_id = uuid4().hex
         await _run_until_killed(run, service, num_groups)
         return [await _restart(run, service) for _ in range(starts)]

@@ -14,17 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks.client import Service, Tokens, check_stored, make_tokens
+from benchmarks.client import NODE, Service, Tokens, check_stored, make_tokens
 from benchmarks.harness import log_line, result, scratch
 from benchmarks.scale_bounds import CAP_MB, lag, memory
 from benchmarks.scale_run import GROUP_SIZE, World, scale_config, world
-from penstock.dataflow.core.leasing import Grant, NodeState, RegisterRequest
+from penstock.dataflow.core.leasing import Grant, RegisterRequest
 from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,
-    Heartbeat,
-    HeartbeatAnswer,
     LeaseAnswer,
-    RegisterAnswer,
 )
 from penstock.types import NodeId
 from penstock.wire.codec import decode, encode
@@ -136,13 +133,11 @@ class Fleet:
         body = RegisterRequest(
             node_id=node_id, boot_id=self.service.boot_id, capacity=64, policies=()
         )
-        await self.service.call("POST", "/v1/nodes", body, RegisterAnswer)
+        await self.service.join(body)
         await self._beat(node_id)
 
     async def _beat(self, node_id: NodeId) -> None:
-        service = self.service
-        beat = Heartbeat(boot_id=service.boot_id, state=NodeState.LIVE, live=service.live)
-        await service.call("PUT", f"/v1/nodes/{node_id}", beat, HeartbeatAnswer)
+        await self.service.beat(node_id)
 
     async def work(self, turns: int, tokens: Sequence[Tokens]) -> None:
         """Every node takes its turns: a beat, a lease, a delivery."""
@@ -193,7 +188,7 @@ async def nodes(folder: Path, *, few: int, many: int, rounds: int) -> float:
     ):
         fleets: list[tuple[World, Fleet]] = []
         for here, num in ((small, few), (large, many)):
-            fleet = Fleet(here.coordinator, [NodeId(f"node-{index}") for index in range(num)])
+            fleet = Fleet(here.coordinator, [NodeId(f"{NODE}.{index}") for index in range(num)])
             await fleet.join()
             fleets.append((here, fleet))
         for index in range(rounds + 1):

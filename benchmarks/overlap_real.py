@@ -101,8 +101,9 @@ def write_snapshot(folder: Path) -> Path:
 
 @contextlib.asynccontextmanager
 async def _node(
-    url: str, token: str, folder: Path, name: str, capacity: int, engine: SimulatedEngine
+    url: str, signer: Signer, folder: Path, name: str, capacity: int, engine: SimulatedEngine
 ) -> AsyncGenerator[None]:
+    token = signer.mint(Role.ROLLOUT, [Audience.DATAFLOW], ttl_s=3600, subject=name)
     client = PartitionedNodeClient(url, token)
     ack_log = AckLog(folder / f"{name}.txt")
     deps = NodeDeps(
@@ -151,18 +152,18 @@ async def _train(trainer: Service, steps: int, train_s: float) -> list[float]:
 
 
 async def _run(
-    server: Server, token: str, folder: Path, workload: Workload, token_s: float
+    server: Server, signer: Signer, folder: Path, workload: Workload, token_s: float
 ) -> tuple[list[float], list[BusyInterval]]:
     busy_intervals: list[BusyInterval] = []
     load = LoadProfile(token_s=token_s, median_tokens=workload.median_tokens, spread=workload.sigma)
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        trainer = Service(http=http, server=server, token=token)
+        trainer = Service(http=http, server=server, signer=signer)
         await trainer.incarnate()
         for index in range(workload.num_nodes):
             capacity = len(range(index, workload.num_slots, workload.num_nodes))
             node = _node(
-                server.url, token, folder, f"node-{index}", capacity, _Timed(load, busy_intervals)
+                server.url, signer, folder, f"node-{index}", capacity, _Timed(load, busy_intervals)
             )
             await stack.enter_async_context(node)
         commits_at = await _train(trainer, workload.steps, workload.train_s_at(token_s))
@@ -179,7 +180,7 @@ class WallClockResult:
 
 def run_on_wall_clock(folder: Path, workload: Workload, *, token_s: float) -> WallClockResult:
     write_snapshot(folder / "snapshot")
-    token = Signer.create(folder / "keys", RUN).mint(Role.ADMIN, [Audience.DATAFLOW], ttl_s=3600)
+    signer = Signer.create(folder / "keys", RUN)
     arguments = {
         "groups-per-batch": workload.groups_per_batch,
         "group-size": workload.group_size,
@@ -189,7 +190,7 @@ def run_on_wall_clock(folder: Path, workload: Workload, *, token_s: float) -> Wa
     }
     words = [f"--{name}={value}" for name, value in arguments.items()]
     with process("benchmarks.service", str(folder), *words) as server:
-        commits_at, busy_intervals = asyncio.run(_run(server, token, folder, workload, token_s))
+        commits_at, busy_intervals = asyncio.run(_run(server, signer, folder, workload, token_s))
     window = Window(
         begin=commits_at[WARM_UP - 1],
         end=commits_at[-1],

@@ -17,9 +17,7 @@ import psutil
 from benchmarks.harness import Server
 from penstock.config import RunConfig
 from penstock.fleet.run_folder import RunFolder
-from penstock.wire.auth import Audience, Role, Signer
-
-TOKEN_TTL_S = 3600.0
+from penstock.wire.auth import Signer
 
 
 def make(path: Path, config: RunConfig, *, num_partitions: int = 1) -> RunFolder:
@@ -34,10 +32,8 @@ def make(path: Path, config: RunConfig, *, num_partitions: int = 1) -> RunFolder
     return folder
 
 
-def token(folder: RunFolder) -> str:
-    name = folder.read_config().name
-    signer = Signer.read(folder.keys, name)
-    return signer.mint(Role.ADMIN, [Audience.DATAFLOW], ttl_s=TOKEN_TTL_S)
+def signer(folder: RunFolder) -> Signer:
+    return Signer.read(folder.keys, folder.read_config().name)
 
 
 def environment(folder: RunFolder) -> dict[str, str]:

@@ -11,17 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.client import Service, Tokens, check_stored, make_tokens
+from benchmarks.client import NODE, Service, Tokens, check_stored, make_tokens
 from benchmarks.harness import ROOT, log_line
 from benchmarks.scale_run import World, scale_config, world
 from penstock.dataflow.client.blobs import put_blob
-from penstock.dataflow.core.leasing import NodeState
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
-    Heartbeat,
     LeaseAnswer,
 )
 from penstock.types import NodeId
@@ -33,7 +32,7 @@ NORMAL_BYTES, LARGE_BYTES = 72_000, 2 << 20
 SLOW_S = 4.0
 """The trainer takes so long for a batch that nodes make in a fraction of it."""
 SAMPLE_S = 0.25
-PROBE = NodeId("probe")
+PROBE = NodeId(f"{NODE}.probe")
 IDLE_S = 2.0
 UPLOADS = 4
 
@@ -101,8 +100,8 @@ class Probe:
     """Heartbeats from another process; `stop` says how long each took, in seconds."""
 
     def __init__(self, service: Service) -> None:
-        beat = Heartbeat(boot_id=service.boot_id, state=NodeState.LIVE, live=service.live)
-        words = (service.server.url, f"/v1/nodes/{PROBE}", service.token)
+        beat = service.beat_body(PROBE)
+        words = (service.server.url, f"/v1/nodes/{PROBE}", service.node_token)
         self._child = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.heartbeat_probe", *words, encode_json(beat)],
             stdin=subprocess.PIPE,
@@ -141,7 +140,7 @@ async def lag(folder: Path, *, num: int) -> tuple[float, float]:
         with _probe(service) as busy_s:
             began_at = time.perf_counter()
             deliveries = iter([service.delivery(grant, tokens) for grant in grants])
-            caller = AsyncServiceClient(service.server.url, service.token)
+            caller = AsyncServiceClient(service.server.url, service.node_token)
             await asyncio.gather(*(_upload(service, caller, deliveries) for _ in range(UPLOADS)))
             seconds = time.perf_counter() - began_at
             await caller.close()
@@ -159,7 +158,7 @@ async def _upload(
     """As a node does with what is too large for a call: the bytes go ahead as a blob."""
     for delivery in deliveries:
         ref = await put_blob(caller, delivery.payload, deadline_s=60.0)
-        small = Delivery(row_id=delivery.row_id, payload=memoryview(b""), blob=ref.digest)
+        small = replace(delivery, payload=memoryview(b""), blob=ref.digest)
         request = DeliveryRequest(
             node_id=service.node_id, boot_id=service.boot_id, deliveries=(small,)
         )

@@ -73,17 +73,17 @@ async def _until(process: ServiceProcess, service: Service, path: str) -> bytes:
 @contextlib.asynccontextmanager
 async def world(path: Path, run: RunConfig, num_partitions: int) -> AsyncGenerator[World]:
     folder = run_folder.make(path, run, num_partitions=num_partitions)
-    token = run_folder.token(folder)
+    signer = run_folder.signer(folder)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
         with contextlib.ExitStack() as stack:
             processes = [stack.enter_context(run_folder.running(folder, 0))]
-            services = [Service(http=http, server=processes[0].server, token=token)]
+            services = [Service(http=http, server=processes[0].server, signer=signer)]
             await _until(processes[0], services[0], "/v1/status")
             for index in range(1, num_partitions):
                 processes.append(stack.enter_context(run_folder.running(folder, index)))
-                services.append(Service(http=http, server=processes[index].server, token=token))
+                services.append(Service(http=http, server=processes[index].server, signer=signer))
             here = World(processes=processes, services=services)
             await _joined(here, num_partitions)
             await here.coordinator.incarnate()

@@ -3,10 +3,11 @@
 docs/reference/protocol.md and write yours in any language. `Table` replaces the model, `score`
 the reward.
 
-python recipes/foreign/rollout.py URL --token TOKEN [--node-id NAME]
+python recipes/foreign/rollout.py URL --token TOKEN
 """
 
 import argparse
+import base64
 import json
 import math
 import os
@@ -39,10 +40,10 @@ class Service:
     def call(self, method: str, path: str, body: Record) -> Record:
         return msgpack.unpackb(self.send(method, path, msgpack.packb(body)))
 
-    def send(self, method: str, path: str, data: bytes | None = None) -> bytes:
-        wait_s = 0.1
+    def send(self, method: str, path: str, data: bytes | None = None, secret: str = "") -> bytes:
+        wait_s, headers = 0.1, {**self.headers, "X-Penstock-Secret": secret}
         while True:
-            request = urllib.request.Request(self.url + path, data, self.headers, method=method)
+            request = urllib.request.Request(self.url + path, data, headers, method=method)
             try:
                 with urllib.request.urlopen(request, timeout=60) as answer:
                     return answer.read()
@@ -118,10 +119,18 @@ def row_id_of(grant: Record) -> str:
     return f"{grant['group_id']}.{grant['slot']}.{grant['epoch']}"
 
 
+def name_in(token: str) -> str:
+    """Whom the token is for: the node is that, or that and `.SUFFIX`."""
+    return json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))["subject"]
+
+
 class Node:
-    def __init__(self, url: str, token: str, node_id: str) -> None:
+    def __init__(self, url: str, token: str) -> None:
         self.dataflow, self.token, self.weights_url = Service(url, token), token, ""
-        self.node_id, self.boot_id = node_id, secrets.token_hex(8)  # new for each process
+        self.boot_id = secrets.token_hex(8)  # new for each process
+        self.node_id = f"{name_in(token)}.{self.boot_id}"
+        self.secret = ""  # of this process; from its registration
+        self.lease_secrets: dict[str, str] = {}  # by row id
         self.stopping = threading.Event()
         self.awake = threading.Event()  # set to send a heartbeat now
         self.target: Record | None = None
@@ -140,11 +149,13 @@ class Node:
             self.stopping.wait(0.02)
         self.awake.set()
         beating.join()
-        self.dataflow.send("DELETE", f"/v1/nodes/{self.node_id}?boot_id={self.boot_id}")
+        path = f"/v1/nodes/{self.node_id}?boot_id={self.boot_id}"
+        self.dataflow.send("DELETE", path, secret=self.secret)
 
     def register(self) -> None:
         body = {"node_id": self.node_id, "boot_id": self.boot_id, "capacity": CAPACITY}
         answer = self.dataflow.call("POST", "/v1/nodes", {**body, "policies": [], "tags": []})
+        self.secret = answer["secret"]
         self.heartbeat_s, self.sampling = answer["heartbeat_s"], answer["facts"]["sampling"]
         self.apply_orders(answer)
 
@@ -152,7 +163,8 @@ class Node:
         """A call of a registered node; registers again if the service does not know it."""
         while True:
             try:
-                return self.dataflow.call(method, path, {**body, "boot_id": self.boot_id})
+                proof = {"boot_id": self.boot_id, "secret": self.secret}
+                return self.dataflow.call(method, path, {**body, **proof})
             except HTTPError as error:
                 if error.code != 404:
                     raise
@@ -199,6 +211,7 @@ class Node:
         answer = self.call_registered("POST", "/v1/leases", request)
         self.apply_orders(answer)
         grants, rows = answer["grants"], []
+        self.lease_secrets = {row_id_of(grant): grant["secret"] for grant in grants}
         while grants and not self.stopping.is_set():
             grant = grants.pop()
             rows.append(self.attempt(table, grant, answer["tasks"][grant["task"]]))
@@ -229,8 +242,14 @@ class Node:
         }
 
     def deliver(self, rows: list[Record], released: list[str]) -> None:
-        deliveries = [{"row_id": row["row_id"], "payload": msgpack.packb(row)} for row in rows]
-        body = {"node_id": self.node_id, "deliveries": deliveries, "released": released}
+        secret_of = self.lease_secrets.get
+        deliveries = [
+            {"row_id": name, "payload": msgpack.packb(row), "secret": secret_of(name, "")}
+            for row in rows
+            for name in (row["row_id"],)
+        ]
+        returned = {name: secret_of(name, "") for name in released}
+        body = {"node_id": self.node_id, "deliveries": deliveries, "released": returned}
         for result in self.call_registered("POST", "/v1/trajectories", body)["results"]:
             if result["status"] in ("conflict", "invalid"):  # a bug; `fenced` is only late
                 print(f"rejected: {result}")
@@ -240,9 +259,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A rollout node that samples from a fixed table.")
     parser.add_argument("url")
     parser.add_argument("--token", default=os.environ.get("PENSTOCK_TOKEN", ""))
-    parser.add_argument("--node-id", default=f"foreign-{os.getpid()}")
     given = parser.parse_args()
-    node = Node(given.url, given.token, given.node_id)
+    node = Node(given.url, given.token)
     signal.signal(signal.SIGTERM, lambda *_: (node.stopping.set(), signal.alarm(10)))
     node.run()
 

@@ -20,15 +20,9 @@ assert sys.byteorder == "little", "token arrays are little-endian on the wire an
 PolicyName = NewType("PolicyName", str)
 """A model being trained, by name. Never a data rule."""
 NodeId = NewType("NodeId", str)
-"""A rollout node that joined the run; chosen by the node and kept across restarts."""
-
-
-def subject_of(node_id: str) -> str:
-    """Who the credential of this node is for. The holder for S names its nodes `S` and `S.name`; a
-    subject has no dot."""
-    return node_id.partition(".")[0]
-
-
+"""A rollout node that joined the run; chosen by the node and kept across restarts. `SUBJECT` or
+`SUBJECT.suffix`: a token for SUBJECT may act as these nodes and as no other. The name of a subject
+contains no ".", so every record that names a node also names whose token it used."""
 GroupId = NewType("GroupId", str)
 """One issue of a task, `p{partition}-{issue}`; includes its partition, so nothing is ever
 re-hashed."""
@@ -40,6 +34,11 @@ TokenIds = NewType("TokenIds", bytes)
 LogProbs = NewType("LogProbs", bytes)
 """One float32 per sampled token, little-endian, under the turn's sampling spec."""
 JsonObject = dict[str, Any]
+
+
+def subject_of_node(node_id: NodeId) -> str:
+    """Whose token the node used."""
+    return node_id.partition(".")[0]
 
 
 def token_ids(ids: Iterable[int]) -> TokenIds:

@@ -113,7 +113,7 @@ def trajectory(
         reward=None if fails else rng.random(),
         outcome=failed if fails else Outcome(kind=OutcomeKind.COMPLETED),
     )
-    return Delivery(row_id=row_id, payload=memoryview(encode(record)))
+    return Delivery(row_id=row_id, payload=memoryview(encode(record)), secret=grant.secret)
 
 
 class FaultyNode:
@@ -241,7 +241,7 @@ class Probe:
 
     def __init__(self, folder: RunFolder, history: AckLog) -> None:
         run, self._url = folder.read_config().name, folder.endpoints().dataflow
-        self._token = folder.token(run, Role.ROLLOUT, ttl_s=TOKEN_S)
+        self._token = folder.token(run, Role.ROLLOUT, ttl_s=TOKEN_S, subject="probe")
         self._node = FaultyNode(
             "probe", PartitionedNodeClient(self._url, self._token), history, random.Random(0)
         )
@@ -476,8 +476,10 @@ class Load:
         self.history = history
         self._services = services
         self._clients = [
-            PartitionedNodeClient(url, folder.token(run, Role.ROLLOUT, ttl_s=TOKEN_S))
-            for _ in range(NUM_NODES)
+            PartitionedNodeClient(
+                url, folder.token(run, Role.ROLLOUT, ttl_s=TOKEN_S, subject=f"n{i}")
+            )
+            for i in range(NUM_NODES)
         ]
         token = folder.token(run, Role.TRAINER, ttl_s=TOKEN_S)
         self._caller, self._far = AsyncServiceClient(url, token), PartitionCallers(token)

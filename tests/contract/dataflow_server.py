@@ -110,8 +110,15 @@ class RunningDataflow:
         self.clients.callback(client.close)
         return client
 
-    def token(self, role: Role, *audiences: Audience, ttl_s: float = 3600.0) -> str:
-        return self.signer.mint(role, audiences or [Audience.DATAFLOW], ttl_s=ttl_s)
+    def token(
+        self, role: Role, *audiences: Audience, ttl_s: float = 3600.0, subject: str = ""
+    ) -> str:
+        given = audiences or [Audience.DATAFLOW]
+        return self.signer.mint(role, given, ttl_s=ttl_s, subject=subject)
+
+    def node_token(self, subject: str = "n0") -> str:
+        """For the nodes `SUBJECT` and `SUBJECT.suffix`."""
+        return self.token(Role.ROLLOUT, subject=subject)
 
 
 @contextlib.contextmanager
@@ -174,7 +181,7 @@ def trajectory(
         outcome=Outcome(kind=OutcomeKind.COMPLETED),
         boot_id=boot_id,
     )
-    return Delivery(row_id=row_id, payload=memoryview(encode(record)))
+    return Delivery(row_id=row_id, payload=memoryview(encode(record)), secret=grant.secret)
 
 
 class FakeTrainer:

@@ -80,7 +80,7 @@ class LeasesBeforeLive(Node):
         super().register()
         if not self.live:
             request = {"request_id": "early", "node_id": self.node_id, "boot_id": self.boot_id}
-            more: Record = {"max_slots": 1, "wait_s": 0.0, "live": []}
+            more: Record = {"max_slots": 1, "wait_s": 0.0, "live": [], "secret": self.secret}
             self.dataflow.call("POST", "/v1/leases", {**request, **more})
 
 
@@ -99,7 +99,8 @@ class IgnoresUnknown(Node):
         """Repeats a call that got 404 instead of registering."""
         while True:
             with suppress(HTTPError):
-                return self.dataflow.call(method, path, {**body, "boot_id": self.boot_id})
+                proof = {"boot_id": self.boot_id, "secret": self.secret}
+                return self.dataflow.call(method, path, {**body, **proof})
 
 
 class Unverified(Node):
@@ -193,6 +194,21 @@ class ForgetsSlot(Node):
         self.has_forgotten = True
 
 
+class ProvesNothing(Node):
+    """Sends one row without its secret, then as it should be."""
+
+    has_sent = False
+
+    def deliver(self, rows: list[Record], released: list[str]) -> None:
+        if not self.has_sent:
+            self.has_sent = True
+            known, self.lease_secrets = self.lease_secrets, {}
+            super().deliver(rows[:1], [])
+            self.lease_secrets = known
+            rows = rows[1:]
+        super().deliver(rows, released)
+
+
 class ResendsFenced(Node):
     def deliver(self, rows: list[Record], released: list[str]) -> None:
         super().deliver(rows, released)
@@ -227,6 +243,7 @@ FAULTS: dict[str, tuple[type[Node], set[str]]] = {
     "positive-logprob": (PositiveLogprob, {"logprobs-at-most-0"}),
     "reward-for-failure": (RewardForFailure, {"reward-by-outcome"}),
     "names-first-version": (NamesFirstVersion, {"spans-name-live", "new-version-loaded"}),
+    "proves-nothing": (ProvesNothing, {"lease-proven"}),
     "resends-fenced": (ResendsFenced, {"fenced-dropped"}),
     "stays-on-first": (StaysOnFirst, {"new-version-loaded"}),
     "forgets-slot": (ForgetsSlot, {"every-lease-ends"}),
@@ -237,4 +254,4 @@ FAULTS: dict[str, tuple[type[Node], set[str]]] = {
 
 if __name__ == "__main__":
     fault, url, token = sys.argv[1:]
-    FAULTS[fault][0](url, token, f"faulty-{fault}").run()
+    FAULTS[fault][0](url, token).run()

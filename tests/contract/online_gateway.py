@@ -177,7 +177,7 @@ async def gateway(
 ) -> AsyncGenerator[OnlineNode]:
     """The gateway process, run in this event loop; stopped gracefully unless it was cancelled
     before."""
-    client = PartitionedNodeClient(running.url, running.token(Role.GATEWAY))
+    client = PartitionedNodeClient(running.url, running.token(Role.GATEWAY, subject=name))
     ack_log = AckLog(folder / f"{name}.txt")
     fetch = FolderFetch(write_snapshot(folder / "snapshot"))
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,21 +35,23 @@ from penstock.dataflow.service.nodes.messages import (
 from penstock.dataflow.service.trainers.messages import BatchRequest, CommitRequest
 from penstock.errors import BadRequest, Fenced, Unreachable
 from penstock.types import NodeId, PublishedVersion, RowId
-from penstock.wire.auth import Role
 from penstock.wire.client import AsyncServiceClient, connect
 from penstock.wire.codec import encode
 
 
 class SmallNode:
     def __init__(self, running: RunningDataflow, name: str = "n0") -> None:
-        self.client = NodeClient(running.url, running.token(Role.ROLLOUT))
+        self.client = NodeClient(running.url, running.node_token(name))
         self.node_id = NodeId(name)
         self.boot_id = uuid.uuid4().hex
+        self.secret = ""
         self.live = LiveVersion(policy=POLICY, incarnation=1, number=0)
 
     async def join(self) -> None:
         body = RegisterRequest(node_id=self.node_id, boot_id=self.boot_id, capacity=64, policies=())
-        self.take((await self.client.register(body)).orders.wanted)
+        registered = await self.client.register(body)
+        self.secret = registered.secret
+        self.take(registered.orders.wanted)
         await self.beat()
 
     async def beat(self) -> None:
@@ -119,12 +122,12 @@ async def test_deliveries_are_idempotent_across_a_restart(tmp_path: Path) -> Non
         held = (await node.client.lease(node.request(1))).grants
         await node.client.close()
     with dataflow(tmp_path, config) as running:
-        node.client = NodeClient(running.url, running.token(Role.ROLLOUT))
+        node.client = NodeClient(running.url, running.node_token())
         assert await node.deliver(*grants) == ["duplicate", "duplicate"]
         assert await node.deliver(*held) == ["stored"], "its lease survived the restart"
         other = SmallNode(running, "n1")
         await other.join()
-        assert await other.deliver(*held) == ["conflict"], "not its lease, not its bytes"
+        assert await other.deliver(*held) == ["fenced"], "not its lease"
         await node.client.close()
         await other.client.close()
 
@@ -168,7 +171,7 @@ async def test_what_a_trainer_computes_of_a_row_is_known_over_a_restart(tmp_path
         assert set(await node.deliver(*grants[::2])) == {"stored"}
         await node.client.close()
     with dataflow(tmp_path, config) as running:
-        node.client = NodeClient(running.url, running.token(Role.ROLLOUT))
+        node.client = NodeClient(running.url, running.node_token())
         assert set(await node.deliver(*grants[1::2])) == {"stored"}
         trainer = await asyncio.to_thread(FakeTrainer, running)
         request = BatchRequest(consumer=POLICY, seq=1, incarnation=trainer.incarnation)
@@ -248,8 +251,8 @@ async def test_nobody_works_for_a_caller_who_hung_up(tmp_path: Path) -> None:
     with dataflow(tmp_path, small_config()) as running:
         node = SmallNode(running)
         await node.join()
-        caller = AsyncServiceClient(running.url, running.token(Role.ROLLOUT))
-        body = encode(node.request(4, wait_s=20))
+        caller = AsyncServiceClient(running.url, running.node_token())
+        body = encode(replace(node.request(4, wait_s=20), secret=node.secret))
         with pytest.raises(Unreachable):
             await caller.request("POST", "/v1/leases", body, deadline_s=0.3, timeout_s=0.2)
         await caller.close()
@@ -266,9 +269,9 @@ async def test_numbers_that_are_none_are_refused_or_left_out(tmp_path: Path) -> 
         trainer = await asyncio.to_thread(FakeTrainer, running)
         node = SmallNode(running)
         await node.join()
-        async with connect(running.url, running.token(Role.ROLLOUT)) as caller:
+        async with connect(running.url, running.node_token()) as caller:
             for wait_s in (float("nan"), float("inf"), -1.0):
-                body = node.request(wait_s=wait_s)
+                body = replace(node.request(wait_s=wait_s), secret=node.secret)
                 with pytest.raises(BadRequest, match="wait_s"):
                     await caller.call("POST", "/v1/leases", body, LeaseAnswer)
         await node.deliver(*(await node.client.lease(node.request())).grants)
@@ -283,7 +286,7 @@ async def test_numbers_that_are_none_are_refused_or_left_out(tmp_path: Path) -> 
             node_id=node.node_id,
             boot_id=node.boot_id,
             deliveries=(),
-            released=(RowId(""),) * 10_001,
+            released={RowId(f"p0-1.{n}.1"): "" for n in range(10_001)},
         )
         with pytest.raises(BadRequest, match="at most"):
             await node.client.deliver(many)

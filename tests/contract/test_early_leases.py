@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from penstock.dataflow.service.nodes.messages import (
     LeaseAnswer,
     LeaseRequest,
 )
+from penstock.dataflow.service.nodes.proofs import NodeSecrets
 from penstock.dataflow.service.operators.messages import Status
 from penstock.dataflow.service.server import build_server, surface
 from penstock.dataflow.service.trainers.messages import (
@@ -82,10 +84,19 @@ async def first_life(config: RunConfig, folder: Path) -> GroupId:
     return grants[0].group_id
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextLife:
+    node: ServiceClient
+    other: ServiceClient
+    """Of a trainer and of whoever reads the status."""
+    secret: str
+    """The boot secret of the node, as its registration in the first life would have told."""
+
+
 @contextlib.contextmanager
 def next_life(
     config: RunConfig, folder: Path, may_read: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> Generator[ServiceClient]:
+) -> Generator[NextLife]:
     """A service whose ledger is slow to give what waits for a batch."""
     signer = Signer.create(folder / "keys", config.name)
     service = build_partly_restored(config, folder / "ledger")
@@ -97,19 +108,25 @@ def next_life(
 
     monkeypatch.setattr(service, "restore", slowly)
     facts = surface(service, config, "http://127.0.0.1:1")
-    token = signer.mint(Role.ADMIN, [Audience.DATAFLOW], ttl_s=600)
+    audience = [Audience.DATAFLOW]
+    node_token = signer.mint(Role.ROLLOUT, audience, ttl_s=600, subject=NODE)
     with serving(build_server(facts, signer.verifier(Audience.DATAFLOW))) as url:
-        caller = ServiceClient(url, token)
+        node, other = (
+            ServiceClient(url, token)
+            for token in (node_token, signer.mint(Role.ADMIN, audience, ttl_s=600))
+        )
+        secrets = NodeSecrets.open(folder / "ledger", run=config.name, partition=0)
         try:
-            yield caller
+            yield NextLife(node=node, other=other, secret=secrets.of_boot(NODE, "s"))
         finally:
             may_read.set()
-            caller.close()
+            node.close()
+            other.close()
 
 
-def lease_soon(caller: ServiceClient) -> LeaseAnswer:
-    body = lease("second", 2)
-    return caller.call("POST", "/v1/leases", body, LeaseAnswer, timeout_s=60.0, deadline_s=60.0)
+def lease_soon(life: NextLife) -> LeaseAnswer:
+    body = replace(lease("second", 2), secret=life.secret)
+    return life.node.call("POST", "/v1/leases", body, LeaseAnswer, timeout_s=60.0, deadline_s=60.0)
 
 
 def test_slots_are_leased_before_the_service_is_whole(
@@ -117,16 +134,16 @@ def test_slots_are_leased_before_the_service_is_whole(
 ) -> None:
     config, may_read = small_config(groups_per_batch=2, steps=9), threading.Event()
     waiting = asyncio.run(first_life(config, tmp_path / "ledger"))
-    with next_life(config, tmp_path, may_read, monkeypatch) as caller, ThreadPoolExecutor() as pool:
-        grants = lease_soon(caller).grants
+    with next_life(config, tmp_path, may_read, monkeypatch) as life, ThreadPoolExecutor() as pool:
+        grants = lease_soon(life).grants
         assert len(grants) == 2
-        beat = Heartbeat(boot_id="s", state=NodeState.LIVE, live=(LIVE,))
-        caller.call("PUT", f"/v1/nodes/{NODE}", beat, dict)
+        beat = Heartbeat(boot_id="s", state=NodeState.LIVE, live=(LIVE,), secret=life.secret)
+        life.node.call("PUT", f"/v1/nodes/{NODE}", beat, dict)
         body, request = delivery(grants), BatchRequest(consumer=POLICY, seq=1, incarnation=1)
         held = [
-            pool.submit(caller.call, "POST", "/v1/trajectories", body, DeliveryAnswer),
-            pool.submit(caller.call, "POST", "/v1/batches", request, BatchAnswer),
-            pool.submit(caller.call, "GET", "/v1/status", None, Status),
+            pool.submit(life.node.call, "POST", "/v1/trajectories", body, DeliveryAnswer),
+            pool.submit(life.other.call, "POST", "/v1/batches", request, BatchAnswer),
+            pool.submit(life.other.call, "GET", "/v1/status", None, Status),
         ]
         time.sleep(0.3)
         assert not any(answer.done() for answer in held), "home has not all of it yet"
@@ -146,8 +163,8 @@ def test_a_run_is_not_finished_because_its_last_groups_are_not_read_yet(
     sources = (source.model_copy(update={"limit": 1}),)
     config = config.model_copy(update={"sources": sources})
     asyncio.run(first_life(config, tmp_path / "ledger"))
-    with next_life(config, tmp_path, may_read, monkeypatch) as caller:
-        answer = lease_soon(caller)
+    with next_life(config, tmp_path, may_read, monkeypatch) as life:
+        answer = lease_soon(life)
         assert not answer.grants and not answer.orders.finished and not answer.orders.drain
 
 

@@ -143,12 +143,13 @@ def test_invalid_bodies_get_a_4xx_on_every_mutating_route(
     for method, path, operation in service.operations():
         if method not in MUTATING or "requestBody" not in operation:
             continue
+        token = service.token(Role(operation["x-roles"][0]))
         for name, body in bodies.items():
             for media_type in types:
                 answer = service.call(
                     method,
                     path,
-                    service.token(),
+                    token,
                     content=body,
                     headers={"content-type": media_type},
                 )
@@ -157,7 +158,7 @@ def test_invalid_bodies_get_a_4xx_on_every_mutating_route(
         oversized = service.call(
             method,
             path,
-            service.token(),
+            token,
             content=bytes((64 << 20) + 1),
             headers={"content-type": types[0]},
         )

@@ -23,7 +23,7 @@ from tests.contract.test_dataflow_http import SmallNode
 from tests.unit.rollout.polling import eventually
 
 from penstock.dataflow.client.partitioned import PartitionedNodeClient
-from penstock.dataflow.core.leasing import NodeState
+from penstock.dataflow.core.leasing import NodeState, RegisterRequest
 from penstock.dataflow.service.nodes.messages import DeliveryRequest, Heartbeat
 from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.types import OutcomeKind, Version
@@ -366,7 +366,17 @@ async def reward_one_session(made: OnlineHarness) -> None:
 
 async def is_told_finished(made: OnlineHarness) -> bool:
     membership = made.node.membership
-    client = PartitionedNodeClient(made.running.url, made.running.token(Role.GATEWAY))
+    token = made.running.token(Role.GATEWAY, subject=membership.node_id)
+    client = PartitionedNodeClient(made.running.url, token)
+    await client.register(
+        RegisterRequest(
+            node_id=membership.node_id,
+            boot_id=membership.boot_id,
+            capacity=membership.capacity,
+            policies=(),
+            tags=membership.tags,
+        )
+    )
     beat = Heartbeat(boot_id=membership.boot_id, state=NodeState.LIVE, live=membership.live)
     answer = await client.heartbeat(membership.node_id, beat)
     await client.close()

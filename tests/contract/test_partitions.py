@@ -61,7 +61,7 @@ class SpreadNode:
     """A node as the real one behaves: one client, all partitions."""
 
     def __init__(self, running: RunningDataflow) -> None:
-        self.client = PartitionedNodeClient(running.url, running.token(Role.ROLLOUT))
+        self.client = PartitionedNodeClient(running.url, running.node_token())
         self.node_id = NodeId("n0")
         self.boot_id = uuid.uuid4().hex
         self.live: tuple[LiveVersion, ...] = ()
@@ -121,7 +121,7 @@ class RealNode:
     """The parts of a rollout node that speak to the dataflow, without engines."""
 
     def __init__(self, running: RunningDataflow, folder: Path) -> None:
-        self.client = PartitionedNodeClient(running.url, running.token(Role.ROLLOUT))
+        self.client = PartitionedNodeClient(running.url, running.node_token())
         self.orders = NodeOrders()
         self.membership = Membership(
             self.client, self.orders, node_id=NodeId("n0"), capacity=CAPACITY
@@ -417,7 +417,7 @@ def test_a_version_that_a_partition_has_not_heard_of_costs_no_work(
             made = trajectory(grant, NodeId("n0"), version)
             body = DeliveryRequest(node_id=NodeId("n0"), boot_id="s", deliveries=(made,))
             url = running.reader().status().partitions[0].url
-            client = NodeClient(url, running.token(Role.ROLLOUT))
+            client = NodeClient(url, running.node_token())
             try:
                 return (await client.deliver(body, deadline_s=2.0)).results[0].status
             finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node in quarantine: no more work for this life of it, in every partition, after a restart."""
+"""A node in quarantine: no more work for its credential, in every partition, after a restart."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.dataflow.core.leasing import (
     NodeState,
     RegisterRequest,
 )
-from penstock.dataflow.records import parse_quarantine, quarantine_record
+from penstock.dataflow.records import MetaRecord, parse_quarantine, quarantine_record
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.messages import Ack
@@ -46,7 +46,6 @@ from penstock.dataflow.service.trainers.messages import (
 )
 from penstock.errors import Fenced, Forbidden
 from penstock.types import NodeId
-from penstock.wire.auth import Role
 from penstock.wire.client import ServiceClient
 
 DRIFTS, SOUND = NodeId("drifts"), NodeId("sound")
@@ -111,7 +110,7 @@ async def test_what_it_holds_goes_to_others_and_it_gets_nothing_more(tmp_path: P
     service.close()
 
 
-async def test_it_lasts_over_a_restart_and_ends_with_a_new_life(tmp_path: Path) -> None:
+async def test_it_lasts_over_a_restart_and_over_every_new_process(tmp_path: Path) -> None:
     service = build(small_config(), tmp_path)
     await start(service)
     await service.trainers.quarantine(DRIFTS, WHY)
@@ -119,41 +118,29 @@ async def test_it_lasts_over_a_restart_and_ends_with_a_new_life(tmp_path: Path) 
     service.close()
     service = build(small_config(), tmp_path)
     assert await lease(service, DRIFTS, "a") == ()
-    await join(service, DRIFTS, "s")  # the same process once more
-    assert await lease(service, DRIFTS, "b") == ()
     await join(service, DRIFTS, "new")
-    assert len(await lease(service, DRIFTS, "c", "new", max_slots=1)) == 1
-    service.close()
-    service = build(small_config(), tmp_path)
-    assert len(await lease(service, DRIFTS, "d", "new", max_slots=1)) == 1
-    service.close()
-
-
-async def test_rows_of_an_old_life_do_not_harm_the_new_one(tmp_path: Path) -> None:
-    """The trainer hears of what the node was before its repair when the next batch is trained."""
-    service = build(small_config(), tmp_path)
-    await start(service)
-    await join(service, DRIFTS, "new")
-    await service.trainers.quarantine(DRIFTS, WHY)
-    assert len(await lease(service, DRIFTS, "a", "new", max_slots=1)) == 1
-    await service.trainers.quarantine(DRIFTS, replace(WHY, boot_id="new"))
-    await service.trainers.quarantine(DRIFTS, replace(WHY, boot_id="older"))
     assert await lease(service, DRIFTS, "b", "new") == ()
+    second = NodeId(f"{DRIFTS}.second")
+    await join(service, second, "s")
+    assert await lease(service, second, "c") == (), "another node of the same credential"
     service.close()
     service = build(small_config(), tmp_path)
-    assert service.partition.nodes[DRIFTS].is_quarantined, "an older life, told later, hides it not"
+    assert await lease(service, second, "d") == ()
+    assert len(await lease(service, SOUND, "e", max_slots=1)) == 1
     service.close()
 
 
-async def test_who_does_not_say_which_life_means_the_one_that_runs(tmp_path: Path) -> None:
+async def test_all_nodes_of_the_credential_lose_their_leases(tmp_path: Path) -> None:
     service = build(small_config(), tmp_path)
     await start(service)
-    await service.trainers.quarantine(DRIFTS, replace(WHY, boot_id=""))
-    assert await lease(service, DRIFTS, "a") == ()
-    await join(service, DRIFTS, "new")
-    assert len(await lease(service, DRIFTS, "b", "new", max_slots=1)) == 1
-    await service.trainers.quarantine(DRIFTS, replace(WHY, boot_id=""))
-    assert await lease(service, DRIFTS, "c", "new") == ()
+    second, other = NodeId(f"{DRIFTS}.second"), NodeId(f"{DRIFTS}s")
+    await join(service, second, "s")
+    await join(service, other, "s")
+    held = await lease(service, second, "a", max_slots=1)
+    await service.trainers.quarantine(DRIFTS, replace(WHY, boot_id="an older process"))
+    assert service.partition.nodes[second].num_leases == 0
+    assert service.partition.nodes[second].revoked == [held[0].row_id]
+    assert not service.partition.nodes[other].is_quarantined, "only its name begins alike"
     service.close()
 
 
@@ -199,8 +186,9 @@ async def test_only_the_one_trainer_says_it_and_a_stranger_changes_nothing(tmp_p
 
 
 def test_a_quarantine_record_is_parsed() -> None:
-    life = (DRIFTS, "s")
-    assert parse_quarantine(quarantine_record(*life)) == life
+    assert parse_quarantine(quarantine_record("drifts")) == "drifts"
+    old = MetaRecord(key="quarantined/drifts/boot", value="boot")
+    assert parse_quarantine(old) == "drifts", "as an older penstock wrote it"
 
 
 def test_every_partition_hears_of_it_and_no_node_may_say_it(tmp_path: Path) -> None:
@@ -210,7 +198,7 @@ def test_every_partition_hears_of_it_and_no_node_may_say_it(tmp_path: Path) -> N
         with partition(tmp_path / "p1", config, running, 1, port=port) as further:
             asyncio.run(register(running, port, DRIFTS))
             body = replace(WHY, incarnation=trainer.incarnation)
-            caller = ServiceClient(running.url, running.token(Role.ROLLOUT))
+            caller = ServiceClient(running.url, running.node_token(SOUND))
             running.clients.callback(caller.close)
             with pytest.raises(Forbidden):
                 caller.call("POST", f"/v1/nodes/{SOUND}/quarantine", body, Ack)
@@ -236,7 +224,7 @@ def test_a_partition_that_joins_later_or_meets_the_node_later_knows(tmp_path: Pa
 
 
 async def register(running: RunningDataflow, port: int, node: NodeId) -> None:
-    client = NodeClient(f"http://127.0.0.1:{port}", running.token(Role.ROLLOUT))
+    client = NodeClient(f"http://127.0.0.1:{port}", running.node_token(node))
     await client.register(RegisterRequest(node_id=node, boot_id="s", capacity=4, policies=()))
     await client.close()
 

@@ -110,11 +110,11 @@ def delivery(grant: Grant) -> Delivery:
         reward=float(grant.slot),
         outcome=Outcome(kind=OutcomeKind.COMPLETED),
     )
-    return Delivery(row_id=row_id, payload=memoryview(encode(record)))
+    return Delivery(row_id=row_id, payload=memoryview(encode(record)), secret=grant.secret)
 
 
 async def roll_out(running: RunningDataflow) -> None:
-    client = NodeClient(running.url, running.token(Role.ROLLOUT))
+    client = NodeClient(running.url, running.node_token(NODE))
     boot_id = uuid.uuid4().hex
     live = tuple(LiveVersion(policy=p, incarnation=1, number=0) for p in (STUDENT, TEACHER))
     try:

@@ -59,15 +59,13 @@ CONFIG = staged(small_config(groups_per_batch=2, num_generations=2, steps=3), RE
 def unscored(delivery: Delivery, extra: int = 0) -> Delivery:
     record = decode(delivery.payload, Trajectory)
     outcome = replace(record.outcome, detail="x" * extra)
-    return Delivery(
-        row_id=delivery.row_id,
-        payload=memoryview(encode(replace(record, reward=None, outcome=outcome))),
-    )
+    unscored = memoryview(encode(replace(record, reward=None, outcome=outcome)))
+    return replace(delivery, payload=unscored)
 
 
 async def roll_out(running: RunningDataflow, *, num_slots: int, extra: int = 0) -> int:
     """Lease and deliver up to `num_slots` slots; returns how many there were."""
-    client = NodeClient(running.url, running.token(Role.ROLLOUT))
+    client = NodeClient(running.url, running.node_token(NODE))
     boot_id = uuid.uuid4().hex
     try:
         await client.register(
@@ -184,7 +182,7 @@ def test_blobs_count_against_the_size_limit_of_a_call(
 
 
 async def bring_too_much(running: RunningDataflow, was_read: list[str]) -> None:
-    client = NodeClient(running.url, running.token(Role.ROLLOUT))
+    client = NodeClient(running.url, running.node_token(NODE))
     try:
         await client.register(RegisterRequest(node_id=NODE, boot_id="s", capacity=64, policies=()))
         await client.heartbeat(NODE, Heartbeat(boot_id="s", state=NodeState.LIVE, live=(LIVE,)))

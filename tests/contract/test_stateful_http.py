@@ -12,7 +12,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import rule
 from tests.contract.dataflow_server import POLICY, RunningDataflow, dataflow, small_config
-from tests.sim.model import CAPACITY, MAX_STALENESS, NUM_SLOTS, DataflowStateMachine, reward_of
+from tests.sim.model import (
+    CAPACITY,
+    MAX_STALENESS,
+    NODES,
+    NUM_SLOTS,
+    DataflowStateMachine,
+    reward_of,
+)
 
 from penstock.dataflow.client.dataflow import NodeClient, TrainerClient
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
@@ -77,7 +84,7 @@ def delivery(grant: Grant, node: NodeId, live: LiveVersion, word: str) -> Delive
         if failed
         else Outcome(kind=OutcomeKind.COMPLETED),
     )
-    return Delivery(row_id=name, payload=memoryview(encode(record)))
+    return Delivery(row_id=name, payload=memoryview(encode(record)), secret=grant.secret)
 
 
 class HttpSubject:
@@ -88,6 +95,7 @@ class HttpSubject:
         training = config.training.model_copy(update={"max_staleness": MAX_STALENESS})
         self._config = config.model_copy(update={"training": training})
         self._loop = asyncio.Runner()
+        self._boot_ids: dict[NodeId, str] = {}
         self._said: dict[tuple[int, int], str] = {}
         """Reasons of commits, to repeat them exactly."""
         self._start()
@@ -97,25 +105,33 @@ class HttpSubject:
         self._running: RunningDataflow = self._life.enter_context(
             dataflow(self._folder, self._config)
         )
-        self._nodes = NodeClient(self._running.url, self._running.token(Role.ROLLOUT))
+        running = self._running
+        self._nodes = {n: NodeClient(running.url, running.node_token(n)) for n in NODES}
         self._trainer = TrainerClient(self._running.url, self._running.token(Role.TRAINER))
         self._life.callback(self._trainer.close)
-        self._life.callback(lambda: self._loop.run(self._nodes.close()))
+        for client in self._nodes.values():
+            self._life.callback(lambda client=client: self._loop.run(client.close()))
 
     def restart(self) -> None:
         self._life.close()
         self._start()
+        for node, boot_id in self._boot_ids.items():
+            self.register(node, boot_id)  # a new client learns its secret; nothing else changes
 
     def close(self) -> None:
         self._life.close()
         self._loop.close()
         self._folders.close()
 
-    def join(self, node: NodeId, boot_id: str) -> None:
+    def register(self, node: NodeId, boot_id: str) -> None:
         body = RegisterRequest(node_id=node, boot_id=boot_id, capacity=CAPACITY, policies=())
-        self._loop.run(self._nodes.register(body))
+        self._loop.run(self._nodes[node].register(body))
+        self._boot_ids[node] = boot_id
+
+    def join(self, node: NodeId, boot_id: str) -> None:
+        self.register(node, boot_id)
         beat = Heartbeat(boot_id=boot_id, state=NodeState.LIVE, live=())
-        self._loop.run(self._nodes.heartbeat(node, beat))
+        self._loop.run(self._nodes[node].heartbeat(node, beat))
 
     def lease(
         self, node: NodeId, boot_id: str, request: str, count: int, live: LiveVersion
@@ -128,7 +144,7 @@ class HttpSubject:
             wait_s=0.0,
             live=(live,),
         )
-        answer = self._loop.run(self._nodes.lease(body))
+        answer = self._loop.run(self._nodes[node].lease(body))
         return list(answer.grants)
 
     def deliver(
@@ -137,12 +153,14 @@ class HttpSubject:
         body = DeliveryRequest(
             node_id=node, boot_id=boot_id, deliveries=(delivery(grant, node, live, word),)
         )
-        return self._loop.run(self._nodes.deliver(body)).results[0].status.value
+        return self._loop.run(self._nodes[node].deliver(body)).results[0].status.value
 
     def release(self, node: NodeId, boot_id: str, grant: Grant) -> str:
         name = RowId(f"{grant.group_id}.{grant.slot}.{grant.epoch}")
-        body = DeliveryRequest(node_id=node, boot_id=boot_id, deliveries=(), released=(name,))
-        return self._loop.run(self._nodes.deliver(body)).results[0].status.value
+        body = DeliveryRequest(
+            node_id=node, boot_id=boot_id, deliveries=(), released={name: grant.secret}
+        )
+        return self._loop.run(self._nodes[node].deliver(body)).results[0].status.value
 
     def incarnate(self, request: str, expected: int, number: int, seq: int) -> int | str:
         body = IncarnationRequest(request_id=request, expected=expected, number=number, seq=seq)

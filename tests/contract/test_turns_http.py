@@ -38,7 +38,9 @@ def record_of(grant: Grant, node: SmallNode) -> Trajectory:
 
 async def tell(node: SmallNode, grant: Grant, *turns: Turn, is_reused: bool = False) -> None:
     told = [
-        RecordedTurn(row_id=grant.row_id, index=index, turn=turn, is_reused=is_reused)
+        RecordedTurn(
+            row_id=grant.row_id, index=index, turn=turn, is_reused=is_reused, secret=grant.secret
+        )
         for index, turn in enumerate(turns)
     ]
     body = RecordRequest(node_id=node.node_id, turns=tuple(told))
@@ -46,7 +48,7 @@ async def tell(node: SmallNode, grant: Grant, *turns: Turn, is_reused: bool = Fa
 
 
 async def offered(node: SmallNode, grant: Grant) -> tuple[Turn, ...]:
-    return await node.client.recorded(node.node_id, grant.row_id, deadline_s=60.0)
+    return await node.client.recorded(node.node_id, grant.row_id, grant.secret, deadline_s=60.0)
 
 
 async def fail(node: SmallNode, grant: Grant, kind: FailureKind) -> None:

@@ -64,10 +64,12 @@ class Run:
         self.endpoints = self.folder.allocate_endpoints(path, ())
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, role: Role | None, *words: str) -> subprocess.Popen[bytes]:
+    def start(self, role: Role | None, *words: str, subject: str = "") -> subprocess.Popen[bytes]:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         if role is not None:
-            env["PENSTOCK_TOKEN"] = self.folder.token(config().name, role, ttl_s=600.0)
+            env["PENSTOCK_TOKEN"] = self.folder.token(
+                config().name, role, ttl_s=600.0, subject=subject
+            )
         log = self.path / f"{len(self.processes)}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(words, env=env, stdout=out, stderr=out)
@@ -80,7 +82,7 @@ class Run:
     def node(self, name: str) -> subprocess.Popen[bytes]:
         script = str(FOREIGN / "rollout.py")
         url = self.endpoints.dataflow
-        return self.start(Role.ROLLOUT, sys.executable, script, url, "--node-id", name)
+        return self.start(Role.ROLLOUT, sys.executable, script, url, subject=name)
 
     def trainer(self, init: Path) -> subprocess.Popen[bytes]:
         words = ["--store", str(self.folder.weights), "--init", str(init)]
@@ -127,7 +129,7 @@ def assert_trained(run: Run, processes: Sequence[subprocess.Popen[bytes]]) -> No
 
 def test_foreign_node_and_trainer_finish_a_run_beside_a_real_node(run: Run, init: Path) -> None:
     foreign = [run.trainer(init), run.node("foreign")]
-    real = run.start(Role.ROLLOUT, *PENSTOCK, "rollout", "--run-dir", str(run.path))
+    real = run.start(None, *PENSTOCK, "rollout", "--run-dir", str(run.path))
     until(lambda: run.status().finished, timeout_s=300.0, what="last step")
     status = run.status()
     assert status.policies[0].number == STEPS

@@ -15,7 +15,6 @@ from tests.contract.dataflow_server import POLICY, FakeTrainer, dataflow, small_
 
 from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.service.trainers.messages import BatchRequest
-from penstock.wire.auth import Role
 from penstock.wire.codec import encode
 
 STEPS = 5
@@ -27,7 +26,7 @@ async def test_an_old_batch_is_not_judged_anew(tmp_path: Path) -> None:
     assert config.training.max_staleness < STEPS - 1
     with dataflow(tmp_path, config) as running, AckLog(tmp_path / "history.jsonl") as history:
         trainer = await asyncio.to_thread(FakeTrainer, running)
-        client = PartitionedNodeClient(running.url, running.token(Role.ROLLOUT))
+        client = PartitionedNodeClient(running.url, running.node_token())
         node = asyncio.create_task(FaultyNode("n0", client, history, random.Random(0)).run())
         while trainer.seq < STEPS:
             await asyncio.to_thread(trainer.step)

@@ -14,7 +14,6 @@ from tests.contract.dataflow_server import POLICY, FakeTrainer, dataflow, small_
 
 from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.service.trainers.messages import IncarnationRequest
-from penstock.wire.auth import Role
 
 STEPS = 4
 
@@ -26,7 +25,7 @@ async def test_what_waits_on_an_abandoned_branch_expires(tmp_path: Path) -> None
     assert config.training.max_staleness < STEPS
     with dataflow(tmp_path, config) as running, AckLog(tmp_path / "history.jsonl") as history:
         trainer, reader = await asyncio.to_thread(FakeTrainer, running), running.reader()
-        client = PartitionedNodeClient(running.url, running.token(Role.ROLLOUT))
+        client = PartitionedNodeClient(running.url, running.node_token())
         node = asyncio.create_task(FaultyNode("n0", client, history, random.Random(0)).run())
         while trainer.seq < STEPS:
             await asyncio.to_thread(trainer.step)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.rollout.node import NodeOptions
+    from penstock.types import NodeId
     from penstock.wire.auth import Credential
 
 BACKLOG = 1024
@@ -57,18 +58,19 @@ def gateway(
     from penstock.cli.relay_options import read_public_key
     from penstock.cli.service_options import exit_now, listen_address, make_tls, require_token
     from penstock.observe import logs
-    from penstock.runs.join import host_name, node_state_dir, with_expiry_warnings
+    from penstock.runs.join import host_name, node_name, node_state_dir, with_expiry_warnings
     from penstock.types import NodeId
     from penstock.wire.auth import Audience, Verifier
     from penstock.wire.serving import refuse_clear_text, require_tls_off_loopback
 
     tls = make_tls(tls_cert, tls_key)
     require_tls_off_loopback(host, tls)
-    node = name or f"gateway-{host_name()}-{secrets.token_hex(2)}"
+    node = NodeId(name or f"gateway-{host_name()}-{secrets.token_hex(2)}")
     bind = listen_address("", host, port)
     if where.startswith(("http://", "https://")):
         refuse_clear_text(where)
         url, own_token = where, require_token(token, role="gateway")
+        node = node_name(own_token, node)
         key = read_public_key(public_key)
         verify = Verifier.from_token(own_token, key, audience=Audience.GATEWAY).verify
         node_options: NodeOptions = {"state_dir": node_state_dir(node), "num_engines": engines}
@@ -88,7 +90,7 @@ def gateway(
         url,
         own_token,
         verify,
-        node_id=NodeId(node),
+        node_id=node,
         listener=listener,
         tls=tls,
         capacity=capacity,
@@ -99,12 +101,13 @@ def gateway(
 
 
 def _join_by_folder(
-    run: Path, node: str, policy: str | None
+    run: Path, node: NodeId, policy: str | None
 ) -> tuple[str, str, Callable[[str], Credential], NodeOptions]:
     from penstock.fleet.services import TOKEN_TTL_S
     from penstock.runs.join import local_node_options
     from penstock.runs.service_process import resolve_policy
     from penstock.runs.target import find_run_folder
+    from penstock.types import subject_of_node
     from penstock.wire.auth import Audience, Role, Verifier
 
     folder = find_run_folder(run)
@@ -112,5 +115,6 @@ def _join_by_folder(
     model = config.models[resolve_policy(config, policy)]
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.GATEWAY)
     node_options = local_node_options(folder, model, node)
-    own_token = folder.token(config.name, Role.GATEWAY, ttl_s=TOKEN_TTL_S)
+    subject = subject_of_node(node)
+    own_token = folder.token(config.name, Role.GATEWAY, ttl_s=TOKEN_TTL_S, subject=subject)
     return endpoints.dataflow, own_token, verifier.verify, node_options

@@ -28,7 +28,8 @@ def join(
         url: URL of the run's dataflow; `penstock token` prints it.
         token: Rollout token. Prefer PENSTOCK_TOKEN: other users of this machine can read the
             command line.
-        name: Name of this node; by default the host name and four random characters.
+        name: Name of this node; by default the host name and four random characters. The name in
+            the token comes before it.
         capacity: Number of tasks to run in parallel.
         engines: Number of inference engines per policy in this node.
         relay: URL of a relay to fetch weights from before the run's weight server; needs a token in
@@ -54,11 +55,11 @@ def join(
     from penstock.runs.join import (
         check_reachable,
         host_name,
+        node_name,
         node_state_dir,
         with_expiry_warnings,
     )
     from penstock.runs.service_process import add_import_paths
-    from penstock.types import NodeId
     from penstock.wire.serving import refuse_clear_text
 
     node_token = require_token(token, role="rollout")
@@ -71,7 +72,7 @@ def join(
             "no token for the relay: set PENSTOCK_RELAY_TOKEN. On the machine that has the run "
             "folder, `penstock token RUN --for-relay` creates one; a rollout token does not work"
         )
-    node = name or f"{host_name()}-{secrets.token_hex(2)}"
+    node = node_name(node_token, name or f"{host_name()}-{secrets.token_hex(2)}")
     tls, state_dir = make_tls(tls_cert, tls_key), node_state_dir(node)
     sharing = parse_sharing(
         serve_weights, serve_gb, state_dir, tls, lambda: read_public_key(public_key)
@@ -84,7 +85,7 @@ def join(
     work = run_node(
         url,
         node_token,
-        node_id=NodeId(node),
+        node_id=node,
         state_dir=state_dir,
         capacity=capacity,
         num_engines=engines,

@@ -39,7 +39,7 @@ def rollout(
     from penstock.fleet.services import TOKEN_TTL_S
     from penstock.runs.join import local_node_options
     from penstock.runs.service_process import enter_run, resolve_policy, service_token
-    from penstock.types import NodeId
+    from penstock.types import NodeId, subject_of_node
     from penstock.wire.auth import Role
 
     tls = make_tls(tls_cert, tls_key)  # before `enter_run` changes the working directory
@@ -56,7 +56,7 @@ def rollout(
     uvloop.run(
         run_node(
             endpoints.dataflow,
-            service_token(folder, config, Role.ROLLOUT),
+            service_token(folder, config, Role.ROLLOUT, subject_of_node(NodeId(name))),
             node_id=NodeId(name),
             capacity=capacity or model.capacity,
             relay=None if relay is None else (check_url(relay, example=RELAY_EXAMPLE), relay_token),

@@ -15,7 +15,7 @@ def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> i
 
     Args:
         run: Run folder, or its config file.
-        id: Stage id; the stage has `place` in the config, or it is the built-in `score`.
+        id: Stage id; the stage has `place` in the config, or it is the built-in `trusted-reward`.
         url: URL of the run's dataflow, from another machine. Put a token from `penstock token RUN
             --role stage` into PENSTOCK_TOKEN.
         rows: Number of rows to lease at a time.
@@ -44,10 +44,10 @@ def stage(run: Path, id: str, /, *, url: str | None = None, rows: int = 16) -> i
     add_import_paths((*target.python_path, str(Path.cwd())))
     if id == SCORE_STAGE and target.config.has_score_stage:
         if url is not None:
-            raise ConfigError("stage score runs next to the run folder; start it without --url")
+            raise ConfigError(f"stage {id} needs the run folder; start it there, without --url")
         folder = find_run_folder(run)
         token = service_token(folder, target.config, Role.STAGE)
-        print_note("stage score: computing rewards on the trusted side")
+        print_note("stage trusted-reward: computing rewards on the trusted side")
         uvloop.run(_until_signalled(run_score_stage(target.config, folder, token)))
         return 0
     found, terms = find_service_stage(target.config, id)

@@ -180,8 +180,7 @@ def _replay_without_staleness(config: RunSections) -> Iterator[Contradiction]:
 
 
 def _duplicate_reward(config: RunSections) -> Iterator[Contradiction]:
-    shared = None if config.reward is None else config.reward.fn
-    used = next(filter(None, map(config.reward_of, config.sources)), shared)
+    used = next(filter(None, map(config.reward_of, config.sources)), config.reward_function)
     for at, stage in row_stages(config):
         if used is not None and "reward" in stage.writes and stage.name != SCORE_STAGE:
             yield Contradiction(
@@ -211,7 +210,7 @@ def _unscored_strangers(config: RunSections) -> Iterator[Contradiction]:
     """A reward that only the workflow knows is the node's own word."""
     if config.trust.accept_untrusted and config.is_scored_by_nodes and not config.has_score_stage:
         yield Contradiction(
-            text="rewards of untrusted nodes are computed by the stage score, and this run has no "
+            text="rewards of untrusted nodes are computed on the trusted side, and this run has no "
             "reward function; set reward: module:function, or accept_untrusted: false",
             keys=(("trust", "accept_untrusted"), ("reward",)),
         )

@@ -19,7 +19,7 @@ from penstock.config.rules import RuleConfig, effective_rules
 from penstock.config.sources import SourceConfig, WorkflowConfig
 from penstock.config.stages import PipelineStageConfig, StageConfig
 from penstock.config.trainer import SamplingConfig, TrainingConfig
-from penstock.config.trust import SCORE_STAGE, RewardConfig, TrustConfig, read_reward
+from penstock.config.trust import SCORE_STAGE, AnyReward, RewardConfig, TrustConfig
 from penstock.config.weights import WeightsConfig
 from penstock.errors import ConfigError
 from penstock.options import non_empty
@@ -76,12 +76,7 @@ class RunSections(Section):
     """Where tasks come from."""
     workflow: WorkflowConfig = "single_turn"
     """What attempts a task, for every source without another."""
-    reward: (
-        Annotated[
-            RewardConfig, BeforeValidator(read_reward, json_schema_input_type=str | RewardConfig)
-        ]
-        | None
-    ) = None
+    reward: AnyReward | None = None
     """What scores a trajectory, for every source without another; null if the workflow does. A
     function alone, or a mapping that also says where."""
     trust: TrustConfig = TrustConfig()
@@ -143,18 +138,22 @@ class RunSections(Section):
     def reward_of(self, source: SourceConfig) -> str | None:
         """What scores the trajectories of this source; None if the workflow or a stage does, or
         the agents."""
-        shared = None if self.reward is None else self.reward.fn
-        return None if source.session is not None else source.reward or shared
+        return None if source.session is not None else source.reward or self.reward_function
+
+    @property
+    def reward_function(self) -> str | None:
+        """What scores the trajectories of every source without another."""
+        return self.reward.fn if isinstance(self.reward, RewardConfig) else self.reward
 
     @property
     def has_score_stage(self) -> bool:
-        """Whether the built-in stage `score` computes rewards: all, or those of untrusted nodes."""
+        """Whether the built-in stage computes rewards: all, or those of untrusted nodes."""
         return any(stage.name == SCORE_STAGE for stage in self.dataflow.stages)
 
     @property
     def is_scored_by_nodes(self) -> bool:
         """Whether trusted nodes deliver rows with a reward."""
-        if self.reward is not None and self.reward.at == "stage":
+        if isinstance(self.reward, RewardConfig) and self.reward.at == "stage":
             return False
         stages = (stage for stage in self.dataflow.stages if stage.name != SCORE_STAGE)
         return not any("reward" in stage.writes for stage in stages)

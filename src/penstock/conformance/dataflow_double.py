@@ -50,6 +50,8 @@ POLICY = PolicyName("policy")
 TTL_S = 8.0
 HEARTBEAT_S = TTL_S / 4
 TOKEN_TTL_S = 3600.0
+SUBJECT = "peer"
+"""Whom the token of the peer under test is for: a node is `peer` or `peer.SUFFIX`."""
 
 Handler = Callable[[Call], Awaitable[object]]
 Interceptor = Callable[[str, Call, Handler], Awaitable[object]]
@@ -76,7 +78,7 @@ class DataflowDouble:
 
     def join_info(self, role: Role) -> JoinInfo:
         audiences = (Audience.DATAFLOW, Audience.WEIGHTS)
-        token = self.signer.mint(role, audiences, ttl_s=TOKEN_TTL_S)
+        token = self.signer.mint(role, audiences, ttl_s=TOKEN_TTL_S, subject=SUBJECT)
         return JoinInfo(url=self.url, token=token, store=self.store)
 
     @asynccontextmanager

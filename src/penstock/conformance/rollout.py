@@ -62,6 +62,7 @@ RULES = (
     Rule("lease-repeated", "a lease request without a response is retried with its request_id"),
     Rule("delivery-repeated", "after 503 the same rows are sent again, byte for byte"),
     Rule("row-names-lease", "a row has its own id, its node's id and a granted lease"),
+    Rule("lease-proven", "each result and each release has the secret of its lease"),
     Rule("spans-cover", "spans cover the sampled tokens without gaps or overlaps"),
     Rule("spans-name-live", "spans name fetched versions, none older than was live at the lease"),
     Rule("logprobs-at-most-0", "one finite log-prob per sampled token, none above 0"),
@@ -241,7 +242,7 @@ class RolloutExaminer:
         """Release a lease without the node's knowledge; its slot is granted again with the next
         epoch."""
         self._has_revoked_lease = True
-        node_id, boot_id, released = self._node_id, self._boot_id, (grant.row_id,)
+        node_id, boot_id, released = self._node_id, self._boot_id, {grant.row_id: ""}
         await self._service.nodes.deliver(
             DeliveryRequest(node_id=node_id, boot_id=boot_id, deliveries=(), released=released)
         )
@@ -254,6 +255,7 @@ class RolloutExaminer:
             lease = self._leases.get(row_id)
             for rule, wrong in check_row(delivery, trajectory, lease, self._node_id):
                 self.verdicts.check(rule, not wrong, f"row {row_id[:80]}: {wrong}")
+            self._check_secret(row_id, delivery.secret)
             if isinstance(trajectory, Trajectory):
                 self._check_versions(trajectory)
             payload = bytes(delivery.payload)
@@ -263,6 +265,8 @@ class RolloutExaminer:
                 )
             if row_id in self._fenced_rows:
                 self.verdicts.mark_broken("fenced-dropped", f"row {row_id} was sent again")
+        for row_id, secret in body.released.items():
+            self._check_secret(row_id, secret)
         sent = {delivery.row_id for delivery in body.deliveries}
         self._check_repeated_delivery(sent)
         self._ended |= sent | set(body.released)
@@ -278,6 +282,12 @@ class RolloutExaminer:
                 self._fenced_rows.add(result.row_id)
                 self.verdicts.mark_kept("fenced-dropped")
         return answer
+
+    def _check_secret(self, row_id: RowId, secret: str) -> None:
+        lease = self._leases.get(row_id)
+        if lease is not None:
+            detail = f"row {row_id[:80]} was sent without the secret in its grant"
+            self.verdicts.check("lease-proven", secret == lease.grant.secret, detail)
 
     def _check_repeated_delivery(self, sent: set[RowId]) -> None:
         if self._awaiting_redelivery:

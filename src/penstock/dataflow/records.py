@@ -31,6 +31,7 @@ from penstock.types import (
     PolicyName,
     RowId,
     RowSummary,
+    subject_of_node,
 )
 
 
@@ -51,7 +52,7 @@ class CommandJournal:
 
 _ROWS = msgspec.msgpack.Decoder(tuple[RowSummary, ...])
 QUARANTINE_PREFIX = "quarantined/"
-"""Key prefix, followed by node and boot_id; the value is the boot_id that gets no more work."""
+"""Key prefix, followed by the subject whose nodes get no more work."""
 FORGOTTEN_PREFIX = "gone/"
 """Key prefix for rows that no reader may receive anymore."""
 FORMAT = 1
@@ -573,13 +574,14 @@ RECORDS: tuple[type[Record], ...] = (
 )
 
 
-def quarantine_record(node_id: NodeId, boot_id: str) -> MetaRecord:
-    return MetaRecord(key=f"{QUARANTINE_PREFIX}{node_id}/{boot_id}", value=boot_id)
+def quarantine_record(subject: str) -> MetaRecord:
+    return MetaRecord(key=f"{QUARANTINE_PREFIX}{subject}", value=subject)
 
 
-def parse_quarantine(record: MetaRecord) -> tuple[NodeId, str]:
-    """The quarantined node and boot_id."""
-    return NodeId(record.key.removeprefix(QUARANTINE_PREFIX).partition("/")[0]), record.value
+def parse_quarantine(record: MetaRecord) -> str:
+    """The subject in quarantine; a record of an older penstock names a node and its boot_id."""
+    node_id = record.key.removeprefix(QUARANTINE_PREFIX).partition("/")[0]
+    return subject_of_node(NodeId(node_id))
 
 
 def gone_key(row_id: RowId) -> str:

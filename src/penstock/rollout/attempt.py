@@ -86,7 +86,7 @@ class AttemptRunner:
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         """Run one attempt. Always returns a trajectory; only cancellation is raised."""
         started_at = time.time()
-        recording = self._recorder.track(grant.row_id, grant.num_recorded)
+        recording = self._recorder.track(grant)
         async with recording as (salvaged_turns, on_turn):
             session = self._gateway.open(
                 policies=self._run_info.policies,

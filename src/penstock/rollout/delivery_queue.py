@@ -70,7 +70,8 @@ class _PartitionQueue:
     """Deliveries and released slots for one partition, waiting or in flight."""
 
     waiting: list[Delivery] = field(default_factory=list[Delivery])
-    released: list[RowId] = field(default_factory=list[RowId])
+    released: dict[RowId, str] = field(default_factory=dict[RowId, str])
+    """Row ids of released slots, and the secrets of their leases."""
     num_sending: int = 0
     filled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -93,17 +94,18 @@ class DeliveryQueue:
         """Number of rows not yet acknowledged and slots not yet released."""
         return sum(map(len, self._queues.values()))
 
-    def put(self, trajectory: Trajectory) -> None:
-        """Queue a trajectory, stamped with this process's `boot_id`."""
+    def put(self, trajectory: Trajectory, secret: str) -> None:
+        """Queue a trajectory, stamped with this process's `boot_id`. `secret`: of its lease."""
         stamped = replace(trajectory, boot_id=self._membership.boot_id)
         queue = self._queue_for(stamped.row_id)
-        queue.waiting.append(Delivery(row_id=stamped.row_id, payload=memoryview(encode(stamped))))
+        payload = memoryview(encode(stamped))
+        queue.waiting.append(Delivery(row_id=stamped.row_id, payload=payload, secret=secret))
         queue.filled.set()
 
-    def release(self, row_id: RowId) -> None:
-        """Queue the release of a slot without a result."""
+    def release(self, row_id: RowId, secret: str) -> None:
+        """Queue the release of a slot without a result. `secret`: of its lease."""
         queue = self._queue_for(row_id)
-        queue.released.append(row_id)
+        queue.released[row_id] = secret
         queue.filled.set()
 
     def _queue_for(self, row_id: RowId) -> _PartitionQueue:
@@ -151,7 +153,7 @@ class DeliveryQueue:
 
     def _next_request(self, queue: _PartitionQueue) -> DeliveryRequest:
         deliveries, queue.waiting = split(queue.waiting)
-        released, queue.released = tuple(queue.released), []
+        released, queue.released = queue.released, {}
         queue.num_sending = len(deliveries) + len(released)
         return DeliveryRequest(
             node_id=self._membership.node_id,

@@ -105,7 +105,8 @@ class SlotPool:
     def release_free(self, min_age_s: float = 0.0) -> None:
         """Release the free slots that are at least this old."""
         while self._free and time.monotonic() >= self._free[0].leased_at + min_age_s:
-            self._delivery_queue.release(self._free.popleft().grant.row_id)
+            grant = self._free.popleft().grant
+            self._delivery_queue.release(grant.row_id, grant.secret)
             self._freed.set()
 
     def drop_in_use(self) -> None:
@@ -125,8 +126,9 @@ class SlotPool:
         return grant.row_id
 
     def release_slot(self, row_id: RowId) -> None:
-        if self._in_use.pop(row_id, None) is not None:
-            self._delivery_queue.release(row_id)
+        grant = self._in_use.pop(row_id, None)
+        if grant is not None:
+            self._delivery_queue.release(row_id, grant.secret)
 
     def deliver(self, ended: EndedSession) -> None:
         grant = self._in_use.pop(ended.row_id, None)
@@ -150,7 +152,8 @@ class SlotPool:
                 outcome=outcome,
                 started_at=ended.started_at,
                 ended_at=time.time(),
-            )
+            ),
+            grant.secret,
         )
 
     def _stop(self, row_id: RowId) -> None:

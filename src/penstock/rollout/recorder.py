@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RecordedTurn, RecordRequest
 from penstock.gateway.session import TurnCallback
 from penstock.types import NodeId, RowId, Turn
@@ -24,7 +25,7 @@ MAX_BYTES = 4 << 20
 
 class TurnApi(Protocol):
     async def record(self, body: RecordRequest) -> None: ...
-    async def recorded(self, node_id: NodeId, row_id: RowId) -> tuple[Turn, ...]: ...
+    async def recorded(self, node_id: NodeId, row_id: RowId, secret: str) -> tuple[Turn, ...]: ...
 
 
 @dataclass(slots=True)
@@ -35,18 +36,21 @@ class Recorder:
     _running: set[RowId] = field(default_factory=set[RowId])
 
     @asynccontextmanager
-    async def track(
-        self, row_id: RowId, num_recorded: int
-    ) -> AsyncGenerator[tuple[tuple[Turn, ...], TurnCallback]]:
+    async def track(self, grant: Grant) -> AsyncGenerator[tuple[tuple[Turn, ...], TurnCallback]]:
         """Record the turns of an attempt. Yields the turns recorded by earlier attempts at the
         slot, and the callback for finished turns."""
+        row_id, secret = grant.row_id, grant.secret
 
         def on_turn(index: int, turn: Turn, is_reused: bool) -> None:
             self._waiting.append(
-                RecordedTurn(row_id=row_id, index=index, turn=turn, is_reused=is_reused)
+                RecordedTurn(
+                    row_id=row_id, index=index, turn=turn, is_reused=is_reused, secret=secret
+                )
             )
 
-        salvaged_turns = await self._api.recorded(self._node_id, row_id) if num_recorded else ()
+        salvaged_turns: tuple[Turn, ...] = ()
+        if grant.num_recorded:
+            salvaged_turns = await self._api.recorded(self._node_id, row_id, secret)
         self._running.add(row_id)
         try:
             yield salvaged_turns, on_turn

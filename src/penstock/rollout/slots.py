@@ -67,6 +67,8 @@ class SlotRunner:
     _running: dict[RowId, asyncio.Task[None]] = field(
         default_factory=dict[RowId, asyncio.Task[None]]
     )
+    _secrets: dict[RowId, str] = field(default_factory=dict[RowId, str])
+    """Of the leases of running attempts."""
     _freed: asyncio.Event = field(default_factory=asyncio.Event)
     _backoff: FailureBackoff = field(default_factory=FailureBackoff)
 
@@ -92,6 +94,7 @@ class SlotRunner:
             for grant in answer.grants:
                 slot_task = tasks.create_task(self._run_slot(grant, answer.tasks[grant.task]))
                 self._running[grant.row_id] = slot_task
+                self._secrets[grant.row_id] = grant.secret
             if not answer.grants:
                 await asyncio.sleep(PAUSE_S)
 
@@ -103,7 +106,7 @@ class SlotRunner:
         late = {row_id: task for row_id, task in held.items() if not task.done()}
         for row_id, task in late.items():
             task.cancel()
-            self._delivery_queue.release(row_id)
+            self._delivery_queue.release(row_id, self._secrets[row_id])
         await asyncio.gather(*late.values(), return_exceptions=True)
         self._running.clear()
 
@@ -129,7 +132,8 @@ class SlotRunner:
         try:
             trajectory = await self._attempt_runner.run(grant, task)
             self._backoff.record(failed=trajectory.outcome.kind is OutcomeKind.FAILED)
-            self._delivery_queue.put(trajectory)
+            self._delivery_queue.put(trajectory, grant.secret)
         finally:
             self._running.pop(grant.row_id, None)
+            self._secrets.pop(grant.row_id, None)
             self._freed.set()

@@ -18,7 +18,8 @@ import structlog
 
 from penstock.config import ModelConfig
 from penstock.fleet.run_folder import RunFolder
-from penstock.wire.auth import expires_at
+from penstock.types import NodeId, subject_of_node
+from penstock.wire.auth import expires_at, subject_of
 
 if TYPE_CHECKING:
     from penstock.rollout.node import NodeOptions
@@ -83,6 +84,14 @@ async def _warn_before_expiry(token: str) -> None:
 def host_name() -> str:
     """This machine's name, in characters that a node's name may have."""
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()).strip("-")[:40] or "node"
+
+
+def node_name(token: str, name: str) -> NodeId:
+    """A node id that the token may use: NAME under the token's own name."""
+    subject = subject_of(token)
+    if not subject or subject_of_node(NodeId(name)) == subject:
+        return NodeId(name)
+    return NodeId(f"{subject}.{name}")
 
 
 def node_state_dir(node: str) -> Path:

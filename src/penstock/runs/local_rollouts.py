@@ -30,7 +30,7 @@ class _NoRecords:
 
     async def record(self, body: RecordRequest) -> None: ...
 
-    async def recorded(self, node_id: NodeId, row_id: RowId) -> tuple[Turn, ...]:
+    async def recorded(self, node_id: NodeId, row_id: RowId, secret: str) -> tuple[Turn, ...]:
         return ()
 
 

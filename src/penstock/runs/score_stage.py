@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The built-in stage `score`: computes rewards on the trusted side, and checks untrusted rows.
+"""The built-in stage `trusted-reward`: computes rewards where nodes cannot forge them.
 
 Owns one worker's loop over rows without a reward. It scores the text of the last answer, decoded
 from the tokens of the row, with the task that the ledger holds: nothing that the node says about

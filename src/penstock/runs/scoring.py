@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the built-in stage `score` of a run on this machine: scorer, decoder, spot checker.
+"""Runs the built-in stage `trusted-reward` of a run on this machine: scorer, decoder, spot checker.
 
 Owns the wiring. The run folder must be here: tokenizer and configuration come from it."""
 

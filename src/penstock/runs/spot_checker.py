@@ -31,7 +31,7 @@ from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pool import EnginePools
 from penstock.rollout.weight_loader import WeightServerFetcher
 from penstock.runs.local_rollouts import Rollout, local_rollouts
-from penstock.types import PublishedVersion, Trajectory, Version, subject_of
+from penstock.types import PublishedVersion, Trajectory, Version, subject_of_node
 from penstock.wire.client import AsyncServiceClient
 
 MAX_WAITING = 256
@@ -106,7 +106,9 @@ class SpotChecker:
 
     def offer(self, trajectory: Trajectory, origin: RowOrigin, reward: float) -> None:
         """Check this row, if it is chosen and there is room."""
-        if not self._waiting.full() and self._chooser.is_chosen(subject_of(trajectory.node_id)):
+        if not self._waiting.full() and self._chooser.is_chosen(
+            subject_of_node(trajectory.node_id)
+        ):
             self._waiting.put_nowait(_Check(trajectory=trajectory, origin=origin, reward=reward))
 
     async def run(
@@ -185,7 +187,7 @@ class SpotChecker:
             return
         is_comparable = self._is_reproducible and versions_of(again) == versions_of(trajectory)
         same = has_same_tokens(trajectory, again) if is_comparable else None
-        subject = subject_of(trajectory.node_id)
+        subject = subject_of_node(trajectory.node_id)
         self._chooser.checked(subject, agrees=same is not False)
         report = SpotCheck(
             has_same_tokens=same,

@@ -32,7 +32,7 @@ from penstock.types import (
     RowPayload,
     Trajectory,
     is_usable,
-    subject_of,
+    subject_of_node,
 )
 from penstock.wire.codec import decode
 
@@ -168,7 +168,7 @@ def assemble(
         row_columns=_row_columns(manifest, truncated_R),
         longest_R=longest_R,
         roles=roles,
-        subjects={index: subject_of(one.node_id) for index, one in received.items()},
+        subjects={index: subject_of_node(one.node_id) for index, one in received.items()},
     )
     return _with_token_columns(batch, rows, manifest)
 

@@ -95,6 +95,17 @@ def expires_at(token: str) -> float | None:
         return None
 
 
+def subject_of(token: str) -> str:
+    """Who a token is for, by its own account; empty if it does not say. Checks no signature: for
+    the holder of the token, not for a service."""
+    prefix, _, rest = token.partition(".")
+    try:
+        body = _b64decode(rest.partition(".")[0])
+        return msgspec.json.decode(body, type=Credential).subject if prefix == PREFIX else ""
+    except (ValueError, msgspec.MsgspecError):
+        return ""
+
+
 class Signer:
     """Mints tokens; needs the signing key file."""
 

@@ -42,6 +42,9 @@ class Route:
     response: type[Any] | None = None
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     query: tuple[str, ...] = ()
+    shares_budget: bool = False
+    """Calls of one credential have a limited number of bytes in work at a time; the others wait
+    their turn."""
     is_streamed: bool = False
     """The handler reads the body itself, as an async iterator of bytes of any length."""
 

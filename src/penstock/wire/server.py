@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.errors import BadRequest, Forbidden, TooLarge, WireError
 from penstock.wire.auth import Credential, Verifier
+from penstock.wire.call_budget import CALL_BYTES, CallBudget
 from penstock.wire.codec import JSON, MSGPACK, decode, encode, encode_json
 from penstock.wire.openapi import openapi_document
 from penstock.wire.routes import (
@@ -59,7 +60,8 @@ def build_app(
         ),
     ]
     document.update(openapi_document(published, title))
-    endpoints = [_Endpoint(route, verifier) for route in published]
+    budget = CallBudget()
+    endpoints = [_Endpoint(route, verifier, budget) for route in published]
     app = _App(
         routes=[
             StarletteRoute("/healthz", _healthz, methods=["GET"]),
@@ -133,9 +135,10 @@ async def _healthz(request: Request) -> Response:
 class _Endpoint:
     """One route as an ASGI app."""
 
-    def __init__(self, spec: Route, verifier: Verifier) -> None:
+    def __init__(self, spec: Route, verifier: Verifier, budget: CallBudget) -> None:
         self.spec = spec
         self._verifier = verifier
+        self._budget = budget
 
     def route(self) -> StarletteRoute:
         starlette_route = StarletteRoute(self.spec.path, self, methods=[self.spec.method])
@@ -152,19 +155,15 @@ class _Endpoint:
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in reversed(scope["headers"])}
         try:
             credential = _authorise(headers, spec, self._verifier)
-            request = Request(scope, receive)
-            body: Any = request.stream() if spec.is_streamed else None
-            if spec.request is not None and not spec.is_streamed:
-                body = _decode_body(await read_body(request, spec.max_body_bytes), headers, spec)
-            call = Call(
-                body=body,
-                credential=credential,
-                path={name: str(value) for name, value in request.path_params.items()},
-                query=dict(request.query_params) if scope["query_string"] else {},
-                headers=headers,
-                is_disconnected=request.is_disconnected,
-            )
-            return _response(headers, await spec.handler(call))
+            if not spec.shares_budget:
+                return await self._handle(scope, receive, headers, credential)
+            # Apart for each route: an upload must not hold up the heartbeats of its sender.
+            who, num_bytes = (credential.subject, spec.path), _work_bytes(headers, spec)
+            await self._budget.enter(who, num_bytes)
+            try:
+                return await self._handle(scope, receive, headers, credential)
+            finally:
+                self._budget.leave(who, num_bytes)
         except WireError as error:
             return error_response(error)
         except ClientDisconnect:
@@ -172,6 +171,24 @@ class _Endpoint:
         except Exception:
             log.exception("handler failed", method=spec.method, path=spec.path)
             return error_response(WireError("internal error; see this service's log"))
+
+    async def _handle(
+        self, scope: Scope, receive: Receive, headers: dict[str, str], credential: Credential
+    ) -> Response:
+        spec = self.spec
+        request = Request(scope, receive)
+        body: Any = request.stream() if spec.is_streamed else None
+        if spec.request is not None and not spec.is_streamed:
+            body = _decode_body(await read_body(request, spec.max_body_bytes), headers, spec)
+        call = Call(
+            body=body,
+            credential=credential,
+            path={name: str(value) for name, value in request.path_params.items()},
+            query=dict(request.query_params) if scope["query_string"] else {},
+            headers=headers,
+            is_disconnected=request.is_disconnected,
+        )
+        return _response(headers, await spec.handler(call))
 
 
 def _authorise(headers: Mapping[str, str], route: Route, verifier: Verifier) -> Credential:
@@ -184,6 +201,15 @@ def _authorise(headers: Mapping[str, str], route: Route, verifier: Verifier) -> 
             "Mint a token with `penstock token RUN --role ROLE`"
         )
     return credential
+
+
+def _work_bytes(headers: Mapping[str, str], route: Route) -> int:
+    """Bytes of memory and time that a call may cost; a streamed body is never in memory."""
+    if route.is_streamed or route.request is None:
+        return CALL_BYTES
+    declared = headers.get("content-length", "")
+    size = int(declared) if declared.isdecimal() and len(declared) < 16 else route.max_body_bytes
+    return CALL_BYTES + min(size, route.max_body_bytes)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

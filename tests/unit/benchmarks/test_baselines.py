@@ -16,7 +16,7 @@ from benchmarks.client import Service, check_stored, make_tokens
 from benchmarks.harness import Server, process
 from benchmarks.service import RUN
 
-from penstock.wire.auth import Audience, Role, Signer
+from penstock.wire.auth import Signer
 
 FILES = sorted(Path(baselines.__file__).parent.glob("*.py"))
 
@@ -80,10 +80,10 @@ async def _one_by_one(services: Sequence[Service], bare: Server) -> list[list[fl
 async def _service(
     folder: Path, http: aiohttp.ClientSession, slow_ms: float
 ) -> AsyncGenerator[Service]:
-    token = Signer.create(folder / "keys", RUN).mint(Role.ADMIN, [Audience.DATAFLOW], ttl_s=600)
+    signer = Signer.create(folder / "keys", RUN)
     words = ("--groups-per-batch", str(CALLS // 8), "--slow-ms", str(slow_ms))
     with process("benchmarks.service", str(folder), *words) as server:
-        service = Service(http=http, server=server, token=token)
+        service = Service(http=http, server=server, signer=signer)
         await service.incarnate()
         await service.register(service.node_id)
         yield service

@@ -64,7 +64,7 @@ class NoTurns:
     async def record(self, body: RecordRequest) -> None:
         pass
 
-    async def recorded(self, node_id: NodeId, row_id: RowId) -> tuple[Turn, ...]:
+    async def recorded(self, node_id: NodeId, row_id: RowId, secret: str) -> tuple[Turn, ...]:
         return ()
 
 

@@ -51,7 +51,7 @@ class Kept:
                 self.turns.append(told.turn)
             self.num_reused += told.is_reused
 
-    async def recorded(self, node_id: NodeId, row_id: RowId) -> tuple[Turn, ...]:
+    async def recorded(self, node_id: NodeId, row_id: RowId, secret: str) -> tuple[Turn, ...]:
         return tuple(self.turns)
 
 

@@ -12,6 +12,7 @@ from penstock.dataflow.core.leasing import RegisterRequest
 from penstock.dataflow.report.shape import BalanceReport
 from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.messages import (
+    SECRET_HEADER,
     Delivery,
     DeliveryAnswer,
     DeliveryRequest,
@@ -41,6 +42,7 @@ from penstock.dataflow.service.trainers.messages import (
 )
 from penstock.types import NodeId, PolicyName, RowId, RowPayload, Turn
 from penstock.wire.client import RETRY_DEADLINE_S, AsyncServiceClient, ServiceClient
+from penstock.wire.codec import decode
 
 T = TypeVar("T")
 HEARTBEAT_TIMEOUT_S = 4.0
@@ -56,6 +58,8 @@ class NodeClient:
 
     def __init__(self, url: str, token: str) -> None:
         self._caller = AsyncServiceClient(url, token)
+        self._boot_secrets: dict[NodeId, str] = {}
+        """From the newest registration of each node that uses this client."""
 
     async def close(self) -> None:
         await self._caller.close()
@@ -64,7 +68,12 @@ class NodeClient:
         self, body: RegisterRequest, *, deadline_s: float = RETRY_DEADLINE_S
     ) -> RegisterAnswer:
         path = "/v1/nodes"
-        return await self._caller.call("POST", path, body, RegisterAnswer, deadline_s=deadline_s)
+        answer = await self._caller.call("POST", path, body, RegisterAnswer, deadline_s=deadline_s)
+        self._boot_secrets[body.node_id] = answer.secret
+        return answer
+
+    def _secret(self, node_id: NodeId) -> str:
+        return self._boot_secrets.get(node_id, "")
 
     async def heartbeat(
         self, node_id: NodeId, body: Heartbeat, *, deadline_s: float = RETRY_DEADLINE_S
@@ -72,15 +81,15 @@ class NodeClient:
         return await self._caller.call(
             "PUT",
             f"/v1/nodes/{node_id}",
-            body,
+            replace(body, secret=self._secret(node_id)),
             HeartbeatAnswer,
             timeout_s=min(HEARTBEAT_TIMEOUT_S, deadline_s),
             deadline_s=deadline_s,
         )
 
     async def leave(self, node_id: NodeId, boot_id: str) -> None:
-        path = f"/v1/nodes/{node_id}?boot_id={boot_id}"
-        await self._caller.call("DELETE", path, None, Ack, deadline_s=LEAVE_S)
+        path, headers = f"/v1/nodes/{node_id}?boot_id={boot_id}", _proof(self._secret(node_id))
+        await self._caller.request("DELETE", path, deadline_s=LEAVE_S, headers=headers)
 
     async def lease(
         self, body: LeaseRequest, *, deadline_s: float = RETRY_DEADLINE_S
@@ -88,7 +97,7 @@ class NodeClient:
         return await self._caller.call(
             "POST",
             "/v1/leases",
-            body,
+            replace(body, secret=self._secret(body.node_id)),
             LeaseAnswer,
             timeout_s=body.wait_s + 15.0,
             deadline_s=deadline_s,
@@ -107,17 +116,22 @@ class NodeClient:
         await self._caller.call("POST", "/v1/turns", body, Ack, deadline_s=deadline_s)
 
     async def recorded(
-        self, node_id: NodeId, row_id: RowId, *, deadline_s: float = RETRY_DEADLINE_S
+        self, node_id: NodeId, row_id: RowId, secret: str, *, deadline_s: float = RETRY_DEADLINE_S
     ) -> tuple[Turn, ...]:
-        path = f"/v1/turns/{row_id}?node_id={node_id}"
-        answer = await self._caller.call("GET", path, None, TurnsAnswer, deadline_s=deadline_s)
-        return answer.turns
+        """`secret`: of the lease under which the row is made."""
+        path, headers = f"/v1/turns/{row_id}?node_id={node_id}", _proof(secret)
+        answer = await self._caller.request("GET", path, deadline_s=deadline_s, headers=headers)
+        return decode(answer.content, TurnsAnswer).turns
 
     async def _upload(self, delivery: Delivery, deadline_s: float) -> Delivery:
         if len(delivery.payload) <= INLINE_BYTES:
             return delivery
         ref = await put_blob(self._caller, delivery.payload, deadline_s=deadline_s)
         return replace(delivery, payload=memoryview(b""), blob=ref.digest)
+
+
+def _proof(secret: str) -> dict[str, str]:
+    return {SECRET_HEADER: secret}
 
 
 class TrainerClient:

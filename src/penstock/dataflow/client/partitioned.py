@@ -184,11 +184,11 @@ class PartitionedNodeClient:
                 with suppress(WireError):
                     await client.record(replace(body, turns=turns), deadline_s=RETRY_HEARTBEAT_S)
 
-    async def recorded(self, node_id: NodeId, row_id: RowId) -> tuple[Turn, ...]:
+    async def recorded(self, node_id: NodeId, row_id: RowId, secret: str) -> tuple[Turn, ...]:
         """Empty if the partition does not respond in time."""
         client = self._clients.get(_partition_of(row_id), self._clients[COORDINATOR])
         with suppress(WireError):
-            return await client.recorded(node_id, row_id, deadline_s=RETRY_HEARTBEAT_S)
+            return await client.recorded(node_id, row_id, secret, deadline_s=RETRY_HEARTBEAT_S)
         return ()
 
     async def _deliver_at(self, index: int, part: DeliveryRequest) -> DeliveryAnswer:
@@ -210,5 +210,9 @@ def _for_partition(body: DeliveryRequest, index: int) -> DeliveryRequest:
     return replace(
         body,
         deliveries=tuple(d for d in body.deliveries if _partition_of(d.row_id) == index),
-        released=tuple(row_id for row_id in body.released if _partition_of(row_id) == index),
+        released={
+            row_id: secret
+            for row_id, secret in body.released.items()
+            if _partition_of(row_id) == index
+        },
     )

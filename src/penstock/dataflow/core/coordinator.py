@@ -41,7 +41,6 @@ from penstock.errors import NotFound
 from penstock.types import (
     DropReason,
     GroupId,
-    NodeId,
     PolicyName,
     RowId,
 )
@@ -107,7 +106,7 @@ class Coordinator:
         """Number of open groups by source."""
         self.gone: set[RowId] = set()
         """Rows that no reader may receive anymore."""
-        self.quarantined: set[tuple[NodeId, str]] = set()
+        self.quarantined: set[str] = set()
         """Node boots (node, boot_id) that get no work; sent to each partition that joins."""
         self.spot_checks = SpotChecks(journal)
         self._undecided_by: dict[GroupId, set[PolicyName]] = {}

@@ -208,8 +208,8 @@ class Node:
     is_expired: bool = False
     """No heartbeat for a full ttl; its leases have ended."""
     is_quarantined: bool = False
-    """A trainer found that its engine's outputs disagree; lasts until the node registers with a new
-    boot_id."""
+    """A trainer found that the outputs of its subject's nodes disagree; lasts as long as the
+    run."""
     joined_at: float = 0.0
     revoked: list[RowId] = field(default_factory=list[RowId])
     """Its leases that were cut or cancelled, until they are reported to it."""

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
 from penstock.dataflow.records import row_id
 from penstock.types import GroupId, NodeId, PolicyName, RowId
+
+MAX_CAPACITY = 100_000
+_Label = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class NodeState(StrEnum):
@@ -37,13 +41,14 @@ class RegisterRequest:
     """`POST /v1/nodes`. The same node with another boot_id is a new process: its old leases end."""
 
     node_id: NodeId
-    boot_id: str
+    """The subject of its token, or that and `.SUFFIX`."""
+    boot_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     """Drawn at random by each process."""
-    capacity: int
+    capacity: Annotated[int, msgspec.Meta(ge=1, le=MAX_CAPACITY)]
     """Slots it can run concurrently."""
-    policies: tuple[PolicyName, ...]
+    policies: Annotated[tuple[_Label, ...], msgspec.Meta(max_length=256)]
     """Policies it can serve; empty means all policies of the run."""
-    tags: tuple[str, ...] = ()
+    tags: Annotated[tuple[_Label, ...], msgspec.Meta(max_length=16)] = ()
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +66,8 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     num_recorded: int = 0
     """Turns that an earlier attempt recorded, to be fetched and reused instead of generated
     again."""
+    secret: str = ""
+    """Proves that the caller holds this lease: sent with its result, its release and its turns."""
 
     @property
     def row_id(self) -> RowId:

@@ -86,11 +86,10 @@ class RowForgotten(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Quarantined(Struct, frozen=True, kw_only=True, tag=True):
-    """This node's samples do not match its version's outputs: no more work for this boot of it."""
+    """This node's samples do not match its version's outputs: no more work for its subject."""
 
     node_id: NodeId
-    boot_id: str = ""
-    """Which boot; empty: the current one."""
+    """Any node of the subject."""
 
 
 ToPartition = (

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 import msgspec
 
@@ -25,7 +27,7 @@ from penstock.dataflow.records import (
     row_id,
 )
 from penstock.errors import Fenced, NotFound
-from penstock.types import NodeId, RowId
+from penstock.types import NodeId, RowId, subject_of_node
 
 SLOW_FACTOR = 2.0
 """A node this many times slower than the median gets proportionally fewer leases."""
@@ -36,9 +38,10 @@ ATTEMPT_WEIGHT = 0.2
 class NodeRegistry:
     def __init__(self, journal: Journal) -> None:
         self.nodes: dict[NodeId, Node] = {}
+        self._by_subject: dict[str, set[NodeId]] = {}
         self._journal = journal
-        self._quarantined: set[tuple[NodeId, str]] = set()
-        """Quarantined boots, including nodes not registered here."""
+        self._quarantined: set[str] = set()
+        """Subjects in quarantine, including those without a node here."""
         self._median_s = 0.0
         """Attempt time of the median node; updated at each tick."""
 
@@ -52,6 +55,24 @@ class NodeRegistry:
                 "this process was replaced and must exit"
             )
         return node
+
+    def nodes_of(self, subject: str) -> AbstractSet[NodeId]:
+        """Registered nodes that use a token for this subject."""
+        return self._by_subject.get(subject, frozenset())
+
+    def _add(self, node: Node) -> None:
+        node_id = node.record.node_id
+        self.nodes[node_id] = node
+        self._by_subject.setdefault(subject_of_node(node_id), set()).add(node_id)
+
+    def remove(self, node: Node, now: float) -> None:
+        """The node leaves; its leases have ended."""
+        node_id, subject = node.record.node_id, subject_of_node(node.record.node_id)
+        self._journal(replace(node.record, left=True, at=now))
+        del self.nodes[node_id]
+        self._by_subject[subject].discard(node_id)
+        if not self._by_subject[subject]:
+            del self._by_subject[subject]
 
     def node_to_replace(self, body: RegisterRequest) -> Node | None:
         """The node's earlier process that this registration replaces, if any."""
@@ -80,12 +101,13 @@ class NodeRegistry:
             at=now,
         )
         self._journal(record)
-        node = self.nodes[body.node_id] = Node(
+        node = Node(
             record=record,
             last_seen=now,
             joined_at=now,
-            is_quarantined=(body.node_id, body.boot_id) in self._quarantined,
+            is_quarantined=subject_of_node(body.node_id) in self._quarantined,
         )
+        self._add(node)
         if known is not None:
             node.num_delivered, node.num_tokens = known.num_delivered, known.num_tokens
             node.past_boot_ids = known.past_boot_ids
@@ -128,19 +150,18 @@ class NodeRegistry:
             return capacity
         return max(1, int(capacity * SLOW_FACTOR * self._median_s / node.mean_attempt_s))
 
-    def quarantine(self, node_id: NodeId, boot_id: str) -> Node | None:
-        """Quarantine this boot of the node permanently, even across a restart of the service; the
-        node may not have registered here yet. Returns the node if its work must end now."""
-        node = self.nodes.get(node_id)
-        boot = (node_id, boot_id or (node.record.boot_id if node is not None else ""))
-        if not boot[1] or boot in self._quarantined:
-            return None
-        self._quarantined.add(boot)
-        self._journal(quarantine_record(*boot))
-        if node is None or node.record.boot_id != boot[1]:
-            return None
-        node.is_quarantined = True
-        return node
+    def quarantine(self, subject: str) -> list[Node]:
+        """Quarantine every node of this subject permanently: those that are registered, and any
+        that registers later, also after a restart of the service. Returns the nodes whose work must
+        end now."""
+        if subject in self._quarantined:
+            return []
+        self._quarantined.add(subject)
+        self._journal(quarantine_record(subject))
+        nodes = [self.nodes[node_id] for node_id in sorted(self.nodes_of(subject))]
+        for node in nodes:
+            node.is_quarantined = True
+        return nodes
 
     def finished(self, node: Node, grant: GrantRecord, now: float) -> None:
         """Update the node's attempt time: one of its attempts has a result."""
@@ -204,17 +225,19 @@ class NodeRegistry:
     def restore(
         self,
         records: Iterable[NodeRecord],
-        quarantined: Iterable[tuple[NodeId, str]],
+        quarantined: Iterable[str],
         now: float,
     ) -> None:
-        """`quarantined` lists every boot that was ever quarantined."""
+        """`quarantined` lists every subject that was ever quarantined."""
         self._quarantined = set(quarantined)
         for record in records:
             # Assumed live until it reports otherwise; the version gate checks each request anyway.
-            self.nodes[record.node_id] = Node(
-                record=record,
-                last_seen=now,
-                state=NodeState.LIVE,
-                joined_at=record.at,
-                is_quarantined=(record.node_id, record.boot_id) in self._quarantined,
+            self._add(
+                Node(
+                    record=record,
+                    last_seen=now,
+                    state=NodeState.LIVE,
+                    joined_at=record.at,
+                    is_quarantined=subject_of_node(record.node_id) in self._quarantined,
+                )
             )

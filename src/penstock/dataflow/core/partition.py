@@ -210,18 +210,26 @@ class Partition:
     def leave(self, node_id: NodeId, boot_id: str, now: float) -> None:
         node = self.node_registry.get(node_id, boot_id)
         self._end_all(node, LeaseEnd.RELEASED, "", now)
-        self._journal(replace(node.record, left=True, at=now))
-        del self.nodes[node_id]
+        self.node_registry.remove(node, now)
 
-    def quarantine(self, node_id: NodeId, boot_id: str, now: float) -> None:
-        """Give no more work to this boot of the node. Its leases go to other nodes without costing
-        an attempt, and its late results are fenced. Other boots of the node are not affected."""
-        node = self.node_registry.quarantine(node_id, boot_id)
-        if node is None:
-            return
-        held = [one for granted in node.granted.values() for one in self._running(granted)]
-        node.revoked += [name_of(g.group_id, index, g.epoch) for _, index, g in held]
-        self._end_all(node, LeaseEnd.RELEASED, "", now)
+    def forget_silent(self, subject: str, now: float) -> NodeId | None:
+        """Forget the node of this subject that is silent for longest, if one is; it may register
+        again."""
+        nodes = [self.nodes[node_id] for node_id in self.node_registry.nodes_of(subject)]
+        silent = [node for node in nodes if node.is_expired]  # its leases have ended
+        if not silent:
+            return None
+        oldest = min(silent, key=attrgetter("last_seen"))
+        self.node_registry.remove(oldest, now)
+        return oldest.record.node_id
+
+    def quarantine(self, subject: str, now: float) -> None:
+        """Give no more work to any node of this subject. Their leases go to other nodes without
+        costing an attempt, and their late results are fenced."""
+        for node in self.node_registry.quarantine(subject):
+            held = [one for granted in node.granted.values() for one in self._running(granted)]
+            node.revoked += [name_of(g.group_id, index, g.epoch) for _, index, g in held]
+            self._end_all(node, LeaseEnd.RELEASED, "", now)
 
     def extend_deadlines(self, gap_s: float) -> None:
         """The service stalled for gap_s: extend all deadlines by that much, since heartbeats could
@@ -519,7 +527,7 @@ class Partition:
         rows: Iterable[RowRecord],
         nodes: Iterable[NodeRecord],
         dead: Iterable[DeadSlotRecord],
-        quarantined: Iterable[tuple[NodeId, str]],
+        quarantined: Iterable[str],
         now: float,
     ) -> None:
         """Rebuild open groups and give every live lease a full ttl. `leases` are the ended ones, in

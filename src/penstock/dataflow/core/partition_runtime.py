@@ -25,7 +25,7 @@ from penstock.dataflow.core.names import TRAIN
 from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.core.version_gate import VersionGate
 from penstock.dataflow.records import FreedRecord, Journal, MetaRecord, gone_key
-from penstock.types import DropReason, RowId
+from penstock.types import DropReason, RowId, subject_of_node
 
 
 class RowReaders(Protocol):
@@ -75,7 +75,7 @@ class PartitionRuntime:
             case RowForgotten():
                 self._forget(message.row_id, now)
             case Quarantined():
-                self.partition.quarantine(message.node_id, message.boot_id, now)
+                self.partition.quarantine(subject_of_node(message.node_id), now)
             case IncarnationStarted() | Committed() | Published():
                 self._moved(message, now)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of untrusted credentials that were generated again, and when they differ too often.
 
-Owns the counts by subject and the verdict. Pure: the stage `score` generates, this decides.
+Owns the counts by subject and the verdict. Pure: a stage generates, this decides.
 
 Two sequential tests, each valid however often it is looked at: with n results so far, a verdict
 needs a chance below ALPHA / (n (n + 1)), which adds up to ALPHA over all n. *Tokens*, where the

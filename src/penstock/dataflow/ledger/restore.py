@@ -51,7 +51,7 @@ from penstock.dataflow.records import (
     WasteRecord,
     parse_quarantine,
 )
-from penstock.types import GroupId, NodeId, Outcome, PolicyName, RowId
+from penstock.types import GroupId, Outcome, PolicyName, RowId
 
 R = TypeVar("R")
 OPEN_GROUPS = "SELECT group_id FROM groups WHERE partition = :partition AND state = 'open'"
@@ -84,7 +84,7 @@ def restore_partition(partition: Partition, tables: Tables, now: float) -> None:
     )
 
 
-def _quarantined(tables: Tables) -> set[tuple[NodeId, str]]:
+def _quarantined(tables: Tables) -> set[str]:
     return {
         *map(
             parse_quarantine,

@@ -80,6 +80,7 @@ class Ledger:
         """`store` is `sqlite` or a PostgreSQL URL; `name` identifies this ledger in it. `keep`: the
         freed payload that stays for reading; None for nothing."""
         folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         self._lock = _lock(folder)
         self.segments_folder = folder / "segments"
         try:

@@ -263,7 +263,7 @@ def run_info(config: RunConfig) -> RunInfo:
         run=config.name,
         policies=tuple(PolicyName(name) for name in config.models),
         workflow=workflow_text(config.workflow),
-        reward="" if config.reward is None else config.reward.fn,
+        reward=config.reward_function or "",
         sampling=SamplingSpec(**config.sampling.model_dump()),
         engine=first.engine,
         engine_options=first.vllm.options,

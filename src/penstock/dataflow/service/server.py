@@ -24,7 +24,7 @@ from penstock.dataflow.report.shape import BalanceReport
 from penstock.dataflow.service.build import build_partition, build_partly_restored, run_info
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import RunInfo
-from penstock.dataflow.service.nodes.routes import NodeRoutes
+from penstock.dataflow.service.nodes.routes import node_routes
 from penstock.dataflow.service.operators import status as reading
 from penstock.dataflow.service.operators.messages import ForgetSessionAnswer, Status
 from penstock.dataflow.service.operators.observe import observe_service
@@ -100,15 +100,15 @@ class ServiceRoutes:
 
     def routes(self) -> list[Route]:
         service = self.service
-        nodes = NodeRoutes(
-            nodes=service.nodes,
-            facts=self.facts,
-            weights_url=self.weights_url,
-            ttl_s=self.ttl_s,
+        nodes = node_routes(
+            service.nodes,
+            self.facts,
+            self.weights_url,
+            self.ttl_s,
             partitions=lambda: service.partitions.addresses,
         )
         routes = [
-            *routes_of(nodes),
+            *nodes,
             *routes_of(TrainerRoutes(trainers=service.trainers)),
             *routes_of(PartitionRoutes(partitions=service.partitions)),
             *row_routes(service.rows),
@@ -158,15 +158,9 @@ def build_server(
 def build_partition_server(
     service: PartitionService, config: RunConfig, weights_url: str, verifier: Verifier
 ) -> Starlette:
-    nodes = NodeRoutes(
-        nodes=service.nodes,
-        facts=run_info(config),
-        weights_url=weights_url,
-        ttl_s=config.dataflow.lease.ttl_s,
-    )
     payloads = RowPayloads(service.process.ledger, service.rows.blobs)
     routes = [
-        *routes_of(nodes),
+        *node_routes(service.nodes, run_info(config), weights_url, config.dataflow.lease.ttl_s),
         *routes_of(RowPayloadRoutes(payloads=payloads)),
         *row_routes(service.rows),
     ]

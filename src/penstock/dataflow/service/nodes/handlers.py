@@ -21,6 +21,7 @@ from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryAnswer,
     DeliveryRequest,
+    DeliveryResult,
     Heartbeat,
     LeaseAnswer,
     LeaseRequest,
@@ -36,11 +37,11 @@ from penstock.types import NodeId, PolicyName, PublishedVersion
 
 log = structlog.get_logger(__name__)
 
-MAX_DELIVERIES = 10_000
 MAX_CALL_BYTES = 64 << 20
 MAX_ROW_BYTES = 256 << 20
 """Limit for one trajectory; 100,000 tokens are about 1 MB."""
 RATE_WINDOW_S = 10.0
+RECHECKS_PER_TURN = 64
 CatchUpWithCoordinator = Callable[[], Awaitable[bool]]
 """Receive everything the coordinator has sent so far; False when it is unreachable."""
 
@@ -60,9 +61,9 @@ class NodeHandlers:
         self.failed_tokens = 0
         """Tokens of failed attempts."""
         self.tokens_seen: deque[tuple[float, int]] = deque()
-        self._process = process
+        self.process = process
         self._host = host
-        self._partition = host.partition
+        self.partition = host.partition
         self._rows = rows
         self._is_finished = is_finished
         self._catch_up = catch_up
@@ -95,45 +96,54 @@ class NodeHandlers:
             wanted=self._sent_versions[node_id],
             drain=finished,
             finished=finished,
-            stop=self._partition.node_registry.revoked(node_id),
+            stop=self.partition.node_registry.revoked(node_id),
         )
 
     async def register(self, body: RegisterRequest) -> NodeDirectives:
-        self._partition.register(body, self._process.clock())
+        self.partition.register(body, self.process.clock())
         self._call(body.node_id)
-        await self._process.make_durable()
+        await self.process.make_durable()
         log.info("node registered", node=body.node_id, capacity=body.capacity)
         return self.orders(body.node_id)
 
     async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> NodeDirectives:
-        is_new = self._partition.heartbeat(
-            node_id, body.boot_id, self._process.clock(), state=body.state, live=body.live
+        is_new = self.partition.heartbeat(
+            node_id, body.boot_id, self.process.clock(), state=body.state, live=body.live
         )
         if is_new:
             self._call(node_id)
         return self.orders(node_id)
 
     async def leave(self, node_id: NodeId, boot_id: str) -> None:
-        self._partition.leave(node_id, boot_id, self._process.clock())
+        self.partition.leave(node_id, boot_id, self.process.clock())
         self._call(node_id)
-        await self._process.make_durable()
+        await self.process.make_durable()
         self._sent_versions.pop(node_id, None)
         log.info("node left", node=node_id)
+
+    def forget_silent(self, subject: str) -> bool:
+        """Forget the node of this subject that is silent for longest; False if there is none.
+        Durable with the next command."""
+        node_id = self.partition.forget_silent(subject, self.process.clock())
+        if node_id is not None:
+            self._sent_versions.pop(node_id, None)
+        return node_id is not None
 
     # --- leases -------------------------------------------------------------------------------
 
     async def lease(
         self, body: LeaseRequest, is_disconnected: IsDisconnected = never_disconnected
     ) -> LeaseAnswer:
-        process = self._process
+        process = self.process
         give_up_at = process.poll_deadline(body.wait_s)
         if not 0 < len(body.request_id) <= 128:
             raise BadRequest("request_id must be 1 to 128 characters long")
-        self._partition.ask(body.node_id, body.boot_id, body.request_id, process.clock())
-        is_session_gateway = self._partition.nodes[body.node_id].is_session_gateway
+        self.partition.ask(body.node_id, body.boot_id, body.request_id, process.clock())
+        is_session_gateway = self.partition.nodes[body.node_id].is_session_gateway
         polls = self._session_polls if is_session_gateway else self._polls
         key = (body.node_id, "work")
-        poll = Poll(body.node_id, body.max_slots)
+        capacity = self.partition.nodes[body.node_id].record.capacity
+        poll = Poll(body.node_id, max(1, min(body.max_slots, capacity)))
         try:
             while True:
                 polls.mark_checked(poll)
@@ -165,8 +175,8 @@ class NodeHandlers:
             self._last_orders = orders
             self._polls.wake_all()
             self._session_polls.wake_all()
-        if self._partition.num_enqueued != self._num_offered:
-            self._num_offered = self._partition.num_enqueued
+        if self.partition.num_enqueued != self._num_offered:
+            self._num_offered = self.partition.num_enqueued
             self._mark_new_work()
         self._offer()
 
@@ -180,13 +190,13 @@ class NodeHandlers:
 
     def _offer(self) -> None:
         """Offer the remaining slots to polls that have not checked since."""
-        partition = self._partition
+        partition = self.partition
         num_sessions = partition.num_waiting_sessions
         for polls, num_waiting in (
             (self._polls, partition.num_waiting - num_sessions),
             (self._session_polls, num_sessions),
         ):
-            if len(polls) and num_waiting and self._process.has_room:
+            if len(polls) and num_waiting and self.process.has_room:
                 polls.offer(num_waiting)
 
     def tick(self) -> None:
@@ -196,8 +206,8 @@ class NodeHandlers:
         self.on_wake()
 
     async def _try_lease(self, body: LeaseRequest) -> LeaseAnswer:
-        process = self._process
-        grants = self._partition.lease(
+        process = self.process
+        grants = self.partition.lease(
             body.node_id,
             body.boot_id,
             body.request_id,
@@ -206,7 +216,7 @@ class NodeHandlers:
             process.clock(),
         )
         groups = dict.fromkeys(grant.group_id for grant in grants)
-        tasks = tuple(self._partition.groups[group_id].task for group_id in groups)
+        tasks = tuple(self.partition.groups[group_id].task for group_id in groups)
         wanted = self._sent_versions.get(body.node_id)
         if grants:
             await process.make_all_durable()  # the first answer to a repeated request may be lost
@@ -223,7 +233,7 @@ class NodeHandlers:
     def _live_now(self, body: LeaseRequest) -> tuple[LiveVersion, ...]:
         """Versions the node serves by its latest report: a heartbeat may overtake a held
         request."""
-        node = self._partition.nodes.get(body.node_id)
+        node = self.partition.nodes.get(body.node_id)
         newest: dict[PolicyName, LiveVersion] = {}
         for version in (*body.live, *(node.live if node is not None else ())):
             known = newest.setdefault(version.policy, version)
@@ -234,27 +244,35 @@ class NodeHandlers:
     # --- deliveries ---------------------------------------------------------------------------
 
     async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
-        if len(body.deliveries) + len(body.released) > MAX_DELIVERIES:
-            raise BadRequest(f"at most {MAX_DELIVERIES} deliveries and releases per call")
         self._require_room(body.deliveries)
         deliveries = [await self._fetched(delivery) for delivery in body.deliveries]
         taken = self._take(body.node_id, deliveries, is_authoritative=self._catch_up is None)
         if any(item.is_unknown_version for item in taken):
             taken = await self._retry_unknown_versions(body.node_id, deliveries, taken)
-        now = self._process.clock()
+        now = self.process.clock()
         results = [item.result for item in taken]
         results += [self.intake.release(body.node_id, row_id, now) for row_id in body.released]
-        await self._process.make_durable()
+        await self.process.make_durable()
         if any(result.status is DeliveryStatus.FENCED for result in results):
-            await self._process.ledger.flush()  # its first copy may be committing right now
-            payloads = {delivery.row_id: delivery.payload for delivery in deliveries}
-            results = [self.intake.recheck_fenced(result, payloads) for result in results]
-        return DeliveryAnswer(results=tuple(results), durability=self._process.ledger.durability)
+            await self.process.ledger.flush()  # its first copy may be committing right now
+            results = await self._recheck_fenced(deliveries, results)
+        return DeliveryAnswer(results=tuple(results), durability=self.process.ledger.durability)
+
+    async def _recheck_fenced(
+        self, deliveries: Sequence[Delivery], results: Sequence[DeliveryResult]
+    ) -> list[DeliveryResult]:
+        payloads = {delivery.row_id: delivery.payload for delivery in deliveries}
+        rechecked: list[DeliveryResult] = []
+        for index, result in enumerate(results):
+            if index % RECHECKS_PER_TURN == RECHECKS_PER_TURN - 1:
+                await asyncio.sleep(0)  # each may read the ledger; let other calls run
+            rechecked.append(self.intake.recheck_fenced(result, payloads))
+        return rechecked
 
     def _take(
         self, node_id: NodeId, deliveries: Sequence[Delivery], *, is_authoritative: bool
     ) -> list[IntakeResult]:
-        now = self._process.clock()
+        now = self.process.clock()
         taken = [
             self.intake.store_or_refuse(node_id, d, now, is_authoritative=is_authoritative)
             for d in deliveries
@@ -292,7 +310,7 @@ class NodeHandlers:
                 f"{MAX_CALL_BYTES}, blobs included, and per trajectory {MAX_ROW_BYTES}: "
                 "send fewer at a time"
             )
-        self._process.require_room(sum(sizes))
+        self.process.require_room(sum(sizes))
 
     async def _fetched(self, delivery: Delivery) -> Delivery:
         """The delivery with its payload read from the uploaded blob, off the event loop."""
@@ -315,7 +333,7 @@ class NodeHandlers:
             self.failed_tokens += tokens
         self.trajectories += 1
         self.sampled_tokens += tokens
-        node = self._partition.nodes.get(row.node_id)
+        node = self.partition.nodes.get(row.node_id)
         if node is not None:
             node.num_tokens += tokens
         self.tokens_seen.append((now, tokens))
@@ -323,16 +341,16 @@ class NodeHandlers:
             self.tokens_seen.popleft()
 
     def _tokens_per_s(self) -> float:
-        now = self._process.clock()
+        now = self.process.clock()
         seen = [tokens for at, tokens in self.tokens_seen if at > now - RATE_WINDOW_S]
-        span_s = min(RATE_WINDOW_S, max(1.0, now - self._process.started_at))
+        span_s = min(RATE_WINDOW_S, max(1.0, now - self.process.started_at))
         return sum(seen) / span_s
 
     def figures(self) -> PartitionMetrics:
         return PartitionMetrics(
-            num_waiting=self._partition.num_waiting,
-            num_open=len(self._partition.groups),
-            num_nodes=len(self._partition.nodes),
+            num_waiting=self.partition.num_waiting,
+            num_open=len(self.partition.groups),
+            num_nodes=len(self.partition.nodes),
             trajectories=self.trajectories,
             sampled_tokens=self.sampled_tokens,
             failed_tokens=self.failed_tokens,

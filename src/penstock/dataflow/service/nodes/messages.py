@@ -6,11 +6,15 @@ Owns shapes only. Every mutating call carries an id chosen by its caller; repeat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState
 from penstock.types import NodeId, PolicyName, PublishedVersion, RowId, SamplingSpec, Task, Turn
+
+SECRET_HEADER = "x-penstock-secret"
+"""Carries the secret of a call that has no body: the boot secret to leave, the secret of the lease
+to fetch turns."""
 
 # --- nodes ------------------------------------------------------------------------------------
 
@@ -111,6 +115,9 @@ class RegisterAnswer:
     facts: RunInfo
     partitions: tuple[PartitionAddress, ...] = ()
     """Additional partitions; register, lease and send heartbeats there too."""
+    secret: str = ""
+    """Boot secret: proves that the caller is this process of the node. Each partition has its
+    own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +128,8 @@ class Heartbeat:
     state: NodeState
     live: tuple[LiveVersion, ...]
     num_held: int = 0
+    secret: str = ""
+    """The boot secret from the registration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +153,8 @@ class LeaseRequest:
     max_slots: int
     wait_s: float
     live: tuple[LiveVersion, ...]
+    secret: str = ""
+    """The boot secret from the registration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +175,8 @@ class RecordedTurn:
     turn: Turn
     is_reused: bool = False
     """An earlier attempt generated it."""
+    secret: str = ""
+    """The secret of the lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +199,8 @@ class Delivery:
     blob: str = ""
     """Digest of a payload above 1 MB, uploaded before by `PUT /v1/blobs/{digest}`; `payload` is
     then empty."""
+    secret: str = ""
+    """The secret of the lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,8 +210,9 @@ class DeliveryRequest:
     node_id: NodeId
     boot_id: str
     deliveries: tuple[Delivery, ...]
-    released: tuple[RowId, ...] = ()
-    """Slots released without a result, by the row id they would have had."""
+    released: dict[RowId, str] = field(default_factory=dict[RowId, str])
+    """Slots released without a result: the row id that each would have had, and the secret of its
+    lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 sample exactly as their leases say.
 
 Owns these rules; pure. Refuses nodes of strangers where the run does not check them. Whether a row
-is true is for the trainer and the stage `score` to find out."""
+is true is for the trainer and the stage `trusted-reward` to find out."""
 
 from __future__ import annotations
 

@@ -128,7 +128,9 @@ def _blocker(service: DataflowService, who: str) -> str:
         return "free memory or disk space; see the storage limits in the config"
     node, partition = service.partition.nodes.get(NodeId(who)), service.partition
     if node is not None and node.is_quarantined:
-        return "the end of its quarantine: check its engine, then restart it"
+        return (
+            "nothing: its credential is in quarantine; check its engine, then join with a new token"
+        )
     if node is not None and node.is_session_gateway:
         num_waiting = partition.num_waiting_sessions
     else:

@@ -44,7 +44,7 @@ from penstock.dataflow.service.partitions.messages import (
 )
 from penstock.dataflow.service.process import Process
 from penstock.errors import BadRequest, Conflict, Fenced, NotFound
-from penstock.types import RowId
+from penstock.types import NodeId, RowId
 
 log = structlog.get_logger(__name__)
 
@@ -235,14 +235,14 @@ def add_remote_partition(
     index: int, coordinator: Coordinator, router: MessageRouter, journal: Journal
 ) -> None:
     """Queue everything a new partition must know before it judges a node or a delivery: all
-    versions, and quarantined boots of nodes."""
+    versions, and who is in quarantine."""
     router.links[index] = link = link_to_partition(index, journal)
     for policy, consumer in coordinator.consumers.items():
         for record in consumer.lineage.history():
             link.send(_as_message(record))
         link.send(HorizonMoved(policy=policy, number=consumer.next_number))
-    for node_id, boot_id in sorted(coordinator.quarantined):
-        link.send(Quarantined(node_id=node_id, boot_id=boot_id))
+    for subject in sorted(coordinator.quarantined):
+        link.send(Quarantined(node_id=NodeId(subject)))
     coordinator.add_partition(index)
 
 

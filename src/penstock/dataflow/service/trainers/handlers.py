@@ -43,7 +43,7 @@ from penstock.dataflow.service.trainers.version_use import (
     versions_in_use,
 )
 from penstock.errors import BadRequest, Conflict, NotFound, StoreError
-from penstock.types import NodeId, PolicyName, RowId
+from penstock.types import NodeId, PolicyName, RowId, subject_of_node
 
 log = structlog.get_logger(__name__)
 
@@ -218,28 +218,27 @@ class TrainerHandlers:
         await self._process.make_all_durable()
 
     async def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None:
-        """Quarantine a node at every partition, also at those that join later. Without a boot_id in
-        the rows, only at partitions that know the node now."""
+        """Quarantine the subject of a node, and so all its nodes, at every partition, also at those
+        that join later."""
         self._seen(body.policy).lineage.require(body.incarnation)
-        await self._quarantine(node_id, body.boot_id, policy=body.policy, why=body.why)
+        await self._quarantine(node_id, policy=body.policy, why=body.why)
 
     async def record_check(self, subject: str, check: SpotCheck) -> None:
         """Count a row that was generated again; quarantine who differs too often."""
         if why := self._coordinator.spot_checks.record(subject, check):
-            await self._quarantine(NodeId(subject), "", policy="", why=why)
+            await self._quarantine(NodeId(subject), policy="", why=why)
         await self._process.make_durable()
 
-    async def _quarantine(self, node_id: NodeId, boot_id: str, *, policy: str, why: str) -> None:
-        boot = (node_id, boot_id)
-        if boot not in self._coordinator.quarantined:
-            if boot_id:
-                self._process.journal(quarantine_record(*boot))
-                self._coordinator.quarantined.add(boot)
-            self._coordinator.broadcast(Quarantined(node_id=node_id, boot_id=boot_id))
+    async def _quarantine(self, node_id: NodeId, *, policy: str, why: str) -> None:
+        subject = subject_of_node(node_id)
+        if subject not in self._coordinator.quarantined:
+            self._process.journal(quarantine_record(subject))
+            self._coordinator.quarantined.add(subject)
+            self._coordinator.broadcast(Quarantined(node_id=node_id))
             log.warning(
-                "node quarantined",
+                "credential quarantined",
+                subject=subject,
                 node=node_id,
-                boot_id=boot_id,
                 policy=policy,
                 why=why[:1000],
             )

@@ -127,14 +127,15 @@ class CheckpointsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantineRequest:
-    """`POST /v1/nodes/{node_id}/quarantine`: this node's log-probs do not match its version."""
+    """`POST /v1/nodes/{node_id}/quarantine`: this node's log-probs do not match its version. No
+    node of the same credential gets work again."""
 
     policy: PolicyName
     incarnation: int
     why: str
     """Reason, for logs and status."""
     boot_id: str = ""
-    """The boot of the node that sampled the rows, as they state; empty: the current one."""
+    """The boot of the node that sampled the rows, as they state; for the log."""
 
 
 class VersionUser(StrEnum):

@@ -23,7 +23,7 @@ from penstock.dataflow.service.trainers.messages import (
     RowsAnswer,
 )
 from penstock.errors import BadRequest
-from penstock.types import NodeId, subject_of
+from penstock.types import NodeId, subject_of_node
 from penstock.wire.auth import Role
 from penstock.wire.codec import MSGPACK
 from penstock.wire.routes import Call, StreamedResponse, route
@@ -80,7 +80,7 @@ class TrainerRoutes:
     @route("POST", "/v1/nodes/{node_id}/checks", CHECKERS)
     async def check(self, call: Call, body: SpotCheck) -> Ack:
         """Report that a row of an untrusted node was generated again."""
-        await self.trainers.record_check(subject_of(call.path["node_id"]), body)
+        await self.trainers.record_check(subject_of_node(call.path["node_id"]), body)
         return Ack()
 
     @route("POST", "/v1/nodes/{node_id}/quarantine", TRAINERS)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one credential may take of a partition: nodes, slots, registrations in a time, open polls.
+
+Counts by subject, so a second node under the same token shares the limits of the first. Refuses
+with 429; the limits are far above what a fleet needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+from penstock.dataflow.core.leasing import RegisterRequest
+from penstock.dataflow.core.node_registry import NodeRegistry
+from penstock.errors import Busy
+from penstock.types import NodeId, subject_of_node
+
+MAX_NODES = 4096
+"""Nodes that are registered at a time."""
+MAX_SLOTS = 1_000_000
+"""Sum of the capacities of these nodes: the most slots they may hold."""
+REGISTRATIONS_PER_S = 4.0
+"""Each costs a write to the ledger. A fleet of MAX_NODES may register at once."""
+MIN_POLLS = 8
+POLLS_PER_NODE = 2
+"""A node keeps one lease request open; a repeated one may overlap with it."""
+RETRY_S = 5.0
+
+
+class NodeQuotas:
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        clock: Callable[[], float],
+        forget_silent: Callable[[str], bool],
+    ) -> None:
+        """`forget_silent`: makes room for a node of this subject; False if none of its nodes is
+        silent."""
+        self._registry = registry
+        self._clock = clock
+        self._forget_silent = forget_silent
+        self._registered: dict[str, tuple[float, float]] = {}
+        """By subject: registrations that it may still make, and when that was counted."""
+        self._polls: Counter[str] = Counter()
+
+    def check_registration(self, body: RegisterRequest) -> None:
+        """Raise Busy when the subject may not register this node now."""
+        subject = subject_of_node(body.node_id)
+        self._check_rate(subject)
+        others = self._registry.nodes_of(subject) - {body.node_id}
+        if len(others) >= MAX_NODES:
+            if not self._forget_silent(subject):
+                raise _over(subject, f"has {len(others)} nodes", f"{MAX_NODES} nodes")
+            others = self._registry.nodes_of(subject) - {body.node_id}
+        held = sum(self._registry.nodes[node].record.capacity for node in others)
+        if held + body.capacity > MAX_SLOTS:
+            raise _over(subject, f"asks for {held + body.capacity} slots", f"{MAX_SLOTS} slots")
+
+    def _check_rate(self, subject: str) -> None:
+        now = self._clock()
+        left, counted_at = self._registered.get(subject, (float(MAX_NODES), now))
+        left = min(float(MAX_NODES), left + max(0.0, now - counted_at) * REGISTRATIONS_PER_S)
+        if left < 1:
+            self._registered[subject] = left, now
+            raise _over(subject, "registers too often", f"{REGISTRATIONS_PER_S:g} per second")
+        self._registered[subject] = left - 1, now
+
+    @contextmanager
+    def poll(self, node_id: NodeId) -> Generator[None]:
+        """One lease request of the subject is open."""
+        subject = subject_of_node(node_id)
+        limit = MIN_POLLS + POLLS_PER_NODE * len(self._registry.nodes_of(subject))
+        if self._polls[subject] >= limit:
+            raise _over(subject, f"has {self._polls[subject]} lease requests open", f"{limit}")
+        self._polls[subject] += 1
+        try:
+            yield
+        finally:
+            self._polls[subject] -= 1
+            if not self._polls[subject]:
+                del self._polls[subject]
+
+
+def _over(subject: str, what: str, limit: str) -> Busy:
+    return Busy(
+        f"credential {subject!r} {what}; the limit per credential is {limit}. Wait, let nodes "
+        "leave, or use another token: `penstock token RUN --name NAME`",
+        retry_after_s=RETRY_S,
+    )
