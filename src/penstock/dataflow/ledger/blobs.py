@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim-check blobs: a value too large for a record is a file named by its BLAKE3 digest.
 
-Uploads are written in pieces and can be resumed. A blob gets its name only after its content was
+Uploads are written in pieces and can be resumed by whoever began them: each owner has its own
+file, so nobody can spoil the upload of another. A blob gets its name only after its content was
 hashed and synced, so every visible blob is complete. Knows nothing of rows; the caller reports
 which blobs are referenced. All methods except `claim` block and must run off the event loop.
 """
@@ -42,10 +43,20 @@ class BlobStore:
         _check_digest(digest)
         return self._folder / digest[:2] / digest
 
-    def held(self, digest: str) -> tuple[int, bool]:
+    def _upload(self, digest: str, owner: str) -> Path:
+        return self._partial / (f"{digest}.{owner}" if owner else digest)
+
+    def uploads(self) -> Generator[tuple[str, str, int]]:
+        """Owner, digest and bytes of each unfinished upload."""
+        for entry in os.scandir(self._partial):
+            digest, _, owner = entry.name.partition(".")
+            yield owner, digest, entry.stat().st_size
+
+    def held(self, digest: str, owner: str = "") -> tuple[int, bool]:
         """Bytes stored, and whether the blob is complete. Renews the blob for
         UNREFERENCED_TTL_S, since the caller is about to use it."""
-        for path, is_complete in ((self.path(digest), True), (self._partial / digest, False)):
+        upload = self._upload(digest, owner)
+        for path, is_complete in ((self.path(digest), True), (upload, False)):
             try:
                 with self._mtime_lock:
                     os.utime(path)
@@ -75,7 +86,7 @@ class BlobStore:
 
     # --- uploads ------------------------------------------------------------------------------
 
-    def begin(self, digest: str, offset: int, size: int) -> int:
+    def begin(self, digest: str, offset: int, size: int, owner: str = "") -> int:
         """Open the upload for writing at `offset`; close the descriptor with `os.close`."""
         _check_digest(digest)
         if not 0 <= offset <= size or size > MAX_BLOB_BYTES:
@@ -84,7 +95,7 @@ class BlobStore:
             )
         with _space():
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(self._partial / digest, flags, 0o600)
+            descriptor = os.open(self._upload(digest, owner), flags, 0o600)
         held = os.fstat(descriptor).st_size
         if offset > held:
             os.close(descriptor)
@@ -102,9 +113,9 @@ class BlobStore:
                 view, offset = view[written:], offset + written
         return offset
 
-    def finish(self, digest: str, size: int) -> None:
+    def finish(self, digest: str, size: int, owner: str = "") -> None:
         """Hash, sync and publish an upload whose bytes have all arrived."""
-        source, target = self._partial / digest, self.path(digest)
+        source, target = self._upload(digest, owner), self.path(digest)
         if self.held(digest)[1]:  # another upload finished first; same digest, same content
             source.unlink(missing_ok=True)
             return

@@ -33,7 +33,7 @@ from penstock.dataflow.service.operators.messages import PartitionMetrics
 from penstock.dataflow.service.process import IsDisconnected, Process, never_disconnected
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.errors import BadRequest, Busy, TooLarge
-from penstock.types import NodeId, PolicyName, PublishedVersion
+from penstock.types import NodeId, PolicyName, PublishedVersion, subject_of_node
 
 log = structlog.get_logger(__name__)
 
@@ -324,6 +324,8 @@ class NodeHandlers:
         row, outcome = item.row, item.outcome
         if row is None or outcome is None:
             return
+        if row.blob:
+            self._rows.upload_quotas.release(subject_of_node(row.node_id), row.blob)
         self.turns.on_delivery(row, outcome)
         tokens = sum(row.summary.sampled.values())
         if outcome.has_reward:

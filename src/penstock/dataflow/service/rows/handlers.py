@@ -54,6 +54,7 @@ from penstock.dataflow.service.rows.messages import (
     SpaceState,
     WriteStatus,
 )
+from penstock.dataflow.service.rows.upload_quotas import UploadQuotas
 from penstock.errors import BadRequest
 
 T = TypeVar("T")
@@ -71,6 +72,7 @@ class RowService:
         self.readers = Readers(self.row_window, journal)
         self.spaces = Spaces(self.row_window, self.columns, journal)
         self.blobs = blobs
+        self.upload_quotas = UploadQuotas(blobs.uploads())
         self._process = process
         self._ledger = ledger
         self._clock = process.clock

@@ -33,6 +33,7 @@ from penstock.dataflow.service.rows.messages import (
     RowLeaseRequest,
     SpacesAnswer,
 )
+from penstock.dataflow.service.rows.upload_quotas import UploadQuotas, owner_of
 from penstock.errors import BadRequest, Forbidden, NotFound, TooLarge
 from penstock.wire.auth import Role
 from penstock.wire.codec import MSGPACK, encode
@@ -140,11 +141,19 @@ class BlobRoutes:
     blobs: BlobStore
     require_room: Callable[[int], None]
     """Refuses an upload for which memory or disk has no room."""
+    quotas: UploadQuotas
 
-    @route("PUT", "/v1/blobs/{digest}", UPLOADERS, query=("offset", "size"), is_streamed=True)
+    @route(
+        "PUT",
+        "/v1/blobs/{digest}",
+        UPLOADERS,
+        query=("offset", "size"),
+        is_streamed=True,
+        shares_budget=True,
+    )
     async def put(self, call: Call) -> BlobState:
         """Upload bytes from `offset` of `size`; durable when `complete`."""
-        digest = call.path["digest"]
+        digest, owner = call.path["digest"], owner_of(call.credential)
         offset, size = _number(call, "offset"), _number(call, "size")
         state = await self.state(call)
         if state.complete:
@@ -152,20 +161,26 @@ class BlobRoutes:
                 pass
             return state
         self.require_room(size - offset)
-        descriptor = await asyncio.to_thread(self.blobs.begin, digest, offset, size)
+        self.quotas.reserve(owner, digest, size)
+        descriptor = await asyncio.to_thread(self.blobs.begin, digest, offset, size, owner)
         try:
             async for piece in _pieces(call.body, size - offset):
                 offset = await asyncio.to_thread(self.blobs.write, descriptor, offset, piece)
         finally:
             os.close(descriptor)
         if offset == size:
-            await asyncio.to_thread(self.blobs.finish, digest, size)
+            try:
+                await asyncio.to_thread(self.blobs.finish, digest, size, owner)
+            except BadRequest:
+                self.quotas.release(owner, digest)  # nothing was kept
+                raise
         return BlobState(held_bytes=offset, complete=offset == size)
 
     @route("GET", "/v1/blobs/{digest}/state", UPLOADERS | READERS)
     async def state(self, call: Call) -> BlobState:
         """Bytes of a blob stored so far: the offset to continue an upload at."""
-        held, is_complete = await asyncio.to_thread(self.blobs.held, call.path["digest"])
+        owner = owner_of(call.credential)
+        held, is_complete = await asyncio.to_thread(self.blobs.held, call.path["digest"], owner)
         return BlobState(held_bytes=held, complete=is_complete)
 
     @route("GET", "/v1/blobs/{digest}", UPLOADERS | READERS, response=None)
@@ -179,7 +194,9 @@ class BlobRoutes:
 
 def row_routes(service: RowService) -> list[Route]:
     """All routes about rows: readers, spaces and blobs."""
-    blobs = BlobRoutes(blobs=service.blobs, require_room=service.require_room)
+    blobs = BlobRoutes(
+        blobs=service.blobs, require_room=service.require_room, quotas=service.upload_quotas
+    )
     return [*routes_of(RowRoutes(service=service)), *routes_of(blobs)]
 
 
