@@ -87,7 +87,7 @@ class NodeHandlers:
     # --- membership ---------------------------------------------------------------------------
 
     def node(self, node_id: NodeId) -> Node | None:
-        return self._partition.nodes.get(node_id)
+        return self.partition.nodes.get(node_id)
 
     def orders(self, node_id: NodeId) -> NodeDirectives:
         self._sent_versions[node_id] = self._host.partition.target_versions
