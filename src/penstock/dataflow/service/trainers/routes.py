@@ -80,7 +80,7 @@ class TrainerRoutes:
     @route("POST", "/v1/nodes/{node_id}/checks", CHECKERS)
     async def check(self, call: Call, body: SpotCheck) -> Ack:
         """Report that a row of an untrusted node was generated again."""
-        await self.trainers.record_check(subject_of_node(call.path["node_id"]), body)
+        await self.trainers.record_check(subject_of_node(NodeId(call.path["node_id"])), body)
         return Ack()
 
     @route("POST", "/v1/nodes/{node_id}/quarantine", TRAINERS)
