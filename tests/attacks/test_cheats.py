@@ -444,6 +444,12 @@ FORGERIES: dict[str, Callable[[Trajectory], Trajectory]] = {
     "a smaller top_p": lambda row: forge_spec(row, top_p=0.5),
     "its own min_p": lambda row: forge_spec(row, min_p=0.9),
     "longer answers": lambda row: forge_spec(row, max_tokens=4096),
+    "more tokens than the limit": lambda row: forge_turn(
+        row,
+        sampled_ids=token_ids([3] * 4096),
+        logprobs=log_probs([-0.5] * 4096),
+        spans=(replace(SPAN, end=4096),),
+    ),
     "its own stop string": lambda row: forge_spec(row, stop=("a",)),
     "its own seed": lambda row: forge_spec(row, seed=12345),
     "another slot's seed": lambda row: forge_spec(row, seed=row.turns[0].sampling.seed ^ 1),

@@ -82,6 +82,8 @@ class LeaseSampling:
             expected = replace(fixed, seed=given.seed, max_tokens=given.max_tokens)
             if given != expected or not 0 < given.max_tokens <= fixed.max_tokens:
                 return f"turn {index}: the lease fixes the sampling as {fixed}, not {given}"
+            if (num := len(turn.sampled_ids) // 4) > given.max_tokens:
+                return f"turn {index}: {num} sampled tokens; its limit is {given.max_tokens}"
             if given.seed not in seeds:
                 return f"turn {index}: its seed is not one of the lease's"
         return ""
