@@ -7,14 +7,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import statistics
+import subprocess
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from tests.e2e.system import SMALL, System, assert_complete, beside_a_straight_one, until
+from tests.e2e.system import PENSTOCK, SMALL, System, assert_complete, beside_a_straight_one, until
 
 from penstock.dataflow.client.dataflow import NodeClient
 from penstock.dataflow.core.leasing import (
@@ -24,6 +26,7 @@ from penstock.dataflow.core.leasing import (
     NodeState,
     RegisterRequest,
 )
+from penstock.dataflow.core.spot_checks import CheckCounts
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryRequest,
@@ -237,6 +240,7 @@ def run_with_bad_node(system: System, *words: str, timeout_s: float) -> BadNode:
     return node
 
 
+@pytest.mark.timeout(900)
 def test_a_bad_node_is_named_and_quarantined_and_the_run_goes_on(system: System) -> None:
     """Forged rewards, NaN specs, giant rows, foreign ids, replays, a flood, false log-probs."""
     node = run_with_bad_node(system, *SMALL, "training.steps=40", timeout_s=600.0)
@@ -261,3 +265,39 @@ def test_the_demo_learns_as_well_with_a_bad_node(tmp_path: Path) -> None:
         ends = [rewards(one.folder.metrics)[-20:] for one in (honest, attacked)]
         usual, found = map(statistics.fmean, ends)
         assert found >= usual - max(0.05, 3 * statistics.stdev(ends[0])), (usual, found)
+
+
+@pytest.mark.timeout(900)
+def test_an_honest_stranger_is_believed(system: System, tmp_path: Path) -> None:
+    """Its rows are scored on the trusted side, generated again, and agree."""
+    words = ("models.policy.replicas=1", "trust={accept_untrusted: true, regenerate_share: 1.0}")
+    system.start(*SMALL, *words, "training.steps=120")
+    until(lambda: node_state(system, "node-0"), timeout_s=600.0, what="the first node")
+    token = system.folder.token(
+        system.folder.read_config().name,
+        Role.ROLLOUT,
+        ttl_s=3600.0,
+        subject="alice",
+        is_trusted=False,
+    )
+    stranger = subprocess.Popen(
+        [*PENSTOCK, "join", system.folder.endpoints().dataflow],
+        cwd=tmp_path,
+        env={**os.environ, "PENSTOCK_TOKEN": token},
+    )
+    try:
+        counts = CheckCounts()
+
+        def is_checked() -> bool:
+            nonlocal counts
+            status = system.status()
+            counts = counts if status is None else status.checks.get("alice", counts)
+            is_over = system.launcher is not None and system.launcher.poll() is not None
+            return counts.num_compared >= 10 or is_over
+
+        until(is_checked, timeout_s=600.0, what="ten checks")
+        assert counts.num_compared >= 10
+        assert counts.num_different == 0 and counts.num_tokens > 0 and counts.seconds > 0
+    finally:
+        stranger.kill()
+        stranger.wait()
