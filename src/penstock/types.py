@@ -186,6 +186,8 @@ class Task:
 
 SESSION_TAG = "session"
 """Tag of a node that serves external agents."""
+UNTRUSTED_TAG = "untrusted"
+"""Tag that the dataflow gives a node with an untrusted credential."""
 
 
 MIN_TEMPERATURE = 1e-3

@@ -148,6 +148,8 @@ class _RowChecker:
             return False
         columns = self._evidence.columns.get(row.row_id, {})
         required_columns = self._evidence.config.required_columns
+        if row.reward is not None:  # it came with the row; a stage scores only those without
+            required_columns -= {REWARD}
         return all(name in columns and not columns[name].failed for name in required_columns)
 
     def _member_fault(self, member: ManifestRow, row: Row) -> str:

@@ -89,7 +89,7 @@ class Evidence:
 
     def reward(self, row: Row) -> float | None:
         """The reward that rules and trainers use: as delivered, or as written by a stage."""
-        if REWARD not in self.config.required_columns:
+        if row.reward is not None or REWARD not in self.config.required_columns:
             return row.reward
         column = self.columns.get(row.row_id, {}).get(REWARD)
         return None if column is None else column.value

@@ -23,7 +23,7 @@ def stage(
 
     Args:
         run: Run folder, or its config file.
-        id: Stage id; the stage has `place` in the config.
+        id: Stage id; the stage has `place` in the config, or it is the built-in `trusted-reward`.
         url: URL of the run's dataflow, from another machine; needs a token.
         token_file: With --url: file with a stage token, from `penstock token RUN --role stage --out
             FILE`; by default the one that PENSTOCK_TOKEN_FILE names. Renewed tokens are written
@@ -34,9 +34,12 @@ def stage(
 
     from penstock.cli.output import print_note
     from penstock.cli.service_options import check_url, require_token
+    from penstock.config.trust import SCORE_STAGE
+    from penstock.errors import ConfigError
     from penstock.fleet.processes import exit_with_parent
     from penstock.observe import logs
     from penstock.runs.credential_upkeep import with_upkeep
+    from penstock.runs.scoring import run_score_stage
     from penstock.runs.service_process import (
         add_import_paths,
         find_service_stage,
@@ -50,6 +53,16 @@ def stage(
     exit_with_parent()
     logs.configure(f"stage-{id}")
     target = read_target(run)
+    add_import_paths((*target.python_path, str(Path.cwd())))
+    if id == SCORE_STAGE and target.config.has_score_stage:
+        if url is not None:
+            raise ConfigError(f"stage {id} needs the run folder; start it there, without --url")
+        folder = find_run_folder(run)
+        token = service_token(folder, target.config.name, Role.STAGE, subject=f"stage-{id}")
+        print_note("stage trusted-reward: computing rewards on the trusted side")
+        work, urls = run_score_stage(target.config, folder, token), [folder.endpoints().dataflow]
+        uvloop.run(_until_signalled(with_upkeep(work, token, urls=urls)))
+        return 0
     found, terms = find_service_stage(target.config, id)
     if url is None:
         folder = find_run_folder(run)
@@ -58,7 +71,6 @@ def stage(
     else:
         refuse_clear_text(check_url(url, example="http://127.0.0.1:18080"))
         token = require_token(token_file, role="stage")
-    add_import_paths((*target.python_path, str(Path.cwd())))
     print_note(f"stage {id}: running {found.fn} on rows from {url}")
     work = serve(url, token, found, terms, max_rows=rows)
     uvloop.run(_until_signalled(with_upkeep(work, token, urls=[url])))

@@ -21,6 +21,7 @@ from penstock.config.rules import RuleConfig
 from penstock.config.run_sections import PolicyConfig, RunSections
 from penstock.config.sources import WORKFLOWS
 from penstock.config.trainer import SamplingConfig
+from penstock.config.trust import SCORE_STAGE
 from penstock.options import Contradiction, KeyPath
 from penstock.plugins import unknown
 from penstock.types import Hook
@@ -41,6 +42,7 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _replay_without_staleness(config)
     yield from _duplicate_reward(config)
     yield from _missing_reward(config)
+    yield from _unscored_strangers(config)
     yield from _prompts_to_count(config)
     yield from _sessions(config)
     yield from _determinism(config)
@@ -178,9 +180,9 @@ def _replay_without_staleness(config: RunSections) -> Iterator[Contradiction]:
 
 
 def _duplicate_reward(config: RunSections) -> Iterator[Contradiction]:
-    used = next(filter(None, map(config.reward_of, config.sources)), config.reward)
+    used = next(filter(None, map(config.reward_of, config.sources)), config.reward_function)
     for at, stage in row_stages(config):
-        if used is not None and "reward" in stage.writes:
+        if used is not None and "reward" in stage.writes and stage.name != SCORE_STAGE:
             yield Contradiction(
                 text=f"stage {stage.name} writes reward, but the nodes already score with "
                 f"{used}; set reward: null, or remove reward from writes",
@@ -202,6 +204,16 @@ def _missing_reward(config: RunSections) -> Iterator[Contradiction]:
                 "the run or for this source",
                 keys=(("sources", index, "reward"), ("sources", index), ("reward",)),
             )
+
+
+def _unscored_strangers(config: RunSections) -> Iterator[Contradiction]:
+    """A reward that only the workflow knows is the node's own word."""
+    if config.trust.accept_untrusted and config.is_scored_by_nodes and not config.has_score_stage:
+        yield Contradiction(
+            text="rewards of untrusted nodes are computed on the trusted side, and this run has no "
+            "reward function; set reward: module:function, or accept_untrusted: false",
+            keys=(("trust", "accept_untrusted"), ("reward",)),
+        )
 
 
 def _prompts_to_count(config: RunSections) -> Iterator[Contradiction]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from penstock.config.algorithms import AlgorithmConfig, with_minibatches
-from penstock.config.base import NAME, FunctionName, Name, Section, non_blank, only_supported
+from penstock.config.base import NAME, Name, Section, non_blank, only_supported
 from penstock.config.dataflow import DataflowConfig
 from penstock.config.models import ModelConfig
 from penstock.config.network import NetworkConfig
@@ -21,6 +21,7 @@ from penstock.config.sandbox import SandboxConfig
 from penstock.config.sources import SourceConfig, WorkflowConfig
 from penstock.config.stages import PipelineStageConfig, StageConfig
 from penstock.config.trainer import SamplingConfig, TrainingConfig
+from penstock.config.trust import SCORE_STAGE, AnyReward, RewardConfig, TrustConfig
 from penstock.config.weights import WeightsConfig
 from penstock.errors import ConfigError
 from penstock.options import non_empty
@@ -77,8 +78,11 @@ class RunSections(Section):
     """Where tasks come from."""
     workflow: WorkflowConfig = "single_turn"
     """What attempts a task, for every source without another."""
-    reward: FunctionName | None = None
-    """What scores a trajectory, for every source without another; null if the workflow does."""
+    reward: AnyReward | None = None
+    """What scores a trajectory, for every source without another; null if the workflow does. A
+    function alone, or a mapping that also says where."""
+    trust: TrustConfig = TrustConfig()
+    """Nodes of other people, and how their rows are checked."""
     dataflow: DataflowConfig = DataflowConfig()
     """The service between nodes and trainers: stores, leases, rules, bounds."""
     sampling: SamplingConfig = SamplingConfig()
@@ -140,7 +144,25 @@ class RunSections(Section):
     def reward_of(self, source: SourceConfig) -> str | None:
         """What scores the trajectories of this source; None if the workflow or a stage does, or
         the agents."""
-        return None if source.session is not None else source.reward or self.reward
+        return None if source.session is not None else source.reward or self.reward_function
+
+    @property
+    def reward_function(self) -> str | None:
+        """What scores the trajectories of every source without another."""
+        return self.reward.fn if isinstance(self.reward, RewardConfig) else self.reward
+
+    @property
+    def has_score_stage(self) -> bool:
+        """Whether the built-in stage computes rewards: all, or those of untrusted nodes."""
+        return any(stage.name == SCORE_STAGE for stage in self.dataflow.stages)
+
+    @property
+    def is_scored_by_nodes(self) -> bool:
+        """Whether trusted nodes deliver rows with a reward."""
+        if isinstance(self.reward, RewardConfig) and self.reward.at == "stage":
+            return False
+        stages = (stage for stage in self.dataflow.stages if stage.name != SCORE_STAGE)
+        return not any("reward" in stage.writes for stage in stages)
 
     def sampling_of(self, source: SourceConfig) -> SamplingConfig:
         """How the turns of this source are sampled."""
@@ -210,9 +232,22 @@ def _with_service_stages(run_file: Mapping[str, Any]) -> dict[str, Any]:
     written = [*cast(Sequence[object], dataflow.get("stages", ()))]
     names = {_name(entry) for entry in written}
     services = [stage for stage in _services(run_file.get("pipeline")) if stage.name not in names]
+    if _needs_score_stage(run_file) and SCORE_STAGE not in names:
+        services.append(StageConfig(name=SCORE_STAGE, reads=("turns",), writes=("reward",)))
     if services:
         completed["dataflow"] = {**dataflow, "stages": [*written, *services]}
     return completed
+
+
+def _needs_score_stage(run_file: Mapping[str, Any]) -> bool:
+    """Whether rewards are computed on the trusted side, of all nodes or of untrusted ones."""
+    reward, trust = (_mapping(run_file.get(key)) for key in ("reward", "trust"))
+    accepts = trust.get("accept_untrusted") is True and run_file.get("reward") is not None
+    return accepts or reward.get("at") == "stage"
+
+
+def _mapping(entry: object) -> Mapping[str, object]:
+    return cast(Mapping[str, object], entry) if isinstance(entry, Mapping) else {}
 
 
 def _services(pipeline: object) -> Iterator[StageConfig]:

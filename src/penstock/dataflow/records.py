@@ -25,6 +25,7 @@ from penstock.dataflow.column_records import (
     SpaceRecord,
 )
 from penstock.types import (
+    UNTRUSTED_TAG,
     GroupId,
     NodeId,
     PolicyName,
@@ -414,6 +415,11 @@ class NodeRecord:
     tags: str
     left: bool
     at: float
+
+    @property
+    def is_untrusted(self) -> bool:
+        """It registered with an untrusted credential."""
+        return f'"{UNTRUSTED_TAG}"' in self.tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

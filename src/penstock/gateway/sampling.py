@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import BadRequest
-from penstock.gateway.seeds import derive
+from penstock.seeds import derive
 from penstock.types import MAX_TEMPERATURE, MIN_TEMPERATURE, SamplingSpec
 
 MAX_ANSWER_TOKENS = 32_768

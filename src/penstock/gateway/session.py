@@ -22,10 +22,10 @@ from penstock.gateway.prompts import Prompt, PromptBuilder
 from penstock.gateway.renderer import AnswerTexts, Renderer
 from penstock.gateway.salvaged_answers import SalvagedAnswers
 from penstock.gateway.sampling import Overrides, override, read_overrides
-from penstock.gateway.seeds import derive
 from penstock.gateway.stream_decoder import StreamDecoder
 from penstock.gateway.template_probe import TemplateTraits
 from penstock.gateway.turn_tree import TurnTree
+from penstock.seeds import derive
 from penstock.types import (
     FinishReason,
     JsonObject,

@@ -122,6 +122,25 @@ PROMETHEUS = {
         ),
         Metric(name="penstock_nodes", unit="nodes", meaning="Registered rollout nodes."),
         Metric(
+            name="penstock_checked_rows",
+            unit="rows",
+            meaning="Rows of an untrusted credential that were generated again: all, and those "
+            "with different tokens.",
+            labels=("subject", "result"),
+        ),
+        Metric(
+            name="penstock_checked_tokens",
+            unit="tokens",
+            meaning="Tokens generated to check an untrusted credential.",
+            labels=("subject",),
+        ),
+        Metric(
+            name="penstock_checked_seconds",
+            unit="s",
+            meaning="Time spent to check an untrusted credential.",
+            labels=("subject",),
+        ),
+        Metric(
             name="penstock_queue_depth",
             unit="groups",
             meaning="Groups of a policy: issued (not judged yet), ready (admitted, waiting for a "

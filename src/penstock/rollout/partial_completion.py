@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import ChunkCallback, Completion, GenerationRequest, TokenChunk
-from penstock.gateway.seeds import derive
 from penstock.rollout.engine import SpanLog
 from penstock.rollout.snapshot import Snapshot
+from penstock.seeds import derive
 from penstock.types import FinishReason, Version, VersionSpan, view_ids, view_log_probs
 
 

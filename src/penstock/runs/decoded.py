@@ -73,6 +73,13 @@ class Decoder:
     def turns(self, trajectory: Trajectory) -> tuple[DecodedTurn, ...]:
         return tuple(self._turn(turn) for turn in trajectory.turns)
 
+    def last_answer(self, trajectory: Trajectory) -> str:
+        """Text of the last answer that the workflow received."""
+        turn = next((turn for turn in reversed(trajectory.turns) if turn.reached_agent), None)
+        if turn is None:
+            raise ValueError("no answer reached the workflow")
+        return self._turn(turn).answer
+
     def _turn(self, turn: Turn) -> DecodedTurn:
         from penstock.gateway.parsing import THINK, AnswerFormat, parse_answer
 

@@ -33,6 +33,7 @@ from penstock.types import (
     RowPayload,
     Trajectory,
     is_usable,
+    subject_of_node,
 )
 from penstock.wire.codec import decode
 
@@ -96,9 +97,8 @@ class Batch:
     longest_R: Ints
     """Sampled tokens of each row's longest turn, of those that this trainer sees."""
     roles: Roles
-    nodes: Mapping[int, str] = field(default_factory=dict[int, str])
-    """Which node process produced each row held here, as NODE/BOOT: a restarted node counts as
-    another, and no node's name has a slash."""
+    subjects: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Whose credential delivered each row held here."""
 
     @property
     def num_groups(self) -> int:
@@ -169,7 +169,7 @@ def assemble(
         row_columns=_row_columns(manifest, truncated_R),
         longest_R=longest_R,
         roles=roles,
-        nodes={index: f"{one.node_id}/{one.boot_id}" for index, one in received.items()},
+        subjects={index: subject_of_node(one.node_id) for index, one in received.items()},
     )
     return _with_token_columns(batch, rows, manifest)
 

@@ -37,7 +37,7 @@ from penstock.trainer.ranks.group import RankReductions
 from penstock.trainer.ranks.sharding import clip
 from penstock.trainer.schedules import Schedule
 from penstock.trainer.signals.first_update import first_update_stats
-from penstock.trainer.signals.mismatch import Mismatch
+from penstock.trainer.signals.mismatch import Key, Mismatch
 from penstock.trainer.state_shards import load_shard
 from penstock.trainer.updates import Update, UpdateSpec, plan_updates
 
@@ -79,8 +79,9 @@ class Stats:
     skipped: SkipReason | None
     """Why the weights are unchanged; None if they changed."""
     values: Mapping[str, float]
-    mismatches: Mapping[str, Mismatch] = field(default_factory=dict[str, Mismatch])
-    """Between each node's engine and this trainer, on the tokens of the first update."""
+    mismatches: Mapping[Key, Mismatch] = field(default_factory=dict[Key, Mismatch])
+    """Between the rows of each subject and this trainer, by staleness, on the tokens of the first
+    update."""
     other_models_updated: bool = False
     """Whether another model than the actor's changed: a critic learns from equal rewards too."""
 
@@ -128,9 +129,9 @@ class Learner:
         started = time.perf_counter()
         rate, ranks = self._set_rate(batch.trains_from), self._forward_pass.ranks
         plan = plan_updates(batch, self._update_spec, ranks) * self._spec.epochs
-        seen_T = np.full(batch.samples.ids_T.shape, np.nan)
+        seen_2T = np.full((2, *batch.samples.ids_T.shape), np.nan)
         done = [
-            self._update(update, batch, seen_T if index == 0 else None)
+            self._update(update, batch, seen_2T if index == 0 else None)
             for index, update in enumerate(plan)
         ]
         sums = reduce_sums([sums for sums, _ in done], ranks)
@@ -143,9 +144,11 @@ class Learner:
         values["updates/non_finite"] = float(len(done) - len(applied))
         peak_mb = peak_memory_mb(self.model.device)
         values["memory/peak_mb"] = float(ranks.max_over_ranks(math.ceil(peak_mb)))
-        signals, mismatches = dict[str, float](), dict[str, Mismatch]()
+        signals, mismatches = dict[str, float](), dict[Key, Mismatch]()
         if self._bounds is not None:
-            signals, mismatches = first_update_stats(batch, seen_T, self._bounds, ranks)
+            signals, mismatches = first_update_stats(
+                batch, seen_2T[0], seen_2T[1], self._bounds, ranks
+            )
         values["seconds/train"] = time.perf_counter() - started
         skipped = None if applied else self._reason(values, plan)
         return Stats(skipped=skipped, values={**values, **signals}, mismatches=mismatches)
@@ -169,12 +172,12 @@ class Learner:
         return rate
 
     def _update(
-        self, update: Update, batch: Batch, seen_T: Floats | None
+        self, update: Update, batch: Batch, seen_2T: Floats | None
     ) -> tuple[MetricSums, float]:
         """One optimizer call; none if the gradient is not finite. If it is not because of the loss
         of some rows, those are left out, and count against their nodes."""
         while True:
-            sums, is_bad_T = self._backward(update, batch, seen_T)
+            sums, is_bad_T = self._backward(update, batch, seen_2T)
             norm = clip(self._parameters.values(), self._spec.max_grad_norm)
             if math.isfinite(norm):
                 self._optimizer.step()
@@ -182,15 +185,17 @@ class Learner:
             smaller = None if math.isfinite(norm) else self._without_bad(update, batch, is_bad_T)
             if smaller is None:
                 return sums, norm
-            if seen_T is not None:
-                seen_T[is_bad_T] = batch.samples.logprobs_T[is_bad_T] - NON_FINITE_GAP
-                seen_T = None
+            if seen_2T is not None:
+                seen_2T[0, is_bad_T] = batch.samples.logprobs_T[is_bad_T] - NON_FINITE_GAP
+                seen_2T[1, is_bad_T] = 0.0
+                seen_2T = None
             update = smaller
 
     def _backward(
-        self, update: Update, batch: Batch, seen_T: Floats | None
+        self, update: Update, batch: Batch, seen_2T: Floats | None
     ) -> tuple[MetricSums, Bools]:
-        """(sums of the metrics, which tokens have a loss that is not finite)."""
+        """(sums of the metrics, which tokens have a loss that is not finite). `seen_2T` receives
+        the log-prob of each token, and the entropy of its distribution."""
         objective = self._resolve_objective(update, batch)
         tallies: list[MetricSums] = []
         is_bad_T = np.zeros(batch.samples.ids_T.shape, np.bool_)
@@ -201,8 +206,9 @@ class Learner:
                 sum_metrics(tokens, loss, inputs, has_ratios=self._scorer.gives_logprobs)
             )
             is_bad_T[inputs.token_K.cpu()] = ~torch.isfinite(loss.loss_K.detach()).cpu()
-            if seen_T is not None:
-                seen_T[inputs.token_K.cpu()] = tokens.logprobs_K.detach().double().cpu()
+            if seen_2T is not None:
+                seen_2K = torch.stack([tokens.logprobs_K.detach(), tokens.entropy_K.detach()])
+                seen_2T[:, inputs.token_K.cpu()] = seen_2K.double().cpu()
         return add_sums(tallies), is_bad_T
 
     def _without_bad(self, update: Update, batch: Batch, is_bad_T: Bools) -> Update | None:
@@ -218,7 +224,7 @@ class Learner:
             "rows left out: their loss is not finite",
             seq=batch.seq,
             rows=bad_rows.tolist(),
-            nodes=sorted({batch.nodes.get(int(row), "") for row in bad_rows}),
+            subjects=sorted({batch.subjects.get(int(row), "") for row in bad_rows}),
         )
         return replace(update, samples=update.samples[~is_bad_S])
 

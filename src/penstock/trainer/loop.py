@@ -258,7 +258,6 @@ class Trainer:
             policy=self._policy,
             incarnation=self._cursor.incarnation,
             why=str(node),
-            boot_id=node.boot_id,
         )
         self._dataflow.quarantine(node.node_id, body)
 

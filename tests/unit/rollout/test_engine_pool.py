@@ -15,9 +15,9 @@ from tests.unit.rollout.polling import eventually
 
 from penstock.errors import EngineError, RequestRejected
 from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
-from penstock.gateway.seeds import derive
 from penstock.rollout import engine_pool as module
 from penstock.rollout.engine_pool import MAX_FAILURES, EnginePool
+from penstock.seeds import derive
 from penstock.types import (
     FinishReason,
     PolicyName,

@@ -202,7 +202,7 @@ def _unequal(one: Batch, other: Batch) -> list[str]:
         for name, (ours, theirs) in pairs.items()
         if ours.dtype != theirs.dtype or ours.tobytes() != theirs.tobytes()
     ]
-    return unequal + ([] if one.nodes == other.nodes else ["nodes"])
+    return unequal + ([] if one.subjects == other.subjects else ["subjects"])
 
 
 if __name__ == "__main__":

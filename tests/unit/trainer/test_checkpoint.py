@@ -414,8 +414,8 @@ def test_what_is_remembered_of_batches_is_part_of_the_checkpoint(
 ) -> None:
     learner = make_learner(new_model(), minibatches=2)
     gap = Mismatch(num_tokens=100, sum_abs=1 / 3, sum_k3=0.1, max_abs=0.2)
-    mismatches = NodeMismatches(reported=frozenset({"c/2"})).updated(
-        {"a/1": gap, "b/1": gap + gap}, 2
+    mismatches = NodeMismatches(reported=frozenset({"c"})).updated(
+        {("a", 0): gap, ("a", 1): gap, ("b", 0): gap + gap}, 2
     )
     monitor_state = MonitorState(
         mismatches=mismatches,
@@ -432,12 +432,12 @@ def test_what_is_remembered_of_batches_is_part_of_the_checkpoint(
     lost = gap + Mismatch(num_tokens=1, sum_abs=math.inf, sum_k3=math.nan, max_abs=math.inf)
     later = replace(
         monitor_state,
-        mismatches=mismatches.updated({"b/1": lost}, 3),
+        mismatches=mismatches.updated({("b", 0): lost}, 3),
         divergence=DivergenceStreak().updated(math.inf, 1.0),
     )
     checkpoints.advance_cursor(at(2, seq=3), to_json(later))
     found = from_json(read_checkpoint_manifest(tmp_path / "step_2").monitor_state)
-    assert (found.mismatches.nodes.keys(), found.mismatches.reported) == ({"a/1"}, {"c/2"})
+    assert (found.mismatches.nodes.keys(), found.mismatches.reported) == ({"a"}, {"c"})
     assert (found.no_signal, found.divergence.num_batches) == (monitor_state.no_signal, 1)
     checkpoints.advance_cursor(
         at(2, seq=4), {"idle": {"counts": {"a cause of another version": 1}}}

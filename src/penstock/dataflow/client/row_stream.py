@@ -230,6 +230,10 @@ class RowReader:
                 rows.append(row)
         return rows
 
+    async def keep(self, rows: Sequence[Row]) -> None:
+        """Renew the leases of these rows until cancelled; for callers of `lease`."""
+        await self._extend_leases(rows)
+
     async def send(self, result: RowResult, patience_s: float | None = None) -> RowResultStatus:
         body = ResultsRequest(reader=self.state.name, worker=self.worker, results=(result,))
         path = "/v1/rows/columns"

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
 from penstock.dataflow.columns.bundles import Bundle
 from penstock.dataflow.columns.column_store import POSITIONS_SQL, RowPosition
+from penstock.dataflow.columns.origins import read_origins
 from penstock.dataflow.columns.values import BlobRef, FailedColumn, RowValues, WireValue
-from penstock.dataflow.core.names import ADMITTED, REWARD, TRAIN, TURNS
+from penstock.dataflow.core.names import ADMITTED, ORIGIN, REWARD, TRAIN, TURNS
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import RowRecord
 from penstock.errors import StoreError
@@ -70,9 +71,12 @@ class RowStoreReader:
             row.row_id: row for row in tables.read(RowRecord, BY_KEYS_SQL, space=space, ids=ids)
         }
         columns = self._columns(space, ids, names)
+        origins = read_origins(tables, rows.values()) if ORIGIN in names else {}
         for key in keys:
             values, failed = self._read_singles(columns.get(key, ()))
             row = rows.get(key)
+            if key in origins:
+                values[ORIGIN] = origins[key]
             if row is not None:
                 self._add_row_columns(row, names, values, failed)
             yield RowValues(key=key, exists=row is not None, columns=values, failed=failed)

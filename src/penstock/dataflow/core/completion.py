@@ -15,6 +15,7 @@ from enum import StrEnum
 
 from penstock.dataflow.core.groups import ClosingPolicy
 from penstock.dataflow.core.messages import ColumnsCompleted, GroupEnded, SendToCoordinator
+from penstock.dataflow.core.names import REWARD
 from penstock.dataflow.records import CompletionRecord, Deletion, Journal
 from penstock.types import DropReason, GroupId, PolicyName, RowId, RowSummary
 
@@ -27,6 +28,8 @@ class RequiredColumns:
     """Needed before its rules can decide."""
     train: frozenset[str] = frozenset()
     """Needed before its trainer can use an admitted group."""
+    is_scored_by_nodes: bool = False
+    """Trusted nodes give the reward: only a row without one needs the column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +66,10 @@ class Completion:
         send: SendToCoordinator,
     ) -> None:
         self._needs = needs
-        self.is_scored = not any("reward" in need.judge for need in needs.values())
-        """Rows arrive with their reward; no stage writes it."""
+        self.is_scored = not any(
+            REWARD in need.judge and not need.is_scored_by_nodes for need in needs.values()
+        )
+        """Rows of trusted nodes arrive with their reward; no stage writes it."""
         self.is_needed = any(need.judge or need.train for need in needs.values())
         self._closing = closing
         self._journal = journal
@@ -146,7 +151,9 @@ class Completion:
                 )
 
     def _is_terminal(self, rows: Iterable[RowSummary], names: frozenset[str]) -> bool:
-        return all(names <= self._completed.get(row.row_id, {}).keys() for row in rows)
+        return all(
+            _missing(row, names) <= self._completed.get(row.row_id, {}).keys() for row in rows
+        )
 
     def _complete_rows(
         self, rows: Iterable[RowSummary], policy: PolicyName, names: frozenset[str]
@@ -156,7 +163,7 @@ class Completion:
         good: list[RowSummary] = []
         num_lost = 0
         for row in rows:
-            found = [self._completed[row.row_id][name] for name in sorted(names)]
+            found = [self._completed[row.row_id][name] for name in sorted(_missing(row, names))]
             if any(column.failed for column in found):
                 num_lost += 1
             else:
@@ -195,10 +202,15 @@ class Completion:
             self._groups[record.group_id].stages[record.policy] = Stage(record.state)
 
 
+def _missing(row: RowSummary, names: frozenset[str]) -> frozenset[str]:
+    """Of these columns, those that did not come with the row."""
+    return names if row.reward is None else names - {REWARD}
+
+
 def _with_columns(row: RowSummary, columns: Iterable[ColumnCompleted]) -> RowSummary:
     reward, digests, values = row.reward, dict(row.columns), dict(row.values)
     for column in columns:
-        if column.name == "reward":
+        if column.name == REWARD:
             reward = column.value
         elif column.value is not None:
             values[column.name] = column.value

@@ -29,6 +29,7 @@ from penstock.dataflow.core.messages import (
 )
 from penstock.dataflow.core.retention import Retention
 from penstock.dataflow.core.rule_runner import RuleRunner
+from penstock.dataflow.core.spot_checks import SpotChecks
 from penstock.dataflow.core.task_supply import TaskSupply
 from penstock.dataflow.records import (
     FreedRecord,
@@ -107,6 +108,7 @@ class Coordinator:
         """Rows that no reader may receive anymore."""
         self.quarantined: set[str] = set()
         """Node boots (node, boot_id) that get no work; sent to each partition that joins."""
+        self.spot_checks = SpotChecks(journal)
         self._undecided_by: dict[GroupId, set[PolicyName]] = {}
         """Consumers that have not judged an open group yet; only listed if some consumer has."""
         self._issue_spec = issue_spec

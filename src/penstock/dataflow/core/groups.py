@@ -218,3 +218,8 @@ class Node:
     def is_session_gateway(self) -> bool:
         """A gateway for external agents, which runs no other slots."""
         return f'"{SESSION_TAG}"' in self.record.tags
+
+    @property
+    def is_untrusted(self) -> bool:
+        """Its credential is: what it reports is checked again on the trusted side."""
+        return self.record.is_untrusted

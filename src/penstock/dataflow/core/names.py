@@ -7,6 +7,8 @@ TRAIN = "train"
 """The space of the rollout rows; users read it but never write to it."""
 TURNS = "turns"
 REWARD = "reward"
+ORIGIN = "origin"
+"""Not stored: what a rollout row was made from, for stages that score or repeat it."""
 ADMITTED = "admitted"
 """When a policy first admitted the row; written by the service."""
 RESERVED = frozenset({TURNS, ADMITTED})

@@ -23,6 +23,7 @@ from penstock.dataflow.core.failure_limit import FAILURES_KEY
 from penstock.dataflow.core.links import Link
 from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.core.partition_runtime import PartitionRuntime
+from penstock.dataflow.core.spot_checks import CHECKS_PREFIX
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.ledger.pinned import read_retained_batches
 from penstock.dataflow.ledger.tables import Tables
@@ -158,6 +159,8 @@ def restore_coordinator(coordinator: Coordinator, tables: Tables, now: float) ->
         )
     }
     coordinator.quarantined = _quarantined(tables)
+    for kept in tables.read(MetaRecord, "key LIKE :keys", keys=f"{CHECKS_PREFIX}%"):
+        coordinator.spot_checks.restore(kept)
     for kept in tables.read(MetaRecord, "key = :key", key=FAILURES_KEY):
         coordinator.failure_limit.restore(kept.value, now)
     coordinator.waste.tokens = {record.reason: record.tokens for record in tables.read(WasteRecord)}

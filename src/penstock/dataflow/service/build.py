@@ -38,6 +38,7 @@ from penstock.dataflow.service.nodes.messages import (
     SourceInfo,
 )
 from penstock.dataflow.service.nodes.model_limits import ModelLimits, read_model_limits
+from penstock.dataflow.service.nodes.trust import LeaseSampling
 from penstock.dataflow.service.operators.observe import balance_settings
 from penstock.dataflow.service.partition import CoordinatorApi, PartitionService
 from penstock.dataflow.service.process import Process, monotonic_clock
@@ -74,6 +75,8 @@ def build_partly_restored(
         report=balance_settings(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
     )
     service.nodes.intake.limits = _model_limits(config)
+    service.nodes.intake.sampling = LeaseSampling.of(run_info(config))
+    service.coordinator.spot_checks.tolerated_share = config.trust.tolerated_share
     journal(ledger.next_epoch())
     return service
 
@@ -104,6 +107,7 @@ def build_partition(
     )
     service.nodes.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
     service.nodes.intake.limits = _model_limits(config)
+    service.nodes.intake.sampling = LeaseSampling.of(run_info(config))
     journal(epoch)
     return service
 
@@ -209,7 +213,11 @@ def _needs(config: RunConfig) -> RequiredColumns:
     added = {
         column for stage in config.dataflow.stages if stage.required for column in stage.writes
     }
-    return RequiredColumns(judge=frozenset(added & {"reward"}), train=frozenset(added - {"reward"}))
+    return RequiredColumns(
+        judge=frozenset(added & {"reward"}),
+        train=frozenset(added - {"reward"}),
+        is_scored_by_nodes=config.is_scored_by_nodes,
+    )
 
 
 def _policy_spec(config: RunConfig, name: str) -> PolicySpec:
@@ -265,18 +273,19 @@ def run_info(config: RunConfig) -> RunInfo:
         run=config.name,
         policies=tuple(PolicyName(name) for name in config.models),
         workflow=workflow_text(config.workflow),
-        reward=config.reward or "",
+        reward=config.reward_function or "",
         sampling=SamplingSpec(**config.sampling.model_dump()),
         engine=first.engine,
         engine_options=first.vllm.options,
         torch_threads=first.torch_threads,
         start_to_close_s=config.dataflow.lease.start_to_close_s,
         transfer=config.weights.transfer,
-        is_scored="reward" not in _needs(config).judge,
+        is_scored=config.is_scored_by_nodes,
         session=_session_spec(config),
         is_deterministic=config.deterministic,
         adapters=tuple(_shared_bases(config)),
         sources=tuple(_own_settings(config)),
+        accepts_untrusted=config.trust.accept_untrusted,
     )
 
 

@@ -35,7 +35,7 @@ from penstock.dataflow.service.partitions.routes import OPERATORS, PartitionRout
 from penstock.dataflow.service.row_payloads import RowPayloads
 from penstock.dataflow.service.rows.routes import row_routes
 from penstock.dataflow.service.trainers.messages import VersionsInUse
-from penstock.dataflow.service.trainers.routes import READERS, TrainerRoutes
+from penstock.dataflow.service.trainers.routes import CHECKERS, READERS, TrainerRoutes
 from penstock.durable import write_durably
 from penstock.errors import StoreError
 from penstock.wire.auth import Verifier
@@ -77,7 +77,7 @@ class ServiceRoutes:
         look = observe_service(service.coordinator, service.host)
         return service.balance.report(look, service.process.clock())
 
-    @route("GET", "/v1/versions", READERS)
+    @route("GET", "/v1/versions", READERS | CHECKERS)
     async def versions(self, call: Call) -> VersionsInUse:
         """Published versions that may still be requested from the weight store."""
         nodes = self.service.partition.nodes.values()

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import EngineError
-from penstock.gateway.seeds import GAMMA, MASK_64
+from penstock.seeds import GAMMA, MASK_64
 from penstock.types import SamplingSpec
 
 # B = rows of the batch, V = vocabulary

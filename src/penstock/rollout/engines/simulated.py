@@ -19,9 +19,9 @@ from statistics import NormalDist
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import ChunkCallback, Completion, GenerationRequest, TokenChunk
-from penstock.gateway.seeds import derive
 from penstock.rollout.engine import CLOSED, EngineType, SpanLog, live_for
 from penstock.rollout.snapshot import Snapshot, read_snapshot
+from penstock.seeds import derive
 from penstock.types import FinishReason, PolicyName, Version
 
 _NORMAL = NormalDist()

@@ -33,8 +33,8 @@ class PackedRow:
     tokens: Mapping[str, bytes]
     """Its slice of every token array of `Samples`."""
     columns: Mapping[str, bytes]
-    node: str | None
-    """The node process that produced it; None for a missing row."""
+    subject: str | None
+    """Whose credential delivered it; None for a missing row."""
 
 
 def repartition_batch(
@@ -69,7 +69,7 @@ def _pack(batch: Batch, row: int) -> PackedRow:
         lengths=tuple(int(stop - start) for start, stop in spans),
         tokens={name: own(getattr(samples, name)) for name in TOKEN_COLUMNS},
         columns={name: own(values) for name, values in batch.token_columns.items()},
-        node=batch.nodes.get(row),
+        subject=batch.subjects.get(row),
     )
 
 
@@ -95,7 +95,7 @@ def _unpack(batch: Batch, rows: Mapping[int, PackedRow]) -> Batch:
         batch,
         samples=samples,
         token_columns=columns,
-        nodes={row: found.node for row, found in rows.items() if found.node is not None},
+        subjects={r: one.subject for r, one in rows.items() if one.subject is not None},
     )
 
 

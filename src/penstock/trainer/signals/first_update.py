@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the first update of a batch, before the weights move: its signal, and the mismatch
-between trainer and engines by node. Over all ranks. Judges nothing: the monitor does.
+between trainer and engines by node and staleness. Over all ranks. Judges nothing: the monitor does.
 
 T = tokens of all samples, K = tokens of the first update.
 """
@@ -14,9 +14,11 @@ from penstock.trainer.arrays import Floats
 from penstock.trainer.batches import Batch
 from penstock.trainer.ranks.group import RankReductions
 from penstock.trainer.signals.mismatch import (
+    Key,
     Mismatch,
+    ScoredTokens,
     from_vector,
-    mismatch_by_node,
+    measure_mismatches,
     pool_mismatch,
     to_vector,
 )
@@ -29,10 +31,14 @@ from penstock.trainer.signals.ratio_stats import (
 
 
 def first_update_stats(
-    batch: Batch, logprobs_T: Floats, bounds: tuple[float, float], ranks: RankReductions
-) -> tuple[dict[str, float], dict[str, Mismatch]]:
-    """(metrics, mismatch by node). `logprobs_T`: log-probs of the first update's tokens, NaN
-    elsewhere."""
+    batch: Batch,
+    logprobs_T: Floats,
+    entropy_T: Floats,
+    bounds: tuple[float, float],
+    ranks: RankReductions,
+) -> tuple[dict[str, float], dict[Key, Mismatch]]:
+    """(metrics, mismatch by subject and staleness). `logprobs_T`: log-probs of the first update's
+    tokens, NaN elsewhere; `entropy_T`: entropies of the distributions they are from."""
     samples, rows_T = batch.samples, batch.rows_T
     advantages_T = np.where(samples.mask_T, batch.token_columns["advantage"], 0.0)
     teaching_G = tokens_with_advantage(advantages_T, batch.groups_R[rows_T], batch.num_groups)
@@ -44,18 +50,17 @@ def first_update_stats(
         logprobs_T[token_K], sampling_K, advantages_T[token_K], low=low, high=high
     )
     metrics |= RatioStats.from_vector(ranks.sum_over_ranks(ratios.vector)).metrics()
-    staleness_K = batch.trains_from - samples.versions_T[token_K].astype(np.int64)
-    staleness = -ranks.max_over_ranks(-int(staleness_K.min(initial=np.iinfo(np.int32).max)))
-    own = mismatch_by_node(
-        logprobs_T[token_K],
-        sampling_K,
-        staleness_K,
-        rows_T[token_K],
-        batch.nodes,
-        staleness=staleness,
+    tokens = ScoredTokens(
+        logprobs_K=logprobs_T[token_K],
+        sampling_K=sampling_K,
+        entropy_K=entropy_T[token_K],
+        staleness_K=batch.trains_from - samples.versions_T[token_K].astype(np.int64),
+        rows_K=rows_T[token_K],
     )
+    own = measure_mismatches(tokens, batch.subjects)
     mismatches = from_vector(ranks.gather_over_ranks(torch.from_numpy(to_vector(own))).numpy())
     pool = pool_mismatch(mismatches)
     metrics |= {"gap/mean": pool.mean_abs, "gap/k3": pool.k3, "gap/max": pool.max_abs}
-    metrics["gap/staleness"] = float(staleness if pool.num_tokens else 0)
+    freshest = min((staleness for _, staleness in mismatches), default=0)
+    metrics["gap/staleness"] = float(freshest)
     return metrics, mismatches

@@ -41,9 +41,13 @@ class MonitorState:
 
 
 def to_json(state: MonitorState) -> dict[str, Any]:
-    """Without numbers that JSON cannot hold: a node with such an average starts fresh."""
+    """Without numbers that JSON cannot hold: a subject with such an average starts fresh."""
     known, streak = state.mismatches, state.divergence
-    nodes = {name: one for name, one in known.nodes.items() if _is_finite(one)}
+    nodes = {
+        name: {age: one for age, one in ages.items() if _is_finite(one)}
+        for name, ages in known.nodes.items()
+    }
+    nodes = {name: ages for name, ages in nodes.items() if ages}
     k3 = streak.k3 if math.isfinite(streak.k3) else 0.0
     finite = replace(
         state, mismatches=replace(known, nodes=nodes), divergence=replace(streak, k3=k3)
@@ -63,7 +67,8 @@ def from_json(found: Mapping[str, Any]) -> MonitorState:
 
 
 def _is_finite(average: MovingAverage) -> bool:
-    return math.isfinite(average.sum_k3) and math.isfinite(average.sum_abs)
+    sums = (average.sum_k3, average.sum_abs, average.sum_surprise, average.sum_surprise2)
+    return all(map(math.isfinite, sums))
 
 
 class SignalMonitor:
@@ -78,7 +83,7 @@ class SignalMonitor:
         mismatches = self.state.mismatches.updated(stats.mismatches, seq)
         drifting = mismatches.drifting()
         for node in drifting:
-            _log.warning("node quarantined", node=node.node_id, boot_id=node.boot_id, why=str(node))
+            _log.warning("node quarantined", node=node.subject, why=str(node))
             self._quarantine(node)
         values = stats.values
         self.state = MonitorState(

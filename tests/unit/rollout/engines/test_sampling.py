@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import EngineError
-from penstock.gateway.seeds import GAMMA, MASK_64, derive, splitmix
 from penstock.rollout.decoding.sampling import SpecColumns, sample, uniform
+from penstock.seeds import GAMMA, MASK_64, derive, splitmix
 from penstock.types import SamplingSpec
 
 RANDOM = np.random.default_rng(0)

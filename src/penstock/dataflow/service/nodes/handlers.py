@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import structlog
 
+from penstock.dataflow.core.groups import Node
 from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, RegisterRequest
 from penstock.dataflow.core.names import REWARD, TURNS
 from penstock.dataflow.core.partition_runtime import PartitionRuntime
@@ -84,6 +85,9 @@ class NodeHandlers:
         """Target versions, and whether the run is finished, when polls were last woken."""
 
     # --- membership ---------------------------------------------------------------------------
+
+    def node(self, node_id: NodeId) -> Node | None:
+        return self.partition.nodes.get(node_id)
 
     def orders(self, node_id: NodeId) -> NodeDirectives:
         self._sent_versions[node_id] = self._host.partition.target_versions

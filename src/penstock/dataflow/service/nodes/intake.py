@@ -18,6 +18,8 @@ from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import RowRecord, row_id
 from penstock.dataflow.service.nodes import validate
 from penstock.dataflow.service.nodes.messages import Delivery, DeliveryResult
+from penstock.dataflow.service.nodes.trust import LeaseSampling
+from penstock.dataflow.sources import slot_seeds
 from penstock.errors import BadRequest
 from penstock.types import GroupId, NodeId, Outcome, RowId, RowSummary, Trajectory
 from penstock.wire.codec import decode_zero_copy
@@ -54,6 +56,8 @@ class DeliveryIntake:
         self._next_arrival = next_arrival
         self.limits = validate.NO_LIMITS
         """Window and vocabulary of the run's models, as far as they are known."""
+        self.sampling = LeaseSampling()
+        """What leases of untrusted nodes fix."""
 
     def store_or_refuse(
         self, node_id: NodeId, delivery: Delivery, now: float, *, is_authoritative: bool = True
@@ -84,15 +88,23 @@ class DeliveryIntake:
             return f"the trajectory is {named} of {trajectory.node_id}, not the row of the lease"
         if trajectory.boot_id not in ("", self._partition.nodes[node_id].record.boot_id):
             return f"the trajectory has boot_id {trajectory.boot_id[:128]}, the lease another one"
+        is_untrusted = self._partition.nodes[node_id].is_untrusted
+        if is_untrusted and (wrong := self._sampling_problem(trajectory)):
+            return wrong
         digest = blake3(delivery.payload).hexdigest()
         summary = validate.summarise(
             trajectory,
             digest,
             self._is_published,
-            is_scored=self._is_scored,
+            is_scored=self._is_scored and not is_untrusted,
             limits=self.limits,
         )
         return summary if isinstance(summary, str) else (trajectory, summary)
+
+    def _sampling_problem(self, trajectory: Trajectory) -> str:
+        task, slot = self._partition.groups[trajectory.group_id].task, trajectory.slot
+        [seed] = slot_seeds(task.seed, range(slot, slot + 1))
+        return self.sampling.problem(trajectory.turns, task.source, seed)
 
     def _store(
         self, delivery: Delivery, trajectory: Trajectory, summary: RowSummary, now: float

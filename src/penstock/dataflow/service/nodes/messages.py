@@ -96,6 +96,8 @@ class RunInfo:
     """Policies that train adapters, by base model."""
     sources: tuple[SourceInfo, ...] = ()
     """Sources that differ from the run in workflow, reward or sampling."""
+    accepts_untrusted: bool = False
+    """Nodes with an untrusted token may join; the trusted side checks their rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,9 +31,10 @@ from penstock.dataflow.service.nodes.messages import (
 )
 from penstock.dataflow.service.nodes.proofs import NodeSecrets, check_node_id, require_node
 from penstock.dataflow.service.nodes.quotas import NodeQuotas
+from penstock.dataflow.service.nodes.trust import facts_for, require_same_trust, tagged
 from penstock.errors import BadRequest, Fenced, Forbidden
 from penstock.types import SESSION_TAG, NodeId, RowId
-from penstock.wire.auth import Role
+from penstock.wire.auth import Credential, Role
 from penstock.wire.routes import Call, Route, route, routes_of
 
 log = structlog.get_logger(__name__)
@@ -60,15 +61,17 @@ class NodeRoutes:
     async def register(self, call: Call, body: RegisterRequest) -> RegisterAnswer:
         """Register a node, or a new process of a known node."""
         check_node_id(body.node_id)
-        require_node(call.credential, body.node_id)
-        _require_tag(call.credential.role, body)
+        credential = call.credential
+        self._require(credential, body.node_id)
+        _require_tag(credential.role, body)
+        body = tagged(body, credential, accepts_untrusted=self.facts.accepts_untrusted)
         self.quotas.check_registration(body)
         return RegisterAnswer(
             orders=await self.nodes.register(body),
             weights_url=self.weights_url,
             heartbeat_s=self.ttl_s / 4,
             ttl_s=self.ttl_s,
-            facts=self.facts,
+            facts=facts_for(self.facts, credential),
             partitions=self.partitions(),
             secret=self.secrets.of_boot(body.node_id, body.boot_id),
         )
@@ -77,7 +80,7 @@ class NodeRoutes:
     async def heartbeat(self, call: Call, body: Heartbeat) -> HeartbeatAnswer:
         """Heartbeat: renews all leases of the node."""
         node_id = NodeId(call.path["node_id"])
-        require_node(call.credential, node_id)
+        self._require(call.credential, node_id)
         self.secrets.require_boot(node_id, body.boot_id, body.secret)
         orders = await self.nodes.heartbeat(node_id, body)
         return HeartbeatAnswer(
@@ -88,7 +91,7 @@ class NodeRoutes:
     async def leave(self, call: Call) -> Ack:
         """Leave the run; the node's leases go to other nodes immediately."""
         node_id, boot_id = NodeId(call.path["node_id"]), call.query.get("boot_id", "")
-        require_node(call.credential, node_id)
+        self._require(call.credential, node_id)
         self.secrets.require_boot(node_id, boot_id, call.headers.get(SECRET_HEADER, ""))
         await self.nodes.leave(node_id, boot_id)
         return Ack()
@@ -96,7 +99,7 @@ class NodeRoutes:
     @route("POST", "/v1/leases", NODES)
     async def lease(self, call: Call, body: LeaseRequest) -> LeaseAnswer:
         """Lease up to n slots; held open when there is no work."""
-        require_node(call.credential, body.node_id)
+        self._require(call.credential, body.node_id)
         self.secrets.require_boot(body.node_id, body.boot_id, body.secret)
         with self.quotas.poll(body.node_id):
             answer = await self.nodes.lease(body, call.is_disconnected)
@@ -107,7 +110,7 @@ class NodeRoutes:
     @route("POST", "/v1/trajectories", NODES, max_body_bytes=DELIVERY_BYTES, shares_budget=True)
     async def deliver(self, call: Call, body: DeliveryRequest) -> DeliveryAnswer:
         """Deliver results, fenced by lease epoch and secret; durable when answered."""
-        require_node(call.credential, body.node_id)
+        self._require(call.credential, body.node_id)
         _check_count(len(body.deliveries) + len(body.released))
         proven = self._proven(body)
         answer = await self.nodes.deliver(proven)
@@ -120,6 +123,11 @@ class NodeRoutes:
             num_rows=len(given) - len(answer.results),
         )
         return replace(answer, results=_in_order(given, proven, answer))
+
+    def _require(self, credential: Credential, node_id: NodeId) -> None:
+        """Raise unless this credential may act as this node."""
+        require_node(credential, node_id)
+        require_same_trust(self.nodes.node(node_id), credential)
 
     def _proven(self, body: DeliveryRequest) -> DeliveryRequest:
         """The same request when every row has the secret of its lease, else one without the
@@ -134,7 +142,7 @@ class NodeRoutes:
     @route("POST", "/v1/turns", NODES, max_body_bytes=DELIVERY_BYTES, shares_budget=True)
     async def record(self, call: Call, body: RecordRequest) -> Ack:
         """Report finished turns of running attempts; kept in memory for a retry."""
-        require_node(call.credential, body.node_id)
+        self._require(call.credential, body.node_id)
         _check_count(len(body.turns))
         is_proven = self.secrets.is_of_lease
         turns = [t for t in body.turns if is_proven(body.node_id, t.row_id, t.secret)]
@@ -145,7 +153,7 @@ class NodeRoutes:
     async def recorded(self, call: Call) -> TurnsAnswer:
         """Turns of earlier attempts at a leased slot, for reuse."""
         node_id, row_id = NodeId(call.query.get("node_id", "")), RowId(call.path["row_id"])
-        require_node(call.credential, node_id)
+        self._require(call.credential, node_id)
         if not self.secrets.is_of_lease(node_id, row_id, call.headers.get(SECRET_HEADER, "")):
             raise Fenced(
                 f"this is not the secret of the lease of {row_id[:128]}; stop working on it"

@@ -142,7 +142,7 @@ def _check_outcome(trajectory: Trajectory, is_scored: bool) -> str:
         return (
             ""
             if reward is None
-            else "a stage gives the reward in this run; deliver without a reward"
+            else "a stage gives the reward of this row; deliver it without a reward"
         )
     if trajectory.outcome.has_reward:
         if reward is None or not abs(reward) <= MAX_REWARD:

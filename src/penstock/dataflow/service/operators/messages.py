@@ -12,6 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from penstock.dataflow.core.leasing import LiveVersion
+from penstock.dataflow.core.spot_checks import CheckCounts
 from penstock.types import Count, Finite, Id, JsonObject, NodeId, PolicyName
 
 
@@ -123,5 +124,7 @@ class Status:
     """`failing_rules`: the last error of each rule."""
     alarms: tuple[str, ...] = ()
     """Policies that get no batch, or wait long for one, with the reason."""
+    checks: dict[str, CheckCounts] = field(default_factory=dict[str, CheckCounts])
+    """Rows of untrusted credentials that were generated again, by subject, and what it cost."""
     failed: str = ""
     """Why the run has to end: all its groups fail. No new work starts; empty otherwise."""

@@ -51,6 +51,7 @@ def status(service: DataflowService, run: str) -> Status:
             for consumer in consumers
             if is_starving(consumer, service.coordinator)
         ),
+        checks=dict(service.coordinator.spot_checks.counts),
         failed=service.coordinator.failure_limit.cause(now),
     )
 
@@ -203,6 +204,18 @@ class _Collector:
         for reason, tokens in now.wasted_tokens.items():
             wasted.add_metric([reason], tokens)
         yield from (depth, version, wasted)
+        yield from _check_metrics(now)
+
+
+def _check_metrics(now: Status) -> Iterator[Metric]:
+    rows, tokens = _gauge("penstock_checked_rows"), _gauge("penstock_checked_tokens")
+    seconds = _gauge("penstock_checked_seconds")
+    for subject, counts in now.checks.items():
+        rows.add_metric([subject, "all"], counts.num_checked)
+        rows.add_metric([subject, "different"], counts.num_different)
+        tokens.add_metric([subject], counts.num_tokens)
+        seconds.add_metric([subject], counts.seconds)
+    yield from (rows, tokens, seconds)
 
 
 def metrics(service: DataflowService, run: str) -> bytes:

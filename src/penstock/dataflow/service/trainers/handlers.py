@@ -19,6 +19,7 @@ from penstock.dataflow.core.leasing import LiveVersion
 from penstock.dataflow.core.manifests import ManifestCache
 from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published, Quarantined
 from penstock.dataflow.core.sealing import Sealing
+from penstock.dataflow.core.spot_checks import SpotCheck
 from penstock.dataflow.records import BatchRecord, CheckpointRecord, quarantine_record
 from penstock.dataflow.report.balance import BalanceMonitor
 from penstock.dataflow.service.process import Process
@@ -220,6 +221,15 @@ class TrainerHandlers:
         """Quarantine the subject of a node, and so all its nodes, at every partition, also at those
         that join later."""
         self._seen(body.policy).lineage.require(body.incarnation)
+        await self._quarantine(node_id, policy=body.policy, why=body.why)
+
+    async def record_check(self, subject: str, check: SpotCheck) -> None:
+        """Count a row that was generated again; quarantine who differs too often."""
+        if why := self._coordinator.spot_checks.record(subject, check):
+            await self._quarantine(NodeId(subject), policy="", why=why)
+        await self._process.make_durable()
+
+    async def _quarantine(self, node_id: NodeId, *, policy: str, why: str) -> None:
         subject = subject_of_node(node_id)
         if subject not in self._coordinator.quarantined:
             self._process.journal(quarantine_record(subject))
@@ -229,9 +239,8 @@ class TrainerHandlers:
                 "credential quarantined",
                 subject=subject,
                 node=node_id,
-                boot_id=body.boot_id,
-                policy=body.policy,
-                why=body.why[:1000],
+                policy=policy,
+                why=why[:1000],
             )
         await self._process.make_all_durable()
 

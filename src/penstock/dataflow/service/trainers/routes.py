@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.dataflow.core.spot_checks import SpotCheck
 from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.row_payloads import RowPayloads, RowsQuery
 from penstock.dataflow.service.trainers.handlers import TrainerHandlers
@@ -22,12 +23,13 @@ from penstock.dataflow.service.trainers.messages import (
     RowsAnswer,
 )
 from penstock.errors import BadRequest
-from penstock.types import NodeId
+from penstock.types import NodeId, subject_of_node
 from penstock.wire.auth import Role
 from penstock.wire.codec import MSGPACK
 from penstock.wire.routes import Call, StreamedResponse, route
 
 TRAINERS = frozenset({Role.TRAINER, Role.ADMIN})
+CHECKERS = frozenset({Role.STAGE, Role.ADMIN})
 READERS = frozenset({Role.READER, Role.TRAINER, Role.ADMIN})
 
 
@@ -73,6 +75,12 @@ class TrainerRoutes:
     async def commit(self, call: Call, body: CommitRequest) -> Ack:
         """Commit a batch as trained, or as skipped with a reason."""
         await self.trainers.commit(*_batch_id(call), body)
+        return Ack()
+
+    @route("POST", "/v1/nodes/{node_id}/checks", CHECKERS)
+    async def check(self, call: Call, body: SpotCheck) -> Ack:
+        """Report that a row of an untrusted node was generated again."""
+        await self.trainers.record_check(subject_of_node(NodeId(call.path["node_id"])), body)
         return Ack()
 
     @route("POST", "/v1/nodes/{node_id}/quarantine", TRAINERS)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows from an untrusted credential: its nodes are tagged, deliver without a reward, and
+sample exactly as their leases say.
+
+Owns these rules; pure. Refuses nodes of strangers where the run does not check them. Whether a row
+is true is for the trainer and the stage `trusted-reward` to find out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from penstock.dataflow.core.groups import Node
+from penstock.dataflow.core.leasing import RegisterRequest
+from penstock.dataflow.service.nodes.messages import RunInfo
+from penstock.errors import Forbidden
+from penstock.seeds import derive
+from penstock.types import SESSION_TAG, UNTRUSTED_TAG, SamplingSpec, Turn
+
+
+class Trust(Protocol):
+    """The part of a credential that counts here."""
+
+    @property
+    def is_trusted(self) -> bool: ...
+
+
+def tagged(body: RegisterRequest, credential: Trust, *, accepts_untrusted: bool) -> RegisterRequest:
+    """The registration, tagged by what its credential says, never by what the node says."""
+    tags = tuple(tag for tag in body.tags if tag != UNTRUSTED_TAG)
+    if credential.is_trusted:
+        return replace(body, tags=tags)
+    if not accepts_untrusted:
+        raise Forbidden(
+            f"node {body.node_id} has an untrusted token, and this run does not check the rows of "
+            "strangers; set trust.accept_untrusted: true and resume the run, or get a trusted token"
+        )
+    if SESSION_TAG in tags:
+        raise Forbidden(
+            f"node {body.node_id} has an untrusted token and cannot serve external agents, whose "
+            "rewards nobody could compute again; join without the session tag"
+        )
+    return replace(body, tags=(*tags, UNTRUSTED_TAG))
+
+
+def require_same_trust(node: Node | None, credential: Trust) -> None:
+    """An untrusted credential does not act for a node that a trusted one registered."""
+    if node is not None and not credential.is_trusted and not node.is_untrusted:
+        raise Forbidden(
+            f"node {node.record.node_id} was registered with a trusted token; use another node id"
+        )
+
+
+def facts_for(facts: RunInfo, credential: Trust) -> RunInfo:
+    """What a node learns of the run: an untrusted one does not score."""
+    return facts if credential.is_trusted else replace(facts, is_scored=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseSampling:
+    """The sampling that leases fix, by source."""
+
+    shared: SamplingSpec = field(default_factory=SamplingSpec)
+    by_source: dict[str, SamplingSpec] = field(default_factory=dict[str, SamplingSpec])
+
+    @classmethod
+    def of(cls, facts: RunInfo) -> LeaseSampling:
+        return cls(
+            shared=facts.sampling,
+            by_source={source.name: source.sampling for source in facts.sources},
+        )
+
+    def problem(self, turns: Sequence[Turn], source: str, seed: int) -> str:
+        """Which turn was not sampled as the lease says; empty if all were. `seed` is the slot's.
+
+        An answer may be shorter than the limit says where the context window is full."""
+        fixed = self.by_source.get(source, self.shared)
+        seeds = {derive(seed, number) for number in range(len(turns) + MAX_LOST_CALLS)}
+        for index, turn in enumerate(turns):
+            given = turn.sampling
+            expected = replace(fixed, seed=given.seed, max_tokens=given.max_tokens)
+            if given != expected or not 0 < given.max_tokens <= fixed.max_tokens:
+                return f"turn {index}: the lease fixes the sampling as {fixed}, not {given}"
+            if (num := len(turn.sampled_ids) // 4) > given.max_tokens:
+                return f"turn {index}: {num} sampled tokens; its limit is {given.max_tokens}"
+            if given.seed not in seeds:
+                return f"turn {index}: its seed is not one of the lease's"
+        return ""
+
+
+MAX_LOST_CALLS = 64
+"""Calls of an attempt that may have failed, and so have a seed but no turn."""

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generates a share of the rows of untrusted nodes again, from the same seed and version, and
+reports whether tokens and reward agree.
+
+Owns the choice of rows, which nobody can predict, and an engine of its own. The dataflow decides
+what a disagreement means. A row whose version is gone, or that waits behind too many others, is not
+checked."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import structlog
+
+from penstock.dataflow.columns.origins import RowOrigin
+from penstock.dataflow.core.spot_checks import SpotCheck
+from penstock.dataflow.service.messages import Ack
+from penstock.dataflow.service.nodes.messages import RunInfo
+from penstock.dataflow.service.trainers.messages import VersionsInUse
+from penstock.errors import EngineError, WeightsError, WireError
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.renderer import Renderer
+from penstock.rollout.attempt import RewardScorer
+from penstock.rollout.engine import Engine
+from penstock.rollout.engine_pool import EnginePools
+from penstock.rollout.weight_loader import WeightServerFetcher
+from penstock.runs.local_rollouts import Rollout, local_rollouts
+from penstock.types import PublishedVersion, Trajectory, Version, subject_of_node
+from penstock.wire.client import AsyncServiceClient
+
+MAX_WAITING = 256
+"""Rows that wait for their check; more are not checked."""
+CLEAR_AFTER = 10
+"""Rows in a row that must agree before a credential is checked by share again."""
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckChooser:
+    """Which rows are checked: a share, and all after one that differs."""
+
+    share: float
+    draw: Callable[[], float] = field(default_factory=lambda: random.SystemRandom().random)
+    _suspects: dict[str, int] = field(default_factory=dict[str, int])
+
+    def is_chosen(self, subject: str) -> bool:
+        return subject in self._suspects or self.draw() < self.share
+
+    def checked(self, subject: str, *, agrees: bool) -> None:
+        if not agrees:
+            self._suspects[subject] = CLEAR_AFTER
+        elif subject in self._suspects:
+            self._suspects[subject] -= 1
+            if not self._suspects[subject]:
+                del self._suspects[subject]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Check:
+    trajectory: Trajectory
+    origin: RowOrigin
+    reward: float
+
+
+def versions_of(trajectory: Trajectory) -> set[Version]:
+    """Every version that sampled a token of it."""
+    return {
+        Version(policy=turn.policy, incarnation=span.incarnation, number=span.number)
+        for turn in trajectory.turns
+        for span in turn.spans
+    }
+
+
+def has_same_tokens(trajectory: Trajectory, again: Trajectory) -> bool:
+    """Whether both consist of the same calls with the same prompts and answers."""
+
+    def tokens(one: Trajectory) -> list[tuple[object, ...]]:
+        return [(t.policy, t.parent, t.prompt_ids, t.sampled_ids, t.finish) for t in one.turns]
+
+    return tokens(trajectory) == tokens(again)
+
+
+class SpotChecker:
+    def __init__(
+        self,
+        info: RunInfo,
+        make_engine: Callable[[], Engine],
+        *,
+        share: float,
+        is_reproducible: bool,
+    ) -> None:
+        """`is_reproducible`: the engine gives the same tokens for the same seed."""
+        self._info = info
+        self._engines = EnginePools(info.policies, make_engine)
+        self._gateway = Gateway(self._engines)
+        self._is_reproducible = is_reproducible
+        self._chooser = CheckChooser(share=share)
+        self._waiting = asyncio.Queue[_Check](MAX_WAITING)
+        self._loaded: dict[str, Version] = {}
+
+    def offer(self, trajectory: Trajectory, origin: RowOrigin, reward: float) -> None:
+        """Check this row, if it is chosen and there is room."""
+        if not self._waiting.full() and self._chooser.is_chosen(
+            subject_of_node(trajectory.node_id)
+        ):
+            self._waiting.put_nowait(_Check(trajectory=trajectory, origin=origin, reward=reward))
+
+    async def run(
+        self, url: str, weights_url: str, token: str, cache: Path, scorer: RewardScorer
+    ) -> None:
+        """consumes: chosen rows · produces: reports to the dataflow
+        waits for: a row, its version, the engine · woken by: `offer()`"""
+        async with self._connected(url, token, cache) as (caller, fetch):
+            info = replace(self._info, is_scored=True)
+            async with local_rollouts(info, self._gateway, scorer) as rollout:
+                while True:
+                    check = await self._waiting.get()
+                    try:
+                        if await self._load(check, caller, fetch, weights_url):
+                            await self._repeat(check, rollout, caller)
+                    except (EngineError, WeightsError, WireError) as error:
+                        row = check.trajectory.row_id
+                        _log.warning("row not checked", row=row, why=str(error))
+
+    @asynccontextmanager
+    async def _connected(
+        self, url: str, token: str, cache: Path
+    ) -> AsyncGenerator[tuple[AsyncServiceClient, WeightServerFetcher]]:
+        caller, fetch = AsyncServiceClient(url, token), WeightServerFetcher(token, cache)
+        try:
+            yield caller, fetch
+        finally:
+            await fetch.close()
+            await caller.close()
+            await self._engines.close()
+
+    async def _load(
+        self,
+        check: _Check,
+        caller: AsyncServiceClient,
+        fetch: WeightServerFetcher,
+        weights_url: str,
+    ) -> bool:
+        """Serve the newest version of each policy that sampled the row; False if one is gone."""
+        newest: dict[str, Version] = {}
+        for version in sorted(versions_of(check.trajectory)):
+            newest[version.policy] = version
+        wanted = [one for policy, one in newest.items() if self._loaded.get(policy) != one]
+        if not wanted:
+            return True
+        answer = await caller.call("GET", "/v1/versions", None, VersionsInUse)
+        digests = {
+            Version(policy=one.policy, incarnation=one.incarnation, number=one.number): (
+                one.manifest_digest
+            )
+            for one in answer.versions
+        }
+        for version in wanted:
+            if version not in digests:
+                return False
+            target = PublishedVersion(
+                policy=version.policy,
+                incarnation=version.incarnation,
+                number=version.number,
+                manifest_digest=digests[version],
+            )
+            folder = await fetch(weights_url, target)
+            if version.policy not in self._loaded:
+                renderer = await asyncio.to_thread(Renderer.load, folder)
+                self._gateway.set_renderer(version.policy, renderer)
+            await self._engines.load(folder, version)
+            self._loaded[version.policy] = version
+            await asyncio.to_thread(fetch.prune_except, [target.manifest_digest])
+        return True
+
+    async def _repeat(self, check: _Check, rollout: Rollout, caller: AsyncServiceClient) -> None:
+        trajectory, started = check.trajectory, time.perf_counter()
+        again = await rollout(check.origin.task, trajectory.slot)
+        if again.reward is None:
+            _log.warning("row not checked", row=trajectory.row_id, why=again.outcome.detail)
+            return
+        is_comparable = self._is_reproducible and versions_of(again) == versions_of(trajectory)
+        same = has_same_tokens(trajectory, again) if is_comparable else None
+        subject = subject_of_node(trajectory.node_id)
+        self._chooser.checked(subject, agrees=same is not False)
+        report = SpotCheck(
+            has_same_tokens=same,
+            reward_change=check.reward - again.reward,
+            num_tokens=sum(len(turn.sampled_ids) // 4 for turn in again.turns),
+            seconds=time.perf_counter() - started,
+        )
+        await caller.call("POST", f"/v1/nodes/{subject}/checks", report, Ack)
+        if same is False:
+            _log.warning("row differs when generated again", row=trajectory.row_id, node=subject)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an untrusted credential cannot do: be believed, pass for a trusted one, or accuse others."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.attacks.test_cheats import (
+    EVIL,
+    LIVE,
+    honest_row,
+    lease,
+    start,
+    untrusted_config,
+)
+from tests.contract.dataflow_server import POLICY, RunningDataflow, dataflow, small_config
+
+from penstock.dataflow.client.dataflow import NodeClient
+from penstock.dataflow.columns.origins import RowOrigin
+from penstock.dataflow.core.leasing import NodeState, RegisterRequest
+from penstock.dataflow.core.names import ORIGIN, TRAIN
+from penstock.dataflow.core.spot_checks import SpotCheck
+from penstock.dataflow.service.build import build
+from penstock.dataflow.service.messages import Ack
+from penstock.dataflow.service.nodes.messages import (
+    Delivery,
+    DeliveryRequest,
+    Heartbeat,
+    LeaseRequest,
+)
+from penstock.dataflow.service.operators.status import metrics, status
+from penstock.dataflow.service.rows.messages import GetRequest
+from penstock.errors import Forbidden
+from penstock.types import UNTRUSTED_TAG, NodeId
+from penstock.wire.auth import Audience, Role
+from penstock.wire.client import ServiceClient
+from penstock.wire.codec import encode
+
+DIFFERS = SpotCheck(has_same_tokens=False, reward_change=0.0, num_tokens=3, seconds=0.5)
+AGREES = replace(DIFFERS, has_same_tokens=True)
+
+
+def token(running: RunningDataflow, *, is_trusted: bool, subject: str = "evil") -> str:
+    return running.signer.mint(
+        Role.ROLLOUT, [Audience.DATAFLOW], ttl_s=600.0, subject=subject, is_trusted=is_trusted
+    )
+
+
+def registration(**change: object) -> RegisterRequest:
+    body = RegisterRequest(node_id=EVIL, boot_id="s" * 16, capacity=4, policies=())
+    return replace(body, **change)  # type: ignore[arg-type]
+
+
+def test_a_run_that_does_not_check_strangers_takes_none(tmp_path: Path) -> None:
+    """Trust is the run's choice, not the token's: the default refuses, with the cure."""
+    with dataflow(tmp_path, small_config()) as running:
+
+        async def join() -> None:
+            client = NodeClient(running.url, token(running, is_trusted=False))
+            with pytest.raises(Forbidden, match="accept_untrusted: true"):
+                await client.register(registration())
+            await client.close()
+
+        asyncio.run(join())
+
+
+def test_the_credential_says_who_is_trusted_not_the_node(tmp_path: Path) -> None:
+    """No tag of the node's own makes it trusted; it learns that it must not score."""
+    with dataflow(tmp_path, untrusted_config()) as running:
+
+        async def join() -> tuple[bool, bool]:
+            stranger = NodeClient(running.url, token(running, is_trusted=False))
+            own = NodeClient(running.url, token(running, is_trusted=True, subject="own"))
+            told = await stranger.register(registration(tags=("trusted", "gpus=8")))
+            body = registration(node_id=NodeId("own"), tags=(UNTRUSTED_TAG,))
+            trusted = await own.register(body)
+            await stranger.close()
+            await own.close()
+            return told.facts.is_scored, trusted.facts.is_scored
+
+        assert asyncio.run(join()) == (False, True)
+
+
+def test_an_untrusted_token_cannot_use_a_node_of_a_trusted_one(tmp_path: Path) -> None:
+    """The same subject twice: the untrusted holder cannot register over it, lease or deliver."""
+    with dataflow(tmp_path, untrusted_config()) as running:
+
+        async def attack() -> None:
+            own = NodeClient(running.url, token(running, is_trusted=True))
+            stranger = NodeClient(running.url, token(running, is_trusted=False))
+            answer = await own.register(registration())
+            boot_id, secret = registration().boot_id, answer.secret
+            calls = (
+                lambda: stranger.register(registration()),
+                lambda: stranger.register(registration(boot_id="t" * 16)),
+                lambda: stranger.heartbeat(
+                    EVIL, Heartbeat(boot_id=boot_id, state=NodeState.LIVE, live=(), secret=secret)
+                ),
+                lambda: stranger.lease(
+                    LeaseRequest(
+                        request_id="r",
+                        node_id=EVIL,
+                        boot_id=boot_id,
+                        max_slots=1,
+                        wait_s=0,
+                        live=(LIVE,),
+                        secret=secret,
+                    )
+                ),
+                lambda: stranger.deliver(
+                    DeliveryRequest(node_id=EVIL, boot_id=boot_id, deliveries=())
+                ),
+            )
+            for call in calls:
+                with pytest.raises(Forbidden, match="trusted token"):
+                    await call()
+            await own.close()
+            await stranger.close()
+
+        asyncio.run(attack())
+
+
+@pytest.mark.parametrize("role", [Role.ROLLOUT, Role.READER, Role.GATEWAY, Role.SESSION])
+def test_only_the_trusted_side_reports_checks(role: Role, tmp_path: Path) -> None:
+    """No node accuses another, whatever its credential."""
+    with dataflow(tmp_path, untrusted_config()) as running:
+        caller = ServiceClient(running.url, running.token(role, subject="evil"))
+        running.clients.callback(caller.close)
+        with pytest.raises(Forbidden):
+            caller.call("POST", "/v1/nodes/good/checks", DIFFERS, Ack)
+
+
+async def test_rows_that_differ_cost_the_credential_its_work_for_good(tmp_path: Path) -> None:
+    """Counted by subject, over restarts, and shown with what it cost."""
+    service = build(untrusted_config(), tmp_path)
+    await start(service)
+    for _ in range(3):
+        await service.trainers.record_check("evil", AGREES)
+    assert len(await lease(service, 1)) == 1
+    service.close()
+    service = build(untrusted_config(), tmp_path)
+    assert service.coordinator.spot_checks.counts["evil"].num_checked == 3
+    for _ in range(5):
+        await service.trainers.record_check("evil", DIFFERS)
+    assert service.partition.nodes[EVIL].is_quarantined
+    shown = status(service, "r").checks["evil"]
+    assert (shown.num_checked, shown.num_different, shown.num_tokens) == (8, 5, 24)
+    assert b'penstock_checked_tokens{subject="evil"} 24.0' in metrics(service, "r")
+    service.close()
+    service = build(untrusted_config(), tmp_path)
+    assert service.partition.nodes[EVIL].is_quarantined
+    service.close()
+
+
+async def test_the_trusted_side_scores_the_ledger_s_task_and_seed(tmp_path: Path) -> None:
+    """What a row is scored and repeated with comes from the lease, not from the row."""
+    config = untrusted_config()
+    service = build(config, tmp_path)
+    await start(service)
+    [grant] = await lease(service, 1)
+    delivery = Delivery(row_id=grant.row_id, payload=memoryview(encode(honest_row(grant, config))))
+    body = DeliveryRequest(node_id=EVIL, boot_id="s", deliveries=(delivery,))
+    await service.nodes.deliver(body)
+    await service.rows.tick()
+    [row] = (
+        await service.rows.get(TRAIN, GetRequest(keys=(grant.row_id,), columns=(ORIGIN,)))
+    ).rows
+    packed = row.columns[ORIGIN]
+    assert isinstance(packed, bytes)
+    origin = msgspec.msgpack.decode(packed, type=RowOrigin)
+    assert (origin.seed, origin.node_id, origin.is_trusted) == (grant.seed, EVIL, False)
+    assert origin.task == service.partition.groups[grant.group_id].task
+    assert POLICY not in row.columns
+    service.close()
