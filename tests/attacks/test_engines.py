@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 import stat
 import sys
@@ -185,3 +186,16 @@ def test_a_key_file_cannot_add_headers(
     monkeypatch.setenv(KEY_FILE_VARIABLE, str(tmp_path / "key"))
     with pytest.raises(ConfigError, match="key"):
         read_server_key()
+
+
+async def test_the_engine_has_no_network_but_its_own(
+    child: tuple[ChildServer, VllmEngine],
+) -> None:
+    """Ports that vLLM's workers open among themselves are not on the agents' loopback."""
+    if shutil.which("bwrap") is None:
+        pytest.skip("no bubblewrap on this machine")
+    server, _ = child
+    _, *inside = [process for process in processes(server) if process.name() != "bwrap"]
+    assert inside
+    ours = os.readlink("/proc/self/ns/net")
+    assert ours not in {os.readlink(f"/proc/{process.pid}/ns/net") for process in inside}

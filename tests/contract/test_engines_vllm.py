@@ -411,6 +411,17 @@ async def test_a_killed_child_comes_back_with_the_last_version(
     assert list((tmp_path / "state").glob("vllm-*.log"))
 
 
+async def test_a_stopped_child_ends_by_itself(
+    environment: Path, folders: list[Path], tmp_path: Path
+) -> None:
+    """It gets SIGTERM, and time to clean up; nothing in between swallows the signal."""
+    server = ChildServer(environment, ["--dtype", "float32"], state_dir=tmp_path / "state")
+    await server.start(folders[0])
+    await server.stop()
+    [log] = (tmp_path / "state").glob("vllm-*.log")
+    assert "Finished server process" in log.read_text()
+
+
 async def test_a_child_dies_with_the_node_that_was_killed(
     environment: Path, folders: list[Path], tmp_path: Path
 ) -> None:

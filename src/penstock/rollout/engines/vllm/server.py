@@ -3,9 +3,10 @@
 
 The child runs in vLLM's virtual environment, in a separate process group that dies with the node.
 It listens on a unix socket in a folder of the node's user only, never on a port: its routes load
-weights and call workers without a credential. It gets none of the node's credentials. It starts
-with the first snapshot as its model. The user's options follow ours on the command line, so they
-take precedence, except for where it listens.
+weights and call workers without a credential. Where bubblewrap works it also has a network of its
+own, because its workers talk to each other over ports. It gets none of the node's credentials. It
+starts with the first snapshot as its model. The user's options follow ours on the command line, so
+they take precedence, except for where it listens.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 PLUGIN_DIR = Path(__file__).parent / "plugin"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 """If set, vLLM loads only the plugins it lists; ours is in PLUGIN_DIR."""
+OWN_NETWORK = ("bwrap", "--dev-bind", "/", "/", "--unshare-net", "--")
+"""Runs a program with all files, and with a loopback that no other process has."""
+SELF_TEST_S = 20.0
+BWRAP_FIX = "install bubblewrap, and allow user namespaces if the node is not root"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The LoRA ranks vLLM supports."""
 MAX_ADAPTERS = 16
@@ -139,6 +144,7 @@ class ChildServer:
             more = _for_adapters(self.num_policies, self.adapter_rank)
         listens = ("--uds", str(socket_path))
         argv = [str(program), *_arguments(model), *more, *self._options, *listens]
+        argv = [*await _own_network(), *argv]
         log.info("starting vLLM", command=shlex.join(argv), log=str(log_path))
         with log_path.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
@@ -196,6 +202,22 @@ class ChildServer:
                 )
             await asyncio.sleep(POLL_S)
         raise EngineError(f"vLLM exited during startup; see {log_path}: {_end(log_path)}")
+
+
+async def _own_network() -> tuple[str, ...]:
+    """What starts a program in a network namespace; nothing, with a warning, if none can be had."""
+    with suppress(OSError, TimeoutError):
+        probe = await asyncio.create_subprocess_exec(
+            *OWN_NETWORK,
+            "true",
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        async with asyncio.timeout(SELF_TEST_S):
+            if await probe.wait() == 0:
+                return OWN_NETWORK
+    log.warning("vLLM shares the network: its workers' ports are open on loopback", fix=BWRAP_FIX)
+    return ()
 
 
 def _arguments(folder: Path) -> list[str]:
