@@ -134,10 +134,9 @@ class OnlineGateway(Gateway):
         sampling: SamplingSpec,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(self._generate_tracked)
+        super().__init__(generate)
         self.counts: Counter[str] = Counter()
         self.terms = terms
-        self._generate = generate
         self._slot_source = slot_source
         self._verify = verify
         self._policies = tuple(policies)
@@ -373,12 +372,16 @@ class OnlineGateway(Gateway):
                 if self._by_name.get(key) is oldest:
                     del self._by_name[key]
 
-    async def _generate_tracked(self, request: GenerationRequest) -> Completion:
-        """Generate, and count the session as active while the call runs."""
+    def queue_key(self, session_id: str) -> str:
+        """All sessions of an owner take turns as one."""
+        return self._entries[session_id].owner
+
+    async def _generate_in_turn(self, request: GenerationRequest) -> Completion:
+        """Generate, and count the session as active while the call waits or runs."""
         entry = self._entries[request.session]
         entry.num_running += 1
         try:
-            return await self._generate(request)
+            return await super()._generate_in_turn(request)
         finally:
             entry.num_running -= 1
             entry.last_active_at = self._clock()
