@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +89,7 @@ class Inside:
 
 
 @asynccontextmanager
-async def sandbox(folder: Path, hosts: Sequence[str] = (GRANTED,)) -> AsyncIterator[Inside]:
+async def sandbox(folder: Path, hosts: Sequence[str] = (GRANTED,)) -> AsyncGenerator[Inside]:
     outside = Outside()
     server = await asyncio.start_server(outside.serve, "127.0.0.1", 0)
     outside.port = server.sockets[0].getsockname()[1]

@@ -7,7 +7,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,7 +81,7 @@ class Online:
 
 
 @asynccontextmanager
-async def client_of(app: Starlette) -> AsyncIterator[httpx2.AsyncClient]:
+async def client_of(app: Starlette) -> AsyncGenerator[httpx2.AsyncClient]:
     with serving(app) as url:
         async with httpx2.AsyncClient(base_url=url, timeout=60.0) as http:
             yield http
@@ -270,7 +270,7 @@ class EchoEngine:
 
 
 @asynccontextmanager
-async def running(quotas: Quotas | None = None) -> AsyncIterator[Gate]:
+async def running(quotas: Quotas | None = None) -> AsyncGenerator[Gate]:
     renderer = WatchedRenderer(
         bpe.tokenizer(), bpe.TEMPLATES["append-only"], window=bpe.WINDOW, stop_ids=frozenset({1})
     )
@@ -462,7 +462,7 @@ def media(url: str) -> dict[str, dict[str, Any]]:
         {"type": "input_image", "image_url": url},
         {"type": "input_file", "file_url": url},
     ]
-    bodies = {
+    bodies: dict[str, dict[str, Any]] = {
         f"/v1/chat/completions#{at}": {"messages": [{"role": "user", "content": [part]}]}
         for at, part in enumerate(chat_parts)
     }

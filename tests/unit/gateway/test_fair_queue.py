@@ -7,14 +7,15 @@ import asyncio
 import random
 from collections import Counter
 
-from penstock.gateway.fair_queue import FairQueue
+from penstock.gateway.fair_queue import ALONE_S, FairQueue
 
 
 class Calls:
     """Calls that hold a place until they are told to end."""
 
     def __init__(self, num_places: int) -> None:
-        self.queue = FairQueue(num_places)
+        self.now = 0.0
+        self.queue = FairQueue(num_places, lambda: self.now)
         self.started: list[str] = []
         self._ends: dict[str, list[asyncio.Event]] = {}
         self.tasks: list[asyncio.Task[None]] = []
@@ -46,12 +47,30 @@ class Calls:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
-async def test_a_flood_leaves_half_of_the_places_and_another_starts_at_once() -> None:
-    calls = Calls(8)
+async def test_a_flood_beside_another_gets_a_quarter_and_the_other_starts_at_once() -> None:
+    calls = Calls(16)
+    await calls.start("other")
+    await calls.end_one("other")
     await calls.start("flood", 100)
-    assert calls.started == ["flood"] * 4
-    await calls.start("other", 2)
-    assert calls.started == ["flood"] * 4 + ["other"] * 2
+    assert calls.started == ["other"] + ["flood"] * 4
+    await calls.start("other", 3)
+    assert calls.started == ["other"] + ["flood"] * 4 + ["other"] * 3
+    await calls.close()
+
+
+async def test_a_key_alone_gets_every_place_until_another_comes() -> None:
+    calls = Calls(8)
+    await calls.start("other")
+    await calls.end_one("other")
+    calls.now += ALONE_S + 1
+    await calls.start("flood", 100)
+    assert calls.started == ["other"] + ["flood"] * 8
+    await calls.start("other")
+    await calls.end_one("flood")
+    assert calls.started[-1] == "other", "its turn comes with the first free place"
+    for _ in range(7):
+        await calls.end_one("flood")
+    assert calls.started == ["other"] + ["flood"] * 8 + ["other"] + ["flood"] * 2
     await calls.close()
 
 

@@ -109,8 +109,9 @@ def _check_keywords(fields: JsonObject, where: str) -> None:
     for pattern in cast(JsonObject, patterns) if isinstance(patterns, dict) else ():
         _check_pattern(pattern, where)
     if "type" in words:
-        types = words["type"] if isinstance(words["type"], list) else [words["type"]]
-        if not all(isinstance(one, str) and one in _TYPES for one in cast(list[Any], types)):
+        named: object = words["type"]
+        types = cast(list[object], named) if isinstance(named, list) else [named]
+        if not all(isinstance(one, str) and one in _TYPES for one in types):
             raise BadRequest(f"{where}: type must be one of {', '.join(sorted(_TYPES))}")
     for name in _COUNTS & words.keys():
         if not isinstance(words[name], int) or not 0 <= words[name] <= MAX_REPEATS:

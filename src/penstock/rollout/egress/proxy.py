@@ -280,7 +280,7 @@ class _Exchange:
                 self._send_down(h11.Data(data=body))
             await _drain(self._writer)
 
-    async def _next(self) -> h11.Event | type[h11.PAUSED]:
+    async def _next(self) -> h11.Event:
         return await _read_event(self._client, self._reader)
 
     def _send_down(self, event: h11.Event) -> None:
@@ -302,13 +302,11 @@ class _Exchange:
         self._proxy.count(num_bytes)
 
 
-async def _read_event(
-    connection: h11.Connection, reader: asyncio.StreamReader
-) -> h11.Event | type[h11.PAUSED]:
+async def _read_event(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Event:
     while (event := connection.next_event()) is h11.NEED_DATA:
         async with asyncio.timeout(IDLE_S):
             connection.receive_data(await reader.read(CHUNK_BYTES))
-    if event is h11.PAUSED or isinstance(event, h11.ConnectionClosed):
+    if not isinstance(event, h11.Event) or isinstance(event, h11.ConnectionClosed):
         raise EOFError("it ended in mid-message")
     return event
 
