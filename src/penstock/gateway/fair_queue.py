@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shares a limited number of places between keys, so that a flood by one does not delay another.
 
-Beside others, a key never holds more than a third of what is free, so that most places are free for
-whoever comes next: a flood gets a quarter of all. A key that has been alone for a while may take
+Beside others, a key never holds more than half of what is free, so that most places are free for
+whoever comes next: a flood gets a third of all. A key that has been alone for a while may take
 all of them. Beyond that, keys take turns, each in the order of its own calls. A key without a place
 may always take a free one. Knows neither sessions nor engines.
 """
@@ -17,7 +17,7 @@ from time import monotonic
 
 ALONE_S = 60.0
 """A key counts as alone when no other one has held a place for this long."""
-FREE_PER_HELD = 3
+FREE_PER_HELD = 2
 """Beside others, so many places must be free for each that a key holds."""
 
 
