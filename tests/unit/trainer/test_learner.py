@@ -339,11 +339,12 @@ def test_a_row_with_a_non_finite_loss_is_left_out_and_blamed(new_model: NewModel
     before = parameters(learner)
     bad = replace(make_turn([3, 4], [5, 5]), logprobs=log_probs([-5.0, -5.0]))
     batch = seal([[(bad, 0.0), (make_turn([3, 4], [6]), 1.0)]]).assembled()
-    batch = replace(batch, nodes={0: "hostile/1", 1: "honest/1"})
+    batch = replace(batch, subjects={0: "hostile", 1: "honest"})
     stats = learner.step(batch)
     assert stats.skipped is None and stats.values["updates/non_finite"] == 0
     assert any(not torch.equal(before[name], now) for name, now in parameters(learner).items())
-    assert stats.mismatches["hostile/1"].mean_abs > 10 > stats.mismatches["honest/1"].mean_abs
+    gaps = {subject: gap.mean_abs for (subject, _), gap in stats.mismatches.items()}
+    assert gaps["hostile"] > 10 > gaps["honest"]
 
 
 def test_a_row_at_a_temperature_near_zero_is_left_out(new_model: NewModel) -> None:
