@@ -139,6 +139,14 @@ async def test_output_beyond_the_limit_ends_the_program(sandbox: Sandbox) -> Non
     assert len(done.stdout) + len(done.stderr) <= LIMITS.output_bytes
 
 
+async def test_a_frame_larger_than_the_limit_of_output_ends_the_program(sandbox: Sandbox) -> None:
+    process = await sandbox.exec(["cat", "/dev/zero"])
+    with pytest.raises(asyncio.IncompleteReadError) as raised:
+        await process.stdout.readexactly(1 << 30)
+    assert len(raised.value.partial) <= LIMITS.output_bytes
+    assert (await process.wait()).limit == "output_bytes"
+
+
 async def test_the_wall_clock_ends_a_program_that_ignores_signals(backend: Backend) -> None:
     sandbox = backend.create(SandboxSpec(limits=Limits(wall_s=0.3)))
     await sandbox.start()
