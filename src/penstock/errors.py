@@ -16,6 +16,7 @@ PenstockError
 │   └── RequestRejected           the request itself is invalid; no engine would accept it
 ├── WorkflowError                 the user's workflow raised or its program failed
 ├── RewardError                   the reward function raised, was killed, or returned no number
+├── SandboxError                  the sandbox itself failed, not the program in it
 ├── WeightsError                  a snapshot is missing, damaged or belongs to another model
 ├── StoreError                    the ledger or a segment is damaged
 │   └── ResumeRejected            the ledger does not allow resuming from this checkpoint

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import json
 import os
@@ -14,7 +15,8 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import AsyncGenerator
+import tempfile
+from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,7 @@ PYTHON = "/usr/bin/python3"
 IMAGE = os.environ.get("PENSTOCK_TEST_IMAGE", "docker.io/library/python:3.11")
 GVISOR_DIED = 2
 """gVisor's own kernel gives up when it gets no more threads: the program dies with it."""
+cached_engine = functools.cache(find_engine)
 KINDS = ("bubblewrap", pytest.param("runsc", marks=pytest.mark.slow), "container")
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or not Path(PYTHON).exists(),
@@ -64,7 +67,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
         return BubblewrapBackend()
     if request.param == "runsc" and shutil.which("runsc") and os.geteuid() == 0:
         return RunscBackend()
-    if request.param == "container" and (engine := find_engine()):
+    if request.param == "container" and (engine := cached_engine()):
         return ContainerBackend(IMAGE, engine)
     pytest.skip(f"{request.param} is not to be had here")
 
@@ -91,13 +94,18 @@ def limits_for(program: Hostile) -> Limits:
     return Limits(wall_s=program.wall_s, cpu_s=1, memory_mb=160, num_processes=48, disk_mb=16)
 
 
+@pytest.fixture
+def is_relevant(backend: Backend, program: Hostile) -> None:
+    if backend.level is Level.GVISOR and not program.is_about_host:
+        pytest.skip("gVisor answers this from its own kernel")
+
+
+@pytest.mark.usefixtures("is_relevant")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 async def test_a_hostile_program_is_contained(
     backend: Backend, program: Hostile, host: Host
 ) -> None:
     """It gets nothing, the limit that it meets is named, and nothing of it is left."""
-    if backend.level is Level.GVISOR and not program.is_about_host:
-        pytest.skip("gVisor answers this from its own kernel")
     before = count_leftovers()
     sandbox = backend.create(SandboxSpec(limits=limits_for(program), env=host.env))
     await sandbox.start()
@@ -382,26 +390,36 @@ async def test_limits_hold_without_control_groups(name: str, limit: str, host: H
 
 
 FAKES = {
-    "fails": "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n",
-    "hangs up": "#!/bin/sh\nexit 0\n",
-    "builds no walls": '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\n"$@"\nexit $?\n',
+    "fails": ("echo 'No permissions to create a new namespace' >&2; exit 1", "No permissions to"),
+    "ends at once": ("exit 0", "ended without a message"),
+    "builds no walls": (
+        'while [ "$1" != -- ]; do shift; done; shift; "$@"; exit $?',
+        "connected to a port|read a private file",
+    ),
 }
+
+
+@pytest.fixture
+def open_folder() -> Generator[Path]:
+    """One that the user of a sandbox can enter."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
 
 
 @pytest.mark.parametrize("fake", FAKES)
 async def test_a_host_without_namespaces_is_refused(
-    fake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake: str, open_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that demands isolation does not start on a host that cannot give it."""
-    program = tmp_path / "bwrap"
-    program.write_text(FAKES[fake])
+    script, reason = FAKES[fake]
+    program = open_folder / "bwrap"
+    program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.is_relative_to("/tmp/pytest-of-root"):
-            folder.chmod(0o755)
-    monkeypatch.setattr("penstock.rollout.sandbox.walls.HOST_PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("penstock.rollout.sandbox.walls.HOST_PATH", f"{open_folder}:/usr/bin:/bin")
     before = count_leftovers()
-    with pytest.raises(SandboxError, match=r"no sandbox of level namespaces.*install bubblewrap"):
+    expected = rf"no sandbox of level namespaces.*({reason}).*install bubblewrap"
+    with pytest.raises(SandboxError, match=expected):
         await choose("auto", demand=Level.NAMESPACES)
     assert count_leftovers() == before
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import os
 import shutil
@@ -41,13 +42,14 @@ def make_backend(kind: str) -> Backend:
         return BubblewrapBackend()
     if kind == "runsc" and shutil.which("runsc") and os.geteuid() == 0:
         return RunscBackend()
-    if kind == "container" and (engine := find_engine()):
+    if kind == "container" and (engine := cached_engine()):
         return ContainerBackend(IMAGE, engine)
     if kind in ("limits", "none"):
         return LimitsBackend() if kind == "limits" else NoneBackend()
     pytest.skip(f"{kind} is not to be had here")
 
 
+cached_engine = functools.cache(find_engine)
 KINDS = ("bubblewrap", "limits", "none", pytest.param("runsc", marks=pytest.mark.slow), "container")
 
 
@@ -135,6 +137,14 @@ async def test_output_beyond_the_limit_ends_the_program(sandbox: Sandbox) -> Non
     done = await run(sandbox, ["sh", "-c", "while :; do echo 0123456789; done"])
     assert done.exit.limit == "output_bytes"
     assert len(done.stdout) + len(done.stderr) <= LIMITS.output_bytes
+
+
+async def test_a_frame_larger_than_the_limit_of_output_ends_the_program(sandbox: Sandbox) -> None:
+    process = await sandbox.exec(["cat", "/dev/zero"])
+    with pytest.raises(asyncio.IncompleteReadError) as raised:
+        await process.stdout.readexactly(1 << 30)
+    assert len(raised.value.partial) <= LIMITS.output_bytes
+    assert (await process.wait()).limit == "output_bytes"
 
 
 async def test_the_wall_clock_ends_a_program_that_ignores_signals(backend: Backend) -> None:

@@ -66,7 +66,7 @@ async def start_child(
     )
     try:
         return await _connect(popen)
-    except BaseException:  # cancelled in between
+    except BaseException:  # such as no descriptor left
         popen.kill()
         popen.wait()
         raise
@@ -75,6 +75,7 @@ async def start_child(
 async def _connect(popen: subprocess.Popen[bytes]) -> Child:
     assert popen.stdin is not None and popen.stdout is not None and popen.stderr is not None
     loop = asyncio.get_running_loop()
+    pidfd, ended = os.pidfd_open(popen.pid), asyncio.Event()
     stdout, stderr, unused = (StreamReader(loop=loop) for _ in range(3))
     readers = [
         (await loop.connect_read_pipe(lambda to=reader: StreamReaderProtocol(to), pipe))[0]
@@ -83,7 +84,6 @@ async def _connect(popen: subprocess.Popen[bytes]) -> Child:
     writer, protocol = await loop.connect_write_pipe(
         lambda: StreamReaderProtocol(unused), popen.stdin
     )
-    pidfd, ended = os.pidfd_open(popen.pid), asyncio.Event()
 
     def on_end() -> None:
         loop.remove_reader(pidfd)

@@ -7,16 +7,20 @@ before, and only regular files are read. Raises FileRefused for what a program m
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import stat
 import tarfile
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
+from penstock.errors import SandboxError
 from penstock.rollout.sandbox.types import WORK_DIR, FileRefused
 
+T = TypeVar("T")
 MAX_DEPTH = 64
 MAX_ENTRIES = 100_000
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -79,6 +83,22 @@ class WorkFolder:
         with suppress(FileExistsError):
             os.mkdir(name, 0o755, dir_fd=parent)
             os.chown(name, self.owner, self.owner, dir_fd=parent, follow_symlinks=False)
+
+
+async def at_folder(fd: int, owner: int, action: Callable[[WorkFolder], T]) -> T:
+    """Do something in a thread, with a descriptor that stays open meanwhile: were the sandbox to
+    end first, the number could already mean another sandbox's folder."""
+    if fd < 0:
+        raise SandboxError("this sandbox is not running; call start() before, kill() after")
+    folder = WorkFolder(fd=os.dup(fd), owner=owner)
+
+    def act() -> T:
+        try:
+            return action(folder)
+        finally:
+            os.close(folder.fd)
+
+    return await asyncio.to_thread(act)
 
 
 def _parts(path: str) -> list[str]:

@@ -11,13 +11,14 @@ import os
 import subprocess
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.cgroups import Group
-from penstock.rollout.sandbox.files import WorkFolder
+from penstock.rollout.sandbox.files import T, WorkFolder, at_folder
 from penstock.rollout.sandbox.mounts import checked_name, read_secret
 from penstock.rollout.sandbox.owners import PREFIX, is_stale, new_name
 from penstock.rollout.sandbox.program import Program
@@ -26,8 +27,9 @@ from penstock.rollout.sandbox.types import SandboxSpec
 
 def remove_stale_folders() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        if is_stale(path) and path.lstat().st_uid == os.geteuid():
-            _remove(path)
+        with suppress(FileNotFoundError):  # another node removes it
+            if is_stale(path) and path.lstat().st_uid == os.geteuid():
+                _remove(path)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,13 +57,14 @@ class FolderSandbox(ABC):
             ) from error
 
     async def put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        await asyncio.to_thread(self._folder.put, path, data, mode)
+        await self._at_folder(lambda folder: folder.put(path, data, mode))
 
     async def get(self, path: str, *, max_bytes: int) -> bytes:
-        return await asyncio.to_thread(self._folder.get, path, max_bytes)
+        return await self._at_folder(lambda folder: folder.get(path, max_bytes))
 
     async def snapshot(self) -> bytes:
-        return await asyncio.to_thread(self._folder.snapshot, self.spec.limits.disk_mb << 20)
+        max_bytes = self.spec.limits.disk_mb << 20
+        return await self._at_folder(lambda folder: folder.snapshot(max_bytes))
 
     async def kill(self) -> None:
         programs, self._programs = self._programs, []
@@ -72,11 +75,8 @@ class FolderSandbox(ABC):
         await asyncio.to_thread(self._group.remove)
         await asyncio.to_thread(_remove, self.path)
 
-    @property
-    def _folder(self) -> WorkFolder:
-        if self._folder_fd < 0:
-            raise SandboxError("this sandbox is not running; call start() before, kill() after")
-        return WorkFolder(fd=self._folder_fd, owner=self.owner)
+    async def _at_folder(self, action: Callable[[WorkFolder], T]) -> T:
+        return await at_folder(self._folder_fd, self.owner, action)
 
     def _make_folders(self) -> None:
         self.path.mkdir(mode=0o711)

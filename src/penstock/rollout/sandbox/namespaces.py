@@ -12,13 +12,13 @@ import asyncio
 import os
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.cgroups import Group, Parents
-from penstock.rollout.sandbox.files import WorkFolder
+from penstock.rollout.sandbox.files import T, WorkFolder, at_folder
 from penstock.rollout.sandbox.mounts import Mounts
 from penstock.rollout.sandbox.program import Program
 from penstock.rollout.sandbox.types import SandboxSpec
@@ -94,13 +94,14 @@ class NamespaceSandbox(ABC):
         return program
 
     async def put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        await asyncio.to_thread(self._folder.put, path, data, mode)
+        await self._at_folder(lambda folder: folder.put(path, data, mode))
 
     async def get(self, path: str, *, max_bytes: int) -> bytes:
-        return await asyncio.to_thread(self._folder.get, path, max_bytes)
+        return await self._at_folder(lambda folder: folder.get(path, max_bytes))
 
     async def snapshot(self) -> bytes:
-        return await asyncio.to_thread(self._folder.snapshot, self.spec.limits.disk_mb << 20)
+        max_bytes = self.spec.limits.disk_mb << 20
+        return await self._at_folder(lambda folder: folder.snapshot(max_bytes))
 
     async def kill(self) -> None:
         walls, self._waiting = self._waiting, None
@@ -111,8 +112,5 @@ class NamespaceSandbox(ABC):
         await self._mounts.close()
         await asyncio.to_thread(self._group.remove)
 
-    @property
-    def _folder(self) -> WorkFolder:
-        if self._mounts.folder_fd < 0:
-            raise SandboxError("this sandbox is not running; call start() before, kill() after")
-        return WorkFolder(fd=self._mounts.folder_fd, owner=self._mounts.owner)
+    async def _at_folder(self, action: Callable[[WorkFolder], T]) -> T:
+        return await at_folder(self._mounts.folder_fd, self._mounts.owner, action)
