@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where code runs that is not penstock's, and what it may reach.
 
-Owns the shape of `sandbox:`. Rewards, workflow commands and tools have grants of their own, so that
+Owns the shape of `sandbox:`. Rewards, workflow commands and tools have separate grants, so that
 the key of a judge is not in reach of code that a model wrote. Grants hold on the machine that has
 the run folder: a node that joins from elsewhere grants nothing because a run asks for it."""
 
@@ -63,7 +63,7 @@ class SandboxConfig(Section):
 
     backend: Literal["auto", "bubblewrap", "runsc", "container", "none"] = "auto"
     """What isolates them; auto takes bubblewrap. none runs them as ordinary processes of the node's
-    user: choose it only where nobody but you wrote what they do."""
+    user: choose it only where you wrote all that they run."""
     image: str = ""
     """The image of the container back end; it must be on this machine."""
     demand: Literal["limits", "namespaces", "gvisor"] | None = None

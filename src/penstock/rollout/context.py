@@ -217,7 +217,7 @@ class Context:
         ids: Sequence[str],
         limits: GradingLimits | None = None,
     ) -> Verdict:
-        """Run hidden tests against a solution that a model wrote, each in a sandbox of its own.
+        """Run hidden tests against a solution that a model wrote, each in a separate sandbox.
 
         Args:
             solution: Python source; see `TestFile` for what tests can do with it.

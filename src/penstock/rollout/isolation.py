@@ -3,7 +3,7 @@
 
 Commands, tools and graders fail closed: without isolation they do not start, unless `none` was
 chosen. The owner's own reward falls back to limits and a clean environment, with a warning that
-names the cure, so that a first run works. Starts no program itself."""
+names the fix, so that a first run works. Starts no program itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.rollout.visible_folders import narrowed, unreadable
 
 FOREVER_S = 1e8
 """A wall clock for programs that have a deadline elsewhere."""
-CURE = "apt install bubblewrap, and allow user namespaces; `penstock check` says what is missing"
+FIX = "apt install bubblewrap, and allow user namespaces; `penstock check` says what is missing"
 _PASSED = ("LANG", "LANGUAGE", "TZ", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM")
 log = structlog.get_logger(__name__)
 
@@ -96,7 +96,7 @@ class Isolation:
             if self._fallback is None:
                 self._fallback = LimitsBackend()
                 what = "rewards run without isolation: they see the files and network of this host"
-                log.warning(what, reason=str(self._found), fix=CURE)
+                log.warning(what, reason=str(self._found), fix=FIX)
             return self._fallback
 
     async def open(
@@ -127,7 +127,7 @@ class Isolation:
         return backend.create(SandboxSpec(limits=bounds, grants=grants, env=given_env))
 
     def _reading_all(self, backend: Backend, use: Use, folders: tuple[Path, ...]) -> Backend:
-        """As root a sandbox has a user of its own, which cannot read a private folder."""
+        """As root each sandbox has its own user, which cannot read a private folder."""
         private = unreadable(folders) if os.geteuid() == 0 else ()
         if not private or backend.level is Level.NONE:
             return backend
@@ -135,7 +135,7 @@ class Isolation:
         if use is not Use.REWARD or self._settings.demand is not None:
             names = ", ".join(map(str, private))
             raise SandboxError(
-                f"a program in a sandbox has a user of its own, and only root can read {names}; "
+                f"a program in a sandbox has its own user, and only root can read {names}; "
                 f"run `{fix}`, or start the run as another user"
             )
         log.warning("rewards run without isolation: only root can read their folder", fix=fix)
