@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import os
 import shutil
@@ -41,13 +42,14 @@ def make_backend(kind: str) -> Backend:
         return BubblewrapBackend()
     if kind == "runsc" and shutil.which("runsc") and os.geteuid() == 0:
         return RunscBackend()
-    if kind == "container" and (engine := find_engine()):
+    if kind == "container" and (engine := cached_engine()):
         return ContainerBackend(IMAGE, engine)
     if kind in ("limits", "none"):
         return LimitsBackend() if kind == "limits" else NoneBackend()
     pytest.skip(f"{kind} is not to be had here")
 
 
+cached_engine = functools.cache(find_engine)
 KINDS = ("bubblewrap", "limits", "none", pytest.param("runsc", marks=pytest.mark.slow), "container")
 
 

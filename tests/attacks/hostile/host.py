@@ -14,7 +14,7 @@ from pathlib import Path
 
 from penstock.rollout.sandbox.cgroups import find_parents
 from penstock.rollout.sandbox.namespaces import FIRST_UID, NUM_UIDS
-from penstock.rollout.sandbox.owners import PREFIX
+from penstock.rollout.sandbox.owners import prefix_of
 
 SECRET = "canary-secret"
 
@@ -84,7 +84,7 @@ class Leftovers:
 
 def count_leftovers(node: int | None = None) -> Leftovers:
     """Of the process `node`, or of this one; processes of sandboxes of others do not count."""
-    own = f"{PREFIX}{node or os.getpid()}-"
+    own = prefix_of(node or os.getpid())
     groups = frozenset(
         str(path) for parent in find_parents().folders.values() for path in parent.glob(f"{own}*")
     )

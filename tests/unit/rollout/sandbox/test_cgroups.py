@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from penstock.rollout.sandbox.cgroups import Parents, find_parents
-from penstock.rollout.sandbox.owners import is_stale, new_name
+from penstock.rollout.sandbox.owners import is_stale, new_name, prefix_of
 from penstock.rollout.sandbox.types import Limits
 
 
@@ -51,7 +51,8 @@ def test_a_read_only_hierarchy_is_not_used(tmp_path: Path) -> None:
 
 def test_only_names_of_dead_processes_are_stale() -> None:
     assert not is_stale(Path(new_name()))
-    assert is_stale(Path(f"penstock-sandbox-{os.getpid()}-1-0"))  # it started later
-    assert is_stale(Path("penstock-sandbox-99999999-1-0"))
+    assert is_stale(Path(f"{prefix_of(os.getpid())}1-0"))  # it started later
+    assert is_stale(Path(f"{prefix_of(99999999)}1-0"))
+    assert not is_stale(Path("penstock-sandbox-1-99999999-1-0"))  # of another container
     assert not is_stale(Path("penstock-sandbox-0"))
     assert not is_stale(Path("another-1-2-3"))
