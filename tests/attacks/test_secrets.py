@@ -207,7 +207,7 @@ async def test_the_home_folder_is_never_granted(
     (project / ".ssh" / "id_ed25519").write_text("secret")
     monkeypatch.setenv("HOME", str(project))
     monkeypatch.chdir(project)
-    monkeypatch.syspath_prepend(str(project))
+    monkeypatch.setattr(sys, "path", [str(project), *sys.path])
     found = narrowed((*python_folders(), *module_files("evil:reward"), *program_folders(["sh"])))
     assert project / "evil.py" in found
     assert not any(project == path or project.is_relative_to(path) for path in found)
@@ -307,7 +307,7 @@ async def test_no_canary_leaves_through_an_error(
     (run_folder / "key").write_text("canary-key")
     head = f"import os, sys\nRUN = {str(run_folder)!r}\ndef reward(completions, **_):\n"
     (project / "leaks.py").write_text(f"{head}    {ERROR_PATHS[path]}\n")
-    monkeypatch.syspath_prepend(str(project))
+    monkeypatch.setattr(sys, "path", [str(project), *sys.path])
     settings = IsolationSettings(hidden=(project / "outputs",))
     scorer = Scorer("leaks:reward", Isolation(settings))
     serving = asyncio.create_task(scorer.run())
