@@ -91,9 +91,12 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def open(cls, url: str) -> Connection:
+        loop = asyncio.get_running_loop()
+        if url.startswith("unix:"):
+            _, connection = await loop.create_unix_connection(cls, url.removeprefix("unix:"))
+            return connection
         parts = urlsplit(url)
         assert parts.hostname is not None and parts.port is not None
-        loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(cls, parts.hostname, parts.port)
         return connection
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import sys
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -23,6 +24,37 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 VOCAB = 11
+PROGRAM = """#!{python}
+import os, subprocess, sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+import uvicorn
+from starlette.responses import PlainTextResponse
+from tests.contract.fake_vllm_server import VllmDouble
+words = sys.argv[1:]
+assert words[0] == "serve", words
+assert words[-4:-2] == ["--dtype", "float32"] and "--enforce-eager" in words
+assert words[-2] == "--uds", words
+assert os.environ["VLLM_SERVER_DEV_MODE"] == "1" and "PENSTOCK_TOKEN" not in os.environ
+assert os.environ.get("VLLM_PLUGINS", "penstock").endswith("penstock")
+helper = subprocess.Popen(["sleep", "1000"])
+Path({pids!r}).write_text(f"{{os.getpid()}} {{helper.pid}}")
+double = VllmDouble(Path(words[1]), root=Path(os.environ["PENSTOCK_WEIGHTS_ROOT"]))
+app = double.app()
+app.add_route("/canary", lambda request: PlainTextResponse({pids!r}))
+uvicorn.run(app, uds=words[-1])
+"""
+
+
+def write_environment(folder: Path, pids: Path) -> Path:
+    """A virtual environment whose `vllm` is this server; it writes its process ids to a file, and
+    answers /canary with that file's name."""
+    program = folder / "bin" / "vllm"
+    program.parent.mkdir(parents=True)
+    path = [p for p in sys.path if p] + [str(Path(__file__).parents[2])]
+    program.write_text(PROGRAM.format(python=sys.executable, path=path, pids=str(pids)))
+    program.chmod(0o755)
+    return folder
 
 
 def weights_of(folder: Path) -> int:

@@ -75,6 +75,7 @@ class Agent:
         self.is_recorded: bool = opened["is_recorded"]
         self._base_url: str = opened["base_url"]
         self._api_key: str = opened["api_key"]
+        self._reward_key: str = opened["reward_key"]
 
     async def say(self, text: str = "abc") -> str:
         answer = await self._http.post(
@@ -89,7 +90,9 @@ class Agent:
         self, verb: str, body: dict[str, Any] | None = None, *, token: str = ""
     ) -> httpx2.Response:
         return await self._http.post(
-            f"/sessions/{self.id}/{verb}", headers=bearer(token or self._api_key), json=body or {}
+            f"/sessions/{self.id}/{verb}",
+            headers=bearer(token or self._reward_key),
+            json=body or {},
         )
 
     async def reward(self, value: float, reason: str = "") -> dict[str, Any]:

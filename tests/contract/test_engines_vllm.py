@@ -20,7 +20,13 @@ from typing import Any
 
 import pytest
 from tests.contract.dataflow_server import serving
-from tests.contract.fake_vllm_server import VOCAB, VllmDouble, token, weights_of
+from tests.contract.fake_vllm_server import (
+    VOCAB,
+    VllmDouble,
+    token,
+    weights_of,
+    write_environment,
+)
 
 from penstock.errors import EngineError, RequestRejected
 from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
@@ -353,36 +359,11 @@ async def test_close_fails_what_is_running(
 
 # --- the child ----------------------------------------------------------------------------------
 
-PROGRAM = """#!{python}
-import asyncio, os, socket, subprocess, sys
-sys.path[:0] = {path!r}
-from pathlib import Path
-from typing import Any
-import uvicorn
-from tests.contract.fake_vllm_server import VllmDouble
-words = sys.argv[1:]
-assert words[0] == "serve" and words[words.index("--host") + 1] == "127.0.0.1", words
-assert words[-2:] == ["--dtype", "float32"] and "--enforce-eager" in words
-assert os.environ["VLLM_SERVER_DEV_MODE"] == "1" and "PENSTOCK_TOKEN" not in os.environ
-assert os.environ.get("VLLM_PLUGINS", "penstock").endswith("penstock")
-helper = subprocess.Popen(["sleep", "1000"])
-Path({pids!r}).write_text(f"{{os.getpid()}} {{helper.pid}}")
-folder = Path(words[1])
-double = VllmDouble(folder, root=Path(os.environ["PENSTOCK_WEIGHTS_ROOT"]))
-uvicorn.run(double.app(), host="127.0.0.1", port=int(words[words.index("--port") + 1]))
-"""
-
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
     """A fake virtual environment with vLLM in it."""
-    program = tmp_path / "environment" / "bin" / "vllm"
-    program.parent.mkdir(parents=True)
-    path = [p for p in sys.path if p] + [str(Path(__file__).parents[2])]
-    pids = str(tmp_path / "pids")
-    program.write_text(PROGRAM.format(python=sys.executable, path=path, pids=pids))
-    program.chmod(0o755)
-    return program.parent.parent
+    return write_environment(tmp_path / "environment", tmp_path / "pids")
 
 
 def pids(tmp_path: Path) -> list[int]:
@@ -428,6 +409,17 @@ async def test_a_killed_child_comes_back_with_the_last_version(
         await engine.close()
     await until(lambda: not any(map(is_alive, pids(tmp_path))))
     assert list((tmp_path / "state").glob("vllm-*.log"))
+
+
+async def test_a_stopped_child_ends_by_itself(
+    environment: Path, folders: list[Path], tmp_path: Path
+) -> None:
+    """It gets SIGTERM, and time to clean up; nothing in between swallows the signal."""
+    server = ChildServer(environment, ["--dtype", "float32"], state_dir=tmp_path / "state")
+    await server.start(folders[0])
+    await server.stop()
+    [log] = (tmp_path / "state").glob("vllm-*.log")
+    assert "Finished server process" in log.read_text()
 
 
 async def test_a_child_dies_with_the_node_that_was_killed(

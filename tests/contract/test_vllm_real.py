@@ -195,6 +195,23 @@ async def test_a_prefix_cached_by_old_weights_is_not_used_by_new_ones(bench: Ben
         await bench.swap()
 
 
+async def test_no_port_of_the_server_is_open_to_an_agent(bench: Bench) -> None:
+    """Its HTTP routes are on a private unix socket; the ports of its workers are in a network
+    namespace of their own."""
+    assert bench.engine.url is not None and bench.engine.url.startswith("unix:")
+    assert bench.server.group is not None
+    leader = psutil.Process(bench.server.group)
+    ours = os.readlink("/proc/self/ns/net")
+    open_ports = [
+        (process.name(), found.laddr)
+        for process in leader.children(recursive=True)
+        if os.readlink(f"/proc/{process.pid}/ns/net") == ours
+        for found in process.net_connections("inet")
+        if found.status == psutil.CONN_LISTEN
+    ]
+    assert open_ports == []
+
+
 async def test_part_of_a_fused_layer_is_refused_and_nothing_changes(bench: Bench) -> None:
     safetensors: Any = importlib.import_module("safetensors.torch")
     url = bench.engine.url

@@ -67,7 +67,8 @@ class VllmConfig(Section):
     """Where vLLM is, for `engine: vllm`."""
 
     url: str | None = None
-    """A running server, like http://127.0.0.1:8000; null starts one inside each node."""
+    """A running server, like unix:/run/vllm/http.sock or http://127.0.0.1:8000; null starts one
+    inside each node, on a unix socket that only the node reaches."""
     environment: str | None = None
     """Virtual environment with vLLM; null for the one that `make setup-engine` creates."""
     options: Annotated[tuple[str, ...], Field(strict=False)] = ()

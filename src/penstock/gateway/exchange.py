@@ -9,8 +9,11 @@ recorded, but not trained.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import structlog
 from starlette.types import Message
@@ -18,7 +21,8 @@ from starlette.types import Message
 from penstock.errors import BadRequest, EngineError, RequestRejected, WireError
 from penstock.gateway.dialects.dialect import AnsweredTurn, ParsedRequest, SseWriter
 from penstock.gateway.gateway import Session
-from penstock.gateway.model_calls import Answer, Delta
+from penstock.gateway.model_calls import Answer, Call, Delta, RawPrompt
+from penstock.gateway.shared import Shared
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +40,7 @@ class Exchange:
     def __init__(self, session: Session, parsed: ParsedRequest) -> None:
         self.answers: dict[int, Answer] = {}
         self._session = session
-        self._request = parsed
+        self._request = _with_shared_prompts(parsed)
         self._renderer = session.renderer(parsed.model)
 
     async def replies(self) -> list[AnsweredTurn]:
@@ -116,6 +120,19 @@ class Exchange:
     def _reply(self, answer: Answer) -> AnsweredTurn:
         turn = self._session.turn(answer.turn)
         return AnsweredTurn(answer=answer, turn=turn, renderer=self._renderer)
+
+
+def _with_shared_prompts(parsed: ParsedRequest) -> ParsedRequest:
+    """Choices of one prompt render and tokenize it once."""
+    if len(parsed.calls) == 1:
+        return parsed
+    shared: defaultdict[int, Shared[Any]] = defaultdict(Shared[Any])
+
+    def share(call: Call | RawPrompt) -> Call | RawPrompt:
+        prompt = call.messages if isinstance(call, Call) else call.prompt
+        return replace(call, shared_prompt=shared[id(prompt)])
+
+    return replace(parsed, calls=[share(call) for call in parsed.calls])
 
 
 class _EngineFailed(WireError):

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from penstock.errors import EngineError, Unauthorized
-from penstock.gateway.generation import Generate
+from penstock.gateway.fair_queue import FairQueue
+from penstock.gateway.generation import Completion, Generate, GenerationRequest
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.salvaged_answers import SalvagedAnswers
 from penstock.gateway.session import CLOSED, KEY_PREFIX, Session, TurnCallback
@@ -20,6 +21,10 @@ from penstock.gateway.template_probe import TemplateTraits, probe
 from penstock.types import PolicyName, SamplingSpec, Turn
 
 log = structlog.get_logger(__name__)
+MAX_RUNNING = 256
+"""Calls that run in the engines at the same time; further ones wait, and their keys take turns."""
+MAX_TOKENIZING = 2
+"""Large prompts that are tokenized at the same time."""
 NO_KEY = (
     "missing session key; send `Authorization: Bearer KEY` with the api_key given to the workflow "
     "(ctx.api_key, or OPENAI_API_KEY in its environment)"
@@ -27,9 +32,18 @@ NO_KEY = (
 
 
 class Gateway:
-    def __init__(self, generate: Generate, make_session: Callable[..., Session] = Session) -> None:
+    def __init__(
+        self,
+        generate: Generate,
+        make_session: Callable[..., Session] = Session,
+        *,
+        max_running: int = MAX_RUNNING,
+    ) -> None:
         """`make_session`: builds a session, with the arguments of `Session`."""
-        self.generate = generate
+        self.generate: Generate = self._generate_in_turn
+        self.tokenizing = FairQueue(MAX_TOKENIZING)
+        self._engines = generate
+        self._running = FairQueue(max_running)
         self._make_session = make_session
         self.template_traits: dict[PolicyName, TemplateTraits] = {}
         """How each policy's chat template treats a growing conversation."""
@@ -73,6 +87,14 @@ class Gateway:
         )
         self._by_key[session.api_key] = session
         return session
+
+    def queue_key(self, session_id: str) -> str:
+        """Whose turn a call of this session takes: its own."""
+        return session_id
+
+    async def _generate_in_turn(self, request: GenerationRequest) -> Completion:
+        async with self._running.place(self.queue_key(request.session)):
+            return await self._engines(request)
 
     def close(self, session: Session) -> tuple[Turn, ...]:
         """Close the session and return its turns. Its key stops working; calls still running record

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.gateway.sampling import Overrides
+from penstock.gateway.shared import Shared
 from penstock.types import FinishReason, JsonObject, PolicyName
 
 
@@ -48,6 +50,8 @@ class Call:
     thinking: bool | None = None
     """None leaves it to the template. Rejected if the template has no such switch."""
     overrides: Overrides | None = None
+    shared_prompt: Shared[Any] | None = None
+    """The same for all choices of a request: their prompt is rendered and tokenized once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,8 @@ class RawPrompt:
     prompt: str | Sequence[int]
     policy: PolicyName | None = None
     overrides: Overrides | None = None
+    shared_prompt: Shared[Any] | None = None
+    """As in `Call`."""
 
 
 DeltaCallback = Callable[[Delta], None]

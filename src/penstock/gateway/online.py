@@ -3,7 +3,8 @@
 
 Owns their lifecycle and counters. A session that starts while the run has a free slot is recorded;
 without a slot it is answered but not recorded, and counted. Slots come from, and recorded turns go
-to, a `SlotSource`, so nothing here knows about leases.
+to, a `SlotSource`, so nothing here knows about leases. A session has two keys: the agent's calls
+the model, and the other one sets the reward, so that no agent judges itself.
 
     open ──► waiting ──► rewarded | defaulted | expired
       └───────┴──► forgotten | dropped; without a slot or an answer: unrecorded | empty
@@ -11,6 +12,7 @@ to, a `SlotSource`, so nothing here knows about leases.
 
 from __future__ import annotations
 
+import hmac
 import re
 import secrets
 import time
@@ -26,12 +28,14 @@ from blake3 import blake3
 from penstock.errors import BadRequest, Busy, Conflict, Forbidden, NotFound, Unauthorized
 from penstock.gateway.gateway import NO_KEY, Gateway
 from penstock.gateway.generation import Completion, Generate, GenerationRequest
-from penstock.gateway.session import Session
+from penstock.gateway.session import KEY_BYTES, Session
 from penstock.types import PolicyName, RowId, SamplingSpec, Turn, is_usable
 from penstock.wire.auth import PREFIX, Credential, Role
 
 MAX_SESSIONS = 4096
-"""Maximum number of open sessions."""
+"""Maximum number of open sessions. One owner never has more of them than are free, so that there
+is always room for another owner: alone it gets half."""
+REWARD_KEY_PREFIX = "rk-penstock-"
 MAX_FINISHED = 4096
 """Number of ended sessions kept, so that a repeated reward gets the same response."""
 MAX_REASON = 500
@@ -96,6 +100,9 @@ class SessionTerms:
 class OnlineSession:
     id: str
     api_key: str
+    """For model calls: the agent's."""
+    reward_key: str
+    """For the reward, the end and forgetting: for whoever judges the agent, never for the agent."""
     owner: str
     name: str
     session: Session | None
@@ -127,10 +134,9 @@ class OnlineGateway(Gateway):
         sampling: SamplingSpec,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(self._generate_tracked)
+        super().__init__(generate)
         self.counts: Counter[str] = Counter()
         self.terms = terms
-        self._generate = generate
         self._slot_source = slot_source
         self._verify = verify
         self._policies = tuple(policies)
@@ -140,6 +146,8 @@ class OnlineGateway(Gateway):
         self._by_name: dict[tuple[str, str], OnlineSession] = {}
         """By owner and the name the owner gave it."""
         self._finished: OrderedDict[str, OnlineSession] = OrderedDict()
+        self._num_open: Counter[str] = Counter()
+        """Open and waiting sessions, by owner."""
 
     # --- agents -------------------------------------------------------------------------------
 
@@ -167,16 +175,19 @@ class OnlineGateway(Gateway):
                 f"role {credential.role} cannot open sessions; "
                 "create a session token with `penstock token RUN --role session`"
             )
-        owner = blake3(token.encode()).hexdigest()[:16]
+        owner = credential.subject or f"token {blake3(token.encode()).hexdigest()[:16]}"
         return Caller(owner=owner, is_operator=credential.role in OPERATORS)
 
     def open_session(self, owner: str, name: str = "") -> OnlineSession:
         """Open a session; it is recorded if the run has a free slot."""
         if name and not NAME.fullmatch(name):
             raise BadRequest(f"session name {name[:64]!r} must match [A-Za-z0-9._-]{{1,128}}")
-        if len(self._entries) - len(self._finished) >= MAX_SESSIONS:
+        num_free = MAX_SESSIONS - self._num_open.total()
+        if self._num_open[owner] >= num_free:
             raise Busy(
-                f"too many open sessions (limit {MAX_SESSIONS}); end some first", retry_after_s=1.0
+                f"{self._num_open[owner]} sessions of yours are open or wait for a reward, and "
+                f"{num_free} of {MAX_SESSIONS} places are free; end or reward some first",
+                retry_after_s=1.0,
             )
         slot_id = self._slot_source.acquire_slot()
         seed = secrets.randbits(63)
@@ -186,6 +197,7 @@ class OnlineGateway(Gateway):
         entry = OnlineSession(
             id=session.id,
             api_key=session.api_key,
+            reward_key=REWARD_KEY_PREFIX + secrets.token_hex(KEY_BYTES),
             owner=owner,
             name=name or session.id,
             session=session,
@@ -195,14 +207,23 @@ class OnlineGateway(Gateway):
             last_active_at=now,
         )
         self._entries[entry.id] = self._by_name[owner, entry.name] = entry
+        self._num_open[owner] += 1
         self.counts["opened"] += 1
         self.counts["recorded" if entry.has_slot else "unrecorded"] += 1
         return entry
 
-    def lookup(self, name: str, *, token: str) -> OnlineSession:
-        """Find a session by id or name. Needs its key, its owner's token or an operator's token."""
+    def lookup(self, name: str, *, token: str, needs_judge: bool = False) -> OnlineSession:
+        """Find a session by id or name. Needs one of its keys, its owner's token or an operator's
+        token; with `needs_judge`, the agent's key is not enough."""
         entry = self._entries.get(name)
-        if entry is not None and token == entry.api_key:
+        if entry is not None and _is_same(token, entry.reward_key):
+            return entry
+        if entry is not None and _is_same(token, entry.api_key):
+            if needs_judge:
+                raise Forbidden(
+                    f"the key of session {entry.id} calls the model only; use its reward_key, "
+                    "which POST /sessions returned, or the token that opened it"
+                )
             return entry
         caller = self.admit(token)
         mine = self._by_name.get((caller.owner, name))
@@ -340,6 +361,9 @@ class OnlineGateway(Gateway):
         entry.state, entry.session, entry.turns = state, None, ()
         if state is not State.UNRECORDED:  # counted when it was opened
             self.counts[state] += 1
+        self._num_open[entry.owner] -= 1
+        if not self._num_open[entry.owner]:
+            del self._num_open[entry.owner]
         self._finished[entry.id] = entry
         while len(self._finished) > MAX_FINISHED:
             _, oldest = self._finished.popitem(last=False)
@@ -348,15 +372,23 @@ class OnlineGateway(Gateway):
                 if self._by_name.get(key) is oldest:
                     del self._by_name[key]
 
-    async def _generate_tracked(self, request: GenerationRequest) -> Completion:
-        """Generate, and count the session as active while the call runs."""
+    def queue_key(self, session_id: str) -> str:
+        """All sessions of an owner take turns as one."""
+        return self._entries[session_id].owner
+
+    async def _generate_in_turn(self, request: GenerationRequest) -> Completion:
+        """Generate, and count the session as active while the call waits or runs."""
         entry = self._entries[request.session]
         entry.num_running += 1
         try:
-            return await self._generate(request)
+            return await super()._generate_in_turn(request)
         finally:
             entry.num_running -= 1
             entry.last_active_at = self._clock()
+
+
+def _is_same(key: str, expected: str) -> bool:
+    return hmac.compare_digest(key.encode(), expected.encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

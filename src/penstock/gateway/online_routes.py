@@ -2,7 +2,8 @@
 """HTTP routes for external sessions: open, show, reward, end, forget. They are added to the
 dialects' routes.
 
-A session accepts its key, the token that opened it, and operators' tokens.
+A session accepts its keys, the token that opened it, and operators' tokens. The agent's key shows
+and ends its session; it neither rewards nor forgets it.
 """
 
 from __future__ import annotations
@@ -56,13 +57,14 @@ class OnlineRoute:
     summary: str
 
 
-_ITS_OWN = "the session's key, the token that opened it, gateway, admin"
+_JUDGES = "the session's reward key, the token that opened it, gateway, admin"
+_ITS_OWN = f"the session's key, {_JUDGES}"
 ONLINE_ROUTES = (
     OnlineRoute(
         method="POST",
         path="/sessions",
         callers="session, gateway, admin",
-        summary="Open a session; returns its id, key and base URL.",
+        summary="Open a session; returns its id, its key, its reward key and base URL.",
     ),
     OnlineRoute(
         method="GET",
@@ -74,13 +76,13 @@ ONLINE_ROUTES = (
     OnlineRoute(
         method="DELETE",
         path=SESSION,
-        callers=_ITS_OWN,
+        callers=_JUDGES,
         summary="Forget a session that the run does not have yet.",
     ),
     OnlineRoute(
         method="POST",
         path=f"{SESSION}/reward",
-        callers=_ITS_OWN,
+        callers=_JUDGES,
         summary="Set the reward and end the session; the first reward is final.",
     ),
     OnlineRoute(
@@ -109,19 +111,22 @@ class OnlineRoutes:
         body = await _read(request, OpenBody)
         entry = self._online.open_session(caller.owner, body.name)
         base_url = f"{str(request.base_url).rstrip('/')}/sessions/{entry.id}/v1"
-        return {**self._describe(entry), "api_key": entry.api_key, "base_url": base_url}
+        keys = {"api_key": entry.api_key, "reward_key": entry.reward_key}
+        return {**self._describe(entry), **keys, "base_url": base_url}
 
     async def reward(self, request: Request) -> JsonObject:
-        entry = self._lookup(request)
+        entry = self._lookup(request, needs_judge=True)
         body = await _read(request, RewardBody)
         self._online.reward(entry, body.reward, body.reason)
         return self._describe(entry)
 
-    def _on_session(self, act: Callable[[OnlineSession], None] | None = None) -> Handler:
+    def _on_session(
+        self, act: Callable[[OnlineSession], None] | None = None, *, needs_judge: bool = False
+    ) -> Handler:
         """Act on the session in the path, then describe it."""
 
         async def handle(request: Request) -> JsonObject:
-            entry = self._lookup(request)
+            entry = self._lookup(request, needs_judge=needs_judge)
             if act is not None:
                 act(entry)
             return self._describe(entry)
@@ -138,7 +143,7 @@ class OnlineRoutes:
             self.open,
             self.counts,
             self._on_session(),
-            self._on_session(self._online.forget),
+            self._on_session(self._online.forget, needs_judge=True),
             self.reward,
             self._on_session(self._online.end),
         )
@@ -147,8 +152,10 @@ class OnlineRoutes:
             for declared, handler in zip(ONLINE_ROUTES, handlers, strict=True)
         ]
 
-    def _lookup(self, request: Request) -> OnlineSession:
-        return self._online.lookup(request.path_params["session_id"], token=read_key(request))
+    def _lookup(self, request: Request, *, needs_judge: bool) -> OnlineSession:
+        return self._online.lookup(
+            request.path_params["session_id"], token=read_key(request), needs_judge=needs_judge
+        )
 
     def _describe(self, entry: OnlineSession) -> JsonObject:
         return {

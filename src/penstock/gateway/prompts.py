@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns a call into a prompt: renders it and matches it against the session's earlier turns.
 
-Decides which turn a prompt continues and which of its tokens are new. Does not call engines or
-record anything.
+Decides which turn a prompt continues and which of its tokens are new. Refuses a prompt that cannot
+fit by its length, before it is tokenized; a large one is tokenized off the event loop. Does not
+call engines or record anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, ContextOverflow
 from penstock.gateway.answer_history import AnswerHistory
 from penstock.gateway.control_tokens import escape_trusted
 from penstock.gateway.model_calls import Call
@@ -20,6 +21,9 @@ from penstock.gateway.turn_tree import ROOT, TurnTree
 from penstock.types import PolicyName, TokenIds, token_ids, view_ids
 
 MAX_MESSAGES = 2_048
+LOOP_CHARS = 16_384
+"""The most that is tokenized on the event loop: some milliseconds."""
+EncodeLarge = Callable[[Renderer, str], Awaitable[Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +48,9 @@ class PromptBuilder:
 
     _tree: TurnTree
     _answer_history: AnswerHistory
+    _encode_large: EncodeLarge
 
-    def from_call(self, call: Call, policy: PolicyName, renderer: Renderer) -> Prompt:
+    async def from_call(self, call: Call, policy: PolicyName, renderer: Renderer) -> Prompt:
         if not 1 <= len(call.messages) <= MAX_MESSAGES:
             raise BadRequest(f"got {len(call.messages)} messages; send 1 to {MAX_MESSAGES}")
         text = self._render(call, policy, renderer)
@@ -54,14 +59,15 @@ class PromptBuilder:
             is_thinking=renderer.has_thinking and text.rstrip().endswith(THINK),
             tools=renderer.tool_format if call.tools else None,
         )
-        return replace(
-            self._from_escaped(text, policy, renderer), role=call.role, answer_format=answer_format
-        )
+        prompt = await self._from_escaped(text, policy, renderer)
+        return replace(prompt, role=call.role, answer_format=answer_format)
 
-    def from_text(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
-        return self._from_escaped(escape_trusted(text), policy, renderer)
+    async def from_text(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
+        return await self._from_escaped(escape_trusted(text), policy, renderer)
 
     def from_ids(self, prompt: Sequence[int], policy: PolicyName, renderer: Renderer) -> Prompt:
+        if renderer.window is not None and len(prompt) > renderer.window:
+            raise overflow(len(prompt), renderer.window)
         if not all(0 <= token < renderer.num_ids for token in prompt):
             raise BadRequest(f"the prompt contains token ids outside 0 to {renderer.num_ids - 1}")
         ids = token_ids(prompt)
@@ -83,11 +89,15 @@ class PromptBuilder:
         # Some templates require the separate parts of an answer.
         return renderer.render(call.messages, tools=call.tools, thinking=call.thinking)
 
-    def _from_escaped(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
+    async def _from_escaped(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
         parent, length = self._tree.match(policy, text)
         new_text = text[length:]
+        _check_length(new_text, renderer)
         try:
-            new_ids = renderer.encode(new_text)
+            if len(new_text) <= LOOP_CHARS:
+                new_ids = renderer.encode(new_text)
+            else:
+                new_ids = await self._encode_large(renderer, new_text)
         except (TypeError, UnicodeEncodeError):
             raise BadRequest(
                 "the prompt contains characters that cannot be encoded as UTF-8"
@@ -115,3 +125,19 @@ class PromptBuilder:
             new_ids=new_ids,
             context_ids=context_ids,
         )
+
+
+def _check_length(text: str, renderer: Renderer) -> None:
+    """Refuse a text that exceeds the window even if all its tokens were the longest one."""
+    if renderer.window is None or renderer.max_chars is None or len(text) <= renderer.max_chars:
+        return
+    raise overflow(-(-len(text) * renderer.window // renderer.max_chars), renderer.window)
+
+
+def overflow(num_tokens: int, window: int) -> ContextOverflow:
+    return ContextOverflow(
+        f"the prompt of {num_tokens} tokens leaves no room for an answer in the model's "
+        f"context window of {window}; shorten the conversation",
+        num_tokens=num_tokens,
+        window=window,
+    )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Per-session quotas: concurrent calls and tokens per minute. Excess requests get 429 with
-Retry-After.
+Retry-After. A refused request costs what its body would, so that refusals are not free.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from penstock.gateway.gateway import Session
 from penstock.gateway.model_calls import Answer
 
 MINUTE_S = 60.0
+BYTES_PER_TOKEN = 4
+"""Of a refused body, which is not tokenized."""
 
 
 @dataclass(slots=True)
@@ -37,6 +39,17 @@ class Quotas:
         default_factory=WeakKeyDictionary[Session, _SessionUsage]
     )
 
+    def check(self, session: Session) -> None:
+        """Raise Busy if the session has overdrawn its tokens."""
+        usage = self._refill(session)
+        if usage.tokens_left < 0:
+            wait_s = -usage.tokens_left * MINUTE_S / self.tokens_per_minute
+            raise Busy(
+                f"this session used more than {self.tokens_per_minute} tokens per minute; "
+                f"retry in {wait_s:.1f} s",
+                retry_after_s=wait_s,
+            )
+
     @contextmanager
     def reserve(self, session: Session, num_calls: int) -> Generator[None]:
         """Reserve capacity for the calls until all have ended; raises Busy if there is too
@@ -48,13 +61,7 @@ class Quotas:
                 f"{self.max_concurrent_calls}); wait until some end",
                 retry_after_s=1.0,
             )
-        if usage.tokens_left < 0:
-            wait_s = -usage.tokens_left * MINUTE_S / self.tokens_per_minute
-            raise Busy(
-                f"this session used more than {self.tokens_per_minute} tokens per minute; "
-                f"retry in {wait_s:.1f} s",
-                retry_after_s=wait_s,
-            )
+        self.check(session)
         usage.num_calls += num_calls
         try:
             yield
@@ -66,6 +73,9 @@ class Quotas:
             answer.usage.prompt_tokens + answer.usage.completion_tokens for answer in answers
         )
         self._refill(session).tokens_left -= used
+
+    def charge_refusal(self, session: Session, num_bytes: int) -> None:
+        self._refill(session).tokens_left -= num_bytes / BYTES_PER_TOKEN
 
     def _refill(self, session: Session) -> _SessionUsage:
         now = self.clock()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -75,6 +75,10 @@ class Renderer:
         self.has_thinking = END_THINK in template
         """The template supports reasoning."""
         self.num_ids = tokenizer.get_vocab_size()
+        self.max_chars: int | None = None
+        """No longer text fits the window, whatever its tokens; None without a window."""
+        if window is not None:
+            self.max_chars = window * max(map(len, tokenizer.get_vocab()), default=1)
         self._tokenizer = tokenizer
         self.decode = make_decoder(tokenizer)
         """Ids to text with special tokens, as in the model's context."""
@@ -145,6 +149,13 @@ class Renderer:
                 _cache_put(self._ids, text, ids)
         return ids
 
+    def encode_large(self, text: str) -> tuple[int, ...]:
+        """`encode` for a thread: lets the event loop run meanwhile, and caches nothing."""
+        ids: list[int] = []
+        for part in self._parts(text):
+            ids += part if isinstance(part, list) else self._encode_unlocked(part)
+        return tuple(ids)
+
     def escape_untrusted(self, text: str) -> str:
         """Escape untrusted text."""
         return self._escaper.escape_untrusted(text)
@@ -197,14 +208,31 @@ class Renderer:
         if ESCAPE not in text:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         ids: list[int] = []
+        for part in self._parts(text):
+            if isinstance(part, list):
+                ids += part
+            else:
+                ids += self._tokenizer.encode(part, add_special_tokens=False).ids
+        return ids
+
+    def _encode_unlocked(self, text: str) -> list[int]:
+        """Only the batch call releases Python's lock while it works."""
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
+
+    def _parts(self, text: str) -> Iterator[str | list[int]]:
+        """Escaped text as text to tokenize, and the ids of its literal control tokens."""
+        if ESCAPE not in text:
+            yield text
+            return
         for at, part in enumerate(split_escaped(text)):
             if at % 2 == 0:
-                ids += self._tokenizer.encode(part, add_special_tokens=False).ids if part else ()
+                if part:
+                    yield part
             elif part.isdigit():
-                ids += self._literal_ids[int(part)]
+                yield self._literal_ids[int(part)]
             elif not part:
-                ids += self._tokenizer.encode(ESCAPE, add_special_tokens=False).ids
-        return ids
+                yield ESCAPE
 
     def _render(
         self,

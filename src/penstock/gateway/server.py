@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.errors import ConfigError, WireError
+from penstock.errors import ConfigError, RequestRejected, WireError
 from penstock.gateway.dialects.chat import CHAT
 from penstock.gateway.dialects.completions import COMPLETIONS
 from penstock.gateway.dialects.dialect import Dialect
@@ -142,8 +142,18 @@ class _DialectApp:
     async def _respond(self, request: Request, send: Send) -> Response | None:
         """None if the response was streamed."""
         session = _find(self._gateway, request)
-        fields = decode(await read_body(request, MAX_BODY_BYTES), dict[str, Any], media_type=JSON)
-        parsed = self._dialect.read(fields)
+        self._quotas.check(session)
+        body = await read_body(request, MAX_BODY_BYTES)
+        try:
+            return await self._answer(session, body, request, send)
+        except (WireError, RequestRejected, RecursionError):
+            self._quotas.charge_refusal(session, len(body))
+            raise
+
+    async def _answer(
+        self, session: Session, body: bytes, request: Request, send: Send
+    ) -> Response | None:
+        parsed = self._dialect.read(decode(body, dict[str, Any], media_type=JSON))
         exchange = Exchange(session, parsed)
         with self._quotas.reserve(session, len(parsed.calls)):
             disconnected = asyncio.create_task(wait_for_disconnect(request.receive))

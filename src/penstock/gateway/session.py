@@ -7,18 +7,21 @@ share one code path, `Session.call`. Knows nothing of tasks, rewards or batches.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from penstock.errors import ContextOverflow, EngineError, NotFound, Unauthorized
 from penstock.gateway.answer_history import AnswerHistory
+from penstock.gateway.fair_queue import FairQueue
 from penstock.gateway.generation import Completion, Generate, GenerationRequest
 from penstock.gateway.model_calls import Answer, Call, DeltaCallback, RawPrompt, Usage
 from penstock.gateway.parsing import cut_at_stop, parse_answer
-from penstock.gateway.prompts import Prompt, PromptBuilder
+from penstock.gateway.prompts import Prompt, PromptBuilder, overflow
 from penstock.gateway.renderer import AnswerTexts, Renderer
 from penstock.gateway.salvaged_answers import SalvagedAnswers
 from penstock.gateway.sampling import Overrides, override, read_overrides
@@ -54,8 +57,10 @@ class SessionGateway(Protocol):
 
     generate: Generate
     template_traits: dict[PolicyName, TemplateTraits]
+    tokenizing: FairQueue
 
     def renderer(self, policy: PolicyName) -> Renderer: ...
+    def queue_key(self, session_id: str) -> str: ...
 
 
 class Session:
@@ -86,7 +91,7 @@ class Session:
         self._num_calls = 0
         self._tree = TurnTree()
         self._answer_history = AnswerHistory()
-        self._prompt_builder = PromptBuilder(self._tree, self._answer_history)
+        self._prompt_builder = PromptBuilder(self._tree, self._answer_history, self._encode_large)
 
     async def chat(
         self,
@@ -115,17 +120,10 @@ class Session:
         """Call a policy and record the turn. Raises EngineError, BadRequest (including
         ContextOverflow), NotFound or Unauthorized."""
         self._check_open()
-        policy = call.policy or self.policies[0]
-        renderer, builder = self.renderer(policy), self._prompt_builder
-        if isinstance(call, Call):
-            self._gateway.template_traits[policy].check(
-                wants_tools=bool(call.tools), wants_thinking=call.thinking is not None
-            )
-            prompt = builder.from_call(call, policy, renderer)
-        elif isinstance(call.prompt, str):
-            prompt = builder.from_text(call.prompt, policy, renderer)
+        if call.shared_prompt is None:
+            prompt = await self._prepare(call)
         else:
-            prompt = builder.from_ids(call.prompt, policy, renderer)
+            prompt = await call.shared_prompt.get(partial(self._prepare, call))
         return await self._run(prompt, call.overrides, on_chunk)
 
     def turn(self, index: int) -> Turn:
@@ -144,6 +142,26 @@ class Session:
             known = ", ".join(self.policies)
             raise NotFound(f"unknown model {policy!r}; this session has: {known}")
         return self._gateway.renderer(policy)
+
+    async def _prepare(self, call: Call | RawPrompt) -> Prompt:
+        policy = call.policy or self.policies[0]
+        renderer, builder = self.renderer(policy), self._prompt_builder
+        try:
+            if isinstance(call, Call):
+                self._gateway.template_traits[policy].check(
+                    wants_tools=bool(call.tools), wants_thinking=call.thinking is not None
+                )
+                return await builder.from_call(call, policy, renderer)
+            if isinstance(call.prompt, str):
+                return await builder.from_text(call.prompt, policy, renderer)
+            return builder.from_ids(call.prompt, policy, renderer)
+        except ContextOverflow:
+            self.has_overflowed = True
+            raise
+
+    async def _encode_large(self, renderer: Renderer, text: str) -> Sequence[int]:
+        async with self._gateway.tokenizing.place(self._gateway.queue_key(self.id)):
+            return await asyncio.to_thread(renderer.encode_large, text)
 
     def _check_open(self) -> None:
         if not self.is_open:
@@ -189,12 +207,7 @@ class Session:
         window, num_tokens = prompt.renderer.window, len(prompt.context_ids)
         self.has_overflowed = window is not None and num_tokens >= window
         if window is not None and self.has_overflowed:
-            raise ContextOverflow(
-                f"the prompt of {num_tokens} tokens leaves no room for an answer in the model's "
-                f"context window of {window}; shorten the conversation",
-                num_tokens=num_tokens,
-                window=window,
-            )
+            raise overflow(num_tokens, window)
         self._num_calls += 1
         if window is not None and sampling.max_tokens > window - num_tokens:
             return replace(sampling, max_tokens=window - num_tokens)

@@ -4,14 +4,16 @@
 Owns connections and their timeouts. Streamed chunks are passed on in the same call that reads them
 from the socket, so callbacks run in order of arrival across all connections. Cancelling a request
 closes its connection, so the server stops generating. No TLS and no redirects: the engine is on
-this machine or in its private network.
+this machine, behind a unix socket, or in its private network.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -22,6 +24,10 @@ from penstock.errors import ConfigError, EngineError
 
 CONNECT_S = 10.0
 MAX_IDLE = 512
+MAX_SOCKET_PATH_BYTES = 107
+"""The kernel's limit for the path of a unix socket."""
+KEY_FILE_VARIABLE = "PENSTOCK_ENGINE_KEY_FILE"
+"""Names the file with the API key of an engine server that the node did not start."""
 OnBody = Callable[[bytes], None]
 
 
@@ -35,13 +41,18 @@ class HttpReply:
 class HttpClient:
     """Requests raise OSError (including TimeoutError) if no complete reply arrives."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, key: str = "") -> None:
+        """`url`: http://HOST:PORT, or unix:/PATH for a unix socket. `key` is sent as the bearer."""
         self.url = url
-        parts = urlsplit(url)
+        self._socket_path = _socket_path(url)
+        parts = urlsplit("http://engine" if self._socket_path else url)
         if parts.scheme != "http" or not parts.hostname:
-            raise ConfigError(f"engine URL {url!r} is not valid; write it as http://HOST:PORT")
+            raise ConfigError(
+                f"engine URL {url!r} is not valid; write it as http://HOST:PORT or unix:/PATH"
+            )
         self._host, self._port = parts.hostname, parts.port or 80
         self._prefix = parts.path.rstrip("/")
+        self._more_headers = f"authorization: Bearer {key}\r\n" if key else ""
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
 
@@ -57,7 +68,8 @@ class HttpClient:
         """`on_body` receives the chunks of a reply with status 200; its errors are raised here."""
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            f"{self._more_headers}\r\n"
         )
         data = head.encode("ascii") + body
         async with asyncio.timeout(timeout_s):
@@ -103,10 +115,15 @@ class HttpClient:
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
+
+        def make() -> _Connection:
+            return _Connection(self._open.discard)
+
         async with asyncio.timeout(CONNECT_S):
-            _, connection = await loop.create_connection(
-                lambda: _Connection(self._open.discard), self._host, self._port
-            )
+            if self._socket_path:
+                _, connection = await loop.create_unix_connection(make, self._socket_path)
+            else:
+                _, connection = await loop.create_connection(make, self._host, self._port)
         self._open.add(connection)
         return connection
 
@@ -123,6 +140,35 @@ class HttpClient:
         else:
             connection.abort(ConnectionAbortedError("closed"))
         return reply
+
+
+def read_server_key() -> str:
+    """The API key of an engine server that the node did not start, from the file that
+    PENSTOCK_ENGINE_KEY_FILE names; empty if it names none."""
+    name = os.environ.get(KEY_FILE_VARIABLE, "")
+    if not name:
+        return ""
+    try:
+        key = Path(name).read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the engine's key in {name}: {error}") from None
+    if not key.isprintable() or not key or " " in key:
+        raise ConfigError(f"{name} holds no key; write the engine's API key on one line into it")
+    return key
+
+
+def _socket_path(url: str) -> str:
+    """The path in a unix:/PATH URL; empty for any other URL."""
+    scheme, _, path = url.partition(":")
+    if scheme != "unix":
+        return ""
+    if not path.startswith("/") or len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"engine URL {url!r} is not valid; write unix:/PATH with an absolute path of at most "
+            f"{MAX_SOCKET_PATH_BYTES} bytes (for penstock's own engines, set TMPDIR to a shorter "
+            "folder)"
+        )
+    return path
 
 
 class _Stale(ConnectionError):

@@ -23,7 +23,7 @@ from typing import Protocol, Required, TypedDict, Unpack, cast
 
 from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.service.nodes.messages import RunInfo
-from penstock.gateway.gateway import Gateway
+from penstock.gateway.gateway import MAX_RUNNING, Gateway
 from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.delivery_queue import AckLog, DeliveryApi, DeliveryQueue
 from penstock.rollout.endpoint import Endpoint
@@ -154,7 +154,8 @@ async def build(
     run_info = registered.facts
     fetch = deps.make_fetcher(run_info)
     engines = deps.engines(run_info)
-    gateway = Gateway(engines)
+    max_running = max(MAX_RUNNING * deps.num_engines, capacity)
+    gateway = Gateway(engines, max_running=max_running)
     endpoint = Endpoint(gateway)
     rewards = {source.name: source.reward for source in run_info.sources}
     isolation = Isolation(deps.isolation)

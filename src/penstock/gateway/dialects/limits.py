@@ -25,6 +25,9 @@ MAX_REPEATS = 10_000
 _COUNTS = frozenset(
     ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 )
+_TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
+_VALUES = frozenset(("const", "default", "enum", "examples"))
+"""Keys that hold any JSON, not schemas."""
 _REPEAT = re.compile(r"\{(\d*),?(\d*)\}")
 
 
@@ -83,7 +86,8 @@ def _exceeds_depth(value: object, max_depth: int) -> bool:
 
 
 def _check_grammar(schema: JsonObject, where: str) -> None:
-    """Reject patterns and counts that could stall an engine's grammar compiler."""
+    """Reject what could stall or end an engine's grammar compiler, or make it call a server:
+    unknown types, patterns that are no regular expression, large counts, remote references."""
     todo: list[Any] = [schema]
     while todo:
         item = todo.pop()
@@ -91,21 +95,39 @@ def _check_grammar(schema: JsonObject, where: str) -> None:
             todo.extend(cast(list[Any], item))
         elif isinstance(item, dict):
             fields = cast(JsonObject, item)
-            todo.extend(fields.values())
-            _check_pattern(fields.get("pattern"), where)
-            patterns = fields.get("patternProperties")
-            for pattern in cast(JsonObject, patterns) if isinstance(patterns, dict) else ():
-                _check_pattern(pattern, where)
-            for name in _COUNTS & fields.keys():
-                if isinstance(fields[name], int | float) and fields[name] > MAX_REPEATS:
-                    raise BadRequest(f"{where}: {name} exceeds {MAX_REPEATS}")
+            todo.extend(value for name, value in fields.items() if name not in _VALUES)
+            _check_keywords(fields, where)
+
+
+def _check_keywords(fields: JsonObject, where: str) -> None:
+    """Check one object of a schema. It may be an object of properties, which may have these names:
+    an object or a boolean is then the schema of one."""
+    words = {name: value for name, value in fields.items() if not isinstance(value, dict | bool)}
+    if "pattern" in words:
+        _check_pattern(words["pattern"], where)
+    patterns = fields.get("patternProperties")
+    for pattern in cast(JsonObject, patterns) if isinstance(patterns, dict) else ():
+        _check_pattern(pattern, where)
+    if "type" in words:
+        types = words["type"] if isinstance(words["type"], list) else [words["type"]]
+        if not all(isinstance(one, str) and one in _TYPES for one in cast(list[Any], types)):
+            raise BadRequest(f"{where}: type must be one of {', '.join(sorted(_TYPES))}")
+    for name in _COUNTS & words.keys():
+        if not isinstance(words[name], int) or not 0 <= words[name] <= MAX_REPEATS:
+            raise BadRequest(f"{where}: {name} must be an integer from 0 to {MAX_REPEATS}")
+    if "$ref" in words and not str(words["$ref"]).startswith("#"):
+        raise BadRequest(f"{where}: $ref must point into the same schema and start with #")
 
 
 def _check_pattern(pattern: object, where: str) -> None:
     if not isinstance(pattern, str):
-        return
+        raise BadRequest(f"{where}: a pattern must be a string")
     if len(pattern) > MAX_PATTERN_CHARS:
         raise BadRequest(f"{where}: a pattern is longer than {MAX_PATTERN_CHARS} characters")
     counts = [count for match in _REPEAT.findall(pattern) for count in match if count]
     if math.prod(max(1, int(count[:9])) for count in counts) > MAX_REPEATS:
         raise BadRequest(f"{where}: a pattern repeats more than {MAX_REPEATS} times")
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise BadRequest(f"{where}: a pattern is not a regular expression: {error}") from None

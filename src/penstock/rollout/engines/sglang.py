@@ -10,6 +10,9 @@ strings or a schema restarts instead, because the server would not see its earli
 
 SGLang's log-probs come from the softmax at the given temperature, before top_p, top_k and min_p.
 The first load checks this; requests with top_p, top_k or min_p are rejected.
+
+SGLang listens on a port only, and its routes load weights. Start it with `--api-key`, or in a
+network namespace, so that agents on its machine cannot call it: without a key, the engine warns.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import structlog
 from penstock.errors import ConfigError, EngineError, RequestRejected
 from penstock.gateway.generation import ChunkCallback, Completion, GenerationRequest, TokenChunk
 from penstock.rollout.engine import CLOSED, EngineSettings, EngineType, SpanLog, live_for
-from penstock.rollout.http_client import HttpClient
+from penstock.rollout.http_client import KEY_FILE_VARIABLE, HttpClient, read_server_key
 from penstock.rollout.snapshot import Snapshot, prompt_problem, read_snapshot
 from penstock.types import FinishReason, SamplingSpec, Version
 
@@ -36,6 +39,10 @@ LOAD_S = 1800.0
 ABORT_S = 5.0
 """How long an aborted answer may take to return before its connection is closed."""
 FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+FIX = (
+    "start SGLang with --api-key, write the key to a file that only the node's user can read, and "
+    f"name the file in {KEY_FILE_VARIABLE}"
+)
 log = structlog.get_logger(__name__)
 
 
@@ -90,7 +97,10 @@ class _Part:
 
 class SglangEngine:
     def __init__(self, url: str) -> None:
-        self._client = HttpClient(url)
+        key = read_server_key()
+        if not key:
+            log.warning("SGLang has no key: any program near it can change its weights", fix=FIX)
+        self._client = HttpClient(url, key=key)
         self._live: Version | None = None
         self._folder: Path | None = None
         self._snapshot: Snapshot | None = None

@@ -2,8 +2,11 @@
 """vLLM servers: a child process of this node, or a server at a given address.
 
 The child runs in vLLM's virtual environment, in a separate process group that dies with the node.
-It listens only on loopback and gets none of the node's credentials. It starts with the first
-snapshot as its model. The user's options follow ours on the command line, so they take precedence.
+It listens on a unix socket in a folder of the node's user only, never on a port: its routes load
+weights and call workers without a credential. Where bubblewrap works it also has a network of its
+own, because its workers talk to each other over ports. It gets none of the node's credentials. It
+starts with the first snapshot as its model. The user's options follow ours on the command line, so
+they take precedence, except for where it listens.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -41,6 +43,10 @@ COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 PLUGIN_DIR = Path(__file__).parent / "plugin"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 """If set, vLLM loads only the plugins it lists; ours is in PLUGIN_DIR."""
+OWN_NETWORK = ("bwrap", "--dev-bind", "/", "/", "--unshare-net", "--")
+"""Runs a program with all files, and with a loopback that no other process has."""
+SELF_TEST_S = 20.0
+BWRAP_FIX = "install bubblewrap, and allow user namespaces if the node is not root"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The LoRA ranks vLLM supports."""
 MAX_ADAPTERS = 16
@@ -128,14 +134,17 @@ class ChildServer:
                 "or set models.NAME.vllm.environment"
             )
         self._scratch = Path(tempfile.mkdtemp(prefix="penstock-vllm-"))
-        port = _free_port()
-        log_path = (self.state_dir or self._scratch) / f"vllm-{port}.log"
+        socket_path = self._scratch / "http.sock"
+        name = self._scratch.name.removeprefix("penstock-")
+        log_path = (self.state_dir or self._scratch) / f"{name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         model, more = folder, ()
         if (folder / ADAPTER_CONFIG).exists():
             model = _base_of(folder, self._scratch / "base")
             more = _for_adapters(self.num_policies, self.adapter_rank)
-        argv = [str(program), *_arguments(model, port), *more, *self._options]
+        listens = ("--uds", str(socket_path))
+        argv = [str(program), *_arguments(model), *more, *self._options, *listens]
+        argv = [*await _own_network(), *argv]
         log.info("starting vLLM", command=shlex.join(argv), log=str(log_path))
         with log_path.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
@@ -146,7 +155,7 @@ class ChildServer:
                 env=_environment(folder, self._scratch),
                 start_new_session=True,
             )
-        url = f"http://127.0.0.1:{port}"
+        url = f"unix:{socket_path}"
         try:
             await self._wait_until_healthy(self._process, url, log_path)
         except BaseException:
@@ -195,9 +204,25 @@ class ChildServer:
         raise EngineError(f"vLLM exited during startup; see {log_path}: {_end(log_path)}")
 
 
-def _arguments(folder: Path, port: int) -> list[str]:
+async def _own_network() -> tuple[str, ...]:
+    """What starts a program in a network namespace; nothing, with a warning, if none can be had."""
+    with suppress(OSError, TimeoutError):
+        probe = await asyncio.create_subprocess_exec(
+            *OWN_NETWORK,
+            "true",
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        async with asyncio.timeout(SELF_TEST_S):
+            if await probe.wait() == 0:
+                return OWN_NETWORK
+    log.warning("vLLM shares the network: its workers' ports are open on loopback", fix=BWRAP_FIX)
+    return ()
+
+
+def _arguments(folder: Path) -> list[str]:
     return [
-        *("serve", str(folder), "--host", "127.0.0.1", "--port", str(port)),
+        *("serve", str(folder)),
         *("--served-model-name", "policy", "--generation-config", "vllm"),
         *("--enforce-eager", "--disable-uvicorn-access-log"),
         *("--structured-outputs-config", COMPACT_JSON),
@@ -239,12 +264,6 @@ def _environment(folder: Path, scratch: Path) -> dict[str, str]:
         "PYTHONPATH": str(PLUGIN_DIR),
         "PENSTOCK_WEIGHTS_ROOT": str(folder.resolve().parent),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def _end(path: Path, num_lines: int = 12) -> str:

@@ -3,7 +3,8 @@
 
 As a script, `python guardian.py PROGRAM ARG…`, it is the leader of the process group. Its standard
 input is a pipe from the node: when the pipe closes, however the node ended, it kills the group. It
-forwards SIGTERM to the program. Standard library only.
+forwards SIGTERM to the program; if the program is bwrap, to what bwrap runs, because bwrap would
+die of it and leave no time. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,12 +25,23 @@ def main() -> None:
         sys.exit(127)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        program.send_signal(number)
+        os.kill(_inside(program.pid) or program.pid, number)
 
     signal.signal(signal.SIGTERM, pass_on)
     threading.Thread(target=_kill_when_orphaned, daemon=True).start()
     print(f"guardian: {sys.argv[1]} exited with {program.wait()}", file=sys.stderr, flush=True)
     _kill_group()
+
+
+def _inside(pid: int) -> int | None:
+    """The program that bwrap runs; None if the program is not bwrap."""
+    if sys.argv[1] != "bwrap":
+        return None
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            return int(file.read().split()[0])
+    except (OSError, IndexError):
+        return None
 
 
 def _kill_when_orphaned() -> None:

@@ -1,0 +1,557 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holders of an agent's key can do to the gateway, its engine, other agents and rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.applications import Starlette
+from tests.contract.dataflow_server import serving
+from tests.unit.gateway import bpe
+from tests.unit.gateway.gateway_harness import POLICY, FakeEngine, write_snapshot
+from tests.unit.gateway.test_server import ESCAPES, FORBIDDEN
+
+from penstock.gateway import online as online_module
+from penstock.gateway.gateway import Gateway, Session
+from penstock.gateway.generation import Completion, GenerationRequest
+from penstock.gateway.online import EndedSession, OnlineGateway, SessionTerms
+from penstock.gateway.online_routes import build_online_app
+from penstock.gateway.quotas import Quotas
+from penstock.gateway.renderer import Renderer
+from penstock.gateway.server import build_app
+from penstock.types import RowId, SamplingSpec, Version
+from penstock.wire.auth import Audience, Role, Signer
+
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@dataclass
+class Slots:
+    """Slots without end; remembers what was delivered."""
+
+    num: int = 0
+    delivered: list[EndedSession] = field(default_factory=list[EndedSession])
+
+    def acquire_slot(self) -> RowId | None:
+        self.num += 1
+        return RowId(f"p0-{self.num}.0.1")
+
+    def release_slot(self, row_id: RowId) -> None:
+        pass
+
+    def deliver(self, ended: EndedSession) -> None:
+        self.delivered.append(ended)
+
+
+@dataclass
+class Online:
+    http: httpx2.AsyncClient
+    signer: Signer
+    slots: Slots
+
+    def token(self, subject: str, role: Role = Role.SESSION) -> str:
+        return self.signer.mint(role, [Audience.GATEWAY], ttl_s=600, subject=subject)
+
+    async def open(self, token: str) -> dict[str, Any]:
+        answer = await self.http.post("/sessions", headers=bearer(token), json={})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def say(self, key: str) -> int:
+        return (
+            await self.http.post("/v1/chat/completions", headers=bearer(key), json=CHAT)
+        ).status_code
+
+    async def ask(self, method: str, path: str, key: str, body: Any = None) -> httpx2.Response:
+        return await self.http.request(method, path, headers=bearer(key), json=body or {})
+
+
+@asynccontextmanager
+async def client_of(app: Starlette) -> AsyncIterator[httpx2.AsyncClient]:
+    with serving(app) as url:
+        async with httpx2.AsyncClient(base_url=url, timeout=60.0) as http:
+            yield http
+
+
+@pytest.fixture
+async def online(tmp_path: Path) -> AsyncIterator[Online]:
+    signer, slots = Signer.create(tmp_path / "keys", "run"), Slots()
+    gateway = OnlineGateway(
+        FakeEngine(),
+        slots,
+        SessionTerms(reward_deadline_s=600.0, idle_s=600.0, default_reward=None),
+        signer.verifier(Audience.GATEWAY).verify,
+        policies=[POLICY],
+        sampling=SamplingSpec(max_tokens=8),
+    )
+    gateway.set_renderer(POLICY, Renderer.load(write_snapshot(tmp_path / "model")))
+    async with client_of(build_online_app(gateway)) as http:
+        yield Online(http, signer, slots)
+
+
+# --- rewards and sessions -----------------------------------------------------------------------
+
+
+@pytest.mark.finding(15)
+async def test_an_agents_model_key_sets_no_reward(online: Online) -> None:
+    """The key that calls the model cannot reward its own session; the reward key can, once."""
+    opened = await online.open(online.token("shop"))
+    agent, path = opened["api_key"], f"/sessions/{opened['id']}"
+    assert await online.say(agent) == 200
+    forged = await online.ask("POST", f"{path}/reward", agent, {"reward": 1e9})
+    assert forged.status_code == 403 and "reward_key" in forged.json()["error"]["message"]
+    assert online.slots.delivered == []
+    judged = await online.ask("POST", f"{path}/reward", opened["reward_key"], {"reward": 0.5})
+    assert judged.json()["state"] == "rewarded"
+    assert [ended.reward for ended in online.slots.delivered] == [0.5]
+
+
+@pytest.mark.finding(15)
+async def test_one_owner_cannot_take_every_session(
+    online: Online, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner gets half of the sessions at most, by any number of tokens; others still get in."""
+    monkeypatch.setattr(online_module, "MAX_SESSIONS", 16)
+    statuses = [
+        (await online.ask("POST", "/sessions", online.token("greedy"))).status_code
+        for _ in range(20)
+    ]
+    assert statuses == [200] * 8 + [429] * 12
+    for owner in ("one", "two"):
+        assert (await online.ask("POST", "/sessions", online.token(owner))).status_code == 200
+
+
+async def test_an_agent_cannot_forget_its_bad_sessions(online: Online) -> None:
+    """An agent that deletes its failures would choose its own training data."""
+    opened = await online.open(online.token("shop"))
+    await online.say(opened["api_key"])
+    path = f"/sessions/{opened['id']}"
+    assert (await online.ask("DELETE", path, opened["api_key"])).status_code == 403
+    assert (await online.ask("GET", path, opened["api_key"])).json()["state"] == "open"
+    assert (await online.ask("DELETE", path, opened["reward_key"])).json()["state"] == "forgotten"
+
+
+async def test_a_reward_key_calls_no_model(online: Online) -> None:
+    """Whoever judges cannot add turns to what it judges."""
+    opened = await online.open(online.token("shop"))
+    assert await online.say(opened["reward_key"]) == 401
+    answer = await online.ask(
+        "POST", f"/sessions/{opened['id']}/v1/chat/completions", opened["reward_key"], CHAT
+    )
+    assert answer.status_code == 401
+
+
+async def test_keys_of_one_session_do_nothing_to_another(online: Online) -> None:
+    """The keys of a session are strangers to every other session, also of the same owner."""
+    mine, other = await online.open(online.token("a")), await online.open(online.token("a"))
+    theirs = await online.open(online.token("b"))
+    for victim in (other, theirs):
+        for key in (mine["api_key"], mine["reward_key"]):
+            path = f"/sessions/{victim['id']}"
+            tries = [
+                await online.ask("POST", f"{path}/reward", key, {"reward": 1}),
+                await online.ask("POST", f"{path}/end", key),
+                await online.ask("DELETE", path, key),
+                await online.ask("GET", path, key),
+                await online.ask("POST", f"{path}/v1/chat/completions", key, CHAT),
+            ]
+            assert [answer.status_code for answer in tries] == [401] * 5
+    assert online.slots.delivered == []
+
+
+async def test_another_owners_token_neither_sees_nor_rewards_a_session(online: Online) -> None:
+    """Tokens of other owners get the same answer for a session of somebody else and for none."""
+    theirs = await online.open(online.token("b"))
+    for name in (theirs["id"], "no-such-session"):
+        path = f"/sessions/{name}"
+        for method, at in (("GET", path), ("POST", f"{path}/reward"), ("DELETE", path)):
+            answer = await online.ask(method, at, online.token("a"), {"reward": 1})
+            assert answer.status_code == 404, (method, at)
+
+
+async def test_a_renewed_token_still_owns_its_sessions(online: Online) -> None:
+    """Ownership follows the subject: a new token of the same holder is no second owner."""
+    opened = await online.open(online.token("shop"))
+    path = f"/sessions/{opened['id']}"
+    assert (await online.ask("GET", path, online.token("shop"))).status_code == 200
+
+
+async def test_tokens_of_other_services_open_no_session(online: Online) -> None:
+    """A node's, stage's or relay's token is no agent's: confused deputies get 403."""
+    for role in (Role.ROLLOUT, Role.STAGE, Role.READER, Role.RELAY, Role.TRAINER):
+        answer = await online.ask("POST", "/sessions", online.token("x", role))
+        assert answer.status_code == 403, role
+
+
+async def test_rewards_that_are_no_bounded_number_are_refused(online: Online) -> None:
+    """A reward that would poison an advantage never leaves the gateway."""
+    opened = await online.open(online.token("shop"))
+    await online.say(opened["api_key"])
+    for value in ("NaN", "Infinity", "-Infinity", "1e10", "1e400", '"1"', "[1]"):
+        answer = await online.http.post(
+            f"/sessions/{opened['id']}/reward",
+            headers={**bearer(opened["reward_key"]), "content-type": "application/json"},
+            content=f'{{"reward": {value}}}',
+        )
+        assert answer.status_code == 400, value
+    assert online.slots.delivered == []
+
+
+# --- prompts that stop the gateway --------------------------------------------------------------
+
+
+@dataclass
+class Gate:
+    """A gateway with a real tokenizer, an attacker's key and a victim's key."""
+
+    http: httpx2.AsyncClient
+    gateway: Gateway
+    renderer: WatchedRenderer
+    engine: EchoEngine
+    loop_thread: int
+    attacker: Session
+    victim: Session
+
+    async def ask(self, session: Session, **fields: Any) -> httpx2.Response:
+        body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], **fields}
+        return await self.http.post(
+            "/v1/chat/completions", json=body, headers=bearer(session.api_key)
+        )
+
+    async def say(self, session: Session, text: str, **fields: Any) -> httpx2.Response:
+        return await self.ask(session, messages=[{"role": "user", "content": text}], **fields)
+
+
+class WatchedRenderer(Renderer):
+    """Notes how much was tokenised, and in which thread."""
+
+    seen: list[tuple[int, int]]
+
+    def note(self, text: str) -> None:
+        self.seen.append((threading.get_ident(), len(text)))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        self.note(text)
+        return super().encode(text)
+
+    def encode_large(self, text: str) -> tuple[int, ...]:
+        self.note(text)
+        return super().encode_large(text)
+
+    def num_chars(self, thread: int | None = None) -> int:
+        """Characters that were tokenised, in one thread or in all."""
+        return sum(num for seen_in, num in self.seen if thread in (None, seen_in))
+
+
+class EchoEngine:
+    """Answers one token; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerationRequest] = []
+
+    async def __call__(self, request: GenerationRequest) -> Completion:
+        self.requests.append(request)
+        version = Version(policy=request.policy, incarnation=1, number=0)
+        return Completion.of([5], [-0.25], version, is_cut=False)
+
+
+@asynccontextmanager
+async def running(quotas: Quotas | None = None) -> AsyncIterator[Gate]:
+    renderer = WatchedRenderer(
+        bpe.tokenizer(), bpe.TEMPLATES["append-only"], window=bpe.WINDOW, stop_ids=frozenset({1})
+    )
+    renderer.seen = []
+    engine = EchoEngine()
+    gateway = Gateway(engine)
+    gateway.set_renderer(POLICY, renderer)
+    sessions = [
+        gateway.open(policies=[POLICY], sampling=SamplingSpec(max_tokens=8), seed=seed)
+        for seed in range(2)
+    ]
+    async with client_of(build_app(gateway, quotas)) as http:
+        gate = Gate(http, gateway, renderer, engine, 0, *sessions)
+        assert (await gate.say(gate.victim, "who am I")).status_code == 200
+        gate.loop_thread = renderer.seen[-1][0]
+        renderer.seen.clear()
+        yield gate
+
+
+@pytest.fixture
+async def gate() -> AsyncIterator[Gate]:
+    async with running() as gate:
+        yield gate
+
+
+MANY_MB = "the weather in Paris is rainy today " * 116_000
+"""Just below the limit of a body."""
+
+
+@pytest.mark.finding(5)
+async def test_prompts_that_cannot_fit_are_refused_before_they_are_tokenised(gate: Gate) -> None:
+    """4 × 4 MB from one key: refused by their length, so that nothing is computed for them."""
+    answers = await asyncio.gather(*(gate.say(gate.attacker, MANY_MB) for _ in range(4)))
+    assert [answer.status_code for answer in answers] == [400] * 4
+    assert "context length" in answers[0].json()["error"]["message"]
+    assert gate.renderer.num_chars() == 0, "it tokenised a prompt that cannot fit"
+    assert len(gate.engine.requests) == 1
+
+
+@pytest.mark.finding(5)
+async def test_large_prompts_do_not_stop_other_agents(gate: Gate) -> None:
+    """While one key's large prompts are tokenised, another key's calls go on."""
+    large = "word " * 70_000
+    attack = asyncio.gather(*(gate.say(gate.attacker, f"{at} {large}") for at in range(4)))
+    num_answered = 0
+    while not attack.done():
+        assert (await gate.say(gate.victim, f"question {num_answered}")).status_code == 200
+        num_answered += 1
+    assert {answer.status_code for answer in await attack} <= {200, 400}
+    assert gate.renderer.num_chars() > 4 * len(large)
+    assert gate.renderer.num_chars(gate.loop_thread) < len(large), "it tokenised on the event loop"
+    assert num_answered >= 20
+
+
+@pytest.mark.finding(5)
+async def test_refused_prompts_cost_quota() -> None:
+    """A key that only sends what is refused runs out of its quota like any other."""
+    async with running(Quotas(tokens_per_minute=1_000_000)) as gate:
+        statuses = [(await gate.say(gate.attacker, MANY_MB)).status_code for _ in range(4)]
+        assert statuses[0] == 400 and statuses[-1] == 429
+        assert (await gate.say(gate.victim, "hello")).status_code == 200
+
+
+async def test_many_choices_tokenise_their_prompt_once(gate: Gate) -> None:
+    """n=64 with a large prompt does the work of one prompt, not of 64."""
+    large = "word " * 10_000
+    answer = await gate.say(gate.attacker, large, n=64)
+    assert answer.status_code == 200
+    assert gate.renderer.num_chars() < 2 * len(large)
+
+
+async def test_a_list_of_ids_beyond_the_window_is_refused_unread(gate: Gate) -> None:
+    """A million token ids are refused by their number; no id is looked at or decoded."""
+    body = {"model": "policy", "prompt": [7] * 1_000_000}
+    answer = await gate.http.post(
+        "/v1/completions", json=body, headers=bearer(gate.attacker.api_key)
+    )
+    assert answer.status_code == 400 and "context length" in answer.text
+    assert len(gate.engine.requests) == 1
+
+
+# --- what reaches the engine --------------------------------------------------------------------
+
+
+def with_schema(schema: Any) -> dict[str, Any]:
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"response_format": format}
+
+
+BROKEN_SCHEMAS: dict[str, Any] = {
+    "a pattern that is no regex": {"type": "string", "pattern": "["},
+    "a pattern with an open group": {"properties": {"x": {"pattern": "(a"}}},
+    "a pattern that is a number": {"type": "string", "pattern": 5},
+    "a key pattern that is no regex": {"patternProperties": {"*": {}}},
+    "a type that does not exist": {"type": "something"},
+    "a list of types with a wrong one": {"items": {"type": ["string", "invalid"]}},
+    "a type that is a number": {"type": 7},
+    "a negative count": {"type": "array", "minItems": -1},
+    "a count that is text": {"type": "string", "maxLength": "9"},
+    "a reference to another server": {"$ref": "http://169.254.169.254/latest"},
+    "a reference to a file": {"properties": {"x": {"$ref": "file:///etc/passwd"}}},
+}
+
+
+async def test_schemas_that_break_grammar_compilers_do_not_reach_the_engine(gate: Gate) -> None:
+    """As in CVE-2025-48944: one bad regex or type ended the engine for everybody."""
+    for name, schema in BROKEN_SCHEMAS.items():
+        answer = await gate.ask(gate.attacker, **with_schema(schema))
+        assert answer.status_code == 400, (name, answer.text)
+    assert len(gate.engine.requests) == 1, "only the first question of the victim"
+
+
+async def test_schemas_that_only_look_broken_pass(gate: Gate) -> None:
+    """Properties may be called `pattern` or `type`, and constants may hold anything."""
+    schema = {
+        "type": "object",
+        "properties": {"type": {"const": {"type": "cat"}}, "pattern": True, "$ref": {}},
+        "patternProperties": {"^x-": {"type": ["string", "null"], "pattern": "^a+$"}},
+        "default": {"pattern": "["},
+        "$defs": {"x": {"$ref": "#/$defs/x"}},
+    }
+    assert (await gate.ask(gate.attacker, **with_schema(schema))).status_code == 200
+    assert json.loads(gate.engine.requests[-1].sampling.json_schema or "") == schema
+
+
+async def test_tool_schemas_are_only_text(gate: Gate) -> None:
+    """A broken schema in a tool goes into the prompt; the engine compiles nothing."""
+    tool = {"name": "f", "parameters": {"type": "something", "pattern": "["}}
+    answer = await gate.ask(gate.attacker, tools=[{"type": "function", "function": tool}])
+    assert answer.status_code == 200
+    assert not gate.engine.requests[-1].sampling.json_schema
+
+
+ENGINE_FIELDS: dict[str, Any] = {
+    "prompt_embeds": "AAAA",
+    "logits_processors": ["os.system"],
+    "structured_outputs": {"regex": "["},
+    "guided_json": {"type": "something"},
+    "guided_regex": "[",
+    "guided_grammar": "root ::= root",
+    "allowed_token_ids": [1],
+    "bad_words": ["x"],
+    "min_tokens": 10**9,
+    "stop_token_ids": [1],
+    "chat_template": "{{ cycler.__init__.__globals__ }}",
+    "use_beam_search": True,
+    "truncate_prompt_tokens": -1,
+}
+
+
+async def test_fields_of_the_engine_are_refused(gate: Gate) -> None:
+    """Fields that vLLM would obey are refused by name, not passed on."""
+    for name, value in ENGINE_FIELDS.items():
+        answer = await gate.ask(gate.attacker, **{name: value})
+        assert answer.status_code == 400 and name in answer.text, name
+    assert len(gate.engine.requests) == 1
+
+
+async def test_unknown_fields_stop_at_the_gateway(gate: Gate) -> None:
+    """Fields that nobody knows here are dropped: the engine gets ids and a sampling spec."""
+    fields: dict[str, Any] = {
+        "kv_transfer_params": {"remote_host": "attacker"},
+        "cache_salt": "@shared",
+        "priority": -(10**9),
+        "vllm_xargs": {"x": 1},
+        "lora_request": {"path": "/etc"},
+        "mm_processor_kwargs": {"x": 1},
+        "request_id": "../../x",
+    }
+    assert (await gate.ask(gate.attacker)).status_code == 200
+    assert (await gate.ask(gate.attacker, **fields)).status_code == 200
+    plain, attacked = gate.engine.requests[-2:]
+    assert list(plain.prompt_ids) == list(attacked.prompt_ids)
+    assert replace(plain.sampling, seed=0) == replace(attacked.sampling, seed=0)
+
+
+def media(url: str) -> dict[str, dict[str, Any]]:
+    """A request with media by address for each dialect."""
+    chat_parts: list[Any] = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "audio_url", "audio_url": {"url": url}},
+        {"type": "video_url", "video_url": {"url": url}},
+        {"type": "input_audio", "input_audio": {"data": url}},
+        {"type": "file", "file": {"file_id": url}},
+    ]
+    image = {"type": "image", "source": {"type": "url", "url": url}}
+    document = {"type": "document", "source": {"type": "url", "url": url}}
+    inputs: list[Any] = [
+        {"type": "input_image", "image_url": url},
+        {"type": "input_file", "file_url": url},
+    ]
+    bodies = {
+        f"/v1/chat/completions#{at}": {"messages": [{"role": "user", "content": [part]}]}
+        for at, part in enumerate(chat_parts)
+    }
+    for at, part in enumerate((image, document)):
+        content = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 8}
+        bodies[f"/v1/messages#{at}"] = content
+    for at, part in enumerate(inputs):
+        bodies[f"/v1/responses#{at}"] = {"input": [{"role": "user", "content": [part]}]}
+    return bodies
+
+
+async def test_media_addresses_are_refused_and_never_fetched(gate: Gate) -> None:
+    """No part of a message makes the gateway or the engine call an address of the agent's."""
+    with socket.create_server(("127.0.0.1", 0)) as canary:
+        canary.setblocking(False)
+        for path, body in media(f"http://127.0.0.1:{canary.getsockname()[1]}/x").items():
+            answer = await gate.http.post(
+                path.partition("#")[0],
+                json={"model": "policy", **body},
+                headers=bearer(gate.attacker.api_key),
+            )
+            assert answer.status_code == 400, (path, answer.text)
+        with pytest.raises(BlockingIOError):
+            canary.accept()
+    assert len(gate.engine.requests) == 1
+
+
+CAPS: dict[str, dict[str, Any]] = {
+    "choices": {"n": 65},
+    "no choice": {"n": 0},
+    "negative choices": {"n": -1},
+    "choices beyond 64 bits": {"n": 2**70},
+    "long answers": {"max_tokens": 10**9},
+    "no answer": {"max_tokens": -1},
+    "stop strings": {"stop": ["x"] * 17},
+    "long stop strings": {"stop": ["x" * 10_000]},
+    "hot": {"temperature": 1e300},
+    "cold": {"temperature": -1},
+    "top_p": {"top_p": 0},
+    "seed": {"seed": 2**63},
+    "tools": {"tools": [{"type": "function", "function": {"name": "f"}}] * 129},
+    "large tools": {"tools": [{"type": "function", "function": {"name": "f", "x": "x" * 300_000}}]},
+}
+
+
+async def test_requests_beyond_the_caps_are_refused(gate: Gate) -> None:
+    """One request cannot ask for unbounded work."""
+    for name, fields in CAPS.items():
+        answer = await gate.ask(gate.attacker, **fields)
+        assert answer.status_code in (400, 413), (name, answer.text)
+    assert len(gate.engine.requests) == 1
+
+
+async def test_no_path_of_an_engine_exists_on_a_gateway_for_agents(online: Online) -> None:
+    """More than 60 paths × 8 methods × 11 encodings, with a valid key: every answer is 404."""
+    opened = await online.open(online.token("shop"))
+    paths = [path for path in FORBIDDEN if path != "/sessions"]
+    assert len(paths) >= 60
+    methods = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE")
+    requests = [(method, path) for path in paths for method in methods]
+    requests += [("POST", escape(path)) for path in paths for escape in ESCAPES]
+    url = httpx2.URL(str(online.http.base_url))
+    statuses = await raw_statuses(url, opened["api_key"], requests)
+    found = [
+        (request, status)
+        for request, status in zip(requests, statuses, strict=True)
+        if status != 404
+    ]
+    assert found == []
+
+
+def batched(items: list[tuple[str, str]], size: int) -> list[list[tuple[str, str]]]:
+    return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+async def raw_statuses(url: httpx2.URL, key: str, requests: list[tuple[str, str]]) -> list[int]:
+    """Statuses over one connection, without a client that would normalize the paths. The requests
+    of a batch are sent at once."""
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    statuses: list[int] = []
+    for batch in batched(requests, 32):
+        for method, path in batch:
+            head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\n"
+            writer.write(f"{head}content-length: 2\r\n\r\n{{}}".encode())
+        for method, _ in batch:
+            answer = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            statuses.append(int(answer.split()[1]))
+            if method != "HEAD":
+                await reader.readexactly(int(answer.partition("content-length:")[2].split()[0]))
+    writer.close()
+    await writer.wait_closed()
+    return statuses
