@@ -229,6 +229,28 @@ async def test_secrets_of_one_use_are_out_of_reach_of_another(project: Path) -> 
     assert "of the judge" not in await _say(Use.TOOLS, settings, *read)
 
 
+async def test_only_granted_hosts_are_reached_and_only_through_the_proxy(project: Path) -> None:
+    """A grant of one host opens nothing else: not another host, not the machine, not the network."""
+    server = await asyncio.start_server(_answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    granted = UseSettings(grants=Grants(hosts=(f"127.0.0.1:{port}",)))
+    settings = IsolationSettings(uses={Use.TOOLS: granted})
+    script = (
+        "curl -s --noproxy '' http://127.0.0.1:$1/; curl -s --noproxy '' http://127.0.0.1:1/ -w "
+        "' %{http_code}'; curl -s --noproxy '*' http://127.0.0.1:$1/ || echo ' no way around'"
+    )
+    async with server:
+        said = await _say(Use.TOOLS, settings, "sh", "-c", script, "sh", str(port), "/nowhere/x")
+    assert said.startswith("reached") and " 403" in said and "no way around" in said, said
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\nconnection: close\r\n\r\nreached")
+    await writer.drain()
+    writer.close()
+
+
 # --- fails closed ---------------------------------------------------------------------------------
 
 

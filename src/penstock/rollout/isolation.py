@@ -17,10 +17,11 @@ from pathlib import Path
 import structlog
 
 from penstock.errors import SandboxError
+from penstock.rollout.proxied_sandbox import PROXY, PROXY_ENV, ProxiedSandbox
 from penstock.rollout.sandbox.choose import choose
 from penstock.rollout.sandbox.limits import LimitsBackend
 from penstock.rollout.sandbox.types import Backend, Grants, Level, Limits, Sandbox, SandboxSpec
-from penstock.rollout.visible_folders import narrowed, unreadable
+from penstock.rollout.visible_folders import narrowed, python_folders, unreadable
 
 FOREVER_S = 1e8
 """A wall clock for programs that have a deadline elsewhere."""
@@ -107,12 +108,15 @@ class Isolation:
         sockets: Mapping[str, Path] | None = None,
         env: Mapping[str, str] | None = None,
         limits: Limits | None = None,
+        row_id: str = "",
     ) -> Sandbox:
-        """A sandbox for this use, with its grants and these; not started yet."""
+        """A sandbox for this use, with its grants and these; not started yet. Requests to granted
+        hosts are recorded with `row_id`."""
         backend = await self.backend(use)
         settings = self._settings.uses.get(use, UseSettings())
         given = settings.grants
-        visible = narrowed((*folders, *given.folders))
+        has_proxy = bool(given.hosts) and backend.level >= Level.NAMESPACES
+        visible = narrowed((*folders, *given.folders, *(python_folders() if has_proxy else ())))
         backend = self._reading_all(backend, use, visible)
         grants = replace(
             given,
@@ -124,7 +128,14 @@ class Isolation:
         if use is Use.REWARD:  # a worker lives as long as the node; each batch has a deadline
             bounds = replace(bounds, wall_s=FOREVER_S, cpu_s=FOREVER_S, output_bytes=1 << 62)
         given_env = {**passed_env(settings.env), **(env or {})}
-        return backend.create(SandboxSpec(limits=bounds, grants=grants, env=given_env))
+        spec = SandboxSpec(limits=bounds, grants=grants, env=given_env)
+        if not has_proxy:
+            return backend.create(spec)
+        return ProxiedSandbox(
+            make=lambda path: backend.create(_with_proxy(spec, path)),
+            hosts=given.hosts,
+            row_id=row_id or use,
+        )
 
     def _reading_all(self, backend: Backend, use: Use, folders: tuple[Path, ...]) -> Backend:
         """As root each sandbox has its own user, which cannot read a private folder."""
@@ -140,6 +151,11 @@ class Isolation:
             )
         log.warning("rewards run without isolation: only root can read their folder", fix=fix)
         return LimitsBackend(has_own_user=False)
+
+
+def _with_proxy(spec: SandboxSpec, path: Path) -> SandboxSpec:
+    grants = replace(spec.grants, sockets={**spec.grants.sockets, PROXY: path})
+    return replace(spec, grants=grants, env={**PROXY_ENV, **spec.env})
 
 
 async def _find(settings: IsolationSettings) -> Backend | SandboxError:
