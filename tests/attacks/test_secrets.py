@@ -230,7 +230,7 @@ async def test_secrets_of_one_use_are_out_of_reach_of_another(project: Path) -> 
 
 
 async def test_only_granted_hosts_are_reached_and_only_through_the_proxy(project: Path) -> None:
-    """A grant of one host opens nothing else: not another host, not the machine, not the network."""
+    """A grant of one host opens nothing else: neither another host nor a way around."""
     server = await asyncio.start_server(_answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     granted = UseSettings(grants=Grants(hosts=(f"127.0.0.1:{port}",)))

@@ -15,19 +15,14 @@ from penstock.config.base import Name, Section, matching, non_blank
 
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 """A variable of the environment."""
-HOST = re.compile(
-    r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9-]+)*(:\d{1,5})?"
-)
+HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9][A-Za-z0-9-]*(\.[A-Za-z0-9-]+)*(:\d{1,5})?", re.ASCII)
 """A host by name, and a port if it is neither 80 nor 443."""
 
 EnvName = Annotated[
     str, AfterValidator(matching(ENV_NAME, "name a variable of the environment, like LOG_LEVEL"))
 ]
 HostName = Annotated[
-    str,
-    AfterValidator(
-        matching(HOST, "name a host without scheme, like api.example.com or api.example.com:8443")
-    ),
+    str, AfterValidator(matching(HOST, "name a host without scheme, like api.example.com:8443"))
 ]
 PathText = Annotated[str, AfterValidator(non_blank)]
 
