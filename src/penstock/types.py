@@ -296,7 +296,7 @@ class FailureKind(StrEnum):
     DEADLINE = "deadline"
     """The attempt exceeded its start-to-close time."""
     SANDBOX = "sandbox"
-    """The sandbox of a program, tool or reward failed: nobody's mistake, and never a reward."""
+    """The sandbox of a program, tool or reward failed: never the fault of an attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,15 +53,14 @@ def hide_secrets(project: Path, private: Path) -> None:
     engine = socket.socket(socket.AF_UNIX)
     engine.bind(str(private / "engine"))
     answer_calls(engine, canary("engine"))
-    for address, name in ((("169.254.169.254", 80), "metadata"), (("127.0.0.1", 0), "engine")):
-        listener = socket.create_server(address)
-        port = listener.getsockname()[1]
-        answer_calls(listener, canary(name))
+    answer_calls(socket.create_server(("169.254.169.254", 80)), canary("metadata"))
+    local = socket.create_server(("127.0.0.1", 0))
+    answer_calls(local, canary("engine"))
     hints = {
         "run": str(run),
         "files": [str(run / "keys" / "signing.key"), str(run / "token")],
         "engine": str(private / "engine"),
-        "port": port,  # pyright: ignore[reportPossiblyUnboundVariable]
+        "port": local.getsockname()[1],
     }
     (project / "hints.json").write_text(json.dumps(hints))
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -13,6 +14,27 @@ from pathlib import Path
 
 import pytest
 from tests.attacks.thief import NAMES
+from tests.unit.rollout.fake_dataflow import task
+
+from penstock.errors import SandboxError
+from penstock.rollout.isolation import (
+    Isolation,
+    IsolationSettings,
+    Opened,
+    Use,
+    UseSettings,
+    passed_env,
+)
+from penstock.rollout.rewards.scorer import Failed, Scorer
+from penstock.rollout.sandbox.run import run
+from penstock.rollout.sandbox.types import Grants, Level
+from penstock.rollout.visible_folders import (
+    module_files,
+    narrowed,
+    program_folders,
+    python_folders,
+)
+from penstock.types import FailureKind
 
 ROOT = Path(__file__).parents[2]
 EVIL = """
@@ -75,3 +97,247 @@ def test_user_code_finds_none_of_seven_secrets(use: str, project: Path) -> None:
 def test_the_same_thief_finds_all_seven_without_walls(project: Path) -> None:
     """The attack is real: as an ordinary process of the same user it finds everything."""
     assert rob("workflow", "none", project) == sorted(NAMES)
+
+
+# --- without a sandbox ----------------------------------------------------------------------------
+
+READER = """
+import os, sys
+for name in ("environ", "mem", "maps", "fd", "cwd"):
+    path = f"/proc/{sys.argv[1]}/{name}"
+    try:
+        os.listdir(path) if name == "fd" else open(path, "rb").read(64)
+        print(name)
+    except OSError:
+        pass
+"""
+
+
+@needs_root
+@pytest.mark.finding(3)
+@pytest.mark.parametrize("is_protected", [True, False])
+def test_a_process_of_the_same_user_cannot_read_a_service(is_protected: bool) -> None:
+    """Environment, memory and open files of a penstock process are closed to its own user."""
+    user = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--")
+    line = "from penstock.fleet.inspection import forbid_inspection; forbid_inspection(); "
+    code = f"{line if is_protected else ''}print('up', flush=True); input()"
+    service = subprocess.Popen(
+        [*user, "/usr/bin/python3", "-c", code],
+        env={"PYTHONPATH": str(ROOT / "src"), "PENSTOCK_TOKEN": "secret"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with service:
+        assert service.stdout is not None and service.stdout.readline() == b"up\n"
+        command = [*user, "/usr/bin/python3", "-c", READER, str(service.pid)]
+        seen = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        service.kill()
+    assert seen == ([] if is_protected else seen) and ("environ" in seen) != is_protected
+
+
+def test_the_command_line_protects_itself_first() -> None:
+    """Every command is closed to inspection before it reads a token or key."""
+    code = (
+        "import ctypes, sys\n"
+        "from penstock.cli import main\n"
+        "try:\n    main.main(['--version'])\n"
+        "except SystemExit:\n    print('dumpable', ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "dumpable 0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PENSTOCK_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "AZURE_CLIENT_SECRET",
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "OPENAI_API_KEY",
+        "ANTHROPIC_AUTH_TOKEN",
+        "GITHUB_TOKEN",
+        "PGPASSWORD",
+        "SSH_AUTH_SOCK",
+        "DATABASE_URL",
+        "HTTPS_PROXY",
+        "LD_PRELOAD",
+    ],
+)
+def test_no_variable_passes_that_was_not_allowed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment of programs is an allow list: a secret's name need not be known to us."""
+    monkeypatch.setenv(name, "secret")
+    assert name not in passed_env()
+    assert passed_env([name])[name] == "secret", "the config can name it"
+
+
+# --- walls ----------------------------------------------------------------------------------------
+
+
+async def _say(use: Use, settings: IsolationSettings, *argv: str) -> str:
+    box = await Isolation(settings).open(use, folders=(Path(argv[-1]).parent,))
+    async with Opened(box):
+        done = await run(box, argv)
+    return done.stdout.decode() + done.stderr.decode()
+
+
+async def test_the_folder_of_runs_looks_empty(project: Path) -> None:
+    """A module's folder is visible, the run folder below it is not, also where links lead there."""
+    run_folder = project / "outputs" / "run"
+    run_folder.mkdir(parents=True)
+    (run_folder / "key").write_text("secret")
+    (project / "shortcut").symlink_to(run_folder)
+    settings = IsolationSettings(hidden=(project / "outputs",))
+    for path in (run_folder / "key", project / "shortcut" / "key"):
+        argv = ("sh", "-c", 'ls "$1/.." >/dev/null; cat "$0"', str(path), str(project / "evil.py"))
+        said = await _say(Use.TOOLS, settings, *argv)
+        assert "secret" not in said and "No such file" in said
+
+
+async def test_the_home_folder_is_never_granted(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module in the home folder is granted alone: keys beside it stay out of reach."""
+    (project / ".ssh").mkdir()
+    (project / ".ssh" / "id_ed25519").write_text("secret")
+    monkeypatch.setenv("HOME", str(project))
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "path", [str(project), *sys.path])
+    found = narrowed((*python_folders(), *module_files("evil:reward"), *program_folders(["sh"])))
+    assert project / "evil.py" in found
+    assert not any(project == path or project.is_relative_to(path) for path in found)
+
+
+@pytest.mark.parametrize("argument", ["/etc/shadow", "/proc/1/environ", "/run/secrets/x"])
+def test_a_command_shows_no_file_of_the_host_by_naming_it(argument: str) -> None:
+    """Arguments of a command grant scripts, never files of the system."""
+    assert not any(str(path).startswith(argument[:5]) for path in program_folders(["sh", argument]))
+
+
+async def test_secrets_of_one_use_are_out_of_reach_of_another(project: Path) -> None:
+    """The key of a judge is a grant for rewards; code that a model wrote does not see it."""
+    (project / "judge.key").write_text("of the judge")
+    granted = UseSettings(grants=Grants(secrets={"judge": project / "judge.key"}))
+    settings = IsolationSettings(uses={Use.REWARD: granted})
+    read = ("cat", "/run/secrets/judge", str(project / "evil.py"))
+    assert "of the judge" in await _say(Use.REWARD, settings, *read)
+    assert "of the judge" not in await _say(Use.TOOLS, settings, *read)
+
+
+async def test_only_granted_hosts_are_reached_and_only_through_the_proxy(project: Path) -> None:
+    """A grant of one host opens nothing else: neither another host nor a way around."""
+    server = await asyncio.start_server(_answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    granted = UseSettings(grants=Grants(hosts=(f"127.0.0.1:{port}",)))
+    settings = IsolationSettings(uses={Use.TOOLS: granted})
+    script = (
+        "curl -s --noproxy '' http://127.0.0.1:$1/; curl -s --noproxy '' http://127.0.0.1:1/ -w "
+        "' %{http_code}'; curl -s --noproxy '*' http://127.0.0.1:$1/ || echo ' no way around'"
+    )
+    async with server:
+        said = await _say(Use.TOOLS, settings, "sh", "-c", script, "sh", str(port), "/nowhere/x")
+    assert said.startswith("reached") and " 403" in said and "no way around" in said, said
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\nconnection: close\r\n\r\nreached")
+    await writer.drain()
+    writer.close()
+
+
+# --- fails closed ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", [Use.WORKFLOW, Use.TOOLS])
+async def test_without_isolation_code_of_others_does_not_start(
+    use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No fallback for commands, tools and graders; the message names the cure."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("penstock.rollout.isolation._tested", {})
+    with pytest.raises(SandboxError, match="apt install bubblewrap"):
+        await Isolation().open(use)
+
+
+async def test_a_reward_without_isolation_runs_limited_unless_the_run_demands_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The owner's own reward falls back with a clean environment, never silently below a demand."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("penstock.rollout.isolation._tested", {})
+    assert (await Isolation().backend(Use.REWARD)).level is Level.LIMITS
+    for demand in (Level.NAMESPACES, Level.GVISOR):
+        with pytest.raises(SandboxError, match="no sandbox of level"):
+            await Isolation(IsolationSettings(demand=demand)).backend(Use.REWARD)
+    chosen = IsolationSettings(backend="bubblewrap")
+    with pytest.raises(SandboxError):
+        await Isolation(chosen).backend(Use.REWARD)
+
+
+async def test_none_does_not_meet_a_demand() -> None:
+    """`backend: none` is an explicit choice, and contradicts every demand."""
+    assert (await Isolation(IsolationSettings(backend="none")).backend(Use.TOOLS)).level == 0
+    for demand in (Level.LIMITS, Level.NAMESPACES):
+        with pytest.raises(SandboxError):
+            settings = IsolationSettings(backend="none", demand=demand)
+            await Isolation(settings).backend(Use.TOOLS)
+
+
+# --- error paths ----------------------------------------------------------------------------------
+
+ERROR_PATHS = {
+    "a reward that raises its environment": "raise ValueError(dict(os.environ))",
+    "a reward that raises its parent's environment": (
+        "raise ValueError(open(f'/proc/{os.getppid()}/environ').read())"
+    ),
+    "a reward that raises the first environment": (
+        "raise ValueError(open('/proc/1/environ').read())"
+    ),
+    "a reward that returns its environment": "return [str(dict(os.environ))]",
+    "a reward that exits with its environment": "raise SystemExit(str(dict(os.environ)))",
+    "a reward that prints its environment": "print(dict(os.environ)); raise ValueError",
+    "a reward that lists the run folder": "raise ValueError(os.listdir(RUN))",
+    "a reward that opens the key": "open(os.path.join(RUN, 'key'))",
+    "a reward that warns": (
+        "import warnings; warnings.warn(str(dict(os.environ))); raise ValueError"
+    ),
+    "a reward that dumps its frames": (
+        "import faulthandler; faulthandler.dump_traceback(); raise ValueError(sys._getframe())"
+    ),
+}
+CANARY_NAMES = ("PENSTOCK_TOKEN", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")
+
+
+@pytest.mark.parametrize("path", ERROR_PATHS)
+async def test_no_canary_leaves_through_an_error(
+    path: str,
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Three canaries through each of ten error paths: none is in the failure or in the log."""
+    for name in CANARY_NAMES:
+        monkeypatch.setenv(name, f"canary-{name}")
+    run_folder = project / "outputs" / "run"
+    run_folder.mkdir(parents=True)
+    (run_folder / "key").write_text("canary-key")
+    head = f"import os, sys\nRUN = {str(run_folder)!r}\ndef reward(completions, **_):\n"
+    (project / "leaks.py").write_text(f"{head}    {ERROR_PATHS[path]}\n")
+    monkeypatch.setattr(sys, "path", [str(project), *sys.path])
+    settings = IsolationSettings(hidden=(project / "outputs",))
+    scorer = Scorer("leaks:reward", Isolation(settings))
+    serving = asyncio.create_task(scorer.run())
+    try:
+        result = await scorer.score("x", task())
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    assert isinstance(result, Failed) and result.kind is FailureKind.REWARD
+    captured = capfd.readouterr()
+    assert "canary-" not in result.detail + captured.out + captured.err

@@ -26,7 +26,8 @@ from tests.e2e.test_openai_agent import recomputed, snapshots, trained_trajector
 from tests.unit.gateway.gateway_harness import GatewayHarness, running_gateway
 
 from penstock.gateway.renderer import Renderer
-from penstock.rollout.programs import inherited_env, run_program
+from penstock.rollout.isolation import Isolation, IsolationSettings, Use
+from penstock.rollout.programs import run_program
 from penstock.types import Trajectory, view_ids
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "agents"
@@ -116,6 +117,8 @@ def run_agents(folder: Path, agents: Mapping[str, Sequence[str]]) -> Path:
     config["algorithm"]["num_generations"] = MEMBERS
     config["training"]["groups_per_batch"] = len(agents)
     config["output_dir"] = str(folder)
+    config["sandbox"] = {"workflow": {"env": ["AGENT_MAX_TOKENS"]}}
+    folder.chmod(0o755)  # as root, a sandbox has a user of its own
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     done = subprocess.run(
         [*PENSTOCK, "run", "run.yaml", "--headless"],
@@ -185,7 +188,9 @@ async def test_a_tool_call_and_its_result_pass_through(tmp_path: Path, name: str
             '<tool_call>{"name": "backwards", "arguments": {"text":  "xyz"}}</tool_call>',
             "done",
         ]
-        printed = await run_program(words, env=environment(harness), timeout_s=90)
+        direct = Isolation(IsolationSettings(backend="none"))  # it calls the harness over TCP
+        sandbox = await direct.open(Use.WORKFLOW, env=environment(harness))
+        printed = await run_program(sandbox, words, timeout_s=90)
         assert printed == "done"
         assert '"backwards"' in harness.prompt(0)
         assert harness.prompt(1).endswith(
@@ -197,7 +202,7 @@ async def test_a_tool_call_and_its_result_pass_through(tmp_path: Path, name: str
 
 def environment(harness: GatewayHarness) -> dict[str, str]:
     return {
-        **inherited_env(),
+        "PATH": os.environ["PATH"],
         "OPENAI_BASE_URL": harness.url + "/v1",
         "OPENAI_API_KEY": harness.session.api_key,
         "PENSTOCK_TASK": json.dumps({"prompt": "xyz>"}),

@@ -60,6 +60,8 @@ def run_agent(folder: Path) -> RunFolder:
     config = yaml.safe_load((RECIPE / "run.yaml").read_text())
     config["workflow"] = {"command": [sys.executable, str(RECIPE / "agent.py")]}
     config["output_dir"] = str(folder)
+    config["sandbox"] = {"workflow": {"env": ["AGENT_MAX_TOKENS", "AGENT_DRAFTS"]}}
+    folder.chmod(0o755)  # as root, a sandbox has a user of its own
     config["reward"] = "letters:reward"
     (folder / "letters.py").write_text(REWARD)
     config["models"]["policy"]["init"] = str(endless_model(folder / "endless"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where code runs that is not penstock's, and what it may reach.
 
-Owns the shape of `sandbox:`. Rewards, workflow commands and tools have grants of their own, so that
+Owns the shape of `sandbox:`. Rewards, workflow commands and tools have separate grants, so that
 the key of a judge is not in reach of code that a model wrote. Grants hold on the machine that has
 the run folder: a node that joins from elsewhere grants nothing because a run asks for it."""
 
@@ -15,14 +15,14 @@ from penstock.config.base import Name, Section, matching, non_blank
 
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 """A variable of the environment."""
-HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9-]+)*")
-"""A host by name; the egress proxy resolves it, and refuses internal addresses."""
+HOST = re.compile(r"(?=.{1,253}$)[A-Za-z0-9][A-Za-z0-9-]*(\.[A-Za-z0-9-]+)*(:\d{1,5})?", re.ASCII)
+"""A host by name, and a port if it is neither 80 nor 443."""
 
 EnvName = Annotated[
     str, AfterValidator(matching(ENV_NAME, "name a variable of the environment, like LOG_LEVEL"))
 ]
 HostName = Annotated[
-    str, AfterValidator(matching(HOST, "name a host without scheme or port, like api.example.com"))
+    str, AfterValidator(matching(HOST, "name a host without scheme, like api.example.com:8443"))
 ]
 PathText = Annotated[str, AfterValidator(non_blank)]
 
@@ -63,7 +63,7 @@ class SandboxConfig(Section):
 
     backend: Literal["auto", "bubblewrap", "runsc", "container", "none"] = "auto"
     """What isolates them; auto takes bubblewrap. none runs them as ordinary processes of the node's
-    user: choose it only where nobody but you wrote what they do."""
+    user: choose it only where you wrote all that they run."""
     image: str = ""
     """The image of the container back end; it must be on this machine."""
     demand: Literal["limits", "namespaces", "gvisor"] | None = None

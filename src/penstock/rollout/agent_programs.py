@@ -16,9 +16,9 @@ from penstock.rollout.programs import run_program
 from penstock.rollout.sandbox.types import Level
 from penstock.rollout.visible_folders import program_folders, python_folders
 
-GATEWAY, PROXY = "gateway", "proxy"
-"""Sockets by name inside /run/sockets."""
-PORTS = {GATEWAY: 18000, PROXY: 18001}
+GATEWAY = "gateway"
+"""The name of its socket inside."""
+PORT = 18000
 """Of 127.0.0.1 inside; nothing else listens there."""
 
 
@@ -29,20 +29,22 @@ async def run_agent(
     argv: Sequence[str],
     *,
     env: Mapping[str, str],
+    row_id: str,
     stdin: bytes = b"",
     timeout_s: float | None = None,
 ) -> str:
     """Run a program whose OpenAI or Anthropic client calls the gateway with this key; returns its
     standard output."""
     has_network = (await isolation.backend(Use.WORKFLOW)).level < Level.NAMESPACES
-    base_url = endpoint.url if has_network else f"http://127.0.0.1:{PORTS[GATEWAY]}/v1"
+    base_url = endpoint.url if has_network else f"http://127.0.0.1:{PORT}/v1"
     sandbox = await isolation.open(
         Use.WORKFLOW,
         folders=(*program_folders(argv), *python_folders()),
         sockets=dict[str, Path]() if has_network else {GATEWAY: endpoint.socket_path},
         env=_environment(base_url, api_key) | dict(env),
+        row_id=row_id,
     )
-    ports = {} if has_network else {PORTS[GATEWAY]: f"/run/sockets/{GATEWAY}"}
+    ports = {} if has_network else {PORT: f"/run/sockets/{GATEWAY}"}
     return await run_program(sandbox, argv, ports=ports, stdin=stdin, timeout_s=timeout_s)
 
 

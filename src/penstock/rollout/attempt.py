@@ -99,7 +99,13 @@ class AttemptRunner:
                 salvaged_turns=salvaged_turns,
                 on_turn=on_turn,
             )
-            ctx = Context(session, self._endpoint, seed=grant.seed, isolation=self._isolation)
+            ctx = Context(
+                session,
+                self._endpoint,
+                seed=grant.seed,
+                isolation=self._isolation,
+                row_id=grant.row_id,
+            )
             try:
                 completion, outcome = await self._run_workflow(task, ctx)
             finally:

@@ -137,6 +137,7 @@ class Context:
         *,
         seed: int,
         isolation: Isolation | None = None,
+        row_id: str = "",
     ) -> None:
         self.seed = seed
         """Seed of this slot: the same for every attempt on every node."""
@@ -145,6 +146,7 @@ class Context:
         self._session = session
         self._endpoint = endpoint
         self._isolation = isolation
+        self._row_id = row_id
         self._sandbox: ToolSandbox | None = None
 
     def policy(self, name: str | None = None, *, role: str = "") -> BoundPolicy:
@@ -195,6 +197,7 @@ class Context:
             self.api_key,
             argv,
             env=env or {},
+            row_id=self._row_id,
             stdin=stdin,
             timeout_s=timeout_s,
         )
@@ -206,7 +209,7 @@ class Context:
         from penstock.rollout.tool_sandbox import ToolSandbox
 
         if self._sandbox is None:
-            self._sandbox = ToolSandbox(self._walls())
+            self._sandbox = ToolSandbox(self._walls(), self._row_id)
         return self._sandbox
 
     async def grade(
@@ -217,7 +220,7 @@ class Context:
         ids: Sequence[str],
         limits: GradingLimits | None = None,
     ) -> Verdict:
-        """Run hidden tests against a solution that a model wrote, each in a sandbox of its own.
+        """Run hidden tests against a solution that a model wrote, each in a separate sandbox.
 
         Args:
             solution: Python source; see `TestFile` for what tests can do with it.

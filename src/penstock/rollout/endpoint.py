@@ -46,7 +46,7 @@ class Endpoint:
             path = Path(self._folder.name) / "socket"
             self._local = socket.socket(socket.AF_UNIX)
             self._local.bind(str(path))
-            path.chmod(0o666)  # each sandbox has a user of its own
+            path.chmod(0o666)  # each sandbox has its own user
             self._local.listen(BACKLOG)
             self._requested.set()
         return self._listener

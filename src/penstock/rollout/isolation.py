@@ -3,7 +3,7 @@
 
 Commands, tools and graders fail closed: without isolation they do not start, unless `none` was
 chosen. The owner's own reward falls back to limits and a clean environment, with a warning that
-names the cure, so that a first run works. Starts no program itself."""
+names the fix, so that a first run works. Starts no program itself."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from pathlib import Path
 import structlog
 
 from penstock.errors import SandboxError
+from penstock.rollout.proxied_sandbox import PROXY, PROXY_ENV, ProxiedSandbox
 from penstock.rollout.sandbox.choose import choose
 from penstock.rollout.sandbox.limits import LimitsBackend
 from penstock.rollout.sandbox.types import Backend, Grants, Level, Limits, Sandbox, SandboxSpec
-from penstock.rollout.visible_folders import narrowed, unreadable
+from penstock.rollout.visible_folders import narrowed, python_folders, unreadable
 
 FOREVER_S = 1e8
 """A wall clock for programs that have a deadline elsewhere."""
-CURE = "apt install bubblewrap, and allow user namespaces; `penstock check` says what is missing"
+FIX = "apt install bubblewrap, and allow user namespaces; `penstock check` says what is missing"
 _PASSED = ("LANG", "LANGUAGE", "TZ", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM")
 log = structlog.get_logger(__name__)
 
@@ -96,7 +97,7 @@ class Isolation:
             if self._fallback is None:
                 self._fallback = LimitsBackend()
                 what = "rewards run without isolation: they see the files and network of this host"
-                log.warning(what, reason=str(self._found), fix=CURE)
+                log.warning(what, reason=str(self._found), fix=FIX)
             return self._fallback
 
     async def open(
@@ -107,12 +108,15 @@ class Isolation:
         sockets: Mapping[str, Path] | None = None,
         env: Mapping[str, str] | None = None,
         limits: Limits | None = None,
+        row_id: str = "",
     ) -> Sandbox:
-        """A sandbox for this use, with its grants and these; not started yet."""
+        """A sandbox for this use, with its grants and these; not started yet. Requests to granted
+        hosts are recorded with `row_id`."""
         backend = await self.backend(use)
         settings = self._settings.uses.get(use, UseSettings())
         given = settings.grants
-        visible = narrowed((*folders, *given.folders))
+        has_proxy = bool(given.hosts) and backend.level >= Level.NAMESPACES
+        visible = narrowed((*folders, *given.folders, *(python_folders() if has_proxy else ())))
         backend = self._reading_all(backend, use, visible)
         grants = replace(
             given,
@@ -124,10 +128,17 @@ class Isolation:
         if use is Use.REWARD:  # a worker lives as long as the node; each batch has a deadline
             bounds = replace(bounds, wall_s=FOREVER_S, cpu_s=FOREVER_S, output_bytes=1 << 62)
         given_env = {**passed_env(settings.env), **(env or {})}
-        return backend.create(SandboxSpec(limits=bounds, grants=grants, env=given_env))
+        spec = SandboxSpec(limits=bounds, grants=grants, env=given_env)
+        if not has_proxy:
+            return backend.create(spec)
+        return ProxiedSandbox(
+            make=lambda path: backend.create(_with_proxy(spec, path)),
+            hosts=given.hosts,
+            row_id=row_id or use,
+        )
 
     def _reading_all(self, backend: Backend, use: Use, folders: tuple[Path, ...]) -> Backend:
-        """As root a sandbox has a user of its own, which cannot read a private folder."""
+        """As root each sandbox has its own user, which cannot read a private folder."""
         private = unreadable(folders) if os.geteuid() == 0 else ()
         if not private or backend.level is Level.NONE:
             return backend
@@ -135,11 +146,16 @@ class Isolation:
         if use is not Use.REWARD or self._settings.demand is not None:
             names = ", ".join(map(str, private))
             raise SandboxError(
-                f"a program in a sandbox has a user of its own, and only root can read {names}; "
+                f"a program in a sandbox has its own user, and only root can read {names}; "
                 f"run `{fix}`, or start the run as another user"
             )
         log.warning("rewards run without isolation: only root can read their folder", fix=fix)
         return LimitsBackend(has_own_user=False)
+
+
+def _with_proxy(spec: SandboxSpec, path: Path) -> SandboxSpec:
+    grants = replace(spec.grants, sockets={**spec.grants.sockets, PROXY: path})
+    return replace(spec, grants=grants, env={**PROXY_ENV, **spec.env})
 
 
 async def _find(settings: IsolationSettings) -> Backend | SandboxError:

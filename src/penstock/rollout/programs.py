@@ -9,20 +9,17 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib import resources
-from pathlib import Path
 
 from penstock.errors import WorkflowError
 from penstock.rollout.isolation import Opened
+from penstock.rollout.proxied_sandbox import with_ports
 from penstock.rollout.sandbox.types import Exit, ReadStream, Sandbox, SandboxProcess
 from penstock.rollout.user_errors import shorten
 
 MAX_OUTPUT_BYTES = 1 << 20
 MAX_ERROR_BYTES = 1500
-INTERPRETER = str(Path(sys.executable).resolve())
 
 
 def inherited_env() -> dict[str, str]:
@@ -49,9 +46,7 @@ async def run_program(
 
     ports: of 127.0.0.1 inside, each with the path of the unix socket that it leads to.
     """
-    script = resources.files("penstock.rollout").joinpath("port_forwarder.py").read_text()
-    forwards = [f"{port}={path}" for port, path in (ports or {}).items()]
-    command = [INTERPRETER, "-I", "-S", "-c", script, os.getcwd(), *forwards, "--", *argv]
+    command = with_ports(ports or {}, argv, folder=os.getcwd())
     error = bytearray()
     limit = asyncio.timeout(timeout_s)
     try:

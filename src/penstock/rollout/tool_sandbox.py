@@ -37,6 +37,7 @@ class ToolSandbox:
     what `sandbox.tools` in the run file grants."""
 
     _isolation: Isolation
+    _row_id: str = ""
     _box: Sandbox | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -81,7 +82,7 @@ class ToolSandbox:
     async def _started(self) -> Sandbox:
         async with self._lock:
             if self._box is None:
-                box = await self._isolation.open(Use.TOOLS)
+                box = await self._isolation.open(Use.TOOLS, row_id=self._row_id)
                 try:
                     await box.start()
                 except BaseException:

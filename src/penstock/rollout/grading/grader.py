@@ -46,7 +46,15 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     args: list[Any] = []
 
 
+class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the solution's sandbox says to a call."""
+
+    value: msgspec.Raw = msgspec.Raw(b"null")
+    error: str | msgspec.UnsetType = msgspec.UNSET
+
+
 _MESSAGES = msgspec.json.Decoder(_Message)
+_ANSWERS = msgspec.json.Decoder(_Answer)
 
 
 async def grade(
@@ -167,7 +175,7 @@ class _CalledSolution:
         except (asyncio.IncompleteReadError, ConnectionError):
             await self.close()
             return {"error": "ended instead of answering"}
-        except (ValueError, RecursionError, OSError) as error:
+        except (ValueError, msgspec.MsgspecError, RecursionError, OSError) as error:
             return {"error": str(error)[:1000]}
 
     async def close(self) -> None:
@@ -190,12 +198,10 @@ class _CalledSolution:
             self._draining = asyncio.create_task(_drain(self._driver.stderr))
         await _send(self._driver, call)
         body = await _read_frame(self._driver.stdout, self._bounds.max_value_bytes)
-        answer = _plain(body)
-        if not isinstance(answer, dict) or len(answer) != 1:
-            raise ValueError("did not answer with a value")
-        if "value" in answer:
-            return answer["value"]
-        raise ValueError(str(answer.get("error", "did not answer with a value")))
+        answer = _ANSWERS.decode(body)
+        if answer.error is not msgspec.UNSET:
+            raise ValueError(answer.error)
+        return json.loads(bytes(answer.value), parse_constant=_refuse)
 
     async def _run(self, stdin: str, args: list[str]) -> str:
         program = await self._box.exec([self._python, "solution.py", *args])
@@ -213,13 +219,8 @@ class _CalledSolution:
         return printed.decode(errors="strict")
 
 
-def _plain(body: bytes) -> Any:
-    """JSON as plain Python values; NaN and infinities are refused."""
-
-    def refuse(text: str) -> None:
-        raise ValueError(f"{text} is not JSON")
-
-    return json.loads(body, parse_constant=refuse)
+def _refuse(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
 
 
 async def _send(process: SandboxProcess, message: Any) -> None:
@@ -250,4 +251,4 @@ async def _drain(source: ReadStream) -> None:
 
 
 def _script(name: str) -> bytes:
-    return resources.files(__package__).joinpath(name).read_bytes()
+    return resources.files("penstock.rollout.grading").joinpath(name).read_bytes()

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import traceback
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 PREFIX_BYTES = 4
 MAX_WHY_CHARS = 500
@@ -75,12 +75,13 @@ class Solution:
 def same(actual: Any, expected: Any) -> bool:
     if type(actual) is not type(expected):
         return False
-    if isinstance(actual, dict):
+    if type(actual) is dict:
         return actual.keys() == expected.keys() and all(
             same(actual[key], expected[key]) for key in expected
         )
-    if isinstance(actual, list):
-        return len(actual) == len(expected) and all(map(same, actual, expected))
+    if isinstance(expected, list):
+        pairs = zip(actual, cast("list[Any]", expected), strict=False)
+        return len(actual) == len(cast("list[Any]", expected)) and all(same(*two) for two in pairs)
     return actual == expected
 
 

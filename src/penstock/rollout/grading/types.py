@@ -56,7 +56,7 @@ class GradingLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the tests found. A failure of the sandbox is no verdict: it raises SandboxError."""
+    """What the tests found. A failure of the sandbox gives none: it raises SandboxError."""
 
     passed: frozenset[str]
     failed: Mapping[str, str] = field(default_factory=dict[str, str])
