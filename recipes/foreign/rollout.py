@@ -3,7 +3,7 @@
 docs/reference/protocol.md and write yours in any language. `Table` replaces the model, `score`
 the reward.
 
-python recipes/foreign/rollout.py URL --token TOKEN [--node-id NAME]
+python recipes/foreign/rollout.py URL --token-file FILE [--node-id NAME]
 """
 
 import argparse
@@ -18,6 +18,7 @@ import time
 import urllib.request
 from array import array
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
@@ -239,10 +240,11 @@ class Node:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A rollout node that samples from a fixed table.")
     parser.add_argument("url")
-    parser.add_argument("--token", default=os.environ.get("PENSTOCK_TOKEN", ""))
+    file = os.environ.get("PENSTOCK_TOKEN_FILE")
+    parser.add_argument("--token-file", type=Path, default=file, required=not file)
     parser.add_argument("--node-id", default=f"foreign-{os.getpid()}")
     given = parser.parse_args()
-    node = Node(given.url, given.token, given.node_id)
+    node = Node(given.url, given.token_file.read_text().strip(), given.node_id)
     signal.signal(signal.SIGTERM, lambda *_: (node.stopping.set(), signal.alarm(10)))
     node.run()
 

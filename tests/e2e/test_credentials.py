@@ -100,7 +100,7 @@ def test_key_rotation_and_revocation_in_a_running_run(system: System, tmp_path: 
         step = system.step()
         system.until_step(step + 1)
         assert system.pids() == pids
-    assert [t for t in command("token", "ls", run)["tokens"]] == []  # type: ignore[attr-defined]
+    assert command("token", "ls", run)["tokens"] == []
 
     stopped = penstock("stop", run)
     assert stopped.returncode == 0, stopped.stderr

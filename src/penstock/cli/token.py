@@ -192,8 +192,8 @@ def rotate(run: Path, /, *, now: bool = False, json: bool = False) -> int:
 
     Args:
         run: Run folder, or its config file.
-        now: Refuse all tokens of the old key at once, because it may be known to others: whoever
-            joined needs a new token.
+        now: Refuse all tokens of the old key at once, because it may be known to others: joined
+            nodes need new tokens.
         json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json, print_note

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token that a process holds, from a file or made anew, and replaced while the process runs.
+"""The token that a process holds, from a file or newly made, and replaced while the process runs.
 
 Never shows the token in its repr, and never passes it to a child process.
 """

@@ -70,13 +70,11 @@ async def test_a_token_is_renewed_before_it_expires_and_kept(tmp_path: Path, is_
     file = tmp_path / "token"
     file.write_text(token)
     own = HeldToken.from_file(file) if is_file else held(token)
-    has_renewed = asyncio.Event()
 
     async def work() -> None:
-        await asyncio.wait_for(has_renewed.wait(), 60)
+        while own.value() == token:  # noqa: ASYNC110  # the holder reports nothing
+            await asyncio.sleep(0.01)
 
-    replace = own.replace
-    own.replace = lambda new: (replace(new), has_renewed.set())[0]
     with serving(build_app([], verifier, title="test")) as url:
         await with_upkeep(work(), own, urls=[url])
     assert own.value() != token
