@@ -93,3 +93,15 @@ async def test_an_unreachable_run_does_not_end_the_work(tmp_path: Path) -> None:
 
     await with_upkeep(work(), held(token), urls=["http://127.0.0.1:9"])
     assert done == [True]
+
+
+def test_a_renewed_token_is_held_although_its_file_cannot_be_written(tmp_path: Path) -> None:
+    """As with a secret that is mounted read-only: the old token of the file does not come back."""
+    old, new = mint(tmp_path / "keys", 60.0), mint(tmp_path / "keys", 7200.0)
+
+    def store(token: str) -> None:
+        raise OSError("read-only file system")
+
+    own = HeldToken(lambda: old, store)
+    own.replace(new)
+    assert own.value() == own.reload() == new
