@@ -150,7 +150,7 @@ def revoke(folder: RunFolder, *, id: str | None = None, name: str | None = None)
 
 def rotate(folder: RunFolder, *, now: bool = False) -> str:
     """Replace the signing key and the renewal key; returns the new signing key's id. Tokens of the
-    old key are valid until the last of them expires; with `now`, those of all old keys end."""
+    old key are valid until the last of them expires; with `now`, tokens of all old keys end."""
     run = folder.read_config().name
     with changing_keys(folder):
         old = keys.read_key(folder.keys, keys.SIGNING).key_id
