@@ -3,7 +3,7 @@
 docs/reference/protocol.md and write yours in any language. `Table` replaces the model, `score`
 the reward.
 
-python recipes/foreign/rollout.py URL --token TOKEN
+python recipes/foreign/rollout.py URL --token-file FILE
 """
 
 import argparse
@@ -19,6 +19,7 @@ import time
 import urllib.request
 from array import array
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
@@ -121,7 +122,7 @@ def row_id_of(grant: Record) -> str:
 
 def name_in(token: str) -> str:
     """Whom the token is for: the node is that, or that and `.SUFFIX`."""
-    return json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))["subject"]
+    return json.loads(base64.urlsafe_b64decode(token.split(".")[3] + "=="))["subject"]
 
 
 class Node:
@@ -258,9 +259,10 @@ class Node:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A rollout node that samples from a fixed table.")
     parser.add_argument("url")
-    parser.add_argument("--token", default=os.environ.get("PENSTOCK_TOKEN", ""))
+    file = os.environ.get("PENSTOCK_TOKEN_FILE")
+    parser.add_argument("--token-file", type=Path, default=file, required=not file)
     given = parser.parse_args()
-    node = Node(given.url, given.token)
+    node = Node(given.url, given.token_file.read_text().strip())
     signal.signal(signal.SIGTERM, lambda *_: (node.stopping.set(), signal.alarm(10)))
     node.run()
 

@@ -3,7 +3,7 @@
 docs/reference/protocol.md and write yours in any language. Each batch changes one element of the
 weights.
 
-python recipes/foreign/trainer.py URL --token TOKEN --store DIR [--policy NAME] [--init FOLDER]
+python recipes/foreign/trainer.py URL --token-file FILE --store DIR [--policy NAME] [--init FOLDER]
     [--state DIR]
 """
 
@@ -219,14 +219,15 @@ class Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A trainer that changes one element per batch.")
     parser.add_argument("url")
-    parser.add_argument("--token", default=os.environ.get("PENSTOCK_TOKEN", ""))
+    file = os.environ.get("PENSTOCK_TOKEN_FILE")
+    parser.add_argument("--token-file", type=Path, default=file, required=not file)
     parser.add_argument("--store", type=Path, required=True, help="the run's weight store")
     parser.add_argument("--policy", default="policy")
     parser.add_argument("--init", type=Path, help="Hugging Face folder of number 0")
     parser.add_argument("--state", type=Path, help="checkpoint folder (default: next to the store)")
     given = parser.parse_args()
     state = given.state or given.store.parent / f"foreign-trainer-{given.policy}"
-    dataflow = Service(given.url, given.token)
+    dataflow = Service(given.url, given.token_file.read_text().strip())
     try:
         Trainer(dataflow, Store(given.store), given.policy, state).run(given.init)
     except HTTPError as error:  # 409 fenced: replaced by a newer trainer

@@ -96,7 +96,8 @@ def save(model: Any, init: Path, state: Path, number: int, seq: int) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A plain PyTorch loop as the trainer of a run.")
     parser.add_argument("url")
-    parser.add_argument("--token", default=os.environ.get("PENSTOCK_TOKEN", ""))
+    file = os.environ.get("PENSTOCK_TOKEN_FILE")
+    parser.add_argument("--token-file", type=Path, default=file, required=not file)
     parser.add_argument("--store", type=Path, required=True, help="the run's weight store")
     parser.add_argument("--init", type=Path, required=True, help="Hugging Face folder of number 0")
     parser.add_argument("--policy", default="policy")
@@ -104,7 +105,8 @@ def main() -> None:
     given = parser.parse_args()
     state = given.state or given.store.parent / f"plain-trainer-{given.policy}"
     state.mkdir(parents=True, exist_ok=True)
-    with VersionsClient(given.url, given.token, policy=given.policy, store=given.store) as client:
+    token = given.token_file.read_text().strip()
+    with VersionsClient(given.url, token, policy=given.policy, store=given.store) as client:
         train(client, given.init, state)
 
 

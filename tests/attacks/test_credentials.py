@@ -379,14 +379,16 @@ def test_rotation_replaces_the_key_without_an_error_for_anyone(folder: RunFolder
 
 
 def test_after_rotation_now_tokens_of_the_old_key_are_not_replayed(folder: RunFolder) -> None:
-    """Proves that `rotate --now` ends every token of a key that leaked, renewed or not, and what
-    its thief signs later; the run's own services have new tokens before that."""
+    """Proves that `rotate --now` ends every token of this and all earlier keys, renewed or not, and
+    what a thief of the key signs later; the run's own services have new tokens before that."""
     path = folder.service_tokens / "node-0"
     write_token(folder, path, RUN, Role.ROLLOUT, subject="node-0")
     service = HeldToken.from_file(path)
     old, _ = tokens.issue(folder, Role.ROLLOUT, ttl_s=60, renew_s=7200)
     verifier = verifier_of(folder)
-    before = (old, Renewer(folder.keys).renew(old, verifier.verify(old)), service.value())
+    tokens.rotate(folder)
+    newer, credential = tokens.issue(folder, Role.ROLLOUT, ttl_s=60, renew_s=7200)
+    before = (old, newer, Renewer(folder.keys).renew(newer, credential), service.value())
     stolen = keys.read_key(folder.keys, keys.SIGNING)
     stolen_renewal = keys.read_key(folder.keys, keys.RENEWAL)
     tokens.rotate(folder, now=True)

@@ -51,8 +51,7 @@ class PeerProcess:
 
     def on_ready(self, join_info: JoinInfo) -> None:
         words = [sys.executable, *self.command(join_info)]
-        env = {**os.environ, "PENSTOCK_TOKEN": join_info.token, "PYTHONPATH": str(ROOT / "src")}
-        env["PENSTOCK_TOKEN_FILE"] = "/dev/stdin"
+        env = {**os.environ, "PENSTOCK_TOKEN_FILE": "/dev/stdin", "PYTHONPATH": str(ROOT / "src")}
         process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=-1, stdout=-3, stderr=-3)
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as stdin:
@@ -198,9 +197,14 @@ def test_command_passes_the_foreign_trainer() -> None:
         assert command.stdout is not None
         told = dict(next(command.stdout).split() for _ in ("url", "token", "store"))
         script = [str(FOREIGN / "trainer.py"), told["url"], "--store", told["store"]]
-        env = {**os.environ, "PENSTOCK_TOKEN": told["token"]}
+        env = {**os.environ, "PENSTOCK_TOKEN_FILE": "/dev/stdin"}
         trainer = subprocess.run(
-            [sys.executable, *script], env=env, stderr=subprocess.DEVNULL, timeout=60
+            [sys.executable, *script],
+            env=env,
+            input=told["token"],
+            text=True,
+            stderr=subprocess.DEVNULL,
+            timeout=60,
         )
         last = json.loads(command.stdout.read().splitlines()[-1])
     assert (command.returncode, trainer.returncode) == (0, 1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,13 @@ def config() -> RunConfig:
     )
 
 
+def token_env(folder: Path, token: str) -> dict[str, str]:
+    """The variable that names a file with this token."""
+    file = folder / f"token-{secrets.token_hex(4)}"
+    file.write_text(token)
+    return {"PENSTOCK_TOKEN_FILE": str(file)}
+
+
 class Run:
     """A run folder whose services are started one by one, without a launcher."""
 
@@ -67,8 +75,8 @@ class Run:
     def start(self, role: Role | None, *words: str, subject: str = "") -> subprocess.Popen[bytes]:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         if role is not None:
-            env["PENSTOCK_TOKEN"] = self.folder.token(
-                config().name, role, ttl_s=600.0, subject=subject
+            env |= token_env(
+                self.path, self.folder.token(config().name, role, ttl_s=600.0, subject=subject)
             )
         log = self.path / f"{len(self.processes)}.log"
         with log.open("wb") as out:
@@ -174,7 +182,7 @@ async def test_real_trainer_keeps_every_rule_and_fails_when_fenced(
         (folder.path / "run").mkdir()
         (folder.path / "run" / "endpoints.json").write_bytes(encode_json(endpoints))
         folder.weights.symlink_to(got.store)
-        env = {**os.environ, "PENSTOCK_TOKEN": got.token, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, **token_env(tmp_path, got.token), "OMP_NUM_THREADS": "1"}
         words = [*PENSTOCK, "trainer", "--run-dir", str(folder.path)]
         with (tmp_path / "trainer.log").open("wb") as out:
             started.append(subprocess.Popen(words, env=env, stdout=out, stderr=out))
@@ -193,7 +201,7 @@ async def test_a_plain_loop_keeps_every_rule_and_fails_when_fenced(
     init_model(TINY_QWEN3, init, seed=0)
 
     def invite(got: JoinInfo) -> None:
-        env = {**os.environ, "PENSTOCK_TOKEN": got.token, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, **token_env(tmp_path, got.token), "OMP_NUM_THREADS": "1"}
         words = [str(PLAIN), got.url, "--store", str(got.store), "--init", str(init)]
         words += ["--state", str(tmp_path / "state")]
         with (tmp_path / "trainer.log").open("wb") as out:

@@ -200,8 +200,8 @@ def rotate(run: Path, /, *, now: bool = False, json: bool = False) -> int:
 
     Args:
         run: Run folder, or its config file.
-        now: Refuse all tokens of the old key at once, because it may be known to others: whoever
-            joined needs a new token.
+        now: Refuse all tokens issued before, at once, because the key may be known to others:
+            joined nodes need new tokens.
         json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json, print_note
@@ -212,7 +212,7 @@ def rotate(run: Path, /, *, now: bool = False, json: bool = False) -> int:
     if json:
         print_json({"key_id": key_id, "now": now})
     elif now:
-        print_note("the signing key is replaced, and all tokens of the old one are refused")
+        print_note("the signing key is replaced, and all tokens issued before are refused")
     else:
         print_note("the signing key is replaced; tokens of the old one end when they expire")
     return 0

@@ -7,6 +7,10 @@ these files; a token is in no command line, environment or log.
 
 from __future__ import annotations
 
+import fcntl
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.fleet.run_folder import RunFolder
@@ -18,16 +22,32 @@ TOKEN_TTL_S = 3600.0
 RENEW_S = TOKEN_TTL_S / 4
 
 
+@contextmanager
+def changing_keys(folder: RunFolder) -> Generator[None]:
+    """One change of keys and tokens at a time, over all processes."""
+    lock = os.open(folder.keys, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
 def write_token(folder: RunFolder, path: Path, run: str, role: Role, *, subject: str) -> None:
+    with changing_keys(folder):
+        _write(folder, path, run, role, subject)
+
+
+def _write(folder: RunFolder, path: Path, run: str, role: Role, subject: str) -> None:
     make_private_folder(folder.service_tokens)
     write_secret(path, folder.token(run, role, ttl_s=TOKEN_TTL_S, subject=subject))
 
 
 def rewrite_tokens(folder: RunFolder, run: str) -> None:
-    """Replace every token, with the newest signing key."""
+    """Replace every token, with the newest signing key; inside `changing_keys`."""
     if not folder.service_tokens.is_dir():
         return
     for path in sorted(folder.service_tokens.iterdir()):
         credential = read_unverified(path.read_text().strip())
         if credential is not None:
-            write_token(folder, path, run, credential.role, subject=credential.subject)
+            _write(folder, path, run, credential.role, credential.subject)

@@ -28,7 +28,7 @@ THREAD_COUNT_ENVS = (
     "RAYON_NUM_THREADS",
 )
 _TOKEN_ENVS = (TOKEN_FILE_ENV, "PENSTOCK_TOKEN")
-"""The user's own; the second is read by the recipes."""
+"""The user's own, which no service needs."""
 
 
 class ServiceKind(StrEnum):

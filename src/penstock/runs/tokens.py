@@ -7,19 +7,16 @@ token itself.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 
 import msgspec
 
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
-from penstock.fleet.service_tokens import TOKEN_TTL_S, rewrite_tokens
+from penstock.fleet.service_tokens import TOKEN_TTL_S, changing_keys, rewrite_tokens
 from penstock.wire import keys
 from penstock.wire.auth import RENEWED_TTL_S, Credential, Role, Signer, read_unverified
 from penstock.wire.denied import Denied, read_denied, write_denied
@@ -141,7 +138,7 @@ def revoke(folder: RunFolder, *, id: str | None = None, name: str | None = None)
         )
     if name is not None and not SUBJECT.fullmatch(name):
         raise ConfigError(f"--name {name!r}: not a name that a token can be for")
-    with _changing(folder):
+    with changing_keys(folder):
         denied = _denied(folder)
         if id is not None:
             tokens = {**denied.tokens, id: known[id]}
@@ -153,9 +150,9 @@ def revoke(folder: RunFolder, *, id: str | None = None, name: str | None = None)
 
 def rotate(folder: RunFolder, *, now: bool = False) -> str:
     """Replace the signing key and the renewal key; returns the new signing key's id. Tokens of the
-    old key are valid until the last of them expires, or with `now` no longer."""
+    old key are valid until the last of them expires; with `now`, tokens of all old keys end."""
     run = folder.read_config().name
-    with _changing(folder):
+    with changing_keys(folder):
         old = keys.read_key(folder.keys, keys.SIGNING).key_id
         old_renewal = keys.read_key(folder.keys, keys.RENEWAL).key_id
         ends = [token.ends_at for token in issued_tokens(folder) if token.key_id == old]
@@ -166,9 +163,11 @@ def rotate(folder: RunFolder, *, now: bool = False) -> str:
         denied = _denied(folder)
         refused = {
             **denied.keys,
-            old: at if now else max([at + TOKEN_TTL_S, *ends]),
-            old_renewal: at if now else at + RENEWED_TTL_S,
+            old: max([at + TOKEN_TTL_S, *ends]),
+            old_renewal: at + RENEWED_TTL_S,
         }
+        if now:
+            refused = {key: min(at, end) for key, end in refused.items()}
         _write(folder, msgspec.structs.replace(denied, keys=refused))
     return new.key_id
 
@@ -181,14 +180,3 @@ def _write(folder: RunFolder, denied: Denied) -> Denied:
     changed = msgspec.structs.replace(denied, serial=denied.serial + 1)
     write_denied(folder.keys, changed)
     return changed
-
-
-@contextmanager
-def _changing(folder: RunFolder) -> Generator[None]:
-    """One change of the keys at a time."""
-    lock = os.open(folder.keys, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)

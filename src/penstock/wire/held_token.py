@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token that a process holds, from a file or made anew, and replaced while the process runs.
+"""The token that a process holds, from a file or newly made, and replaced while the process runs.
 
 Never shows the token in its repr, and never passes it to a child process.
 """
@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
+
 from penstock.errors import ConfigError
 from penstock.wire.auth import expires_at
 from penstock.wire.keys import write_secret
 
+_log = structlog.get_logger(__name__)
 RELOAD_S = 1.0
 """How often to look for a new token once the held one is old."""
 MAX_FILE_BYTES = 1 << 16
@@ -57,10 +60,13 @@ class HeldToken:
     def replace(self, token: str) -> None:
         """Hold a renewed token, also for the next start of this process."""
         self._hold(token)
-        if self._store is None:
-            self._load = lambda: token
-        else:
-            self._store(token)
+        try:
+            if self._store is not None:
+                self._store(token)
+                return
+        except OSError as error:
+            _log.warning("renewed token not written to its file", error=str(error))
+        self._load = lambda: token
 
     def _hold(self, token: str) -> None:
         now, end = time.time(), expires_at(token)

@@ -21,6 +21,9 @@ CERTIFICATE_ENV = "PENSTOCK_TLS_CERT"
 KEY_ENV = "PENSTOCK_TLS_KEY"
 """This host's certificate and key, for servers that ask for one."""
 
+ROOTS_ENV = "SSL_CERT_FILE"
+"""Roots to trust instead of the usual ones."""
+
 
 def trust(ca: Path | None, certificate: Path | None = None, key: Path | None = None) -> None:
     """Trust a private authority in this process and its children."""
@@ -39,12 +42,13 @@ def client_context(url: str) -> ssl.SSLContext | bool:
     """How to verify the server of this URL; plain HTTP needs no certificates loaded."""
     if not url.startswith("https://"):
         return False
-    return _context(*(os.environ.get(name, "") for name in (CA_ENV, CERTIFICATE_ENV, KEY_ENV)))
+    named = (os.environ.get(name, "") for name in (CA_ENV, CERTIFICATE_ENV, KEY_ENV, ROOTS_ENV))
+    return _context(*named)
 
 
 @lru_cache(maxsize=8)
-def _context(ca: str, certificate: str, key: str) -> ssl.SSLContext:
-    context = httpx2.create_ssl_context(trust_env=True)  # SSL_CERT_FILE, or the usual roots
+def _context(ca: str, certificate: str, key: str, roots: str) -> ssl.SSLContext:
+    context = httpx2.create_ssl_context(trust_env=bool(roots))
     try:
         if ca:
             context.load_verify_locations(cafile=ca)
