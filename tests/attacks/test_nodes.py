@@ -710,8 +710,8 @@ async def test_a_flood_of_one_credential_waits_behind_itself() -> None:
 
 
 def test_bodies_that_never_come_hold_up_their_sender_only(world: World) -> None:
-    """Two calls announce 60 MB and stay silent: the second is not even read, another node
-    delivers, and the sender's own heartbeats arrive."""
+    """Two calls announce 60 MB and stay silent: another node delivers meanwhile, and the sender's
+    own heartbeats arrive."""
     flooder, honest = world.node(), world.node()
     [grant] = honest.grants(1)
 
