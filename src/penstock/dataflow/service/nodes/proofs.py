@@ -42,7 +42,7 @@ def require_node(credential: Credential, node_id: NodeId) -> None:
     """Raise Forbidden unless the token is for this node."""
     if not credential.subject:
         raise Forbidden(
-            "this token names nobody, so it cannot act as a node; create one with "
+            "this token has no subject, so it cannot act as a node; create one with "
             "`penstock token RUN --name NAME`"
         )
     if subject_of_node(node_id) != credential.subject:
@@ -88,8 +88,8 @@ class NodeSecrets:
         return self._hash(f"lease {node_id} {group_id} {epoch}")
 
     def require_boot(self, node_id: NodeId, boot_id: str, secret: str) -> None:
-        """Raise NotFound unless this is the secret of the process. Whoever has the token can
-        register again, which also cures a node whose partition lost its key."""
+        """Raise NotFound unless this is the secret of the process: a holder of the token registers
+        again, as does a node whose partition lost its key."""
         if not _is_same(secret, self.of_boot(node_id, boot_id)):
             raise NotFound(
                 f"node {node_id[:80]} is not registered with this secret; POST /v1/nodes, then "
@@ -111,7 +111,7 @@ class NodeSecrets:
         return tuple([replace(g, secret=made[g.group_id, g.epoch]) for g in grants])
 
     def _hash(self, text: str) -> str:
-        # "surrogatepass": a strange id gets a secret too, which nobody is ever told.
+        # "surrogatepass": a malformed id gets a secret too, which no caller ever sees.
         data = text.encode("utf-8", "surrogatepass")
         return blake3(data, key=self._key).hexdigest(length=SECRET_BYTES)
 
