@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import Sequence
+from hashlib import blake2b
 from hmac import compare_digest
 from pathlib import Path
 
@@ -57,7 +58,8 @@ class NodeSecrets:
 
     def __init__(self, key: bytes, *, run: str, partition: int) -> None:
         """A copy of the key in another run or partition makes other secrets."""
-        self._key = blake3(f"{partition} {run}".encode(), key=key).digest()
+        own_key = blake3(f"{partition} {run}".encode(), key=key).digest()
+        self._mac = blake2b(key=own_key, digest_size=SECRET_BYTES)  # cheaper to copy than BLAKE3
 
     @classmethod
     def open(cls, folder: Path, *, run: str, partition: int) -> NodeSecrets:
@@ -112,8 +114,9 @@ class NodeSecrets:
 
     def _hash(self, text: str) -> str:
         # "surrogatepass": a malformed id gets a secret too, which no caller ever sees.
-        data = text.encode("utf-8", "surrogatepass")
-        return blake3(data, key=self._key).hexdigest(length=SECRET_BYTES)
+        mac = self._mac.copy()
+        mac.update(text.encode("utf-8", "surrogatepass"))
+        return mac.hexdigest()
 
 
 def _is_same(secret: str, expected: str) -> bool:
