@@ -171,7 +171,7 @@ class RealNode:
     def put(self, grants: Iterable[Grant]) -> None:
         for grant in grants:
             made = trajectory(grant, self.membership.node_id, self.live[0], float(grant.slot % 2))
-            self.delivery_queue.put(decode(made.payload, Trajectory))
+            self.delivery_queue.put(decode(made.payload, Trajectory), grant.secret)
 
 
 def partition_counts(grants: Iterable[Grant]) -> Counter[int]:

@@ -109,8 +109,11 @@ class HttpSubject:
         self._nodes = {n: NodeClient(running.url, running.node_token(n)) for n in NODES}
         self._trainer = TrainerClient(self._running.url, self._running.token(Role.TRAINER))
         self._life.callback(self._trainer.close)
+        self._life.callback(lambda: self._loop.run(self._close_nodes()))
+
+    async def _close_nodes(self) -> None:
         for client in self._nodes.values():
-            self._life.callback(lambda client=client: self._loop.run(client.close()))
+            await client.close()
 
     def restart(self) -> None:
         self._life.close()

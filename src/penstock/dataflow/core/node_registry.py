@@ -9,6 +9,7 @@ leases must end.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -39,6 +40,8 @@ class NodeRegistry:
     def __init__(self, journal: Journal) -> None:
         self.nodes: dict[NodeId, Node] = {}
         self._by_subject: dict[str, set[NodeId]] = {}
+        self._capacities: Counter[str] = Counter()
+        """By subject, over all its nodes."""
         self._journal = journal
         self._quarantined: set[str] = set()
         """Subjects in quarantine, including those without a node here."""
@@ -60,19 +63,27 @@ class NodeRegistry:
         """Registered nodes that use a token for this subject."""
         return self._by_subject.get(subject, frozenset())
 
+    def capacity_of(self, subject: str) -> int:
+        """Slots that its nodes can run concurrently, all together."""
+        return self._capacities[subject]
+
     def _add(self, node: Node) -> None:
-        node_id = node.record.node_id
+        node_id, subject = node.record.node_id, subject_of_node(node.record.node_id)
+        replaced = self.nodes.get(node_id)
+        self._capacities[subject] -= 0 if replaced is None else replaced.record.capacity
+        self._capacities[subject] += node.record.capacity
         self.nodes[node_id] = node
-        self._by_subject.setdefault(subject_of_node(node_id), set()).add(node_id)
+        self._by_subject.setdefault(subject, set()).add(node_id)
 
     def remove(self, node: Node, now: float) -> None:
         """The node leaves; its leases have ended."""
         node_id, subject = node.record.node_id, subject_of_node(node.record.node_id)
         self._journal(replace(node.record, left=True, at=now))
         del self.nodes[node_id]
+        self._capacities[subject] -= node.record.capacity
         self._by_subject[subject].discard(node_id)
         if not self._by_subject[subject]:
-            del self._by_subject[subject]
+            del self._by_subject[subject], self._capacities[subject]
 
     def node_to_replace(self, body: RegisterRequest) -> Node | None:
         """The node's earlier process that this registration replaces, if any."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim-check blobs: a value too large for a record is a file named by its BLAKE3 digest.
 
-Uploads are written in pieces and can be resumed by whoever began them: each owner has its own
-file, so nobody can spoil the upload of another. A blob gets its name only after its content was
+Uploads are written in pieces and can be resumed. Each owner has its own file, so no owner can spoil
+the upload of another. A blob gets its name only after its content was
 hashed and synced, so every visible blob is complete. Knows nothing of rows; the caller reports
 which blobs are referenced. All methods except `claim` block and must run off the event loop.
 """

@@ -48,14 +48,15 @@ class NodeQuotas:
         """Raise Busy when the subject may not register this node now."""
         subject = subject_of_node(body.node_id)
         self._check_rate(subject)
-        others = self._registry.nodes_of(subject) - {body.node_id}
-        if len(others) >= MAX_NODES:
-            if not self._forget_silent(subject):
-                raise _over(subject, f"has {len(others)} nodes", f"{MAX_NODES} nodes")
-            others = self._registry.nodes_of(subject) - {body.node_id}
-        held = sum(self._registry.nodes[node].record.capacity for node in others)
-        if held + body.capacity > MAX_SLOTS:
-            raise _over(subject, f"asks for {held + body.capacity} slots", f"{MAX_SLOTS} slots")
+        registry = self._registry
+        known = registry.nodes.get(body.node_id)
+        num_nodes = len(registry.nodes_of(subject)) - (known is not None)
+        if num_nodes >= MAX_NODES and not self._forget_silent(subject):
+            raise _over(subject, f"has {num_nodes} nodes", f"{MAX_NODES} nodes")
+        replaced = 0 if known is None else known.record.capacity
+        num_slots = registry.capacity_of(subject) - replaced + body.capacity
+        if num_slots > MAX_SLOTS:
+            raise _over(subject, f"asks for {num_slots} slots", f"{MAX_SLOTS} slots")
 
     def _check_rate(self, subject: str) -> None:
         now = self._clock()

@@ -25,7 +25,7 @@ _SUBJECT = re.compile(r"[A-Za-z0-9_-]{0,64}")
 
 
 def owner_of(credential: Credential) -> str:
-    """Part of a file name. A subject never begins with "~", so a role is no node's namesake."""
+    """Part of a file name. A subject never begins with "~", so no node has the name of a role."""
     if credential.role not in _LIMITED:
         return f"~{credential.role}"
     if not _SUBJECT.fullmatch(credential.subject):
