@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -132,12 +133,13 @@ async def test_a_relay_cannot_leave_bytes_in_a_folder_of_the_node(
 @pytest.mark.parametrize("field", ["base", "target", "blob"])
 def test_every_name_of_a_delta_is_a_digest(field: str) -> None:
     """All 200 names are refused in each field of a step, whoever asks: decoder and chain."""
-    sound = {"base": "0" * 64, "target": "1" * 64, "blob": "2" * 64, "bytes": 10}
+    sound: dict[str, Any] = {"base": "0" * 64, "target": "1" * 64, "blob": "2" * 64, "bytes": 10}
     assert decode(encode({"steps": [sound]}), DeltaChain).steps[0].blob == "2" * 64
     for name in VECTORS:
         with pytest.raises(BadRequest):
             decode(encode({"steps": [sound | {field: name}]}), DeltaChain)
-        step = DeltaEntry(**(sound | {field: name}))
+        changed: dict[str, Any] = sound | {field: name}
+        step = DeltaEntry(**changed)
         assert not is_valid_chain(step.target, [step], {step.base}, below=1000), name
 
 
@@ -253,7 +255,7 @@ async def test_200_names_of_nodes_readers_and_spaces(tmp_path: Path) -> None:
     """C3: as the name of a node, a reader or a space, every name is answered with 4xx."""
     async with dataflow_door(tmp_path) as door:
         for name in (v for v in VECTORS if not is_safe_name(v)):
-            node = {"node_id": name, "boot_id": "b", "capacity": 1, "policies": []}
+            node: dict[str, Any] = {"node_id": name, "boot_id": "b", "capacity": 1, "policies": []}
             assert (await door.call("POST", "/v1/nodes", body=node)).status_code == 400, name
             quoted = quote(name, safe="")
             reader = await door.call("PUT", f"/v1/readers/{quoted}", body={"reads": ["turns"]})

@@ -57,7 +57,8 @@ def _read_config(init: str) -> dict[str, Any]:
 
 def _number(config: Mapping[str, Any], name: str) -> int | None:
     """A positive number of the model, or of its text part if it is multimodal."""
-    for part in (config, config.get("text_config") or {}):
+    text: Mapping[str, Any] = config.get("text_config") or {}
+    for part in (config, text):
         value = part.get(name)
         if isinstance(value, int) and value > 0:
             return value
