@@ -49,9 +49,9 @@ def pop_token() -> str:
     return os.environ.pop(TOKEN_ENV, "")
 
 
-def service_token(folder: RunFolder, config: RunConfig, role: Role) -> str:
+def service_token(folder: RunFolder, config: RunConfig, role: Role, *, subject: str = "") -> str:
     """The launcher's token, or a new one where the signing key is readable."""
-    return pop_token() or folder.token(config.name, role, ttl_s=TOKEN_TTL_S)
+    return pop_token() or folder.token(config.name, role, ttl_s=TOKEN_TTL_S, subject=subject)
 
 
 def resolve_policy(config: RunConfig, policy: str | None) -> str:
