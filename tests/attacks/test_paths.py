@@ -15,8 +15,11 @@ from tests.attacks.in_process import dataflow_door, weights_door
 from tests.contract.test_weights_deltas import versions
 from tests.unit.weights.weight_servers import running_weight_server, tampering_server
 
+from penstock.config import demo_config
 from penstock.dataflow.ledger.blobs import BlobStore
-from penstock.errors import BadRequest, WeightsError
+from penstock.errors import BadRequest, ConfigError, WeightsError
+from penstock.fleet.run_folder import RunFolder
+from penstock.runs.join import local_node_options, node_state_dir
 from penstock.types import PublishedVersion, is_digest, is_safe_name
 from penstock.weights.client import Puller
 from penstock.weights.deltas.chain import DeltaChain, DeltaEntry, is_valid_chain
@@ -306,6 +309,24 @@ async def test_a_column_cannot_name_a_file_as_its_blob(tmp_path: Path) -> None:
                 "POST", "/v1/spaces/mine/rows", Role.STAGE, body={"rows": [row]}
             )
             assert answer.status_code == 400, name
+
+
+def test_a_node_named_by_a_path_gets_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a node may come with the token of a run that is not its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config(demo_config(0))
+    model = next(iter(demo_config(0).models.values()))
+    before = files(tmp_path)
+    for name in (v for v in VECTORS if not is_safe_name(v)):
+        with pytest.raises(ConfigError, match="not a name for a node"):
+            node_state_dir(name)
+        with pytest.raises(ConfigError, match="not a name for a node"):
+            local_node_options(folder, model, name)
+    assert files(tmp_path) - before <= {folder.acks}
+    assert node_state_dir("node-0.gpu1").is_dir()
 
 
 def test_safe_names_and_digests_are_exact() -> None:
