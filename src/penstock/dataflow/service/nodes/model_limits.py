@@ -26,6 +26,11 @@ class ModelLimits:
     max_id: int = MAX_TOKEN_ID
     """The largest token id of any policy."""
 
+    @property
+    def narrowest(self) -> int:
+        """No context up to this length is too long for any policy."""
+        return min(self.windows.values(), default=MAX_WINDOW)
+
     def window(self, policy: PolicyName) -> int:
         return self.windows.get(policy, MAX_WINDOW)
 
