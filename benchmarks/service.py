@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.config import RunConfig, demo_config
+from penstock.config import ModelConfig, RunConfig, demo_config
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.server import build_server, surface
 from penstock.wire.auth import Audience, Signer
@@ -45,6 +45,7 @@ def config(
     dataflow = base.dataflow.model_copy(update={"lease": lease, "rules": ()})
     updates: dict[str, Any] = {
         "name": RUN,
+        "models": {name: _with_long_window(model) for name, model in base.models.items()},
         "training": training,
         "algorithm": algorithm,
         "dataflow": dataflow,
@@ -54,6 +55,11 @@ def config(
     if max_tokens:
         updates["sampling"] = base.sampling.model_copy(update={"max_tokens": max_tokens})
     return base.model_copy(update=updates)
+
+
+def _with_long_window(model: ModelConfig) -> ModelConfig:
+    """A model whose window the service does not know: rows here are longer than the demo's."""
+    return model.model_copy(update={"init": "models/of-the-benchmark"})
 
 
 class DelayedApp:

@@ -49,7 +49,6 @@ SafeName = Annotated[str, SAFE]
 """A name that may become part of a path: no separator, no leading dot."""
 Digest = Annotated[str, Meta(max_length=64, pattern=r"^[0-9a-f]{64}$")]
 """BLAKE3 in hex; names blobs and manifests, so it becomes part of paths."""
-OptionalDigest = Annotated[str, Meta(max_length=64, pattern=r"^([0-9a-f]{64})?$(?!\n)")]
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 

@@ -19,15 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as StarletteRoute
 from tests.attacks.in_process import Door, dataflow_door, weights_door
 from tests.contract.test_weights_deltas import versions
-from tests.unit.weights.weight_servers import running_weight_server, tampering_server
+from tests.unit.weights.weight_servers import listening, running_weight_server
 
 from penstock.errors import BadRequest
 from penstock.types import Trajectory
 from penstock.weights.client import Puller
+from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Role
+from penstock.wire.client import connect
 from penstock.wire.codec import JSON, MSGPACK, decode, encode
 
 MAX_GROWTH_BYTES = 256 << 20
@@ -64,7 +69,7 @@ def payloads(canary: Path) -> list[Any]:
     code = f"__import__('os').mkdir({text!r})"
     direct = [
         Call(os.mkdir, text),
-        Call(os.system, f"mkdir {text}"),
+        Call(subprocess.getoutput, f"mkdir {text}"),
         Call(os.makedirs, text),
         Call(subprocess.call, ["mkdir", text]),
         Call(subprocess.check_output, ["mkdir", text]),
@@ -284,20 +289,31 @@ def test_a_trajectory_of_a_million_turns_or_spans() -> None:
                 decode(content, Trajectory)
 
 
+def _packed_zeros() -> bytes:
+    pack = zlib.compressobj(1, wbits=31)
+    return b"".join(pack.compress(ZEROS) for _ in range(8)) + pack.flush()
+
+
 async def test_a_relay_cannot_send_a_bomb(tmp_path: Path) -> None:
-    """A hostile relay answers with gigabytes about deltas: a node reads none of it."""
+    """A hostile relay answers about deltas with half a gigabyte, packed: a node unpacks nothing."""
     first, second = versions(tmp_path, 2)
+    bomb, store = _packed_zeros(), DirectoryStore(tmp_path / "store")
 
-    async def tamper(request: Request, answer: bytes) -> bytes:
-        return ZEROS if request.path_params["kind"] == "deltas" else answer
+    async def explode(request: Request) -> Response:
+        if "/manifests/" in request.url.path:
+            return Response(store.read_manifest(request.url.path.rpartition("/")[2]))
+        return Response(bomb, media_type=MSGPACK, headers={"content-encoding": "gzip"})
 
+    app = Starlette(routes=[StarletteRoute("/{path:path}", explode)])
     puller = Puller(tmp_path / "cache", transfer="delta")
     async with (
         running_weight_server(tmp_path) as origin,
-        tampering_server(tmp_path / "store", tamper) as relay,
+        listening(app) as url,
+        connect(url, "none") as relay,
     ):
         await puller.pull([origin], first)
-        folder = await puller.pull([relay, origin], second)
+        with bounded_memory():
+            folder = await puller.pull([relay, origin], second)
     assert folder.name == second.manifest_digest
 
 

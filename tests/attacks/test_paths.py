@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -14,8 +15,11 @@ from tests.attacks.in_process import dataflow_door, weights_door
 from tests.contract.test_weights_deltas import versions
 from tests.unit.weights.weight_servers import running_weight_server, tampering_server
 
+from penstock.config import demo_config
 from penstock.dataflow.ledger.blobs import BlobStore
-from penstock.errors import BadRequest, WeightsError
+from penstock.errors import BadRequest, ConfigError, WeightsError
+from penstock.fleet.run_folder import RunFolder
+from penstock.runs.join import local_node_options, node_state_dir
 from penstock.types import PublishedVersion, is_digest, is_safe_name
 from penstock.weights.client import Puller
 from penstock.weights.deltas.chain import DeltaChain, DeltaEntry, is_valid_chain
@@ -132,12 +136,13 @@ async def test_a_relay_cannot_leave_bytes_in_a_folder_of_the_node(
 @pytest.mark.parametrize("field", ["base", "target", "blob"])
 def test_every_name_of_a_delta_is_a_digest(field: str) -> None:
     """All 200 names are refused in each field of a step, whoever asks: decoder and chain."""
-    sound = {"base": "0" * 64, "target": "1" * 64, "blob": "2" * 64, "bytes": 10}
+    sound: dict[str, Any] = {"base": "0" * 64, "target": "1" * 64, "blob": "2" * 64, "bytes": 10}
     assert decode(encode({"steps": [sound]}), DeltaChain).steps[0].blob == "2" * 64
     for name in VECTORS:
         with pytest.raises(BadRequest):
             decode(encode({"steps": [sound | {field: name}]}), DeltaChain)
-        step = DeltaEntry(**(sound | {field: name}))
+        changed: dict[str, Any] = sound | {field: name}
+        step = DeltaEntry(**changed)
         assert not is_valid_chain(step.target, [step], {step.base}, below=1000), name
 
 
@@ -253,7 +258,7 @@ async def test_200_names_of_nodes_readers_and_spaces(tmp_path: Path) -> None:
     """C3: as the name of a node, a reader or a space, every name is answered with 4xx."""
     async with dataflow_door(tmp_path) as door:
         for name in (v for v in VECTORS if not is_safe_name(v)):
-            node = {"node_id": name, "boot_id": "b", "capacity": 1, "policies": []}
+            node: dict[str, Any] = {"node_id": name, "boot_id": "b", "capacity": 1, "policies": []}
             assert (await door.call("POST", "/v1/nodes", body=node)).status_code == 400, name
             quoted = quote(name, safe="")
             reader = await door.call("PUT", f"/v1/readers/{quoted}", body={"reads": ["turns"]})
@@ -304,6 +309,24 @@ async def test_a_column_cannot_name_a_file_as_its_blob(tmp_path: Path) -> None:
                 "POST", "/v1/spaces/mine/rows", Role.STAGE, body={"rows": [row]}
             )
             assert answer.status_code == 400, name
+
+
+def test_a_node_named_by_a_path_gets_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a node may come with the token of a run that is not its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config(demo_config(0))
+    model = next(iter(demo_config(0).models.values()))
+    before = files(tmp_path)
+    for name in (v for v in VECTORS if not is_safe_name(v)):
+        with pytest.raises(ConfigError, match="not a name for a node"):
+            node_state_dir(name)
+        with pytest.raises(ConfigError, match="not a name for a node"):
+            local_node_options(folder, model, name)
+    assert files(tmp_path) - before <= {folder.acks}
+    assert node_state_dir("node-0.gpu1").is_dir()
 
 
 def test_safe_names_and_digests_are_exact() -> None:

@@ -57,10 +57,16 @@ CONFIG = staged(small_config(groups_per_batch=2, num_generations=2, steps=3), RE
 
 
 def unscored(delivery: Delivery, extra: int = 0) -> Delivery:
-    record = decode(delivery.payload, Trajectory)
-    outcome = replace(record.outcome, detail="x" * extra)
-    unscored = memoryview(encode(replace(record, reward=None, outcome=outcome)))
-    return replace(delivery, payload=unscored)
+    record = padded(decode(delivery.payload, Trajectory), extra)
+    return replace(delivery, payload=memoryview(encode(replace(record, reward=None))))
+
+
+def padded(record: Trajectory, num_bytes: int) -> Trajectory:
+    """With turns that no trainer uses, each with a long grammar."""
+    schema = "x" * (60 << 10)
+    turn = record.turns[0]
+    more = replace(turn, sampling=replace(turn.sampling, json_schema=schema))
+    return replace(record, turns=(*record.turns, *[more] * -(-num_bytes // len(schema))))
 
 
 async def roll_out(running: RunningDataflow, *, num_slots: int, extra: int = 0) -> int:
@@ -205,9 +211,8 @@ async def bring_too_much(running: RunningDataflow, was_read: list[str]) -> None:
 
 def large(delivery: Delivery) -> Delivery:
     """2 MB, so it is uploaded as a blob."""
-    record = decode(delivery.payload, Trajectory)
-    outcome = replace(record.outcome, detail=delivery.row_id + "x" * (2 << 20))
-    return replace(delivery, payload=encode(replace(record, outcome=outcome)))
+    record = padded(decode(delivery.payload, Trajectory), 2 << 20)
+    return replace(delivery, payload=memoryview(encode(record)))
 
 
 def test_rows_of_a_killed_worker_are_delivered_again(tmp_path: Path) -> None:

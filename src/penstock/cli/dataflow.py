@@ -38,7 +38,6 @@ def dataflow(
     import uvloop
 
     from penstock.cli.service_options import listen_address, make_tls, run_tls
-    from penstock.fleet.ports import free_port
     from penstock.runs.service_process import enter_run, service_token
     from penstock.wire.auth import Audience, Renewer, Role, Verifier
 
@@ -46,9 +45,14 @@ def dataflow(
     service = f"partition-{partition}" if partition else "dataflow"
     folder, config, endpoints = enter_run(run_dir, service)
     own_url = endpoints.dataflow
+    if partition > len(endpoints.partitions):  # kept, since it may not move without an operator
+        work_dir = Path(endpoints.work_dir)
+        endpoints = folder.allocate_endpoints(
+            work_dir, (), num_partitions=partition + 1, network=config.network
+        )
     known_urls = dict(enumerate(endpoints.partitions, start=1))
     if partition:
-        own_url = known_urls.get(partition) or f"{config.network.origin}:{free_port()}"
+        own_url = known_urls[partition]
     listen_host, listen_port = listen_address(own_url, host, port, config.network.host)
     tls = tls or run_tls(config.network)
     from penstock.dataflow.service.server import serve_dataflow, serve_partition

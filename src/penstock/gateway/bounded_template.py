@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's chat template, compiled so that it can only format messages, and only for so long.
+"""A model's chat template, compiled so that it can only format messages, within MAX_RENDER_S.
 
 Owns the sandbox: no attribute of Python objects, no change of values, a deadline that every loop
 and macro checks, and a bound on what multiplication makes. Refuses a template that does not
-compile. A chat template comes with a model, so it is a program of whoever made that model.
+compile. A chat template comes with a model, so it is a program of the model's author.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig, RunConfig
+from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
-from penstock.types import NodeId, subject_of_node
+from penstock.types import NodeId, is_safe_name, subject_of_node
 from penstock.wire.auth import subject_of
 from penstock.wire.held_token import Token
 
@@ -31,7 +32,7 @@ def local_node_options(
 
     folder.acks.mkdir(exist_ok=True)
     return {
-        "state_dir": folder.nodes / node,
+        "state_dir": folder.nodes / require_safe(node),
         "acks": folder.acks / f"{node}.txt",
         "engine": model.engine,
         "engine_url": model.engine_url,
@@ -64,11 +65,22 @@ def node_name(token: str, name: str) -> NodeId:
     return NodeId(f"{subject}.{name}")
 
 
+def require_safe(node: str) -> str:
+    """The name of a node, which becomes part of paths: from a command line, or from the token of
+    another run's owner."""
+    if not is_safe_name(node):
+        raise ConfigError(
+            f"{node[:128]!r} is not a name for a node; use 1 to 128 characters of [A-Za-z0-9._-], "
+            "not starting with a dot (--name)"
+        )
+    return node
+
+
 def node_state_dir(node: str) -> Path:
     """A folder in the user's cache, or a temporary one if that is not writable."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     try:
-        folder = Path(root) / "penstock" / "nodes" / node
+        folder = Path(root) / "penstock" / "nodes" / require_safe(node)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         folder = Path(tempfile.mkdtemp(prefix=f"penstock-{node}-"))

@@ -212,7 +212,7 @@ class Learner:
         return add_sums(tallies), is_bad_T
 
     def _without_bad(self, update: Update, batch: Batch, is_bad_T: Bools) -> Update | None:
-        """The update without rows whose loss is not finite; None if that is no row or every row.
+        """The update without rows whose loss is not finite; None if all rows are finite, or none.
         All ranks decide alike."""
         bad_rows = np.unique(batch.rows_T[is_bad_T])
         is_bad_S = np.isin(batch.samples.rows_S[update.samples], bad_rows)

@@ -17,7 +17,6 @@ from penstock.types import (
     Count,
     Id,
     NodeId,
-    OptionalDigest,
     PolicyName,
     PublishedVersion,
     RowId,
@@ -213,9 +212,9 @@ class Delivery:
     payload: Annotated[memoryview, Meta(max_length=256 << 20)]
     """A msgpack Trajectory, stored and sent to trainers byte for byte; on the receiving side a view
     of the request body."""
-    blob: OptionalDigest = ""
-    """Digest of a payload above 1 MB, uploaded before by `PUT /v1/blobs/{digest}`; `payload` is
-    then empty."""
+    blob: Annotated[str, Meta(max_length=64)] = ""
+    """Empty, or the digest of a payload above 1 MB, uploaded before by `PUT /v1/blobs/{digest}`;
+    `payload` is then empty. The store of blobs checks that it is one."""
     secret: Id = ""
     """The secret of the lease."""
 

@@ -26,6 +26,11 @@ class ModelLimits:
     max_id: int = MAX_TOKEN_ID
     """The largest token id of any policy."""
 
+    @property
+    def narrowest(self) -> int:
+        """No context up to this length is too long for any policy."""
+        return min(self.windows.values(), default=MAX_WINDOW)
+
     def window(self, policy: PolicyName) -> int:
         return self.windows.get(policy, MAX_WINDOW)
 
@@ -57,7 +62,8 @@ def _read_config(init: str) -> dict[str, Any]:
 
 def _number(config: Mapping[str, Any], name: str) -> int | None:
     """A positive number of the model, or of its text part if it is multimodal."""
-    for part in (config, config.get("text_config") or {}):
+    text: Mapping[str, Any] = config.get("text_config") or {}
+    for part in (config, text):
         value = part.get(name)
         if isinstance(value, int) and value > 0:
             return value

@@ -74,9 +74,8 @@ def summarise(
             made_by = versions.setdefault(turn.policy, set())
             made_by.update([(span.incarnation, span.number) for span in turn.spans])
     lengths, leaves = _lengths(turns), _leaves(turns)
-    for index, (turn, length) in enumerate(zip(turns, lengths, strict=True)):
-        if length > (window := limits.window(turn.policy)):
-            return f"turn {index}: {length} tokens, the window of {turn.policy} has {window}"
+    if lengths and max(lengths) > limits.narrowest and (wrong := _overflow(turns, lengths, limits)):
+        return wrong
     if (tokens := sum(lengths[leaf] for leaf in leaves)) > MAX_TOKENS:
         return f"its branches unfold to {tokens} tokens; at most {MAX_TOKENS}"
     return RowSummary(
@@ -89,6 +88,14 @@ def summarise(
         roles=_by_role(turns) if any(turn.role for turn in turns) else {},
         compute_cost=_compute_cost(turns, lengths, leaves),
     )
+
+
+def _overflow(turns: Sequence[Turn], lengths: Sequence[int], limits: ModelLimits) -> str:
+    """The turn whose context is longer than the window of its model."""
+    for index, (turn, length) in enumerate(zip(turns, lengths, strict=True)):
+        if length > (window := limits.window(turn.policy)):
+            return f"turn {index}: {length} tokens, the window of {turn.policy} has {window}"
+    return ""
 
 
 def _by_role(turns: Sequence[Turn]) -> dict[PolicyName, dict[str, int]]:

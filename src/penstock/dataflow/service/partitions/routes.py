@@ -84,7 +84,7 @@ def _own_index(call: Call) -> int:
     credential = call.credential
     if credential.role is not Role.ADMIN and credential.subject != partition_subject(index):
         raise Forbidden(
-            f"this token is for {credential.subject or 'nobody'}, not for partition {index}; mint "
+            f"this token names {credential.subject!r}, not partition {index}; mint "
             f"one with `penstock token RUN --role partition --name {partition_subject(index)}`"
         )
     return index
