@@ -153,7 +153,7 @@ class RunSections(Section):
 
     @property
     def has_score_stage(self) -> bool:
-        """Whether the built-in stage computes rewards: all, or those of untrusted nodes."""
+        """Whether the built-in stage computes rewards: all, or the rewards of untrusted nodes."""
         return any(stage.name == SCORE_STAGE for stage in self.dataflow.stages)
 
     @property

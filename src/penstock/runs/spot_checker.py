@@ -2,7 +2,7 @@
 """Generates a share of the rows of untrusted nodes again, from the same seed and version, and
 reports whether tokens and reward agree.
 
-Owns the choice of rows, which nobody can predict, and an engine of its own. The dataflow decides
+Owns the choice of rows, which a node cannot predict, and a separate engine. The dataflow decides
 what a disagreement means. A row whose version is gone, or that waits behind too many others, is not
 checked."""
 

@@ -2,7 +2,7 @@
 """What a rollout row was made from: its task, its slot's seed, and whether its node is trusted.
 
 Read from the tables on demand, never stored twice. A stage that scores or repeats a rollout asks
-for it as the column `origin`; the node's own word is no part of it."""
+for it as the column `origin`; nothing in it comes from the node."""
 
 from __future__ import annotations
 

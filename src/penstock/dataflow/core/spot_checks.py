@@ -32,7 +32,7 @@ class SpotCheck:
     has_same_tokens: bool | None
     """None where the engine does not repeat itself, or another version answered."""
     reward_change: float
-    """Reward of the row minus that of its repetition."""
+    """Reward of the row minus the reward of its repetition."""
     num_tokens: int
     """Tokens that the check generated."""
     seconds: float

@@ -310,7 +310,7 @@ def _estimated(age: int, pooled: Mapping[int, _Baseline]) -> _Baseline:
 
 def _judge(ages: Mapping[int, MovingAverage], usual: Mapping[int, _Baseline]) -> str:
     """Why this subject differs from the others; empty if it does not. Each age with enough tokens
-    is judged, and all ages together, so that nobody hides by claiming many."""
+    is judged, and all ages together, so that claiming many hides nothing."""
     for age, one in sorted(ages.items()):
         if one.num_tokens >= MIN_TOKENS and (why := _differs(one, usual[age])):
             return f"{why}, over tokens {age} versions old" if age else why
@@ -336,7 +336,7 @@ def _differs(one: MovingAverage, usual: _Baseline) -> str:
         return ""
     how = "less" if off > 0 else "more"
     return (
-        f"its tokens are {how} likely than those of others by {abs(off):.2g} nats each, "
+        f"its tokens are {how} likely than the tokens of others by {abs(off):.2g} nats each, "
         f"{abs(off) / max(error, 1e-12):.0f} standard errors: another model or other sampling drew "
         "them"
     )

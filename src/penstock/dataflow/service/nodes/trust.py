@@ -39,7 +39,7 @@ def tagged(body: RegisterRequest, credential: Trust, *, accepts_untrusted: bool)
     if SESSION_TAG in tags:
         raise Forbidden(
             f"node {body.node_id} has an untrusted token and cannot serve external agents, whose "
-            "rewards nobody could compute again; join without the session tag"
+            "rewards cannot be computed again; join without the session tag"
         )
     return replace(body, tags=(*tags, UNTRUSTED_TAG))
 
