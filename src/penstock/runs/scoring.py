@@ -15,6 +15,7 @@ from penstock.config.trust import SCORE_STAGE
 from penstock.dataflow.columns.origins import RowOrigin
 from penstock.dataflow.service.build import run_info
 from penstock.fleet.run_folder import RunFolder
+from penstock.wire.held_token import Token
 from penstock.rollout.engine import Engine, EngineSettings
 from penstock.rollout.engines import find_engine
 from penstock.rollout.rewards.scorer import SourceScorers
@@ -24,7 +25,7 @@ from penstock.runs.spot_checker import SpotChecker
 from penstock.types import Trajectory
 
 
-async def run_score_stage(config: RunConfig, folder: RunFolder, token: str) -> None:
+async def run_score_stage(config: RunConfig, folder: RunFolder, token: Token) -> None:
     """Score and check rows until cancelled; raises if a reward function cannot be imported."""
     info, endpoints = run_info(config), folder.endpoints()
     terms = next(stage for stage in config.dataflow.stages if stage.name == SCORE_STAGE)
