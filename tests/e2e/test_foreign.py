@@ -99,7 +99,7 @@ class Run:
 
     def status(self) -> Status:
         token = self.folder.token(config().name, Role.READER, ttl_s=60.0)
-        reader = StatusClient(self.endpoints.dataflow, token, patience_s=20.0)
+        reader = StatusClient(self.endpoints.dataflow, token, patience_s=120.0)
         try:
             return reader.status()
         finally:

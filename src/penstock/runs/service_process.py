@@ -29,6 +29,8 @@ def enter_run(run_dir: Path, service: str) -> tuple[RunFolder, RunConfig, Endpoi
     folder = RunFolder.open_existing(run_dir)
     endpoints = folder.endpoints()
     add_import_paths(endpoints.python_path)
+    if named := os.environ.get(TOKEN_FILE_ENV):
+        os.environ[TOKEN_FILE_ENV] = os.path.abspath(named)
     if Path(endpoints.work_dir).is_dir():
         os.chdir(endpoints.work_dir)
     return folder, folder.read_config(), endpoints
