@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from penstock.runs.join import with_expiry_warnings
+from penstock.runs.join import node_name, with_expiry_warnings
 from penstock.wire.auth import Audience, Role, Signer, expires_at
 
 
@@ -43,3 +43,12 @@ def test_the_holder_of_a_token_can_read_when_it_expires(tmp_path: Path) -> None:
     signer = Signer.read(tmp_path, "run")
     assert expires_at(token) == signer.verifier(Audience.DATAFLOW).verify(token).expires_at
     assert expires_at("sk-other") is expires_at("") is None
+
+
+def test_a_node_is_named_under_its_token(tmp_path: Path) -> None:
+    signer = Signer.create(tmp_path, "run")
+    token = signer.mint(Role.ROLLOUT, [Audience.DATAFLOW], ttl_s=60, subject="alice")
+    assert node_name(token, "host-1a2b") == "alice.host-1a2b"
+    assert node_name(token, "alice") == "alice"
+    assert node_name(token, "alice.gpu") == "alice.gpu"
+    assert node_name(token, "alices") == "alice.alices"
