@@ -23,6 +23,7 @@ from penstock.dataflow.core.names import ORIGIN, TRAIN
 from penstock.rollout.attempt import RewardScorer
 from penstock.rollout.rewards.scorer import Failed
 from penstock.types import Trajectory
+from penstock.wire.held_token import Token
 
 MAX_ROWS = 64
 """Rows leased and scored at a time."""
@@ -35,7 +36,7 @@ OnScored = Callable[[Trajectory, RowOrigin, float], None]
 
 async def serve_scores(
     urls: Sequence[str],
-    token: str,
+    token: Token,
     terms: StageConfig,
     scorer: RewardScorer,
     answer_of: Callable[[Trajectory], str],

@@ -15,7 +15,6 @@ from penstock.config.trust import SCORE_STAGE
 from penstock.dataflow.columns.origins import RowOrigin
 from penstock.dataflow.service.build import run_info
 from penstock.fleet.run_folder import RunFolder
-from penstock.wire.held_token import Token
 from penstock.rollout.engine import Engine, EngineSettings
 from penstock.rollout.engines import find_engine
 from penstock.rollout.rewards.scorer import SourceScorers
@@ -23,6 +22,7 @@ from penstock.runs.decoded import Decoder
 from penstock.runs.score_stage import serve_scores
 from penstock.runs.spot_checker import SpotChecker
 from penstock.types import Trajectory
+from penstock.wire.held_token import Token
 
 
 async def run_score_stage(config: RunConfig, folder: RunFolder, token: Token) -> None:

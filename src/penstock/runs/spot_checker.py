@@ -33,6 +33,7 @@ from penstock.rollout.weight_loader import WeightServerFetcher
 from penstock.runs.local_rollouts import Rollout, local_rollouts
 from penstock.types import PublishedVersion, Trajectory, Version, subject_of_node
 from penstock.wire.client import AsyncServiceClient
+from penstock.wire.held_token import Token
 
 MAX_WAITING = 256
 """Rows that wait for their check; more are not checked."""
@@ -112,7 +113,7 @@ class SpotChecker:
             self._waiting.put_nowait(_Check(trajectory=trajectory, origin=origin, reward=reward))
 
     async def run(
-        self, url: str, weights_url: str, token: str, cache: Path, scorer: RewardScorer
+        self, url: str, weights_url: str, token: Token, cache: Path, scorer: RewardScorer
     ) -> None:
         """consumes: chosen rows · produces: reports to the dataflow
         waits for: a row, its version, the engine · woken by: `offer()`"""
@@ -130,7 +131,7 @@ class SpotChecker:
 
     @asynccontextmanager
     async def _connected(
-        self, url: str, token: str, cache: Path
+        self, url: str, token: Token, cache: Path
     ) -> AsyncGenerator[tuple[AsyncServiceClient, WeightServerFetcher]]:
         caller, fetch = AsyncServiceClient(url, token), WeightServerFetcher(token, cache)
         try:
