@@ -15,6 +15,8 @@ from pathlib import Path
 _SYSTEM = frozenset(map(Path, ("/etc", "/tmp", "/var", "/run", "/proc", "/sys", "/dev", "/boot")))
 _OF_THE_HOST = frozenset(("etc", "run", "proc", "sys", "dev", "boot"))
 """Nothing below these is shown because a command names it."""
+_BINARIES = ("bin", "shims")
+"""Names of folders of programs; what they need lies beside."""
 _USR = Path("/usr")
 
 
@@ -40,7 +42,7 @@ def program_folders(argv: Sequence[str]) -> tuple[Path, ...]:
     program = shutil.which(argv[0])
     if program is not None:
         for path in (Path(program).absolute(), Path(program).resolve()):
-            prefix = path.parent.parent if path.parent.name == "bin" else path.parent
+            prefix = path.parent.parent if path.parent.name in _BINARIES else path.parent
             found += [prefix, path]
     for argument in argv[1:]:
         path = Path(argument)

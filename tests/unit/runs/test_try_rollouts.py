@@ -158,6 +158,7 @@ def test_turns_and_tool_calls_are_shown_once(
 def test_a_program_is_recorded_through_the_gateway(
     capsys: pytest.CaptureFixture[str], run_file: Path, server: TextServer
 ) -> None:
+    run_file.parent.chmod(0o755)  # as root, a sandbox has its own user
     program = run_file.parent / "agent.py"
     program.write_text(
         "import json, os, urllib.request\n"
