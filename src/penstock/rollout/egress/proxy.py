@@ -3,7 +3,7 @@
 
 A name is resolved once, and the connection goes to the address that was checked. Each connection
 carries one request, written again from its parsed parts, so that the server reads the same end of
-it as we do. Redirects go back to the program; whatever it asks next is checked like the first. Every
+it as we do. Redirects go back to the program; what it asks next is checked like the first. Every
 request is recorded with the attempt. Refuses requests in origin form, and everything not granted.
 """
 
