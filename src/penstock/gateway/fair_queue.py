@@ -2,7 +2,7 @@
 """Shares a limited number of places between keys, so that a flood by one does not delay another.
 
 Beside others, a key never holds more than half of what is free, so that most places are free for
-whoever comes next: a flood gets a third of all. A key that has been alone for a while may take
+the next key: a flood gets a third of all. A key that has been alone for a while may take
 all of them. Beyond that, keys take turns, each in the order of its own calls. A key without a place
 may always take a free one. Knows neither sessions nor engines.
 """

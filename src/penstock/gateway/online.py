@@ -102,7 +102,7 @@ class OnlineSession:
     api_key: str
     """For model calls: the agent's."""
     reward_key: str
-    """For the reward, the end and forgetting: for whoever judges the agent, never for the agent."""
+    """For the reward, the end and forgetting: for the judge of the agent, never for the agent."""
     owner: str
     name: str
     session: Session | None

@@ -2,8 +2,8 @@
 """An HTTP proxy on a unix socket for one attempt: plain requests and CONNECT to granted hosts.
 
 A name is resolved once, and the connection goes to the address that was checked. Each connection
-carries one request, written anew from its parsed parts, so that nobody reads other limits of it
-than we do. Redirects go back to the program; whatever it asks next is checked like the first. Every
+carries one request, written again from its parsed parts, so that the server reads the same end of
+it as we do. Redirects go back to the program; what it asks next is checked like the first. Every
 request is recorded with the attempt. Refuses requests in origin form, and everything not granted.
 """
 
@@ -332,7 +332,7 @@ async def _pump(
 
 
 def _end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Headers for the other side, without those of this connection."""
+    """Headers for the other side, without this connection's own headers."""
     pairs = [(bytes(name), bytes(value)) for name, value in headers]
     named = {
         word.strip().lower()

@@ -2,7 +2,7 @@
 """Decides where a sandboxed program may connect: granted names and ports, public addresses.
 
 A grant is a host name, for ports 80 (plain) and 443 (CONNECT), or NAME:PORT for one other port. A
-name that resolves to any address that is not public is refused, whoever granted it. IPv4:PORT
+name that resolves to any address that is not public is refused, although it is granted. IPv4:PORT
 grants exactly that address, also an internal one; never a link-local one. All other ways to write
 an address are refused: decimal, octal, hex, IPv6, with user names, dots at the end or escapes.
 """

@@ -3,10 +3,10 @@
 
 The child runs in vLLM's virtual environment, in a separate process group that dies with the node.
 It listens on a unix socket in a folder of the node's user only, never on a port: its routes load
-weights and call workers without a credential. Where bubblewrap works it also has a network of its
-own, because its workers talk to each other over ports. It gets none of the node's credentials. It
-starts with the first snapshot as its model. The user's options follow ours on the command line, so
-they take precedence, except for where it listens.
+weights and call workers without a credential. Where bubblewrap works it also has a separate
+network, because its workers talk to each other over ports. It gets none of the node's credentials.
+It starts with the first snapshot as its model. The user's options follow ours on the command line,
+so they take precedence, except for where it listens.
 """
 
 from __future__ import annotations
