@@ -140,7 +140,9 @@ class Learner:
         values["memory/peak_mb"] = float(ranks.max_over_ranks(math.ceil(peak_mb)))
         signals, mismatches = dict[str, float](), dict[Key, Mismatch]()
         if self._bounds is not None:
-            signals, mismatches = first_update_stats(batch, *seen_2T, self._bounds, ranks)
+            signals, mismatches = first_update_stats(
+                batch, seen_2T[0], seen_2T[1], self._bounds, ranks
+            )
         values["seconds/train"] = time.perf_counter() - started
         skipped = None if applied else self._reason(values, plan)
         return Stats(skipped=skipped, values={**values, **signals}, mismatches=mismatches)
