@@ -424,11 +424,11 @@ def honest_row(grant: Grant, config: RunConfig) -> Trajectory:
 
 
 def forge_turn(row: Trajectory, **change: object) -> Trajectory:
-    return replace(row, turns=(replace(row.turns[0], **change),))  # type: ignore[arg-type]
+    return replace(row, turns=(replace(row.turns[0], **change),))
 
 
 def forge_spec(row: Trajectory, **change: object) -> Trajectory:
-    return forge_turn(row, sampling=replace(row.turns[0].sampling, **change))  # type: ignore[arg-type]
+    return forge_turn(row, sampling=replace(row.turns[0].sampling, **change))
 
 
 SPAN = VersionSpan(start=0, end=2, incarnation=1, number=0)

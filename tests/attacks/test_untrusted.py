@@ -52,7 +52,7 @@ def token(running: RunningDataflow, *, is_trusted: bool, subject: str = "evil") 
 
 def registration(**change: object) -> RegisterRequest:
     body = RegisterRequest(node_id=EVIL, boot_id="s" * 16, capacity=4, policies=())
-    return replace(body, **change)  # type: ignore[arg-type]
+    return replace(body, **change)
 
 
 def test_a_run_that_does_not_check_strangers_takes_none(tmp_path: Path) -> None:
