@@ -36,6 +36,7 @@ from penstock.gateway.quotas import Quotas
 from penstock.plugins import DIALECT_GROUP, load_object, plugin_names
 from penstock.types import JsonObject
 from penstock.wire.codec import JSON, decode, encode_json
+from penstock.wire.doors import admit
 from penstock.wire.server import read_body, wait_for_disconnect
 
 MAX_BODY_BYTES = 4 << 20
@@ -273,7 +274,10 @@ def read_key(request: Request) -> str:
 
 
 def _find(gateway: Gateway, request: Request) -> Session:
-    return gateway.find(read_key(request), request.path_params.get("session_id"))
+    session = gateway.find(read_key(request), request.path_params.get("session_id"))
+    if "connection" in request.scope:
+        admit(request.scope, gateway.queue_key(session.id))
+    return session
 
 
 class _RejectEscapedPaths:

@@ -50,7 +50,7 @@ _requests_log.setLevel(logging.ERROR)
 
 
 def admit(scope: Scope, subject: str) -> None:
-    """One of the connection's requests was authorised: it is no stranger any more."""
+    """One of the requests of this connection was authorised: it is known from now on."""
     connection = scope.get("connection")
     if connection is not None:
         connection.admit(subject)
@@ -301,7 +301,7 @@ class Listener:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._told = DoorCounts()
+        self._reported = DoorCounts()
         listener.setblocking(False)
         listener.listen(BACKLOG)
         self._loop.add_reader(listener, self._accept)
@@ -368,16 +368,16 @@ class Listener:
     def _sweep(self) -> None:
         self._door.sweep(self._loop.time())
         counts = self._door.counts
-        if counts != self._told:
+        if counts != self._reported:
             log.warning(
                 "closed connections without a credential, or slow ones",
-                evicted=counts.evicted - self._told.evicted,
-                slow=counts.overdue - self._told.overdue,
-                turned_away=counts.turned_away - self._told.turned_away,
+                evicted=counts.evicted - self._reported.evicted,
+                slow=counts.overdue - self._reported.overdue,
+                turned_away=counts.turned_away - self._reported.turned_away,
                 strangers=self._door.num_strangers,
                 open=len(self._door),
             )
-            self._told = DoorCounts(
+            self._reported = DoorCounts(
                 evicted=counts.evicted, overdue=counts.overdue, turned_away=counts.turned_away
             )
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)

@@ -16,7 +16,7 @@ import httpx2
 from penstock.errors import ConfigError
 
 CA_ENV = "PENSTOCK_CA"
-"""File of a private authority to trust beside those of the system."""
+"""File of a private authority to trust, beside the authorities of the system."""
 CERTIFICATE_ENV = "PENSTOCK_TLS_CERT"
 KEY_ENV = "PENSTOCK_TLS_KEY"
 """This host's certificate and key, for servers that ask for one."""
