@@ -324,7 +324,7 @@ def test_a_node_named_by_a_path_gets_no_folder(
         with pytest.raises(ConfigError, match="not a name for a node"):
             node_state_dir(name)
         with pytest.raises(ConfigError, match="not a name for a node"):
-            local_node_options(folder, model, name)
+            local_node_options(folder, demo_config(0), model, name)
     assert files(tmp_path) - before <= {folder.acks}
     assert node_state_dir("node-0.gpu1").is_dir()
 

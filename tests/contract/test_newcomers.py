@@ -302,7 +302,7 @@ async def test_a_reward(newcomer: Newcomer, is_async: bool) -> None:
         """,
     )
     name = config_with(reward=reward).reward
-    assert name is not None
+    assert isinstance(name, str)
     scorer = Scorer(name)
     running = asyncio.create_task(scorer.run())
     try:

@@ -159,7 +159,7 @@ class FakeNode:
                 node_id=self.node_id,
                 boot_id=self.boot_id,
                 deliveries=(),
-                released=tuple(row_id(g.group_id, g.slot, g.epoch) for g in handed_back),
+                released={row_id(g.group_id, g.slot, g.epoch): g.secret for g in handed_back},
             )
         )
 
