@@ -180,7 +180,7 @@ async def test_without_a_peer_nothing_passes() -> None:
     assert lines[0].startswith("url    http://127.0.0.1:")
     assert lines[1].startswith(f"token  {PREFIX}.")
     assert [line for line in lines[3:-2] if not line.startswith("none ")] == []
-    assert lines[-2] == f"0 ok, 0 failed, {len(ROLLOUT_RULES)} not tested, of 18 rules"
+    assert lines[-2] == f"0 ok, 0 failed, {len(ROLLOUT_RULES)} not tested, of 19 rules"
     assert json.loads(lines[-1])["untested"] == len(ROLLOUT_RULES)
 
 

@@ -71,7 +71,9 @@ async def first_life(config: RunConfig, folder: Path) -> GroupId:
     service = build(config, folder)
     request = IncarnationRequest(request_id="r", expected=0, number=0, seq=0)
     await service.trainers.incarnate(POLICY, request)
-    version = PublishRequest(incarnation=1, number=0, manifest_digest="m", weights_digest="w")
+    version = PublishRequest(
+        incarnation=1, number=0, manifest_digest=f"{1:064x}", weights_digest="w"
+    )
     await service.trainers.publish(POLICY, version)
     await service.nodes.register(
         RegisterRequest(node_id=NODE, boot_id="s", capacity=64, policies=())

@@ -245,7 +245,7 @@ async def test_a_grant_that_cannot_be_given_is_refused(tmp_path: Path) -> None:
     bound.bind(str(tmp_path / "private.sock"))
     (tmp_path / "private.sock").chmod(0o600)
     wrong = [
-        (Grants(folders=(tmp_path / "none",)), "is not a folder"),
+        (Grants(folders=(tmp_path / "none",)), "does not exist"),
         (Grants(secrets={"x": tmp_path / "none"}), "cannot read"),
         (Grants(secrets={"../x": tmp_path}), "cannot name"),
         (Grants(sockets={"x": tmp_path}), "is not a socket"),

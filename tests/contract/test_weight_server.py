@@ -82,7 +82,7 @@ async def test_every_route_is_in_the_document_and_none_writes(
     }
     assert listed == routed - {("HEAD", "/healthz")}
     assert {method for method, _ in listed} == {"GET"}
-    assert len(listed) == len(paths(tmp_path)) + 1
+    assert len(listed) == len(paths(tmp_path)) + 2, "healthz, and the list of revoked tokens"
 
 
 async def test_each_route_refuses_all_but_its_readers(
@@ -101,8 +101,9 @@ async def test_each_route_refuses_all_but_its_readers(
                 {"authorization": "Bearer nonsense"},
                 bearer(elsewhere),
                 bearer(signer, ttl_s=-1),
+                bearer(other_run),
             ],
-            403: [{"authorization": f"Bearer {wrong_audience}"}, bearer(other_run)],
+            403: [{"authorization": f"Bearer {wrong_audience}"}],
         }
         if path != "/openapi.json":
             expected[403].append(bearer(signer, Role.SESSION))

@@ -205,10 +205,11 @@ class Learner:
             tallies.append(
                 sum_metrics(tokens, loss, inputs, has_ratios=self._scorer.gives_logprobs)
             )
-            is_bad_T[inputs.token_K.cpu()] = ~torch.isfinite(loss.loss_K.detach()).cpu()
+            token_K = inputs.token_K.cpu().numpy()  # a tensor of one element would be a number
+            is_bad_T[token_K] = ~torch.isfinite(loss.loss_K.detach()).cpu()
             if seen_2T is not None:
                 seen_2K = torch.stack([tokens.logprobs_K.detach(), tokens.entropy_K.detach()])
-                seen_2T[:, inputs.token_K.cpu()] = seen_2K.double().cpu()
+                seen_2T[:, token_K] = seen_2K.double().cpu()
         return add_sums(tallies), is_bad_T
 
     def _without_bad(self, update: Update, batch: Batch, is_bad_T: Bools) -> Update | None:

@@ -33,9 +33,9 @@ def test_a_wrong_sentence_stays_away(wrong: str) -> None:
 
 
 def test_another_machine_is_described_alike_everywhere() -> None:
-    """A node on another machine needs tunnels today; no page says more."""
-    assert "needs tunnels to both ports" in words(DOCS / "how-to" / "join.md")
-    assert "binds to loopback" in words(DOCS / "explanation" / "limits.md")
+    """A node on another machine needs the run's authority, or a tunnel."""
+    assert "penstock tls init --host" in words(DOCS / "how-to" / "join.md")
+    assert "network namespaces" in words(DOCS / "explanation" / "limits.md")
 
 
 def test_a_mirror_is_documented_where_weights_are() -> None:

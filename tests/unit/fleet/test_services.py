@@ -79,15 +79,15 @@ def test_only_services_with_a_ledger_get_the_password_of_the_store(
     monkeypatch.delenv(PASSWORD_ENV, raising=False)
     config = demo_config(0)
     flow = config.dataflow.model_copy(
-        update={"store": "postgresql://me:secret@127.0.0.1/runs", "partitions": 2}
+        update={"store": "postgresql://me:hunter2@127.0.0.1/runs", "partitions": 2}
     )
     config = config.model_copy(update={"dataflow": flow})
     folder.write_config(config)
-    assert "secret" not in folder.config_file.read_text()
+    assert "hunter2" not in folder.config_file.read_text()
     services = local_services(folder.read_config(), folder), local_services(config, folder)
     with_password = [
-        {service.name for service in found if service.build_env().get(PASSWORD_ENV) == "secret"}
+        {service.name for service in found if service.build_env().get(PASSWORD_ENV) == "hunter2"}
         for found in services
     ]
     assert with_password == [set(), {"dataflow", "partition-1"}]
-    assert not any("secret" in word for found in services for s in found for word in s.command)
+    assert not any("hunter2" in word for found in services for s in found for word in s.command)

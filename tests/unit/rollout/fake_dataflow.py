@@ -74,7 +74,7 @@ def task(ordinal: int = 0, *, workflow: str = "") -> Task:
 
 def wanted(number: int, incarnation: int = 1) -> PublishedVersion:
     return PublishedVersion(
-        policy=POLICY, incarnation=incarnation, number=number, manifest_digest=f"digest-{number}"
+        policy=POLICY, incarnation=incarnation, number=number, manifest_digest=f"{number:064x}"
     )
 
 

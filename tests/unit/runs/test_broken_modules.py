@@ -140,7 +140,7 @@ def test_a_good_module_reaches_a_loss_and_the_steps_are_shown(folder: Path) -> N
     steps: list[str] = []
     report = check_run(target, on_step=steps.append)
     assert report.problems == ()
-    assert report.notes == ()
+    assert all(note.startswith("isolation of rewards: ") for note in report.notes)
     assert set(report.probed.losses) == {"policy"}
     for step in ("source train", "stage credit", "workflow good:run", "reward good:reward"):
         assert step in steps

@@ -152,8 +152,13 @@ class Completion:
 
     def _is_terminal(self, rows: Iterable[RowSummary], names: frozenset[str]) -> bool:
         return all(
-            _missing(row, names) <= self._completed.get(row.row_id, {}).keys() for row in rows
+            self._missing(row, names) <= self._completed.get(row.row_id, {}).keys() for row in rows
         )
+
+    def _missing(self, row: RowSummary, names: frozenset[str]) -> frozenset[str]:
+        """Of these columns, those that did not come with the row. Where a stage scores every row,
+        the word of a node does not count."""
+        return names - {REWARD} if self.is_scored and row.reward is not None else names
 
     def _complete_rows(
         self, rows: Iterable[RowSummary], policy: PolicyName, names: frozenset[str]
@@ -163,7 +168,9 @@ class Completion:
         good: list[RowSummary] = []
         num_lost = 0
         for row in rows:
-            found = [self._completed[row.row_id][name] for name in sorted(_missing(row, names))]
+            found = [
+                self._completed[row.row_id][name] for name in sorted(self._missing(row, names))
+            ]
             if any(column.failed for column in found):
                 num_lost += 1
             else:
@@ -200,11 +207,6 @@ class Completion:
             self._group_of.update((row.row_id, group_id) for row in rows)
         for record in stages:
             self._groups[record.group_id].stages[record.policy] = Stage(record.state)
-
-
-def _missing(row: RowSummary, names: frozenset[str]) -> frozenset[str]:
-    """Of these columns, those that did not come with the row."""
-    return names if row.reward is None else names - {REWARD}
 
 
 def _with_columns(row: RowSummary, columns: Iterable[ColumnCompleted]) -> RowSummary:
