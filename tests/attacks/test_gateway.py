@@ -583,3 +583,43 @@ async def raw_statuses(url: httpx2.URL, key: str, requests: list[tuple[str, str]
     writer.close()
     await writer.wait_closed()
     return statuses
+
+
+async def test_one_key_cannot_fill_the_memory_with_bodies(gate: Gate) -> None:
+    """Each of 200 calls may send 4 MB: most wait unread, and another key is answered meanwhile."""
+    app, sent, stop = build_app(gate.gateway), 0, asyncio.Event()
+    piece = bytes(1 << 20)
+
+    async def call(key: str) -> None:
+        num_pieces = 0
+
+        async def receive() -> dict[str, Any]:
+            nonlocal num_pieces, sent
+            if num_pieces == 3:
+                await stop.wait()
+                return {"type": "http.disconnect"}
+            num_pieces += 1
+            sent += len(piece)
+            return {"type": "http.request", "body": piece, "more_body": True}
+
+        async def send(message: Any) -> None:
+            pass
+
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions"}
+        scope |= {"raw_path": b"/v1/chat/completions", "query_string": b"", "headers": headers}
+        await app(scope, receive, send)
+
+    greedy, other = gate.attacker, gate.victim
+    calls = [asyncio.create_task(call(greedy.api_key)) for _ in range(200)]
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert sent <= 64 << 20
+    before = sent
+    calls.append(asyncio.create_task(call(other.api_key)))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert sent == before + 3 * len(piece)
+    stop.set()
+    await asyncio.gather(*calls)
+    assert sent == 201 * 3 * len(piece), "all had their turn"
