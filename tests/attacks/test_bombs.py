@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import gzip
 import io
@@ -30,6 +31,7 @@ from tests.unit.weights.weight_servers import listening, running_weight_server
 from penstock.errors import BadRequest, Unreachable, WireError
 from penstock.types import Trajectory
 from penstock.weights.client import Puller
+from penstock.weights.pulling import links
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Role
 from penstock.wire.client import connect
@@ -316,6 +318,40 @@ async def test_a_relay_cannot_send_a_bomb(status: int, tmp_path: Path) -> None:
     ):
         await puller.pull([origin], first)
         with bounded_memory():
+            folder = await puller.pull([relay, origin], second)
+    assert folder.name == second.manifest_digest
+
+
+@pytest.mark.parametrize("what", ["manifests", "deltas", "blobs"])
+async def test_a_relay_that_drips_does_not_hold_up_a_version(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never silent, never done: the node turns to the weight server."""
+    monkeypatch.setattr(links, "PENDING_TIMEOUT_S", 0.5)
+    first, second = versions(tmp_path, 2)
+    store = DirectoryStore(tmp_path / "store")
+
+    async def drip() -> AsyncIterator[bytes]:
+        while True:
+            yield b"{"
+            await asyncio.sleep(0.05)
+
+    async def serve(request: Request) -> Response:
+        if what != "manifests" and "/manifests/" in request.url.path:
+            return Response(store.read_manifest(request.url.path.rpartition("/")[2]))
+        if f"/{what}/" not in request.url.path:
+            return Response(status_code=404)
+        return StreamingResponse(drip(), media_type=MSGPACK, headers={"content-length": "60000"})
+
+    app = Starlette(routes=[StarletteRoute("/{path:path}", serve)])
+    puller = Puller(tmp_path / "cache", transfer="delta")
+    async with (
+        running_weight_server(tmp_path) as origin,
+        listening(app) as url,
+        connect(url, "none") as relay,
+    ):
+        await puller.pull([origin], first)
+        async with asyncio.timeout(120):
             folder = await puller.pull([relay, origin], second)
     assert folder.name == second.manifest_digest
 
