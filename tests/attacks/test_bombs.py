@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import gzip
 import io
@@ -21,15 +22,16 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route as StarletteRoute
 from tests.attacks.in_process import Door, dataflow_door, weights_door
 from tests.contract.test_weights_deltas import versions
 from tests.unit.weights.weight_servers import listening, running_weight_server
 
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, Unreachable, WireError
 from penstock.types import Trajectory
 from penstock.weights.client import Puller
+from penstock.weights.pulling import links
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Role
 from penstock.wire.client import connect
@@ -294,15 +296,18 @@ def _packed_zeros() -> bytes:
     return b"".join(pack.compress(ZEROS) for _ in range(8)) + pack.flush()
 
 
-async def test_a_relay_cannot_send_a_bomb(tmp_path: Path) -> None:
-    """A hostile relay answers about deltas with half a gigabyte, packed: a node unpacks nothing."""
+@pytest.mark.parametrize("status", [200, 404, 500])
+async def test_a_relay_cannot_send_a_bomb(status: int, tmp_path: Path) -> None:
+    """A hostile relay answers about deltas with half a gigabyte, packed, as a result or as an
+    error: a node unpacks nothing."""
     first, second = versions(tmp_path, 2)
     bomb, store = _packed_zeros(), DirectoryStore(tmp_path / "store")
 
     async def explode(request: Request) -> Response:
         if "/manifests/" in request.url.path:
             return Response(store.read_manifest(request.url.path.rpartition("/")[2]))
-        return Response(bomb, media_type=MSGPACK, headers={"content-encoding": "gzip"})
+        packed = {"content-encoding": "gzip"}
+        return Response(bomb, status, media_type=MSGPACK, headers=packed)
 
     app = Starlette(routes=[StarletteRoute("/{path:path}", explode)])
     puller = Puller(tmp_path / "cache", transfer="delta")
@@ -315,6 +320,62 @@ async def test_a_relay_cannot_send_a_bomb(tmp_path: Path) -> None:
         with bounded_memory():
             folder = await puller.pull([relay, origin], second)
     assert folder.name == second.manifest_digest
+
+
+@pytest.mark.parametrize("what", ["manifests", "deltas", "blobs"])
+async def test_a_relay_that_drips_does_not_hold_up_a_version(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never silent, never done: the node turns to the weight server."""
+    monkeypatch.setattr(links, "PENDING_TIMEOUT_S", 0.5)
+    first, second = versions(tmp_path, 2)
+    store = DirectoryStore(tmp_path / "store")
+
+    async def drip() -> AsyncIterator[bytes]:
+        while True:
+            yield b"{"
+            await asyncio.sleep(0.05)
+
+    async def serve(request: Request) -> Response:
+        if what != "manifests" and "/manifests/" in request.url.path:
+            return Response(store.read_manifest(request.url.path.rpartition("/")[2]))
+        if f"/{what}/" not in request.url.path:
+            return Response(status_code=404)
+        return StreamingResponse(drip(), media_type=MSGPACK, headers={"content-length": "60000"})
+
+    app = Starlette(routes=[StarletteRoute("/{path:path}", serve)])
+    puller = Puller(tmp_path / "cache", transfer="delta")
+    async with (
+        running_weight_server(tmp_path) as origin,
+        listening(app) as url,
+        connect(url, "none") as relay,
+    ):
+        await puller.pull([origin], first)
+        async with asyncio.timeout(120):
+            folder = await puller.pull([relay, origin], second)
+    assert folder.name == second.manifest_digest
+
+
+async def test_an_error_of_a_relay_has_a_size() -> None:
+    """An endless refusal, with or without a declared length, is not read; neither by a node nor by
+    a relay that streams from another one."""
+
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(512):
+            yield ZEROS[: 1 << 20]
+
+    async def refuse(request: Request) -> Response:
+        declared = {"content-length": str(512 << 20)} if "declared" in request.url.path else {}
+        return StreamingResponse(endless(), 404, headers=declared)
+
+    app = Starlette(routes=[StarletteRoute("/{path:path}", refuse)])
+    async with listening(app) as url, connect(url, "none") as relay:
+        for path in ("/declared", "/chunked"):
+            with bounded_memory(), pytest.raises(Unreachable):
+                await relay.request("GET", path, deadline_s=0.0, max_response_bytes=1000)
+            with bounded_memory(), pytest.raises(WireError, match="the limit is"):
+                async with relay.stream(path, headers={}):
+                    pass
 
 
 def test_an_error_does_not_repeat_what_it_refuses() -> None:

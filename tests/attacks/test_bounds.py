@@ -22,7 +22,12 @@ from tests.attacks.in_process import Door, dataflow_door
 from tests.contract.postgres_server import running_postgres
 
 from penstock.config import demo_config
-from penstock.dataflow.core.messages import NumberedMessage, ToCoordinator
+from penstock.dataflow.core.messages import (
+    ColumnsCompleted,
+    GroupEnded,
+    NumberedMessage,
+    ToCoordinator,
+)
 from penstock.dataflow.ledger.tables import Tables, open_tables
 from penstock.dataflow.records import LeaseRecord
 from penstock.dataflow.service.nodes.model_limits import ModelLimits, read_model_limits
@@ -39,6 +44,7 @@ from penstock.types import (
     OutcomeKind,
     PolicyName,
     RowId,
+    RowSummary,
     SamplingSpec,
     Trajectory,
     Turn,
@@ -432,6 +438,18 @@ def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
 
 # --- finding 16: partitions are pinned -----------------------------------------------------------
 
+
+def summary_of(row_id: str) -> RowSummary:
+    return RowSummary(
+        row_id=RowId(row_id),
+        digest="0" * 64,
+        reward=1.0,
+        outcome=OutcomeKind.COMPLETED,
+        sampled={POLICY: 1},
+        versions={POLICY: ((1, 0),)},
+    )
+
+
 JOIN: dict[str, Any] = {"boot": {"epoch": 1, "boot_id": "s"}, "url": "http://127.0.0.1:7001"}
 
 
@@ -501,6 +519,39 @@ async def test_a_damaged_message_of_a_partition_is_refused_and_not_counted(tmp_p
         assert answer.status_code == 400
         sound: dict[str, Any] = {**body, "messages": []}
         answer = await door.call("POST", "/v1/partitions/1/messages", body=sound)
+        assert answer.json()["received"] == 0
+
+
+FOREIGN: dict[str, GroupEnded | ColumnsCompleted] = {
+    "a group of another partition": GroupEnded(group_id=GroupId("p0-1"), policies=(), rows=()),
+    "a group that names no partition": GroupEnded(group_id=GroupId("x"), policies=(), rows=()),
+    "a row of another partition": GroupEnded(
+        group_id=GroupId("p1-1"), policies=(), rows=(summary_of("p0-1.0.1"),)
+    ),
+    "a row that names no partition": GroupEnded(
+        group_id=GroupId("p1-1"), policies=(), rows=(summary_of("x"),)
+    ),
+    "columns of another partition": ColumnsCompleted(
+        group_id=GroupId("p11-1"), policy=POLICY, rows=()
+    ),
+    "an unknown policy": ColumnsCompleted(
+        group_id=GroupId("p1-1"), policy=PolicyName("none"), rows=()
+    ),
+}
+
+
+@pytest.mark.finding(16)
+@pytest.mark.parametrize("what", FOREIGN)
+async def test_a_partition_reports_only_its_own_groups(what: str, tmp_path: Path) -> None:
+    """Else one partition ends the groups of all others, with rows and rewards that it made up."""
+    async with dataflow_door(tmp_path) as door:
+        assert await join(door, 1, "partition-1") == 200
+        forged = {"number": 1, "body": msgspec.msgpack.encode(FOREIGN[what])}
+        body: dict[str, Any] = {"boot": JOIN["boot"], "figures": {}, "messages": [forged]}
+        answer = await door.call("POST", "/v1/partitions/1/messages", body=body)
+        assert answer.status_code == 400, answer.text
+        body["messages"] = []
+        answer = await door.call("POST", "/v1/partitions/1/messages", body=body)
         assert answer.json()["received"] == 0
 
 

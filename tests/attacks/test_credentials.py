@@ -707,6 +707,14 @@ def test_secrets_on_disk_are_for_their_owner_only(
     assert out.read_text().strip() not in shown.out + shown.err
 
 
+@pytest.mark.parametrize("role", [role for role in Role if role is not Role.ROLLOUT])
+def test_an_untrusted_token_has_no_role_that_is_believed(folder: RunFolder, role: Role) -> None:
+    """A stage writes rewards and accuses nodes, a gateway rewards: no service checks them again."""
+    with pytest.raises(ConfigError, match="rollout"):
+        tokens.issue(folder, role, name="alice", ttl_s=60.0, is_trusted=False)
+    assert tokens.issued_tokens(folder) == []
+
+
 @pytest.mark.parametrize(
     "name", ["a.b", "../x", "", "a/b", "ä", "x" * 65, "a b", "a\n", "-\x00", "node-0."]
 )

@@ -30,7 +30,9 @@ from penstock.gateway.quotas import Quotas
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.server import build_app
 from penstock.types import RowId, SamplingSpec, Version
-from penstock.wire.auth import Audience, Role, Signer
+from penstock.wire import keys
+from penstock.wire.auth import Audience, Role, Signer, read_unverified
+from penstock.wire.denied import Denied, write_denied
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -94,7 +96,7 @@ async def online(tmp_path: Path) -> AsyncIterator[Online]:
         FakeEngine(),
         slots,
         SessionTerms(reward_deadline_s=600.0, idle_s=600.0, default_reward=None),
-        signer.verifier(Audience.GATEWAY).verify,
+        signer.verifier(Audience.GATEWAY),
         policies=[POLICY],
         sampling=SamplingSpec(max_tokens=8),
     )
@@ -188,6 +190,32 @@ async def test_a_renewed_token_still_owns_its_sessions(online: Online) -> None:
     opened = await online.open(online.token("shop"))
     path = f"/sessions/{opened['id']}"
     assert (await online.ask("GET", path, online.token("shop"))).status_code == 200
+
+
+@pytest.mark.parametrize("how", ["name", "token", "key"])
+async def test_revoking_a_token_ends_the_sessions_that_it_opened(
+    how: str, online: Online, tmp_path: Path
+) -> None:
+    """Neither key outlives its owner: no model call, no reward, nothing to train on."""
+    token = online.token("shop")
+    opened, judged, other = [await online.open(one) for one in (token, token, online.token("b"))]
+    for one in (opened, judged, other):
+        assert await online.say(one["api_key"]) == 200
+    certificate = keys.certificate_of(".".join(token.split(".")[1:3]))
+    denied = {
+        "name": Denied(serial=1, subjects=frozenset({"shop"})),
+        "token": Denied(serial=1, tokens={getattr(read_unverified(token), "id", ""): "shop"}),
+        "key": Denied(serial=1, keys={certificate.key_id: 1.0}),
+    }
+    write_denied(tmp_path / "keys", denied[how])
+    while (await online.ask("GET", f"/sessions/{opened['id']}", token)).status_code != 401:
+        pass  # services look at the list once a second
+    assert await online.say(opened["api_key"]) == 401
+    path = f"/sessions/{judged['id']}/reward"
+    answer = await online.ask("POST", path, judged["reward_key"], {"reward": 1e9})
+    assert answer.status_code == 401 and "revoked" in answer.json()["error"]["message"]
+    assert online.slots.delivered == []
+    assert await online.say(other["api_key"]) == (401 if how == "key" else 200)
 
 
 async def test_tokens_of_other_services_open_no_session(online: Online) -> None:
@@ -555,3 +583,43 @@ async def raw_statuses(url: httpx2.URL, key: str, requests: list[tuple[str, str]
     writer.close()
     await writer.wait_closed()
     return statuses
+
+
+async def test_one_key_cannot_fill_the_memory_with_bodies(gate: Gate) -> None:
+    """Each of 200 calls may send 4 MB: most wait unread, and another key is answered meanwhile."""
+    app, sent, stop = build_app(gate.gateway), 0, asyncio.Event()
+    piece = bytes(1 << 20)
+
+    async def call(key: str) -> None:
+        num_pieces = 0
+
+        async def receive() -> dict[str, Any]:
+            nonlocal num_pieces, sent
+            if num_pieces == 3:
+                await stop.wait()
+                return {"type": "http.disconnect"}
+            num_pieces += 1
+            sent += len(piece)
+            return {"type": "http.request", "body": piece, "more_body": True}
+
+        async def send(message: Any) -> None:
+            pass
+
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions"}
+        scope |= {"raw_path": b"/v1/chat/completions", "query_string": b"", "headers": headers}
+        await app(scope, receive, send)
+
+    greedy, other = gate.attacker, gate.victim
+    calls = [asyncio.create_task(call(greedy.api_key)) for _ in range(200)]
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert sent <= 64 << 20
+    before = sent
+    calls.append(asyncio.create_task(call(other.api_key)))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert sent == before + 3 * len(piece)
+    stop.set()
+    await asyncio.gather(*calls)
+    assert sent == 201 * 3 * len(piece), "all had their turn"

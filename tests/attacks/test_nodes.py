@@ -517,6 +517,19 @@ def test_quarantine_of_a_credential_survives_a_restart(tmp_path: Path) -> None:
         assert there.state_of("liar.new") == "quarantined"
 
 
+def test_turns_of_a_credential_in_quarantine_reach_nobody(world: World) -> None:
+    """Else the next holder of the slot delivers them, and is the next one to be quarantined."""
+    liar = world.node()
+    [grant] = liar.grants(1)
+    assert liar.record(grant).status_code == 200
+    quarantine(world, liar.node_id)
+    heir = world.node()
+    [again] = heir.grants(1)
+    assert (again["group_id"], again["slot"]) == (grant["group_id"], grant["slot"])
+    assert again["num_recorded"] == 0
+    assert heir.recorded(again, again["secret"]).json()["turns"] == []
+
+
 def test_nobody_but_a_trainer_quarantines(world: World) -> None:
     """A node cannot have its rival put into quarantine."""
     victim, rival = world.node(), world.node()

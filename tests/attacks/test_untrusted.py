@@ -31,6 +31,8 @@ from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,
     Heartbeat,
     LeaseRequest,
+    RecordedTurn,
+    RecordRequest,
 )
 from penstock.dataflow.service.operators.status import metrics, status
 from penstock.dataflow.service.rows.messages import GetRequest
@@ -175,4 +177,32 @@ async def test_the_trusted_side_scores_the_ledger_s_task_and_seed(tmp_path: Path
     assert (origin.seed, origin.node_id, origin.is_trusted) == (grant.seed, EVIL, False)
     assert origin.task == service.partition.groups[grant.group_id].task
     assert POLICY not in row.columns
+    service.close()
+
+
+async def test_turns_of_an_untrusted_node_are_not_delivered_by_a_trusted_one(
+    tmp_path: Path,
+) -> None:
+    """It plants turns and releases the slot: the next holder would deliver them as its own, with a
+    reward, and nobody would generate them again."""
+    config = untrusted_config()
+    service = build(config, tmp_path)
+    await start(service)
+    [grant] = await lease(service, 1)
+    planted = RecordedTurn(row_id=grant.row_id, index=0, turn=honest_row(grant, config).turns[0])
+    service.nodes.turns.record(RecordRequest(node_id=EVIL, turns=(planted,)))
+    body = DeliveryRequest(
+        node_id=EVIL, boot_id="s", deliveries=(), released={grant.row_id: grant.secret}
+    )
+    await service.nodes.deliver(body)
+    good = NodeId("good")
+    await service.nodes.register(registration(node_id=good, boot_id="g"))
+    await service.nodes.heartbeat(good, Heartbeat(boot_id="g", state=NodeState.LIVE, live=(LIVE,)))
+    ask = LeaseRequest(
+        request_id="b", node_id=good, boot_id="g", max_slots=1, wait_s=0, live=(LIVE,)
+    )
+    [again] = (await service.nodes.lease(ask)).grants
+    assert (again.group_id, again.slot) == (grant.group_id, grant.slot)
+    assert again.num_recorded == 0
+    assert service.nodes.turns.offer(good, again.row_id).turns == ()
     service.close()

@@ -190,11 +190,11 @@ async def gateway(
         make_fetcher=lambda facts: fetch,
         make_engine=lambda facts: make_engine(),
     )
-    verify = running.signer.verifier(Audience.GATEWAY).verify
+    tokens = running.signer.verifier(Audience.GATEWAY)
     try:
         async with build_online(
             deps,
-            verify,
+            tokens,
             node_id=NodeId(name),
             listener=listener,
             slot_pool_size=slot_pool_size,

@@ -102,7 +102,7 @@ def gateway(
     work = run_online(
         url,
         own_token,
-        verifier.verify,
+        verifier,
         node_id=node,
         listener=listener,
         tls=tls,

@@ -36,7 +36,8 @@ def token(
         role: Role of the token: what its holder may do.
         name: Who the token is for; by default drawn, such as rollout-3f9a1c. A node's name is this
             name, or this name, a dot and a suffix.
-        untrusted: What the holder reports is checked again on the trusted side.
+        untrusted: What the holder reports is checked again on the trusted side; with role rollout
+            only.
         for_relay: Create a token that only relays accept, instead of one for the run's services.
         ttl_h: Hours until the token expires, unless its holder renews it.
         renew_days: Days for which a running holder may renew it, an hour at a time; not with role

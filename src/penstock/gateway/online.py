@@ -4,7 +4,8 @@
 Owns their lifecycle and counters. A session that starts while the run has a free slot is recorded;
 without a slot it is answered but not recorded, and counted. Slots come from, and recorded turns go
 to, a `SlotSource`, so nothing here knows about leases. A session has two keys: the agent's calls
-the model, and the other one sets the reward, so that no agent judges itself.
+the model, and the other one sets the reward, so that no agent judges itself. Neither outlives the
+token that opened the session, if that is revoked.
 
     open ──► waiting ──► rewarded | defaulted | expired
       └───────┴──► forgotten | dropped; without a slot or an answer: unrecorded | empty
@@ -30,7 +31,7 @@ from penstock.gateway.gateway import NO_KEY, Gateway
 from penstock.gateway.generation import Completion, Generate, GenerationRequest
 from penstock.gateway.session import KEY_BYTES, Session
 from penstock.types import PolicyName, RowId, SamplingSpec, Turn, is_usable
-from penstock.wire.auth import PREFIX, Credential, Role
+from penstock.wire.auth import NEW_TOKEN, PREFIX, Credential, Role
 
 MAX_SESSIONS = 4096
 """Maximum number of open sessions. One owner never has more of them than are free, so that there
@@ -89,6 +90,16 @@ class SlotSource(Protocol):
     def deliver(self, ended: EndedSession) -> None: ...
 
 
+class Tokens(Protocol):
+    """Checks the tokens of agents and operators."""
+
+    def verify(self, token: str) -> Credential: ...
+
+    def watch(self, token: str) -> Callable[[], bool]:
+        """Says whether a token, valid now, has been revoked since."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTerms:
     reward_deadline_s: float
@@ -107,6 +118,8 @@ class OnlineSession:
     name: str
     session: Session | None
     """None once the session has ended."""
+    is_revoked: Callable[[], bool]
+    """Whether the token that opened it has been revoked."""
     has_slot: bool
     opened_at: float
     started_at: float
@@ -128,7 +141,7 @@ class OnlineGateway(Gateway):
         generate: Generate,
         slot_source: SlotSource,
         terms: SessionTerms,
-        verify: Callable[[str], Credential],
+        tokens: Tokens,
         *,
         policies: Sequence[PolicyName],
         sampling: SamplingSpec,
@@ -138,7 +151,7 @@ class OnlineGateway(Gateway):
         self.counts: Counter[str] = Counter()
         self.terms = terms
         self._slot_source = slot_source
-        self._verify = verify
+        self._tokens = tokens
         self._policies = tuple(policies)
         self._sampling = sampling
         self._clock = clock
@@ -155,12 +168,15 @@ class OnlineGateway(Gateway):
         """Accepts a token too: the path then names the session, and its first call opens it."""
         if not api_key.startswith(f"{PREFIX}."):
             session = super().find(api_key, session_id)
-            self._entries[session.id].last_active_at = self._clock()
+            entry = self._entries[session.id]
+            self._require_not_revoked(entry)
+            entry.last_active_at = self._clock()
             return session
-        owner, name = self.admit(api_key).owner, session_id or ""
-        entry = self._by_name.get((owner, name))
+        caller, name = self.admit(api_key), session_id or ""
+        entry = self._by_name.get((caller.owner, name))
         if entry is None or entry.session is None:
-            entry = self._by_name[owner, name] = self.open_session(owner, name)
+            entry = self.open_session(caller.owner, name, caller.is_revoked)
+            self._by_name[caller.owner, name] = entry
         assert entry.session is not None, "entry must be open"
         entry.last_active_at = self._clock()
         return entry.session
@@ -169,17 +185,24 @@ class OnlineGateway(Gateway):
         """The caller identified by a token; raises Unauthorized or Forbidden."""
         if not token.startswith(f"{PREFIX}."):
             raise Unauthorized(NO_KEY)
-        credential = self._verify(token)
+        credential = self._tokens.verify(token)
         if credential.role not in AGENTS:
             raise Forbidden(
                 f"role {credential.role} cannot open sessions; "
                 "create a session token with `penstock token RUN --role session`"
             )
         owner = credential.subject or f"token {blake3(token.encode()).hexdigest()[:16]}"
-        return Caller(owner=owner, is_operator=credential.role in OPERATORS)
+        return Caller(
+            owner=owner,
+            is_operator=credential.role in OPERATORS,
+            is_revoked=self._tokens.watch(token),
+        )
 
-    def open_session(self, owner: str, name: str = "") -> OnlineSession:
-        """Open a session; it is recorded if the run has a free slot."""
+    def open_session(
+        self, owner: str, name: str = "", is_revoked: Callable[[], bool] = lambda: False
+    ) -> OnlineSession:
+        """Open a session; it is recorded if the run has a free slot. `is_revoked`: whether the
+        owner's token has been."""
         if name and not NAME.fullmatch(name):
             raise BadRequest(f"session name {name[:64]!r} must match [A-Za-z0-9._-]{{1,128}}")
         num_free = MAX_SESSIONS - self._num_open.total()
@@ -201,6 +224,7 @@ class OnlineGateway(Gateway):
             owner=owner,
             name=name or session.id,
             session=session,
+            is_revoked=is_revoked,
             has_slot=slot_id is not None,
             opened_at=now,
             started_at=time.time(),
@@ -217,8 +241,10 @@ class OnlineGateway(Gateway):
         token; with `needs_judge`, the agent's key is not enough."""
         entry = self._entries.get(name)
         if entry is not None and _is_same(token, entry.reward_key):
+            self._require_not_revoked(entry)
             return entry
         if entry is not None and _is_same(token, entry.api_key):
+            self._require_not_revoked(entry)
             if needs_judge:
                 raise Forbidden(
                     f"the key of session {entry.id} calls the model only; use its reward_key, "
@@ -232,6 +258,12 @@ class OnlineGateway(Gateway):
         if entry is None or not (caller.is_operator or entry.owner == caller.owner):
             raise NotFound(f"session {name!r} not found, or not yours")
         return entry
+
+    def _require_not_revoked(self, entry: OnlineSession) -> None:
+        """Raise Unauthorized, and end the session, if the token that opened it was revoked."""
+        if entry.is_revoked():
+            self._discard(entry, State.DROPPED)
+            raise Unauthorized(f"the token that opened session {entry.id} was revoked; {NEW_TOKEN}")
 
     # --- end of a session --------------------------------------------------------------------
 
@@ -291,9 +323,11 @@ class OnlineGateway(Gateway):
             self.counts["dropped"] += 1
 
     def sweep(self) -> None:
-        """End idle sessions and expire late ones."""
+        """End idle sessions and those with a revoked token, and expire late ones."""
         now = self._clock()
         for entry in [*self._entries.values()]:
+            if entry.state in (State.OPEN, State.WAITING) and entry.is_revoked():
+                self._discard(entry, State.DROPPED)
             is_late = now >= entry.opened_at + self.terms.reward_deadline_s
             is_idle = not entry.num_running and now >= entry.last_active_at + self.terms.idle_s
             if entry.state is State.OPEN and is_idle:
@@ -395,3 +429,4 @@ def _is_same(key: str, expected: str) -> bool:
 class Caller:
     owner: str
     is_operator: bool
+    is_revoked: Callable[[], bool]

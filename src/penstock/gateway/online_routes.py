@@ -109,7 +109,7 @@ class OnlineRoutes:
     async def open(self, request: Request) -> JsonObject:
         caller = self._online.admit(read_key(request))
         body = await _read(request, OpenBody)
-        entry = self._online.open_session(caller.owner, body.name)
+        entry = self._online.open_session(caller.owner, body.name, caller.is_revoked)
         base_url = f"{str(request.base_url).rstrip('/')}/sessions/{entry.id}/v1"
         keys = {"api_key": entry.api_key, "reward_key": entry.reward_key}
         return {**self._describe(entry), **keys, "base_url": base_url}

@@ -35,11 +35,14 @@ from penstock.gateway.gateway import Gateway, Session
 from penstock.gateway.quotas import Quotas
 from penstock.plugins import DIALECT_GROUP, load_object, plugin_names
 from penstock.types import JsonObject
+from penstock.wire.call_budget import CallBudget
 from penstock.wire.codec import JSON, decode, encode_json
 from penstock.wire.doors import admit
 from penstock.wire.server import read_body, wait_for_disconnect
 
 MAX_BODY_BYTES = 4 << 20
+BODIES = "bodies"
+"""All routes of a session share a budget."""
 DIALECTS = (CHAT, RESPONSES, MESSAGES, COMPLETIONS)
 """The built-in ones."""
 SESSION = "/sessions/{session_id}"
@@ -57,7 +60,8 @@ def build_app(gateway: Gateway, quotas: Quotas | None = None) -> Starlette:
     async def openapi(session: Session) -> JsonObject:
         return document
 
-    calls = {dialect.path: _DialectApp(dialect, gateway, quotas) for dialect in dialects}
+    bodies = CallBudget()
+    calls = {dialect.path: _DialectApp(dialect, gateway, quotas, bodies) for dialect in dialects}
     app = _App(
         routes=[
             *(
@@ -128,6 +132,8 @@ class _DialectApp:
     _dialect: Dialect
     _gateway: Gateway
     _quotas: Quotas
+    _bodies: CallBudget
+    """Bytes that each session may be sending; its further bodies wait unread."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -144,12 +150,23 @@ class _DialectApp:
         """None if the response was streamed."""
         session = _find(self._gateway, request)
         self._quotas.check(session)
-        body = await read_body(request, MAX_BODY_BYTES)
+        body = await self._read(session, request)
         try:
             return await self._answer(session, body, request, send)
         except (WireError, RequestRejected, RecursionError):
             self._quotas.charge_refusal(session, len(body))
             raise
+
+    async def _read(self, session: Session, request: Request) -> bytes:
+        declared = request.headers.get("content-length", "")
+        is_known = declared.isdecimal() and len(declared) < 16
+        num_bytes = min(int(declared) + 1, MAX_BODY_BYTES) if is_known else MAX_BODY_BYTES
+        who = session.id, BODIES
+        await self._bodies.enter(who, num_bytes)
+        try:
+            return await read_body(request, MAX_BODY_BYTES)
+        finally:
+            self._bodies.leave(who, num_bytes)
 
     async def _answer(
         self, session: Session, body: bytes, request: Request, send: Send

@@ -27,7 +27,7 @@ import structlog
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.errors import ConfigError
-from penstock.gateway.online import EndedSession, OnlineGateway, SessionTerms
+from penstock.gateway.online import EndedSession, OnlineGateway, SessionTerms, Tokens
 from penstock.gateway.online_routes import build_online_app
 from penstock.rollout.attempt import COMPLETED, failed, resolve_outcome
 from penstock.rollout.delivery_queue import DeliveryQueue
@@ -36,7 +36,6 @@ from penstock.rollout.node import NodeDeps, NodeOptions, connect, on_stop_signal
 from penstock.rollout.slots import PAUSE_S, LeaseApi
 from penstock.rollout.weight_loader import Loader, WeightServerFetcher
 from penstock.types import SESSION_TAG, FailureKind, NodeId, RowId, Trajectory
-from penstock.wire.auth import Credential
 from penstock.wire.held_token import Token
 from penstock.wire.serving import Tls, serve_on_socket
 
@@ -248,7 +247,7 @@ class OnlineNode:
 @asynccontextmanager
 async def build_online(
     deps: NodeDeps,
-    verify: Callable[[str], Credential],
+    tokens: Tokens,
     *,
     node_id: NodeId,
     listener: socket.socket,
@@ -282,7 +281,7 @@ async def build_online(
         keep_s=terms.idle_s / 2,
     )
     online = OnlineGateway(
-        engines, slot_pool, terms, verify, policies=run_info.policies, sampling=run_info.sampling
+        engines, slot_pool, terms, tokens, policies=run_info.policies, sampling=run_info.sampling
     )
     slot_pool.on_slot_lost = online.on_slot_dropped
     try:
@@ -306,7 +305,7 @@ async def build_online(
 async def run_online(
     url: str,
     token: Token,
-    verify: Callable[[str], Credential],
+    tokens: Tokens,
     *,
     node_id: NodeId,
     listener: socket.socket,
@@ -323,7 +322,7 @@ async def run_online(
     async with (
         connect(url, token, fetch, node_id=node_id, **options) as deps,
         build_online(
-            deps, verify, node_id=node_id, listener=listener, tls=tls, capacity=capacity or CAPACITY
+            deps, tokens, node_id=node_id, listener=listener, tls=tls, capacity=capacity or CAPACITY
         ) as node,
     ):
         with on_stop_signals(node.stopping.set):

@@ -62,6 +62,11 @@ def issue(
         raise ConfigError(
             f"--name {subject!r}: must be 1 to 64 letters, digits, - or _, such as laptop-1"
         )
+    if not is_trusted and role is not Role.ROLLOUT:
+        raise ConfigError(
+            f"--untrusted with --role {role}: only what a rollout node delivers is checked again; "
+            f"give the role {role} to holders that you trust"
+        )
     run = folder.read_config().name
     signer = Signer.read(folder.keys, run)
     if subject in _denied(folder).subjects:

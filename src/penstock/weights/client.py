@@ -152,7 +152,8 @@ async def _fetch_manifest(
     if not is_digest(digest):
         raise WeightsError(f"{what}: {digest[:80]!r} is not a BLAKE3 digest")
     for _ in range(MAX_TRIES):
-        data = await weight_server.get(f"/v1/manifests/{digest}", MAX_MANIFEST_BYTES, what)
+        async with weight_server.no_slower(0):
+            data = await weight_server.get(f"/v1/manifests/{digest}", MAX_MANIFEST_BYTES, what)
         if digest_of(data) == digest:
             break
     else:
@@ -280,7 +281,7 @@ class _Pull:
         start, end = byte_range
         what = f"blob of {file.name}"
         data = b""
-        async with self.slots:
+        async with self.slots, weight_server.no_slower(end - start):
             while (at := start + len(data)) < end:
                 headers = {"range": f"bytes={at}-{end - 1}"}
                 piece = await weight_server.get(f"/v1/blobs/{file.blob}", end - at, what, headers)

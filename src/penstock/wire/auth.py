@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from penstock.errors import ConfigError, Forbidden, Unauthorized
 from penstock.wire import keys
-from penstock.wire.denied import FILE, DenyList
+from penstock.wire.denied import FILE, Denied, DenyList
 from penstock.wire.keys import Certificate, CertifiedKey, KeyUse, b64decode
 
 PREFIX = "penstock2"
@@ -192,6 +192,11 @@ def _sign(key: CertifiedKey, text: str) -> str:
     return f"{text}.{keys.b64encode(key.private.sign(text.encode()))}"
 
 
+def _is_replaced(known: _Known, denied: Denied, at: float) -> bool:
+    """Whether a key that signed it is refused at this time."""
+    return bool(denied.keys) and any(denied.keys.get(key, at + 1) <= at for key in known.key_ids)
+
+
 class Verifier:
     """Checks tokens for one service of one run."""
 
@@ -246,7 +251,7 @@ class Verifier:
         if credential.expires_at <= at:
             self._verified.pop(token, None)
             raise Unauthorized(EXPIRED)
-        if denied.keys and any(denied.keys.get(key, at + 1) <= at for key in known.key_ids):
+        if _is_replaced(known, denied, at):
             raise Unauthorized(f"token is signed by a key that was replaced; {NEW_TOKEN}")
         if credential.run != self.run:
             raise Forbidden(f"token belongs to run {credential.run!r}, this is {self.run!r}")
@@ -255,6 +260,19 @@ class Verifier:
         if len(self._verified) < _MAX_KNOWN:  # a check costs 200 µs, and there are few tokens
             self._verified[token] = known
         return credential
+
+    def watch(self, token: str) -> Callable[[], bool]:
+        """For what outlives a valid token: says whether it has been revoked since, or its key
+        replaced; not whether it has expired."""
+        known = self._verified.get(token) or self._check(token)
+        id, subject = known.credential.id, known.credential.subject
+
+        def is_denied() -> bool:
+            denied = self.denied.current()
+            is_revoked = id in denied.tokens or subject in denied.subjects
+            return is_revoked or _is_replaced(known, denied, time.time())
+
+        return is_denied
 
     def _check(self, token: str) -> _Known:
         """Everything but what changes with time."""

@@ -44,6 +44,8 @@ RETRY_DEADLINE_S = 600.0
 REQUEST_TIMEOUT_S = 30.0
 NO_COMPRESSION = {"accept-encoding": "identity"}
 """Header for a response that must have a declared length."""
+MAX_ERROR_BYTES = 512 << 10
+"""Most bytes of an error that a bounded call reads: the longest message fits."""
 LIMITS = httpx2.Limits(max_connections=64, max_keepalive_connections=64)
 WARN_AFTER_S = 3.0
 """Log a warning after this many seconds of retrying, then every ten times that."""
@@ -101,13 +103,18 @@ def _decode(response: httpx2.Response, kind: type[T]) -> T:
 
 
 def _check_length(response: httpx2.Response, url: str, max_bytes: int | None) -> None:
-    if max_bytes is None or response.status_code >= 400:
+    """Raise TooLarge, or for an error WireError, unless the response has a length within the limit.
+    Errors have a separate limit."""
+    if max_bytes is None:
         return
+    refusal: type[WireError] = TooLarge
+    if response.status_code >= 400:
+        refusal, max_bytes = WireError, MAX_ERROR_BYTES
     declared = response.headers.get("content-length", "")
     if "content-encoding" in response.headers or not declared.isdigit():
-        raise TooLarge(f"{url}: response of unknown length; the limit is {max_bytes} bytes")
+        raise refusal(f"{url}: response of unknown length; the limit is {max_bytes} bytes")
     if int(declared) > max_bytes:
-        raise TooLarge(f"{url}: response of {declared} bytes; the limit is {max_bytes}")
+        raise refusal(f"{url}: response of {declared} bytes; the limit is {max_bytes}")
 
 
 def _is_transient(error: Exception) -> bool:
@@ -247,6 +254,7 @@ class AsyncServiceClient:
                 "GET", url, headers=headers, timeout=timeout_s
             ) as response:
                 if response.status_code >= 400:
+                    _check_length(response, url, MAX_ERROR_BYTES)
                     await response.aread()
                 _raise_for_status(response, url)
                 yield response

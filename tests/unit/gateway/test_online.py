@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,14 +60,17 @@ class Desk:
             self.engine,
             self,
             terms,
-            self._refuse,
+            self,
             policies=[POLICY],
             sampling=SamplingSpec(),
             clock=lambda: self.now,
         )
         self.online.set_renderer(POLICY, Renderer.load(write_snapshot(folder)))
 
-    def _refuse(self, token: str) -> Credential:
+    def verify(self, token: str) -> Credential:
+        raise Unauthorized("not here")
+
+    def watch(self, token: str) -> Callable[[], bool]:
         raise Unauthorized("not here")
 
     def acquire_slot(self) -> RowId | None:
@@ -237,3 +241,15 @@ async def test_memory_of_past_sessions_is_bounded(
     known = [entry for entry in sessions if entry is desk.online._entries.get(entry.id)]  # pyright: ignore[reportPrivateUsage]
     assert known == sessions[3:]
     assert len(desk.online._by_name) == 3  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_a_session_whose_token_was_revoked_is_not_trained(desk: Desk) -> None:
+    """Also if it only waits for a reward, and a default is due."""
+    is_revoked = False
+    entry = desk.online.open_session("owner", "", lambda: is_revoked)
+    await desk.say(entry)
+    desk.online.end(entry)
+    is_revoked = True
+    desk.pass_time(1.0)
+    assert entry.state is State.DROPPED
+    assert (desk.delivered, desk.given_back) == ([], [RowId(entry.id)])

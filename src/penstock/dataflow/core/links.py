@@ -9,7 +9,7 @@ effect, so a message is neither lost nor applied twice.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -74,12 +74,16 @@ class Link(Generic[Out, In]):
 
     # --- in -----------------------------------------------------------------------------------
 
-    def receive(self, messages: Sequence[NumberedMessage]) -> Iterable[In]:
-        """The new messages, in order. A message after a gap is ignored; it will be resent."""
+    def receive(
+        self, messages: Sequence[NumberedMessage], check: Callable[[In], None] = lambda _: None
+    ) -> Iterable[In]:
+        """The new messages, in order. A message after a gap is ignored; it will be resent. `check`
+        raises for one that the other side may not send, which then counts as not received."""
         for message in messages:
             if message.number != self.num_received + 1:
                 continue
             body = self._decode(message)
+            check(body)
             self.num_received = message.number
             self._journal(LinkRecord(link=self._back, number=self.num_received))
             yield body

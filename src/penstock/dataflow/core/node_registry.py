@@ -161,6 +161,9 @@ class NodeRegistry:
             return capacity
         return max(1, int(capacity * SLOW_FACTOR * self._median_s / node.mean_attempt_s))
 
+    def is_quarantined(self, subject: str) -> bool:
+        return subject in self._quarantined
+
     def quarantine(self, subject: str) -> list[Node]:
         """Quarantine every node of this subject permanently: those that are registered, and any
         that registers later, also after a restart of the service. Returns the nodes whose work must

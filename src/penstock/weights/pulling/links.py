@@ -8,8 +8,10 @@ data.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -37,6 +39,10 @@ PENDING_TIMEOUT_S = 300.0
 """How long to keep waiting for a server that answers "not ready yet"."""
 BACKOFF_S = 60.0
 """How long a failed server is skipped after that."""
+MIN_BYTES_PER_S = 16 << 10
+"""A server that is slower than this on one connection is left, unless it is the last."""
+SLOW_BACKOFF_S = 1800.0
+"""How long it is then skipped."""
 MIN_SAMPLE_BYTES = 4 << 20
 """Shorter transfers are dominated by round trips and are not measured."""
 HISTORY_WEIGHT = 0.5
@@ -131,16 +137,32 @@ class WeightServerClient:
     def is_usable(self) -> bool:
         return self.is_last or time.monotonic() >= self.link.backoff_until_s
 
+    @asynccontextmanager
+    async def no_slower(self, num_bytes: int) -> AsyncGenerator[None]:
+        """Raise Unreachable, and skip this server for a while, if receiving this many bytes takes
+        too long: one that sends a byte now and then is never silent. The last one may be slow."""
+        limit_s = PENDING_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S
+        try:
+            async with asyncio.timeout(None if self.is_last else limit_s):
+                yield
+        except TimeoutError:
+            self.link.backoff_until_s = time.monotonic() + SLOW_BACKOFF_S
+            raise Unreachable(
+                f"{self.url} did not finish an answer within {limit_s:.0f} s; it is skipped for "
+                f"{SLOW_BACKOFF_S:.0f} s"
+            ) from None
+
     async def request(self, path: str, kind: type[T]) -> T:
         """A small record; a compressed answer, or a long one, is not read."""
-        answer = await self.caller.request(
-            "GET",
-            path,
-            headers=NO_COMPRESSION,
-            max_response_bytes=MAX_RECORD_BYTES,
-            deadline_s=QUERY_TIMEOUT_S,
-            timeout_s=QUERY_TIMEOUT_S,
-        )
+        async with self.no_slower(0):
+            answer = await self.caller.request(
+                "GET",
+                path,
+                headers=NO_COMPRESSION,
+                max_response_bytes=MAX_RECORD_BYTES,
+                deadline_s=QUERY_TIMEOUT_S,
+                timeout_s=QUERY_TIMEOUT_S,
+            )
         media_type = answer.headers.get("content-type", MSGPACK)
         return decode(answer.content, kind, media_type=media_type)
 

@@ -38,12 +38,14 @@ def turn(*sampled: int, number: int = 3) -> Turn:
 def salvage(*, max_attempts: int = 4, max_bytes: int = 10_000) -> Salvage:
     """Committed is 3, and rows may be one version old."""
     policies = gate(lineage(A, committed=3, published=3))
-    return Salvage(policies, max_attempts=max_attempts, max_bytes=max_bytes)
+    return Salvage(
+        policies, max_attempts=max_attempts, is_believed=lambda _: True, max_bytes=max_bytes
+    )
 
 
 def filled(kept: Salvage, *turns: Turn, epoch: int = 1) -> Salvage:
     for index, one in enumerate(turns):
-        assert kept.record(SLOT, epoch, index, one)
+        assert kept.record(SLOT, epoch, index, one, "n")
     return kept
 
 
@@ -69,8 +71,8 @@ def test_the_fullest_attempt_counts() -> None:
 
 def test_a_turn_told_twice_or_after_a_lost_one_is_let_go() -> None:
     kept = filled(salvage(), turn(5))
-    assert not kept.record(SLOT, 1, 0, turn(5))
-    assert not kept.record(SLOT, 1, 2, turn(7))
+    assert not kept.record(SLOT, 1, 0, turn(5), "n")
+    assert not kept.record(SLOT, 1, 2, turn(7), "n")
     assert kept.offer(SLOT, 2, 2) == [turn(5)]
 
 
@@ -86,7 +88,7 @@ def test_what_is_over_is_forgotten_and_memory_is_bounded() -> None:
     kept.retain(())
     assert not len(kept)
     for slot in range(200):
-        kept.record((GroupId("p0-2"), slot), 1, 0, turn(5))
+        kept.record((GroupId("p0-2"), slot), 1, 0, turn(5), "n")
     assert len(kept) == 10_000 // len(encode(turn(5)))
     assert kept.offer((GroupId("p0-2"), 199), 2, 2)
 
@@ -95,5 +97,5 @@ def test_everything_in_a_turn_counts() -> None:
     kept = salvage()
     long = replace(turn(), sampling=SamplingSpec(json_schema=" " * 6000))
     for slot in range(20):
-        kept.record((GroupId("p0-2"), slot), 1, 0, long)
+        kept.record((GroupId("p0-2"), slot), 1, 0, long, "n")
     assert len(kept) == 1

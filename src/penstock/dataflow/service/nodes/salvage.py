@@ -4,13 +4,14 @@
 In memory only (class D0): lost turns are generated again. A retry is offered the turns of the
 longest earlier attempt at its slot; the second retry gets them without the last turn, which may
 have caused the failure; the final one starts clean. Turns too old for the next batch are not
-offered.
+offered, nor turns of a credential that is no longer believed: the next holder of the slot would
+deliver them in its own name.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from penstock.dataflow.core.version_gate import VersionGate
@@ -25,16 +26,32 @@ Slot = tuple[GroupId, int]
 
 
 @dataclass(slots=True)
+class _Attempt:
+    subject: str
+    """Who reported it."""
+    turns: list[Turn] = field(default_factory=list[Turn])
+
+
+@dataclass(slots=True)
 class _Recorded:
     """All attempts at one slot, by epoch."""
 
-    attempts: dict[int, list[Turn]] = field(default_factory=dict[int, list[Turn]])
+    attempts: dict[int, _Attempt] = field(default_factory=dict[int, _Attempt])
     num_bytes: int = 0
 
 
 class Salvage:
-    def __init__(self, gate: VersionGate, *, max_attempts: int, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        gate: VersionGate,
+        *,
+        max_attempts: int,
+        is_believed: Callable[[str], bool],
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """`is_believed`: whether turns of this subject may be passed on."""
         self._gate = gate
+        self._is_believed = is_believed
         self._max_attempts = max_attempts
         self._max_bytes = max_bytes
         self._slots: OrderedDict[Slot, _Recorded] = OrderedDict()
@@ -43,11 +60,11 @@ class Salvage:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def record(self, slot: Slot, epoch: int, index: int, turn: Turn) -> bool:
-        """Keep turn number `index` of an attempt; False if it is already recorded, or follows a
-        turn that was lost."""
+    def record(self, slot: Slot, epoch: int, index: int, turn: Turn, subject: str) -> bool:
+        """Keep turn number `index` of an attempt of `subject`; False if it is already recorded, or
+        follows a turn that was lost."""
         recorded = self._slots.setdefault(slot, _Recorded())
-        turns = recorded.attempts.setdefault(epoch, [])
+        turns = recorded.attempts.setdefault(epoch, _Attempt(subject)).turns
         if index != len(turns):
             return False
         turns.append(turn)
@@ -64,7 +81,11 @@ class Salvage:
         recorded = self._slots.get(slot)
         if recorded is None or 1 < attempt == self._max_attempts:
             return ()
-        earlier = [turns for known, turns in recorded.attempts.items() if known < epoch]
+        earlier = [
+            attempt.turns
+            for known, attempt in recorded.attempts.items()
+            if known < epoch and self._is_believed(attempt.subject)
+        ]
         turns = max(earlier, key=len, default=list[Turn]())
         if attempt >= DROP_LAST_TURN_FROM_ATTEMPT:
             turns = turns[:-1]

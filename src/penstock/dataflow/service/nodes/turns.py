@@ -16,24 +16,35 @@ from penstock.dataflow.service.nodes.messages import RecordRequest, TurnsAnswer
 from penstock.dataflow.service.nodes.salvage import Salvage
 from penstock.dataflow.service.nodes.validate import check_turn
 from penstock.errors import BadRequest, Fenced
-from penstock.types import FailureKind, NodeId, Outcome, OutcomeKind, RowId
+from penstock.types import FailureKind, NodeId, Outcome, OutcomeKind, RowId, subject_of_node
 
 
 class TurnHandlers:
     def __init__(self, partition: Partition) -> None:
         self.salvaged_tokens = 0
         self._partition = partition
-        self._salvage = Salvage(partition.gate, max_attempts=partition.max_attempts)
+        self._salvage = Salvage(
+            partition.gate,
+            max_attempts=partition.max_attempts,
+            is_believed=lambda subject: not partition.node_registry.is_quarantined(subject),
+        )
 
     def record(self, body: RecordRequest) -> None:
-        """Keep turns of valid leases; the others are too late and are ignored."""
+        """Keep turns of valid leases; the others are too late and are ignored. Nothing is kept of
+        an untrusted node: a trusted one would deliver it, unchecked."""
+        node = self._partition.nodes.get(body.node_id)
+        if node is None or node.is_untrusted:
+            return
+        subject = subject_of_node(body.node_id)
         for recorded in body.turns:
             group_id, slot, epoch = parse_row_id(recorded.row_id)
             if not self._partition.holds(body.node_id, group_id, slot, epoch):
                 continue
             if wrong := check_turn(recorded.turn, recorded.index):
                 raise BadRequest(f"turn {recorded.index} of {recorded.row_id}: {wrong}")
-            is_new = self._salvage.record((group_id, slot), epoch, recorded.index, recorded.turn)
+            is_new = self._salvage.record(
+                (group_id, slot), epoch, recorded.index, recorded.turn, subject
+            )
             if is_new and recorded.is_reused:
                 self.salvaged_tokens += len(recorded.turn.sampled_ids) // 4
 

@@ -19,10 +19,12 @@ from penstock.dataflow.core.links import link_to_partition
 from penstock.dataflow.core.message_router import MessageRouter
 from penstock.dataflow.core.messages import (
     Committed,
+    GroupEnded,
     HorizonMoved,
     IncarnationStarted,
     Published,
     Quarantined,
+    ToCoordinator,
     ToPartition,
 )
 from penstock.dataflow.records import (
@@ -129,11 +131,25 @@ class PartitionHandlers:
         remote = self._require(index, body.boot)
         remote.figures = body.figures
         link = self._router.links[index]
-        for message in link.receive(body.messages):
+        for message in link.receive(body.messages, partial(self._require_own, index)):
             self._router.call(partial(self._coordinator.apply, message))
         received = link.num_received  # a later call may receive more, which is durable later
         await self._process.make_all_durable()
         return LinkPushAnswer(received=received)
+
+    def _require_own(self, index: int, message: ToCoordinator) -> None:
+        """Raise BadRequest for a group or row that was not issued to this partition."""
+        group_id = message.group_id
+        policies = message.policies if isinstance(message, GroupEnded) else (message.policy,)
+        is_own = group_id.startswith(f"p{index}-") and all(
+            row.row_id.startswith(f"{group_id}.") for row in message.rows
+        )
+        if not is_own or not self._coordinator.consumers.keys() >= {*policies}:
+            raise BadRequest(
+                f"partition {index} reports on {group_id[:80]!r} for {policies[:8]}: the group, a "
+                "row or a policy is not one that it was given; start both ends with the same "
+                "version of penstock"
+            )
 
     async def pull(self, index: int, body: LinkPull) -> LinkPullAnswer:
         process = self._process
