@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.attacks.reward_hacks import HACKS, HONEST_PRIMES, HONEST_VALUES, IDS, TESTS
@@ -118,3 +121,17 @@ async def test_a_sandbox_that_cannot_start_is_no_verdict() -> None:
     isolation = Isolation(_found=BubblewrapBackend(program="/bin/false"))
     with pytest.raises(SandboxError, match="bubblewrap"):
         await grade_solution(isolation, "", TESTS, ids=sorted(IDS))
+
+
+async def test_a_solution_reads_no_answer_in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder from which the owner's modules come often holds the tasks with their answers."""
+    with tempfile.TemporaryDirectory(prefix="penstock-attack-") as project:
+        Path(project).chmod(0o755)
+        answers = Path(project, "answers.txt")
+        answers.write_text("42")
+        monkeypatch.chdir(project)
+        monkeypatch.setattr(sys, "path", ["", project, *sys.path])
+        source = f"def f(): return int(open({str(answers)!r}).read())"
+        tests = "def test_f(solution): solution.expect(solution.call('f'), 42)"
+        verdict = await verdict_of(source, tests, frozenset({"test_f"}))
+    assert "FileNotFoundError" in verdict.failed["test_f"]

@@ -244,6 +244,19 @@ async def test_only_granted_hosts_are_reached_and_only_through_the_proxy(project
     assert said.startswith("reached") and " 403" in said and "no way around" in said, said
 
 
+async def test_a_grant_of_a_host_shows_no_folder(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tools that may call a host see the interpreter of the proxy's forwarder, not the project."""
+    (project / "answers.txt").write_text("the answer")
+    monkeypatch.setattr(sys, "path", [str(project), *sys.path])
+    granted = UseSettings(grants=Grants(hosts=("example.com",)))
+    isolation = Isolation(IsolationSettings(uses={Use.TOOLS: granted}))
+    async with Opened(await isolation.open(Use.TOOLS)) as box:
+        done = await run(box, ["cat", str(project / "answers.txt")])
+    assert b"No such file" in done.stderr and not done.stdout
+
+
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     await reader.readuntil(b"\r\n\r\n")
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\nconnection: close\r\n\r\nreached")

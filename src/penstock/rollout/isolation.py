@@ -21,7 +21,7 @@ from penstock.rollout.proxied_sandbox import PROXY, PROXY_ENV, ProxiedSandbox
 from penstock.rollout.sandbox.choose import choose
 from penstock.rollout.sandbox.limits import LimitsBackend
 from penstock.rollout.sandbox.types import Backend, Grants, Level, Limits, Sandbox, SandboxSpec
-from penstock.rollout.visible_folders import narrowed, python_folders, unreadable
+from penstock.rollout.visible_folders import interpreter_folders, narrowed, unreadable
 
 FOREVER_S = 1e8
 """A wall clock for programs that have a deadline elsewhere."""
@@ -116,7 +116,9 @@ class Isolation:
         settings = self._settings.uses.get(use, UseSettings())
         given = settings.grants
         has_proxy = bool(given.hosts) and backend.level >= Level.NAMESPACES
-        visible = narrowed((*folders, *given.folders, *(python_folders() if has_proxy else ())))
+        visible = narrowed(
+            (*folders, *given.folders, *(interpreter_folders() if has_proxy else ()))
+        )
         backend = self._reading_all(backend, use, visible)
         grants = replace(
             given,

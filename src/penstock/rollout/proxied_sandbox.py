@@ -24,7 +24,7 @@ PROXY_ENV = {
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
 }
 INTERPRETER = str(Path(sys.executable).resolve())
-"""Must be visible inside; see `python_folders`."""
+"""Must be visible inside; see `interpreter_folders`."""
 
 
 def with_ports(ports: Mapping[int, str], argv: Sequence[str], *, folder: str = ".") -> list[str]:

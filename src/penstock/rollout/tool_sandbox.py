@@ -16,7 +16,7 @@ from penstock.rollout.grading.types import GradingLimits, Solution, TestFile, Ve
 from penstock.rollout.isolation import Isolation, Use
 from penstock.rollout.sandbox.run import run
 from penstock.rollout.sandbox.types import Limits, Sandbox
-from penstock.rollout.visible_folders import python_folders
+from penstock.rollout.visible_folders import interpreter_folders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ async def grade_solution(
     """Grade a solution of one Python file with this interpreter and its packages."""
 
     async def make(bounds: Limits) -> Sandbox:
-        return await isolation.open(Use.TOOLS, folders=python_folders(), limits=bounds)
+        return await isolation.open(Use.TOOLS, folders=interpreter_folders(), limits=bounds)
 
     return await grade(
         make,
