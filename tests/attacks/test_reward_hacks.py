@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,15 +124,57 @@ async def test_a_sandbox_that_cannot_start_is_no_verdict() -> None:
         await grade_solution(isolation, "", TESTS, ids=sorted(IDS))
 
 
-async def test_a_solution_reads_no_answer_in_the_project(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder from which the owner's modules come often holds the tasks with their answers."""
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file of the project that the node works and imports in."""
     with tempfile.TemporaryDirectory(prefix="penstock-attack-") as project:
         Path(project).chmod(0o755)
-        answers = Path(project, "answers.txt")
-        answers.write_text("42")
+        path = Path(project, "answers.txt")
+        path.write_text("42")
         monkeypatch.chdir(project)
         monkeypatch.setattr(sys, "path", ["", project, *sys.path])
-        source = f"def f(): return int(open({str(answers)!r}).read())"
-        tests = "def test_f(solution): solution.expect(solution.call('f'), 42)"
-        verdict = await verdict_of(source, tests, frozenset({"test_f"}))
+        yield path
+
+
+async def test_a_solution_reads_no_answer_in_the_project(answers: Path) -> None:
+    """The folder from which the owner's modules come often holds the tasks with their answers."""
+    source = f"def f(): return int(open({str(answers)!r}).read())"
+    tests = "def test_f(solution): solution.expect(solution.call('f'), 42)"
+    verdict = await verdict_of(source, tests, frozenset({"test_f"}))
     assert "FileNotFoundError" in verdict.failed["test_f"]
+
+
+FORGED_FRAME = """
+import os
+def f():
+    body = b'{"value": 1e999}'
+    for fd in range(3, 20):
+        try: os.write(fd, len(body).to_bytes(4, "little") + body)
+        except OSError: pass
+    os._exit(0)
+"""
+TWICE = "def test_{0}(s): s.expect(s.call('f', s.call('f')), 1)"
+ESCAPES = {
+    "an infinite number": (FORGED_FRAME, "def test_{0}(s): s.expect(s.call('f'), 1)"),
+    "slow answers": ("import time\ndef f(*_): time.sleep(0.8)", TWICE),
+    "a long value that a test passes on": ("def f(*_): return 'x' * 200_000", TWICE),
+    "long values that add up": ("def f(*_): return 'x' * 60_000", TWICE),
+    "long values that tests print": (
+        "def f(): return 'x' * 250_000",
+        "def test_{0}(s): print(s.call('f')); print(s.call('f')); assert False",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ESCAPES)
+async def test_a_wrong_solution_cannot_make_its_verdict_a_failure_of_ours(way: str) -> None:
+    """A failure of the sandbox is tried again without a reward: a model that can cause one escapes
+    its bad reward."""
+    source, test = ESCAPES[way]
+    ids = [f"test_{number}" for number in range(20)]
+    tests = "\n".join(test.format(number) for number in range(20))
+    limits = GradingLimits(
+        call_s=1.5, solution=replace(Limits(), wall_s=3.0), tests=replace(Limits(), wall_s=6.0)
+    )
+    verdict = await verdict_of(source, tests, frozenset(ids), limits)
+    assert not verdict.passed and verdict.failed.keys() == set(ids)
