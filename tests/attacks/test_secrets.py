@@ -26,6 +26,7 @@ from penstock.rollout.isolation import (
     passed_env,
 )
 from penstock.rollout.rewards.scorer import Failed, Scorer
+from penstock.rollout.sandbox.limits import LimitsSandbox
 from penstock.rollout.sandbox.run import run
 from penstock.rollout.sandbox.types import Grants, Level
 from penstock.rollout.visible_folders import (
@@ -291,6 +292,22 @@ async def test_a_reward_without_isolation_runs_limited_unless_the_run_demands_mo
     chosen = IsolationSettings(backend="bubblewrap")
     with pytest.raises(SandboxError):
         await Isolation(chosen).backend(Use.REWARD)
+
+
+@needs_root
+@pytest.mark.parametrize("backend", ["auto", "bubblewrap"])
+async def test_a_private_folder_does_not_undo_a_chosen_back_end(
+    backend: str, project: Path
+) -> None:
+    """A reward that only root can read runs without walls where none were asked for, never in the
+    place of the back end that the owner named."""
+    os.chmod(project, 0o700)
+    isolation = Isolation(IsolationSettings(backend=backend))
+    if backend == "auto":
+        assert isinstance(await isolation.open(Use.REWARD, folders=[project]), LimitsSandbox)
+        return
+    with pytest.raises(SandboxError, match="chmod -R"):
+        await isolation.open(Use.REWARD, folders=[project])
 
 
 async def test_none_does_not_meet_a_demand() -> None:

@@ -145,7 +145,8 @@ class Isolation:
         if not private or backend.level is Level.NONE:
             return backend
         fix = f"chmod -R o+rX {' '.join(map(str, private))}"
-        if use is not Use.REWARD or self._settings.demand is not None:
+        is_chosen = self._settings.demand is not None or self._settings.backend != "auto"
+        if use is not Use.REWARD or is_chosen:
             names = ", ".join(map(str, private))
             raise SandboxError(
                 f"a program in a sandbox has its own user, and only root can read {names}; "
