@@ -26,9 +26,10 @@ from penstock.rollout.isolation import (
     passed_env,
 )
 from penstock.rollout.rewards.scorer import Failed, Scorer
+from penstock.rollout.sandbox.container import ContainerBackend
 from penstock.rollout.sandbox.limits import LimitsSandbox
 from penstock.rollout.sandbox.run import run
-from penstock.rollout.sandbox.types import Grants, Level
+from penstock.rollout.sandbox.types import Grants, Level, SandboxSpec
 from penstock.rollout.visible_folders import (
     module_files,
     narrowed,
@@ -198,6 +199,28 @@ async def test_the_folder_of_runs_looks_empty(project: Path) -> None:
         argv = ("sh", "-c", 'ls "$1/.." >/dev/null; cat "$0"', str(path), str(project / "evil.py"))
         said = await _say(Use.TOOLS, settings, *argv)
         assert "secret" not in said and "No such file" in said
+
+
+async def test_an_argument_does_not_show_a_file_of_a_run(project: Path) -> None:
+    """A command that names a key, as text of a model may, sees neither it nor its folder."""
+    keys = project / "outputs" / "run" / "keys"
+    keys.mkdir(parents=True)
+    (keys / "signing").write_text("secret")
+    settings = IsolationSettings(hidden=(project / "outputs",))
+    said = await _say(Use.WORKFLOW, settings, "cat", str(keys / "signing"))
+    assert "secret" not in said and "No such file" in said
+
+
+def test_a_container_hides_the_folder_of_runs(project: Path) -> None:
+    """The engine mounts an empty folder over it, as the other back ends do."""
+    hidden = project / "outputs"
+    hidden.mkdir()
+    spec = SandboxSpec(grants=Grants(folders=(project,), hidden=(hidden,)))
+    box = ContainerBackend("image", engine="docker").create(spec)
+    walls = box._walls()  # pyright: ignore[reportPrivateUsage]
+    assert walls.index(f"--volume={project}:{project}:ro") < walls.index(
+        f"--tmpfs={hidden}:ro,size=4k,mode=0555"
+    )
 
 
 async def test_the_home_folder_is_never_granted(

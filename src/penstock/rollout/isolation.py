@@ -116,9 +116,9 @@ class Isolation:
         settings = self._settings.uses.get(use, UseSettings())
         given = settings.grants
         has_proxy = bool(given.hosts) and backend.level >= Level.NAMESPACES
-        visible = narrowed(
-            (*folders, *given.folders, *(interpreter_folders() if has_proxy else ()))
-        )
+        interpreter = interpreter_folders() if has_proxy else ()
+        shown = (path for path in folders if not self._is_hidden(path))
+        visible = narrowed((*shown, *given.folders, *interpreter))
         backend = self._reading_all(backend, use, visible)
         grants = replace(
             given,
@@ -138,6 +138,12 @@ class Isolation:
             hosts=given.hosts,
             row_id=row_id or use,
         )
+
+    def _is_hidden(self, path: Path) -> bool:
+        """Also a file of a run that an argument of a command names; only the owner's own grant
+        shows one."""
+        real = path.resolve()
+        return any(real.is_relative_to(folder.resolve()) for folder in self._settings.hidden)
 
     def _reading_all(self, backend: Backend, use: Use, folders: tuple[Path, ...]) -> Backend:
         """As root each sandbox has its own user, which cannot read a private folder."""
