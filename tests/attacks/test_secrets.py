@@ -30,6 +30,7 @@ from penstock.rollout.sandbox.container import ContainerBackend
 from penstock.rollout.sandbox.limits import LimitsSandbox
 from penstock.rollout.sandbox.run import run
 from penstock.rollout.sandbox.types import Grants, Level, SandboxSpec
+from penstock.rollout.tool_sandbox import ToolSandbox
 from penstock.rollout.visible_folders import (
     module_files,
     narrowed,
@@ -394,3 +395,48 @@ async def test_no_canary_leaves_through_an_error(
     assert isinstance(result, Failed) and result.kind is FailureKind.REWARD
     captured = capfd.readouterr()
     assert "canary-" not in result.detail + captured.out + captured.err
+
+
+# --- the node's memory ----------------------------------------------------------------------------
+
+LONG_ANSWER = """
+import os
+
+def reward(completions, **_):
+    empty = b"\\xa0" * (4 << 20)
+    body = b"\\x82\\xa6values\\xdd" + len(empty).to_bytes(4, "big") + empty + b"\\xa5error\\xa0"
+    for fd in range(3, 20):
+        try:
+            with os.fdopen(os.dup(fd), "wb") as pipe:
+                pipe.write(len(body).to_bytes(4, "little") + body)
+        except OSError:
+            pass
+    os._exit(0)
+"""
+
+
+async def test_a_long_answer_of_a_reward_is_not_decoded(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte of an answer is a value of a list: a reward that was taken over could fill the
+    node."""
+    (project / "long.py").write_text(LONG_ANSWER)
+    monkeypatch.setattr(sys, "path", [str(project), *sys.path])
+    scorer = Scorer("long:reward", Isolation())
+    serving = asyncio.create_task(scorer.run())
+    try:
+        result = await scorer.score("x", task())
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    assert isinstance(result, Failed) and "corrupted its worker's pipe" in result.detail
+
+
+async def test_a_tool_that_prints_without_end_does_not_fill_the_node() -> None:
+    """Each of hundreds of attempts may print up to its limit; the node keeps the end of it."""
+    tools = ToolSandbox(Isolation())
+    try:
+        done = await tools.exec(["sh", "-c", "yes | head -c 8000000; echo end"])
+    finally:
+        await tools.close()
+    assert done.code == 0 and done.stdout.endswith("end\n") and len(done.stdout) <= 1 << 20

@@ -26,7 +26,9 @@ class ToolResult:
     code: int
     """0 if it says that it succeeded; negative if a signal ended it."""
     stdout: str
+    """The last MiB of it."""
     stderr: str
+    """The last MiB of it."""
     limit: str = ""
     """The limit that ended it, such as `wall_s` or `memory_mb`; empty if none did."""
 
