@@ -282,6 +282,22 @@ async def test_a_grant_of_a_host_shows_no_folder(
     assert b"No such file" in done.stderr and not done.stdout
 
 
+@pytest.mark.parametrize(("use", "served"), [(Use.REWARD, 3), (Use.TOOLS, 1)])
+async def test_long_answers_do_not_cut_a_reward_off_from_its_judge(
+    use: Use, served: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit on bytes is of one attempt; a reward's proxy lives as long as the node."""
+    monkeypatch.setattr("penstock.rollout.egress.proxy.MAX_BYTES", 200)
+    server = await asyncio.start_server(_answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    granted = UseSettings(grants=Grants(hosts=(f"127.0.0.1:{port}",)))
+    isolation = Isolation(IsolationSettings(uses={use: granted}))
+    script = "for i in 1 2 3; do curl -s --noproxy '' http://127.0.0.1:$0/; done"
+    async with server, Opened(await isolation.open(use)) as box:
+        done = await run(box, ["sh", "-c", script, str(port)])
+    assert done.stdout.count(b"reached") == served, done
+
+
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     await reader.readuntil(b"\r\n\r\n")
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\nconnection: close\r\n\r\nreached")

@@ -137,6 +137,7 @@ class Isolation:
             make=lambda path: backend.create(_with_proxy(spec, path)),
             hosts=given.hosts,
             row_id=row_id or use,
+            is_of_one_attempt=use is not Use.REWARD,
         )
 
     def _is_hidden(self, path: Path) -> bool:
