@@ -13,10 +13,11 @@ import pytest
 from tests.attacks.reward_hacks import HACKS, HONEST_PRIMES, HONEST_VALUES, IDS, TESTS
 
 from penstock.errors import SandboxError
-from penstock.rollout.grading.types import GradingLimits, Verdict
-from penstock.rollout.isolation import Isolation
+from penstock.rollout.grading.grader import grade
+from penstock.rollout.grading.types import GradingLimits, Solution, TestFile, Verdict
+from penstock.rollout.isolation import Isolation, Use
 from penstock.rollout.sandbox.bubblewrap import BubblewrapBackend
-from penstock.rollout.sandbox.types import Limits
+from penstock.rollout.sandbox.types import Limits, Sandbox
 from penstock.rollout.tool_sandbox import grade_solution
 
 FAST = GradingLimits(call_s=4.0)
@@ -117,6 +118,19 @@ async def test_a_solution_that_does_not_fit_has_failed() -> None:
     assert verdict.passed == frozenset() and verdict.failed.keys() == IDS
 
 
+@pytest.mark.parametrize("name", ["penstock_driver.py/x", "solution.py/x", "../x", "\ud800", ""])
+async def test_a_file_name_that_cannot_be_is_a_failed_solution(name: str) -> None:
+    """Names of files that a model chose, too, fail the solution and not the grader."""
+    solution = Solution(files={"solution.py": b"def f(): return 1", name: b""})
+    tests = TestFile(source="def test_f(s): s.expect(s.call('f'), 1)", ids=frozenset({"test_f"}))
+
+    async def make(limits: Limits) -> Sandbox:
+        return await Isolation().open(Use.TOOLS, limits=limits)
+
+    verdict = await grade(make, solution, tests)
+    assert verdict.failed.keys() == {"test_f"} and not verdict.passed
+
+
 async def test_a_sandbox_that_cannot_start_is_no_verdict() -> None:
     """A grader whose sandbox fails raises, so that the attempt is retried."""
     isolation = Isolation(_found=BubblewrapBackend(program="/bin/false"))
@@ -156,6 +170,7 @@ def f():
 TWICE = "def test_{0}(s): s.expect(s.call('f', s.call('f')), 1)"
 ESCAPES = {
     "an infinite number": (FORGED_FRAME, "def test_{0}(s): s.expect(s.call('f'), 1)"),
+    "text that no file can hold": ("f = '\ud800'", "def test_{0}(s): s.expect(s.call('f'), 1)"),
     "slow answers": ("import time\ndef f(*_): time.sleep(0.8)", TWICE),
     "a long value that a test passes on": ("def f(*_): return 'x' * 200_000", TWICE),
     "long values that add up": ("def f(*_): return 'x' * 60_000", TWICE),

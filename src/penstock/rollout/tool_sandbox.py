@@ -54,7 +54,7 @@ class ToolSandbox:
         """Run a program to its end; its descendants end with it. A program beyond `timeout_s` ends
         with the limit `wall_s`, and the files of the sandbox with it."""
         box = await self._started()
-        data = stdin.encode() if isinstance(stdin, str) else stdin
+        data = stdin.encode(errors="replace") if isinstance(stdin, str) else stdin
         try:
             async with asyncio.timeout(timeout_s):
                 done = await run(box, argv, stdin=data, env=env or {})

@@ -24,7 +24,7 @@ import msgspec
 from penstock.errors import SandboxError
 from penstock.rollout.grading.types import GradingLimits, Solution, TestFile, Verdict
 from penstock.rollout.isolation import Opened
-from penstock.rollout.sandbox.types import FileRefused, Limits, ReadStream, Sandbox, SandboxProcess
+from penstock.rollout.sandbox.types import Limits, ReadStream, Sandbox, SandboxProcess
 
 PREFIX_BYTES = 4
 DRIVER, RUNNER = "penstock_driver.py", "penstock_runner.py"
@@ -78,12 +78,12 @@ async def grade(
     bounds = limits or GradingLimits()
     theirs, ours = await make(bounds.solution), await make(_waiting_for_calls(bounds))
     async with Opened(theirs), Opened(ours):
+        await theirs.put(DRIVER, _script("solution_driver.py"))
         try:
             for path, data in solution.files.items():
                 await theirs.put(path, data)
-        except FileRefused as error:
+        except ValueError as error:  # FileRefused, or a name that no file can have
             return Verdict(passed=frozenset(), failed=dict.fromkeys(tests.ids, str(error)))
-        await theirs.put(DRIVER, _script("solution_driver.py"))
         await ours.put("tests.py", tests.source.encode())
         await ours.put(RUNNER, _script("test_runner.py"))
         called = _CalledSolution(theirs, python, bounds)
