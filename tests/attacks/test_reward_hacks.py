@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.attacks.reward_hacks import HACKS, HONEST_PRIMES, HONEST_VALUES, IDS, TESTS
 
 from penstock.errors import SandboxError
-from penstock.rollout.grading.types import GradingLimits, Verdict
-from penstock.rollout.isolation import Isolation
+from penstock.rollout.grading.grader import grade
+from penstock.rollout.grading.types import GradingLimits, Solution, TestFile, Verdict
+from penstock.rollout.isolation import Isolation, Use
 from penstock.rollout.sandbox.bubblewrap import BubblewrapBackend
-from penstock.rollout.sandbox.types import Limits
+from penstock.rollout.sandbox.types import Limits, Sandbox
 from penstock.rollout.tool_sandbox import grade_solution
 
 FAST = GradingLimits(call_s=4.0)
@@ -113,8 +118,78 @@ async def test_a_solution_that_does_not_fit_has_failed() -> None:
     assert verdict.passed == frozenset() and verdict.failed.keys() == IDS
 
 
+@pytest.mark.parametrize("name", ["penstock_driver.py/x", "solution.py/x", "../x", "\ud800", ""])
+async def test_a_file_name_that_cannot_be_is_a_failed_solution(name: str) -> None:
+    """Names of files that a model chose, too, fail the solution and not the grader."""
+    solution = Solution(files={"solution.py": b"def f(): return 1", name: b""})
+    tests = TestFile(source="def test_f(s): s.expect(s.call('f'), 1)", ids=frozenset({"test_f"}))
+
+    async def make(limits: Limits) -> Sandbox:
+        return await Isolation().open(Use.TOOLS, limits=limits)
+
+    verdict = await grade(make, solution, tests)
+    assert verdict.failed.keys() == {"test_f"} and not verdict.passed
+
+
 async def test_a_sandbox_that_cannot_start_is_no_verdict() -> None:
     """A grader whose sandbox fails raises, so that the attempt is retried."""
     isolation = Isolation(_found=BubblewrapBackend(program="/bin/false"))
     with pytest.raises(SandboxError, match="bubblewrap"):
         await grade_solution(isolation, "", TESTS, ids=sorted(IDS))
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file of the project that the node works and imports in."""
+    with tempfile.TemporaryDirectory(prefix="penstock-attack-") as project:
+        Path(project).chmod(0o755)
+        path = Path(project, "answers.txt")
+        path.write_text("42")
+        monkeypatch.chdir(project)
+        monkeypatch.setattr(sys, "path", ["", project, *sys.path])
+        yield path
+
+
+async def test_a_solution_reads_no_answer_in_the_project(answers: Path) -> None:
+    """The folder from which the owner's modules come often holds the tasks with their answers."""
+    source = f"def f(): return int(open({str(answers)!r}).read())"
+    tests = "def test_f(solution): solution.expect(solution.call('f'), 42)"
+    verdict = await verdict_of(source, tests, frozenset({"test_f"}))
+    assert "FileNotFoundError" in verdict.failed["test_f"]
+
+
+FORGED_FRAME = """
+import os
+def f():
+    body = b'{"value": 1e999}'
+    for fd in range(3, 20):
+        try: os.write(fd, len(body).to_bytes(4, "little") + body)
+        except OSError: pass
+    os._exit(0)
+"""
+TWICE = "def test_{0}(s): s.expect(s.call('f', s.call('f')), 1)"
+ESCAPES = {
+    "an infinite number": (FORGED_FRAME, "def test_{0}(s): s.expect(s.call('f'), 1)"),
+    "text that no file can hold": ("f = '\ud800'", "def test_{0}(s): s.expect(s.call('f'), 1)"),
+    "slow answers": ("import time\ndef f(*_): time.sleep(0.8)", TWICE),
+    "a long value that a test passes on": ("def f(*_): return 'x' * 200_000", TWICE),
+    "long values that add up": ("def f(*_): return 'x' * 60_000", TWICE),
+    "long values that tests print": (
+        "def f(): return 'x' * 250_000",
+        "def test_{0}(s): print(s.call('f')); print(s.call('f')); assert False",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ESCAPES)
+async def test_a_wrong_solution_cannot_make_its_verdict_a_failure_of_ours(way: str) -> None:
+    """A failure of the sandbox is tried again without a reward: a model that can cause one escapes
+    its bad reward."""
+    source, test = ESCAPES[way]
+    ids = [f"test_{number}" for number in range(20)]
+    tests = "\n".join(test.format(number) for number in range(20))
+    limits = GradingLimits(
+        call_s=1.5, solution=replace(Limits(), wall_s=3.0), tests=replace(Limits(), wall_s=6.0)
+    )
+    verdict = await verdict_of(source, tests, frozenset(ids), limits)
+    assert not verdict.passed and verdict.failed.keys() == set(ids)

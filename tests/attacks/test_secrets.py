@@ -26,8 +26,11 @@ from penstock.rollout.isolation import (
     passed_env,
 )
 from penstock.rollout.rewards.scorer import Failed, Scorer
+from penstock.rollout.sandbox.container import ContainerBackend
+from penstock.rollout.sandbox.limits import LimitsSandbox
 from penstock.rollout.sandbox.run import run
-from penstock.rollout.sandbox.types import Grants, Level
+from penstock.rollout.sandbox.types import Grants, Level, SandboxSpec
+from penstock.rollout.tool_sandbox import ToolSandbox
 from penstock.rollout.visible_folders import (
     module_files,
     narrowed,
@@ -199,6 +202,28 @@ async def test_the_folder_of_runs_looks_empty(project: Path) -> None:
         assert "secret" not in said and "No such file" in said
 
 
+async def test_an_argument_does_not_show_a_file_of_a_run(project: Path) -> None:
+    """A command that names a key, as text of a model may, sees neither it nor its folder."""
+    keys = project / "outputs" / "run" / "keys"
+    keys.mkdir(parents=True)
+    (keys / "signing").write_text("secret")
+    settings = IsolationSettings(hidden=(project / "outputs",))
+    said = await _say(Use.WORKFLOW, settings, "cat", str(keys / "signing"))
+    assert "secret" not in said and "No such file" in said
+
+
+def test_a_container_hides_the_folder_of_runs(project: Path) -> None:
+    """The engine mounts an empty folder over it, as the other back ends do."""
+    hidden = project / "outputs"
+    hidden.mkdir()
+    spec = SandboxSpec(grants=Grants(folders=(project,), hidden=(hidden,)))
+    box = ContainerBackend("image", engine="docker").create(spec)
+    walls = box._walls()  # pyright: ignore[reportPrivateUsage]
+    assert walls.index(f"--volume={project}:{project}:ro") < walls.index(
+        f"--tmpfs={hidden}:ro,size=4k,mode=0555"
+    )
+
+
 async def test_the_home_folder_is_never_granted(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +269,35 @@ async def test_only_granted_hosts_are_reached_and_only_through_the_proxy(project
     assert said.startswith("reached") and " 403" in said and "no way around" in said, said
 
 
+async def test_a_grant_of_a_host_shows_no_folder(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tools that may call a host see the interpreter of the proxy's forwarder, not the project."""
+    (project / "answers.txt").write_text("the answer")
+    monkeypatch.setattr(sys, "path", [str(project), *sys.path])
+    granted = UseSettings(grants=Grants(hosts=("example.com",)))
+    isolation = Isolation(IsolationSettings(uses={Use.TOOLS: granted}))
+    async with Opened(await isolation.open(Use.TOOLS)) as box:
+        done = await run(box, ["cat", str(project / "answers.txt")])
+    assert b"No such file" in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize(("use", "served"), [(Use.REWARD, 3), (Use.TOOLS, 1)])
+async def test_long_answers_do_not_cut_a_reward_off_from_its_judge(
+    use: Use, served: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit on bytes is of one attempt; a reward's proxy lives as long as the node."""
+    monkeypatch.setattr("penstock.rollout.egress.proxy.MAX_BYTES", 200)
+    server = await asyncio.start_server(_answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    granted = UseSettings(grants=Grants(hosts=(f"127.0.0.1:{port}",)))
+    isolation = Isolation(IsolationSettings(uses={use: granted}))
+    script = "for i in 1 2 3; do curl -s --noproxy '' http://127.0.0.1:$0/; done"
+    async with server, Opened(await isolation.open(use)) as box:
+        done = await run(box, ["sh", "-c", script, str(port)])
+    assert done.stdout.count(b"reached") == served, done
+
+
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     await reader.readuntil(b"\r\n\r\n")
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\nconnection: close\r\n\r\nreached")
@@ -278,6 +332,22 @@ async def test_a_reward_without_isolation_runs_limited_unless_the_run_demands_mo
     chosen = IsolationSettings(backend="bubblewrap")
     with pytest.raises(SandboxError):
         await Isolation(chosen).backend(Use.REWARD)
+
+
+@needs_root
+@pytest.mark.parametrize("backend", ["auto", "bubblewrap"])
+async def test_a_private_folder_does_not_undo_a_chosen_back_end(
+    backend: str, project: Path
+) -> None:
+    """A reward that only root can read runs without walls where none were asked for, never in the
+    place of the back end that the owner named."""
+    os.chmod(project, 0o700)
+    isolation = Isolation(IsolationSettings(backend=backend))
+    if backend == "auto":
+        assert isinstance(await isolation.open(Use.REWARD, folders=[project]), LimitsSandbox)
+        return
+    with pytest.raises(SandboxError, match="chmod -R"):
+        await isolation.open(Use.REWARD, folders=[project])
 
 
 async def test_none_does_not_meet_a_demand() -> None:
@@ -341,3 +411,48 @@ async def test_no_canary_leaves_through_an_error(
     assert isinstance(result, Failed) and result.kind is FailureKind.REWARD
     captured = capfd.readouterr()
     assert "canary-" not in result.detail + captured.out + captured.err
+
+
+# --- the node's memory ----------------------------------------------------------------------------
+
+LONG_ANSWER = """
+import os
+
+def reward(completions, **_):
+    empty = b"\\xa0" * (4 << 20)
+    body = b"\\x82\\xa6values\\xdd" + len(empty).to_bytes(4, "big") + empty + b"\\xa5error\\xa0"
+    for fd in range(3, 20):
+        try:
+            with os.fdopen(os.dup(fd), "wb") as pipe:
+                pipe.write(len(body).to_bytes(4, "little") + body)
+        except OSError:
+            pass
+    os._exit(0)
+"""
+
+
+async def test_a_long_answer_of_a_reward_is_not_decoded(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte of an answer is a value of a list: a reward that was taken over could fill the
+    node."""
+    (project / "long.py").write_text(LONG_ANSWER)
+    monkeypatch.setattr(sys, "path", [str(project), *sys.path])
+    scorer = Scorer("long:reward", Isolation())
+    serving = asyncio.create_task(scorer.run())
+    try:
+        result = await scorer.score("x", task())
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    assert isinstance(result, Failed) and "corrupted its worker's pipe" in result.detail
+
+
+async def test_a_tool_that_prints_without_end_does_not_fill_the_node() -> None:
+    """Each of hundreds of attempts may print up to its limit; the node keeps the end of it."""
+    tools = ToolSandbox(Isolation())
+    try:
+        done = await tools.exec(["sh", "-c", "yes | head -c 8000000; echo end"])
+    finally:
+        await tools.close()
+    assert done.code == 0 and done.stdout.endswith("end\n") and len(done.stdout) <= 1 << 20

@@ -19,6 +19,7 @@ from tests.attacks.test_cheats import (
 )
 from tests.contract.dataflow_server import POLICY, RunningDataflow, dataflow, small_config
 
+from penstock.config import RunConfig
 from penstock.dataflow.client.dataflow import NodeClient
 from penstock.dataflow.columns.origins import RowOrigin
 from penstock.dataflow.core.leasing import NodeState, RegisterRequest
@@ -36,7 +37,11 @@ from penstock.dataflow.service.nodes.messages import (
 )
 from penstock.dataflow.service.operators.status import metrics, status
 from penstock.dataflow.service.rows.messages import GetRequest
-from penstock.errors import Forbidden
+from penstock.errors import Forbidden, SandboxError
+from penstock.fleet.run_folder import Endpoints, RunFolder
+from penstock.rollout.isolation import IsolationSettings
+from penstock.runs.scoring import run_score_stage
+from penstock.runs.spot_checker import SpotChecker
 from penstock.types import UNTRUSTED_TAG, NodeId
 from penstock.wire.auth import Audience, Role
 from penstock.wire.client import ServiceClient
@@ -206,3 +211,32 @@ async def test_turns_of_an_untrusted_node_are_not_delivered_by_a_trusted_one(
     assert again.num_recorded == 0
     assert service.nodes.turns.offer(good, again.row_id).turns == ()
     service.close()
+
+
+async def _wait(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_the_trusted_side_scores_strangers_only_behind_the_walls_that_the_run_demands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine that has the keys scores text of strangers: `sandbox` holds there too, and its
+    folder of runs is hidden from the reward."""
+    config = untrusted_config().model_dump() | {"sandbox": {"demand": "namespaces"}}
+    seen = list[IsolationSettings]()
+
+    async def refuse(settings: IsolationSettings) -> SandboxError:
+        seen.append(settings)
+        return SandboxError("no bubblewrap here")
+
+    monkeypatch.setattr("penstock.rollout.isolation._find", refuse)
+    monkeypatch.setattr("penstock.runs.scoring.serve_scores", _wait)
+    monkeypatch.setattr(SpotChecker, "run", _wait)
+    endpoints = Endpoints(dataflow="http://127.0.0.1:1", weights="", work_dir="")
+    monkeypatch.setattr(RunFolder, "endpoints", lambda _: endpoints)  # pyright: ignore
+    folder = RunFolder(tmp_path / "runs" / "one")
+    folder.path.mkdir(parents=True)
+    with pytest.RaisesGroup(pytest.RaisesExc(SandboxError), flatten_subgroups=True):
+        async with asyncio.timeout(20):
+            await run_score_stage(RunConfig.model_validate(config), folder, "t")
+    assert [one.hidden for one in seen] == [(tmp_path / "runs",)]

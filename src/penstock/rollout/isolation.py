@@ -21,7 +21,7 @@ from penstock.rollout.proxied_sandbox import PROXY, PROXY_ENV, ProxiedSandbox
 from penstock.rollout.sandbox.choose import choose
 from penstock.rollout.sandbox.limits import LimitsBackend
 from penstock.rollout.sandbox.types import Backend, Grants, Level, Limits, Sandbox, SandboxSpec
-from penstock.rollout.visible_folders import narrowed, python_folders, unreadable
+from penstock.rollout.visible_folders import interpreter_folders, narrowed, unreadable
 
 FOREVER_S = 1e8
 """A wall clock for programs that have a deadline elsewhere."""
@@ -116,7 +116,9 @@ class Isolation:
         settings = self._settings.uses.get(use, UseSettings())
         given = settings.grants
         has_proxy = bool(given.hosts) and backend.level >= Level.NAMESPACES
-        visible = narrowed((*folders, *given.folders, *(python_folders() if has_proxy else ())))
+        interpreter = interpreter_folders() if has_proxy else ()
+        shown = (path for path in folders if not self._is_hidden(path))
+        visible = narrowed((*shown, *given.folders, *interpreter))
         backend = self._reading_all(backend, use, visible)
         grants = replace(
             given,
@@ -135,7 +137,14 @@ class Isolation:
             make=lambda path: backend.create(_with_proxy(spec, path)),
             hosts=given.hosts,
             row_id=row_id or use,
+            is_of_one_attempt=use is not Use.REWARD,
         )
+
+    def _is_hidden(self, path: Path) -> bool:
+        """Also a file of a run that an argument of a command names; only the owner's own grant
+        shows one."""
+        real = path.resolve()
+        return any(real.is_relative_to(folder.resolve()) for folder in self._settings.hidden)
 
     def _reading_all(self, backend: Backend, use: Use, folders: tuple[Path, ...]) -> Backend:
         """As root each sandbox has its own user, which cannot read a private folder."""
@@ -143,7 +152,8 @@ class Isolation:
         if not private or backend.level is Level.NONE:
             return backend
         fix = f"chmod -R o+rX {' '.join(map(str, private))}"
-        if use is not Use.REWARD or self._settings.demand is not None:
+        is_chosen = self._settings.demand is not None or self._settings.backend != "auto"
+        if use is not Use.REWARD or is_chosen:
             names = ", ".join(map(str, private))
             raise SandboxError(
                 f"a program in a sandbox has its own user, and only root can read {names}; "

@@ -24,7 +24,7 @@ PROXY_ENV = {
     **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
 }
 INTERPRETER = str(Path(sys.executable).resolve())
-"""Must be visible inside; see `python_folders`."""
+"""Must be visible inside; see `interpreter_folders`."""
 
 
 def with_ports(ports: Mapping[int, str], argv: Sequence[str], *, folder: str = ".") -> list[str]:
@@ -44,6 +44,7 @@ class ProxiedSandbox:
     hosts: tuple[str, ...]
     row_id: str
     """What requests are recorded with."""
+    is_of_one_attempt: bool = True
     _box: Sandbox | None = None
     _folder: TemporaryDirectory[str] | None = None
     _proxy: EgressProxy | None = field(default=None)
@@ -51,7 +52,12 @@ class ProxiedSandbox:
     async def start(self) -> None:
         self._folder = TemporaryDirectory(prefix="penstock-egress-")
         path = Path(self._folder.name) / PROXY
-        self._proxy = EgressProxy(path=path, hosts=self.hosts, row_id=self.row_id)
+        self._proxy = EgressProxy(
+            path=path,
+            hosts=self.hosts,
+            row_id=self.row_id,
+            is_of_one_attempt=self.is_of_one_attempt,
+        )
         await self._proxy.__aenter__()
         self._box = self.make(path)
         await self._box.start()

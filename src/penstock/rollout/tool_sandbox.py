@@ -16,7 +16,7 @@ from penstock.rollout.grading.types import GradingLimits, Solution, TestFile, Ve
 from penstock.rollout.isolation import Isolation, Use
 from penstock.rollout.sandbox.run import run
 from penstock.rollout.sandbox.types import Limits, Sandbox
-from penstock.rollout.visible_folders import python_folders
+from penstock.rollout.visible_folders import interpreter_folders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,9 @@ class ToolResult:
     code: int
     """0 if it says that it succeeded; negative if a signal ended it."""
     stdout: str
+    """The last MiB of it."""
     stderr: str
+    """The last MiB of it."""
     limit: str = ""
     """The limit that ended it, such as `wall_s` or `memory_mb`; empty if none did."""
 
@@ -52,7 +54,7 @@ class ToolSandbox:
         """Run a program to its end; its descendants end with it. A program beyond `timeout_s` ends
         with the limit `wall_s`, and the files of the sandbox with it."""
         box = await self._started()
-        data = stdin.encode() if isinstance(stdin, str) else stdin
+        data = stdin.encode(errors="replace") if isinstance(stdin, str) else stdin
         try:
             async with asyncio.timeout(timeout_s):
                 done = await run(box, argv, stdin=data, env=env or {})
@@ -103,7 +105,7 @@ async def grade_solution(
     """Grade a solution of one Python file with this interpreter and its packages."""
 
     async def make(bounds: Limits) -> Sandbox:
-        return await isolation.open(Use.TOOLS, folders=python_folders(), limits=bounds)
+        return await isolation.open(Use.TOOLS, folders=interpreter_folders(), limits=bounds)
 
     return await grade(
         make,

@@ -20,11 +20,16 @@ _BINARIES = ("bin", "shims")
 _USR = Path("/usr")
 
 
+def interpreter_folders() -> tuple[Path, ...]:
+    """This interpreter and its installed packages. For code that a model wrote: the folder of a
+    project, which may hold the answers, is not among them."""
+    found = (sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).parent))
+    return (*map(Path, found), Path(sys.executable).resolve().parent.parent)
+
+
 def python_folders() -> tuple[Path, ...]:
     """This interpreter, its packages, and every folder that it imports from."""
-    found = (sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).parent))
-    real = str(Path(sys.executable).resolve().parent.parent)
-    return tuple(Path(entry or os.getcwd()) for entry in (*found, real, *sys.path))
+    return (*interpreter_folders(), *(Path(entry or os.getcwd()) for entry in sys.path))
 
 
 def module_files(function: str) -> tuple[Path, ...]:

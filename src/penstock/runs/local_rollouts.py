@@ -40,14 +40,12 @@ async def local_rollouts(
     run_info: RunInfo,
     gateway: Gateway,
     scorer: RewardScorer | None,
-    isolation: Isolation | None = None,
+    isolation: Isolation,
 ) -> AsyncGenerator[Rollout]:
     """A function that makes rollouts as a node does, while the context is open."""
     endpoint = Endpoint(gateway)
     recorder = Recorder(_NoRecords(), NODE)
-    runner = AttemptRunner(
-        gateway, endpoint, recorder, scorer, run_info, NODE, isolation or Isolation()
-    )
+    runner = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, NODE, isolation)
     serving = asyncio.create_task(endpoint.run(), name="gateway")
     try:
         yield partial(_attempt, runner)

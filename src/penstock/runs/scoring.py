@@ -17,8 +17,10 @@ from penstock.dataflow.service.build import run_info
 from penstock.fleet.run_folder import RunFolder
 from penstock.rollout.engine import Engine, EngineSettings
 from penstock.rollout.engines import find_engine
+from penstock.rollout.isolation import Isolation
 from penstock.rollout.rewards.scorer import SourceScorers
 from penstock.runs.decoded import Decoder
+from penstock.runs.sandbox_settings import isolation_settings
 from penstock.runs.score_stage import serve_scores
 from penstock.runs.spot_checker import SpotChecker
 from penstock.types import Trajectory
@@ -29,7 +31,9 @@ async def run_score_stage(config: RunConfig, folder: RunFolder, token: Token) ->
     """Score and check rows until cancelled; raises if a reward function cannot be imported."""
     info, endpoints = run_info(config), folder.endpoints()
     terms = next(stage for stage in config.dataflow.stages if stage.name == SCORE_STAGE)
-    scorer = SourceScorers(info.reward, {source.name: source.reward for source in info.sources})
+    isolation = Isolation(isolation_settings(config, folder.path))
+    rewards = {source.name: source.reward for source in info.sources}
+    scorer = SourceScorers(info.reward, rewards, isolation)
     on_untrusted: Callable[[Trajectory, RowOrigin, float], None] = _ignore
     decoder = Decoder(folder)
     async with asyncio.TaskGroup() as tasks:
@@ -38,6 +42,7 @@ async def run_score_stage(config: RunConfig, folder: RunFolder, token: Token) ->
             checker = SpotChecker(
                 info,
                 partial(_make_engine, config, folder),
+                isolation,
                 share=config.trust.regenerate_share,
                 is_reproducible=is_reproducible(info.engine),
             )

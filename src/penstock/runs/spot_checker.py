@@ -29,6 +29,7 @@ from penstock.gateway.renderer import Renderer
 from penstock.rollout.attempt import RewardScorer
 from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pool import EnginePools
+from penstock.rollout.isolation import Isolation
 from penstock.rollout.weight_loader import WeightServerFetcher
 from penstock.runs.local_rollouts import Rollout, local_rollouts
 from penstock.types import PublishedVersion, Trajectory, Version, subject_of_node
@@ -92,6 +93,7 @@ class SpotChecker:
         self,
         info: RunInfo,
         make_engine: Callable[[], Engine],
+        isolation: Isolation,
         *,
         share: float,
         is_reproducible: bool,
@@ -100,6 +102,7 @@ class SpotChecker:
         self._info = info
         self._engines = EnginePools(info.policies, make_engine)
         self._gateway = Gateway(self._engines)
+        self._isolation = isolation
         self._is_reproducible = is_reproducible
         self._chooser = CheckChooser(share=share)
         self._waiting = asyncio.Queue[_Check](MAX_WAITING)
@@ -119,7 +122,8 @@ class SpotChecker:
         waits for: a row, its version, the engine · woken by: `offer()`"""
         async with self._connected(url, token, cache) as (caller, fetch):
             info = replace(self._info, is_scored=True)
-            async with local_rollouts(info, self._gateway, scorer) as rollout:
+            rollouts = local_rollouts(info, self._gateway, scorer, self._isolation)
+            async with rollouts as rollout:
                 while True:
                     check = await self._waiting.get()
                     try:

@@ -67,7 +67,7 @@ async def test_a_batch_is_scored_in_order() -> None:
 
 async def test_each_source_is_scored_by_its_own_function() -> None:
     functions = {"train": f"{FUNCTIONS}:mixed", "plain": f"{FUNCTIONS}:mixed", "own": ""}
-    scores = SourceScorers("penstock.tasks.reverse:reward", functions)
+    scores = SourceScorers("penstock.tasks.reverse:reward", functions, Isolation())
     running = asyncio.create_task(scores.run())
     try:
         async with asyncio.timeout(60):
@@ -81,7 +81,7 @@ async def test_each_source_is_scored_by_its_own_function() -> None:
 
 
 def test_a_run_may_have_no_reward_function() -> None:
-    assert not SourceScorers("", {"own": ""})
+    assert not SourceScorers("", {"own": ""}, Isolation())
 
 
 async def test_async_functions_and_functions_that_name_their_columns() -> None:

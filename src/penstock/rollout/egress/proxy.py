@@ -85,6 +85,9 @@ class EgressProxy:
     """Granted hosts; nothing else can be reached."""
     row_id: str
     """The trajectory that its requests are recorded with."""
+    is_of_one_attempt: bool = True
+    """Whether the limit on bytes holds. The proxy of a reward serves the attempts of a whole run:
+    some of them must not use up what the others need."""
     resolve: Resolve = resolve
     connect: Connect = connect
     records: list[EgressRecord] = field(default_factory=list[EgressRecord])
@@ -120,7 +123,7 @@ class EgressProxy:
 
     def count(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        if self._num_bytes > MAX_BYTES:
+        if self.is_of_one_attempt and self._num_bytes > MAX_BYTES:
             raise Denied(f"this attempt moved more than {MAX_BYTES} bytes")
 
     def note(self, record: EgressRecord) -> None:

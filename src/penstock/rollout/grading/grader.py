@@ -10,22 +10,28 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 import secrets
+import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from importlib import resources
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
 from penstock.errors import SandboxError
 from penstock.rollout.grading.types import GradingLimits, Solution, TestFile, Verdict
 from penstock.rollout.isolation import Opened
-from penstock.rollout.sandbox.types import FileRefused, Limits, ReadStream, Sandbox, SandboxProcess
+from penstock.rollout.sandbox.types import Limits, ReadStream, Sandbox, SandboxProcess
 
 PREFIX_BYTES = 4
 DRIVER, RUNNER = "penstock_driver.py", "penstock_runner.py"
-MAX_REPORT_BYTES = 64 << 10
+MAX_REPORT_BYTES = 4 << 20
+"""Of a report, or of a call with what the solution returned before; as in the runner."""
+_NO_BOUND = 1 << 62
+"""Each message has a bound, and the rest of the tests' output is not kept."""
 
 
 class _Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,14 +76,14 @@ async def grade(
     make: makes a sandbox with these limits.
     python: the interpreter, as a path inside of the sandboxes."""
     bounds = limits or GradingLimits()
-    theirs, ours = await make(bounds.solution), await make(bounds.tests)
+    theirs, ours = await make(bounds.solution), await make(_waiting_for_calls(bounds))
     async with Opened(theirs), Opened(ours):
+        await theirs.put(DRIVER, _script("solution_driver.py"))
         try:
             for path, data in solution.files.items():
                 await theirs.put(path, data)
-        except FileRefused as error:
+        except ValueError as error:  # FileRefused, or a name that no file can have
             return Verdict(passed=frozenset(), failed=dict.fromkeys(tests.ids, str(error)))
-        await theirs.put(DRIVER, _script("solution_driver.py"))
         await ours.put("tests.py", tests.source.encode())
         await ours.put(RUNNER, _script("test_runner.py"))
         called = _CalledSolution(theirs, python, bounds)
@@ -88,6 +94,14 @@ async def grade(
         finally:
             draining.cancel()
             await called.close()
+
+
+def _waiting_for_calls(bounds: GradingLimits) -> Limits:
+    """Limits of the tests' sandbox. Its clock also runs while the solution answers, and its output
+    repeats what the solution returned: neither may end the tests, which would be no verdict."""
+    calls_s = bounds.solution.wall_s + bounds.call_s
+    wall_s = bounds.tests.wall_s + calls_s
+    return replace(bounds.tests, wall_s=wall_s, output_bytes=_NO_BOUND)
 
 
 async def _collect(
@@ -104,7 +118,9 @@ async def _collect(
         if message.report is not None:
             reports.add(message.report)
         else:
-            await _send(judge, await called.answer(message))
+            answer = await called.answer(message)
+            with suppress(ConnectionError):  # how they ended is found out by reading
+                await _send(judge, answer)
 
 
 async def _next_message(judge: SandboxProcess, deadline_s: float) -> _Message | None:
@@ -161,11 +177,15 @@ class _CalledSolution:
     _driver: SandboxProcess | None = None
     _draining: asyncio.Task[None] | None = None
     _num_calls: int = 0
+    _used_s: float = 0.0
 
     async def answer(self, message: _Message) -> dict[str, Any]:
         self._num_calls += 1
         if self._num_calls > self._bounds.max_calls:
             return {"error": f"more than {self._bounds.max_calls} calls"}
+        if self._used_s > self._bounds.solution.wall_s:
+            return {"error": f"all calls took longer than {self._bounds.solution.wall_s:g} s"}
+        started_at = time.monotonic()
         try:
             async with asyncio.timeout(self._bounds.call_s):
                 return {"value": await self._ask(message)}
@@ -177,6 +197,8 @@ class _CalledSolution:
             return {"error": "ended instead of answering"}
         except (ValueError, msgspec.MsgspecError, RecursionError, OSError) as error:
             return {"error": str(error)[:1000]}
+        finally:
+            self._used_s += time.monotonic() - started_at
 
     async def close(self) -> None:
         """Forget the process; its sandbox is killed by the owner."""
@@ -201,7 +223,7 @@ class _CalledSolution:
         answer = _ANSWERS.decode(body)
         if answer.error is not msgspec.UNSET:
             raise ValueError(answer.error)
-        return json.loads(bytes(answer.value), parse_constant=_refuse)
+        return json.loads(bytes(answer.value), parse_constant=_refuse, parse_float=_finite)
 
     async def _run(self, stdin: str, args: list[str]) -> str:
         program = await self._box.exec([self._python, "solution.py", *args])
@@ -219,8 +241,16 @@ class _CalledSolution:
         return printed.decode(errors="strict")
 
 
-def _refuse(text: str) -> None:
+def _refuse(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    """Such as 1e999 is JSON, and no number that can be passed on."""
+    number = float(text)
+    if not math.isfinite(number):
+        _refuse(text[:40])
+    return number
 
 
 async def _send(process: SandboxProcess, message: Any) -> None:

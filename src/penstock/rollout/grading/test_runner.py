@@ -15,6 +15,8 @@ from typing import Any, BinaryIO, cast
 
 PREFIX_BYTES = 4
 MAX_WHY_CHARS = 500
+MAX_QUESTION_BYTES = 4 << 20
+"""The node reads no longer message."""
 
 
 class SolutionError(Exception):
@@ -65,6 +67,9 @@ class Solution:
             raise AssertionError(f"got {actual!r}, expected {expected!r}"[:MAX_WHY_CHARS])
 
     def _ask(self, question: dict[str, Any]) -> Any:
+        num_bytes = len(json.dumps(question, allow_nan=False))
+        if num_bytes > MAX_QUESTION_BYTES:
+            raise SolutionError(f"a call with {num_bytes} bytes; at most {MAX_QUESTION_BYTES}")
         self._channel.write(question)
         answer = self._channel.read()
         if "error" in answer:

@@ -18,8 +18,9 @@ class Solution:
 
     @classmethod
     def of(cls, source: str) -> Solution:
-        """A solution of one Python file."""
-        return cls(files={"solution.py": source.encode()})
+        """A solution of one Python file. Lone surrogates, as in JSON that a model wrote, become
+        question marks: no file can hold them."""
+        return cls(files={"solution.py": source.encode(errors="replace")})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

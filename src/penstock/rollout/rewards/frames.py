@@ -10,7 +10,8 @@ import msgspec
 from penstock.types import JsonObject
 
 PREFIX_BYTES = 4
-MAX_FRAME_BYTES = 1 << 28
+MAX_ANSWER_BYTES = 1 << 20
+"""A batch has at most 256 values, and every text in an answer is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

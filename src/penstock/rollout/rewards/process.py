@@ -15,7 +15,7 @@ from penstock.errors import RewardError
 from penstock.rollout.isolation import Isolation, Use
 from penstock.rollout.rewards.frames import (
     ANSWERS,
-    MAX_FRAME_BYTES,
+    MAX_ANSWER_BYTES,
     PREFIX_BYTES,
     ScoreAnswer,
     ScoreRequest,
@@ -92,7 +92,7 @@ class WorkerProcess:
         assert self._process is not None
         try:
             num_bytes = frame_bytes(await self._process.stdout.readexactly(PREFIX_BYTES))
-            if num_bytes > MAX_FRAME_BYTES:
+            if num_bytes > MAX_ANSWER_BYTES:
                 raise RewardError(f"reward {self._function} corrupted its worker's pipe")
             return ANSWERS.decode(await self._process.stdout.readexactly(num_bytes))
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -146,15 +146,12 @@ class SourceScorers:
     """Scores a task with the reward function of its source, or else of the run; one Scorer for each
     function."""
 
-    def __init__(
-        self, shared: str, by_source: Mapping[str, str], isolation: Isolation | None = None
-    ) -> None:
+    def __init__(self, shared: str, by_source: Mapping[str, str], isolation: Isolation) -> None:
         """Functions; empty where there is none."""
-        walls = isolation or Isolation()
         self._shared = shared
         self._by_source = by_source
         functions = filter(None, (shared, *by_source.values()))
-        self._scorers = {function: Scorer(function, walls) for function in functions}
+        self._scorers = {function: Scorer(function, isolation) for function in functions}
 
     def __bool__(self) -> bool:
         """Whether there is any reward function."""

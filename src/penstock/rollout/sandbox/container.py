@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.child import start_child
 from penstock.rollout.sandbox.folders import FolderSandbox, remove_stale_folders
+from penstock.rollout.sandbox.mounts import hidden_within
 from penstock.rollout.sandbox.namespaces import draw_uid
 from penstock.rollout.sandbox.owners import new_name
 from penstock.rollout.sandbox.program import Program
@@ -100,7 +101,11 @@ class ContainerSandbox(FolderSandbox):
         words += [f"--tmpfs=/tmp:size={limits.disk_mb}m", f"--volume={self.path}/work:{WORK_DIR}"]
         for name in ("secrets", "sockets"):
             words.append(f"--volume={self.path}/{name}:/run/{name}:ro")
-        return words + [f"--volume={folder}:{folder}:ro" for folder in self.spec.grants.folders]
+        for folder in self.spec.grants.folders:
+            words.append(f"--volume={folder}:{folder}:ro")
+            for hidden in hidden_within(self.spec.grants, folder.resolve()):
+                words.append(f"--tmpfs={folder / hidden}:ro,size=4k,mode=0555")
+        return words
 
     def _kill_container(self, name: str) -> None:
         command = [self.engine, "rm", "--force", name]

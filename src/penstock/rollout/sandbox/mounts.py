@@ -20,7 +20,7 @@ from pathlib import Path
 
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.child import Child, start_child
-from penstock.rollout.sandbox.types import WORK_DIR, SandboxSpec
+from penstock.rollout.sandbox.types import WORK_DIR, Grants, SandboxSpec
 from penstock.rollout.sandbox.walls import (
     HOST_PATH,
     NO_NAMESPACES,
@@ -209,12 +209,16 @@ class Mounts:
     def _hide_in(self, source: Path, target: str) -> list[str]:
         """Empty file systems over what a granted folder contains and must not show."""
         options = "size=4k,mode=0555,ro,nosuid,nodev"
-        found = (path.resolve() for path in self.spec.grants.hidden if path.is_dir())
-        within = {path.relative_to(source) for path in found if path.is_relative_to(source)}
         return [
             f"mount -t tmpfs -o {options} penstock {_quoted(f'{target}/{path}')}"
-            for path in sorted(within)
+            for path in hidden_within(self.spec.grants, source)
         ]
+
+
+def hidden_within(grants: Grants, source: Path) -> list[Path]:
+    """Hidden folders in this granted one, relative to it."""
+    found = (path.resolve() for path in grants.hidden if path.is_dir())
+    return sorted({path.relative_to(source) for path in found if path.is_relative_to(source)})
 
 
 def checked_name(name: str) -> str:
