@@ -255,3 +255,21 @@ async def test_a_grant_that_cannot_be_given_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SandboxError, match=why):
             await backend.create(SandboxSpec(limits=LIMITS, grants=grants)).start()
     bound.close()
+
+
+async def test_the_umask_of_the_node_changes_nothing(tmp_path: Path) -> None:
+    """Services write for their owner alone; a sandbox has another user."""
+    granted = tmp_path / "granted"
+    granted.mkdir(mode=0o755)
+    (granted / "file").write_text("granted")
+    old = os.umask(0o077)
+    try:
+        spec = SandboxSpec(limits=LIMITS, grants=Grants(folders=(granted,)))
+        sandbox = make_backend("bubblewrap").create(spec)
+        await sandbox.start()
+        await sandbox.put("inner/hello", b"hello")
+        done = await run(sandbox, ["cat", "/etc/passwd", "inner/hello", str(granted / "file")])
+        await sandbox.kill()
+    finally:
+        os.umask(old)
+    assert done.exit.code == 0, done.stderr

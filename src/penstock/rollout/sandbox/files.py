@@ -81,8 +81,14 @@ class WorkFolder:
 
     def _make_folder(self, name: str, parent: int) -> None:
         with suppress(FileExistsError):
-            os.mkdir(name, 0o755, dir_fd=parent)
+            make_folder(name, parent)
             os.chown(name, self.owner, self.owner, dir_fd=parent, follow_symlinks=False)
+
+
+def make_folder(name: str, parent: int) -> None:
+    """A folder that every user may enter, whatever the umask of this process."""
+    os.mkdir(name, 0o755, dir_fd=parent)
+    os.chmod(name, 0o755, dir_fd=parent)
 
 
 async def at_folder(fd: int, owner: int, action: Callable[[WorkFolder], T]) -> T:

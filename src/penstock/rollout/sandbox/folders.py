@@ -79,7 +79,8 @@ class FolderSandbox(ABC):
         return await at_folder(self._folder_fd, self.owner, action)
 
     def _make_folders(self) -> None:
-        self.path.mkdir(mode=0o711)
+        self.path.mkdir()
+        self.path.chmod(0o711)  # whatever the umask
         for name in ("work", "secrets", "sockets"):
             (self.path / name).mkdir(mode=0o700)
             os.chown(self.path / name, self.owner, self.owner)

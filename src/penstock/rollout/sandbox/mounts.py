@@ -20,6 +20,7 @@ from pathlib import Path
 
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.child import Child, start_child
+from penstock.rollout.sandbox.files import make_folder
 from penstock.rollout.sandbox.types import WORK_DIR, Grants, SandboxSpec
 from penstock.rollout.sandbox.walls import (
     HOST_PATH,
@@ -122,7 +123,7 @@ class Mounts:
         _, name, rest = chain
         with suppress(FileExistsError):
             if rest or folder.is_dir():
-                os.mkdir(name, 0o755, dir_fd=root)
+                make_folder(name, root)
                 os.chown(name, self.owner, self.owner, dir_fd=root)
             else:
                 write_file(root, name, b"", 0o444, self.owner)
@@ -131,10 +132,10 @@ class Mounts:
         for part in above:
             place = f"{place}/{part}"
             with suppress(FileExistsError):
-                os.mkdir(place, 0o755, dir_fd=root)
+                make_folder(place, root)
         with suppress(FileExistsError):
             if folder.is_dir():
-                os.mkdir(f"{place}/{last}", 0o755, dir_fd=root)
+                make_folder(f"{place}/{last}", root)
             else:
                 write_file(root, f"{place}/{last}", b"", 0o444, -1)
 
@@ -164,7 +165,7 @@ class Mounts:
             os.mkdir(name, 0o700, dir_fd=root)
             os.chown(name, self.owner, self.owner, dir_fd=root)
         for name in ("etc", "secrets", "sockets", "folders", "chains", "state"):
-            os.mkdir(name, 0o755, dir_fd=root)
+            make_folder(name, root)
         for name, text in _ETC.items():
             write_file(root, f"etc/{name}", text.encode(), 0o444, -1)
         for name, source in self.spec.grants.secrets.items():
@@ -198,7 +199,7 @@ class Mounts:
                 )
             target = f"folders/{number}"
             if source.is_dir():
-                os.mkdir(target, 0o755, dir_fd=root)
+                make_folder(target, root)
             else:
                 write_file(root, target, b"", 0o444, -1)
             self._make_chain(root, source)
@@ -248,4 +249,5 @@ def write_file(root: int, name: str, data: bytes, mode: int, owner: int) -> None
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with open(os.open(name, flags, mode, dir_fd=root), "wb") as file:
         file.write(data)
+        os.fchmod(file.fileno(), mode)  # whatever the umask
         os.fchown(file.fileno(), owner, owner)
