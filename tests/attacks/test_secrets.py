@@ -334,6 +334,23 @@ async def test_a_reward_without_isolation_runs_limited_unless_the_run_demands_mo
         await Isolation(chosen).backend(Use.REWARD)
 
 
+async def test_a_first_reward_runs_on_a_host_without_a_sandbox(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also as root, where the interpreter lies below a folder that only root may enter."""
+    monkeypatch.setattr("penstock.rollout.isolation._tested", {})
+    isolation = Isolation()
+    with monkeypatch.context() as without:
+        without.setenv("PATH", "/nowhere")
+        await isolation.backend(Use.REWARD)
+    sandbox = await isolation.open(Use.REWARD, folders=python_folders())
+    await sandbox.start()
+    try:
+        assert (await run(sandbox, [sys.executable, "-c", "pass"])).exit.code == 0
+    finally:
+        await sandbox.kill()
+
+
 @needs_root
 @pytest.mark.parametrize("backend", ["auto", "bubblewrap"])
 async def test_a_private_folder_does_not_undo_a_chosen_back_end(

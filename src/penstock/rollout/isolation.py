@@ -21,7 +21,7 @@ from penstock.rollout.proxied_sandbox import PROXY, PROXY_ENV, ProxiedSandbox
 from penstock.rollout.sandbox.choose import choose
 from penstock.rollout.sandbox.limits import LimitsBackend
 from penstock.rollout.sandbox.types import Backend, Grants, Level, Limits, Sandbox, SandboxSpec
-from penstock.rollout.visible_folders import interpreter_folders, narrowed, unreadable
+from penstock.rollout.visible_folders import interpreter_folders, narrowed, unreachable, unreadable
 
 FOREVER_S = 1e8
 """A wall clock for programs that have a deadline elsewhere."""
@@ -149,6 +149,8 @@ class Isolation:
     def _reading_all(self, backend: Backend, use: Use, folders: tuple[Path, ...]) -> Backend:
         """As root each sandbox has its own user, which cannot read a private folder."""
         private = unreadable(folders) if os.geteuid() == 0 else ()
+        if os.geteuid() == 0 and backend.level is Level.LIMITS:
+            private += unreachable(folders)
         if not private or backend.level is Level.NONE:
             return backend
         fix = f"chmod -R o+rX {' '.join(map(str, private))}"

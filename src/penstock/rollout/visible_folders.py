@@ -76,6 +76,12 @@ def unreadable(paths: Iterable[Path]) -> tuple[Path, ...]:
     return tuple(p for p in paths if p.stat().st_mode & need[p.is_dir()] != need[p.is_dir()])
 
 
+def unreachable(paths: Iterable[Path]) -> tuple[Path, ...]:
+    """Folders above these that other users cannot enter: without namespaces they are in the way."""
+    above = dict.fromkeys(parent for path in paths for parent in path.parents)
+    return tuple(folder for folder in above if not folder.stat().st_mode & stat.S_IXOTH)
+
+
 def _is_too_wide(path: Path) -> bool:
     real = path.resolve()
     return path.is_dir() and (Path.home().is_relative_to(real) or real in _SYSTEM)
