@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import httpx2
 from starlette.applications import Starlette
@@ -32,21 +33,28 @@ class Door:
     signer: Signer
     audience: Audience
 
-    def token(self, role: Role) -> str:
-        return self.signer.mint(role, [self.audience], ttl_s=3600)
+    def token(self, role: Role, subject: str = "n") -> str:
+        return self.signer.mint(role, [self.audience], ttl_s=3600, subject=subject)
+
+    def role_for(self, method: str, path: str) -> Role:
+        """An operator where the route lets one in, else a node."""
+        found = cast(Any, self.app).route_table.find(method, path.partition("?")[0])
+        roles = {Role.ADMIN} if found is None else found[0].spec.roles
+        return Role.ADMIN if Role.ADMIN in roles else Role.ROLLOUT
 
     async def call(
         self,
         method: str,
         path: str,
-        role: Role = Role.ADMIN,
+        role: Role | None = None,
         *,
         body: object = None,
         content: bytes = b"",
         media_type: str = MSGPACK,
     ) -> httpx2.Response:
         """`body` is encoded; `content` is sent as it is."""
-        headers = {"authorization": f"Bearer {self.token(role)}", "content-type": media_type}
+        token = self.token(role or self.role_for(method, path))
+        headers = {"authorization": f"Bearer {token}", "content-type": media_type}
         content = content if body is None else encode(body)
         return await self.http.request(method, path, headers=headers, content=content)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock.dataflow.records import Journal, MetaRecord
+from penstock.types import Count, Finite, Seconds
 
 ALPHA = 1e-4
 """Chance that an honest credential is ever quarantined by one of the two tests."""
@@ -31,11 +32,11 @@ class SpotCheck:
 
     has_same_tokens: bool | None
     """None where the engine does not repeat itself, or another version answered."""
-    reward_change: float
+    reward_change: Finite
     """Reward of the row minus the reward of its repetition."""
-    num_tokens: int
+    num_tokens: Count
     """Tokens that the check generated."""
-    seconds: float
+    seconds: Seconds
     """Time that the check took."""
 
 
