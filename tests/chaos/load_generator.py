@@ -221,9 +221,7 @@ class FaultyNode:
         if self._old and self._rng.random() < 0.1:
             again = [self._rng.choice(self._old)]
             await self._expect(again, {DeliveryStatus.DUPLICATE}, "the same bytes again")
-            other = Delivery(
-                row_id=again[0].row_id, payload=memoryview(bytes(again[0].payload) + b"\0")
-            )
+            other = replace(again[0], payload=memoryview(bytes(again[0].payload) + b"\0"))
             await self._expect([other], {DeliveryStatus.CONFLICT}, "other bytes")
 
     async def _expect(
