@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Self
 
 from blake3 import blake3
