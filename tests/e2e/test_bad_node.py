@@ -94,7 +94,7 @@ class BadNode:
 
     async def lease(self, node_id: NodeId = EVIL, num: int = 8) -> tuple[Grant, ...]:
         beat = Heartbeat(boot_id=self.boot_id, state=NodeState.LIVE, live=(self.live,))
-        self._follow((await self.client.heartbeat(node_id, beat, deadline_s=5.0)).orders)
+        self._follow((await self.client.heartbeat(node_id, beat, deadline_s=60.0)).orders)
         body = LeaseRequest(
             request_id=uuid.uuid4().hex,
             node_id=node_id,
@@ -103,7 +103,7 @@ class BadNode:
             wait_s=0.2,
             live=(self.live,),
         )
-        answer = await self.client.lease(body, deadline_s=5.0)
+        answer = await self.client.lease(body, deadline_s=60.0)
         self._follow(answer.orders)
         return answer.grants
 
@@ -139,7 +139,7 @@ class BadNode:
             for grant, row in rows
         )
         body = DeliveryRequest(node_id=EVIL, boot_id=self.boot_id, deliveries=deliveries)
-        answer = await self.client.deliver(body, deadline_s=5.0)
+        answer = await self.client.deliver(body, deadline_s=60.0)
         found = [result.status for result in answer.results]
         self.statuses.update(found)
         return found
