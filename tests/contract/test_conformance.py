@@ -38,6 +38,9 @@ NUM_AT_ONCE = 10
 SLOW = ("ignores-drain", "stays-on-first", "names-first-version", "one-live-beat", "never-fetches")
 """Faults that keep the double waiting until a timeout."""
 TIMEOUT_S = 60.0
+TIMED_RULES = {"heartbeat-in-time", "drain-obeyed"}
+"""Rules with a limit in seconds. On a slow machine the other processes of this test may break one
+of them too."""
 
 Command = Callable[[JoinInfo], Sequence[str]]
 
@@ -150,7 +153,9 @@ def examined() -> dict[str, tuple[RuleVerdict, ...]]:
 def test_faulty_node_fails_by_name(
     examined: dict[str, tuple[RuleVerdict, ...]], fault: str
 ) -> None:
-    assert failed(examined[fault]) == faulty_node.FAULTS[fault][1], not_ok(examined[fault])
+    expected = faulty_node.FAULTS[fault][1]
+    assert failed(examined[fault]) - TIMED_RULES == expected - TIMED_RULES, not_ok(examined[fault])
+    assert failed(examined[fault]) >= expected, not_ok(examined[fault])
 
 
 @pytest.mark.timeout(300)
