@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The basic types of penstock, and the bounds of values that cross the wire. Any module may import
-this one; it imports only the standard library and msgspec, which checks bounds while it decodes.
-
-A bound is declared once, on the field of a message. Repeated fields (rows, turns) have cheap ones,
-of lengths and numbers; a pattern costs ten times as much, so only fields of a request have one.
+"""The basic types of penstock. Any module may import this one; it imports only the standard
+library, msgspec and `bounds`.
 
 Arrays are little-endian bytes with typed views, never Python lists: encoding a record of 8,000
 tokens takes microseconds instead of milliseconds, and nothing in between can re-tokenise it.
@@ -11,7 +8,6 @@ tokens takes microseconds instead of milliseconds, and nothing in between can re
 
 from __future__ import annotations
 
-import re
 import sys
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,47 +17,23 @@ from typing import Annotated, Any, NewType, Protocol
 
 from msgspec import Meta
 
+from penstock.bounds import (
+    MAX_AGENT_CHARS,
+    MAX_TOOL_CHARS,
+    MAX_TOOL_USES,
+    MAX_TURNS,
+    Count,
+    Digest,
+    Finite,
+    Int64,
+    Label,
+    Reward,
+    Role,
+    Seconds,
+    Text,
+)
+
 assert sys.byteorder == "little", "token arrays are little-endian on the wire and in memory"
-
-# --- bounds -----------------------------------------------------------------------------------
-
-MAX_INT = (1 << 63) - 1
-"""Largest integer that a ledger can store."""
-MAX_REWARD = 1e9
-MAX_TURNS = 4096
-MAX_TEXT_CHARS = 2000
-"""Maximum length of an error or a reason, for people."""
-_NO_NUL = r"^[^\u0000]*$"
-
-Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
-Int64 = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
-Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-Reward = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
-Id = Annotated[str, Meta(max_length=128, pattern=_NO_NUL)]
-"""An id of a request, a process or a worker, chosen by its caller."""
-Label = Annotated[str, Meta(max_length=256)]
-"""A short text of a repeated field."""
-Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
-"""An error or a reason. May have model output in it; the ledger replaces what it cannot store."""
-SAFE = Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$(?!\n)")
-SafeName = Annotated[str, SAFE]
-"""A name that may become part of a path: no separator, no leading dot."""
-Digest = Annotated[str, Meta(max_length=64, pattern=r"^[0-9a-f]{64}$")]
-"""BLAKE3 in hex; names blobs and manifests, so it becomes part of paths."""
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-def is_safe_name(text: str) -> bool:
-    """Whether a text is a SafeName."""
-    return _SAFE_NAME.fullmatch(text) is not None
-
-
-def is_digest(text: str) -> bool:
-    """Whether a text is a Digest."""
-    return _DIGEST.fullmatch(text) is not None
-
 
 # --- ids and arrays ---------------------------------------------------------------------------
 
@@ -213,10 +185,6 @@ class SamplingSpec:
     trainer cannot recompute, so such an answer is never trained."""
 
 
-MAX_ROLE_CHARS = 64
-"""Maximum length of a role name; the ledger stores it with the row."""
-
-
 class FinishReason(StrEnum):
     STOP = "stop"
     """The model ended its answer, or a stop string appeared."""
@@ -253,9 +221,32 @@ class Turn:
     """Seconds since 1970, by the node's clock."""
     ended_at: Finite = 0.0
     """Seconds since 1970, by the node's clock."""
-    role: Annotated[str, Meta(max_length=MAX_ROLE_CHARS)] = ""
+    role: Role = ""
     """The policy's role in the workflow, if it sets one; `route` rules can select by it. At most
     MAX_ROLE_CHARS characters."""
+    reward: Reward | None = None
+    """Its own reward, if the workflow gave one; it replaces that of its role for this turn."""
+    agent: Annotated[str, Meta(max_length=MAX_AGENT_CHARS)] = ""
+    """The sub-agent that made the call, as a path of spawns like `0.2`; empty for the workflow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """One call of a tool, for people: what the model saw of it is in the next turn's prompt."""
+
+    turn: Int64
+    """Index of the last turn before it; -1 for none."""
+    name: Label
+    arguments: Annotated[str, Meta(max_length=MAX_TOOL_CHARS)]
+    """JSON, cut at MAX_TOOL_CHARS."""
+    result: Annotated[str, Meta(max_length=MAX_TOOL_CHARS)]
+    """Text or an error, cut at MAX_TOOL_CHARS."""
+    is_error: bool = False
+    seconds: Seconds = 0.0
+    cost: Finite = 0.0
+    """What the server says that it cost, in its own unit; 0 if it says nothing."""
+    agent: Annotated[str, Meta(max_length=MAX_AGENT_CHARS)] = ""
+    """As in Turn."""
 
 
 def is_usable(turn: Turn) -> bool:
@@ -296,6 +287,8 @@ class FailureKind(StrEnum):
     """The attempt exceeded its start-to-close time."""
     SANDBOX = "sandbox"
     """The sandbox of a program, tool or reward failed: never the fault of an attempt."""
+    ENVIRONMENT = "environment"
+    """The environment hung, crashed, or returned what its protocol does not allow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,6 +335,12 @@ class Trajectory:
     """Seconds since 1970, by the node's clock."""
     boot_id: Label = ""
     """Which start of the node process produced it; may be empty."""
+    role_rewards: Annotated[Mapping[Role, Reward], Meta(max_length=64)] = field(
+        default_factory=dict[str, float]
+    )
+    """Rewards of roles that have their own; turns of any other role earn `reward`."""
+    tool_uses: Annotated[tuple[ToolUse, ...], Meta(max_length=MAX_TOOL_USES)] = ()
+    """Its tool calls, in order."""
 
 
 class DropReason(StrEnum):

@@ -15,12 +15,13 @@ from tests.attacks.in_process import dataflow_door, weights_door
 from tests.contract.test_weights_deltas import versions
 from tests.unit.weights.weight_servers import running_weight_server, tampering_server
 
+from penstock.bounds import is_digest, is_safe_name
 from penstock.config import demo_config
 from penstock.dataflow.ledger.blobs import BlobStore
 from penstock.errors import BadRequest, ConfigError, WeightsError
 from penstock.fleet.run_folder import RunFolder
 from penstock.runs.join import local_node_options, node_state_dir
-from penstock.types import PublishedVersion, is_digest, is_safe_name
+from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
 from penstock.weights.deltas.chain import DeltaChain, DeltaEntry, is_valid_chain
 from penstock.weights.manifest import FileEntry

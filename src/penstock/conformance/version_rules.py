@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from penstock.bounds import is_digest
 from penstock.dataflow.service.trainers.messages import PublishRequest
 from penstock.errors import WeightsError
-from penstock.types import PolicyName, is_digest
+from penstock.types import PolicyName
 from penstock.weights.manifest import SnapshotManifest, digest_of, parse_manifest
 from penstock.weights.tensors import TensorEntry, scan
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from starlette.responses import Response
 
+from penstock.bounds import is_digest
 from penstock.conformance.dataflow_double import Handler
-from penstock.types import is_digest
 from penstock.weights.manifest import parse_manifest
 from penstock.weights.serving.server import RANGE, parse_range
 from penstock.wire.routes import Call

@@ -11,9 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.bounds import MAX_ROLE_CHARS
 from penstock.gateway.model_calls import Answer, Call, RawPrompt
 from penstock.gateway.sampling import read_overrides
-from penstock.types import MAX_ROLE_CHARS, JsonObject, PolicyName
+from penstock.types import (
+    JsonObject,
+    PolicyName,
+)
 
 if TYPE_CHECKING:  # a reward worker that imports a user's workflow module must start fast
     from penstock.gateway.session import Session

@@ -11,10 +11,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.bounds import is_safe_name
 from penstock.config import ModelConfig, RunConfig
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
-from penstock.types import NodeId, is_safe_name, subject_of_node
+from penstock.types import (
+    NodeId,
+    subject_of_node,
+)
 from penstock.wire.auth import subject_of
 from penstock.wire.held_token import Token
 

@@ -17,8 +17,9 @@ from typing import TypeVar
 
 import structlog
 
+from penstock.bounds import is_digest
 from penstock.errors import WeightsError, WireError, wrap_errors
-from penstock.types import PublishedVersion, is_digest
+from penstock.types import PublishedVersion
 from penstock.weights.deltas.chain import DeltaChain, DeltaEntry, is_valid_chain
 from penstock.weights.manifest import (
     MAX_MANIFEST_BYTES,

@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
+from penstock.bounds import is_digest, is_safe_name
 from penstock.errors import WeightsError
-from penstock.types import PolicyName, is_digest, is_safe_name
+from penstock.types import PolicyName
 from penstock.weights.deltas.chain import MAX_FILE_BYTES
 from penstock.weights.tensors import MAX_TENSORS, TensorEntry, check_tensor
 

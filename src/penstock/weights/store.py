@@ -25,9 +25,9 @@ import msgspec
 import structlog
 from blake3 import blake3
 
+from penstock.bounds import is_digest
 from penstock.durable import sync
 from penstock.errors import WeightsError
-from penstock.types import is_digest
 from penstock.weights.deltas.chain import DeltaEntry, cheapest_chain
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of
 from penstock.weights.tensors import Scan, Sink, scan

@@ -25,8 +25,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.weights.snapshot_folders import safetensors_bytes, weights_bytes
 
+from penstock.bounds import is_digest
 from penstock.errors import WeightsError
-from penstock.types import PolicyName, is_digest
+from penstock.types import PolicyName
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.deltas.codec import apply_payload
 from penstock.weights.deltas.delta import read_delta, write_delta

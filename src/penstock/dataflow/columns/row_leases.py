@@ -18,9 +18,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from penstock.bounds import Count, Id, SafeName, Seconds
 from penstock.dataflow.column_records import ReaderRecord, RowLeaseRecord
 from penstock.dataflow.core.names import ADMITTED, TRAIN
-from penstock.types import Count, Id, RowId, SafeName, Seconds
+from penstock.types import RowId
 
 MAX_FINISHED_REQUESTS = 256
 

@@ -10,8 +10,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from penstock.bounds import Count, Digest
 from penstock.dataflow.core.leasing import DeliveryStatus
-from penstock.types import Count, Digest, RowId
+from penstock.types import RowId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from penstock.bounds import SAFE, Count, Id
 from penstock.dataflow.records import row_id
-from penstock.types import SAFE, Count, GroupId, Id, NodeId, PolicyName, RowId
+from penstock.types import (
+    GroupId,
+    NodeId,
+    PolicyName,
+    RowId,
+)
 
 MAX_CAPACITY = 100_000
 

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from penstock.bounds import Count, Text
 from penstock.dataflow.records import (
     CommitRecord,
     GroupRecord,
@@ -20,14 +21,12 @@ from penstock.dataflow.records import (
     VersionRecord,
 )
 from penstock.types import (
-    Count,
     DropReason,
     GroupId,
     NodeId,
     PolicyName,
     RowId,
     RowSummary,
-    Text,
 )
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from penstock.bounds import Count, Finite, Seconds
 from penstock.dataflow.records import Journal, MetaRecord
-from penstock.types import Count, Finite, Seconds
 
 ALPHA = 1e-4
 """Chance that an honest credential is ever quarantined by one of the two tests."""

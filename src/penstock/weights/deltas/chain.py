@@ -13,7 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from penstock.types import Digest, is_digest
+from penstock.bounds import Digest, is_digest
 
 MAX_FILE_BYTES = 1 << 44
 """Maximum size of a blob."""

@@ -24,8 +24,8 @@ from typing import BinaryIO, Protocol
 
 import msgspec
 
+from penstock.bounds import is_digest
 from penstock.errors import WeightsError
-from penstock.types import is_digest
 from penstock.weights.deltas.codec import (
     NUM_THREADS,
     TensorDiff,

@@ -19,8 +19,8 @@ from collections.abc import AsyncGenerator, Callable, Collection, Generator, Map
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+from penstock.bounds import is_digest
 from penstock.errors import WeightsError
-from penstock.types import is_digest
 from penstock.weights.deltas.chain import MAX_BASES, DeltaEntry
 from penstock.weights.manifest import FileEntry, SnapshotManifest
 from penstock.weights.pulling.partial import Partial, verify

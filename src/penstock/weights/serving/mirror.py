@@ -17,8 +17,8 @@ from typing import BinaryIO
 import msgspec
 from blake3 import blake3
 
+from penstock.bounds import is_digest
 from penstock.errors import WeightsError, wrap_errors
-from penstock.types import is_digest
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import digest_of, parse_manifest
 from penstock.weights.rebuild import rebuild_blob

@@ -16,8 +16,8 @@ import msgspec
 import structlog
 from anyio.to_thread import run_sync
 
+from penstock.bounds import is_digest
 from penstock.errors import NotFound, Unreachable
-from penstock.types import is_digest
 from penstock.weights.deltas.chain import DeltaEntry, cheapest_chain
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of
 from penstock.weights.serving.sources import missing

@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
+from penstock.bounds import is_digest
 from penstock.errors import ConfigError, NotFound, Unreachable
-from penstock.types import is_digest
 from penstock.weights.store import open_regular
 
 PIECE_BYTES = 1 << 20

@@ -19,10 +19,10 @@ from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from penstock.bounds import is_digest
 from penstock.errors import BadRequest, WireError
 from penstock.observe.metric_names import PROMETHEUS
 from penstock.observe.prometheus import new_registry
-from penstock.types import is_digest
 from penstock.weights.deltas.chain import MAX_BASES, DeltaChain
 from penstock.weights.serving.sources import Blob, Source
 from penstock.wire.auth import Role, Verifier

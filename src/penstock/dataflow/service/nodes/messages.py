@@ -11,17 +11,14 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from penstock.bounds import SAFE, Count, Id, Seconds
 from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState
 from penstock.types import (
-    SAFE,
-    Count,
-    Id,
     NodeId,
     PolicyName,
     PublishedVersion,
     RowId,
     SamplingSpec,
-    Seconds,
     Task,
     Turn,
 )

@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from penstock.bounds import MAX_REWARD, MAX_ROLE_CHARS, MAX_TURNS
 from penstock.dataflow.service.nodes.model_limits import MAX_TOKEN_ID, ModelLimits
 from penstock.types import (
-    MAX_REWARD,
-    MAX_ROLE_CHARS,
-    MAX_TURNS,
     MIN_TEMPERATURE,
     PolicyName,
     RowSummary,

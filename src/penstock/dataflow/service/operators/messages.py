@@ -11,9 +11,14 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from penstock.bounds import Count, Finite, Id
 from penstock.dataflow.core.leasing import LiveVersion
 from penstock.dataflow.core.spot_checks import CheckCounts
-from penstock.types import Count, Finite, Id, JsonObject, NodeId, PolicyName
+from penstock.types import (
+    JsonObject,
+    NodeId,
+    PolicyName,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from penstock.bounds import Count, Id, Seconds
 from penstock.dataflow.core.messages import NumberedMessage
 from penstock.dataflow.service.operators.messages import PartitionMetrics
-from penstock.types import Count, Id, Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from penstock.bounds import Count, Id, SafeName, Seconds
 from penstock.dataflow.columns.row_leases import Claim, LeasedRow, LeaseOutcome, ReaderSpec
 from penstock.dataflow.columns.values import ColumnStatus, RowValues, WireValue
 from penstock.dataflow.core.leasing import DeliveryStatus
-from penstock.types import Count, Id, RowId, SafeName, Seconds
+from penstock.types import RowId
 
 MANY = Meta(max_length=100_000)
 """Of rows in one call; handlers allow fewer, by the work that a row is."""

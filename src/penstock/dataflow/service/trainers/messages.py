@@ -12,18 +12,12 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from penstock.bounds import Count, Digest, Id, Int64, Label, Seconds, Text
 from penstock.types import (
-    Count,
-    Digest,
-    Id,
-    Int64,
-    Label,
     Manifest,
     PolicyName,
     RowId,
     RowPayload,
-    Seconds,
-    Text,
 )
 
 
