@@ -32,6 +32,8 @@ class Answer:
 
     tokens: int
     reward: float
+    tokens_of: Mapping[PolicyName, int] | None = None
+    """By policy; None: every policy has sampled all of them."""
 
 
 class Tally:
@@ -246,7 +248,7 @@ def _row(
             digest="",
             outcome=OutcomeKind.COMPLETED,
             reward=answer.reward,
-            sampled=dict.fromkeys(versions, answer.tokens),
+            sampled=answer.tokens_of or dict.fromkeys(versions, answer.tokens),
             versions=versions,
         ),
         group_id=grant.group_id,
