@@ -10,7 +10,7 @@ from benchmarks.multipolicy_workload import pair
 
 
 def test_a_version_barrier_costs_what_the_slower_trainer_takes_longer() -> None:
-    workload = pair(sigma=0.0, rollout_to_train=2.0, steps=16, slowness=1.5)
+    workload = pair(sigma=0.0, rollout_to_train=2.0, steps=30, slowness=1.5)
     ours, barrier = (run_pair(workload, has_barrier=has_one) for has_one in (False, True))
     assert ours.verifier_s / ours.solver_s == pytest.approx(1.5, rel=0.03)
     assert barrier.solver_s / ours.solver_s == pytest.approx(1.5, rel=0.03)
