@@ -133,8 +133,8 @@ chaos:
 
 # What CI has time for; see the counts of `make chaos` above.
 chaos-quick:
-	$(MAKE) chaos KILLS=30 IMAGES=20 FLIPS=500 FILLS=3 SYNC_FAULTS=4 DEMO_KILLS=4 CHAINS=300 WEIGHTS_FAULTS=50 SWAPS=10 ENGINE_KILLS=2 \
-	  SESSIONS=60 ONLINE_S=120 TRAINER_KILLS=10 PYTEST_ARGS="-m 'not vllm' $(PYTEST_ARGS)"
+	$(MAKE) chaos KILLS=30 IMAGES=20 FLIPS=500 FILLS=3 SYNC_FAULTS=4 DEMO_KILLS=2 CHAINS=300 WEIGHTS_FAULTS=50 SWAPS=10 ENGINE_KILLS=2 \
+	  SESSIONS=60 ONLINE_S=40 TRAINER_KILLS=4 PYTEST_ARGS="-m 'not vllm' $(PYTEST_ARGS)"
 
 # Every attack that must fail, one test at a time: some flood a service.
 attacks:

@@ -2,7 +2,7 @@
 """Agents from outside while a run trains: the service never stops, late rewards are trained or
 counted, and nothing without a reward is.
 
-Two minutes in CI, ten in a full campaign: PENSTOCK_ONLINE_S."""
+Under a minute in CI, ten in a full campaign: PENSTOCK_ONLINE_S."""
 
 from __future__ import annotations
 
