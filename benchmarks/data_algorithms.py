@@ -2,8 +2,9 @@
 """Data algorithms at work: rollouts that a learner needs to reach a target accuracy.
 
 The real service over a real ledger serves one prompt stream of mixed difficulty; only the rules
-differ. Replay is measured on top of dynamic sampling, and so is GRESO. Beside it, in virtual time:
-which answers expire under EDF and under FIFO, when lengths are log-normal."""
+differ. Replay is measured on top of dynamic sampling, and so is GRESO. What learns is a few
+numbers, or with `--learner lm` a small language model. Beside it, in virtual time: which answers
+expire under EDF and under FIFO, when lengths are log-normal."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ import argparse
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,12 +23,13 @@ from benchmarks.bandit import Learner, TaskSet
 from benchmarks.harness import log_line, result, scratch
 from benchmarks.local_run import LocalNode, LocalTrainer, quiet, run_config, write_tasks
 from benchmarks.plot import Bar, bars
+from benchmarks.reverse_tasks import make_tasks
 from benchmarks.staleness import POLICY, Workload, observe
 from penstock.dataflow.core.leasing import Grant, LiveVersion
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.sources import derive_seed
-from penstock.types import Task
+from penstock.types import Manifest, Task
 
 T_95 = {3: 4.303, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}
 """Student's t, two-sided 95 %, by number of seeds."""
@@ -53,6 +55,7 @@ VARIANTS: Mapping[str, Rules] = {
     "greso, replay 0.5": GRESO + replay(0.5),
 }
 """`dynamic sampling` is replay ratio 0."""
+LM_VARIANTS = ("vanilla", "dynamic sampling", "replay 0.5", "greso", "greso, replay 0.5")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,12 @@ class Setting:
     max_staleness: int = 1
     target: float = 0.8
     max_steps: int = 400
+    is_lm: bool = False
+    """A small language model learns, instead of a few numbers."""
+
+
+LM = Setting(groups_per_batch=64, max_steps=150, target=0.5, is_lm=True)
+QUICK_LM = Setting(groups_per_batch=64, max_steps=40, target=0.3, is_lm=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +90,11 @@ class Reached:
 def open_service(setting: Setting, rules: Rules, seed: int, folder: Path) -> DataflowService:
     """The service over one prompt stream, the same for every variant of a seed."""
     order = np.random.default_rng([seed, 1]).permutation(setting.num_tasks)
+    tasks = make_tasks(seed) if setting.is_lm else [{"task": n} for n in range(setting.num_tasks)]
     config = run_config(
         seed=seed,
         rules=rules,
-        tasks=write_tasks(folder / "tasks.jsonl", ({"task": int(task)} for task in order)),
+        tasks=write_tasks(folder / "tasks.jsonl", (tasks[place] for place in order)),
         group_size=setting.group_size,
         groups_per_batch=setting.groups_per_batch,
         max_staleness=setting.max_staleness,
@@ -93,33 +103,67 @@ def open_service(setting: Setting, rules: Rules, seed: int, folder: Path) -> Dat
     return build(config, folder / "ledger")
 
 
+class Player(Protocol):
+    """What learns: it answers tasks and trains on batches."""
+
+    @property
+    def accuracy(self) -> float: ...
+    def prepare(self, leased: Sequence[tuple[Task, Grant]]) -> None: ...
+    def reward(self, task: Task, grant: Grant, live: Sequence[LiveVersion]) -> float: ...
+    def train(self, batch: Manifest) -> None: ...
+
+
+@dataclass(slots=True)
+class BanditPlayer:
+    learner: Learner
+    seed: int
+    task_of: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def accuracy(self) -> float:
+        return self.learner.accuracy
+
+    def prepare(self, leased: Sequence[tuple[Task, Grant]]) -> None:
+        for task, _ in leased:
+            self.task_of[task.key] = int(task.payload["task"])
+
+    def reward(self, task: Task, grant: Grant, live: Sequence[LiveVersion]) -> float:
+        luck = derive_seed(self.seed, grant.group_id, grant.slot) / (1 << 63)
+        return float(luck < self.learner.chance(self.task_of[task.key], live[0].number))
+
+    def train(self, batch: Manifest) -> None:
+        self.learner.train(batch, [self.task_of[group.task_key] for group in batch.groups])
+
+
+def new_player(setting: Setting, seed: int, folder: Path) -> Player:
+    if setting.is_lm:
+        from benchmarks.small_lm import SmallLm
+
+        return SmallLm(folder, seed)
+    tasks = TaskSet.draw(np.random.default_rng(seed), setting.num_tasks)
+    return BanditPlayer(Learner(tasks), seed)
+
+
 async def train(setting: Setting, rules: Rules, seed: int, folder: Path) -> Reached:
-    learner = Learner(TaskSet.draw(np.random.default_rng(seed), setting.num_tasks))
-    task_of: dict[str, int] = {}
-
-    def reward(task: Task, grant: Grant, live: Sequence[LiveVersion]) -> float:
-        number = int(task.payload["task"])
-        task_of[task.key] = number
-        luck = derive_seed(seed, grant.group_id, grant.slot) / (1 << 63)
-        return float(luck < learner.chance(number, live[0].number))
-
+    player = new_player(setting, seed, folder)
     service = open_service(setting, rules, seed, folder)
     try:
-        trainer, node = LocalTrainer(service, POLICY), LocalNode(service, reward)
+        trainer = LocalTrainer(service, POLICY)
+        node = LocalNode(service, player.reward, prepare=player.prepare)
         await trainer.take_over()
         await node.join()
-        while learner.accuracy < setting.target and trainer.number < setting.max_steps:
+        while player.accuracy < setting.target and trainer.number < setting.max_steps:
             batch = await trainer.batch()
             if batch is None:
                 await node.work(max_slots=setting.groups_per_batch * setting.group_size)
                 continue
-            learner.train(batch, [task_of[group.task_key] for group in batch.groups])
+            player.train(batch)
             await trainer.commit()
         wasted = sum(service.coordinator.waste.tokens.values())
         return Reached(
             rollouts=node.num_rollouts,
             steps=trainer.number,
-            accuracy=learner.accuracy,
+            accuracy=player.accuracy,
             skipped=service.coordinator.supply.num_skipped,
             wasted=wasted / node.num_rollouts,
         )
@@ -148,6 +192,8 @@ def compare(
         for name, rules in variants.items():
             with scratch(parent) as folder:
                 found[name].append(asyncio.run(train(setting, rules, seed, folder)))
+            one = found[name][-1]
+            log_line(f"seed {seed}, {name}: {one.rollouts:,} rollouts, {one.steps} steps")
         last = ", ".join(f"{name} {runs[-1].rollouts:,}" for name, runs in found.items())
         log_line(f"seed {seed}: rollouts to accuracy {setting.target}: {last}")
     return found
@@ -181,13 +227,18 @@ def key(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a lower target, fewer seeds")
+    parser.add_argument("--learner", choices=("bandit", "lm"), default="bandit")
     parser.add_argument("--folder", type=Path, help="where the ledgers are written")
     parser.add_argument("--plot", type=Path, help="write the figure there, as SVG")
     options = parser.parse_args()
     quiet()
-    setting = Setting(target=0.55) if options.quick else Setting()
-    seeds = range(3 if options.quick else 6)
-    found = compare(setting, VARIANTS, seeds, options.folder)
+    if options.learner == "lm":
+        setting = QUICK_LM if options.quick else LM
+    else:
+        setting = Setting(target=0.55) if options.quick else Setting()
+    seeds = range(3 if options.quick else 5 if setting.is_lm else 6)
+    variants = {name: VARIANTS[name] for name in (LM_VARIANTS if setting.is_lm else VARIANTS)}
+    found = compare(setting, variants, seeds, options.folder)
     rollouts = {name: Summary.of([run.rollouts for run in runs]) for name, runs in found.items()}
     for name, runs in found.items():
         missed = sum(run.accuracy < setting.target for run in runs)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,8 @@ class Sampler:
         """Fresh tasks answered by the weights loaded, which are of version `number`."""
         prompts, answers, rewards_R = self._play(num_groups)
         prompts_RP = np.repeat(prompts, NUM_GENERATIONS, axis=0)
-        return _batch(prompts_RP, answers, rewards_R, number, trains_from)
+        numbers_R = np.full(rewards_R.size, number)
+        return make_batch(prompts_RP, answers, rewards_R, numbers_R, trains_from)
 
     def reward(self, num_groups: int) -> float:
         """What the weights loaded earn with fresh tasks, on average."""
@@ -77,15 +77,18 @@ class Sampler:
         ordinals = range(self._num_tasks, self._num_tasks + num_groups)
         self._num_tasks += num_groups
         tasks = [reverse.make_task(ordinal, self._seed) for ordinal in ordinals]
-        prompts = np.array([self._tokenizer.encode(task["prompt"]).ids for task in tasks])
-        answers = self._answer(torch.tensor(prompts))
+        prompts = np.array([self.encode(task["prompt"]) for task in tasks])
+        answers = self.answer(prompts)
         truths = [task["answer"] for task in tasks for _ in range(NUM_GENERATIONS)]
-        return prompts, answers, self._score(answers, truths)
+        return prompts, answers, np.array(reverse.reward(self.texts(answers), truths))
+
+    def encode(self, prompt: str) -> list[int]:
+        return self._tokenizer.encode(prompt).ids
 
     @torch.no_grad()
-    def _answer(self, prompts: Tensor) -> Answers:
-        """Each prompt is read once for all of its group."""
-        out = self._model(input_ids=prompts, use_cache=True, logits_to_keep=1)
+    def answer(self, prompts: Ints) -> Answers:
+        """A group of answers to each prompt, which is read once for all of them."""
+        out = self._model(input_ids=torch.tensor(prompts), use_cache=True, logits_to_keep=1)
         out.past_key_values.batch_repeat_interleave(NUM_GENERATIONS)
         logits_RV = out.logits[:, -1].repeat_interleave(NUM_GENERATIONS, dim=0)
         ids, logprobs = list[Tensor](), list[Tensor]()
@@ -104,25 +107,24 @@ class Sampler:
             ids_RG=ids_RG, logprobs_RG=torch.cat(logprobs, dim=1).numpy(), lengths_R=lengths_R
         )
 
-    def _score(self, answers: Answers, truths: Sequence[str]) -> Floats:
-        texts = [
+    def texts(self, answers: Answers) -> list[str]:
+        return [
             self._tokenizer.decode(ids[:length].tolist())
             for ids, length in zip(answers.ids_RG, answers.lengths_R, strict=True)
         ]
-        return np.array(reverse.reward(texts, truths))
 
 
-def _batch(
-    prompts_RP: Ints, answers: Answers, rewards_R: Floats, number: int, trains_from: int
+def make_batch(
+    prompts_RP: Ints, answers: Answers, rewards_R: Floats, numbers_R: Ints, trains_from: int
 ) -> Batch:
-    """As it would be cut from the records that nodes deliver."""
+    """As it would be cut from the records that nodes deliver; whole groups, one after another."""
     num_rows = rewards_R.size
     return Batch(
         seq=trains_from + 1,
         trains_from=trains_from,
-        samples=_samples(prompts_RP, answers, number),
+        samples=_samples(prompts_RP, answers, numbers_R),
         groups_R=np.arange(num_rows) // NUM_GENERATIONS,
-        staleness_R=np.full(num_rows, trains_from - number),
+        staleness_R=trains_from - numbers_R,
         costs_R=np.ones(num_rows),  # one rank, which computes them all
         row_columns={"reward": rewards_R},
         longest_R=answers.lengths_R,
@@ -130,16 +132,17 @@ def _batch(
     )
 
 
-def _samples(prompts_RP: Ints, answers: Answers, number: int) -> Samples:
+def _samples(prompts_RP: Ints, answers: Answers, numbers_R: Ints) -> Samples:
     """One per row; a sample has one turn."""
     num_prompt: int = prompts_RP.shape[1]
-    place_L = np.arange(num_prompt + NUM_TOKENS) - num_prompt
+    place_L = np.arange(num_prompt + answers.ids_RG.shape[1]) - num_prompt
     is_there_RL = place_L < answers.lengths_R[:, None]
     ids_RL = np.concatenate([prompts_RP, answers.ids_RG], axis=1)
     logprobs_RL = np.pad(answers.logprobs_RG, ((0, 0), (num_prompt, 0)))
     place_T = np.broadcast_to(place_L, ids_RL.shape)[is_there_RL]
     ends_S = np.cumsum(num_prompt + answers.lengths_R)
     shape = place_T.shape
+    numbers_T = np.broadcast_to(numbers_R[:, None], ids_RL.shape)[is_there_RL]
     return Samples(
         starts_S=ends_S - num_prompt - answers.lengths_R,
         ends_S=ends_S,
@@ -147,7 +150,7 @@ def _samples(prompts_RP: Ints, answers: Answers, number: int) -> Samples:
         ids_T=ids_RL[is_there_RL].astype(np.int32),
         mask_T=place_T >= 0,
         logprobs_T=logprobs_RL[is_there_RL],
-        versions_T=np.where(place_T >= 0, number, -1).astype(np.int32),
+        versions_T=np.where(place_T >= 0, numbers_T, -1).astype(np.int32),
         turns_T=np.zeros(shape, np.int32),
         roles_T=np.zeros(shape, np.int32),
         sampled_T=np.maximum(place_T, 0),

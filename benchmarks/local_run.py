@@ -108,6 +108,8 @@ class LocalNode:
 
     service: DataflowService
     reward: Reward
+    prepare: Callable[[Sequence[tuple[Task, Grant]]], None] | None = None
+    """Called with all that a lease brought, before their rewards are asked for one by one."""
     node_id: NodeId = NODE
     num_rollouts: int = 0
     _num_asked: int = 0
@@ -135,7 +137,10 @@ class LocalNode:
         )
         if not answer.grants:
             return 0
-        await self._deliver([self._attempt(answer.tasks[g.task], g) for g in answer.grants])
+        leased = [(answer.tasks[grant.task], grant) for grant in answer.grants]
+        if self.prepare is not None:
+            self.prepare(leased)
+        await self._deliver([self._attempt(task, grant) for task, grant in leased])
         return len(answer.grants)
 
     async def _load(self) -> None:
