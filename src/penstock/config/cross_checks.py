@@ -17,6 +17,7 @@ from penstock.config.pipeline_cross_checks import (
     row_stage_checks,
     row_stages,
 )
+from penstock.config.roles import role_contradictions
 from penstock.config.rules import RuleConfig
 from penstock.config.run_sections import PolicyConfig, RunSections
 from penstock.config.sources import WORKFLOWS
@@ -33,6 +34,7 @@ VLLM_TEMPERATURE_RANGE = (0.01, 2.0)
 def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     """Every contradiction between sections."""
     yield from repeated_names("source", [source.name for source in config.sources], "sources")
+    yield from role_contradictions(config.roles, config.models)
     yield from _temperatures(config)
     yield from row_stage_checks(config)
     yield from dict.fromkeys(_groups_too_small(config))

@@ -16,6 +16,7 @@ from penstock.config.dataflow import DataflowConfig
 from penstock.config.models import ModelConfig
 from penstock.config.network import NetworkConfig
 from penstock.config.pipeline import PipelineConfig
+from penstock.config.roles import Roles
 from penstock.config.rules import RuleConfig, effective_rules
 from penstock.config.sandbox import SandboxConfig
 from penstock.config.sources import SourceConfig, WorkflowConfig
@@ -74,6 +75,8 @@ class RunSections(Section):
     Slow."""
     models: Annotated[Mapping[Name, ModelConfig], non_empty()]
     """One entry per policy."""
+    roles: Roles = Field(default_factory=dict[str, str])
+    """Policy by role, such as {solver: big, verifier: small}; a policy's own name is a role too."""
     sources: Annotated[tuple[SourceConfig, ...], Field(strict=False), non_empty()]
     """Where tasks come from."""
     workflow: WorkflowConfig = "single_turn"

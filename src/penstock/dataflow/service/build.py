@@ -286,6 +286,7 @@ def run_info(config: RunConfig) -> RunInfo:
         adapters=tuple(_shared_bases(config)),
         sources=tuple(_own_settings(config)),
         accepts_untrusted=config.trust.accept_untrusted,
+        roles={role: PolicyName(policy) for role, policy in config.roles.items()},
     )
 
 

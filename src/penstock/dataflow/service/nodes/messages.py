@@ -6,6 +6,7 @@ Owns shapes only. Every mutating call carries an id chosen by its caller; repeat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -94,6 +95,8 @@ class RunInfo:
     """Sources that differ from the run in workflow, reward or sampling."""
     accepts_untrusted: bool = False
     """Nodes with an untrusted token may join; the trusted side checks their rows."""
+    roles: Mapping[str, PolicyName] = field(default_factory=dict[str, PolicyName])
+    """Policy by role; a policy's own name is a role too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
