@@ -4,7 +4,8 @@
 PenstockError
 ├── ConfigError (ValueError)      the run file is wrong; names file, line and fix
 ├── WireError                     a call between services failed
-│   ├── BadRequest 400            ContextOverflow if a prompt exceeds the model's window
+│   ├── BadRequest 400            ContextOverflow if a prompt exceeds the model's window;
+│   │                             BudgetExceeded if a sub-agent used up what its parent allowed
 │   ├── Unauthorized 401 · Forbidden 403 · NotFound 404
 │   ├── Conflict 409              contradicts an earlier write
 │   │   ├── Fenced 409            the caller's lease, boot_id or incarnation is outdated
@@ -62,6 +63,17 @@ class ContextOverflow(BadRequest):
         super().__init__(message)
         self.num_tokens = num_tokens
         self.window = window
+
+
+class BudgetExceeded(BadRequest):
+    """A sub-agent needs more than its parent allowed: `limit` is tokens, calls, depth or time. Only
+    the gateway and `ctx.spawn` raise it, so it is not in WIRE_ERRORS."""
+
+    code = "budget_exceeded"
+
+    def __init__(self, message: str, *, limit: str) -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 class Unauthorized(WireError):

@@ -20,7 +20,7 @@ from penstock.config.pipeline_cross_checks import (
 from penstock.config.roles import role_contradictions
 from penstock.config.rules import RuleConfig
 from penstock.config.run_sections import PolicyConfig, RunSections
-from penstock.config.sources import WORKFLOWS
+from penstock.config.sources import SELF_SCORED, WORKFLOWS
 from penstock.config.trainer import SamplingConfig
 from penstock.config.trust import SCORE_STAGE
 from penstock.options import Contradiction, KeyPath
@@ -193,17 +193,17 @@ def _duplicate_reward(config: RunSections) -> Iterator[Contradiction]:
 
 
 def _missing_reward(config: RunSections) -> Iterator[Contradiction]:
-    """Sources whose every attempt would fail, next to others with a reward: single_turn gives none
-    itself. `check` runs the workflow, and so finds a run without any."""
+    """Sources whose every attempt would fail, next to others with a reward: most built-in workflows
+    give none themselves. `check` runs the workflow, and so finds a run without any."""
     if not any(source.reward for source in config.sources):
         return
     for index, source in enumerate(config.sources):
-        is_builtin = config.workflow_of(source) in WORKFLOWS and source.session is None
-        if is_builtin and config.reward_of(source) is None:
+        name = config.workflow_name_of(source)
+        is_unscored = name in WORKFLOWS and name not in SELF_SCORED and source.session is None
+        if is_unscored and config.reward_of(source) is None:
             yield Contradiction(
-                text=f"source {source.name} has no reward, and workflow "
-                f"{config.workflow_of(source)} gives none itself; set reward: module:function for "
-                "the run or for this source",
+                text=f"source {source.name} has no reward, and workflow {name} gives none itself; "
+                "set reward: module:function for the run or for this source",
                 keys=(("sources", index, "reward"), ("sources", index), ("reward",)),
             )
 
@@ -223,7 +223,7 @@ def _prompts_to_count(config: RunSections) -> Iterator[Contradiction]:
     workflow sends."""
     for index, source in enumerate(config.sources):
         is_counted = source.data is not None and source.data.max_prompt_tokens is not None
-        if is_counted and config.workflow_of(source) not in WORKFLOWS:
+        if is_counted and config.workflow_name_of(source) != "single_turn":
             yield Contradiction(
                 text="max_prompt_tokens counts the prompts of workflow single_turn, and source "
                 f"{source.name} has another; remove it",

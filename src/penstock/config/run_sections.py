@@ -16,10 +16,11 @@ from penstock.config.dataflow import DataflowConfig
 from penstock.config.models import ModelConfig
 from penstock.config.network import NetworkConfig
 from penstock.config.pipeline import PipelineConfig
+from penstock.config.prompts import Prompts
 from penstock.config.roles import Roles
 from penstock.config.rules import RuleConfig, effective_rules
 from penstock.config.sandbox import SandboxConfig
-from penstock.config.sources import SourceConfig, WorkflowConfig
+from penstock.config.sources import SourceConfig, WorkflowConfig, workflow_name
 from penstock.config.stages import PipelineStageConfig, StageConfig
 from penstock.config.trainer import SamplingConfig, TrainingConfig
 from penstock.config.trust import SCORE_STAGE, AnyReward, RewardConfig, TrustConfig
@@ -81,6 +82,8 @@ class RunSections(Section):
     """Where tasks come from."""
     workflow: WorkflowConfig = "single_turn"
     """What attempts a task, for every source without another."""
+    prompts: Prompts = Field(default_factory=dict[str, Any])
+    """Files of prompt templates for `ctx.prompt`, such as {solver: prompts/solver.txt}."""
     reward: AnyReward | None = None
     """What scores a trajectory, for every source without another; null if the workflow does. A
     function alone, or a mapping that also says where."""
@@ -143,6 +146,10 @@ class RunSections(Section):
     def workflow_of(self, source: SourceConfig) -> WorkflowConfig:
         """What attempts the tasks of this source."""
         return source.workflow or self.workflow
+
+    def workflow_name_of(self, source: SourceConfig) -> str:
+        """The name of what attempts the tasks of this source; empty for a command."""
+        return workflow_name(self.workflow_of(source))
 
     def reward_of(self, source: SourceConfig) -> str | None:
         """What scores the trajectories of this source; None if the workflow or a stage does, or

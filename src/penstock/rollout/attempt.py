@@ -5,6 +5,8 @@ data, not a crash.
 Outcomes, in order of precedence:
 - the engine failed                       → failed(engine)
 - a sandbox failed                        → failed(sandbox)
+- `ctx.score` got no reward               → failed(reward | reward_deadline | sandbox)
+- a sub-agent's budget was exceeded       → truncated(length), or truncated(deadline) for its time
 - the workflow raised                     → failed(workflow), with the user's frames in `detail`
   … because the context window was full   → truncated(length) if it had received an answer
 - the workflow received no model answer   → failed(workflow)
@@ -22,21 +24,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, SupportsFloat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, SupportsFloat
 
 import structlog
 
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RunInfo
-from penstock.errors import EngineError, SandboxError, WorkflowError
+from penstock.errors import BudgetExceeded, EngineError, SandboxError, WorkflowError
 from penstock.gateway.gateway import Gateway, Session
 from penstock.rollout.context import Context
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.isolation import Isolation
+from penstock.rollout.prompt_templates import PromptTemplate, parse_prompt
 from penstock.rollout.recorder import Recorder
-from penstock.rollout.rewards.scorer import NO_REWARD, Failed
+from penstock.rollout.rewards.scorer import NO_REWARD, Failed, RewardScorer, ScoringFailed
 from penstock.rollout.user_errors import shorten, user_traceback
 from penstock.rollout.workflows import find_workflow
 from penstock.types import (
@@ -59,10 +62,6 @@ OUT_OF_TIME = Outcome(kind=OutcomeKind.TRUNCATED, reason="deadline")
 OUT_OF_TOKENS = Outcome(kind=OutcomeKind.TRUNCATED, reason="length")
 
 
-class RewardScorer(Protocol):
-    async def score(self, completion: str, task: Task) -> float | Failed: ...
-
-
 def workflow_timeout_s(start_to_close_s: float) -> float:
     """Time limit for the workflow. The slot's limit counts from the grant and includes scoring, so
     some of it is reserved."""
@@ -81,8 +80,12 @@ class AttemptRunner:
     _num_failed: int = 0
     _sampling: dict[str, SamplingSpec] = field(default_factory=dict[str, SamplingSpec])
     """By source, where it differs from the run's."""
+    _prompts: dict[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
 
     def __post_init__(self) -> None:
+        self._prompts = {
+            name: parse_prompt(name, text) for name, text in self._run_info.prompts.items()
+        }
         for info in (self._run_info, *self._run_info.sources):
             find_workflow(info.workflow)  # a wrong name ends the node at its start
         self._sampling = {source.name: source.sampling for source in self._run_info.sources}
@@ -98,6 +101,7 @@ class AttemptRunner:
                 seed=grant.seed,
                 salvaged_turns=salvaged_turns,
                 on_turn=on_turn,
+                roles=self._run_info.roles,
             )
             ctx = Context(
                 session,
@@ -105,12 +109,15 @@ class AttemptRunner:
                 seed=grant.seed,
                 isolation=self._isolation,
                 row_id=grant.row_id,
+                task=task,
+                scorer=self._scorer,
+                prompts=self._prompts,
             )
             try:
                 completion, outcome = await self._run_workflow(task, ctx)
             finally:
                 await ctx.close()
-                turns = self._gateway.close(session)
+                turns = with_agent_rewards(self._gateway.close(session), ctx.agent_rewards)
         outcome = resolve_outcome(outcome, turns, is_window_full=session.has_overflowed)
         reward = None
         if outcome.has_reward and self._run_info.is_scored:
@@ -150,6 +157,10 @@ class AttemptRunner:
                 return None, failed(FailureKind.ENGINE, str(error))
             if isinstance(error, SandboxError):
                 return None, failed(FailureKind.SANDBOX, str(error))
+            if isinstance(error, ScoringFailed):
+                return None, failed(error.failed.kind, error.failed.detail)
+            if isinstance(error, BudgetExceeded):
+                return None, OUT_OF_TIME if error.limit == "time" else OUT_OF_TOKENS
             is_ours = isinstance(error, WorkflowError)
             detail = str(error) if is_ours else user_traceback(error)
             return None, failed(FailureKind.WORKFLOW, detail)
@@ -182,6 +193,18 @@ def _is_cancelled() -> bool:
     """Whether this attempt was cancelled, and not just something its workflow awaits."""
     attempt = asyncio.current_task()
     return attempt is not None and attempt.cancelling() > 0
+
+
+def with_agent_rewards(turns: Sequence[Turn], rewards: Mapping[str, float]) -> tuple[Turn, ...]:
+    """The turns, each with the reward that its sub-agent set unless it has its own."""
+    if not rewards:
+        return tuple(turns)
+    return tuple(
+        replace(turn, reward=rewards[turn.agent])
+        if turn.reward is None and turn.agent in rewards
+        else turn
+        for turn in turns
+    )
 
 
 def failed(kind: FailureKind, detail: str) -> Outcome:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The context passed to a workflow: chat with policies, run programs, set the reward.
+"""The context passed to a workflow: chat with policies, spawn sub-agents, run programs, set the
+reward.
 
-Owns one attempt's view of the gateway. Knows nothing of leases, deliveries or other attempts.
+Owns one agent's view of the gateway. Knows nothing of leases, deliveries or other attempts.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.bounds import MAX_ROLE_CHARS
 from penstock.gateway.model_calls import Answer, Call, RawPrompt
@@ -17,14 +19,20 @@ from penstock.gateway.sampling import read_overrides
 from penstock.types import (
     JsonObject,
     PolicyName,
+    Task,
+    view_ids,
 )
 
 if TYPE_CHECKING:  # a reward worker that imports a user's workflow module must start fast
+    from penstock.gateway.budgets import Budget
     from penstock.gateway.session import Session
     from penstock.rollout.endpoint import Endpoint
     from penstock.rollout.grading.types import GradingLimits, Verdict
     from penstock.rollout.isolation import Isolation
+    from penstock.rollout.prompt_templates import PromptTemplate
+    from penstock.rollout.rewards.scorer import RewardScorer
     from penstock.rollout.tool_sandbox import ToolSandbox
+    from penstock.rollout.workflow import Workflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +117,6 @@ class BoundPolicy:
     ) -> Answer:
         """Make one completion call: the model continues `prompt` without a chat template. The other
         arguments are as in `chat`."""
-        if self._role:
-            raise ValueError(f"complete() does not take a role ({self._role!r}); use chat()")
         overrides = read_overrides(
             {
                 "temperature": temperature,
@@ -123,7 +129,7 @@ class BoundPolicy:
             }
         )
         return await self._session.call(
-            RawPrompt(prompt=prompt, policy=self._name, overrides=overrides)
+            RawPrompt(prompt=prompt, policy=self._name, role=self._role, overrides=overrides)
         )
 
 
@@ -132,7 +138,8 @@ def _stop(texts: str | Sequence[str] | None) -> str | list[str] | None:
 
 
 class Context:
-    """One attempt, as its workflow sees it: the policies to call, and the reward to set."""
+    """One attempt, as its workflow or a sub-agent sees it: the policies to call, and the reward to
+    set."""
 
     def __init__(
         self,
@@ -142,20 +149,32 @@ class Context:
         seed: int,
         isolation: Isolation | None = None,
         row_id: str = "",
+        task: Task | None = None,
+        scorer: RewardScorer | None = None,
+        prompts: Mapping[str, PromptTemplate] | None = None,
     ) -> None:
         self.seed = seed
-        """Seed of this slot: the same for every attempt on every node."""
+        """Seed of this slot, or of this sub-agent: the same for every attempt on every node."""
         self.explicit_reward: float | None = None
         """The last value passed to `reward()`; None means the run's reward function scores."""
+        self.agent_rewards: dict[str, float] = {}
+        """Rewards that sub-agents set, by path."""
         self._session = session
         self._endpoint = endpoint
         self._isolation = isolation
         self._row_id = row_id
+        self._task = task
+        self._scorer = scorer
+        self._prompts = prompts or {}
+        self._role = ""
+        self._num_spawned = 0
+        self._root = self
         self._sandbox: ToolSandbox | None = None
 
     def policy(self, name: str | None = None, *, role: str = "") -> BoundPolicy:
-        """The policy `name`; optional in a run with one policy. `role` labels its turns for `route`
-        rules."""
+        """The policy of the role `name`, or else the policy `name`. Without a name: the role of
+        this sub-agent, or the first policy of the run. The role labels the turns; `role` labels
+        them differently."""
         if len(role) > MAX_ROLE_CHARS:
             raise ValueError(f"role has {len(role)} characters; at most {MAX_ROLE_CHARS} allowed")
         return BoundPolicy(self._session, None if name is None else PolicyName(name), role)
@@ -163,8 +182,24 @@ class Context:
     @property
     def base_url(self) -> str:
         """Base URL for OpenAI clients in this or a child process; for Anthropic clients, drop the
-        `/v1`."""
-        return self._endpoint.url
+        `/v1`. A sub-agent with a role has the URL of its role."""
+        return self.role_url(self._role) if self._role else self._endpoint.url
+
+    def role_url(self, role: str) -> str:
+        """Base URL whose calls are made in this role, whatever `model` they name."""
+        from penstock.rollout.endpoint import role_url
+
+        return role_url(self._endpoint.url, role)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What `policy()` takes: the roles of the run file, and its policies."""
+        return self._session.model_names
+
+    @property
+    def agent(self) -> str:
+        """Path of this sub-agent, like `0.2`; empty for the workflow itself."""
+        return self._session.agent
 
     @property
     def api_key(self) -> str:
@@ -176,6 +211,79 @@ class Context:
         if not math.isfinite(value):
             raise ValueError(f"reward must be a finite number, got {value}")
         self.explicit_reward = float(value)
+
+    async def score(self, completion: str) -> float:
+        """What the run's reward function gives for a completion of this task. Sets no reward.
+
+        Raises RewardError if it fails, or if the run has none."""
+        from penstock.rollout.rewards.scorer import score_or_raise
+
+        return await score_or_raise(self._scorer, completion, self._task)
+
+    def prompt(self, name: str, default: str | None = None, /, **values: object) -> str:
+        """The template `name` of `prompts` in the run file, with a value for each placeholder.
+        `default`: the template where the run file has none."""
+        from penstock.rollout.prompt_templates import find_prompt
+
+        return find_prompt(self._prompts, name, default).fill(values)
+
+    async def spawn(
+        self,
+        workflow: str | Workflow,
+        payload: JsonObject | Task,
+        *,
+        role: str = "",
+        budget: Budget | None = None,
+        deadline_s: float | None = None,
+    ) -> Any:
+        """Run a sub-agent to its end and return its result.
+
+        The result is what its workflow returned; for None, the text of its last answer. Its turns
+        are turns of this attempt, under its own path. A reward that it sets is the reward of its
+        own turns. Run several at once with `asyncio.gather`. Raises BudgetExceeded beyond a limit.
+
+        Args:
+            workflow: `async def run(task, ctx)`, or the name of a workflow as in the run file.
+            payload: The payload of its task, or a task.
+            role: Who calls in `ctx.policy()` without a name, and over HTTP.
+            budget: What it may use, its own sub-agents included.
+            deadline_s: Seconds until it is cancelled.
+        """
+        from penstock.gateway.budgets import Budget
+        from penstock.rollout.sub_agents import child_path, child_seed, child_task, load, run_child
+
+        function = load(workflow)
+        self._session.check_spawn()
+        number, self._num_spawned = self._num_spawned, self._num_spawned + 1
+        seed = child_seed(self.seed, number)
+        path = child_path(self.agent, number)
+        session = self._session.open_child(path, seed=seed, role=role, budget=budget or Budget())
+        task = child_task(payload, self._task, seed)
+        child = self._child(session, seed, role, task)
+        try:
+            return await run_child(function, task, child, deadline_s)
+        finally:
+            session.close()
+            if child.explicit_reward is not None:
+                self.agent_rewards[path] = child.explicit_reward
+
+    def _child(self, session: Session, seed: int, role: str, task: Task) -> Context:
+        """The context of a sub-agent. What an attempt has once (sandbox, rewards) it shares."""
+        child = copy.copy(self)
+        child.seed = seed
+        child.explicit_reward = None
+        child._session, child._role, child._task = session, role, task
+        child._num_spawned = 0
+        return child
+
+    def last_text(self) -> str | None:
+        """Text of the last answer that this agent received, through any API; None without one."""
+        session = self._session
+        for turn in reversed(session.turns()):
+            if turn.agent == session.agent and turn.reached_agent:
+                renderer = session.renderer(turn.policy)
+                return renderer.decode_visible(view_ids(turn.sampled_ids).tolist())
+        return None
 
     async def run_program(
         self,
@@ -201,6 +309,8 @@ class Context:
             self.api_key,
             argv,
             env=env or {},
+            roles=tuple(self._session.roles),
+            role=self._role,
             row_id=self._row_id,
             stdin=stdin,
             timeout_s=timeout_s,
@@ -212,9 +322,10 @@ class Context:
         Starts when it is first used, and ends with the attempt."""
         from penstock.rollout.tool_sandbox import ToolSandbox
 
-        if self._sandbox is None:
-            self._sandbox = ToolSandbox(self._walls(), self._row_id)
-        return self._sandbox
+        root = self._root  # sub-agents share it
+        if root._sandbox is None:
+            root._sandbox = ToolSandbox(root._walls(), root._row_id)
+        return root._sandbox
 
     async def grade(
         self,

@@ -15,10 +15,11 @@ from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RecordRequest, RunInfo
 from penstock.dataflow.sources import slot_seeds
 from penstock.gateway.gateway import Gateway
-from penstock.rollout.attempt import AttemptRunner, RewardScorer
+from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.isolation import Isolation
 from penstock.rollout.recorder import Recorder
+from penstock.rollout.rewards.scorer import RewardScorer
 from penstock.types import GroupId, NodeId, RowId, Task, Trajectory, Turn
 
 NODE = NodeId("local")

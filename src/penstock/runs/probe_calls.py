@@ -17,6 +17,7 @@ from penstock.dataflow.service.build import run_info
 from penstock.dataflow.service.build_sources import workflow_text
 from penstock.errors import ConfigError, EngineError, WeightsError
 from penstock.plugins import REWARD_GROUP, load_function
+from penstock.rollout.prompt_templates import parse_prompt
 from penstock.rollout.rewards.frames import ScoreRequest
 from penstock.rollout.rewards.worker import score
 from penstock.rollout.workflows import find_workflow
@@ -114,7 +115,12 @@ class CallChecker:
     ) -> ScriptedRollout | None:
         """The attempt; None if it cannot be scored, with the reason reported."""
         self._reporter.begin(f"workflow {_label(workflow)}", key)
-        info = run_info(self._config)
+        try:
+            info = run_info(self._config)
+            for name, text in info.prompts.items():
+                parse_prompt(name, text)
+        except ConfigError:
+            return None  # a template; the check of this machine reports it
         if task is MADE_UP_TASK:
             info = replace(info, reward="", is_scored=False)
         info = replace(info, workflow=workflow)

@@ -42,6 +42,7 @@ from penstock.dataflow.service.nodes.trust import LeaseSampling
 from penstock.dataflow.service.operators.observe import balance_settings
 from penstock.dataflow.service.partition import CoordinatorApi, PartitionService
 from penstock.dataflow.service.process import Process, monotonic_clock
+from penstock.dataflow.service.read_prompts import prompt_texts
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.errors import ConfigError
 from penstock.types import PolicyName, SamplingSpec
@@ -287,6 +288,7 @@ def run_info(config: RunConfig) -> RunInfo:
         sources=tuple(_own_settings(config)),
         accepts_untrusted=config.trust.accept_untrusted,
         roles={role: PolicyName(policy) for role, policy in config.roles.items()},
+        prompts=prompt_texts(config),
     )
 
 

@@ -97,6 +97,8 @@ class RunInfo:
     """Nodes with an untrusted token may join; the trusted side checks their rows."""
     roles: Mapping[str, PolicyName] = field(default_factory=dict[str, PolicyName])
     """Policy by role; a policy's own name is a role too."""
+    prompts: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Texts of the prompt templates, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
