@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # a reward worker that imports a user's workflow module must 
     from penstock.rollout.grading.types import GradingLimits, Verdict
     from penstock.rollout.isolation import Isolation
     from penstock.rollout.tool_sandbox import ToolSandbox
+    from penstock.rollout.tools.attempt_tools import Tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,7 @@ class Context:
         seed: int,
         isolation: Isolation | None = None,
         row_id: str = "",
+        tools: Tools | None = None,
     ) -> None:
         self.seed = seed
         """Seed of this slot: the same for every attempt on every node."""
@@ -152,6 +154,7 @@ class Context:
         self._isolation = isolation
         self._row_id = row_id
         self._sandbox: ToolSandbox | None = None
+        self._tools = tools
 
     def policy(self, name: str | None = None, *, role: str = "") -> BoundPolicy:
         """The policy `name`; optional in a run with one policy. `role` labels its turns for `route`
@@ -216,6 +219,16 @@ class Context:
             self._sandbox = ToolSandbox(self._walls(), self._row_id)
         return self._sandbox
 
+    @property
+    def tools(self) -> Tools:
+        """The tools that `tools:` in the run file names: `specs` for the model, `call` for its
+        calls. Their servers end with the attempt."""
+        from penstock.rollout.tools.attempt_tools import Tools
+
+        if self._tools is None:
+            self._tools = Tools()
+        return self._tools
+
     async def grade(
         self,
         solution: str,
@@ -237,7 +250,9 @@ class Context:
         return await grade_solution(self._walls(), solution, tests, ids=ids, limits=limits)
 
     async def close(self) -> None:
-        """End the sandbox of this attempt. The node calls it."""
+        """End the sandbox and the tools of this attempt. The node calls it."""
+        if self._tools is not None:
+            await self._tools.close()
         if self._sandbox is not None:
             await self._sandbox.close()
 
