@@ -37,6 +37,7 @@ from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.isolation import Isolation
 from penstock.rollout.recorder import Recorder
 from penstock.rollout.rewards.scorer import NO_REWARD, Failed
+from penstock.rollout.tools.servers import ToolServers
 from penstock.rollout.user_errors import shorten, user_traceback
 from penstock.rollout.workflows import find_workflow
 from penstock.types import (
@@ -78,6 +79,7 @@ class AttemptRunner:
     _run_info: RunInfo
     _node_id: NodeId
     _isolation: Isolation = field(default_factory=Isolation)
+    _tools: ToolServers = field(default_factory=ToolServers)
     _num_failed: int = 0
     _sampling: dict[str, SamplingSpec] = field(default_factory=dict[str, SamplingSpec])
     """By source, where it differs from the run's."""
@@ -99,12 +101,14 @@ class AttemptRunner:
                 salvaged_turns=salvaged_turns,
                 on_turn=on_turn,
             )
+            tools = self._tools.lease(task.source, grant.row_id, session)
             ctx = Context(
                 session,
                 self._endpoint,
                 seed=grant.seed,
                 isolation=self._isolation,
                 row_id=grant.row_id,
+                tools=tools,
             )
             try:
                 completion, outcome = await self._run_workflow(task, ctx)
@@ -127,6 +131,7 @@ class AttemptRunner:
             attempt=grant.attempt,
             node_id=self._node_id,
             turns=turns,
+            tool_uses=tools.uses,
             reward=reward,
             outcome=outcome,
             started_at=started_at,

@@ -216,7 +216,8 @@ class Context:
         from penstock.rollout.tool_sandbox import ToolSandbox
 
         if self._sandbox is None:
-            self._sandbox = ToolSandbox(self._walls(), self._row_id)
+            own = ToolSandbox(self._walls(), self._row_id)
+            self._sandbox = self.tools.sandbox or own
         return self._sandbox
 
     @property

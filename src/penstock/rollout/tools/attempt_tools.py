@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from penstock.bounds import MAX_AGENT_CHARS, MAX_TOOL_CHARS, MAX_TOOL_USES
 from penstock.gateway.model_calls import ToolCall
+from penstock.rollout.tool_sandbox import ToolSandbox
 from penstock.rollout.tools.arguments import ArgumentCheck
 from penstock.rollout.tools.types import ToolFailed, ToolResult, ToolSession, ToolSpec
 from penstock.types import JsonObject, ToolUse
@@ -66,6 +67,7 @@ class Tools:
         sessions: Mapping[str, ToolSession] | None = None,
         *,
         owned: Sequence[str] = (),
+        sandbox: ToolSandbox | None = None,
         last_turn: Callable[[], int] = lambda: -1,
         agent: str = "",
         record: _Record | None = None,
@@ -73,6 +75,8 @@ class Tools:
         self._offered = {tool.name: tool for tool in offered}
         self._sessions = sessions or {}
         self._owned = tuple(owned)
+        self.sandbox = sandbox
+        """Where the tools python and files work; None if the attempt has neither."""
         self._last_turn = last_turn
         self._agent = agent[:MAX_AGENT_CHARS]
         self._record = record or _Record()
@@ -92,6 +96,7 @@ class Tools:
         return Tools(
             tuple(self._offered.values()),
             self._sessions,
+            sandbox=self.sandbox,
             last_turn=self._last_turn,
             agent=agent,
             record=self._record,
@@ -123,6 +128,8 @@ class Tools:
     async def close(self) -> None:
         """End the servers of this attempt. The node calls it."""
         await asyncio.gather(*(self._sessions[name].close() for name in self._owned))
+        if self.sandbox is not None:
+            await self.sandbox.close()
 
     async def _run(self, name: str, arguments: str) -> ToolResult:
         tool = self._offered.get(name)

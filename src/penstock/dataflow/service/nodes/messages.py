@@ -54,6 +54,24 @@ class SharedBaseModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolServerInfo:
+    """A server of tools, as in `tools:` of the run file. A node starts and calls only what its own
+    machine grants."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    url: str = ""
+    builtin: str = ""
+    folder: str = ""
+    token: str = ""
+    """The name of a secret of the node's machine."""
+    is_shared: bool = False
+    """By all attempts of a node."""
+    timeout_s: float = 60.0
+    max_result_chars: int = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceInfo:
     """The settings of a source that has its own; each as in `RunInfo`."""
 
@@ -61,6 +79,8 @@ class SourceInfo:
     workflow: str
     reward: str
     sampling: SamplingSpec
+    tools: tuple[str, ...] | None = None
+    """Names of its tool servers; None: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +114,8 @@ class RunInfo:
     """Sources that differ from the run in workflow, reward or sampling."""
     accepts_untrusted: bool = False
     """Nodes with an untrusted token may join; the trusted side checks their rows."""
+    tools: tuple[ToolServerInfo, ...] = ()
+    """Servers whose tools workflows may call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
