@@ -47,9 +47,18 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _unscored_strangers(config)
     yield from _prompts_to_count(config)
     yield from _sessions(config)
+    yield from _unknown_tools(config)
     yield from _determinism(config)
     yield from _lora(config)
     yield from pipeline_cross_checks(config)
+
+
+def _unknown_tools(config: RunSections) -> Iterator[Contradiction]:
+    for index, source in enumerate(config.sources):
+        for name in source.tools or ():
+            if name not in config.tools:
+                text = unknown("tool server", name, config.tools)
+                yield Contradiction(text=text, keys=(("sources", index, "tools"),))
 
 
 def _temperatures(config: RunSections) -> Iterator[Contradiction]:

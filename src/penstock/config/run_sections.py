@@ -22,6 +22,7 @@ from penstock.config.rules import RuleConfig, effective_rules
 from penstock.config.sandbox import SandboxConfig
 from penstock.config.sources import SourceConfig, WorkflowConfig, workflow_name
 from penstock.config.stages import PipelineStageConfig, StageConfig
+from penstock.config.tools import ToolServerConfig
 from penstock.config.trainer import SamplingConfig, TrainingConfig
 from penstock.config.trust import SCORE_STAGE, AnyReward, RewardConfig, TrustConfig
 from penstock.config.weights import WeightsConfig
@@ -103,6 +104,8 @@ class RunSections(Section):
     """Where the services listen, and how other hosts reach them."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where rewards, workflow commands and tools run, and what they may reach."""
+    tools: Mapping[Name, ToolServerConfig] = Field(default_factory=dict[str, ToolServerConfig])
+    """Servers whose tools a workflow finds in `ctx.tools`, by name."""
     pipeline: PipelineConfig | None = None
     """What trainers do with a batch, as a graph of stages; null: the algorithm's graph."""
     eval: Annotated[None, only_supported(None, fix="leave eval null")] = None

@@ -211,6 +211,8 @@ class SourceConfig(Section):
     """What scores its trajectories; null: the reward of the run."""
     sampling: SamplingConfig | None = None
     """Sampling of its turns; a key that is left out has the value of the run."""
+    tools: Annotated[tuple[Name, ...], Field(strict=False)] | None = None
+    """Names of the tool servers that its workflow may call; null: all of the run."""
 
     @property
     def rows(self) -> DataConfig | None:
@@ -234,4 +236,5 @@ _NOT_FOR_SESSIONS = {
     "workflow": "external agents run themselves",
     "reward": "external agents send their own rewards",
     "sampling": "external agents choose their own, or get the sampling of the run",
+    "tools": "external agents bring their own tools",
 }

@@ -40,6 +40,7 @@ from penstock.rollout.isolation import Isolation
 from penstock.rollout.prompt_templates import PromptTemplate, parse_prompt
 from penstock.rollout.recorder import Recorder
 from penstock.rollout.rewards.scorer import NO_REWARD, Failed, RewardScorer, ScoringFailed
+from penstock.rollout.tools.servers import ToolServers
 from penstock.rollout.user_errors import shorten, user_traceback
 from penstock.rollout.workflows import find_workflow
 from penstock.types import (
@@ -77,6 +78,7 @@ class AttemptRunner:
     _run_info: RunInfo
     _node_id: NodeId
     _isolation: Isolation = field(default_factory=Isolation)
+    _tools: ToolServers = field(default_factory=ToolServers)
     _num_failed: int = 0
     _sampling: dict[str, SamplingSpec] = field(default_factory=dict[str, SamplingSpec])
     """By source, where it differs from the run's."""
@@ -103,6 +105,7 @@ class AttemptRunner:
                 on_turn=on_turn,
                 roles=self._run_info.roles,
             )
+            tools = self._tools.lease(task.source, grant.row_id, session)
             ctx = Context(
                 session,
                 self._endpoint,
@@ -112,6 +115,7 @@ class AttemptRunner:
                 task=task,
                 scorer=self._scorer,
                 prompts=self._prompts,
+                tools=tools,
             )
             try:
                 completion, outcome = await self._run_workflow(task, ctx)
@@ -134,6 +138,7 @@ class AttemptRunner:
             attempt=grant.attempt,
             node_id=self._node_id,
             turns=turns,
+            tool_uses=tools.uses,
             reward=reward,
             outcome=outcome,
             started_at=started_at,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # a reward worker that imports a user's workflow module must 
     from penstock.rollout.prompt_templates import PromptTemplate
     from penstock.rollout.rewards.scorer import RewardScorer
     from penstock.rollout.tool_sandbox import ToolSandbox
+    from penstock.rollout.tools.attempt_tools import Tools
     from penstock.rollout.workflow import Workflow
 
 
@@ -152,6 +153,7 @@ class Context:
         task: Task | None = None,
         scorer: RewardScorer | None = None,
         prompts: Mapping[str, PromptTemplate] | None = None,
+        tools: Tools | None = None,
     ) -> None:
         self.seed = seed
         """Seed of this slot, or of this sub-agent: the same for every attempt on every node."""
@@ -170,6 +172,7 @@ class Context:
         self._num_spawned = 0
         self._root = self
         self._sandbox: ToolSandbox | None = None
+        self._tools = tools
 
     def policy(self, name: str | None = None, *, role: str = "") -> BoundPolicy:
         """The policy of the role `name`, or else the policy `name`. Without a name: the role of
@@ -274,6 +277,7 @@ class Context:
         child.explicit_reward = None
         child._session, child._role, child._task = session, role, task
         child._num_spawned = 0
+        child._tools = self.tools.for_agent(session.agent)
         return child
 
     def last_text(self) -> str | None:
@@ -324,8 +328,19 @@ class Context:
 
         root = self._root  # sub-agents share it
         if root._sandbox is None:
-            root._sandbox = ToolSandbox(root._walls(), root._row_id)
+            own = ToolSandbox(root._walls(), root._row_id)
+            root._sandbox = root.tools.sandbox or own
         return root._sandbox
+
+    @property
+    def tools(self) -> Tools:
+        """The tools that `tools:` in the run file names: `specs` for the model, `call` for its
+        calls. Their servers end with the attempt."""
+        from penstock.rollout.tools.attempt_tools import Tools
+
+        if self._tools is None:
+            self._tools = Tools()
+        return self._tools
 
     async def grade(
         self,
@@ -348,7 +363,9 @@ class Context:
         return await grade_solution(self._walls(), solution, tests, ids=ids, limits=limits)
 
     async def close(self) -> None:
-        """End the sandbox of this attempt. The node calls it."""
+        """End the sandbox and the tools of this attempt. The node calls it."""
+        if self._tools is not None:
+            await self._tools.close()
         if self._sandbox is not None:
             await self._sandbox.close()
 

@@ -39,6 +39,8 @@ class Use(StrEnum):
     """Commands of workflows."""
     TOOLS = "tools"
     """Code that a model wrote, and graders."""
+    SERVERS = "servers"
+    """Programs that serve tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,10 @@ class Isolation:
                 log.warning(what, reason=str(self._found), fix=FIX)
             return self._fallback
 
+    def settings_of(self, use: Use) -> UseSettings:
+        """Its limits and grants on this machine."""
+        return self._settings.uses.get(use, UseSettings())
+
     async def open(
         self,
         use: Use,
@@ -113,7 +119,7 @@ class Isolation:
         """A sandbox for this use, with its grants and these; not started yet. Requests to granted
         hosts are recorded with `row_id`."""
         backend = await self.backend(use)
-        settings = self._settings.uses.get(use, UseSettings())
+        settings = self.settings_of(use)
         given = settings.grants
         has_proxy = bool(given.hosts) and backend.level >= Level.NAMESPACES
         interpreter = interpreter_folders() if has_proxy else ()

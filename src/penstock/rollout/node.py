@@ -36,6 +36,7 @@ from penstock.rollout.peer_relay import PeerRelayConfig, PeerRelayFetcher
 from penstock.rollout.recorder import Recorder, TurnApi
 from penstock.rollout.rewards.scorer import SourceScorers
 from penstock.rollout.slots import LeaseApi, SlotRunner
+from penstock.rollout.tools.servers import open_tools
 from penstock.rollout.weight_loader import Loader, WeightFetcher, WeightServerFetcher
 from penstock.types import NodeId
 from penstock.wire.held_token import Token
@@ -163,8 +164,9 @@ async def build(
     await _require_isolation(isolation, run_info)
     scorer = SourceScorers(run_info.reward, rewards, isolation) or None
     recorder = Recorder(deps.dataflow, node_id)
+    tools = await open_tools(run_info, isolation)
     attempt_runner = AttemptRunner(
-        gateway, endpoint, recorder, scorer, run_info, node_id, isolation
+        gateway, endpoint, recorder, scorer, run_info, node_id, isolation, tools
     )
     delivery_queue = DeliveryQueue(deps.dataflow, membership, deps.ack_log)
     try:
@@ -183,6 +185,7 @@ async def build(
             grace_s=grace_s,
         )
     finally:
+        await tools.close()
         await engines.close()
         await fetch.close()
 

@@ -20,6 +20,7 @@ from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.isolation import Isolation
 from penstock.rollout.recorder import Recorder
 from penstock.rollout.rewards.scorer import RewardScorer
+from penstock.rollout.tools.servers import open_tools
 from penstock.types import GroupId, NodeId, RowId, Task, Trajectory, Turn
 
 NODE = NodeId("local")
@@ -46,13 +47,15 @@ async def local_rollouts(
     """A function that makes rollouts as a node does, while the context is open."""
     endpoint = Endpoint(gateway)
     recorder = Recorder(_NoRecords(), NODE)
-    runner = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, NODE, isolation)
+    tools = await open_tools(run_info, isolation)
+    runner = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, NODE, isolation, tools)
     serving = asyncio.create_task(endpoint.run(), name="gateway")
     try:
         yield partial(_attempt, runner)
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
+        await tools.close()
 
 
 async def _attempt(runner: AttemptRunner, task: Task, number: int) -> Trajectory:

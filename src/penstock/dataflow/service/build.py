@@ -36,6 +36,7 @@ from penstock.dataflow.service.nodes.messages import (
     SessionSpec,
     SharedBaseModel,
     SourceInfo,
+    ToolServerInfo,
 )
 from penstock.dataflow.service.nodes.model_limits import ModelLimits, read_model_limits
 from penstock.dataflow.service.nodes.trust import LeaseSampling
@@ -289,18 +290,36 @@ def run_info(config: RunConfig) -> RunInfo:
         accepts_untrusted=config.trust.accept_untrusted,
         roles={role: PolicyName(policy) for role, policy in config.roles.items()},
         prompts=prompt_texts(config),
+        tools=tuple(_tool_servers(config)),
     )
 
 
+def _tool_servers(config: RunConfig) -> Iterator[ToolServerInfo]:
+    for name, server in config.tools.items():
+        yield ToolServerInfo(
+            name=name,
+            command=server.command or (),
+            url=server.url or "",
+            builtin=server.builtin or "",
+            folder=server.folder or "",
+            token=server.token or "",
+            is_shared=server.is_shared,
+            timeout_s=server.timeout_s,
+            max_result_chars=server.max_result_chars,
+        )
+
+
 def _own_settings(config: RunConfig) -> Iterator[SourceInfo]:
-    """Sources that differ from the run in workflow, reward or sampling."""
+    """Sources that differ from the run in workflow, reward, sampling or tools."""
     for source in config.sources:
-        if any(own is not None for own in (source.workflow, source.reward, source.sampling)):
+        own = (source.workflow, source.reward, source.sampling, source.tools)
+        if any(setting is not None for setting in own):
             yield SourceInfo(
                 name=source.name,
                 workflow=workflow_text(config.workflow_of(source)),
                 reward=config.reward_of(source) or "",
                 sampling=SamplingSpec(**config.sampling_of(source).model_dump()),
+                tools=source.tools,
             )
 
 

@@ -55,6 +55,24 @@ class SharedBaseModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolServerInfo:
+    """A server of tools, as in `tools:` of the run file. A node starts and calls only what its own
+    machine grants."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    url: str = ""
+    builtin: str = ""
+    folder: str = ""
+    token: str = ""
+    """The name of a secret of the node's machine."""
+    is_shared: bool = False
+    """By all attempts of a node."""
+    timeout_s: float = 60.0
+    max_result_chars: int = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceInfo:
     """The settings of a source that has its own; each as in `RunInfo`."""
 
@@ -62,6 +80,8 @@ class SourceInfo:
     workflow: str
     reward: str
     sampling: SamplingSpec
+    tools: tuple[str, ...] | None = None
+    """Names of its tool servers; None: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +119,8 @@ class RunInfo:
     """Policy by role; a policy's own name is a role too."""
     prompts: Mapping[str, str] = field(default_factory=dict[str, str])
     """Texts of the prompt templates, by name."""
+    tools: tuple[ToolServerInfo, ...] = ()
+    """Servers whose tools workflows may call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
