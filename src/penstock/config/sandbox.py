@@ -75,3 +75,5 @@ class SandboxConfig(Section):
     """For the commands of workflows, and programs that a workflow starts with `ctx.run_program`."""
     tools: GrantsConfig = GrantsConfig()
     """For `ctx.sandbox` and graders: code that a model wrote."""
+    environment: GrantsConfig = GrantsConfig()
+    """For the bridges of environments, `env:` of a source."""

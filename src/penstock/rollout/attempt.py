@@ -5,6 +5,7 @@ data, not a crash.
 Outcomes, in order of precedence:
 - the engine failed                       → failed(engine)
 - a sandbox failed                        → failed(sandbox)
+- the environment failed                  → failed(environment), also if the workflow went on
 - the workflow raised                     → failed(workflow), with the user's frames in `detail`
   … because the context window was full   → truncated(length) if it had received an answer
 - the workflow received no model answer   → failed(workflow)
@@ -34,6 +35,7 @@ from penstock.errors import EngineError, SandboxError, WorkflowError
 from penstock.gateway.gateway import Gateway, Session
 from penstock.rollout.context import Context
 from penstock.rollout.endpoint import Endpoint
+from penstock.rollout.environments.environments import Environments
 from penstock.rollout.isolation import Isolation
 from penstock.rollout.recorder import Recorder
 from penstock.rollout.rewards.scorer import NO_REWARD, Failed
@@ -81,11 +83,18 @@ class AttemptRunner:
     _num_failed: int = 0
     _sampling: dict[str, SamplingSpec] = field(default_factory=dict[str, SamplingSpec])
     """By source, where it differs from the run's."""
+    _environments: Environments = field(init=False)
 
     def __post_init__(self) -> None:
+        sources = self._run_info.sources
+        self._environments = Environments(sources, self._isolation, self._endpoint)
         for info in (self._run_info, *self._run_info.sources):
             find_workflow(info.workflow)  # a wrong name ends the node at its start
         self._sampling = {source.name: source.sampling for source in self._run_info.sources}
+
+    async def close(self) -> None:
+        """End what the environments of this node run."""
+        await self._environments.close()
 
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         """Run one attempt. Always returns a trajectory; only cancellation is raised."""
@@ -99,15 +108,24 @@ class AttemptRunner:
                 salvaged_turns=salvaged_turns,
                 on_turn=on_turn,
             )
+            env = self._environments.session(
+                task,
+                name=grant.row_id,
+                api_key=session.api_key,
+                policy=self._run_info.policies[0],
+            )
             ctx = Context(
                 session,
                 self._endpoint,
                 seed=grant.seed,
                 isolation=self._isolation,
                 row_id=grant.row_id,
+                env=env,
             )
             try:
                 completion, outcome = await self._run_workflow(task, ctx)
+                if env is not None and env.failure is not None:
+                    outcome = failed(FailureKind.ENVIRONMENT, str(env.failure))
             finally:
                 await ctx.close()
                 turns = self._gateway.close(session)

@@ -22,6 +22,8 @@ from penstock.types import (
 if TYPE_CHECKING:  # a reward worker that imports a user's workflow module must start fast
     from penstock.gateway.session import Session
     from penstock.rollout.endpoint import Endpoint
+    from penstock.rollout.environments.session import EnvironmentSession
+    from penstock.rollout.environments.types import Environment
     from penstock.rollout.grading.types import GradingLimits, Verdict
     from penstock.rollout.isolation import Isolation
     from penstock.rollout.tool_sandbox import ToolSandbox
@@ -142,6 +144,7 @@ class Context:
         seed: int,
         isolation: Isolation | None = None,
         row_id: str = "",
+        env: EnvironmentSession | None = None,
     ) -> None:
         self.seed = seed
         """Seed of this slot: the same for every attempt on every node."""
@@ -152,6 +155,7 @@ class Context:
         self._isolation = isolation
         self._row_id = row_id
         self._sandbox: ToolSandbox | None = None
+        self._env = env
 
     def policy(self, name: str | None = None, *, role: str = "") -> BoundPolicy:
         """The policy `name`; optional in a run with one policy. `role` labels its turns for `route`
@@ -236,8 +240,19 @@ class Context:
 
         return await grade_solution(self._walls(), solution, tests, ids=ids, limits=limits)
 
+    @property
+    def env(self) -> Environment:
+        """The environment of the task's source: `reset`, `step`, `score`. Ends with the attempt."""
+        from penstock.rollout.environments.environments import no_environment
+
+        if self._env is None:
+            raise no_environment()
+        return self._env
+
     async def close(self) -> None:
-        """End the sandbox of this attempt. The node calls it."""
+        """End the sandbox and the environment of this attempt. The node calls it."""
+        if self._env is not None:
+            self._env.close()
         if self._sandbox is not None:
             await self._sandbox.close()
 

@@ -183,6 +183,7 @@ async def build(
             grace_s=grace_s,
         )
     finally:
+        await attempt_runner.close()
         await engines.close()
         await fetch.close()
 
@@ -192,6 +193,8 @@ async def _require_isolation(isolation: Isolation, run_info: RunInfo) -> None:
     infos = (run_info, *run_info.sources)
     if any(info.workflow.startswith("[") for info in infos):
         await isolation.backend(Use.WORKFLOW)
+    if any(source.env for source in run_info.sources):
+        await isolation.backend(Use.ENVIRONMENT)
     if any(info.reward for info in infos):
         await isolation.backend(Use.REWARD)
 

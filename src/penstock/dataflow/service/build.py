@@ -29,6 +29,7 @@ from penstock.dataflow.ledger.objects import open_payloads
 from penstock.dataflow.ledger.segments import segment_bytes
 from penstock.dataflow.ledger.store import Ledger, OnFailure, ignore_failure
 from penstock.dataflow.records import CommandJournal
+from penstock.dataflow.service.build_environments import environment_info
 from penstock.dataflow.service.build_sources import build_source, workflow_text
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (
@@ -290,14 +291,16 @@ def run_info(config: RunConfig) -> RunInfo:
 
 
 def _own_settings(config: RunConfig) -> Iterator[SourceInfo]:
-    """Sources that differ from the run in workflow, reward or sampling."""
+    """Sources that differ from the run in workflow, reward or sampling, or have an environment."""
     for source in config.sources:
-        if any(own is not None for own in (source.workflow, source.reward, source.sampling)):
+        owned = (source.workflow, source.reward, source.sampling, source.env)
+        if any(own is not None for own in owned):
             yield SourceInfo(
                 name=source.name,
                 workflow=workflow_text(config.workflow_of(source)),
                 reward=config.reward_of(source) or "",
                 sampling=SamplingSpec(**config.sampling_of(source).model_dump()),
+                env=environment_info(source.env),
             )
 
 
