@@ -18,6 +18,7 @@ PenstockError
 ├── WorkflowError                 the user's workflow raised or its program failed
 ├── RewardError                   the reward function raised, was killed, or returned no number
 ├── SandboxError                  the sandbox itself failed, not the program in it
+├── EnvironmentFailed             an environment hung, crashed or broke its protocol
 ├── WeightsError                  a snapshot is missing, damaged or belongs to another model
 ├── StoreError                    the ledger or a segment is damaged
 │   └── ResumeRejected            the ledger does not allow resuming from this checkpoint
@@ -138,6 +139,11 @@ class RewardError(PenstockError):
 
 class SandboxError(PenstockError):
     """The sandbox itself failed, not the program in it: an infrastructure failure."""
+
+
+class EnvironmentFailed(PenstockError):
+    """The environment of an attempt hung, crashed or broke its protocol; never the model's doing,
+    so it never becomes a reward."""
 
 
 class WeightsError(PenstockError):

@@ -46,6 +46,7 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _missing_reward(config)
     yield from _unscored_strangers(config)
     yield from _prompts_to_count(config)
+    yield from _unused_environments(config)
     yield from _sessions(config)
     yield from _unknown_tools(config)
     yield from _determinism(config)
@@ -209,7 +210,7 @@ def _missing_reward(config: RunSections) -> Iterator[Contradiction]:
     for index, source in enumerate(config.sources):
         name = config.workflow_name_of(source)
         is_unscored = name in WORKFLOWS and name not in SELF_SCORED and source.session is None
-        if is_unscored and config.reward_of(source) is None:
+        if is_unscored and source.env is None and config.reward_of(source) is None:
             yield Contradiction(
                 text=f"source {source.name} has no reward, and workflow {name} gives none itself; "
                 "set reward: module:function for the run or for this source",
@@ -237,6 +238,16 @@ def _prompts_to_count(config: RunSections) -> Iterator[Contradiction]:
                 text="max_prompt_tokens counts the prompts of workflow single_turn, and source "
                 f"{source.name} has another; remove it",
                 keys=(("sources", index, "data", "max_prompt_tokens"),),
+            )
+
+
+def _unused_environments(config: RunSections) -> Iterator[Contradiction]:
+    for index, source in enumerate(config.sources):
+        if source.env is not None and config.workflow_of(source) == "single_turn":
+            yield Contradiction(
+                text=f"source {source.name} has an environment, and workflow single_turn never "
+                "calls it; set workflow: env_loop, or a workflow of your own that uses ctx.env",
+                keys=(("sources", index, "workflow"), ("sources", index, "env"), ("workflow",)),
             )
 
 

@@ -78,3 +78,5 @@ class SandboxConfig(Section):
     servers: GrantsConfig = GrantsConfig()
     """For the servers of `tools:`. Also the hosts that `url` may name beyond public ones, such as
     127.0.0.1:8000."""
+    environment: GrantsConfig = GrantsConfig()
+    """For the bridges of environments, `env:` of a source."""

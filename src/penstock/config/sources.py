@@ -27,6 +27,7 @@ from penstock.config.base import (
     is_custom,
     non_blank,
 )
+from penstock.config.environments import EnvironmentConfig
 from penstock.config.trainer import SamplingConfig
 from penstock.options import Contradiction, non_empty, parse_options
 from penstock.plugins import WORKFLOW_GROUP, load_function, plugin_names, quoted, unknown
@@ -201,6 +202,9 @@ class SourceConfig(Section):
     """Instead of a module: rows of a data set. A path alone, or a mapping."""
     session: SessionConfig | None = None
     """Instead of tasks: sessions of external agents, each a group of one."""
+    env: EnvironmentConfig | None = None
+    """The environment that its workflow plays against. Without `task` or `data`, its tasks are
+    numbered: {index, seed}."""
     weight: float = Field(default=1.0, gt=0)
     """Share of this source in the mix, relative to the others."""
     limit: PositiveInt | None = None
@@ -222,9 +226,9 @@ class SourceConfig(Section):
 
     def _contradictions(self) -> Iterator[Contradiction]:
         kinds = [key for key in ("task", "data", "session") if getattr(self, key) is not None]
-        if len(kinds) != 1:
+        if len(kinds) > 1 or not (kinds or self.env):
             text = f"source {self.name} needs exactly one of task: (a module), data: (a data set) "
-            text = f"{text}and session: ({{}} for sessions of external agents)"
+            text = f"{text}and session: ({{}} for sessions of external agents), or an env:"
             yield Contradiction(text=text, keys=tuple((kind,) for kind in kinds[1:]) or ((),))
         for key, why in _NOT_FOR_SESSIONS.items():
             if self.session is not None and getattr(self, key) is not None:
@@ -235,6 +239,7 @@ class SourceConfig(Section):
 _NOT_FOR_SESSIONS = {
     "workflow": "external agents run themselves",
     "reward": "external agents send their own rewards",
+    "env": "external agents have their own",
     "sampling": "external agents choose their own, or get the sampling of the run",
     "tools": "external agents bring their own tools",
 }

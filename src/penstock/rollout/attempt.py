@@ -7,6 +7,7 @@ Outcomes, in order of precedence:
 - a sandbox failed                        → failed(sandbox)
 - `ctx.score` got no reward               → failed(reward | reward_deadline | sandbox)
 - a sub-agent's budget was exceeded       → truncated(length), or truncated(deadline) for its time
+- the environment failed                  → failed(environment), also if the workflow went on
 - the workflow raised                     → failed(workflow), with the user's frames in `detail`
   … because the context window was full   → truncated(length) if it had received an answer
 - the workflow received no model answer   → failed(workflow)
@@ -36,6 +37,7 @@ from penstock.errors import BudgetExceeded, EngineError, SandboxError, WorkflowE
 from penstock.gateway.gateway import Gateway, Session
 from penstock.rollout.context import Context
 from penstock.rollout.endpoint import Endpoint
+from penstock.rollout.environments.environments import Environments
 from penstock.rollout.isolation import Isolation
 from penstock.rollout.prompt_templates import PromptTemplate, parse_prompt
 from penstock.rollout.recorder import Recorder
@@ -83,14 +85,21 @@ class AttemptRunner:
     _sampling: dict[str, SamplingSpec] = field(default_factory=dict[str, SamplingSpec])
     """By source, where it differs from the run's."""
     _prompts: dict[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
+    _environments: Environments = field(init=False)
 
     def __post_init__(self) -> None:
         self._prompts = {
             name: parse_prompt(name, text) for name, text in self._run_info.prompts.items()
         }
+        sources = self._run_info.sources
+        self._environments = Environments(sources, self._isolation, self._endpoint)
         for info in (self._run_info, *self._run_info.sources):
             find_workflow(info.workflow)  # a wrong name ends the node at its start
         self._sampling = {source.name: source.sampling for source in self._run_info.sources}
+
+    async def close(self) -> None:
+        """End what the environments of this node run."""
+        await self._environments.close()
 
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         """Run one attempt. Always returns a trajectory; only cancellation is raised."""
@@ -106,6 +115,12 @@ class AttemptRunner:
                 roles=self._run_info.roles,
             )
             tools = self._tools.lease(task.source, grant.row_id, session)
+            env = self._environments.session(
+                task,
+                name=grant.row_id,
+                api_key=session.api_key,
+                policy=self._run_info.policies[0],
+            )
             ctx = Context(
                 session,
                 self._endpoint,
@@ -116,9 +131,12 @@ class AttemptRunner:
                 scorer=self._scorer,
                 prompts=self._prompts,
                 tools=tools,
+                env=env,
             )
             try:
                 completion, outcome = await self._run_workflow(task, ctx)
+                if env is not None and env.failure is not None:
+                    outcome = failed(FailureKind.ENVIRONMENT, str(env.failure))
             finally:
                 await ctx.close()
                 turns = with_agent_rewards(self._gateway.close(session), ctx.agent_rewards)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # a reward worker that imports a user's workflow module must 
     from penstock.gateway.budgets import Budget
     from penstock.gateway.session import Session
     from penstock.rollout.endpoint import Endpoint
+    from penstock.rollout.environments.session import EnvironmentSession
+    from penstock.rollout.environments.types import Environment
     from penstock.rollout.grading.types import GradingLimits, Verdict
     from penstock.rollout.isolation import Isolation
     from penstock.rollout.prompt_templates import PromptTemplate
@@ -154,6 +156,7 @@ class Context:
         scorer: RewardScorer | None = None,
         prompts: Mapping[str, PromptTemplate] | None = None,
         tools: Tools | None = None,
+        env: EnvironmentSession | None = None,
     ) -> None:
         self.seed = seed
         """Seed of this slot, or of this sub-agent: the same for every attempt on every node."""
@@ -173,6 +176,7 @@ class Context:
         self._root = self
         self._sandbox: ToolSandbox | None = None
         self._tools = tools
+        self._env = env
 
     def policy(self, name: str | None = None, *, role: str = "") -> BoundPolicy:
         """The policy of the role `name`, or else the policy `name`. Without a name: the role of
@@ -362,10 +366,21 @@ class Context:
 
         return await grade_solution(self._walls(), solution, tests, ids=ids, limits=limits)
 
+    @property
+    def env(self) -> Environment:
+        """The environment of the task's source: `reset`, `step`, `score`. Ends with the attempt."""
+        from penstock.rollout.environments.environments import no_environment
+
+        if self._env is None:
+            raise no_environment()
+        return self._env
+
     async def close(self) -> None:
-        """End the sandbox and the tools of this attempt. The node calls it."""
+        """End the sandbox, the tools and the environment of this attempt. The node calls it."""
         if self._tools is not None:
             await self._tools.close()
+        if self._env is not None:
+            self._env.close()
         if self._sandbox is not None:
             await self._sandbox.close()
 

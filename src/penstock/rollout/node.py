@@ -186,6 +186,7 @@ async def build(
         )
     finally:
         await tools.close()
+        await attempt_runner.close()
         await engines.close()
         await fetch.close()
 
@@ -195,6 +196,8 @@ async def _require_isolation(isolation: Isolation, run_info: RunInfo) -> None:
     infos = (run_info, *run_info.sources)
     if any(info.workflow.startswith("[") for info in infos):
         await isolation.backend(Use.WORKFLOW)
+    if any(source.env for source in run_info.sources):
+        await isolation.backend(Use.ENVIRONMENT)
     if any(info.reward for info in infos):
         await isolation.backend(Use.REWARD)
 

@@ -53,6 +53,7 @@ async def local_rollouts(
     try:
         yield partial(_attempt, runner)
     finally:
+        await runner.close()
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         await tools.close()

@@ -22,6 +22,7 @@ from penstock.errors import ConfigError
 from penstock.hub import check_hub_model, parse_hub_model
 from penstock.runs.check_problem import CheckProblem, located
 from penstock.runs.data_check import data_problems
+from penstock.runs.environment_check import environment_problems
 from penstock.runs.isolation_check import isolation_notes, isolation_problems
 from penstock.runs.machine_limits import machine_problems, this_machine
 from penstock.runs.probe import has_user_code, has_user_stages, run_probe
@@ -136,6 +137,7 @@ def _find_problems(target: RunTarget) -> Iterator[CheckProblem]:
     yield from _missing_program(config)
     yield from _prompt_problems(config)
     yield from _missing_engines(config)
+    yield from environment_problems(config)
     yield from isolation_problems(config, target.folder.path)
     yield from machine_problems(config, target.folder.path, this_machine())
     for key, text in data_problems(config, target.folder.sources()):

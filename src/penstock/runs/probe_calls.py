@@ -21,6 +21,7 @@ from penstock.rollout.prompt_templates import parse_prompt
 from penstock.rollout.rewards.frames import ScoreRequest
 from penstock.rollout.rewards.worker import score
 from penstock.rollout.workflows import find_workflow
+from penstock.runs.environment_check import missing_environment
 from penstock.runs.probe_report import Reporter, code_of_frames, code_of_object
 from penstock.runs.probe_workflow import ScriptedRollout, judge_rollout, run_scripted
 from penstock.runs.sandbox_settings import isolation_settings
@@ -106,8 +107,12 @@ class CallChecker:
         return self._loaded[key, name]
 
     def _is_installed(self, index: int) -> bool:
-        """Whether a command's program is; the check of this machine reports it if not."""
-        workflow = self._config.workflow_of(self._config.sources[index])
+        """Whether the programs of a command and an environment are; the check of this machine
+        reports it if not."""
+        source = self._config.sources[index]
+        if source.env is not None and missing_environment(source.env) is not None:
+            return False
+        workflow = self._config.workflow_of(source)
         return not isinstance(workflow, CommandWorkflow) or bool(shutil.which(workflow.command[0]))
 
     def _attempt(

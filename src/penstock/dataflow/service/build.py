@@ -29,6 +29,7 @@ from penstock.dataflow.ledger.objects import open_payloads
 from penstock.dataflow.ledger.segments import segment_bytes
 from penstock.dataflow.ledger.store import Ledger, OnFailure, ignore_failure
 from penstock.dataflow.records import CommandJournal
+from penstock.dataflow.service.build_environments import environment_info
 from penstock.dataflow.service.build_sources import build_source, workflow_text
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (
@@ -310,9 +311,10 @@ def _tool_servers(config: RunConfig) -> Iterator[ToolServerInfo]:
 
 
 def _own_settings(config: RunConfig) -> Iterator[SourceInfo]:
-    """Sources that differ from the run in workflow, reward, sampling or tools."""
+    """Sources that differ from the run in workflow, reward, sampling or tools, or have an
+    environment."""
     for source in config.sources:
-        own = (source.workflow, source.reward, source.sampling, source.tools)
+        own = (source.workflow, source.reward, source.sampling, source.tools, source.env)
         if any(setting is not None for setting in own):
             yield SourceInfo(
                 name=source.name,
@@ -320,6 +322,7 @@ def _own_settings(config: RunConfig) -> Iterator[SourceInfo]:
                 reward=config.reward_of(source) or "",
                 sampling=SamplingSpec(**config.sampling_of(source).model_dump()),
                 tools=source.tools,
+                env=environment_info(source.env),
             )
 
 

@@ -8,7 +8,7 @@ import json
 
 from penstock.config import RunConfig, SourceConfig
 from penstock.config.sources import NamedWorkflow, WorkflowConfig
-from penstock.dataflow.sources import DataSpec, Source, open_source, session_source
+from penstock.dataflow.sources import DataSpec, Source, numbered_source, open_source, session_source
 
 PROMPT_WORKFLOWS = ("single_turn", "tool_loop", "solver_verifier", "planner")
 """Built-in workflows that need a `prompt` in every task."""
@@ -18,12 +18,21 @@ def build_source(config: RunConfig, source: SourceConfig) -> Source:
     """One source of a run, open."""
     if source.session is not None:
         return session_source(source.name, weight=source.weight, limit=source.limit)
+    workflow = "" if source.workflow is None else workflow_text(source.workflow)
+    if source.env is not None and source.task is None and source.data is None:
+        return numbered_source(
+            source.name,
+            num_tasks=source.env.num_tasks,
+            weight=source.weight,
+            limit=source.limit,
+            workflow=workflow,
+        )
     return open_source(
         source.name,
         data_spec(config, source) or source.task or "",
         weight=source.weight,
         limit=source.limit,
-        workflow="" if source.workflow is None else workflow_text(source.workflow),
+        workflow=workflow,
     )
 
 

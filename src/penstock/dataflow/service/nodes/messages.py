@@ -15,6 +15,7 @@ from msgspec import Meta
 from penstock.bounds import SAFE, Count, Id, Seconds
 from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState
 from penstock.types import (
+    JsonObject,
     NodeId,
     PolicyName,
     PublishedVersion,
@@ -73,6 +74,27 @@ class ToolServerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentInfo:
+    """The environment of a source, as in the run file."""
+
+    library: str
+    """Whose bridge it is; empty for a program of its own."""
+    settings: JsonObject
+    """What the bridge gets: what to load, its options, and how to read actions."""
+    command: tuple[str, ...] = ()
+    python: str = ""
+    """Empty for the virtual environment of `make setup-envs`."""
+    calls_model: bool = False
+    max_episodes: int = 32
+    start_timeout_s: float = 120.0
+    reset_timeout_s: float = 60.0
+    step_timeout_s: float = 60.0
+    lease_s: float = 60.0
+    before_step: str = ""
+    after_step: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceInfo:
     """The settings of a source that has its own; each as in `RunInfo`."""
 
@@ -82,6 +104,8 @@ class SourceInfo:
     sampling: SamplingSpec
     tools: tuple[str, ...] | None = None
     """Names of its tool servers; None: all."""
+    env: EnvironmentInfo | None = None
+    """What its workflow plays against; None if nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +136,7 @@ class RunInfo:
     adapters: tuple[SharedBaseModel, ...] = ()
     """Policies that train adapters, by base model."""
     sources: tuple[SourceInfo, ...] = ()
-    """Sources that differ from the run in workflow, reward or sampling."""
+    """Sources that differ from the run in workflow, reward or sampling, or have an environment."""
     accepts_untrusted: bool = False
     """Nodes with an untrusted token may join; the trusted side checks their rows."""
     roles: Mapping[str, PolicyName] = field(default_factory=dict[str, PolicyName])
