@@ -8,12 +8,11 @@ Owns one agent's view of the gateway. Knows nothing of leases, deliveries or oth
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.bounds import MAX_ROLE_CHARS
+from penstock.bounds import MAX_REWARD, MAX_ROLE_CHARS
 from penstock.gateway.model_calls import Answer, Call, RawPrompt
 from penstock.gateway.sampling import read_overrides
 from penstock.types import (
@@ -162,8 +161,10 @@ class Context:
         """Seed of this slot, or of this sub-agent: the same for every attempt on every node."""
         self.explicit_reward: float | None = None
         """The last value passed to `reward()`; None means the run's reward function scores."""
-        self.agent_rewards: dict[str, float] = {}
-        """Rewards that sub-agents set, by path."""
+        self.role_rewards: dict[str, float] = {}
+        """Rewards of roles."""
+        self.turn_rewards: dict[int, float] = {}
+        """Rewards of turns, by index."""
         self._session = session
         self._endpoint = endpoint
         self._isolation = isolation
@@ -213,11 +214,35 @@ class Context:
         """API key of this attempt's session: calls made with it are recorded as its turns."""
         return self._session.api_key
 
-    def reward(self, value: float) -> None:
-        """Set the reward; the run's reward function is then skipped. The last call counts."""
-        if not math.isfinite(value):
-            raise ValueError(f"reward must be a finite number, got {value}")
-        self.explicit_reward = float(value)
+    def reward(self, value: float, *, role: str | None = None, turn: int | None = None) -> None:
+        """Set a reward; the last call counts.
+
+        Args:
+            value: A finite number.
+            role: Reward of this role, in place of the row's for its turns.
+            turn: Reward of one turn (`answer.turn`), in place of its role's.
+
+        Without role and turn it is the reward of the row, and the run's reward function is skipped.
+        """
+        if not abs(value) <= MAX_REWARD:
+            raise ValueError(f"reward must be a finite number up to {MAX_REWARD:g}, got {value}")
+        if role is not None and turn is not None:
+            raise ValueError("a reward is of a role or of a turn; call reward() once for each")
+        if turn is not None:
+            if not 0 <= turn < len(self._session.turns()):
+                raise ValueError(f"there is no turn {turn} yet; pass `answer.turn`")
+            self.turn_rewards[turn] = float(value)
+        elif role is not None:
+            if not 0 < len(role) <= MAX_ROLE_CHARS:
+                raise ValueError(f"role has {len(role)} characters; use 1 to {MAX_ROLE_CHARS}")
+            self.role_rewards[role] = float(value)
+        else:
+            self.explicit_reward = float(value)
+
+    def unplayed_roles(self, run_roles: Collection[str]) -> tuple[str, ...]:
+        """Roles with a reward that neither a turn nor the run file names. The node asks."""
+        played = {turn.role for turn in self._session.turns()} if self.role_rewards else set[str]()
+        return tuple(sorted(self.role_rewards.keys() - played - set(run_roles)))
 
     async def score(self, completion: str) -> float:
         """What the run's reward function gives for a completion of this task. Sets no reward.
@@ -246,8 +271,8 @@ class Context:
         """Run a sub-agent to its end and return its result.
 
         The result is what its workflow returned; for None, the text of its last answer. Its turns
-        are turns of this attempt, under its own path. A reward that it sets is the reward of its
-        own turns. Run several at once with `asyncio.gather`. Raises BudgetExceeded beyond a limit.
+        are turns of this attempt, under its own path. A reward that it sets is the reward of each
+        of its own turns. Run several at once with `asyncio.gather`. Raises BudgetExceeded beyond a limit.
 
         Args:
             workflow: `async def run(task, ctx)`, or the name of a workflow as in the run file.
@@ -271,8 +296,15 @@ class Context:
             return await run_child(function, task, child, deadline_s)
         finally:
             session.close()
-            if child.explicit_reward is not None:
-                self.agent_rewards[path] = child.explicit_reward
+            self._credit(child)
+
+    def _credit(self, child: Context) -> None:
+        """Give the reward that a sub-agent set to its own turns; a turn's own reward stays."""
+        if child.explicit_reward is None:
+            return
+        for index, turn in enumerate(self._session.turns()):
+            if turn.agent == child.agent:
+                self.turn_rewards.setdefault(index, child.explicit_reward)
 
     def _child(self, session: Session, seed: int, role: str, task: Task) -> Context:
         """The context of a sub-agent. What an attempt has once (sandbox, rewards) it shares."""
