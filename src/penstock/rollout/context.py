@@ -272,7 +272,8 @@ class Context:
 
         The result is what its workflow returned; for None, the text of its last answer. Its turns
         are turns of this attempt, under its own path. A reward that it sets is the reward of each
-        of its own turns. Run several at once with `asyncio.gather`. Raises BudgetExceeded beyond a limit.
+        of its own turns. Run several at once with `asyncio.gather`. Raises BudgetExceeded beyond a
+        limit.
 
         Args:
             workflow: `async def run(task, ctx)`, or the name of a workflow as in the run file.
