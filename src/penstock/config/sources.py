@@ -149,10 +149,12 @@ class NamedWorkflow(Section):
     @classmethod
     def _complete(cls, data: Any) -> Any:
         """Check the options of a built-in workflow, and write out their defaults."""
-        entry = cast(Mapping[str, Any], data) if isinstance(data, Mapping) else {}
+        if not isinstance(data, Mapping):
+            return data
+        entry = cast(Mapping[str, Any], data)
         name = entry.get("name")
         if name not in WORKFLOWS:
-            return data
+            return entry
         options = {key: value for key, value in entry.items() if key != "name"}
         kind = load_function("penstock.rollout.workflows:builtin_options")(name)
         return {"name": name, **parse_options(kind, name, options).model_dump(mode="json")}

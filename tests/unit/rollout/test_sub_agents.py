@@ -141,7 +141,7 @@ async def test_every_token_at_depth_two_is_trained_once(snapshot: Path) -> None:
         **dict.fromkeys(("0", "1", "0.0", "0.1", "1.0", "1.1"), 2),
     }
     samples = make_samples([(0, row)], POLICY)
-    trained = Counter(samples.sampled_T[samples.mask_T].tolist())
+    trained: Counter[int] = Counter(samples.sampled_T[samples.mask_T].tolist())
     num_sampled = sum(len(view_ids(turn.sampled_ids)) for turn in row.turns)
     assert trained == Counter(range(num_sampled))
 

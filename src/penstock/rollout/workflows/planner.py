@@ -177,5 +177,6 @@ class _Episode:
 
 def _argument(spec: JsonObject) -> str:
     """The first parameter of a tool."""
-    parameters = spec["function"].get("parameters") or {}
-    return next(iter(parameters.get("properties") or {}), "input")
+    parameters: JsonObject = spec["function"].get("parameters") or {}
+    properties: JsonObject = parameters.get("properties") or {}
+    return next(iter(properties), "input")
