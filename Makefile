@@ -17,11 +17,12 @@
 #   make audit          known vulnerabilities of the pinned versions, as far as the index answers
 #   make bench          the promises about speed, measured             BENCH_ARGS=--quick
 #   make setup-engine   vLLM for CPUs, a small real model and traces of its training, in ~/.cache/penstock (15 to 50 minutes)
+#   make setup-envs     virtual environments of gymnasium, OpenEnv, verifiers and reasoning-gym, in ~/.cache/penstock/envs (minutes)
 
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := check
-.PHONY: setup check test e2e e2e-long sim mutants bench chaos chaos-quick attacks attacks-quick audit docs setup-engine constraints
+.PHONY: setup check test e2e e2e-long sim mutants bench chaos chaos-quick attacks attacks-quick audit docs setup-engine setup-envs constraints
 
 PYTHON ?= python3
 VENV := .venv
@@ -63,7 +64,7 @@ ONLINE_S ?= 600
 HAS_POSTGRES = $(shell ls -d /usr/lib/postgresql/*/bin/postgres 2>/dev/null)
 # Campaigns on a real engine run where one is installed.
 HAS_VLLM = $(shell ls "$${PENSTOCK_CACHE:-$$HOME/.cache/penstock}/vllm/bin/vllm" 2>/dev/null)
-NEEDS_MORE = slow or gpu or vllm or ray$(if $(HAS_POSTGRES),, or postgres)
+NEEDS_MORE = slow or gpu or vllm or envs or ray$(if $(HAS_POSTGRES),, or postgres)
 # No test reaches for the network, and no tokenizer starts threads before a fork.
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
@@ -117,7 +118,7 @@ e2e:
 	$(PYTEST) --timeout 600 -m "not ($(NEEDS_MORE))" tests/e2e $(PYTEST_ARGS)
 
 e2e-long:
-	$(PYTEST) --timeout 1800 -m "slow and not (gpu or vllm or ray or postgres)" tests/e2e $(PYTEST_ARGS)
+	$(PYTEST) --timeout 1800 -m "slow and not (gpu or vllm or envs or ray or postgres)" tests/e2e $(PYTEST_ARGS)
 
 sim:
 	PENSTOCK_SIM_SEEDS=$(SEEDS) $(PYTEST) -n auto --timeout 3600 tests/sim $(PYTEST_ARGS)
@@ -162,6 +163,10 @@ audit:
 # Some minutes, 5 GB, once. An environment of its own: vLLM and this project want different libraries.
 setup-engine:
 	@$(PYTHON) scripts/setup_engine.py
+
+# One environment for each library: their pins contradict one another.
+setup-envs:
+	@$(PYTHON) scripts/setup_envs.py
 
 # Fresh environments, then only name==version lines: no index addresses, no files, no build tags such as +cpu.
 # torch stays at the version written in dev.txt; change it there by hand. Review the difference before a commit.

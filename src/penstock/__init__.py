@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from penstock.config import RunConfig
     from penstock.dataflow.client.rows import RowsClient
     from penstock.dataflow.rules import Admit, Curate, Mix, Replay, Route, Rule, Select
-    from penstock.errors import ConfigError, PenstockError
+    from penstock.errors import BudgetExceeded, ConfigError, PenstockError
+    from penstock.gateway.budgets import Budget
     from penstock.gateway.generation import Completion, GenerationRequest
     from penstock.gateway.model_calls import Answer
     from penstock.rollout.context import Context
@@ -33,6 +34,8 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Admit",
     "Answer",
+    "Budget",
+    "BudgetExceeded",
     "Completion",
     "ConfigError",
     "Context",
@@ -78,7 +81,8 @@ _HOMES = {
     "penstock.config": ("RunConfig",),
     "penstock.dataflow.client.rows": ("RowsClient",),
     "penstock.dataflow.rules": ("Admit", "Curate", "Mix", "Replay", "Route", "Rule", "Select"),
-    "penstock.errors": ("ConfigError", "PenstockError"),
+    "penstock.errors": ("BudgetExceeded", "ConfigError", "PenstockError"),
+    "penstock.gateway.budgets": ("Budget",),
     "penstock.gateway.generation": ("Completion", "GenerationRequest"),
     "penstock.gateway.model_calls": ("Answer",),
     "penstock.rollout.context": ("Context",),

@@ -4,7 +4,8 @@
 PenstockError
 ├── ConfigError (ValueError)      the run file is wrong; names file, line and fix
 ├── WireError                     a call between services failed
-│   ├── BadRequest 400            ContextOverflow if a prompt exceeds the model's window
+│   ├── BadRequest 400            ContextOverflow if a prompt exceeds the model's window;
+│   │                             BudgetExceeded if a sub-agent used up what its parent allowed
 │   ├── Unauthorized 401 · Forbidden 403 · NotFound 404
 │   ├── Conflict 409              contradicts an earlier write
 │   │   ├── Fenced 409            the caller's lease, boot_id or incarnation is outdated
@@ -17,6 +18,7 @@ PenstockError
 ├── WorkflowError                 the user's workflow raised or its program failed
 ├── RewardError                   the reward function raised, was killed, or returned no number
 ├── SandboxError                  the sandbox itself failed, not the program in it
+├── EnvironmentFailed             an environment hung, crashed or broke its protocol
 ├── WeightsError                  a snapshot is missing, damaged or belongs to another model
 ├── StoreError                    the ledger or a segment is damaged
 │   └── ResumeRejected            the ledger does not allow resuming from this checkpoint
@@ -62,6 +64,17 @@ class ContextOverflow(BadRequest):
         super().__init__(message)
         self.num_tokens = num_tokens
         self.window = window
+
+
+class BudgetExceeded(BadRequest):
+    """A sub-agent needs more than its parent allowed: `limit` is tokens, calls, depth or time. Only
+    the gateway and `ctx.spawn` raise it, so it is not in WIRE_ERRORS."""
+
+    code = "budget_exceeded"
+
+    def __init__(self, message: str, *, limit: str) -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 class Unauthorized(WireError):
@@ -126,6 +139,11 @@ class RewardError(PenstockError):
 
 class SandboxError(PenstockError):
     """The sandbox itself failed, not the program in it: an infrastructure failure."""
+
+
+class EnvironmentFailed(PenstockError):
+    """The environment of an attempt hung, crashed or broke its protocol; never the model's doing,
+    so it never becomes a reward."""
 
 
 class WeightsError(PenstockError):

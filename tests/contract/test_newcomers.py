@@ -27,12 +27,12 @@ from penstock.dataflow.service.build import core_spec
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Generate
 from penstock.gateway.renderer import Renderer
-from penstock.rollout.attempt import AttemptRunner, RewardScorer
+from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engine_pool import EnginePool
 from penstock.rollout.node import engine_maker
 from penstock.rollout.recorder import Recorder
-from penstock.rollout.rewards.scorer import Scorer
+from penstock.rollout.rewards.scorer import RewardScorer, Scorer
 from penstock.types import DropReason, NodeId, SamplingSpec, Trajectory, view_ids
 
 

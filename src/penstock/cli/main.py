@@ -88,6 +88,10 @@ def build() -> App:
     ):
         tls.command(f"penstock.cli.tls:{verb}", name=verb, help=text)
     app.command(tls)
+    tools = App(name="tools", help="Serve the built-in tools.", group=SERVICES)
+    serve = "Serve Python, search and files as an MCP server."
+    tools.command("penstock.cli.tools:serve", name="serve", help=serve)
+    app.command(tools)
     app["--help"].group = app["--version"].group = Group("Options", sort_key=9)
     return app
 

@@ -16,6 +16,7 @@ from penstock.config.run_sections import PolicyConfig
 from penstock.config.sandbox import GrantsConfig, LimitsConfig, SandboxConfig
 from penstock.config.sources import CommandWorkflow, DataConfig, SourceConfig
 from penstock.config.stages import StageConfig
+from penstock.config.tools import ToolServerConfig
 from penstock.config.trainer import SamplingConfig, TrainingConfig
 from penstock.types import Hook
 
@@ -42,6 +43,7 @@ __all__ = [
     "SourceConfig",
     "StageConfig",
     "SurvivorsClosing",
+    "ToolServerConfig",
     "TrainingConfig",
     "config_changes",
     "demo_config",

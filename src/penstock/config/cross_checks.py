@@ -17,9 +17,10 @@ from penstock.config.pipeline_cross_checks import (
     row_stage_checks,
     row_stages,
 )
+from penstock.config.roles import role_contradictions
 from penstock.config.rules import RuleConfig
 from penstock.config.run_sections import PolicyConfig, RunSections
-from penstock.config.sources import WORKFLOWS
+from penstock.config.sources import SELF_SCORED, WORKFLOWS
 from penstock.config.trainer import SamplingConfig
 from penstock.config.trust import SCORE_STAGE
 from penstock.options import Contradiction, KeyPath
@@ -33,6 +34,7 @@ VLLM_TEMPERATURE_RANGE = (0.01, 2.0)
 def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     """Every contradiction between sections."""
     yield from repeated_names("source", [source.name for source in config.sources], "sources")
+    yield from role_contradictions(config.roles, config.models)
     yield from _temperatures(config)
     yield from row_stage_checks(config)
     yield from dict.fromkeys(_groups_too_small(config))
@@ -44,10 +46,20 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _missing_reward(config)
     yield from _unscored_strangers(config)
     yield from _prompts_to_count(config)
+    yield from _unused_environments(config)
     yield from _sessions(config)
+    yield from _unknown_tools(config)
     yield from _determinism(config)
     yield from _lora(config)
     yield from pipeline_cross_checks(config)
+
+
+def _unknown_tools(config: RunSections) -> Iterator[Contradiction]:
+    for index, source in enumerate(config.sources):
+        for name in source.tools or ():
+            if name not in config.tools:
+                text = unknown("tool server", name, config.tools)
+                yield Contradiction(text=text, keys=(("sources", index, "tools"),))
 
 
 def _temperatures(config: RunSections) -> Iterator[Contradiction]:
@@ -191,17 +203,17 @@ def _duplicate_reward(config: RunSections) -> Iterator[Contradiction]:
 
 
 def _missing_reward(config: RunSections) -> Iterator[Contradiction]:
-    """Sources whose every attempt would fail, next to others with a reward: single_turn gives none
-    itself. `check` runs the workflow, and so finds a run without any."""
+    """Sources whose every attempt would fail, next to others with a reward: most built-in workflows
+    give none themselves. `check` runs the workflow, and so finds a run without any."""
     if not any(source.reward for source in config.sources):
         return
     for index, source in enumerate(config.sources):
-        is_builtin = config.workflow_of(source) in WORKFLOWS and source.session is None
-        if is_builtin and config.reward_of(source) is None:
+        name = config.workflow_name_of(source)
+        is_unscored = name in WORKFLOWS and name not in SELF_SCORED and source.session is None
+        if is_unscored and source.env is None and config.reward_of(source) is None:
             yield Contradiction(
-                text=f"source {source.name} has no reward, and workflow "
-                f"{config.workflow_of(source)} gives none itself; set reward: module:function for "
-                "the run or for this source",
+                text=f"source {source.name} has no reward, and workflow {name} gives none itself; "
+                "set reward: module:function for the run or for this source",
                 keys=(("sources", index, "reward"), ("sources", index), ("reward",)),
             )
 
@@ -221,11 +233,21 @@ def _prompts_to_count(config: RunSections) -> Iterator[Contradiction]:
     workflow sends."""
     for index, source in enumerate(config.sources):
         is_counted = source.data is not None and source.data.max_prompt_tokens is not None
-        if is_counted and config.workflow_of(source) not in WORKFLOWS:
+        if is_counted and config.workflow_name_of(source) != "single_turn":
             yield Contradiction(
                 text="max_prompt_tokens counts the prompts of workflow single_turn, and source "
                 f"{source.name} has another; remove it",
                 keys=(("sources", index, "data", "max_prompt_tokens"),),
+            )
+
+
+def _unused_environments(config: RunSections) -> Iterator[Contradiction]:
+    for index, source in enumerate(config.sources):
+        if source.env is not None and config.workflow_of(source) == "single_turn":
+            yield Contradiction(
+                text=f"source {source.name} has an environment, and workflow single_turn never "
+                "calls it; set workflow: env_loop, or a workflow of your own that uses ctx.env",
+                keys=(("sources", index, "workflow"), ("sources", index, "env"), ("workflow",)),
             )
 
 

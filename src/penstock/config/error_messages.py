@@ -38,7 +38,7 @@ _TYPES: Mapping[str, str] = {
     "finite_number": "expected a finite number",
 }
 
-_SCHEMA_BRANCHES = ("[key]", "<word>", "<mapping>")
+_SCHEMA_BRANCHES = ("[key]", "<word>", "<mapping>", "<command>")
 """Parts of a location that name a branch of the schema, not a key of the file."""
 
 _BOUNDS: Mapping[str, tuple[str, str]] = {

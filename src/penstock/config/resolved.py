@@ -94,6 +94,8 @@ MUTABLE_ON_RESUME: tuple[tuple[str, ...], ...] = (
     ("dataflow", "retain_batches"),
     ("dataflow", "keep"),
     ("dataflow", "keep_mb"),
+    ("prompts", "*", "path"),
+    ("prompts", "*", "text"),
     ("weights",),
     ("sandbox",),
     ("launcher",),

@@ -16,10 +16,13 @@ from penstock.config.dataflow import DataflowConfig
 from penstock.config.models import ModelConfig
 from penstock.config.network import NetworkConfig
 from penstock.config.pipeline import PipelineConfig
+from penstock.config.prompts import Prompts
+from penstock.config.roles import Roles
 from penstock.config.rules import RuleConfig, effective_rules
 from penstock.config.sandbox import SandboxConfig
-from penstock.config.sources import SourceConfig, WorkflowConfig
+from penstock.config.sources import SourceConfig, WorkflowConfig, workflow_name
 from penstock.config.stages import PipelineStageConfig, StageConfig
+from penstock.config.tools import ToolServerConfig
 from penstock.config.trainer import SamplingConfig, TrainingConfig
 from penstock.config.trust import SCORE_STAGE, AnyReward, RewardConfig, TrustConfig
 from penstock.config.weights import WeightsConfig
@@ -74,10 +77,14 @@ class RunSections(Section):
     Slow."""
     models: Annotated[Mapping[Name, ModelConfig], non_empty()]
     """One entry per policy."""
+    roles: Roles = Field(default_factory=dict[str, str])
+    """Policy by role, such as {solver: big, verifier: small}; a policy's own name is a role too."""
     sources: Annotated[tuple[SourceConfig, ...], Field(strict=False), non_empty()]
     """Where tasks come from."""
     workflow: WorkflowConfig = "single_turn"
     """What attempts a task, for every source without another."""
+    prompts: Prompts = Field(default_factory=dict[str, Any])
+    """Files of prompt templates for `ctx.prompt`, such as {solver: prompts/solver.txt}."""
     reward: AnyReward | None = None
     """What scores a trajectory, for every source without another; null if the workflow does. A
     function alone, or a mapping that also says where."""
@@ -97,6 +104,8 @@ class RunSections(Section):
     """Where the services listen, and how other hosts reach them."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where rewards, workflow commands and tools run, and what they may reach."""
+    tools: Mapping[Name, ToolServerConfig] = Field(default_factory=dict[str, ToolServerConfig])
+    """Servers whose tools a workflow finds in `ctx.tools`, by name."""
     pipeline: PipelineConfig | None = None
     """What trainers do with a batch, as a graph of stages; null: the algorithm's graph."""
     eval: Annotated[None, only_supported(None, fix="leave eval null")] = None
@@ -140,6 +149,10 @@ class RunSections(Section):
     def workflow_of(self, source: SourceConfig) -> WorkflowConfig:
         """What attempts the tasks of this source."""
         return source.workflow or self.workflow
+
+    def workflow_name_of(self, source: SourceConfig) -> str:
+        """The name of what attempts the tasks of this source; empty for a command."""
+        return workflow_name(self.workflow_of(source))
 
     def reward_of(self, source: SourceConfig) -> str | None:
         """What scores the trajectories of this source; None if the workflow or a stage does, or

@@ -74,4 +74,9 @@ class SandboxConfig(Section):
     workflow: GrantsConfig = GrantsConfig()
     """For the commands of workflows, and programs that a workflow starts with `ctx.run_program`."""
     tools: GrantsConfig = GrantsConfig()
-    """For `ctx.sandbox` and graders: code that a model wrote."""
+    """For `ctx.sandbox`, the tool python and graders: code that a model wrote."""
+    servers: GrantsConfig = GrantsConfig()
+    """For the servers of `tools:`. Also the hosts that `url` may name beyond public ones, such as
+    127.0.0.1:8000."""
+    environment: GrantsConfig = GrantsConfig()
+    """For the bridges of environments, `env:` of a source."""

@@ -5,9 +5,18 @@ Owns their shape in the run file. Imports no task module and no workflow."""
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PositiveInt, Tag
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
 
 from penstock.config.base import (
     FUNCTION,
@@ -18,12 +27,15 @@ from penstock.config.base import (
     is_custom,
     non_blank,
 )
+from penstock.config.environments import EnvironmentConfig
 from penstock.config.trainer import SamplingConfig
-from penstock.options import Contradiction, non_empty
-from penstock.plugins import WORKFLOW_GROUP, plugin_names, quoted, unknown
+from penstock.options import Contradiction, non_empty, parse_options
+from penstock.plugins import WORKFLOW_GROUP, load_function, plugin_names, quoted, unknown
 
-WORKFLOWS = ("single_turn",)
+WORKFLOWS = ("single_turn", "tool_loop", "env_loop", "solver_verifier", "planner")
 """Built-in workflows, by name."""
+SELF_SCORED = ("env_loop",)
+"""Built-in workflows that need no reward function."""
 
 DATA_FILES = (".jsonl", ".parquet", ".csv")
 """Suffixes of files with one task per row."""
@@ -123,16 +135,59 @@ class CommandWorkflow(Section):
     """The program and its arguments, without a shell."""
 
 
+class NamedWorkflow(Section):
+    """A workflow and its options: `{name: tool_loop, max_turns: 8}`. A function of yours gets them
+    as keyword arguments."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[str, AfterValidator(_workflow)]
+    """As without options: a built-in name, one that an installed package offers, or
+    `module:function`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        """Check the options of a built-in workflow, and write out their defaults."""
+        if not isinstance(data, Mapping):
+            return data
+        entry = cast(Mapping[str, Any], data)
+        name = entry.get("name")
+        if name not in WORKFLOWS:
+            return entry
+        options = {key: value for key, value in entry.items() if key != "name"}
+        kind = load_function("penstock.rollout.workflows:builtin_options")(name)
+        return {"name": name, **parse_options(kind, name, options).model_dump(mode="json")}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Its options; for a built-in workflow all of them, defaults included."""
+        return dict(self.model_extra or {})
+
+
 def _workflow_kind(value: object) -> str:
-    return "<mapping>" if isinstance(value, Mapping | CommandWorkflow) else "<word>"
+    if isinstance(value, Mapping):
+        return "<command>" if "command" in value else "<mapping>"
+    if isinstance(value, CommandWorkflow):
+        return "<command>"
+    return "<mapping>" if isinstance(value, NamedWorkflow) else "<word>"
 
 
 WorkflowConfig = Annotated[
     Annotated[str, AfterValidator(_workflow), Tag("<word>")]
-    | Annotated[CommandWorkflow, Tag("<mapping>")],
+    | Annotated[CommandWorkflow, Tag("<command>")]
+    | Annotated[NamedWorkflow, Tag("<mapping>")],
     Discriminator(_workflow_kind),
 ]
-"""A built-in name, one that an installed package offers, `module:function`, or a command."""
+"""A built-in name, one that an installed package offers, `module:function`, one of these with
+options, or a command."""
+
+
+def workflow_name(workflow: WorkflowConfig) -> str:
+    """The name without options; empty for a command."""
+    if isinstance(workflow, NamedWorkflow):
+        return workflow.name
+    return workflow if isinstance(workflow, str) else ""
 
 
 class SourceConfig(Section):
@@ -149,6 +204,9 @@ class SourceConfig(Section):
     """Instead of a module: rows of a data set. A path alone, or a mapping."""
     session: SessionConfig | None = None
     """Instead of tasks: sessions of external agents, each a group of one."""
+    env: EnvironmentConfig | None = None
+    """The environment that its workflow plays against. Without `task` or `data`, its tasks are
+    numbered: {index, seed}."""
     weight: float = Field(default=1.0, gt=0)
     """Share of this source in the mix, relative to the others."""
     limit: PositiveInt | None = None
@@ -159,6 +217,8 @@ class SourceConfig(Section):
     """What scores its trajectories; null: the reward of the run."""
     sampling: SamplingConfig | None = None
     """Sampling of its turns; a key that is left out has the value of the run."""
+    tools: Annotated[tuple[Name, ...], Field(strict=False)] | None = None
+    """Names of the tool servers that its workflow may call; null: all of the run."""
 
     @property
     def rows(self) -> DataConfig | None:
@@ -168,9 +228,9 @@ class SourceConfig(Section):
 
     def _contradictions(self) -> Iterator[Contradiction]:
         kinds = [key for key in ("task", "data", "session") if getattr(self, key) is not None]
-        if len(kinds) != 1:
+        if len(kinds) > 1 or not (kinds or self.env):
             text = f"source {self.name} needs exactly one of task: (a module), data: (a data set) "
-            text = f"{text}and session: ({{}} for sessions of external agents)"
+            text = f"{text}and session: ({{}} for sessions of external agents), or an env:"
             yield Contradiction(text=text, keys=tuple((kind,) for kind in kinds[1:]) or ((),))
         for key, why in _NOT_FOR_SESSIONS.items():
             if self.session is not None and getattr(self, key) is not None:
@@ -181,5 +241,7 @@ class SourceConfig(Section):
 _NOT_FOR_SESSIONS = {
     "workflow": "external agents run themselves",
     "reward": "external agents send their own rewards",
+    "env": "external agents have their own",
     "sampling": "external agents choose their own, or get the sampling of the run",
+    "tools": "external agents bring their own tools",
 }

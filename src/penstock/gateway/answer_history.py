@@ -26,6 +26,7 @@ _Key = tuple[PolicyName, str, str, tuple[tuple[str, str], ...]]
 class _PastAnswer:
     turn: int
     parent: int
+    agent: str
     call_ids: tuple[str, ...]
     sampled_text: str | None
 
@@ -36,23 +37,31 @@ class AnswerHistory:
         self._has_sampled_texts = False
 
     def remember(
-        self, policy: PolicyName, parent: int, answer: Answer, sampled_text: str | None
+        self,
+        policy: PolicyName,
+        parent: int,
+        answer: Answer,
+        sampled_text: str | None,
+        agent: str = "",
     ) -> None:
-        """`sampled_text` is the escaped answer as sampled, without its end token; None if the agent
-        received exactly that text."""
+        """`agent`: the sub-agent that got it. `sampled_text`: the escaped answer as sampled,
+        without its end token; None if the agent received exactly that text."""
         calls = tuple((call.name, _canonical(call.arguments)) for call in answer.tool_calls)
         key = (policy, answer.text, answer.reasoning, calls)
         ids = tuple(call.id for call in answer.tool_calls)
         self._past_answers.setdefault(key, []).append(
-            _PastAnswer(answer.turn, parent, ids, sampled_text)
+            _PastAnswer(answer.turn, parent, agent, ids, sampled_text)
         )
         self._has_sampled_texts |= sampled_text is not None
 
-    def find(self, policy: PolicyName, messages: Sequence[JsonObject]) -> dict[int, str]:
+    def find(
+        self, policy: PolicyName, messages: Sequence[JsonObject], agent: str = ""
+    ) -> dict[int, str]:
         """Sampled text of each repeated answer, by message index.
 
-        Identical answers are distinguished by the ids of their tool calls, then by the preceding
-        answer; otherwise the newest wins. A wrong guess costs a branch, never a wrong token."""
+        Identical answers are distinguished by the ids of their tool calls, then by the sub-agent
+        that sends them, then by the preceding answer; otherwise the newest wins. A wrong guess
+        costs a branch, never a wrong token."""
         found: dict[int, str] = {}
         before = ROOT
         for at, message in enumerate(messages if self._has_sampled_texts else ()):
@@ -60,7 +69,7 @@ class AnswerHistory:
                 continue
             key, ids = _read(policy, message)
             past = self._past_answers.get(key, ()) if key is not None else ()
-            best = max(past, key=partial(_match_rank, ids, before), default=None)
+            best = max(past, key=partial(_match_rank, ids, agent, before), default=None)
             if best is not None:
                 before = best.turn
                 if best.sampled_text is not None:
@@ -68,8 +77,10 @@ class AnswerHistory:
         return found
 
 
-def _match_rank(ids: tuple[Any, ...], before: int, past: _PastAnswer) -> tuple[bool, bool, int]:
-    return past.call_ids == ids, past.parent == before, past.turn
+def _match_rank(
+    ids: tuple[Any, ...], agent: str, before: int, past: _PastAnswer
+) -> tuple[bool, bool, bool, int]:
+    return past.call_ids == ids, past.agent == agent, past.parent == before, past.turn
 
 
 def _read(policy: PolicyName, message: JsonObject) -> tuple[_Key | None, tuple[Any, ...]]:

@@ -7,7 +7,7 @@ rewards or batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
@@ -73,10 +73,11 @@ class Gateway:
         seed: int,
         salvaged_turns: Sequence[Turn] = (),
         on_turn: TurnCallback | None = None,
+        roles: Mapping[str, PolicyName] | None = None,
     ) -> Session:
         """Open a session. A call already answered by one of `salvaged_turns` (turns of a failed
         earlier attempt at the same slot) is not generated again. `on_turn` is called after each
-        turn."""
+        turn. `roles`: the policy of each role."""
         session = self._make_session(
             self,
             policies=policies,
@@ -84,9 +85,14 @@ class Gateway:
             seed=seed,
             salvaged_answers=SalvagedAnswers(salvaged_turns),
             on_turn=on_turn,
+            roles=roles,
         )
-        self._by_key[session.api_key] = session
+        self.register(session)
         return session
+
+    def register(self, session: Session) -> None:
+        """Accept the key of a session until `close`; of a sub-agent's too."""
+        self._by_key[session.api_key] = session
 
     def queue_key(self, session_id: str) -> str:
         """Whose turn a call of this session takes: its own."""

@@ -43,8 +43,9 @@ class Call:
     reasoning_content, tool_calls (arguments as a JSON string), tool_call_id, name. Unknown fields
     are kept: a template may read them."""
     policy: PolicyName | None = None
-    """None selects the session's first policy."""
+    """A role or a policy of the run; None selects the role of the session, or its first policy."""
     role: str = ""
+    """Labels the turn; empty: the role that `policy` names, if it names one."""
     tools: Sequence[JsonObject] = ()
     """Function tools in OpenAI's format, {"type": "function", "function": {...}}."""
     thinking: bool | None = None
@@ -60,6 +61,9 @@ class RawPrompt:
 
     prompt: str | Sequence[int]
     policy: PolicyName | None = None
+    """As in `Call`."""
+    role: str = ""
+    """As in `Call`."""
     overrides: Overrides | None = None
     shared_prompt: Shared[Any] | None = None
     """As in `Call`."""

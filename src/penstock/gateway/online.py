@@ -18,7 +18,7 @@ import re
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -145,6 +145,7 @@ class OnlineGateway(Gateway):
         *,
         policies: Sequence[PolicyName],
         sampling: SamplingSpec,
+        roles: Mapping[str, PolicyName] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(generate)
@@ -153,6 +154,7 @@ class OnlineGateway(Gateway):
         self._slot_source = slot_source
         self._tokens = tokens
         self._policies = tuple(policies)
+        self._roles = dict(roles or {})
         self._sampling = sampling
         self._clock = clock
         self._entries: dict[str, OnlineSession] = {}
@@ -214,7 +216,9 @@ class OnlineGateway(Gateway):
             )
         slot_id = self._slot_source.acquire_slot()
         seed = secrets.randbits(63)
-        session = self.open(policies=self._policies, sampling=self._sampling, seed=seed)
+        session = self.open(
+            policies=self._policies, sampling=self._sampling, seed=seed, roles=self._roles
+        )
         session.id = slot_id or f"unrecorded-{session.id}"
         now = self._clock()
         entry = OnlineSession(

@@ -37,18 +37,19 @@ class Prompt:
     new_ids: Sequence[int]
     context_ids: Sequence[int]
     """The complete prompt for the engine."""
-    role: str = ""
     answer_format: AnswerFormat = PLAIN
     """How to parse the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBuilder:
-    """Builds the prompts of one session; only reads its turns and answers."""
+    """Builds the prompts of one agent; only reads the turns and answers of its session."""
 
     _tree: TurnTree
     _answer_history: AnswerHistory
     _encode_large: EncodeLarge
+    _agent: str = ""
+    """The sub-agent that asks; it continues its own turns where others have the same context."""
 
     async def from_call(self, call: Call, policy: PolicyName, renderer: Renderer) -> Prompt:
         if not 1 <= len(call.messages) <= MAX_MESSAGES:
@@ -60,7 +61,7 @@ class PromptBuilder:
             tools=renderer.tool_format if call.tools else None,
         )
         prompt = await self._from_escaped(text, policy, renderer)
-        return replace(prompt, role=call.role, answer_format=answer_format)
+        return replace(prompt, answer_format=answer_format)
 
     async def from_text(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
         return await self._from_escaped(escape_trusted(text), policy, renderer)
@@ -71,14 +72,14 @@ class PromptBuilder:
         if not all(0 <= token < renderer.num_ids for token in prompt):
             raise BadRequest(f"the prompt contains token ids outside 0 to {renderer.num_ids - 1}")
         ids = token_ids(prompt)
-        parent, length = self._tree.match_ids(policy, ids)
+        parent, length = self._tree.match_ids(policy, ids, self._agent)
         new_ids = view_ids(TokenIds(ids[length:])).tolist()
         return self._make(policy, renderer, parent, renderer.decode_escaped(new_ids), new_ids)
 
     def _render(self, call: Call, policy: PolicyName, renderer: Renderer) -> str:
         """Pass this session's own answers to the template as they were sampled; it may still strip
         or trim them."""
-        sampled_texts = self._answer_history.find(policy, call.messages)
+        sampled_texts = self._answer_history.find(policy, call.messages, self._agent)
         try:
             return renderer.render(
                 call.messages, tools=call.tools, thinking=call.thinking, answers=sampled_texts
@@ -90,7 +91,7 @@ class PromptBuilder:
         return renderer.render(call.messages, tools=call.tools, thinking=call.thinking)
 
     async def _from_escaped(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
-        parent, length = self._tree.match(policy, text)
+        parent, length = self._tree.match(policy, text, self._agent)
         new_text = text[length:]
         _check_length(new_text, renderer)
         try:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-session quotas: concurrent calls and tokens per minute. Excess requests get 429 with
-Retry-After. A refused request costs what its body would, so that refusals are not free.
+"""Per-session quotas, sub-agents included: concurrent calls and tokens per minute.
+
+Excess requests get 429 with Retry-After. A refused request costs what its body would, so that
+refusals are not free.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ class Quotas:
     def _refill(self, session: Session) -> _SessionUsage:
         now = self.clock()
         fresh = _SessionUsage(0, float(self.tokens_per_minute), now)
-        usage = self._usage_by_session.setdefault(session, fresh)
+        usage = self._usage_by_session.setdefault(session.root, fresh)
         earned = (now - usage.counted_at) * self.tokens_per_minute / MINUTE_S
         usage.tokens_left = min(float(self.tokens_per_minute), usage.tokens_left + earned)
         usage.counted_at = now

@@ -2,8 +2,10 @@
 """HTTP server of the gateway: a base URL for agents not written for penstock.
 
 Owns routing, key checks, body limits and quotas. A session is identified by its key, or by its key
-and the path `/sessions/{id}/v1`. Engines stay private: request paths are never forwarded, and
-nothing here can load, pause or stop an engine. Dialects of installed packages are served too.
+and the path `/sessions/{id}/v1`. A call names its role as `model`, or by the path
+`/roles/{role}/v1`; the path wins, for agents whose model name is fixed. Engines stay private:
+request paths are never forwarded, and nothing here can load, pause or stop an engine. Dialects of
+installed packages are served too.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -27,14 +29,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.errors import ConfigError, RequestRejected, WireError
 from penstock.gateway.dialects.chat import CHAT
 from penstock.gateway.dialects.completions import COMPLETIONS
-from penstock.gateway.dialects.dialect import Dialect
+from penstock.gateway.dialects.dialect import Dialect, ParsedRequest
 from penstock.gateway.dialects.messages import MESSAGES
 from penstock.gateway.dialects.responses import RESPONSES
 from penstock.gateway.exchange import Exchange, error_for_agent
 from penstock.gateway.gateway import Gateway, Session
 from penstock.gateway.quotas import Quotas
 from penstock.plugins import DIALECT_GROUP, load_object, plugin_names
-from penstock.types import JsonObject
+from penstock.types import JsonObject, PolicyName
 from penstock.wire.call_budget import CallBudget
 from penstock.wire.codec import JSON, decode, encode_json
 from penstock.wire.doors import admit
@@ -46,6 +48,9 @@ BODIES = "bodies"
 DIALECTS = (CHAT, RESPONSES, MESSAGES, COMPLETIONS)
 """The built-in ones."""
 SESSION = "/sessions/{session_id}"
+ROLE = "/roles/{role}"
+PREFIXES = ("", SESSION, ROLE, SESSION + ROLE)
+"""Of every route for models."""
 CLIENT_CLOSED_REQUEST = 499
 """Non-standard status for a client that disconnected; only logs show it."""
 
@@ -66,10 +71,10 @@ def build_app(gateway: Gateway, quotas: Quotas | None = None) -> Starlette:
         routes=[
             *(
                 Route(prefix + path, call, methods=["POST"])
-                for prefix in ("", SESSION)
+                for prefix in PREFIXES
                 for path, call in calls.items()
             ),
-            *(_get(prefix + "/v1/models", _models, gateway) for prefix in ("", SESSION)),
+            *(_get(prefix + "/v1/models", _models, gateway) for prefix in PREFIXES),
             _get("/openapi.json", openapi, gateway),
             _exact(Route("/healthz", _healthz, methods=["GET"])),
         ],
@@ -115,11 +120,21 @@ class _App(Starlette):
         if scope["method"] != "POST" or scope.get("root_path") or b"%" in scope["raw_path"]:
             return None
         call = self.calls.get(path)
-        if call is None and path.startswith("/sessions/"):
-            session_id, _, rest = path.removeprefix("/sessions/").partition("/")
-            call = self.calls.get("/" + rest) if session_id else None
-            scope["path_params"] = {"session_id": session_id}
+        if call is None and path.startswith(("/sessions/", "/roles/")):
+            path, params = _split(path)
+            call = self.calls.get(path) if all(params.values()) else None
+            scope["path_params"] = params
         return call
+
+
+def _split(path: str) -> tuple[str, dict[str, str]]:
+    """The path of a dialect, and what stands before it: session and role."""
+    params: dict[str, str] = {}
+    for prefix, name in (("/sessions/", "session_id"), ("/roles/", "role")):
+        if path.startswith(prefix):
+            params[name], _, rest = path.removeprefix(prefix).partition("/")
+            path = "/" + rest
+    return path, params
 
 
 # --- calls --------------------------------------------------------------------------------------
@@ -172,6 +187,8 @@ class _DialectApp:
         self, session: Session, body: bytes, request: Request, send: Send
     ) -> Response | None:
         parsed = self._dialect.read(decode(body, dict[str, Any], media_type=JSON))
+        if role := request.path_params.get("role"):
+            parsed = _in_role(parsed, role)
         exchange = Exchange(session, parsed)
         with self._quotas.reserve(session, len(parsed.calls)):
             disconnected = asyncio.create_task(wait_for_disconnect(request.receive))
@@ -189,6 +206,12 @@ class _DialectApp:
         return Response(encode_json(parsed.body(replies)), media_type=JSON)
 
 
+def _in_role(parsed: ParsedRequest, role: str) -> ParsedRequest:
+    """The request with the role of its path in place of its `model`."""
+    name = PolicyName(role)
+    return replace(parsed, model=name, calls=[replace(call, policy=name) for call in parsed.calls])
+
+
 # --- other routes -------------------------------------------------------------------------------
 
 
@@ -196,16 +219,16 @@ async def _models(session: Session) -> JsonObject:
     """Response that both OpenAI and Anthropic clients accept."""
     models = [
         {
-            "id": policy,
+            "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "penstock",
             "type": "model",
-            "display_name": policy,
+            "display_name": name,
             "created_at": "1970-01-01T00:00:00Z",
             "lifecycle": "active",
         }
-        for policy in session.policies
+        for name in session.model_names
     ]
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
     return {"object": "list", "data": models, **ends}
@@ -242,8 +265,8 @@ def openapi_document(dialects: Sequence[Dialect]) -> JsonObject:
         "/healthz": {"get": {**_operation("Liveness check; needs no key."), "security": []}},
         "/openapi.json": {"get": _operation("This document.")},
     }
-    for prefix in ("", SESSION):
-        models = _operation("List the policies of this session.")
+    for prefix in PREFIXES:
+        models = _operation("List the roles and policies of this session.")
         paths[f"{prefix}/v1/models"] = {"get": _in_session(models, prefix)}
         for dialect, request in zip(dialects, requests, strict=True):
             operation = _operation(dialect.summary)
@@ -277,8 +300,9 @@ def _operation(summary: str) -> JsonObject:
 def _in_session(operation: JsonObject, prefix: str) -> JsonObject:
     if not prefix:
         return operation
-    parameter = {"name": "session_id", "in": "path", "required": True}
-    return {**operation, "parameters": [{**parameter, "schema": {"type": "string"}}]}
+    names = [name for name in ("session_id", "role") if f"{{{name}}}" in prefix]
+    schema = {"in": "path", "required": True, "schema": {"type": "string"}}
+    return {**operation, "parameters": [{"name": name, **schema} for name in names]}
 
 
 # --- keys, paths, errors ------------------------------------------------------------------------

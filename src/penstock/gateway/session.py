@@ -2,21 +2,24 @@
 """One rollout's model calls, recorded as turns.
 
 Owns a session's turns and the answers its agent received. In-process workflows and HTTP agents
-share one code path, `Session.call`. Knows nothing of tasks, rewards or batches.
+share one code path, `Session.call`. A sub-agent has a session of its own, with its own key, seed
+and budget, that records into the same turns. Knows nothing of tasks, rewards or batches.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from penstock.errors import ContextOverflow, EngineError, NotFound, Unauthorized
 from penstock.gateway.answer_history import AnswerHistory
+from penstock.gateway.budgets import Budget, BudgetMeter
 from penstock.gateway.fair_queue import FairQueue
 from penstock.gateway.generation import Completion, Generate, GenerationRequest
 from penstock.gateway.model_calls import Answer, Call, DeltaCallback, RawPrompt, Usage
@@ -61,6 +64,8 @@ class SessionGateway(Protocol):
 
     def renderer(self, policy: PolicyName) -> Renderer: ...
     def queue_key(self, session_id: str) -> str: ...
+    def register(self, session: Session) -> None: ...
+    def close(self, session: Session) -> tuple[Turn, ...]: ...
 
 
 class Session:
@@ -75,23 +80,58 @@ class Session:
         seed: int,
         salvaged_answers: SalvagedAnswers,
         on_turn: TurnCallback | None,
+        roles: Mapping[str, PolicyName] | None = None,
     ) -> None:
         assert policies, "a session needs at least one policy"
         self.id = secrets.token_hex(8)
         self.api_key = KEY_PREFIX + secrets.token_hex(KEY_BYTES)
         self.policies = tuple(policies)
+        self.roles = dict(roles or {})
+        """The policy of each role."""
+        self.agent = ""
+        """Path of the sub-agent, like `0.2`; empty for the workflow."""
+        self.root = self
+        """The session of the workflow."""
         self.is_open = True
         self.has_overflowed = False
-        """The last call did not fit in the model's context window."""
+        """The last call, of the workflow or a sub-agent, did not fit in the model's context window;
+        kept at the root."""
         self._gateway = gateway
         self._sampling = sampling
         self._seed = seed
         self._salvaged_answers = salvaged_answers
         self._on_turn = on_turn
         self._num_calls = 0
+        self._role = ""
+        self._meter: BudgetMeter | None = None
         self._tree = TurnTree()
         self._answer_history = AnswerHistory()
         self._prompt_builder = PromptBuilder(self._tree, self._answer_history, self._encode_large)
+
+    def check_spawn(self) -> None:
+        """Raise BudgetExceeded if this agent may have no sub-agent."""
+        if self._meter is not None:
+            self._meter.check_spawn()
+
+    def open_child(self, agent: str, *, seed: int, role: str, budget: Budget) -> Session:
+        """The session of a sub-agent, until `close`: its turns are among these, under its own path.
+        `role`: who makes its calls that name neither a role nor a policy."""
+        child = copy.copy(self)
+        child.api_key = KEY_PREFIX + secrets.token_hex(KEY_BYTES)
+        child.agent = agent
+        child._seed = seed
+        child._role = role
+        child._num_calls = 0
+        child._meter = BudgetMeter(budget, agent, self._meter)
+        child._prompt_builder = PromptBuilder(
+            self._tree, self._answer_history, self._encode_large, agent
+        )
+        self._gateway.register(child)
+        return child
+
+    def close(self) -> None:
+        """End the session of a sub-agent: its key stops working."""
+        self._gateway.close(self)
 
     async def chat(
         self,
@@ -120,11 +160,19 @@ class Session:
         """Call a policy and record the turn. Raises EngineError, BadRequest (including
         ContextOverflow), NotFound or Unauthorized."""
         self._check_open()
+        policy, role = self.resolve(call)
         if call.shared_prompt is None:
-            prompt = await self._prepare(call)
+            prompt = await self._prepare(call, policy)
         else:
-            prompt = await call.shared_prompt.get(partial(self._prepare, call))
-        return await self._run(prompt, call.overrides, on_chunk)
+            prompt = await call.shared_prompt.get(partial(self._prepare, call, policy))
+        return await self._run(prompt, role, call.overrides, on_chunk)
+
+    def resolve(self, call: Call | RawPrompt) -> tuple[PolicyName, str]:
+        """The policy of a call, and the role of its turn. Roles come before policies."""
+        name = call.policy or self._role or self.policies[0]
+        if name in self.roles:
+            return self.roles[name], call.role or name
+        return PolicyName(name), call.role
 
     def turn(self, index: int) -> Turn:
         return self._tree[index]
@@ -137,14 +185,20 @@ class Session:
         """All turns so far in completion order; a parent always precedes its children."""
         return self._tree.turns()
 
-    def renderer(self, policy: PolicyName) -> Renderer:
+    def renderer(self, name: str) -> Renderer:
+        """Of a policy, or of a role's."""
+        policy = self.roles.get(name, PolicyName(name))
         if policy not in self.policies:
-            known = ", ".join(self.policies)
-            raise NotFound(f"unknown model {policy!r}; this session has: {known}")
+            known = ", ".join(self.model_names)
+            raise NotFound(f"unknown model {name!r}; this session has: {known}")
         return self._gateway.renderer(policy)
 
-    async def _prepare(self, call: Call | RawPrompt) -> Prompt:
-        policy = call.policy or self.policies[0]
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What `model` may be: roles and policies."""
+        return tuple(dict.fromkeys((*self.roles, *self.policies)))
+
+    async def _prepare(self, call: Call | RawPrompt, policy: PolicyName) -> Prompt:
         renderer, builder = self.renderer(policy), self._prompt_builder
         try:
             if isinstance(call, Call):
@@ -156,7 +210,7 @@ class Session:
                 return await builder.from_text(call.prompt, policy, renderer)
             return builder.from_ids(call.prompt, policy, renderer)
         except ContextOverflow:
-            self.has_overflowed = True
+            self.root.has_overflowed = True
             raise
 
     async def _encode_large(self, renderer: Renderer, text: str) -> Sequence[int]:
@@ -164,19 +218,25 @@ class Session:
             return await asyncio.to_thread(renderer.encode_large, text)
 
     def _check_open(self) -> None:
-        if not self.is_open:
+        if not (self.is_open and self.root.is_open):
             raise Unauthorized(CLOSED)
 
     async def _run(
-        self, prompt: Prompt, overrides: Overrides | None, on_chunk: DeltaCallback | None
+        self,
+        prompt: Prompt,
+        role: str,
+        overrides: Overrides | None,
+        on_chunk: DeltaCallback | None,
     ) -> Answer:
         sampling = self._spec(prompt, overrides)
         started_at = time.time()
-        known = self._salvaged_answers.pop(prompt.policy, sampling, prompt.context_ids)
+        known = self._salvaged_answers.pop(prompt.policy, sampling, prompt.context_ids, self.agent)
         completion = known or await self._generate(prompt, sampling, on_chunk)
         self._check_open()
-        turn = self._turn(prompt, sampling, completion, started_at)
+        turn = self._turn(prompt, role, sampling, completion, started_at)
         sampled = view_ids(turn.sampled_ids).tolist()
+        if self._meter is not None:
+            self._meter.end_call(len(sampled))
         texts = prompt.renderer.decode_answer(sampled, turn.finish)
         index = self._add(prompt, turn, texts, is_reused=known is not None)
         return self._answer(prompt, turn, texts, index)
@@ -194,7 +254,7 @@ class Session:
         try:
             return await self._gateway.generate(request)
         except ContextOverflow:  # the engine's context window may be smaller than the model's
-            self.has_overflowed = True
+            self.root.has_overflowed = True
             raise
 
     def _spec(self, prompt: Prompt, overrides: Overrides | None) -> SamplingSpec:
@@ -205,16 +265,26 @@ class Session:
         else:
             sampling = override(self._sampling, overrides, seed=seed)
         window, num_tokens = prompt.renderer.window, len(prompt.context_ids)
-        self.has_overflowed = window is not None and num_tokens >= window
-        if window is not None and self.has_overflowed:
+        self.root.has_overflowed = window is not None and num_tokens >= window
+        if window is not None and self.root.has_overflowed:
             raise overflow(num_tokens, window)
+        max_tokens = sampling.max_tokens
+        if window is not None:
+            max_tokens = min(max_tokens, window - num_tokens)
+        if self._meter is not None:
+            max_tokens = self._meter.start_call(max_tokens)
         self._num_calls += 1
-        if window is not None and sampling.max_tokens > window - num_tokens:
-            return replace(sampling, max_tokens=window - num_tokens)
+        if max_tokens < sampling.max_tokens:
+            return replace(sampling, max_tokens=max_tokens)
         return sampling
 
     def _turn(
-        self, prompt: Prompt, sampling: SamplingSpec, completion: Completion, started_at: float
+        self,
+        prompt: Prompt,
+        role: str,
+        sampling: SamplingSpec,
+        completion: Completion,
+        started_at: float,
     ) -> Turn:
         return Turn(
             policy=prompt.policy,
@@ -228,7 +298,8 @@ class Session:
             reached_agent=completion.finish is not FinishReason.ABORT,
             started_at=started_at,
             ended_at=time.time(),
-            role=prompt.role,
+            role=role,
+            agent=self.agent,
         )
 
     def _add(self, prompt: Prompt, turn: Turn, texts: AnswerTexts, *, is_reused: bool) -> int:
@@ -262,6 +333,10 @@ class Session:
             parts.text
         )
         self._answer_history.remember(
-            turn.policy, turn.parent, answer, None if is_plain_text else sampled_text
+            turn.policy,
+            turn.parent,
+            answer,
+            None if is_plain_text else sampled_text,
+            self.agent,
         )
         return answer

@@ -38,26 +38,30 @@ class TurnTree:
     def __getitem__(self, index: int) -> Turn:
         return self._segments[index].turn
 
-    def match(self, policy: PolicyName, text: str) -> tuple[int, int]:
+    def match(self, policy: PolicyName, text: str, agent: str = "") -> tuple[int, int]:
         """The turn whose context is a prefix of `text`, and the length of that context; (-1, 0) if
         none.
 
-        The longest context wins, then the newest turn. Turns of other policies never match, as
-        their tokenizer may differ; nor do answers that never reached the agent.
+        The longest context wins, then a turn of the same sub-agent, then the newest turn. Turns of
+        other policies never match, as their tokenizer may differ; nor do answers that never reached
+        the agent.
         """
-        return self._longest(policy, text, lambda at: (at.prompt, at.sampled))
+        return self._longest(policy, text, agent, lambda at: (at.prompt, at.sampled))
 
-    def match_ids(self, policy: PolicyName, ids: TokenIds) -> tuple[int, int]:
+    def match_ids(self, policy: PolicyName, ids: TokenIds, agent: str = "") -> tuple[int, int]:
         """`match` for a prompt of ids; the length is in bytes."""
-        return self._longest(policy, ids, lambda at: (at.turn.prompt_ids, at.turn.sampled_ids))
+        return self._longest(
+            policy, ids, agent, lambda at: (at.turn.prompt_ids, at.turn.sampled_ids)
+        )
 
     def _longest(
         self,
         policy: PolicyName,
         context: AnyStr,
+        agent: str,
         parts_of: Callable[[_Segment], tuple[AnyStr, AnyStr]],
     ) -> tuple[int, int]:
-        best, best_length = ROOT, 0
+        best, best_length, is_own = ROOT, 0, False
         open_nodes = [(index, 0) for index in self._roots]
         while open_nodes:
             index, start = open_nodes.pop()
@@ -69,8 +73,9 @@ class TurnTree:
             if not (context.startswith(prompt, start) and context.startswith(sampled, middle)):
                 continue
             end = middle + len(sampled)
-            if (end, index) > (best_length, best):
-                best, best_length = index, end
+            rank = end, segment.turn.agent == agent, index
+            if rank > (best_length, is_own, best):
+                best_length, is_own, best = rank
             open_nodes.extend((child, end) for child in segment.children)
         return best, best_length
 

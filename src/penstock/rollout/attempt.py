@@ -5,6 +5,9 @@ data, not a crash.
 Outcomes, in order of precedence:
 - the engine failed                       → failed(engine)
 - a sandbox failed                        → failed(sandbox)
+- `ctx.score` got no reward               → failed(reward | reward_deadline | sandbox)
+- a sub-agent's budget was exceeded       → truncated(length), or truncated(deadline) for its time
+- the environment failed                  → failed(environment), also if the workflow went on
 - the workflow raised                     → failed(workflow), with the user's frames in `detail`
   … because the context window was full   → truncated(length) if it had received an answer
 - the workflow received no model answer   → failed(workflow)
@@ -14,29 +17,32 @@ Outcomes, in order of precedence:
 - otherwise                               → completed
 Completed and truncated attempts are scored. A reward from `ctx.reward()` or a returned number takes
 precedence; otherwise the reward function scores the completion (at the time limit: the text of the
-last answer). If scoring fails, the outcome is failed(reward | reward_deadline |
-sandbox).
+last answer); without one, the row earns the mean of its roles' rewards. If scoring fails, the
+outcome is failed(reward | reward_deadline | sandbox).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, SupportsFloat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, SupportsFloat
 
 import structlog
 
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RunInfo
-from penstock.errors import EngineError, SandboxError, WorkflowError
+from penstock.errors import BudgetExceeded, EngineError, SandboxError, WorkflowError
 from penstock.gateway.gateway import Gateway, Session
 from penstock.rollout.context import Context
 from penstock.rollout.endpoint import Endpoint
+from penstock.rollout.environments.environments import Environments
 from penstock.rollout.isolation import Isolation
+from penstock.rollout.prompt_templates import PromptTemplate, parse_prompt
 from penstock.rollout.recorder import Recorder
-from penstock.rollout.rewards.scorer import NO_REWARD, Failed
+from penstock.rollout.rewards.scorer import NO_REWARD, Failed, RewardScorer, ScoringFailed
+from penstock.rollout.tools.servers import ToolServers
 from penstock.rollout.user_errors import shorten, user_traceback
 from penstock.rollout.workflows import find_workflow
 from penstock.types import (
@@ -59,10 +65,6 @@ OUT_OF_TIME = Outcome(kind=OutcomeKind.TRUNCATED, reason="deadline")
 OUT_OF_TOKENS = Outcome(kind=OutcomeKind.TRUNCATED, reason="length")
 
 
-class RewardScorer(Protocol):
-    async def score(self, completion: str, task: Task) -> float | Failed: ...
-
-
 def workflow_timeout_s(start_to_close_s: float) -> float:
     """Time limit for the workflow. The slot's limit counts from the grant and includes scoring, so
     some of it is reserved."""
@@ -78,14 +80,26 @@ class AttemptRunner:
     _run_info: RunInfo
     _node_id: NodeId
     _isolation: Isolation = field(default_factory=Isolation)
+    _tools: ToolServers = field(default_factory=ToolServers)
     _num_failed: int = 0
     _sampling: dict[str, SamplingSpec] = field(default_factory=dict[str, SamplingSpec])
     """By source, where it differs from the run's."""
+    _prompts: dict[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
+    _environments: Environments = field(init=False)
 
     def __post_init__(self) -> None:
+        self._prompts = {
+            name: parse_prompt(name, text) for name, text in self._run_info.prompts.items()
+        }
+        sources = self._run_info.sources
+        self._environments = Environments(sources, self._isolation, self._endpoint)
         for info in (self._run_info, *self._run_info.sources):
             find_workflow(info.workflow)  # a wrong name ends the node at its start
         self._sampling = {source.name: source.sampling for source in self._run_info.sources}
+
+    async def close(self) -> None:
+        """End what the environments of this node run."""
+        await self._environments.close()
 
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         """Run one attempt. Always returns a trajectory; only cancellation is raised."""
@@ -98,6 +112,14 @@ class AttemptRunner:
                 seed=grant.seed,
                 salvaged_turns=salvaged_turns,
                 on_turn=on_turn,
+                roles=self._run_info.roles,
+            )
+            tools = self._tools.lease(task.source, grant.row_id, session)
+            env = self._environments.session(
+                task,
+                name=grant.row_id,
+                api_key=session.api_key,
+                policy=self._run_info.policies[0],
             )
             ctx = Context(
                 session,
@@ -105,9 +127,16 @@ class AttemptRunner:
                 seed=grant.seed,
                 isolation=self._isolation,
                 row_id=grant.row_id,
+                task=task,
+                scorer=self._scorer,
+                prompts=self._prompts,
+                tools=tools,
+                env=env,
             )
             try:
                 completion, outcome = await self._run_workflow(task, ctx)
+                if env is not None and env.failure is not None:
+                    outcome = failed(FailureKind.ENVIRONMENT, str(env.failure))
             finally:
                 await ctx.close()
                 turns = self._gateway.close(session)
@@ -119,6 +148,7 @@ class AttemptRunner:
             reward, outcome = await self._score(completion, task, ctx, outcome)
         if outcome.kind is OutcomeKind.FAILED:
             self._report(outcome, task)
+        is_rewarded = reward is not None
         return Trajectory(
             row_id=grant.row_id,
             group_id=grant.group_id,
@@ -126,11 +156,13 @@ class AttemptRunner:
             epoch=grant.epoch,
             attempt=grant.attempt,
             node_id=self._node_id,
-            turns=turns,
+            turns=with_rewards(turns, ctx.turn_rewards) if is_rewarded else turns,
+            tool_uses=tools.uses,
             reward=reward,
             outcome=outcome,
             started_at=started_at,
             ended_at=time.time(),
+            role_rewards=ctx.role_rewards if is_rewarded else {},
         )
 
     async def _run_workflow(self, task: Task, ctx: Context) -> tuple[str | None, Outcome]:
@@ -150,6 +182,10 @@ class AttemptRunner:
                 return None, failed(FailureKind.ENGINE, str(error))
             if isinstance(error, SandboxError):
                 return None, failed(FailureKind.SANDBOX, str(error))
+            if isinstance(error, ScoringFailed):
+                return None, failed(error.failed.kind, error.failed.detail)
+            if isinstance(error, BudgetExceeded):
+                return None, OUT_OF_TIME if error.limit == "time" else OUT_OF_TOKENS
             is_ours = isinstance(error, WorkflowError)
             detail = str(error) if is_ours else user_traceback(error)
             return None, failed(FailureKind.WORKFLOW, detail)
@@ -157,11 +193,17 @@ class AttemptRunner:
     async def _score(
         self, completion: str, task: Task, ctx: Context, outcome: Outcome
     ) -> tuple[float | None, Outcome]:
+        if unplayed := ctx.unplayed_roles(self._run_info.roles):
+            text = f"ctx.reward(role={unplayed[0]!r}): no turn has this role; call "
+            text += f"ctx.policy(…, role={unplayed[0]!r}), or name it under `roles` in the run file"
+            return None, failed(FailureKind.WORKFLOW, text)
         if ctx.explicit_reward is not None:
             return ctx.explicit_reward, outcome
         result: float | Failed = NO_REWARD
         if self._scorer is not None:
             result = await self._scorer.score(completion, task)
+        if result is NO_REWARD and ctx.role_rewards:
+            return sum(ctx.role_rewards.values()) / len(ctx.role_rewards), outcome
         if not isinstance(result, Failed):
             return result, outcome
         return None, failed(result.kind, result.detail)
@@ -206,6 +248,14 @@ def resolve_outcome(
     if outcome is COMPLETED and reached[-1].finish is FinishReason.LENGTH:
         return OUT_OF_TOKENS
     return outcome
+
+
+def with_rewards(turns: Sequence[Turn], rewards: Mapping[int, float]) -> tuple[Turn, ...]:
+    """The turns, with the rewards that the workflow gave to some of them."""
+    return tuple(
+        replace(turn, reward=rewards[index]) if index in rewards else turn
+        for index, turn in enumerate(turns)
+    )
 
 
 def last_answer_text(session: Session, turns: Sequence[Turn]) -> str:

@@ -17,6 +17,11 @@ from penstock.wire.serving import serve_on_socket
 BACKLOG = 1024
 
 
+def role_url(base_url: str, role: str) -> str:
+    """The `base_url` whose calls are made in this role."""
+    return f"{base_url.removesuffix('/v1')}/roles/{role}/v1"
+
+
 @dataclass(slots=True)
 class Endpoint:
     """Starts serving when an address is first read; costs nothing before that."""

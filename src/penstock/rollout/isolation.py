@@ -39,6 +39,14 @@ class Use(StrEnum):
     """Commands of workflows."""
     TOOLS = "tools"
     """Code that a model wrote, and graders."""
+    SERVERS = "servers"
+    """Programs that serve tools."""
+    ENVIRONMENT = "environment"
+    """Bridges of environments."""
+
+
+_AS_LONG_AS_THE_NODE = (Use.REWARD, Use.ENVIRONMENT)
+"""Their processes serve many attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +108,10 @@ class Isolation:
                 log.warning(what, reason=str(self._found), fix=FIX)
             return self._fallback
 
+    def settings_of(self, use: Use) -> UseSettings:
+        """Its limits and grants on this machine."""
+        return self._settings.uses.get(use, UseSettings())
+
     async def open(
         self,
         use: Use,
@@ -113,7 +125,7 @@ class Isolation:
         """A sandbox for this use, with its grants and these; not started yet. Requests to granted
         hosts are recorded with `row_id`."""
         backend = await self.backend(use)
-        settings = self._settings.uses.get(use, UseSettings())
+        settings = self.settings_of(use)
         given = settings.grants
         has_proxy = bool(given.hosts) and backend.level >= Level.NAMESPACES
         interpreter = interpreter_folders() if has_proxy else ()
@@ -127,7 +139,7 @@ class Isolation:
             sockets={**given.sockets, **(sockets or {})},
         )
         bounds = limits or settings.limits
-        if use is Use.REWARD:  # a worker lives as long as the node; each batch has a deadline
+        if use in _AS_LONG_AS_THE_NODE:  # each of their calls has a deadline
             bounds = replace(bounds, wall_s=FOREVER_S, cpu_s=FOREVER_S, output_bytes=1 << 62)
         given_env = {**passed_env(settings.env), **(env or {})}
         spec = SandboxSpec(limits=bounds, grants=grants, env=given_env)
@@ -137,7 +149,7 @@ class Isolation:
             make=lambda path: backend.create(_with_proxy(spec, path)),
             hosts=given.hosts,
             row_id=row_id or use,
-            is_of_one_attempt=use is not Use.REWARD,
+            is_of_one_attempt=use not in _AS_LONG_AS_THE_NODE,
         )
 
     def _is_hidden(self, path: Path) -> bool:

@@ -36,6 +36,7 @@ from penstock.rollout.peer_relay import PeerRelayConfig, PeerRelayFetcher
 from penstock.rollout.recorder import Recorder, TurnApi
 from penstock.rollout.rewards.scorer import SourceScorers
 from penstock.rollout.slots import LeaseApi, SlotRunner
+from penstock.rollout.tools.servers import open_tools
 from penstock.rollout.weight_loader import Loader, WeightFetcher, WeightServerFetcher
 from penstock.types import NodeId
 from penstock.wire.held_token import Token
@@ -163,8 +164,9 @@ async def build(
     await _require_isolation(isolation, run_info)
     scorer = SourceScorers(run_info.reward, rewards, isolation) or None
     recorder = Recorder(deps.dataflow, node_id)
+    tools = await open_tools(run_info, isolation)
     attempt_runner = AttemptRunner(
-        gateway, endpoint, recorder, scorer, run_info, node_id, isolation
+        gateway, endpoint, recorder, scorer, run_info, node_id, isolation, tools
     )
     delivery_queue = DeliveryQueue(deps.dataflow, membership, deps.ack_log)
     try:
@@ -183,6 +185,8 @@ async def build(
             grace_s=grace_s,
         )
     finally:
+        await tools.close()
+        await attempt_runner.close()
         await engines.close()
         await fetch.close()
 
@@ -192,6 +196,8 @@ async def _require_isolation(isolation: Isolation, run_info: RunInfo) -> None:
     infos = (run_info, *run_info.sources)
     if any(info.workflow.startswith("[") for info in infos):
         await isolation.backend(Use.WORKFLOW)
+    if any(source.env for source in run_info.sources):
+        await isolation.backend(Use.ENVIRONMENT)
     if any(info.reward for info in infos):
         await isolation.backend(Use.REWARD)
 

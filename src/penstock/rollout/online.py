@@ -281,7 +281,13 @@ async def build_online(
         keep_s=terms.idle_s / 2,
     )
     online = OnlineGateway(
-        engines, slot_pool, terms, tokens, policies=run_info.policies, sampling=run_info.sampling
+        engines,
+        slot_pool,
+        terms,
+        tokens,
+        policies=run_info.policies,
+        sampling=run_info.sampling,
+        roles=run_info.roles,
     )
     slot_pool.on_slot_lost = online.on_slot_dropped
     try:

@@ -72,6 +72,9 @@ class ProxiedSandbox:
     async def get(self, path: str, *, max_bytes: int) -> bytes:
         return await self._started.get(path, max_bytes=max_bytes)
 
+    async def list_files(self, path: str) -> Sequence[str]:
+        return await self._started.list_files(path)
+
     async def snapshot(self) -> bytes:
         return await self._started.snapshot()
 

@@ -10,6 +10,7 @@ import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from penstock.rollout.grading.grader import grade
 from penstock.rollout.grading.types import GradingLimits, Solution, TestFile, Verdict
@@ -20,7 +21,7 @@ from penstock.rollout.visible_folders import interpreter_folders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolResult:
+class ProgramResult:
     """How a program in the sandbox ended."""
 
     code: int
@@ -40,6 +41,8 @@ class ToolSandbox:
 
     _isolation: Isolation
     _row_id: str = ""
+    _folders: tuple[Path, ...] = ()
+    """Of this machine, which its programs see; read-only."""
     _box: Sandbox | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -50,18 +53,18 @@ class ToolSandbox:
         stdin: str | bytes = b"",
         env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
-    ) -> ToolResult:
+    ) -> ProgramResult:
         """Run a program to its end; its descendants end with it. A program beyond `timeout_s` ends
         with the limit `wall_s`, and the files of the sandbox with it."""
-        box = await self._started()
+        box = await self.started()
         data = stdin.encode(errors="replace") if isinstance(stdin, str) else stdin
         try:
             async with asyncio.timeout(timeout_s):
                 done = await run(box, argv, stdin=data, env=env or {})
         except TimeoutError:
             await self.close()
-            return ToolResult(code=-9, stdout="", stderr="", limit="wall_s")
-        return ToolResult(
+            return ProgramResult(code=-9, stdout="", stderr="", limit="wall_s")
+        return ProgramResult(
             code=done.exit.code,
             stdout=done.stdout.decode(errors="replace"),
             stderr=done.stderr.decode(errors="replace"),
@@ -70,21 +73,24 @@ class ToolSandbox:
 
     async def put(self, path: str, data: bytes) -> None:
         """Write a file, by its path in the folder of the sandbox."""
-        await (await self._started()).put(path, data)
+        await (await self.started()).put(path, data)
 
     async def get(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         """Read a file. Raises ValueError if it is missing, a link or too long."""
-        return await (await self._started()).get(path, max_bytes=max_bytes)
+        return await (await self.started()).get(path, max_bytes=max_bytes)
 
     async def close(self) -> None:
         box, self._box = self._box, None
         if box is not None:
             await box.kill()
 
-    async def _started(self) -> Sandbox:
+    async def started(self) -> Sandbox:
+        """The sandbox, started if it is not."""
         async with self._lock:
             if self._box is None:
-                box = await self._isolation.open(Use.TOOLS, row_id=self._row_id)
+                box = await self._isolation.open(
+                    Use.TOOLS, folders=self._folders, row_id=self._row_id
+                )
                 try:
                     await box.start()
                 except BaseException:

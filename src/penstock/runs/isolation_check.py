@@ -50,6 +50,8 @@ _WHAT = {
     Use.REWARD: "rewards",
     Use.WORKFLOW: "workflow commands",
     Use.TOOLS: "tools and graders",
+    Use.SERVERS: "tool servers",
+    Use.ENVIRONMENT: "environments",
 }
 
 
@@ -58,7 +60,15 @@ def _uses(config: RunConfig) -> tuple[Use, ...]:
     workflows = [config.workflow_of(source) for source in config.sources]
     has_command = any(isinstance(workflow, CommandWorkflow) for workflow in workflows)
     has_reward = any(config.reward_of(source) for source in config.sources)
-    uses = {Use.WORKFLOW: has_command, Use.REWARD: has_reward}
+    has_environment = any(source.env for source in config.sources)
+    servers = config.tools.values()
+    uses = {
+        Use.WORKFLOW: has_command,
+        Use.REWARD: has_reward,
+        Use.TOOLS: any(server.builtin in ("python", "files") for server in servers),
+        Use.SERVERS: any(server.command for server in servers),
+        Use.ENVIRONMENT: has_environment,
+    }
     return tuple(use for use, is_used in uses.items() if is_used)
 
 

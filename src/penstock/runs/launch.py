@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.config import RunConfig, config_changes
+from penstock.dataflow.service.read_prompts import with_prompts
 from penstock.dataflow.sources import preferred_digest
 from penstock.errors import ConfigError, LaunchError, PenstockError
 from penstock.fleet.launchers.local import POLL_S, LocalLauncher
@@ -121,7 +122,7 @@ def launch(
     display, stop = display or NoDisplay(), stop or StopRequest()
     began_at = time.monotonic()
     with folder.locked():
-        config = pin_models(config, folder, display.notify)
+        config = with_prompts(pin_models(config, folder, display.notify))
         finish = _claim_folder(config, folder, sources or {}, accept_changes=accept_changes)
         if finish is not None:
             return LaunchResult(

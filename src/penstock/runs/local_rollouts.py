@@ -15,10 +15,12 @@ from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RecordRequest, RunInfo
 from penstock.dataflow.sources import slot_seeds
 from penstock.gateway.gateway import Gateway
-from penstock.rollout.attempt import AttemptRunner, RewardScorer
+from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.isolation import Isolation
 from penstock.rollout.recorder import Recorder
+from penstock.rollout.rewards.scorer import RewardScorer
+from penstock.rollout.tools.servers import open_tools
 from penstock.types import GroupId, NodeId, RowId, Task, Trajectory, Turn
 
 NODE = NodeId("local")
@@ -45,13 +47,16 @@ async def local_rollouts(
     """A function that makes rollouts as a node does, while the context is open."""
     endpoint = Endpoint(gateway)
     recorder = Recorder(_NoRecords(), NODE)
-    runner = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, NODE, isolation)
+    tools = await open_tools(run_info, isolation)
+    runner = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, NODE, isolation, tools)
     serving = asyncio.create_task(endpoint.run(), name="gateway")
     try:
         yield partial(_attempt, runner)
     finally:
+        await runner.close()
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
+        await tools.close()
 
 
 async def _attempt(runner: AttemptRunner, task: Task, number: int) -> Trajectory:

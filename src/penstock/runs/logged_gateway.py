@@ -31,7 +31,6 @@ from penstock.gateway.session import Session
 from penstock.types import (
     FinishReason,
     JsonObject,
-    PolicyName,
     Turn,
     log_probs,
     token_ids,
@@ -131,7 +130,7 @@ class TextSession(LoggedSession):
     def mark_unreached(self, index: int) -> None:
         self._text_turns[index] = replace(self._text_turns[index], reached_agent=False)
 
-    def renderer(self, policy: PolicyName) -> Renderer:
+    def renderer(self, name: str) -> Renderer:
         return cast(Renderer, self)  # all that is asked of it here is `decode_visible`
 
     def decode_visible(self, ids: Sequence[int]) -> str:
@@ -152,9 +151,10 @@ class TextSession(LoggedSession):
         else:
             raise BadRequest("a server of text takes no token ids; send the prompt as text")
         answer = _read_answer(reply, len(self._text_turns), self._server.base_url)
+        policy, role = self.resolve(call)
         self._text_turns.append(
             Turn(
-                policy=call.policy or self.policies[0],
+                policy=policy,
                 parent=len(self._text_turns) - 1,
                 prompt_ids=token_ids(()),
                 sampled_ids=token_ids(()),
@@ -165,7 +165,8 @@ class TextSession(LoggedSession):
                 reached_agent=True,
                 started_at=started_at,
                 ended_at=time.time(),
-                role=call.role if isinstance(call, Call) else "",
+                role=role,
+                agent=self.agent,
             )
         )
         if on_chunk is not None:

@@ -17,10 +17,12 @@ from pathlib import Path
 
 from penstock.config import CommandWorkflow, RunConfig
 from penstock.config.models import BUILTIN_MODELS
+from penstock.dataflow.service.read_prompts import read_prompt, with_prompts
 from penstock.errors import ConfigError
 from penstock.hub import check_hub_model, parse_hub_model
 from penstock.runs.check_problem import CheckProblem, located
 from penstock.runs.data_check import data_problems
+from penstock.runs.environment_check import environment_problems
 from penstock.runs.isolation_check import isolation_notes, isolation_problems
 from penstock.runs.machine_limits import machine_problems, this_machine
 from penstock.runs.probe import has_user_code, has_user_stages, run_probe
@@ -133,7 +135,9 @@ def _find_problems(target: RunTarget) -> Iterator[CheckProblem]:
     yield from _missing_models(config)
     yield from _vocabulary_mismatches(config)
     yield from _missing_program(config)
+    yield from _prompt_problems(config)
     yield from _missing_engines(config)
+    yield from environment_problems(config)
     yield from isolation_problems(config, target.folder.path)
     yield from machine_problems(config, target.folder.path, this_machine())
     for key, text in data_problems(config, target.folder.sources()):
@@ -143,7 +147,11 @@ def _find_problems(target: RunTarget) -> Iterator[CheckProblem]:
 def _resume_problems(target: RunTarget, probed: ProbeResult) -> Iterator[CheckProblem]:
     """Why `penstock run` would refuse to resume: the folder was started with something else."""
     fix = "use another `name`, or pass --accept-changes to `penstock run`"
-    for change in find_resume_changes(target.config, target.folder, probed.digests):
+    try:
+        config = with_prompts(target.config)
+    except ConfigError:  # a problem of its own
+        return
+    for change in find_resume_changes(config, target.folder, probed.digests):
         key, _, values = change.partition(": ")
         key = "sources" if key.startswith("source ") else key
         text = f"{values}: changed since {target.folder.path} was started; {fix}"
@@ -217,6 +225,18 @@ def _vocabulary_mismatches(config: RunConfig) -> Iterator[CheckProblem]:
     for policy, model in config.models.items():
         for text in vocabulary_mismatches(pipeline_of(config, policy), model.init):
             yield CheckProblem(key="pipeline" if config.pipeline else "algorithm", text=text)
+
+
+def _prompt_problems(config: RunConfig) -> Iterator[CheckProblem]:
+    """Templates that cannot be read or parsed. Whether their placeholders get values is found by
+    running the workflow."""
+    from penstock.rollout.prompt_templates import parse_prompt
+
+    for name, prompt in config.prompts.items():
+        try:
+            parse_prompt(name, read_prompt(name, prompt))
+        except ConfigError as error:
+            yield CheckProblem(key=f"prompts.{name}", text=str(error))
 
 
 def _missing_program(config: RunConfig) -> Iterator[CheckProblem]:

@@ -19,7 +19,7 @@ from typing import IO
 
 from penstock.config import CommandWorkflow, RunConfig
 from penstock.config.models import ENGINES_PACKAGE
-from penstock.config.sources import WORKFLOWS
+from penstock.config.sources import WORKFLOWS, workflow_name
 from penstock.plugins import builtin_names
 from penstock.runs.check_problem import CheckProblem, located
 from penstock.runs.probe_process import IMPORT_DEADLINE_S
@@ -163,7 +163,7 @@ def has_user_code(config: RunConfig) -> bool:
     named = [
         *(source.task or "data" for source in config.sources if source.session is None),
         *(config.reward_of(source) for source in config.sources),
-        *(str(workflow) for workflow in workflows if workflow not in WORKFLOWS),
+        *(name for name in map(workflow_name, workflows) if name not in WORKFLOWS),
         *(stage.fn for stage in (config.pipeline.stages if config.pipeline else ())),
         *(rule.name for rule in rules if not rule.is_builtin),
         *(model.engine for model in config.models.values() if model.engine not in engines),

@@ -17,9 +17,11 @@ from penstock.dataflow.service.build import run_info
 from penstock.dataflow.service.build_sources import workflow_text
 from penstock.errors import ConfigError, EngineError, WeightsError
 from penstock.plugins import REWARD_GROUP, load_function
+from penstock.rollout.prompt_templates import parse_prompt
 from penstock.rollout.rewards.frames import ScoreRequest
 from penstock.rollout.rewards.worker import score
 from penstock.rollout.workflows import find_workflow
+from penstock.runs.environment_check import missing_environment
 from penstock.runs.probe_report import Reporter, code_of_frames, code_of_object
 from penstock.runs.probe_workflow import ScriptedRollout, judge_rollout, run_scripted
 from penstock.runs.sandbox_settings import isolation_settings
@@ -105,8 +107,12 @@ class CallChecker:
         return self._loaded[key, name]
 
     def _is_installed(self, index: int) -> bool:
-        """Whether a command's program is; the check of this machine reports it if not."""
-        workflow = self._config.workflow_of(self._config.sources[index])
+        """Whether the programs of a command and an environment are; the check of this machine
+        reports it if not."""
+        source = self._config.sources[index]
+        if source.env is not None and missing_environment(source.env) is not None:
+            return False
+        workflow = self._config.workflow_of(source)
         return not isinstance(workflow, CommandWorkflow) or bool(shutil.which(workflow.command[0]))
 
     def _attempt(
@@ -114,7 +120,12 @@ class CallChecker:
     ) -> ScriptedRollout | None:
         """The attempt; None if it cannot be scored, with the reason reported."""
         self._reporter.begin(f"workflow {_label(workflow)}", key)
-        info = run_info(self._config)
+        try:
+            info = run_info(self._config)
+            for name, text in info.prompts.items():
+                parse_prompt(name, text)
+        except ConfigError:
+            return None  # a template; the check of this machine reports it
         if task is MADE_UP_TASK:
             info = replace(info, reward="", is_scored=False)
         info = replace(info, workflow=workflow)

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.config import RuleConfig, RunConfig
 from penstock.dataflow.rules import make_rule
-from penstock.dataflow.service.build_sources import build_source
+from penstock.dataflow.service.build_sources import PROMPT_WORKFLOWS, build_source
 from penstock.errors import ConfigError
 from penstock.rollout.engines import find_engine
 from penstock.runs.probe_report import Reporter, code_of, code_of_object
@@ -87,13 +87,14 @@ def _has_prompt(config: RunConfig, index: int, task: Task, key: str, reporter: R
     """Whether the task has what the built-in workflow needs."""
     source = config.sources[index]
     is_prompt = isinstance(task.payload.get("prompt"), str | list)
-    if config.workflow_of(source) != "single_turn" or is_prompt:
+    workflow = config.workflow_name_of(source)
+    if workflow not in PROMPT_WORKFLOWS or is_prompt:
         return True
     keys = ", ".join(map(str, task.payload)) or "none"
     reporter.add(
         key,
         f'source {source.name!r}: make_task has neither text nor messages under "prompt", which '
-        f"workflow single_turn needs; add it, or set another workflow (keys: {keys})",
+        f"workflow {workflow} needs; add it, or set another workflow (keys: {keys})",
         code=code_of(f"{source.task}:make_task"),
     )
     return False

@@ -191,6 +191,8 @@ def judge_rollout(
         reporter.add("reward", outcome.detail)
     elif outcome.reason == FailureKind.SANDBOX:
         reporter.add("sandbox", outcome.detail)
+    elif outcome.reason == FailureKind.ENVIRONMENT:
+        reporter.add("sources", outcome.detail)
     else:
         _add_failure(outcome, name, key, reporter)
     return False

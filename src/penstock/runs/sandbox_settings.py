@@ -6,9 +6,12 @@ that no program sees a ledger, a key or a token of any run in it. Starts nothing
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from penstock.config import GrantsConfig, RunConfig
+from penstock.config.sandbox import HOST
 from penstock.rollout.isolation import FOREVER_S, IsolationSettings, Use, UseSettings
 from penstock.rollout.sandbox.types import Grants, Level, Limits
 from penstock.rollout.visible_folders import python_folders
@@ -24,7 +27,7 @@ def isolation_settings(config: RunConfig, run_folder: Path) -> IsolationSettings
         backend=sandbox.backend,
         image=sandbox.image,
         demand=None if sandbox.demand is None else Level[sandbox.demand.upper()],
-        uses={use: _use(getattr(sandbox, use)) for use in Use},
+        uses={use: _use(getattr(sandbox, use)) for use in Use} | {Use.SERVERS: _servers(config)},
         hidden=_folders_of_runs(run_folder.resolve()),
     )
 
@@ -37,6 +40,28 @@ def _folders_of_runs(run_folder: Path) -> tuple[Path, ...]:
         return (root,)
     runs = (path for path in root.iterdir() if (path / KEYS).is_dir()) if root.is_dir() else ()
     return (run_folder, *runs)
+
+
+def _servers(config: RunConfig) -> UseSettings:
+    """What `sandbox.servers` grants, and what `tools:` of the same file names: folders, and hosts
+    by name. An address, which may be an internal one, must be granted."""
+    grants = config.sandbox.servers
+    folders = (server.folder for server in config.tools.values() if server.folder)
+    hosts = (urlsplit(server.url).netloc for server in config.tools.values() if server.url)
+    named = (host for host in hosts if HOST.fullmatch(host) and not _is_address(host))
+    return _use(
+        grants.model_copy(
+            update={"folders": (*grants.folders, *folders), "hosts": (*grants.hosts, *named)}
+        )
+    )
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host.partition(":")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def _use(grants: GrantsConfig) -> UseSettings:

@@ -20,8 +20,7 @@ from penstock.dataflow.client.row_stream import Row, RowReader
 from penstock.dataflow.client.rows import RowsClient
 from penstock.dataflow.columns.origins import RowOrigin
 from penstock.dataflow.core.names import ORIGIN, TRAIN
-from penstock.rollout.attempt import RewardScorer
-from penstock.rollout.rewards.scorer import Failed
+from penstock.rollout.rewards.scorer import Failed, RewardScorer
 from penstock.types import Trajectory
 from penstock.wire.held_token import Token
 

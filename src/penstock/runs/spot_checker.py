@@ -26,10 +26,10 @@ from penstock.dataflow.service.trainers.messages import VersionsInUse
 from penstock.errors import EngineError, WeightsError, WireError
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.renderer import Renderer
-from penstock.rollout.attempt import RewardScorer
 from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pool import EnginePools
 from penstock.rollout.isolation import Isolation
+from penstock.rollout.rewards.scorer import RewardScorer
 from penstock.rollout.weight_loader import WeightServerFetcher
 from penstock.runs.local_rollouts import Rollout, local_rollouts
 from penstock.types import PublishedVersion, Trajectory, Version, subject_of_node

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
 
 from penstock.config import CommandWorkflow, RunConfig, dump
+from penstock.config.sources import NamedWorkflow
 from penstock.dataflow.service.build import run_info
 from penstock.dataflow.service.build_sources import data_spec
 from penstock.errors import ConfigError
@@ -108,3 +110,37 @@ def test_what_does_not_go_together(load_text: LoadText, old: str, new: str, expe
     with pytest.raises(ConfigError) as caught:
         load_text(changed)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("workflow", "options"),
+    [
+        ("{name: tool_loop}", {"max_turns": 8}),
+        ("{name: tool_loop, max_turns: 3}", {"max_turns": 3}),
+        ("{name: 'my_agent:run', depth: 2, words: [a]}", {"depth": 2, "words": ["a"]}),
+    ],
+)
+def test_a_workflow_has_options(
+    load_text: LoadText, workflow: str, options: dict[str, object]
+) -> None:
+    config = load_text(f"{RUN}workflow: {workflow}\n")
+    assert isinstance(config.workflow, NamedWorkflow) and config.workflow.options == options
+    assert load_text(dump(config)) == config
+    text = run_info(config).workflow
+    assert json.loads(text) == {"name": config.workflow.name, **options}
+    assert config.workflow_name_of(config.sources[0]) == config.workflow.name
+
+
+@pytest.mark.parametrize(
+    ("workflow", "says"),
+    [
+        ("{name: tool_loop, max_turn: 3}", r'workflow.max_turn: unknown option "max_turn" of tool'),
+        ("{name: tool_loop, max_turns: 0}", r"workflow\.max_turns: .*must be greater than 0"),
+        ("{name: tool_lop}", r'workflow\.name: unknown workflow "tool_lop"; did you mean'),
+        ("{max_turns: 3}", r"workflow\.name"),
+        ("{command: [a], max_turns: 3}", r"workflow\.max_turns"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(load_text: LoadText, workflow: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_text(f"{RUN}workflow: {workflow}\n")

@@ -77,7 +77,7 @@ async def test_every_route_is_documented_and_needs_a_key(harness: GatewayHarness
         assert listed == routed
         del http.headers["authorization"]
         for path, method in sorted(listed):
-            status = (await http.request(method, path.format(session_id="x"))).status_code
+            status = (await http.request(method, path.format(session_id="x", role="r"))).status_code
             assert status == (200 if path == "/healthz" else 401), (method, path)
         assert (await http.get("/nothing")).json()["error"]["code"] == "no_such_route"
         assert (await http.put("/healthz")).json()["error"]["code"] == "method_not_allowed"
@@ -465,6 +465,7 @@ def test_the_token_quota_refills_with_time(tmp_path: Path) -> None:
     now = 0.0
     quotas = Quotas(max_concurrent_calls=9, tokens_per_minute=60, clock=lambda: now)
     session: Any = type("Session", (), {})()
+    session.root = session
     usage = Usage(prompt_tokens=60, completion_tokens=30)
     quotas.charge(session, [Answer(text="", finish=FinishReason.STOP, turn=0, usage=usage)])
     with pytest.raises(Busy) as refused, quotas.reserve(session, 1):

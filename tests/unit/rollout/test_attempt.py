@@ -21,7 +21,7 @@ from penstock.gateway.renderer import Renderer
 from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engines.scripted import ScriptedEngine
-from penstock.rollout.recorder import Recorder
+from penstock.rollout.recorder import Recorder, TurnApi
 from penstock.rollout.rewards.scorer import Failed
 from penstock.rollout.workflows import find_workflow
 from penstock.tasks import reverse
@@ -84,22 +84,28 @@ async def attempt(
     max_tokens: int = 3,
     given: Task | None = None,
     sources: tuple[SourceInfo, ...] = (),
+    grant: Grant = GRANT,
+    turn_api: TurnApi | None = None,
+    **changes: object,
 ) -> Trajectory:
-    workflow = name if name.startswith("[") or name == "single_turn" else f"{WORKFLOWS}:{name}"
+    is_named = name.startswith(("[", "{")) or ":" in name or name == "single_turn"
+    workflow = name if is_named else f"{WORKFLOWS}:{name}"
     run_info = facts(
         workflow=workflow,
         start_to_close_s=start_to_close_s,
         sampling=SamplingSpec(max_tokens=max_tokens),
         sources=sources,
+        **changes,
     )
     gateway = Gateway(generate or await loaded_engine(snapshot))
-    gateway.set_renderer(POLICY, Renderer.load(snapshot))
+    for policy in run_info.policies:
+        gateway.set_renderer(policy, Renderer.load(snapshot))
     endpoint = Endpoint(gateway)
     serving = asyncio.create_task(endpoint.run())
     try:
-        recorder = Recorder(NoTurns(), NodeId("n"))
+        recorder = Recorder(turn_api or NoTurns(), NodeId("n"))
         attempts = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, NodeId("n"))
-        return await asyncio.wait_for(attempts.run(GRANT, given or task()), 60)
+        return await asyncio.wait_for(attempts.run(grant, given or task()), 60)
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -193,7 +199,6 @@ async def test_a_workflow_may_score_itself(snapshot: Path, name: str, reward: fl
     ("name", "says"),
     [
         ("raises", "my own mistake"),
-        ("completes_in_a_role", "does not take a role"),
         ("exits", "SystemExit: goodbye"),
         ("calls_nobody", "without a model answer"),
         ("own_timeout", "of the user's own client"),
@@ -273,7 +278,7 @@ async def test_a_reward_that_failed_is_no_reward(snapshot: Path) -> None:
     ("name", "says"),
     [
         ("single-turn", 'did you mean "single_turn"'),
-        ("agent", r"use single_turn \| module:function"),
+        ("agent", r"use single_turn \| .* \| planner \| module:function"),
         ("no_such_module:run", "cannot import"),
         (f"{WORKFLOWS}:nothing", "has no function"),
         (f"{WORKFLOWS}:not_async", "not an async function"),

@@ -24,10 +24,6 @@ async def completes(task: Task, ctx: Context) -> str:
     return answer.text
 
 
-async def completes_in_a_role(task: Task, ctx: Context) -> str:
-    return (await ctx.policy("policy", role="judge").complete("abc>")).text
-
-
 num_running = most_running = 0
 
 

@@ -29,6 +29,7 @@ from penstock.dataflow.ledger.objects import open_payloads
 from penstock.dataflow.ledger.segments import segment_bytes
 from penstock.dataflow.ledger.store import Ledger, OnFailure, ignore_failure
 from penstock.dataflow.records import CommandJournal
+from penstock.dataflow.service.build_environments import environment_info
 from penstock.dataflow.service.build_sources import build_source, workflow_text
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (
@@ -36,12 +37,14 @@ from penstock.dataflow.service.nodes.messages import (
     SessionSpec,
     SharedBaseModel,
     SourceInfo,
+    ToolServerInfo,
 )
 from penstock.dataflow.service.nodes.model_limits import ModelLimits, read_model_limits
 from penstock.dataflow.service.nodes.trust import LeaseSampling
 from penstock.dataflow.service.operators.observe import balance_settings
 from penstock.dataflow.service.partition import CoordinatorApi, PartitionService
 from penstock.dataflow.service.process import Process, monotonic_clock
+from penstock.dataflow.service.read_prompts import prompt_texts
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.errors import ConfigError
 from penstock.types import PolicyName, SamplingSpec
@@ -286,18 +289,40 @@ def run_info(config: RunConfig) -> RunInfo:
         adapters=tuple(_shared_bases(config)),
         sources=tuple(_own_settings(config)),
         accepts_untrusted=config.trust.accept_untrusted,
+        roles={role: PolicyName(policy) for role, policy in config.roles.items()},
+        prompts=prompt_texts(config),
+        tools=tuple(_tool_servers(config)),
     )
 
 
+def _tool_servers(config: RunConfig) -> Iterator[ToolServerInfo]:
+    for name, server in config.tools.items():
+        yield ToolServerInfo(
+            name=name,
+            command=server.command or (),
+            url=server.url or "",
+            builtin=server.builtin or "",
+            folder=server.folder or "",
+            token=server.token or "",
+            is_shared=server.is_shared,
+            timeout_s=server.timeout_s,
+            max_result_chars=server.max_result_chars,
+        )
+
+
 def _own_settings(config: RunConfig) -> Iterator[SourceInfo]:
-    """Sources that differ from the run in workflow, reward or sampling."""
+    """Sources that differ from the run in workflow, reward, sampling or tools, or have an
+    environment."""
     for source in config.sources:
-        if any(own is not None for own in (source.workflow, source.reward, source.sampling)):
+        own = (source.workflow, source.reward, source.sampling, source.tools, source.env)
+        if any(setting is not None for setting in own):
             yield SourceInfo(
                 name=source.name,
                 workflow=workflow_text(config.workflow_of(source)),
                 reward=config.reward_of(source) or "",
                 sampling=SamplingSpec(**config.sampling_of(source).model_dump()),
+                tools=source.tools,
+                env=environment_info(source.env),
             )
 
 

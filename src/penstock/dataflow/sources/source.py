@@ -130,3 +130,21 @@ def session_source(name: str, *, weight: float = 1.0, limit: int | None = None) 
         return {"session": ordinal}
 
     return Source(name=name, weight=weight, make=place, limit=limit)
+
+
+def numbered_source(
+    name: str,
+    *,
+    num_tasks: int | None,
+    weight: float = 1.0,
+    limit: int | None = None,
+    workflow: str = "",
+) -> Source:
+    """Tasks that only an environment knows, each a number and a seed; `num_tasks` of them repeat,
+    None: all differ."""
+
+    def number(ordinal: int, seed: int) -> JsonObject:
+        index = ordinal % num_tasks if num_tasks else ordinal
+        return {"index": index, "seed": derive_seed(seed, name, "env", index) >> 32}
+
+    return Source(name=name, weight=weight, make=number, limit=limit, workflow=workflow)

@@ -47,6 +47,7 @@ class ParsedRequest:
     calls: Sequence[Call | RawPrompt]
     """One per choice, all for the same policy."""
     model: PolicyName
+    """A policy, or a role."""
     is_stream: bool
     body: Callable[[Sequence[AnsweredTurn]], JsonObject]
     writer: Callable[[], SseWriter]

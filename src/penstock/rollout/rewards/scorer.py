@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Protocol
 
 from penstock.errors import RewardError, SandboxError
 from penstock.rollout.isolation import Isolation
@@ -37,6 +38,33 @@ NO_REWARD = Failed(
     "workflow neither returned a number nor called ctx.reward(); set `reward: module:function` or "
     "do either",
 )
+NO_FUNCTION = Failed(
+    kind=FailureKind.REWARD,
+    detail="ctx.score: neither the run nor the task's source has a reward function on this node; "
+    "set `reward: module:function` in the run file",
+)
+
+
+class ScoringFailed(RewardError):
+    """`ctx.score` got no number; the attempt fails as if the node had scored."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.detail)
+        self.failed = failed
+
+
+class RewardScorer(Protocol):
+    async def score(self, completion: str, task: Task) -> float | Failed: ...
+
+
+async def score_or_raise(scorer: RewardScorer | None, completion: str, task: Task | None) -> float:
+    """The reward of a completion; raises ScoringFailed."""
+    result: float | Failed = NO_FUNCTION
+    if scorer is not None and task is not None:
+        result = await scorer.score(completion.encode(errors="replace").decode(), task)
+    if isinstance(result, Failed):
+        raise ScoringFailed(NO_FUNCTION if result is NO_REWARD else result)
+    return result
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

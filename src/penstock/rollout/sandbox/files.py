@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import os
 import stat
 import tarfile
@@ -51,6 +52,13 @@ class WorkFolder:
         with _refusals(path), self._open_folders(folders, create=False) as folder:
             return _read(folder, name, path, max_bytes)
 
+    def list_files(self, path: str) -> list[str]:
+        """Names in a folder, in order; of folders with a slash at the end. `.` is this one."""
+        folders = [] if path in (".", WORK_DIR) else _parts(path)
+        opened = self._open_folders(folders, create=False)
+        with _refusals(path), opened as folder, os.scandir(folder) as entries:
+            return sorted(_listed(entry) for entry in itertools.islice(entries, MAX_ENTRIES))
+
     def snapshot(self, max_bytes: int) -> bytes:
         """Regular files and folders; links, sockets and pipes are left out."""
         archive, room = io.BytesIO(), max_bytes
@@ -83,6 +91,10 @@ class WorkFolder:
         with suppress(FileExistsError):
             make_folder(name, parent)
             os.chown(name, self.owner, self.owner, dir_fd=parent, follow_symlinks=False)
+
+
+def _listed(entry: os.DirEntry[str]) -> str:
+    return f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name
 
 
 def make_folder(name: str, parent: int) -> None:

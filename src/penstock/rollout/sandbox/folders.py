@@ -62,6 +62,9 @@ class FolderSandbox(ABC):
     async def get(self, path: str, *, max_bytes: int) -> bytes:
         return await self._at_folder(lambda folder: folder.get(path, max_bytes))
 
+    async def list_files(self, path: str) -> Sequence[str]:
+        return await self._at_folder(lambda folder: folder.list_files(path))
+
     async def snapshot(self) -> bytes:
         max_bytes = self.spec.limits.disk_mb << 20
         return await self._at_folder(lambda folder: folder.snapshot(max_bytes))

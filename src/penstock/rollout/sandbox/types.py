@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a sandbox: its limits, its grants, and six calls. Types only.
+"""The contract of a sandbox: its limits, its grants, and seven calls. Types only.
 
 Every back end passes `tests/contract/test_sandbox.py`. A failure of the sandbox itself raises
 SandboxError: it is an infrastructure failure, and never becomes a reward.
@@ -121,6 +121,11 @@ class Sandbox(Protocol):
 
     async def get(self, path: str, *, max_bytes: int) -> bytes:
         """Read a regular file below WORK_DIR, never through a link. Raises FileRefused."""
+        ...
+
+    async def list_files(self, path: str) -> Sequence[str]:
+        """Names in a folder below WORK_DIR, `.` for itself; of folders with a slash at the end.
+        Raises FileRefused."""
         ...
 
     async def snapshot(self) -> bytes:

@@ -6,6 +6,7 @@ Owns shapes only. Every mutating call carries an id chosen by its caller; repeat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -14,6 +15,7 @@ from msgspec import Meta
 from penstock.bounds import SAFE, Count, Id, Seconds
 from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState
 from penstock.types import (
+    JsonObject,
     NodeId,
     PolicyName,
     PublishedVersion,
@@ -54,6 +56,45 @@ class SharedBaseModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolServerInfo:
+    """A server of tools, as in `tools:` of the run file. A node starts and calls only what its own
+    machine grants."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    url: str = ""
+    builtin: str = ""
+    folder: str = ""
+    token: str = ""
+    """The name of a secret of the node's machine."""
+    is_shared: bool = False
+    """By all attempts of a node."""
+    timeout_s: float = 60.0
+    max_result_chars: int = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentInfo:
+    """The environment of a source, as in the run file."""
+
+    library: str
+    """Whose bridge it is; empty for a program of its own."""
+    settings: JsonObject
+    """What the bridge gets: what to load, its options, and how to read actions."""
+    command: tuple[str, ...] = ()
+    python: str = ""
+    """Empty for the virtual environment of `make setup-envs`."""
+    calls_model: bool = False
+    max_episodes: int = 32
+    start_timeout_s: float = 120.0
+    reset_timeout_s: float = 60.0
+    step_timeout_s: float = 60.0
+    lease_s: float = 60.0
+    before_step: str = ""
+    after_step: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceInfo:
     """The settings of a source that has its own; each as in `RunInfo`."""
 
@@ -61,6 +102,10 @@ class SourceInfo:
     workflow: str
     reward: str
     sampling: SamplingSpec
+    tools: tuple[str, ...] | None = None
+    """Names of its tool servers; None: all."""
+    env: EnvironmentInfo | None = None
+    """What its workflow plays against; None if nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +136,15 @@ class RunInfo:
     adapters: tuple[SharedBaseModel, ...] = ()
     """Policies that train adapters, by base model."""
     sources: tuple[SourceInfo, ...] = ()
-    """Sources that differ from the run in workflow, reward or sampling."""
+    """Sources that differ from the run in workflow, reward or sampling, or have an environment."""
     accepts_untrusted: bool = False
     """Nodes with an untrusted token may join; the trusted side checks their rows."""
+    roles: Mapping[str, PolicyName] = field(default_factory=dict[str, PolicyName])
+    """Policy by role; a policy's own name is a role too."""
+    prompts: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Texts of the prompt templates, by name."""
+    tools: tuple[ToolServerInfo, ...] = ()
+    """Servers whose tools workflows may call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

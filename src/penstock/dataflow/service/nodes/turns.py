@@ -18,6 +18,8 @@ from penstock.dataflow.service.nodes.validate import check_turn
 from penstock.errors import BadRequest, Fenced
 from penstock.types import FailureKind, NodeId, Outcome, OutcomeKind, RowId, subject_of_node
 
+_NOT_OF_THE_WORKFLOW = (FailureKind.ENGINE, FailureKind.SANDBOX, FailureKind.ENVIRONMENT)
+
 
 class TurnHandlers:
     def __init__(self, partition: Partition) -> None:
@@ -69,9 +71,9 @@ class TurnHandlers:
         ]
 
     def on_delivery(self, row: RowRecord, outcome: Outcome) -> None:
-        """Forget the turns of a finished slot; only an attempt that was released, or that an engine
-        or a sandbox ended, is worth resuming."""
-        is_ours = outcome.reason in (FailureKind.ENGINE, FailureKind.SANDBOX)
+        """Forget the turns of a finished slot; only an attempt that was released, or that an
+        engine, a sandbox or an environment ended, is worth resuming."""
+        is_ours = outcome.reason in _NOT_OF_THE_WORKFLOW
         if not is_ours and outcome.kind is not OutcomeKind.CANCELLED:
             self._salvage.forget((row.group_id, row.slot))
 

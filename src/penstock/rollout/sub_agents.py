@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sub-agents of a workflow: their paths, seeds and tasks, and how one runs to its end.
+
+A sub-agent is a workflow on a task of its own, inside the attempt of its parent. Its turns are
+turns of the attempt, under its path. Owns the deadline; the gateway counts tokens, calls and depth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, SupportsFloat, cast
+
+from blake3 import blake3
+
+from penstock.bounds import MAX_AGENT_CHARS
+from penstock.errors import BudgetExceeded, WorkflowError
+from penstock.rollout.context import Context
+from penstock.rollout.workflow import Workflow
+from penstock.rollout.workflows import find_workflow
+from penstock.seeds import derive
+from penstock.types import JsonObject, Task
+from penstock.wire.codec import encode_json
+
+SPAWNS = 1 << 40
+"""Number of the stream of seeds for sub-agents; lower numbers are the seeds of calls."""
+
+
+def child_path(parent: str, number: int) -> str:
+    """The path of the parent's sub-agent with this number, like `0.2`."""
+    path = f"{parent}.{number}" if parent else str(number)
+    if len(path) > MAX_AGENT_CHARS:
+        raise BudgetExceeded(
+            f"sub-agent {parent} cannot spawn: the path of its sub-agent has {len(path)} "
+            f"characters, and {MAX_AGENT_CHARS} are recorded; give ctx.spawn a budget with "
+            "max_depth",
+            limit="depth",
+        )
+    return path
+
+
+def child_seed(seed: int, number: int) -> int:
+    """The seed of the sub-agent with this number, whatever its parent called before."""
+    return derive(derive(seed, SPAWNS), number)
+
+
+def child_task(payload: JsonObject | Task, parent: Task | None, seed: int) -> Task:
+    """The task of a sub-agent: of its parent's source, with a payload of its own."""
+    if isinstance(payload, Task):
+        return payload
+    return Task(
+        key=blake3(encode_json(payload)).hexdigest()[:32],
+        source=parent.source if parent else "",
+        ordinal=parent.ordinal if parent else 0,
+        payload=payload,
+        workflow="",
+        seed=seed,
+    )
+
+
+def load(workflow: str | Workflow) -> Workflow:
+    """The workflow of a sub-agent, by name or as a function."""
+    return find_workflow(workflow) if isinstance(workflow, str) else workflow
+
+
+async def run_child(
+    workflow: Workflow, task: Task, child: Context, deadline_s: float | None
+) -> Any:
+    """Run a sub-agent and return its result: what the workflow returned, or the text of its last
+    answer for None. A number is its reward too. Raises BudgetExceeded at the deadline."""
+    limit = asyncio.timeout(deadline_s)
+    try:
+        async with limit:
+            returned = cast(Any, await workflow(task, child))
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise BudgetExceeded(
+            f"sub-agent {child.agent} did not end within deadline_s={deadline_s:g}; give ctx.spawn "
+            "more time, or a task that takes less",
+            limit="time",
+        ) from None
+    if returned is None:
+        return _last_text(child)
+    if isinstance(returned, SupportsFloat) and not isinstance(returned, str):
+        child.reward(float(returned))
+    return returned
+
+
+def _last_text(child: Context) -> str:
+    text = child.last_text()
+    if text is None:
+        raise WorkflowError(
+            f"sub-agent {child.agent} returned nothing and received no answer; return a result, or "
+            "call the model with `await ctx.policy().chat(messages)`"
+        )
+    return text
