@@ -159,6 +159,9 @@ class SourceConfig(Section):
     """What scores its trajectories; null: the reward of the run."""
     sampling: SamplingConfig | None = None
     """Sampling of its turns; a key that is left out has the value of the run."""
+    policies: Annotated[tuple[Name, ...], Field(strict=False), non_empty()] | None = None
+    """Policies that its workflow calls; null: all of the run. Only nodes that serve them all get
+    its tasks, and only they are trained on them."""
 
     @property
     def rows(self) -> DataConfig | None:

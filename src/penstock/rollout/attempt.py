@@ -45,6 +45,7 @@ from penstock.types import (
     NodeId,
     Outcome,
     OutcomeKind,
+    PolicyName,
     SamplingSpec,
     Task,
     Trajectory,
@@ -81,11 +82,16 @@ class AttemptRunner:
     _num_failed: int = 0
     _sampling: dict[str, SamplingSpec] = field(default_factory=dict[str, SamplingSpec])
     """By source, where it differs from the run's."""
+    _policies: dict[str, tuple[PolicyName, ...]] = field(
+        default_factory=dict[str, tuple[PolicyName, ...]]
+    )
+    """By source, where it does not call all of the run."""
 
     def __post_init__(self) -> None:
         for info in (self._run_info, *self._run_info.sources):
             find_workflow(info.workflow)  # a wrong name ends the node at its start
         self._sampling = {source.name: source.sampling for source in self._run_info.sources}
+        self._policies = {source.name: source.policies for source in self._run_info.sources}
 
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         """Run one attempt. Always returns a trajectory; only cancellation is raised."""
@@ -93,7 +99,7 @@ class AttemptRunner:
         recording = self._recorder.track(grant)
         async with recording as (salvaged_turns, on_turn):
             session = self._gateway.open(
-                policies=self._run_info.policies,
+                policies=self._policies.get(task.source) or self._run_info.policies,
                 sampling=self._sampling.get(task.source, self._run_info.sampling),
                 seed=grant.seed,
                 salvaged_turns=salvaged_turns,

@@ -55,6 +55,16 @@ class SharedBaseModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """The engines of one policy in each node that serves it."""
+
+    kind: str
+    num_engines: int = 1
+    options: tuple[str, ...] = ()
+    """Additional arguments for an engine that is a separate program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceInfo:
     """The settings of a source that has its own; each as in `RunInfo`."""
 
@@ -62,6 +72,8 @@ class SourceInfo:
     workflow: str
     reward: str
     sampling: SamplingSpec
+    policies: tuple[PolicyName, ...] = ()
+    """Those that its workflow may call; empty: all of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +104,13 @@ class RunInfo:
     adapters: tuple[SharedBaseModel, ...] = ()
     """Policies that train adapters, by base model."""
     sources: tuple[SourceInfo, ...] = ()
-    """Sources that differ from the run in workflow, reward or sampling."""
+    """Sources that differ from the run in workflow, reward, sampling or policies."""
     accepts_untrusted: bool = False
     """Nodes with an untrusted token may join; the trusted side checks their rows."""
     roles: Mapping[str, PolicyName] = field(default_factory=dict[str, PolicyName])
     """Policy by role; a policy's own name is a role too."""
+    engines: Mapping[PolicyName, EngineInfo] = field(default_factory=dict[PolicyName, EngineInfo])
+    """Engines by policy; one that is not listed has one engine of kind `engine`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
