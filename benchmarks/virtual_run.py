@@ -83,6 +83,7 @@ class VirtualRun:
         self._num_asked = 0
         self._idle: dict[NodeId, int] = {}
         """Lanes of each node that hold no lease."""
+        self._served: dict[NodeId, frozenset[PolicyName]] = {}
         self.busy_s = 0.0
         """Of all lanes together."""
         self.after_settle: list[Callable[[], None]] = []
@@ -129,28 +130,31 @@ class VirtualRun:
 
     # --- nodes --------------------------------------------------------------------------------
 
-    def join(self, name: str, capacity: int) -> None:
-        node_id = NodeId(name)
-        body = RegisterRequest(node_id=node_id, boot_id=name, capacity=capacity, policies=())
+    def join(self, name: str, capacity: int, policies: Sequence[PolicyName] = ()) -> None:
+        """A node that serves these policies; none: all."""
+        node_id, policies = NodeId(name), tuple(policies)
+        body = RegisterRequest(node_id=node_id, boot_id=name, capacity=capacity, policies=policies)
         self.partition.register(body, self.now)
         self._idle[node_id] = capacity
+        self._served[node_id] = frozenset(policies or self.gate.lineages)
         self._heartbeat(node_id)
 
-    @property
-    def _live(self) -> tuple[LiveVersion, ...]:
+    def _live(self, node_id: NodeId) -> tuple[LiveVersion, ...]:
         """Every node serves the newest version from the moment it is published."""
         return tuple(
             LiveVersion(policy=v.policy, incarnation=v.incarnation, number=v.number)
             for v in self.partition.target_versions
+            if v.policy in self._served[node_id]
         )
 
     def _heartbeat(self, node_id: NodeId) -> None:
-        live = self._live
+        live = self._live(node_id)
+        is_ready = len(live) == len(self._served[node_id])
         self.partition.heartbeat(
             node_id,
             str(node_id),
             self.now,
-            state=NodeState.LIVE if len(live) == len(self.gate.lineages) else NodeState.STARTING,
+            state=NodeState.LIVE if is_ready else NodeState.STARTING,
             live=live,
         )
 
@@ -162,15 +166,16 @@ class VirtualRun:
         self._heartbeat(node_id)
         self.partition.ask(node_id, str(node_id), request, self.now)
         grants = self.partition.lease(
-            node_id, str(node_id), request, self._idle[node_id], self._live, self.now
+            node_id, str(node_id), request, self._idle[node_id], self._live(node_id), self.now
         )
         self._idle[node_id] -= len(grants)
         for grant in grants:
             self._start(node_id, grant)
 
     def _start(self, node_id: NodeId, grant: Grant) -> None:
-        answer, live, began_at = self._answer(grant), self._live, self.now
-        versions = {v.policy: ((v.incarnation, v.number),) for v in live}
+        answer, live, began_at = self._answer(grant), self._live(node_id), self.now
+        called = self.partition.policies_of(self.partition.groups[grant.group_id].record.source)
+        versions = {v.policy: ((v.incarnation, v.number),) for v in live if v.policy in called}
 
         def finish() -> None:
             if not self.partition.holds(node_id, grant.group_id, grant.slot, grant.epoch):
@@ -188,14 +193,14 @@ class VirtualRun:
     # --- trainers -----------------------------------------------------------------------------
 
     def take_over(self, policy: PolicyName) -> None:
-        lineage = self.coordinator.consumers[policy].lineage
+        lineage = self.coordinator.lineages[policy]
         record = lineage.incarnate(expected=0, number=0, seq=0, request_id="first", now=self.now)
         lineage.apply_incarnation(record)
         self.coordinator.broadcast(IncarnationStarted(record=record))
         self.publish(policy)
 
     def publish(self, policy: PolicyName) -> None:
-        lineage = self.coordinator.consumers[policy].lineage
+        lineage = self.coordinator.lineages[policy]
         record = lineage.publish(
             incarnation=lineage.incarnation,
             number=lineage.number,

@@ -321,13 +321,12 @@ def test_a_node_named_by_a_path_gets_no_folder(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = RunFolder(tmp_path / "run")
     folder.write_config(demo_config(0))
-    model = next(iter(demo_config(0).models.values()))
     before = files(tmp_path)
     for name in (v for v in VECTORS if not is_safe_name(v)):
         with pytest.raises(ConfigError, match="not a name for a node"):
             node_state_dir(name)
         with pytest.raises(ConfigError, match="not a name for a node"):
-            local_node_options(folder, demo_config(0), model, name)
+            local_node_options(folder, demo_config(0), "policy", name)
     assert files(tmp_path) - before <= {folder.acks}
     assert node_state_dir("node-0.gpu1").is_dir()
 

@@ -23,7 +23,7 @@ from tests.unit.rollout.test_attempt import GRANT, NoTurns, loaded_engine
 import penstock
 from penstock.dataflow.core.rule_runner import RuleRunner
 from penstock.dataflow.records import CommandJournal
-from penstock.dataflow.service.build import core_spec
+from penstock.dataflow.service.build import core_spec, run_info
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Generate
 from penstock.gateway.renderer import Renderer
@@ -257,8 +257,8 @@ async def test_an_engine(newcomer: Newcomer, tmp_path: Path) -> None:
     )
     config = config_with(models={"policy": {"init": "builtin:tiny-qwen3", "engine": engine}})
     snapshot = write_snapshot(tmp_path / "snapshot")
-    make = engine_maker(NodeId("n"), engine=config.models["policy"].engine, state_dir=tmp_path)
-    pool = EnginePool([make(facts())])
+    make = engine_maker(NodeId("n"), state_dir=tmp_path)
+    pool = EnginePool([make(run_info(config), POLICY)])
     await pool.load(snapshot, penstock.Version(policy=POLICY, incarnation=1, number=4))
     row = await attempt(snapshot, "single_turn", scorer=None, generate=pool)
     await pool.close()

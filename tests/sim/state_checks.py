@@ -146,7 +146,9 @@ def _coordinator_facts(machine: CoordinatorProcess) -> Facts:
     coordinator = machine.coordinator
     found: Facts = {
         "shards": dict(coordinator.partition_states),
-        "open": {group_id: coordinator.undecided(group_id) for group_id in coordinator.open},
+        "open": {
+            group_id: coordinator.undecided(record) for group_id, record in coordinator.open.items()
+        },
         "open at": {index: set(groups) for index, groups in coordinator.open_by_partition.items()},
         "served": dict(private(coordinator.supply, "_served")),
         "issued": private(coordinator, "_num_issued"),

@@ -44,6 +44,7 @@ class _Model(msgspec.Struct, frozen=True):
     training: _Training | None = None
     dataflow: _Dataflow | None = None
     """Only its rules; the rest is shared by all policies."""
+    frozen: bool = False
 
 
 class AuditedConfig(msgspec.Struct, frozen=True):
@@ -52,6 +53,11 @@ class AuditedConfig(msgspec.Struct, frozen=True):
     dataflow: _Dataflow = _Dataflow()
     deterministic: bool = False
     """A restarted trainer reproduces the same weights bit for bit."""
+
+    @property
+    def trained(self) -> set[str]:
+        """The policies that have a trainer."""
+        return {name for name, model in self.models.items() if not model.frozen}
 
     def max_staleness(self, policy: str) -> int:
         """Bound for any row in a batch, new or replayed."""

@@ -18,10 +18,11 @@ def check_freed(evidence: Evidence) -> Check:
     batches = _batches_of_groups(evidence)
     committed, kept = _committed(evidence), _oldest_kept(evidence)
     for group_id in sorted(evidence.coordinator.freed):
-        if group_id not in evidence.coordinator.issued:
+        issued = evidence.coordinator.issued.get(group_id)
+        if issued is None:
             violations.add(group_id, "freed but never issued")
             continue
-        for consumer in evidence.config.models:
+        for consumer in sorted(evidence.config.trained & issued.judges):
             state = fates.get((group_id, consumer), "open")
             if state not in ("sealed", "dropped"):
                 violations.add(group_id, f"freed while {state} for {consumer}")

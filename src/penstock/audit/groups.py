@@ -163,9 +163,9 @@ def _check_judged(evidence: Evidence, violations: Violations) -> None:
     judged: defaultdict[str, set[str]] = defaultdict(set)
     for fate in evidence.coordinator_after.fates:
         judged[fate.group_id].add(fate.consumer)
-    for group_id in evidence.coordinator_after.issued:
+    for group_id, issued in evidence.coordinator_after.issued.items():
         group = evidence.groups.get(group_id)
-        lacks = evidence.config.models.keys() - judged[group_id]
+        lacks = (evidence.config.trained & issued.judges) - judged[group_id]
         if evidence.is_exempt(group_id):
             state = "its partition is missing"
         elif group is None or (group.state == "open" and lacks):

@@ -35,7 +35,7 @@ def undelivered_reports(evidence: Evidence) -> dict[str, set[str]]:
         link = f"p{remote.index}>coordinator"
         for body in _undelivered(remote.replicated, link, evidence.coordinator_after):
             if body.type == "GroupEnded":
-                policies = body.policies or evidence.config.models
+                policies = body.policies or evidence.config.trained
                 found.setdefault(body.group_id, set()).update(policies)
     return found
 

@@ -36,6 +36,12 @@ class Group(TableRecord, frozen=True, gc=False):
     task_key: str
     num_slots: int
     state: str
+    due: str
+
+    @property
+    def judges(self) -> set[str]:
+        """Policies that judge it: those that it was issued for."""
+        return set(decode_json(self.due, dict[str, int]) or {})
 
 
 class Grant(TableRecord, frozen=True, gc=False):

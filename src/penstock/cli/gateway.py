@@ -124,9 +124,10 @@ def _join_by_folder(
 
     folder = find_run_folder(run)
     config, endpoints = folder.read_config(), folder.endpoints()
-    model = config.models[resolve_policy(config, policy)]
+    named = resolve_policy(config, policy)
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.GATEWAY)
-    node_options = local_node_options(folder, config, model, node)
+    node_options = local_node_options(folder, config, named, node)
+    node_options["policies"] = ()  # agents may call any policy
     subject = subject_of_node(node)
     own_token = service_token(folder, config.name, Role.GATEWAY, subject=subject)
     return endpoints.dataflow, own_token, verifier, node_options

@@ -14,7 +14,8 @@ def join(
     token_file: Path | None = None,
     name: str | None = None,
     capacity: int | None = None,
-    engines: int = 1,
+    engines: int | None = None,
+    policies: str | None = None,
     relay: str | None = None,
     relay_token_file: Path | None = None,
     serve_weights: str | None = None,
@@ -34,7 +35,9 @@ def join(
         name: Name of this node, under the name that its token is for; by default the host name and
             four random characters.
         capacity: Number of tasks to run in parallel.
-        engines: Number of inference engines per policy in this node.
+        engines: Number of inference engines per policy in this node; by default as the run says.
+        policies: Policies to serve, separated by commas; by default all of the run. The node gets
+            only work of sources that call no others.
         relay: URL of a relay to fetch weights from before the run's weight server; needs
             --relay-token-file.
         relay_token_file: File with a token for the relay, such as `penstock token RUN --for-relay
@@ -60,7 +63,13 @@ def join(
     from penstock.errors import ConfigError
     from penstock.observe import logs
     from penstock.runs.credential_upkeep import with_upkeep
-    from penstock.runs.join import check_reachable, host_name, node_name, node_state_dir
+    from penstock.runs.join import (
+        check_reachable,
+        host_name,
+        node_name,
+        node_state_dir,
+        split_policies,
+    )
     from penstock.runs.service_process import add_import_paths
     from penstock.wire.denied import deny_list
     from penstock.wire.serving import refuse_clear_text
@@ -98,6 +107,7 @@ def join(
         state_dir=state_dir,
         capacity=capacity,
         num_engines=engines,
+        policies=split_policies(policies),
         relay=read_relay_token(relay, relay_token_file),
         sharing=sharing,
     )

@@ -30,7 +30,7 @@ def plan(target: Path, /, *overrides: str, svg: Path | None = None, json: bool =
 
     config = read_target(target, overrides).config
     found = plan_of(config)
-    names = {name: config.for_policy(name).algorithm.name for name in config.models}
+    names = {name: config.for_policy(name).algorithm.name for name in config.trained}
     is_custom = config.pipeline is not None and bool(config.pipeline.stages)
     kind = "custom pipeline" if is_custom else ", ".join(dict.fromkeys(names.values()))
     if svg is not None:

@@ -24,7 +24,8 @@ def rollout(
     Args:
         run_dir: Run folder.
         name: Name of this node; keep it across restarts.
-        policy: Policy whose engine settings to use; optional if the run has only one.
+        policy: Policy whose engine settings to use, and which it serves with those that share a
+            source with it; optional if the run has only one.
         capacity: Number of tasks to run in parallel; by default the config's value.
         relay: URL of a relay to fetch weights from before the run's weight server.
         relay_token_file: File with a token for the relay; by default the node makes its own.
@@ -55,8 +56,8 @@ def rollout(
         refuse_clear_text(check_url(relay, example=RELAY_EXAMPLE))
     to_relay = read_relay_token(relay, relay_token_file)
     folder, config, endpoints = enter_run(run_dir, name)
-    model = config.models[resolve_policy(config, policy)]
-    node_options = local_node_options(folder, config, model, name)
+    served = resolve_policy(config, policy)
+    node_options = local_node_options(folder, config, served, name)
     subject = subject_of_node(NodeId(name))
     if relay is not None and to_relay is None:
         to_relay = (
@@ -74,7 +75,7 @@ def rollout(
             endpoints.dataflow,
             service_token(folder, config.name, Role.ROLLOUT, subject=name),
             node_id=NodeId(name),
-            capacity=capacity or model.capacity,
+            capacity=capacity or config.models[served].capacity,
             relay=to_relay,
             sharing=sharing,
             **node_options,

@@ -18,7 +18,8 @@ def trainer(
     url: str | None = None,
     accept_changes: bool = False,
 ) -> int:
-    """Train one policy until its last step; exit code 0 means that training is complete.
+    """Train one policy until its last step; exit code 0 means that training is complete. A frozen
+    policy is published, and nothing else.
 
     On SIGTERM it finishes its step, saves a checkpoint and exits with 143.
 
@@ -55,6 +56,13 @@ def trainer(
         stopping.set()
 
     signal.signal(signal.SIGTERM, stop)
+    if config.models[name].frozen:
+        from penstock.trainer.frozen import publish_frozen
+
+        publish_frozen(
+            config, name, url=url or endpoints.dataflow, token=token, store_root=folder.weights
+        )
+        exit_now(0)
     rank_env = read_rank_env(os.environ)
     num_ranks = chain_of(config, name).num_ranks
     if rank_env is None and num_ranks > 1:

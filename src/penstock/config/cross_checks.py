@@ -17,6 +17,7 @@ from penstock.config.pipeline_cross_checks import (
     row_stage_checks,
     row_stages,
 )
+from penstock.config.policy_checks import policy_contradictions
 from penstock.config.roles import role_contradictions
 from penstock.config.rules import RuleConfig
 from penstock.config.run_sections import PolicyConfig, RunSections
@@ -35,6 +36,7 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     """Every contradiction between sections."""
     yield from repeated_names("source", [source.name for source in config.sources], "sources")
     yield from role_contradictions(config.roles, config.models)
+    yield from policy_contradictions(config)
     yield from _temperatures(config)
     yield from row_stage_checks(config)
     yield from dict.fromkeys(_groups_too_small(config))
@@ -92,7 +94,7 @@ def _determinism(config: RunSections) -> Iterator[Contradiction]:
     if config.session_source is not None:
         text = "external agents connect at any time; remove deterministic"
         yield Contradiction(text=text, keys=(at,))
-    for name in config.models:
+    for name in config.trained:
         for rule in config.for_policy(name).rules:
             if rule.hook in (Hook.ADMIT, Hook.CURATE, Hook.REPLAY) and rule.name != "all":
                 text = f"{rule.hook} {rule.name} depends on the order of arrival; remove it"
@@ -101,7 +103,7 @@ def _determinism(config: RunSections) -> Iterator[Contradiction]:
 
 def _groups_too_small(config: RunSections) -> Iterator[Contradiction]:
     """Settings without a learning signal if each task is attempted once."""
-    for name, model in config.models.items():
+    for name, model in config.trained.items():
         policy = config.for_policy(name)
         num_generations = policy.algorithm.num_generations
         if num_generations > 1:
@@ -128,7 +130,7 @@ def _groups_that_cannot_close(config: RunSections) -> Iterator[Contradiction]:
     if not isinstance(closing, SurvivorsClosing):
         return
     at: KeyPath = ("dataflow", "closing")
-    for name in config.models:
+    for name in config.trained:
         num_generations = config.for_policy(name).algorithm.num_generations
         if closing.survivors.min > num_generations:
             yield Contradiction(
@@ -140,7 +142,7 @@ def _groups_that_cannot_close(config: RunSections) -> Iterator[Contradiction]:
 
 
 def _unknown_pace_policy(config: RunSections) -> Iterator[Contradiction]:
-    known = ("any", "all", *config.models)
+    known = ("any", "all", *config.trained)
     if config.dataflow.pace not in known:
         yield _unknown("policy", config.dataflow.pace, known, ("dataflow", "pace"))
 
@@ -177,7 +179,7 @@ def _unknown_names_in_rules(config: RunSections) -> Iterator[Contradiction]:
 
 
 def _replay_without_staleness(config: RunSections) -> Iterator[Contradiction]:
-    for name in config.models:
+    for name in config.trained:
         policy = config.for_policy(name)
         for rule in policy.rules:
             is_replay = rule.hook is Hook.REPLAY and rule.is_builtin
@@ -281,7 +283,7 @@ def _sessions(config: RunSections) -> Iterator[Contradiction]:
 
 def _session_groups(config: RunSections, at: KeyPath) -> Iterator[Contradiction]:
     """Settings that need groups of more than one."""
-    for name in config.models:
+    for name in config.trained:
         policy = config.for_policy(name)
         if who := group_comparer(config, name):
             fix = "set algorithm.name: reinforce"

@@ -6,12 +6,12 @@ have an adapter is checked when a model is loaded."""
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Protocol
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from penstock.config.algorithms import AlgorithmConfig
-from penstock.config.base import Section, is_custom, matching, non_blank, only_supported
+from penstock.config.base import Section, is_custom, matching, non_blank
 from penstock.config.dataflow import PolicyDataflowConfig
 from penstock.config.trainer import TrainingConfig
 from penstock.options import Contradiction, non_empty
@@ -117,11 +117,10 @@ class ModelConfig(Section):
     sglang: SglangConfig = SglangConfig()
     """Where SGLang is, for `engine: sglang`."""
     replicas: NonNegativeInt = 1
-    """Rollout nodes that the launcher starts; 0 for only nodes that join."""
-    frozen: Annotated[
-        Literal[False], only_supported(False, fix="set frozen: false, or leave it out")
-    ] = False
-    """Used and never trained (judges, teachers); only false is supported yet."""
+    """Rollout nodes that the launcher starts with these engines; 0 for none. Each serves all
+    policies, or, where a source names its `policies`, those that share a source with this one."""
+    frozen: bool = False
+    """Used and never trained, such as a judge or an opponent: no trainer, and always version 0."""
     capacity: PositiveInt = 256
     """Slots that one node works on concurrently."""
     engines: PositiveInt = 1
@@ -144,6 +143,10 @@ class ModelConfig(Section):
         if self.engine_url and self.replicas * self.engines > 1:
             text = f"{self.engine}.url names one server, and each engine needs a separate one; "
             yield Contradiction(text=f"{text}set replicas: 1 and engines: 1", keys=((),))
+        for key in ("lora", "algorithm", "training", "dataflow"):
+            if self.frozen and getattr(self, key) is not None:
+                text = f"{key} has no effect on a frozen policy; remove it, or set frozen: false"
+                yield Contradiction(text=text, keys=((key,), ("frozen",)))
 
     @property
     def engine_url(self) -> str:

@@ -123,8 +123,8 @@ def pipeline_cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _conflicting_declarations(config, pipeline)
     for index, stage in enumerate(pipeline.stages):
         at: KeyPath = ("pipeline", "stages", index)
-        if stage.policy is not None and stage.policy not in config.models:
-            text = f"stage {stage.id}: {unknown('policy', stage.policy, config.models)}"
+        if stage.policy is not None and stage.policy not in config.trained:
+            text = f"stage {stage.id}: {unknown('policy', stage.policy, config.trained)}"
             yield Contradiction(text=text, keys=((*at, "policy"), at))
         if not stage.is_service:
             yield from _missing_columns(config, pipeline, at, stage)
@@ -163,7 +163,7 @@ def _missing_columns(
     """Columns that no stage writes for one of the policies that run this stage."""
     writer = {column: other for _, other in row_stages(config) for column in other.writes}
     sent = {column for column, other in writer.items() if other.required}
-    for policy in (stage.policy,) if stage.policy else config.models:
+    for policy in (stage.policy,) if stage.policy else config.trained:
         inside = (other for other in pipeline.of_policy(policy) if not other.is_service)
         known = {*BATCH_COLUMNS, *sent, *(column for other in inside for column in other.writes)}
         missing = [*unknown_reads((stage,), known)]
@@ -205,7 +205,7 @@ def _redundant_parallel(config: RunSections) -> Iterator[Contradiction]:
 def _stages_by_policy(config: RunSections, pipeline: PipelineConfig) -> Iterator[PolicyStage]:
     """Each stage with every policy whose trainer runs it."""
     for index, stage in enumerate(pipeline.stages):
-        for policy in (stage.policy,) if stage.policy else config.models:
+        for policy in (stage.policy,) if stage.policy else config.trained:
             if policy in config.models:
                 yield ("pipeline", "stages", index), stage, config.for_policy(policy)
 
@@ -251,7 +251,7 @@ def _conflicting_teacher(by_policy: Iterable[PolicyStage]) -> Iterator[Contradic
 
 def _ineffective_settings(config: RunSections, pipeline: PipelineConfig) -> Iterator[Contradiction]:
     """Settings of the algorithm that nothing reads; its presets do not count as written."""
-    for name, model in config.models.items():
+    for name, model in config.trained.items():
         algorithm = config.for_policy(name).algorithm
         at: KeyPath = ("models", name, "algorithm") if model.algorithm else ("algorithm",)
         for key, why in _ineffective_keys(algorithm, pipeline.of_policy(name)):
@@ -289,7 +289,7 @@ def _trains(pipeline: PipelineConfig, policy: str, role: str) -> bool:
 
 
 def _untrained_policies(config: RunSections, pipeline: PipelineConfig) -> Iterator[Contradiction]:
-    for name in config.models:
+    for name in config.trained:
         if not _trains(pipeline, name, "actor"):
             yield Contradiction(
                 text=f"no stage trains policy {name}; add one with type: train and role: actor",

@@ -142,6 +142,23 @@ class RunSections(Section):
         return run_file
 
     @property
+    def trained(self) -> Mapping[str, ModelConfig]:
+        """The policies that have a trainer."""
+        return {name: model for name, model in self.models.items() if not model.frozen}
+
+    def policies_of(self, source: SourceConfig) -> tuple[str, ...]:
+        """Policies that the workflow of this source may call."""
+        return tuple(self.models) if source.policies is None else source.policies
+
+    def served_with(self, policy: str) -> tuple[str, ...]:
+        """Policies that nodes of this one serve: all that share a source with it. Empty for all
+        of the run."""
+        called = [self.policies_of(source) for source in self.sources]
+        shared = {name for names in called if policy in names for name in names}
+        served = tuple(name for name in self.models if name in shared)
+        return () if len(served) == len(self.models) else served
+
+    @property
     def session_source(self) -> SourceConfig | None:
         """The source of sessions of external agents, if there is one."""
         return next((source for source in self.sources if source.session is not None), None)

@@ -219,6 +219,9 @@ class SourceConfig(Section):
     """Sampling of its turns; a key that is left out has the value of the run."""
     tools: Annotated[tuple[Name, ...], Field(strict=False)] | None = None
     """Names of the tool servers that its workflow may call; null: all of the run."""
+    policies: Annotated[tuple[Name, ...], Field(strict=False), non_empty()] | None = None
+    """Policies that its workflow calls; null: all of the run. Only nodes that serve them all get
+    its tasks, and only they are trained on them."""
 
     @property
     def rows(self) -> DataConfig | None:

@@ -55,7 +55,8 @@ class ServiceSpec:
 
 def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, ...]:
     """Every service of a run on this machine: dataflow and its partitions, weight server, a worker
-    for each pipeline stage outside the trainer, and per policy one trainer and `replicas` nodes."""
+    for each pipeline stage outside the trainer, and per policy one trainer and `replicas` nodes. A
+    frozen policy has, in place of a trainer, a process that publishes it and exits."""
     server, node, trainer = ServiceKind.SERVER, ServiceKind.NODE, ServiceKind.TRAINER
     run_dir = ("--run-dir", str(folder.path))
 
@@ -98,7 +99,7 @@ def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, .
     for policy, model in config.models.items():
         threads = model.torch_threads
         args = ("trainer", *run_dir, "--policy", policy)
-        name = f"trainer-{policy}"
+        name = f"publisher-{policy}" if model.frozen else f"trainer-{policy}"
         services.append(service(name, trainer, *args, role=Role.TRAINER, threads=threads))
         prefix = "node" if len(config.models) == 1 else f"{policy}-node"
         for name in (f"{prefix}-{replica}" for replica in range(model.replicas)):

@@ -51,6 +51,7 @@ from penstock.types import (
     NodeId,
     Outcome,
     OutcomeKind,
+    PolicyName,
     SamplingSpec,
     Task,
     Trajectory,
@@ -86,6 +87,10 @@ class AttemptRunner:
     """By source, where it differs from the run's."""
     _prompts: dict[str, PromptTemplate] = field(default_factory=dict[str, PromptTemplate])
     _environments: Environments = field(init=False)
+    _policies: dict[str, tuple[PolicyName, ...]] = field(
+        default_factory=dict[str, tuple[PolicyName, ...]]
+    )
+    """By source, where it does not call all of the run."""
 
     def __post_init__(self) -> None:
         self._prompts = {
@@ -96,6 +101,7 @@ class AttemptRunner:
         for info in (self._run_info, *self._run_info.sources):
             find_workflow(info.workflow)  # a wrong name ends the node at its start
         self._sampling = {source.name: source.sampling for source in self._run_info.sources}
+        self._policies = {source.name: source.policies for source in self._run_info.sources}
 
     async def close(self) -> None:
         """End what the environments of this node run."""
@@ -107,7 +113,7 @@ class AttemptRunner:
         recording = self._recorder.track(grant)
         async with recording as (salvaged_turns, on_turn):
             session = self._gateway.open(
-                policies=self._run_info.policies,
+                policies=self._policies.get(task.source) or self._run_info.policies,
                 sampling=self._sampling.get(task.source, self._run_info.sampling),
                 seed=grant.seed,
                 salvaged_turns=salvaged_turns,

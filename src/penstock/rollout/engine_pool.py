@@ -225,6 +225,10 @@ class EnginePools:
             for policy, engines in zip(shared, zip(*views, strict=True), strict=True):
                 self._by_policy[policy] = EnginePool(engines, max_paused=max_paused)
 
+    def add(self, others: EnginePools) -> None:
+        """Take over the pools of other policies."""
+        self._by_policy |= others._by_policy
+
     @property
     def policies(self) -> frozenset[PolicyName]:
         return frozenset(self._by_policy)

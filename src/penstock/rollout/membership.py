@@ -79,6 +79,8 @@ class Membership:
     _: KW_ONLY
     node_id: NodeId
     capacity: int
+    policies: tuple[PolicyName, ...] = ()
+    """Policies that it serves; empty: all of the run."""
     tags: tuple[str, ...] = ()
     boot_id: str = field(default_factory=lambda: secrets.token_hex(8))
     live: tuple[LiveVersion, ...] = ()
@@ -99,7 +101,7 @@ class Membership:
                 node_id=self.node_id,
                 boot_id=self.boot_id,
                 capacity=self.capacity,
-                policies=(),
+                policies=self.policies,
                 tags=self.tags,
             )
         )

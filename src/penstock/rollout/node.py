@@ -15,15 +15,18 @@ import asyncio
 import itertools
 import signal
 import zlib
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol, Required, TypedDict, Unpack, cast
 
 from penstock.dataflow.client.partitioned import PartitionedNodeClient
-from penstock.dataflow.service.nodes.messages import RunInfo
+from penstock.dataflow.service.nodes.messages import EngineInfo, RunInfo
+from penstock.errors import ConfigError
 from penstock.gateway.gateway import MAX_RUNNING, Gateway
+from penstock.plugins import unknown
 from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.delivery_queue import AckLog, DeliveryApi, DeliveryQueue
 from penstock.rollout.endpoint import Endpoint
@@ -38,7 +41,7 @@ from penstock.rollout.rewards.scorer import SourceScorers
 from penstock.rollout.slots import LeaseApi, SlotRunner
 from penstock.rollout.tools.servers import open_tools
 from penstock.rollout.weight_loader import Loader, WeightFetcher, WeightServerFetcher
-from penstock.types import NodeId
+from penstock.types import NodeId, PolicyName
 from penstock.wire.held_token import Token
 
 CAPACITY = 256
@@ -108,39 +111,71 @@ class NodeDeps:
     dataflow: DataflowApi
     ack_log: AckLog
     make_fetcher: Callable[[RunInfo], WeightFetcher]
-    make_engine: Callable[[RunInfo], Engine]
-    num_engines: int = 1
-    """Engines per policy."""
+    make_engine: Callable[[RunInfo, PolicyName], Engine]
+    num_engines: int | None = None
+    """Engines per policy; None: as many as the run says."""
     max_paused: float = MAX_PAUSED
+    policies: tuple[PolicyName, ...] = ()
+    """Policies that the node serves; empty: all of the run."""
     isolation: IsolationSettings = field(default_factory=IsolationSettings)
 
     def engines(self, run_info: RunInfo) -> EnginePools:
-        return EnginePools(
-            run_info.policies,
-            lambda: self.make_engine(run_info),
-            num_engines=self.num_engines,
-            max_paused=self.max_paused,
-            sharing=[shared.policies for shared in run_info.adapters],
-        )
+        """Engines of the policies that this node serves; adapters of one model share theirs."""
+        served = require_known(self.policies, run_info.policies)
+        shared = [tuple(p for p in one.policies if p in served) for one in run_info.adapters]
+        alone = [(policy,) for policy in served if not any(policy in one for one in shared)]
+        pools = EnginePools((), lambda: self.make_engine(run_info, served[0]))
+        for policies in (*filter(None, shared), *alone):
+            pools.add(
+                EnginePools(
+                    policies,
+                    partial(self.make_engine, run_info, policies[0]),
+                    num_engines=self.num_engines or engine_info(run_info, policies[0]).num_engines,
+                    max_paused=self.max_paused,
+                    sharing=[policies],
+                )
+            )
+        return pools
 
 
-def engine_maker(node_id: NodeId, **options: Unpack[NodeOptions]) -> Callable[[RunInfo], Engine]:
+def engine_info(run_info: RunInfo, policy: PolicyName) -> EngineInfo:
+    default = EngineInfo(kind=run_info.engine, options=run_info.engine_options)
+    return run_info.engines.get(policy, default)
+
+
+def require_known(
+    asked: Sequence[PolicyName], policies: tuple[PolicyName, ...]
+) -> tuple[PolicyName, ...]:
+    """The policies to serve, by the order of the run; ConfigError if the run lacks one."""
+    if not asked:
+        return policies
+    for policy in asked:
+        if policy not in policies:
+            raise ConfigError(f"--policies: {unknown('policy', policy, policies)}")
+    return tuple(policy for policy in policies if policy in asked)
+
+
+def engine_maker(
+    node_id: NodeId, **options: Unpack[NodeOptions]
+) -> Callable[[RunInfo, PolicyName], Engine]:
     """A factory for engines, each with a different seed."""
     seeds = itertools.count(zlib.crc32(node_id.encode()))
 
-    def make(run_info: RunInfo) -> Engine:
+    def make(run_info: RunInfo, policy: PolicyName) -> Engine:
+        info, servers = engine_info(run_info, policy), options.get("engine_servers", {})
+        url, environment = servers.get(policy, ("", ""))
         settings = EngineSettings(
             seed=next(seeds),
             torch_threads=run_info.torch_threads,
             is_deterministic=run_info.is_deterministic,
-            url=options.get("engine_url", ""),
-            environment=options.get("vllm_environment", ""),
-            options=run_info.engine_options,
+            url=url,
+            environment=environment,
+            options=info.options,
             state_dir=options["state_dir"],
             num_policies=max((len(s.policies) for s in run_info.adapters), default=1),
             adapter_rank=max((s.rank for s in run_info.adapters), default=1),
         )
-        return find_engine(options.get("engine") or run_info.engine).build(settings)
+        return find_engine(info.kind).build(settings)
 
     return make
 
@@ -151,12 +186,15 @@ async def build(
 ) -> AsyncGenerator[Node]:
     """Register, and build the node from the run's settings."""
     orders = NodeOrders()
-    membership = Membership(deps.dataflow, orders, node_id=node_id, capacity=capacity)
+    membership = Membership(
+        deps.dataflow, orders, node_id=node_id, capacity=capacity, policies=deps.policies
+    )
     registered = await membership.join()
     run_info = registered.facts
     fetch = deps.make_fetcher(run_info)
     engines = deps.engines(run_info)
-    max_running = max(MAX_RUNNING * deps.num_engines, capacity)
+    num_engines = max(pool.num_engines for pool in engines.stats().values())
+    max_running = max(MAX_RUNNING * num_engines, capacity)
     gateway = Gateway(engines, max_running=max_running)
     endpoint = Endpoint(gateway)
     rewards = {source.name: source.reward for source in run_info.sources}
@@ -207,11 +245,10 @@ class NodeOptions(TypedDict, total=False):
 
     state_dir: Required[Path]
     acks: Path
-    engine: str
-    engine_url: str
-    vllm_environment: str
-    num_engines: int
+    engine_servers: Mapping[str, tuple[str, str]]
+    num_engines: int | None
     max_paused: float
+    policies: tuple[PolicyName, ...]
     isolation: IsolationSettings
 
 
@@ -227,9 +264,10 @@ async def connect(
     """Clients and factories of a node of the run at `url`.
 
     - `acks`: file for acknowledged row ids; default `state_dir/acks.txt`.
-    - `engine`: overrides the run's engine; its server is at `engine_url` or in `vllm_environment`.
-    - `num_engines`: engines per policy; at most the share `max_paused` of them swaps weights at the
-      same time.
+    - `engine_servers`: URL of the server of an engine, or the environment to start one, by policy.
+    - `num_engines`: engines per policy, if not as many as the run says; at most the share
+      `max_paused` of them swaps weights at the same time.
+    - `policies`: those that it serves, and is leased work of; default: all of the run.
     - `isolation`: where code of others runs; by default in bubblewrap, without grants.
     """
     client = PartitionedNodeClient(url, token)
@@ -240,8 +278,9 @@ async def connect(
             ack_log=ack_log,
             make_fetcher=make_fetcher,
             make_engine=engine_maker(node_id, **options),
-            num_engines=options.get("num_engines", 1),
+            num_engines=options.get("num_engines"),
             max_paused=options.get("max_paused", MAX_PAUSED),
+            policies=options.get("policies", ()),
             isolation=options.get("isolation", IsolationSettings()),
         )
     finally:

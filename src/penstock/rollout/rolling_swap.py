@@ -75,6 +75,10 @@ class PoolStats:
     """Requests that failed for reasons other than the request itself."""
 
     @property
+    def num_engines(self) -> int:
+        return len(self._replicas)
+
+    @property
     def num_serving(self) -> int:
         return sum(replica.serving_version is not None for replica in self._replicas)
 

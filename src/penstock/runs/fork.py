@@ -60,7 +60,8 @@ def fork_run(
         staging = RunFolder(Path(temporary) / "run")
         staging.path.mkdir()
         starts = {
-            policy: _find_start(parent, old, policy, step, Path(temporary)) for policy in old.models
+            policy: _find_start(parent, old, policy, step, Path(temporary))
+            for policy in old.trained
         }
         for policy, found in starts.items():
             _write_step_zero(config, policy, found, staging)

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.bounds import is_safe_name
-from penstock.config import ModelConfig, RunConfig
+from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.types import (
     NodeId,
+    PolicyName,
     subject_of_node,
 )
 from penstock.wire.auth import subject_of
@@ -28,21 +29,31 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 20.0
 
 
-def local_node_options(
-    folder: RunFolder, config: RunConfig, model: ModelConfig, node: str
-) -> NodeOptions:
-    """Options of a node on the machine that has the run folder."""
+def split_policies(text: str | None) -> tuple[PolicyName, ...]:
+    """The names in `a,b`; none for None."""
+    names = [name.strip() for name in (text or "").split(",")]
+    if text is not None and not all(names):
+        raise ConfigError(
+            f"--policies {text!r}: write names separated by commas, like solver,judge"
+        )
+    return tuple(PolicyName(name) for name in names if name)
+
+
+def local_node_options(folder: RunFolder, config: RunConfig, policy: str, node: str) -> NodeOptions:
+    """Options of a node for this policy, on the machine that has the run folder."""
+    model = config.models[policy]
     from penstock.runs.sandbox_settings import isolation_settings
 
     folder.acks.mkdir(exist_ok=True)
     return {
         "state_dir": folder.nodes / require_safe(node),
         "acks": folder.acks / f"{node}.txt",
-        "engine": model.engine,
-        "engine_url": model.engine_url,
-        "vllm_environment": model.vllm.environment or "",
-        "num_engines": model.engines,
+        "engine_servers": {
+            name: (other.engine_url, other.vllm.environment or "")
+            for name, other in config.models.items()
+        },
         "max_paused": model.max_paused,
+        "policies": tuple(map(PolicyName, config.served_with(policy))),
         "isolation": isolation_settings(config, folder.path),
     }
 

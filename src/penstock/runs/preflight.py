@@ -56,7 +56,7 @@ class RunSizes:
 def derive_sizes(target: RunTarget) -> RunSizes:
     config = target.config
     policies: dict[str, PolicySizes] = {}
-    for name in config.models:
+    for name in config.trained:
         policy = config.for_policy(name)
         has_tasks = any(source.session is None for source in config.sources)
         num_members = policy.algorithm.num_generations if has_tasks else 1
@@ -222,7 +222,7 @@ def _vocabulary_mismatches(config: RunConfig) -> Iterator[CheckProblem]:
     from penstock.trainer.pipeline.builtin import pipeline_of
     from penstock.trainer.vocabulary_check import vocabulary_mismatches
 
-    for policy, model in config.models.items():
+    for policy, model in config.trained.items():
         for text in vocabulary_mismatches(pipeline_of(config, policy), model.init):
             yield CheckProblem(key="pipeline" if config.pipeline else "algorithm", text=text)
 

@@ -58,7 +58,7 @@ def check_loss(config: RunConfig, trajectories: Sequence[Trajectory], reporter: 
 
     reporter.result.import_cpu_s = time.process_time() - before
     small = with_tiny_models(config)
-    for policy in config.models:
+    for policy in config.trained:
         reporter.begin(f"loss of {policy}", "pipeline" if config.pipeline else "algorithm")
         made_by = [t for t in trajectories if any(turn.policy == policy for turn in t.turns)]
         if not made_by:

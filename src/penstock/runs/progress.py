@@ -74,7 +74,7 @@ def read_progress(folder: RunFolder, config: RunConfig) -> RunProgress:
         return _from_metrics(folder, config)
     with closing(recorded):
         return RunProgress(
-            policies=tuple(_from_ledger(recorded, config, policy) for policy in config.models),
+            policies=tuple(_from_ledger(recorded, config, policy) for policy in config.trained),
             trajectories=sum(
                 int(tables.scalar("SELECT count(*) FROM rows") or 0)
                 for tables in (recorded.coordinator, *recorded.partitions.values())
@@ -137,7 +137,7 @@ def _from_metrics(folder: RunFolder, config: RunConfig) -> RunProgress:
     finish = folder.finish()
     finished_step = finish.steps if finish else 0
     policies: list[PolicyProgress] = []
-    for policy in config.models:
+    for policy in config.trained:
         record = newest.get(policy)
         policies.append(
             PolicyProgress(

@@ -91,6 +91,10 @@ class VersionsClient:
         self._incarnation = answer.incarnation
         return answer.steps
 
+    def published(self) -> int:
+        """Number of the newest version that the policy's last trainer published; -1 for none."""
+        return self._calls.state(self._policy).published
+
     def batch(self, seq: int) -> TrainingBatch | None:
         """The batch of this number, once it is sealed; None if the run has ended. Asked for again,
         it is the same."""

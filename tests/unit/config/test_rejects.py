@@ -174,7 +174,6 @@ CHOICES = [
 
 NOT_SUPPORTED = [
     case("launcher: local", "launcher: ray #@", "launcher", "is not supported yet; use local"),
-    case(POLICY, policy("frozen: true"), "models.policy.frozen", "is not supported yet"),
     case("eval: null", "eval: {every: 10} #@", "eval", "leave eval null"),
     case("report_to: []", "report_to: [wandb] #@", "report_to", "is not supported yet"),
     case("report_to: []", "report_to: wandb #@", "report_to", "is not supported yet"),
@@ -192,6 +191,7 @@ NOT_SUPPORTED = [
 ]  # fmt: skip
 
 CONTRADICTIONS = [
+    case(POLICY, policy("frozen: true"), "models.policy.frozen", "there is nothing to train"),
     case(ALGORITHM, algorithm("num_generations: 1"), "algorithm.num_generations",
          "set num_generations >= 2"),
     case(ALGORITHM, algorithm("epsilon: 0.2, epsilon_high: 0.1"), "algorithm.epsilon_high",

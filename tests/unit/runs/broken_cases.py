@@ -405,11 +405,11 @@ BROKEN_CONFIGS: tuple[BrokenConfig, ...] = (
         fix="must be greater than 0",
     ),
     BrokenConfig(
-        "a frozen policy",
+        "no policy but a frozen one",
         "models:\n  policy: {init: builtin:tiny-qwen3, frozen: true}",
         key="models.policy.frozen",
-        says="true is not supported yet",
-        fix="set frozen: false, or leave it out",
+        says="every policy is frozen",
+        fix="remove frozen from one",
     ),
     BrokenConfig(
         "a source without a task",

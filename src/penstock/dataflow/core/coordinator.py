@@ -8,8 +8,8 @@ to its journal. Each policy's groups belong to its Consumer; `sealing.py` seals 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -31,6 +31,7 @@ from penstock.dataflow.core.retention import Retention
 from penstock.dataflow.core.rule_runner import RuleRunner
 from penstock.dataflow.core.spot_checks import SpotChecks
 from penstock.dataflow.core.task_supply import TaskSupply
+from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import (
     FreedRecord,
     GroupRecord,
@@ -58,6 +59,12 @@ class IssueSpec:
     """`any`, `all`, or the name of the policy whose room decides."""
     session_source: str = ""
     """Groups from this source have one slot, for one session of an external agent."""
+    policies: Mapping[str, frozenset[PolicyName]] = field(
+        default_factory=dict[str, frozenset[PolicyName]]
+    )
+    """Policies that a group calls, by source; a source that is not listed calls all of the run."""
+    frozen: tuple[PolicyName, ...] = ()
+    """Policies without a trainer: groups may call them, and nobody is trained on their turns."""
 
 
 class PartitionState(StrEnum):
@@ -94,6 +101,10 @@ class Coordinator:
             free=self.free,
         )
         self.consumers = {p.policy: Consumer(p, deps) for p in policies}
+        self.frozen = {policy: Lineage(policy) for policy in issue_spec.frozen}
+        """Lineages of the policies without a trainer: each has one version, number 0."""
+        self.lineages = {p: found.lineage for p, found in self.consumers.items()} | self.frozen
+        """Of every policy, in training or frozen."""
         self.supply = supply
         self.rules = rules
         self.retention = retention
@@ -126,7 +137,18 @@ class Coordinator:
             return self.consumers[PolicyName(policy)]
         except KeyError:
             known = ", ".join(self.consumers)
+            if policy in self.frozen:
+                text = f"policy {policy!r} is frozen: it has no batches and no trainer"
+                raise NotFound(f"{text}; this run trains {known}") from None
             raise NotFound(f"no policy {policy!r} in this run; it trains {known}") from None
+
+    def _calls(self, source: str) -> Collection[PolicyName]:
+        """Policies that a group of this source calls."""
+        return self._issue_spec.policies.get(source) or self.lineages
+
+    def takes_part(self, policy: PolicyName, source: str) -> bool:
+        """Is this policy trained on groups of this source?"""
+        return policy in self.consumers and policy in self._calls(source)
 
     # --- partitions ---------------------------------------------------------------------------
 
@@ -160,14 +182,22 @@ class Coordinator:
 
     # --- pacing -------------------------------------------------------------------------------
 
-    def _has_room(self) -> bool:
-        """Does pacing allow another group to start? Never before a first version exists. A policy
-        that has trained all its steps does not hold back the others."""
+    def _sources_without_room(self) -> set[str]:
+        """Sources whose groups may not start now, by pacing: each is paced by the policies that are
+        trained on it. A policy that has trained all its steps does not hold back the others."""
         rooms = {
             policy: consumer.lineage.newest is not None and consumer.room() > 0
             for policy, consumer in self.consumers.items()
             if not consumer.has_trained_all
         }
+        return {name for name in self.supply.sources if not self._has_room(name, rooms)}
+
+    def _has_room(self, source: str, all_rooms: Mapping[PolicyName, bool]) -> bool:
+        """Does pacing allow a group of this source? Never before a first version exists."""
+        called = self._calls(source)
+        if any(lineage.newest is None for p, lineage in self.frozen.items() if p in called):
+            return False
+        rooms = {policy: room for policy, room in all_rooms.items() if policy in called}
         pace = self._issue_spec.pace
         if pace == "all":
             return bool(rooms) and all(rooms.values())
@@ -178,25 +208,32 @@ class Coordinator:
     def issue(self, now: float) -> None:
         """Issue complete groups while there is room, each to the partition with the fewest open
         groups. None after too many failures in a row."""
-        while self._has_room() and not self.failure_limit.cause(now):
+        while not self.failure_limit.cause(now):
+            full = self._sources_without_room()
+            if full == self.supply.sources:
+                return
             serving = [
                 i for i, shard in self.partition_states.items() if shard is PartitionState.SERVING
             ]
             if not serving:
                 return
             partition = min(serving, key=lambda index: (len(self.open_by_partition[index]), index))
-            record = self._next_group(partition, now)
+            record = self._next_group(partition, full, now)
             if record is None:
                 return
             self._send(partition, IssueGroup(record=record))
 
-    def _next_group(self, partition: int, now: float) -> GroupRecord | None:
-        chosen = self.supply.next_task(now, self._source_at_share())
+    def _next_group(self, partition: int, full: Set[str], now: float) -> GroupRecord | None:
+        chosen = self.supply.next_task(now, full | {self._source_at_share()})
         if chosen is None:
             return None
         task, why = chosen
         num_slots = self._issue_spec.num_slots
-        due = {policy: c.due_number(self._num_issued) for policy, c in self.consumers.items()}
+        due = {
+            policy: consumer.due_number(self._num_issued)
+            for policy, consumer in self.consumers.items()
+            if self.takes_part(policy, task.source)
+        }
         self._num_issued += 1
         record = GroupRecord(
             group_id=GroupId(f"p{partition}-{self._num_issued}"),
@@ -245,18 +282,27 @@ class Coordinator:
     def _open(self, record: GroupRecord) -> None:
         self._journal(record)
         self._opened(record)
-        self.retention.issued(record.group_id, len(self.consumers))
-        for consumer in self.consumers.values():
-            consumer.num_undecided += 1
+        undecided = self._taking_part(record)
+        self.retention.issued(record.group_id, len(undecided))
+        for policy in undecided:
+            self.consumers[policy].num_undecided += 1
+
+    def _taking_part(self, record: GroupRecord) -> set[PolicyName]:
+        """Consumers that judge this group: those that its record has a due number for."""
+        return self.consumers.keys() & msgspec.json.decode(record.due, type=dict[PolicyName, int])
 
     @property
     def session_source(self) -> str:
         return self._issue_spec.session_source
 
-    @property
-    def is_exhausted(self) -> bool:
-        """No tasks left and no groups running."""
-        return not self.open and self.supply.is_exhausted
+    def is_exhausted(self, consumer: Consumer) -> bool:
+        """No tasks left for this policy, and no groups running."""
+        policy = consumer.terms.policy
+        return not consumer.num_undecided and all(
+            self.supply.has_ended(source)
+            for source in self.supply.sources
+            if self.takes_part(policy, source)
+        )
 
     # --- admission ----------------------------------------------------------------------------
 
@@ -272,8 +318,8 @@ class Coordinator:
         issued = self.open.get(report.group_id)
         if issued is None:
             return
-        undecided = self.undecided(report.group_id)
-        if len(undecided) == len(self.consumers):  # its first report
+        undecided = self.undecided(issued)
+        if report.group_id not in self._undecided_by:  # its first report
             self._count_failure(issued, report, now)
         for policy in report.policies or tuple(self.consumers):
             if policy not in undecided:
@@ -319,7 +365,7 @@ class Coordinator:
         """No more batches will be sealed for this consumer."""
         if consumer.next_number >= consumer.terms.steps:
             return True
-        return self.is_exhausted and not consumer.ready and not consumer.incomplete
+        return self.is_exhausted(consumer) and not consumer.ready and not consumer.incomplete
 
     @property
     def is_finished(self) -> bool:
@@ -362,9 +408,9 @@ class Coordinator:
 
     # --- restart ------------------------------------------------------------------------------
 
-    def undecided(self, group_id: GroupId) -> set[PolicyName]:
+    def undecided(self, record: GroupRecord) -> set[PolicyName]:
         """Consumers that have not judged this open group."""
-        return self._undecided_by.get(group_id, set(self.consumers))
+        return self._undecided_by.get(record.group_id) or self._taking_part(record)
 
     def restore(
         self,
@@ -375,7 +421,7 @@ class Coordinator:
         self._num_issued = num_issued
         for record, undecided in open_groups:
             self._opened(record)
-            if len(undecided) < len(self.consumers):
+            if undecided != self._taking_part(record):
                 self._undecided_by[record.group_id] = undecided
             for policy in undecided:
                 self.consumers[policy].num_undecided += 1

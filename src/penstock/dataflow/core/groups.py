@@ -14,10 +14,11 @@ import msgspec
 
 from penstock.dataflow.core.leasing import LiveVersion, NodeState
 from penstock.dataflow.records import GrantRecord, GroupRecord, NodeRecord
-from penstock.types import SESSION_TAG, RowId, RowSummary, Task
+from penstock.types import SESSION_TAG, PolicyName, RowId, RowSummary, Task
 
 _task = msgspec.json.Decoder(Task)
 _due = msgspec.json.Decoder(dict[str, int])
+_policies = msgspec.json.Decoder(frozenset[str])
 
 
 class ClosingKind(StrEnum):
@@ -57,6 +58,10 @@ class LeaseSpec:
     nodes get no others."""
     session_start_to_close_s: float = 0.0
     """start_to_close_s for such a slot."""
+    policies: Mapping[str, frozenset[PolicyName]] = field(
+        default_factory=dict[str, frozenset[PolicyName]]
+    )
+    """Policies that a slot calls, by source; a source that is not listed calls all of the run."""
 
 
 class SlotState(StrEnum):
@@ -211,8 +216,13 @@ class Node:
     """A trainer found that the outputs of its subject's nodes disagree; lasts as long as the
     run."""
     joined_at: float = 0.0
+    policies: frozenset[PolicyName] = frozenset()
+    """Policies it serves, from its record; empty: all of the run."""
     revoked: list[RowId] = field(default_factory=list[RowId])
     """Its leases that were cut or cancelled, until they are reported to it."""
+
+    def __post_init__(self) -> None:
+        self.policies = frozenset(map(PolicyName, _policies.decode(self.record.policies)))
 
     @property
     def is_session_gateway(self) -> bool:

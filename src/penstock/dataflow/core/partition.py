@@ -9,7 +9,7 @@ released, expired, truncated or cancelled.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -56,12 +56,15 @@ from penstock.types import (
     NodeId,
     Outcome,
     OutcomeKind,
+    PolicyName,
     PublishedVersion,
     RowId,
 )
 
 ENDS_COSTING_ATTEMPT = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
 """Lease ends that cost the slot an attempt."""
+QueueKey = tuple[bool, frozenset[PolicyName]]
+"""Whether its slots are for external agents, and the policies they call; empty: all of the run."""
 MAX_REASON_CHARS = 300
 """Maximum length of the reason recorded for a failed attempt."""
 
@@ -92,10 +95,8 @@ class Partition:
         self._terms = terms
         self._journal = journal
         self._send = send
-        self._queue: deque[GroupId] = deque()
-        """Groups with waiting slots, oldest first; entries without any are skipped when reached."""
-        self._session_queue: deque[GroupId] = deque()
-        """The same for session slots."""
+        self._queues: dict[QueueKey, deque[GroupId]] = {}
+        """Groups with waiting slots, oldest first; entries without any are removed when reached."""
         self._timers = Timers(terms)
 
     @property
@@ -122,8 +123,49 @@ class Partition:
     def _is_session(self, group: OpenGroup) -> bool:
         return group.record.source == self._terms.session_source
 
+    def policies_of(self, source: str) -> frozenset[PolicyName]:
+        """Policies that slots of this source call."""
+        return self._terms.policies.get(source) or frozenset(self.gate.lineages)
+
     def _queue_of(self, group: OpenGroup) -> deque[GroupId]:
-        return self._session_queue if self._is_session(group) else self._queue
+        key = (self._is_session(group), self._terms.policies.get(group.record.source, frozenset()))
+        return self._queues.setdefault(key, deque())
+
+    def can_serve(self, node: Node, policies: Collection[PolicyName]) -> bool:
+        """Does this node serve all these policies; none: all of the run?"""
+        return not node.policies or node.policies.issuperset(policies or self.gate.lineages)
+
+    def unserved_sources(self) -> dict[str, frozenset[PolicyName]]:
+        """Sources with waiting slots, and the policies they call, where nodes are live and none
+        serves all these policies."""
+        nodes = [node for node in self.nodes.values() if not node.is_expired]
+        found: dict[str, frozenset[PolicyName]] = {}
+        for (is_session, policies), queue in self._queues.items():
+            group = self._first_waiting(queue)
+            peers = [node for node in nodes if node.is_session_gateway == is_session]
+            if group and peers and not any(self.can_serve(node, policies) for node in peers):
+                found[group.record.source] = self.policies_of(group.record.source)
+        return found
+
+    def has_waiting_for(self, node: Node) -> bool:
+        """Are there slots that this node could take, if its versions are recent enough?"""
+        return any(self._waiting_for(node))
+
+    def _waiting_for(self, node: Node) -> Iterator[tuple[OpenGroup, frozenset[PolicyName]]]:
+        """The oldest group with waiting slots of each queue that this node serves."""
+        for (is_session, policies), queue in self._queues.items():
+            if node.is_session_gateway == is_session and self.can_serve(node, policies):
+                group = self._first_waiting(queue)
+                if group is not None:
+                    yield group, policies
+
+    def _first_waiting(self, queue: deque[GroupId]) -> OpenGroup | None:
+        while queue:
+            group = self.groups.get(queue[0])
+            if group is not None and group.num_waiting:
+                return group
+            queue.popleft()  # ended, or all its slots are leased
+        return None
 
     def _add_waiting(self, group: OpenGroup, num_slots: int) -> None:
         """Add `num_slots` waiting slots of this group; negative to remove them."""
@@ -173,7 +215,8 @@ class Partition:
             rows = group.rows
             if not rows:
                 continue
-            batches_left = self.gate.batches_left(rows)
+            policies = self._terms.policies.get(group.record.source, ())
+            batches_left = self.gate.batches_left(rows, policies)
             if batches_left < 0:
                 self.drop(group.record.group_id, DropReason.STALE, now)
             elif batches_left == 0 and self._closing.kind is ClosingKind.SURVIVORS:
@@ -257,17 +300,20 @@ class Partition:
         if request_id != node.current_request or node.state is not NodeState.LIVE:
             return []
         free = min(max_slots, self.node_registry.max_leases(node) - node.num_leases)
-        queue = self._session_queue if node.is_session_gateway else self._queue
         grants: list[Grant] = []
-        num_groups, due = 0, ""
-        while queue and len(grants) < free:
-            group = self.groups.get(queue[0])
-            if group is None or not group.num_waiting:  # ended, or all its slots are leased
-                queue.popleft()
-                continue
-            if due != group.record.due and not self.gate.can_lease(group.due, live):
-                break  # the groups after it need a version at least as recent
-            due = group.record.due
+        num_groups = 0
+        due: dict[frozenset[PolicyName], str] = {}
+        blocked: set[frozenset[PolicyName]] = set()
+        while len(grants) < free:
+            heads = [head for head in self._waiting_for(node) if head[1] not in blocked]
+            if not heads:
+                break
+            group, policies = min(heads, key=lambda head: head[0].record.issue)
+            if due.get(policies) != group.record.due:
+                if not self.gate.can_lease(group.due, live, policies):
+                    blocked.add(policies)  # later ones need a version at least as recent
+                    continue
+                due[policies] = group.record.due
             while group.num_waiting and len(grants) < free:
                 record = self._grant(node, group, request_id, free - len(grants), now)
                 grants += self._describe(group, record, record.slots, num_groups)

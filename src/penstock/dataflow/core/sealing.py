@@ -50,7 +50,9 @@ class Sealing:
         consumer.update_num_replayable()
         num_to_replay = consumer.num_replayable
         wanted = consumer.terms.groups_per_batch - num_to_replay
-        is_last = coordinator.is_exhausted and bool(consumer.ready) and not consumer.incomplete
+        is_last = (
+            coordinator.is_exhausted(consumer) and bool(consumer.ready) and not consumer.incomplete
+        )
         if len(consumer.ready) < wanted and not is_last:
             return None
         replayed = self._choose_replayed(consumer, replay, num_to_replay, now)

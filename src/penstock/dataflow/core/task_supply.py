@@ -4,7 +4,7 @@ user-defined sources."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from penstock.dataflow.core.rule_runner import RuleRunner
 from penstock.dataflow.records import Journal, SourceRecord
@@ -35,12 +35,22 @@ class TaskSupply:
         self._seed = seed
 
     @property
+    def sources(self) -> Set[str]:
+        """Names of all sources."""
+        return self._sources.keys()
+
+    @property
     def num_skipped(self) -> int:
         return sum(self._skipped.values())
 
+    def has_ended(self, source: str) -> bool:
+        """Were all tasks of this source issued?"""
+        limit = self._sources[source].limit
+        return limit is not None and self._served[source] >= limit
+
     @property
     def is_exhausted(self) -> bool:
-        return not self.shares()
+        return all(map(self.has_ended, self._sources))
 
     def shares(self) -> list[SourceShare]:
         """Sources that still have tasks."""
@@ -50,11 +60,13 @@ class TaskSupply:
             if source.limit is None or self._served[name] < source.limit
         ]
 
-    def next_task(self, now: float, full: str = "") -> tuple[Task, dict[str, object]] | None:
+    def next_task(
+        self, now: float, full: Set[str] = frozenset()
+    ) -> tuple[Task, dict[str, object]] | None:
         """The next task that the rules accept, and how it was chosen; None: no tasks left. Skips
-        the source named `full`."""
+        the sources in `full`."""
         num_skipped = 0
-        while left := [share for share in self.shares() if share.name != full]:
+        while left := [share for share in self.shares() if share.name not in full]:
             name, mix = self._rules.pick(left, now)
             ordinal = self._served[name]
             task = self._sources[name].task(ordinal, seed=self._seed, workflow=self._workflow)

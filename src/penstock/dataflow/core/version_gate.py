@@ -7,7 +7,7 @@ but not groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.dataflow.core import pacing
@@ -21,6 +21,7 @@ from penstock.types import PolicyName, PublishedVersion, RowSummary
 class VersionGate:
     lineages: Mapping[PolicyName, Lineage]
     max_staleness: Mapping[PolicyName, int]
+    """Of the policies in training; a frozen one has a lineage only."""
     horizon: dict[PolicyName, int] = field(default_factory=dict[PolicyName, int])
     """Number that the next unsealed batch trains from; the committed number until the coordinator
     sends a newer one."""
@@ -31,11 +32,17 @@ class VersionGate:
     _targets: tuple[PublishedVersion, ...] = ()
     """Built from `_newest`."""
 
-    def can_lease(self, due: Mapping[str, int], live: Sequence[LiveVersion]) -> bool:
+    def can_lease(
+        self,
+        due: Mapping[str, int],
+        live: Sequence[LiveVersion],
+        policies: Collection[PolicyName] = (),
+    ) -> bool:
         """Are a node's live versions recent enough for a group with these due numbers?
 
-        A policy that has not published its committed version makes a node wait only if no other
-        policy could use the group, because that policy's trainer may never come back.
+        policies: those that the group calls; empty: all. Each must be live, and one that is trained
+        on the group recent. A policy that has not published its committed version makes a node wait
+        only if no other policy could use the group, because its trainer may never come back.
         """
         held = {version.policy: version for version in live}
         if self.is_lockstep:
@@ -46,12 +53,15 @@ class VersionGate:
                 for policy, lineage in self.lineages.items()
             )
         is_useful = False
-        for policy, lineage in self.lineages.items():
-            version, newest = held.get(policy), lineage.newest
+        for policy in policies or self.lineages:
+            lineage, version = self.lineages[policy], held.get(policy)
+            newest = lineage.newest
             if version is None or newest is None:
                 return False
             if not lineage.has(version.incarnation, version.number):
                 return False
+            if policy not in due or policy not in self.max_staleness:
+                continue  # frozen, or added after the group was issued
             needed = pacing.oldest_useful(
                 due[policy],
                 committed=lineage.number,
@@ -102,14 +112,18 @@ class VersionGate:
         lineage = self.lineages.get(policy)
         return lineage is not None and lineage.has(incarnation, number)
 
-    def batches_left(self, rows: Sequence[RowSummary]) -> int:
-        """Batches that rows of this age can still wait for, for the policy that can wait longest.
+    def batches_left(
+        self, rows: Sequence[RowSummary], policies: Collection[PolicyName] = ()
+    ) -> int:
+        """Batches that rows of this age can still wait for, for the policy that can wait longest of
+        those that their group calls; empty: all.
 
         0: the next batch is their last; below 0: no policy can use them anymore.
         """
         if self.is_lockstep:
             return max(self.max_staleness.values(), default=0) + 1
-        return max((self._slack(policy, rows) for policy in self.lineages), default=0)
+        trained = [p for p in policies or self.lineages if p in self.max_staleness]
+        return max((self._slack(policy, rows) for policy in trained), default=0)
 
     def _slack(self, policy: PolicyName, rows: Sequence[RowSummary]) -> int:
         lineage = self.lineages[policy]

@@ -7,12 +7,13 @@ signal themselves, but cannot report missing batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from penstock.dataflow.core.consumers import Consumer, Starvation
 from penstock.dataflow.core.coordinator import Coordinator
+from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.explain.sentences import describe_drop
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import DeadSlotRecord
@@ -50,8 +51,17 @@ def is_starving(consumer: Consumer, coordinator: Coordinator) -> bool:
         consumer.starvation.num_groups >= _alarm_threshold(consumer)
         and consumer.num_admitted < consumer.num_fresh_needed
         and not coordinator.has_ended(consumer)
-        and not coordinator.is_exhausted  # then the last batch may stay partial
+        and not coordinator.is_exhausted(consumer)  # then the last batch may stay partial
     )
+
+
+def unserved(partition: Partition) -> Iterator[str]:
+    """What sources wait for whose policies no node serves together."""
+    for source, policies in partition.unserved_sources().items():
+        yield (
+            f"a node that serves {', '.join(sorted(policies))}: source {source} calls them, and no "
+            "node here serves them all; start one, or join with --policies"
+        )
 
 
 def _alarm_threshold(consumer: Consumer) -> float:

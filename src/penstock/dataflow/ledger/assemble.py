@@ -118,13 +118,12 @@ def begin_coordinator_core(
     )
     host = None
     if has_partition:
-        lineages = {policy: consumer.lineage for policy, consumer in coordinator.consumers.items()}
 
         def send(message: ToCoordinator) -> None:
             router.call(partial(coordinator.apply, message))
 
         host = router.runtimes[0] = _host(
-            0, terms, lineages, journal, router, send, row_window, is_colocated=True
+            0, terms, coordinator.lineages, journal, router, send, row_window, is_colocated=True
         )
         coordinator.add_partition(0)
     for record in tables.read(PartitionRecord):
@@ -172,7 +171,8 @@ def build_partition_core(
     """Restore a partition that runs in its own process."""
     router, link = MessageRouter(), link_to_coordinator(index, journal)
     restore_link(link, tables)
-    lineages = {policy.policy: Lineage(policy.policy) for policy in terms.policies}
+    names = (*(policy.policy for policy in terms.policies), *terms.issue.frozen)
+    lineages = {policy: Lineage(policy) for policy in names}
     for lineage in lineages.values():
         restore_lineage(lineage, tables)
     host = _host(index, terms, lineages, journal, router, link.send, row_window, is_colocated=False)

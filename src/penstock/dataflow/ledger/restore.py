@@ -57,7 +57,7 @@ R = TypeVar("R")
 OPEN_GROUPS = "SELECT group_id FROM groups WHERE partition = :partition AND state = 'open'"
 IN_OPEN_GROUPS = f"group_id IN ({OPEN_GROUPS})"
 UNDECIDED_GROUPS = (
-    "SELECT group_id FROM groups WHERE NOT EXISTS (SELECT 1 FROM fates "
+    "SELECT group_id FROM groups WHERE due LIKE :named AND NOT EXISTS (SELECT 1 FROM fates "
     "WHERE fates.consumer = :policy AND fates.group_id = groups.group_id)"
 )
 _VERSIONS = msgspec.json.Decoder(tuple[tuple[int, int], ...])
@@ -152,6 +152,8 @@ def restore_coordinator(coordinator: Coordinator, tables: Tables, now: float) ->
         for kept in tables.read(MetaRecord, "key = :key", key=yield_key(consumer.terms.policy)):
             consumer.expected_yield = float(kept.value)
         _restore_sealed(consumer, tables)
+    for lineage in coordinator.frozen.values():
+        restore_lineage(lineage, tables)
     coordinator.gone = {
         RowId(key.removeprefix(FORGOTTEN_PREFIX))
         for (key,) in tables.rows(
@@ -173,7 +175,7 @@ def _read_open_groups(
     was added later has no part in the groups issued before it."""
     undecided: defaultdict[str, set[PolicyName]] = defaultdict(set)
     for policy in policies:
-        for (group_id,) in tables.rows(UNDECIDED_GROUPS, policy=policy):
+        for (group_id,) in tables.rows(UNDECIDED_GROUPS, policy=policy, named=f'%"{policy}"%'):
             undecided[group_id].add(policy)
     found = tables.read(GroupRecord, "group_id IN :ids", ids=[*undecided])
     for record in sorted(found, key=lambda record: record.issue):
@@ -291,8 +293,8 @@ def _restore_retention(coordinator: Coordinator, tables: Tables) -> list[GroupId
     undecided: list[GroupId] = []
     for consumer in coordinator.consumers.values():
         undecided += [*consumer.ready, *consumer.incomplete]
-    for group_id in coordinator.open:
-        undecided += [group_id] * len(coordinator.undecided(group_id))
+    for group_id, record in coordinator.open.items():
+        undecided += [group_id] * len(coordinator.undecided(record))
     retained = {
         PolicyName(policy): min((seq for _, seq in msgspec.json.decode(text)), default=None)
         for policy, text in tables.rows("SELECT policy, retained FROM checkpoints")

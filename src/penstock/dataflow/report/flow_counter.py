@@ -7,7 +7,7 @@ some policy has not judged yet, and only rows since the service started."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -47,6 +47,7 @@ LoadEarlierRows = Callable[[GroupId], Sequence[Member]]
 """Scored rows of a group that were stored before the service started."""
 
 _sampled = msgspec.json.Decoder(dict[PolicyName, int])
+_due = msgspec.json.Decoder(dict[PolicyName, int])
 _rows = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
@@ -114,9 +115,9 @@ class FlowCounter:
         self._number_of = number_of
         self._manifests = manifests
         self._load_earlier_rows: LoadEarlierRows = lambda group_id: ()
-        self._issued_since_start: set[GroupId] = set()
-        """Groups issued since the service started and not judged by all policies; they have no
-        earlier rows."""
+        self._issued_since_start: dict[GroupId, Collection[PolicyName]] = {}
+        """Groups issued since the service started and not judged by all their policies, with these;
+        they have no earlier rows."""
         self._undecided: dict[GroupId, set[PolicyName]] = {}
         """Policies that have not judged a group, once one of them has."""
         self._members: dict[GroupId, list[Member]] = {}
@@ -163,15 +164,16 @@ class FlowCounter:
 
     def _group(self, record: GroupRecord) -> None:
         if record.state is GroupState.OPEN:
-            self._issued_since_start.add(record.group_id)
+            self._issued_since_start[record.group_id] = _due.decode(record.due).keys()
 
     def _judged(self, fate: FateRecord) -> None:
-        undecided = self._undecided.setdefault(fate.group_id, set(self.policies))
+        taking_part = self._issued_since_start.get(fate.group_id, self.policies.keys())
+        undecided = self._undecided.setdefault(fate.group_id, self.policies.keys() & taking_part)
         undecided.discard(fate.consumer)
         if not undecided:
             del self._undecided[fate.group_id]
             self._members.pop(fate.group_id, None)
-            self._issued_since_start.discard(fate.group_id)
+            self._issued_since_start.pop(fate.group_id, None)
 
     def _fate(self, fate: FateRecord) -> None:
         key = (fate.consumer, fate.group_id)

@@ -33,6 +33,7 @@ from penstock.dataflow.service.build_environments import environment_info
 from penstock.dataflow.service.build_sources import build_source, workflow_text
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (
+    EngineInfo,
     RunInfo,
     SessionSpec,
     SharedBaseModel,
@@ -74,7 +75,7 @@ def build_partly_restored(
         partial(_rows, config, ledger_folder),
         partial(begin_coordinator_core, spec, sources, ledger.tables, journal, clock()),
         run=config.name,
-        stages=dict.fromkeys(map(PolicyName, config.models), _required(config)),
+        stages=dict.fromkeys(map(PolicyName, config.trained), _required(config)),
         report=balance_settings(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
     )
     service.nodes.intake.limits = _model_limits(config)
@@ -178,24 +179,33 @@ def core_spec(config: RunConfig) -> CoreSpec:
     lease = config.dataflow.lease
     session = config.session_source
     return CoreSpec(
-        policies=tuple(_policy_spec(config, name) for name in config.models),
+        policies=tuple(_policy_spec(config, name) for name in config.trained),
         rules=tuple(_rules(config)),
         issue=IssueSpec(
             num_slots=_num_slots(config),
             pace=config.dataflow.pace,
             session_source="" if session is None else session.name,
+            policies=_called(config),
+            frozen=tuple(PolicyName(name) for name in config.models if name not in config.trained),
         ),
         closing=_closing(config),
         lease=LeaseSpec(
             **lease.model_dump(),
             session_source="" if session is None else session.name,
             session_start_to_close_s=_session_s(config),
+            policies=_called(config),
         ),
         workflow=workflow_text(config.workflow),
         seed=config.seed,
         retain_batches=config.dataflow.retain_batches,
-        needs=dict.fromkeys(map(PolicyName, config.models), _needs(config)),
+        needs=dict.fromkeys(map(PolicyName, config.trained), _needs(config)),
     )
+
+
+def _called(config: RunConfig) -> dict[str, frozenset[PolicyName]]:
+    """Policies by source, of the sources that do not call all of the run."""
+    found = {s.name: frozenset(map(PolicyName, config.policies_of(s))) for s in config.sources}
+    return {name: called for name, called in found.items() if called != config.models.keys()}
 
 
 def _session_s(config: RunConfig) -> float:
@@ -237,8 +247,8 @@ def _policy_spec(config: RunConfig, name: str) -> PolicySpec:
 
 def _rules(config: RunConfig) -> Iterator[RuleSpec]:
     """Shared hooks once, all others per policy."""
-    for name in config.models:
-        is_first = name == next(iter(config.models))
+    for name in config.trained:
+        is_first = name == next(iter(config.trained))
         for hook, rules in groupby(config.for_policy(name).rules, key=lambda rule: rule.hook):
             is_shared = hook in SHARED_HOOKS
             if is_shared and not is_first:
@@ -254,7 +264,7 @@ def _rules(config: RunConfig) -> Iterator[RuleSpec]:
 
 
 def _num_slots(config: RunConfig) -> int:
-    sizes = {name: config.for_policy(name).algorithm.num_generations for name in config.models}
+    sizes = {name: config.for_policy(name).algorithm.num_generations for name in config.trained}
     if len(set(sizes.values())) > 1:
         raise ConfigError(
             f"num_generations differs by policy ({sizes}), but a group has one size for all; "
@@ -289,6 +299,12 @@ def run_info(config: RunConfig) -> RunInfo:
         adapters=tuple(_shared_bases(config)),
         sources=tuple(_own_settings(config)),
         accepts_untrusted=config.trust.accept_untrusted,
+        engines={
+            PolicyName(name): EngineInfo(
+                kind=model.engine, num_engines=model.engines, options=model.vllm.options
+            )
+            for name, model in config.models.items()
+        },
         roles={role: PolicyName(policy) for role, policy in config.roles.items()},
         prompts=prompt_texts(config),
         tools=tuple(_tool_servers(config)),
@@ -311,11 +327,11 @@ def _tool_servers(config: RunConfig) -> Iterator[ToolServerInfo]:
 
 
 def _own_settings(config: RunConfig) -> Iterator[SourceInfo]:
-    """Sources that differ from the run in workflow, reward, sampling or tools, or have an
+    """Sources that differ from the run in workflow, reward, sampling, tools or policies, or have an
     environment."""
     for source in config.sources:
         own = (source.workflow, source.reward, source.sampling, source.tools, source.env)
-        if any(setting is not None for setting in own):
+        if any(setting is not None for setting in (*own, source.policies)):
             yield SourceInfo(
                 name=source.name,
                 workflow=workflow_text(config.workflow_of(source)),
@@ -323,6 +339,7 @@ def _own_settings(config: RunConfig) -> Iterator[SourceInfo]:
                 sampling=SamplingSpec(**config.sampling_of(source).model_dump()),
                 tools=source.tools,
                 env=environment_info(source.env),
+                policies=tuple(map(PolicyName, config.policies_of(source))),
             )
 
 

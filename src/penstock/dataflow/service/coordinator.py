@@ -15,7 +15,7 @@ import structlog
 
 from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.core.partition_runtime import RowReaders
-from penstock.dataflow.explain.starvation import is_starving, starvation
+from penstock.dataflow.explain.starvation import is_starving, starvation, unserved
 from penstock.dataflow.ledger.assemble import CoordinatorCore, finish_coordinator_restore
 from penstock.dataflow.ledger.compaction import Compactor
 from penstock.dataflow.ledger.restore import restore_ready_groups
@@ -90,6 +90,8 @@ class DataflowService:
         """Error raised by a user's source at its last request for a task."""
         self._has_failed = False
         """Too many failures in a row were logged."""
+        self._unserved: set[str] = set()
+        """What sources without a node waited for at the last tick."""
         self._may_issue = True
         """Try to issue groups at the next command, whatever it changed: at the start and each
         tick."""
@@ -177,6 +179,7 @@ class DataflowService:
         self.partition.tick(self.process.clock())
         self._update_missing_stages()
         self._log_starvation()
+        self._log_unserved()
         self._log_failure()
         self._may_issue = True
         self.partitions.tick()
@@ -201,6 +204,13 @@ class DataflowService:
                 found.num_logged = found.num_groups
                 why = starvation(consumer, self.process.ledger.tables)
                 log.error("policy is starving: no groups admitted", policy=policy, why=why)
+
+    def _log_unserved(self) -> None:
+        """Log once that a source has tasks that no node can serve."""
+        found = {*unserved(self.partition)}
+        for text in sorted(found - self._unserved):
+            log.warning("tasks wait for a node", what=text)
+        self._unserved = found
 
     def _log_failure(self) -> None:
         """Log once that all groups fail and no new work starts."""

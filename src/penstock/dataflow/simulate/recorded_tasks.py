@@ -82,12 +82,10 @@ class RecordedSupply(TaskSupply):
         """Total number of tasks by source, from the config."""
         self._limits = limits
 
-    @property
-    def is_exhausted(self) -> bool:
-        return super().is_exhausted and all(
-            limit is not None and self._served[name] >= limit
-            for name, limit in self._limits.items()
-        )
+    def has_ended(self, source: str) -> bool:
+        limit = self._limits[source]
+        is_over = limit is not None and self._served[source] >= limit
+        return is_over and super().has_ended(source)
 
 
 def read_recorded_tasks(recorded: RecordedRun, policies: Iterable[PolicyName]) -> RecordedTasks:

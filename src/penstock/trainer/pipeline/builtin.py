@@ -30,7 +30,7 @@ def plan_of(config: RunConfig) -> Plan:
     """The plan of a run; ConfigError if it does not fit."""
     policies = {
         name: PolicyToPlan(init=model.init, stages=pipeline_of(config, name), lora=model.lora)
-        for name, model in config.models.items()
+        for name, model in config.trained.items()
     }
     return make_plan(policies, config.pipeline.hosts if config.pipeline else ())
 

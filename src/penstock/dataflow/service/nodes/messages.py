@@ -95,6 +95,16 @@ class EnvironmentInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """The engines of one policy in each node that serves it."""
+
+    kind: str
+    num_engines: int = 1
+    options: tuple[str, ...] = ()
+    """Additional arguments for an engine that is a separate program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceInfo:
     """The settings of a source that has its own; each as in `RunInfo`."""
 
@@ -106,6 +116,8 @@ class SourceInfo:
     """Names of its tool servers; None: all."""
     env: EnvironmentInfo | None = None
     """What its workflow plays against; None if nothing."""
+    policies: tuple[PolicyName, ...] = ()
+    """Those that its workflow may call; empty: all of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +148,8 @@ class RunInfo:
     adapters: tuple[SharedBaseModel, ...] = ()
     """Policies that train adapters, by base model."""
     sources: tuple[SourceInfo, ...] = ()
-    """Sources that differ from the run in workflow, reward or sampling, or have an environment."""
+    """Sources that differ from the run in workflow, reward, sampling, tools or policies, or have an
+    environment."""
     accepts_untrusted: bool = False
     """Nodes with an untrusted token may join; the trusted side checks their rows."""
     roles: Mapping[str, PolicyName] = field(default_factory=dict[str, PolicyName])
@@ -145,6 +158,8 @@ class RunInfo:
     """Texts of the prompt templates, by name."""
     tools: tuple[ToolServerInfo, ...] = ()
     """Servers whose tools workflows may call."""
+    engines: Mapping[PolicyName, EngineInfo] = field(default_factory=dict[PolicyName, EngineInfo])
+    """Engines by policy; one that is not listed has one engine of kind `engine`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.groups import Node
-from penstock.dataflow.explain.starvation import is_starving, starvation
+from penstock.dataflow.explain.starvation import is_starving, starvation, unserved
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.operators.messages import (
     NodeStatus,
@@ -117,6 +117,7 @@ def _waiting(service: DataflowService, now: float) -> Iterator[WaitStatus]:
         seen = service.trainers.seen.get(policy, service.process.started_at)
         if not consumer.has_trained_all and now - seen > TRAINER_SILENT_S:
             yield wait("dataflow", f"trainer {policy}", seen)
+    yield from (wait("dataflow", text, now) for text in unserved(service.partition))
     nodes = service.partition.nodes.values()
     if not any(node.state == "live" and not node.is_expired for node in nodes):
         yield wait("dataflow", "a live rollout node", _last_live_at(service))
@@ -131,18 +132,15 @@ def _blocker(service: DataflowService, who: str) -> str:
         return (
             "nothing: its credential is in quarantine; check its engine, then join with a new token"
         )
-    if node is not None and node.is_session_gateway:
-        num_waiting = partition.num_waiting_sessions
-    else:
-        num_waiting = partition.num_waiting - partition.num_waiting_sessions
-    if num_waiting:
+    if node is not None and partition.has_waiting_for(node):
         return "a newer version to load"
-    return _issue_blocker(service, is_gateway=node is not None and node.is_session_gateway)
+    return _issue_blocker(service, node)
 
 
-def _issue_blocker(service: DataflowService, *, is_gateway: bool) -> str:
+def _issue_blocker(service: DataflowService, node: Node | None) -> str:
     """Why there is no group that a node could take."""
     coordinator = service.coordinator
+    is_gateway = node is not None and node.is_session_gateway
     shares = coordinator.supply.shares()
     if not shares:
         return "tasks: every source is exhausted"
@@ -153,7 +151,8 @@ def _issue_blocker(service: DataflowService, *, is_gateway: bool) -> str:
     missing = [found.missing_stages for found in coordinator.consumers.values()]
     if any(missing):
         return f"a worker of stage {', '.join(filter(None, missing))}"
-    return f"trainer {next(iter(coordinator.consumers))} to commit"
+    served = [p for p in coordinator.consumers if node is None or p in (node.policies or (p,))]
+    return f"trainer {' or '.join(served)} to commit"
 
 
 def _last_live_at(service: DataflowService) -> float:

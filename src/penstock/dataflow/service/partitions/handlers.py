@@ -277,9 +277,10 @@ def add_remote_partition(
     """Queue everything a new partition must know before it judges a node or a delivery: all
     versions, and who is in quarantine."""
     router.links[index] = link = link_to_partition(index, journal)
-    for policy, consumer in coordinator.consumers.items():
-        for record in consumer.lineage.history():
+    for lineage in coordinator.lineages.values():
+        for record in lineage.history():
             link.send(_as_message(record))
+    for policy, consumer in coordinator.consumers.items():
         link.send(HorizonMoved(policy=policy, number=consumer.next_number))
     for subject in sorted(coordinator.quarantined):
         link.send(Quarantined(node_id=NodeId(subject)))

@@ -20,6 +20,7 @@ from penstock.dataflow.core.manifests import ManifestCache
 from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published, Quarantined
 from penstock.dataflow.core.sealing import Sealing
 from penstock.dataflow.core.spot_checks import SpotCheck
+from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import BatchRecord, CheckpointRecord, quarantine_record
 from penstock.dataflow.report.balance import BalanceMonitor
 from penstock.dataflow.service.process import Process
@@ -72,16 +73,21 @@ class TrainerHandlers:
         self._address_of = address_of
 
     def policy_state(self, policy: str) -> PolicyState:
-        consumer = self._seen(policy)
-        lineage = consumer.lineage
+        lineage = self._frozen(policy)
+        steps = 0 if lineage else self._seen(policy).terms.steps
+        lineage = lineage or self._seen(policy).lineage
         return PolicyState(
             policy=lineage.policy,
             incarnation=lineage.incarnation,
             number=lineage.number,
             seq=lineage.seq,
             published=lineage.published,
-            steps=consumer.terms.steps,
+            steps=steps,
         )
+
+    def _frozen(self, policy: str) -> Lineage | None:
+        """The lineage of a policy without a trainer, which somebody publishes once."""
+        return self._coordinator.frozen.get(PolicyName(policy))
 
     def _seen(self, policy: str) -> Consumer:
         consumer = self._coordinator.consumer(policy)
@@ -90,24 +96,29 @@ class TrainerHandlers:
         return consumer
 
     async def incarnate(self, policy: str, body: IncarnationRequest) -> IncarnationAnswer:
-        consumer = self._seen(policy)
+        frozen = self._frozen(policy)
+        consumer = None if frozen else self._seen(policy)
+        lineage = frozen or self._seen(policy).lineage
         now = self._process.clock()
-        record = consumer.lineage.incarnate(
+        record = lineage.incarnate(
             expected=body.expected,
             number=body.number,
             seq=body.seq,
             request_id=body.request_id,
             now=now,
         )
-        if record.incarnation != consumer.lineage.incarnation:
-            self._require_servable(consumer, body.seq)
+        if record.incarnation != lineage.incarnation:
+            if consumer is not None:
+                self._require_servable(consumer, body.seq)
             self._process.journal(record)
-            consumer.lineage.apply_incarnation(record)
+            lineage.apply_incarnation(record)
             self._coordinator.broadcast(IncarnationStarted(record=record))
-            self._coordinator.cursor_moved(consumer, self._sealed_after(consumer), now)
+            if consumer is not None:
+                self._coordinator.cursor_moved(consumer, self._sealed_after(consumer), now)
             log.info("incarnation", policy=policy, incarnation=record.incarnation, at=record.number)
         await self._process.make_all_durable()
-        return IncarnationAnswer(incarnation=record.incarnation, steps=consumer.terms.steps)
+        steps = 0 if consumer is None else consumer.terms.steps
+        return IncarnationAnswer(incarnation=record.incarnation, steps=steps)
 
     def _require_servable(self, consumer: Consumer, seq: int) -> None:
         oldest = self._coordinator.retention.oldest_servable(consumer.terms.policy)
@@ -247,31 +258,32 @@ class TrainerHandlers:
     # --- versions and checkpoints -------------------------------------------------------------
 
     async def publish(self, policy: str, body: PublishRequest) -> None:
-        consumer = self._seen(policy)
-        record = consumer.lineage.publish(
+        lineage = self._frozen(policy) or self._seen(policy).lineage
+        record = lineage.publish(
             incarnation=body.incarnation,
             number=body.number,
             manifest_digest=body.manifest_digest,
             weights_digest=body.weights_digest,
             now=self._process.clock(),
         )
-        if not consumer.lineage.has(record.incarnation, record.number):
+        if not lineage.has(record.incarnation, record.number):
             self._process.journal(record)
-            consumer.lineage.apply_version(record)
+            lineage.apply_version(record)
             self._coordinator.broadcast(Published(record=record))
         await self._process.make_all_durable()
 
     def versions_in_use(self, live: Collection[LiveVersion]) -> VersionsInUse:
         """live: versions that nodes serve."""
         retained = retained_checkpoints(self._process.ledger.tables)
+        bounds = {p: found.terms.max_staleness for p, found in self._coordinator.consumers.items()}
         found = (
             versions_in_use(
-                consumer.lineage,
+                lineage,
                 live=live,
                 retained=retained.get(policy, NO_CHECKPOINT),
-                max_staleness=consumer.terms.max_staleness,
+                max_staleness=bounds.get(policy, 0),
             )
-            for policy, consumer in self._coordinator.consumers.items()
+            for policy, lineage in self._coordinator.lineages.items()
         )
         return VersionsInUse(versions=tuple(chain.from_iterable(found)))
 
