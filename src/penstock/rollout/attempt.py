@@ -14,16 +14,16 @@ Outcomes, in order of precedence:
 - otherwise                               → completed
 Completed and truncated attempts are scored. A reward from `ctx.reward()` or a returned number takes
 precedence; otherwise the reward function scores the completion (at the time limit: the text of the
-last answer). If scoring fails, the outcome is failed(reward | reward_deadline |
-sandbox).
+last answer); without one, the row earns the mean of its roles' rewards. If scoring fails, the
+outcome is failed(reward | reward_deadline | sandbox).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, SupportsFloat
 
 import structlog
@@ -119,6 +119,7 @@ class AttemptRunner:
             reward, outcome = await self._score(completion, task, ctx, outcome)
         if outcome.kind is OutcomeKind.FAILED:
             self._report(outcome, task)
+        is_rewarded = reward is not None
         return Trajectory(
             row_id=grant.row_id,
             group_id=grant.group_id,
@@ -126,11 +127,12 @@ class AttemptRunner:
             epoch=grant.epoch,
             attempt=grant.attempt,
             node_id=self._node_id,
-            turns=turns,
+            turns=with_rewards(turns, ctx.turn_rewards) if is_rewarded else turns,
             reward=reward,
             outcome=outcome,
             started_at=started_at,
             ended_at=time.time(),
+            role_rewards=ctx.role_rewards if is_rewarded else {},
         )
 
     async def _run_workflow(self, task: Task, ctx: Context) -> tuple[str | None, Outcome]:
@@ -157,11 +159,17 @@ class AttemptRunner:
     async def _score(
         self, completion: str, task: Task, ctx: Context, outcome: Outcome
     ) -> tuple[float | None, Outcome]:
+        if unplayed := ctx.unplayed_roles(self._run_info.roles):
+            text = f"ctx.reward(role={unplayed[0]!r}): no turn has this role; call "
+            text += f"ctx.policy(…, role={unplayed[0]!r}), or name it under `roles` in the run file"
+            return None, failed(FailureKind.WORKFLOW, text)
         if ctx.explicit_reward is not None:
             return ctx.explicit_reward, outcome
         result: float | Failed = NO_REWARD
         if self._scorer is not None:
             result = await self._scorer.score(completion, task)
+        if result is NO_REWARD and ctx.role_rewards:
+            return sum(ctx.role_rewards.values()) / len(ctx.role_rewards), outcome
         if not isinstance(result, Failed):
             return result, outcome
         return None, failed(result.kind, result.detail)
@@ -206,6 +214,14 @@ def resolve_outcome(
     if outcome is COMPLETED and reached[-1].finish is FinishReason.LENGTH:
         return OUT_OF_TOKENS
     return outcome
+
+
+def with_rewards(turns: Sequence[Turn], rewards: Mapping[int, float]) -> tuple[Turn, ...]:
+    """The turns, with the rewards that the workflow gave to some of them."""
+    return tuple(
+        replace(turn, reward=rewards[index]) if index in rewards else turn
+        for index, turn in enumerate(turns)
+    )
 
 
 def last_answer_text(session: Session, turns: Sequence[Turn]) -> str:

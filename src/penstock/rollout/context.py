@@ -6,12 +6,11 @@ Owns one attempt's view of the gateway. Knows nothing of leases, deliveries or o
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.bounds import MAX_ROLE_CHARS
+from penstock.bounds import MAX_REWARD, MAX_ROLE_CHARS
 from penstock.gateway.model_calls import Answer, Call, RawPrompt
 from penstock.gateway.sampling import read_overrides
 from penstock.types import (
@@ -147,6 +146,10 @@ class Context:
         """Seed of this slot: the same for every attempt on every node."""
         self.explicit_reward: float | None = None
         """The last value passed to `reward()`; None means the run's reward function scores."""
+        self.role_rewards: dict[str, float] = {}
+        """Rewards of roles."""
+        self.turn_rewards: dict[int, float] = {}
+        """Rewards of turns, by index."""
         self._session = session
         self._endpoint = endpoint
         self._isolation = isolation
@@ -171,11 +174,35 @@ class Context:
         """API key of this attempt's session: calls made with it are recorded as its turns."""
         return self._session.api_key
 
-    def reward(self, value: float) -> None:
-        """Set the reward; the run's reward function is then skipped. The last call counts."""
-        if not math.isfinite(value):
-            raise ValueError(f"reward must be a finite number, got {value}")
-        self.explicit_reward = float(value)
+    def reward(self, value: float, *, role: str | None = None, turn: int | None = None) -> None:
+        """Set a reward; the last call counts.
+
+        Args:
+            value: A finite number.
+            role: Reward of this role, in place of the row's for its turns.
+            turn: Reward of one turn (`answer.turn`), in place of its role's.
+
+        Without role and turn it is the reward of the row, and the run's reward function is skipped.
+        """
+        if not abs(value) <= MAX_REWARD:
+            raise ValueError(f"reward must be a finite number up to {MAX_REWARD:g}, got {value}")
+        if role is not None and turn is not None:
+            raise ValueError("a reward is of a role or of a turn; call reward() once for each")
+        if turn is not None:
+            if not 0 <= turn < len(self._session.turns()):
+                raise ValueError(f"there is no turn {turn} yet; pass `answer.turn`")
+            self.turn_rewards[turn] = float(value)
+        elif role is not None:
+            if not 0 < len(role) <= MAX_ROLE_CHARS:
+                raise ValueError(f"role has {len(role)} characters; use 1 to {MAX_ROLE_CHARS}")
+            self.role_rewards[role] = float(value)
+        else:
+            self.explicit_reward = float(value)
+
+    def unplayed_roles(self, run_roles: Collection[str]) -> tuple[str, ...]:
+        """Roles with a reward that neither a turn nor the run file names. The node asks."""
+        played = {turn.role for turn in self._session.turns()} if self.role_rewards else set[str]()
+        return tuple(sorted(self.role_rewards.keys() - played - set(run_roles)))
 
     async def run_program(
         self,
