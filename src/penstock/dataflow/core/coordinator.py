@@ -99,6 +99,7 @@ class Coordinator:
             journal=journal,
             send=send,
             free=self.free,
+            lineage_of=self._lineage_of,
         )
         self.consumers = {p.policy: Consumer(p, deps) for p in policies}
         self.frozen = {policy: Lineage(policy) for policy in issue_spec.frozen}
@@ -149,6 +150,9 @@ class Coordinator:
     def takes_part(self, policy: PolicyName, source: str) -> bool:
         """Is this policy trained on groups of this source?"""
         return policy in self.consumers and policy in self._calls(source)
+
+    def _lineage_of(self, policy: PolicyName) -> Lineage | None:
+        return self.lineages.get(policy)
 
     # --- partitions ---------------------------------------------------------------------------
 
