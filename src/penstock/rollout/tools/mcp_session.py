@@ -175,7 +175,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _first(error: BaseException) -> str:
-    text = str(error).partition("\n")[0][:300]
+    text = " ".join(str(error).split())[:300]
     return text or type(error).__name__
 
 
