@@ -180,8 +180,8 @@ def _first(error: BaseException) -> str:
 
 
 def _spec(tool: mcp_types.Tool) -> ToolSpec:
-    schema = cast("dict[str, Any]", tool.input_schema)
-    return ToolSpec(name=tool.name, description=tool.description or "", parameters=schema)
+    description = tool.description or ""
+    return ToolSpec(name=tool.name, description=description, parameters=tool.input_schema)
 
 
 def _text(block: Any) -> str:

@@ -88,10 +88,10 @@ def main(kind: str) -> None:
         message = json.loads(line)
         method, id_ = message.get("method"), message.get("id")
         if method == "initialize":
-            info = {"name": "hostile", "version": "1"}
+            info: Any = {"name": "hostile", "version": "1"}
             version = message["params"]["protocolVersion"]
-            result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info}
-            say({"id": id_, "result": result})
+            offers: Any = {"capabilities": {"tools": {}}, "serverInfo": info}
+            say({"id": id_, "result": {"protocolVersion": version, **offers}})
         elif method == "tools/list":
             page = {"tools": tools(kind)}
             say({"id": id_, "result": page | ({"nextCursor": "x"} if kind == "endless" else {})})

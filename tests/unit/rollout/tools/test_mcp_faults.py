@@ -125,7 +125,7 @@ async def test_arguments_of_a_model_never_raise() -> None:
             result = await tools.call({"function": {"name": "echo", "arguments": arguments}})
             assert says in result.text and result.is_error == bool(says), (arguments[:20], result)
         for call in ({}, {"function": 3}, {"name": None}, {"function": {"name": "nope"}}):
-            result = await tools.call(call)  # pyright: ignore[reportArgumentType] - as a model may
+            result = await tools.call(call)
             assert result.is_error and "there is no tool" in result.text
         assert len(tools.uses) == 11
 

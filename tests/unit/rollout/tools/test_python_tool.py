@@ -141,9 +141,8 @@ async def test_code_that_breaks_its_interpreter_gets_a_new_one(code: str, says: 
     async with python() as tools:
         broken = await run(tools, code)
         assert says in broken.text.lower() or broken.is_error, broken
-        for _ in range(2):  # the damage may show one call later
-            after = await run(tools, "6 * 7")
-        assert after.text == "42\n"
+        await run(tools, "1")  # the damage may show one call later
+        assert (await run(tools, "6 * 7")).text == "42\n"
         assert len(tools.uses) == 3
 
 
