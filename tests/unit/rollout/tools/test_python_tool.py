@@ -118,7 +118,8 @@ async def test_an_endless_loop_is_interrupted_and_keeps_its_variables() -> None:
 
 async def test_a_loop_that_catches_everything_is_killed() -> None:
     async with python(timeout_s=2.0) as tools:
-        code = "while True:\n try:\n  while True: x = 1\n except BaseException: pass"
+        loop = ["while True:", " try:", "  while True:", "   pass", " except BaseException:", "  1"]
+        code = "\n".join(loop)
         looped = await run(tools, code)
         assert looped.is_error and "did not answer within 2 s" in looped.text
 
