@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's process with secrets around it, which runs `thief.py` as a reward, a command or a tool:
+"""A node's process with secrets around it, which runs `thief.py` as a reward, a command, a tool
+or a tool server:
 `python robbed_node.py USE BACKEND PROJECT SECRETS`. Prints what the thief found.
 
 PROJECT has the thief and, below `outputs/`, the run folder. SECRETS is private."""
@@ -23,7 +24,12 @@ from penstock.rollout.programs import run_program
 from penstock.rollout.rewards.frames import ScoreRequest
 from penstock.rollout.rewards.process import WorkerProcess
 from penstock.rollout.tool_sandbox import ToolSandbox
-from penstock.rollout.visible_folders import program_folders, python_folders
+from penstock.rollout.tools.python_tool import PythonSession
+from penstock.rollout.visible_folders import (
+    interpreter_folders,
+    program_folders,
+    python_folders,
+)
 
 
 def canary(name: str) -> str:
@@ -76,14 +82,19 @@ async def rob(use: str, isolation: Isolation, project: Path) -> list[str]:
         assert isinstance(mask, float), answer
         return [name for bit, name in enumerate(NAMES) if int(mask) >> bit & 1]
     argv = ["python3", str(project / "thief.py"), str(project)]
-    if use == "workflow":
+    if use in (Use.WORKFLOW, Use.SERVERS):
         folders = (*program_folders(argv), *python_folders())
-        box = await isolation.open(Use.WORKFLOW, folders=folders)
+        box = await isolation.open(Use(use), folders=folders)
         return json.loads(await run_program(box, argv))
-    tools = ToolSandbox(isolation)
+    tools = ToolSandbox(isolation, "", interpreter_folders() if use == "python" else ())
     try:
         for name in ("thief.py", "hints.json"):
             await tools.put(name, (project / name).read_bytes())
+        if use == "python":
+            code = "import json, thief\nprint(json.dumps(thief.steal('.')))"
+            said = await PythonSession(tools, 100.0).call("python", {"code": code})
+            assert not said.is_error, said
+            return json.loads(said.text)
         done = await tools.exec(["python3", "thief.py", "."])
         assert done.code == 0, done
         return json.loads(done.stdout)

@@ -107,6 +107,16 @@ async def test_a_later_program_can_replace_a_file_that_was_put(sandbox: Sandbox)
     assert await sandbox.get("a.txt", max_bytes=10) == b"ours"
 
 
+async def test_a_folder_is_listed_and_no_link_is_followed(sandbox: Sandbox) -> None:
+    await sandbox.put("b/c.txt", b"x")
+    await run(sandbox, ["sh", "-c", "touch a; ln -s /etc d; ln -s b e"])
+    assert [*await sandbox.list_files(".")] == ["a", "b/", "d", "e"]
+    assert [*await sandbox.list_files("b")] == ["c.txt"]
+    for path in ("d", "e", "a", "nothing", "..", "/etc"):
+        with pytest.raises(FileRefused):
+            await sandbox.list_files(path)
+
+
 @pytest.mark.parametrize(
     "path", ["../x", "/etc/passwd", "a/../b", "", "a//b", "a\0b", "/work", "."]
 )

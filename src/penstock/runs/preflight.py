@@ -29,6 +29,7 @@ from penstock.runs.probe import has_user_code, has_user_stages, run_probe
 from penstock.runs.probe_report import ProbeResult
 from penstock.runs.resume_changes import find_resume_changes
 from penstock.runs.target import RunTarget
+from penstock.runs.tools_check import check_tools, missing_tool_packages
 
 EXTRAS = {"train": ("torch", "transformers", "safetensors"), "tokens": ("tokenizers", "jinja2")}
 """The packages of each extra; every training run needs both."""
@@ -93,9 +94,11 @@ def check_run(
 
     deadline_s: most seconds for each step of the user's code. on_step: called with the name of each
     step as it begins."""
-    here = tuple(find_problems(target))
+    tools = check_tools(target.config, target.folder.path)
+    here = (*find_problems(target), *(located(one, target) for one in tools.problems))
     probed = run_probe(target, deadline_s=deadline_s, with_loss=not here, on_step=on_step)
-    notes = [*isolation_notes(target.config, target.folder.path), *probed.notes]
+    walls = isolation_notes(target.config, target.folder.path)
+    notes = [*walls, *tools.notes, *probed.notes]
     if target.folder.finish() is not None:
         notes.append(f"{target.folder.path} is already finished; raise training.steps to go on")
     return CheckReport(
@@ -138,6 +141,7 @@ def _find_problems(target: RunTarget) -> Iterator[CheckProblem]:
     yield from _prompt_problems(config)
     yield from _missing_engines(config)
     yield from environment_problems(config)
+    yield from missing_tool_packages(config)
     yield from isolation_problems(config, target.folder.path)
     yield from machine_problems(config, target.folder.path, this_machine())
     for key, text in data_problems(config, target.folder.sources()):

@@ -15,7 +15,7 @@ from typing import Any
 from penstock.config import CommandWorkflow, RunConfig, run_dir
 from penstock.dataflow.service.build import run_info
 from penstock.dataflow.service.build_sources import workflow_text
-from penstock.errors import ConfigError, EngineError, WeightsError
+from penstock.errors import ConfigError, EngineError, SandboxError, WeightsError
 from penstock.plugins import REWARD_GROUP, load_function
 from penstock.rollout.prompt_templates import parse_prompt
 from penstock.rollout.rewards.frames import ScoreRequest
@@ -143,6 +143,9 @@ class CallChecker:
             except (WeightsError, EngineError) as error:
                 first = next(iter(self._config.models))
                 self._reporter.add(f"models.{first}.init", str(error))
+                return None
+            except (ConfigError, SandboxError) as error:
+                self._reporter.add("tools", str(error))
                 return None
         is_good = judge_rollout(rollout, workflow, key, self._reporter, self._deadline_s)
         return rollout if is_good else None

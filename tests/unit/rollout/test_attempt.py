@@ -13,7 +13,7 @@ from tests.unit.rollout.fake_dataflow import POLICY, facts, task
 from tests.unit.rollout.snapshot_files import ALPHABET, write_snapshot
 
 from penstock.dataflow.core.leasing import Grant
-from penstock.dataflow.service.nodes.messages import RecordRequest, SourceInfo
+from penstock.dataflow.service.nodes.messages import RecordRequest, SourceInfo, ToolServerInfo
 from penstock.errors import ConfigError, EngineError
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Generate, GenerationRequest
@@ -21,8 +21,10 @@ from penstock.gateway.renderer import Renderer
 from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engines.scripted import ScriptedEngine
+from penstock.rollout.isolation import Isolation
 from penstock.rollout.recorder import Recorder, TurnApi
 from penstock.rollout.rewards.scorer import Failed
+from penstock.rollout.tools.servers import open_tools
 from penstock.rollout.workflows import find_workflow
 from penstock.tasks import reverse
 from penstock.types import (
@@ -38,7 +40,7 @@ from penstock.types import (
     Version,
     view_ids,
 )
-from penstock.wire.codec import encode
+from penstock.wire.codec import decode, encode
 
 WORKFLOWS = "tests.unit.rollout.user_workflows"
 GRANT = Grant(group_id=GroupId("p0-7"), slot=2, epoch=3, attempt=1, task=0, seed=11)
@@ -97,6 +99,8 @@ async def attempt(
         sources=sources,
         **changes,
     )
+    isolation = Isolation()
+    servers = await open_tools(run_info, isolation)
     gateway = Gateway(generate or await loaded_engine(snapshot))
     for policy in run_info.policies:
         gateway.set_renderer(policy, Renderer.load(snapshot))
@@ -104,7 +108,9 @@ async def attempt(
     serving = asyncio.create_task(endpoint.run())
     try:
         recorder = Recorder(turn_api or NoTurns(), NodeId("n"))
-        attempts = AttemptRunner(gateway, endpoint, recorder, scorer, run_info, NodeId("n"))
+        attempts = AttemptRunner(
+            gateway, endpoint, recorder, scorer, run_info, NodeId("n"), isolation, servers
+        )
         return await asyncio.wait_for(attempts.run(grant, given or task()), 60)
     finally:
         serving.cancel()
@@ -311,3 +317,18 @@ async def test_a_reward_that_failed_is_no_reward(snapshot: Path) -> None:
 def test_a_workflow_that_cannot_be_found_is_refused_with_its_cure(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         find_workflow(name)
+
+
+async def test_calls_of_tools_are_recorded_with_the_trajectory(snapshot: Path) -> None:
+    servers = tuple(ToolServerInfo(name=name, builtin=name) for name in ("python", "files"))
+    row = await attempt(snapshot, "calls_tools", tools=servers)
+    assert row.reward == 1.0, row.outcome
+    uses = [(use.turn, use.name, use.is_error, use.agent) for use in row.tool_uses]
+    assert uses == [
+        (-1, "python", False, ""),
+        (0, "write_file", False, ""),
+        (0, "nope", True, "0.1"),
+        (0, "python", False, ""),
+    ]
+    assert row.tool_uses[0].result == "42\n" and row.tool_uses[0].arguments == '{"code": "6 * 7"}'
+    assert decode(encode(row), Trajectory).tool_uses == row.tool_uses

@@ -166,3 +166,15 @@ async def ten_turns(task: Task, ctx: Context) -> float:
         messages.append({"role": "assistant", "content": answer.text})
         messages.append({"role": "user", "content": "abc>"})
     return 0.5
+
+
+async def calls_tools(task: Task, ctx: Context) -> str:
+    """Python, then a tool that does not exist; the files of the tools are in the sandbox."""
+    before = await ctx.tools.call({"name": "python", "arguments": {"code": "6 * 7"}})
+    said = await ask(ctx, task.payload["prompt"])
+    await ctx.tools.call({"name": "write_file", "arguments": {"path": "a.txt", "text": "hi"}})
+    await ctx.tools.for_agent("0.1").call({"name": "nope", "arguments": "{}"})
+    kept = await ctx.sandbox.get("a.txt")
+    seen = await ctx.tools.call({"name": "python", "arguments": {"code": "open('a.txt').read()"}})
+    ctx.reward(float(before.text == "42\n" and kept == b"hi" and seen.text == "'hi'\n"))
+    return said

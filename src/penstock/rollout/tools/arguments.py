@@ -29,8 +29,7 @@ class ArgumentCheck:
 
     def __init__(self, schema: JsonObject) -> None:
         """Raises ValueError if the schema is not valid."""
-        from jsonschema import Draft202012Validator, SchemaError
-        from jsonschema.validators import extend
+        from jsonschema import Draft202012Validator, SchemaError, validators
         from referencing import Registry
 
         try:
@@ -41,16 +40,17 @@ class ArgumentCheck:
         known = cast(dict[str, Any], Draft202012Validator.VALIDATORS)
         counted = {name: self._counted(known[name]) for name in ("$ref", "$dynamicRef")}
         checks: dict[str, Any] = {**dict.fromkeys(_UNBOUNDED, _no_check), **counted}
-        validator: Any = extend(Draft202012Validator, checks)
-        self._validator = validator(schema, registry=Registry())
+        validator = cast(Any, validators).extend(Draft202012Validator, checks)
+        self._validator: Any = validator(schema, registry=cast(Any, Registry)())
 
     def __call__(self, arguments: JsonObject) -> str:
-        from jsonschema.exceptions import best_match
+        from jsonschema import exceptions
         from referencing.exceptions import Unresolvable
 
         self._num_followed = 0
         try:
-            error: Any = best_match(self._validator.iter_errors(arguments))
+            errors = self._validator.iter_errors(arguments)
+            error = cast(Any, exceptions).best_match(errors)
         except (_TooMuchWork, RecursionError, Unresolvable):
             return ""
         if error is None:

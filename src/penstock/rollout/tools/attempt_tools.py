@@ -182,12 +182,18 @@ def _parse(text: str) -> JsonObject | str:
     if len(text) > MAX_ARGUMENT_CHARS:
         return f"the arguments have {len(text):,} characters; at most {MAX_ARGUMENT_CHARS:,} pass"
     try:
-        parsed: Any = json.loads(text or "{}")
+        parsed: Any = json.loads(text or "{}", parse_constant=_refuse_constant)
+        if "\\ud" in text.lower():  # perhaps half a character, which no server can read
+            parsed = json.loads(clean(json.dumps(parsed, ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
         return f"the arguments are not valid JSON: {error}"
     if not isinstance(parsed, dict):
         return f"the arguments must be a JSON object, not {type(parsed).__name__}"
     return cast(JsonObject, parsed)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _error(text: str) -> ToolResult:

@@ -39,12 +39,12 @@ def make_catalog(
     """What models see. A name that two servers have is prefixed with the names of the servers."""
     notes = list[str]()
     kept = {server.name: _bounded(server.name, listed[server.name], notes) for server in servers}
-    names = Counter(_plain(spec.name) for specs in kept.values() for spec in specs)
+    names = Counter(name for specs in kept.values() for name in {_plain(s.name) for s in specs})
     tools = dict[str, OfferedTool]()
     for server in servers:
         for spec in kept[server.name]:
             name = _plain(spec.name)
-            if names[name] > 1 and len(servers) > 1:
+            if names[name] > 1:
                 name = _plain(f"{server.name}_{spec.name}")
             tool = _offered(name, server, spec)
             if isinstance(tool, str) or name in tools:

@@ -80,7 +80,7 @@ class _GuardedBackend(httpcore2.AsyncNetworkBackend):
         self._is_tls = urlsplit(url).scheme == "https"
         self._rules = EgressRules(hosts)
         self._resolve = resolve
-        self._inner = httpcore2.AnyIOBackend()
+        self._inner = cast(httpcore2.AsyncNetworkBackend, httpcore2.AnyIOBackend())
 
     async def connect_tcp(
         self,

@@ -175,13 +175,13 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _first(error: BaseException) -> str:
-    text = str(error).partition("\n")[0][:300]
+    text = " ".join(str(error).split())[:300]
     return text or type(error).__name__
 
 
 def _spec(tool: mcp_types.Tool) -> ToolSpec:
-    schema = cast("dict[str, Any]", tool.input_schema)
-    return ToolSpec(name=tool.name, description=tool.description or "", parameters=schema)
+    description = tool.description or ""
+    return ToolSpec(name=tool.name, description=description, parameters=tool.input_schema)
 
 
 def _text(block: Any) -> str:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from penstock.rollout.tools.types import ToolFailed, ToolResult, ToolSpec
 
@@ -86,7 +86,7 @@ class Index:
     """Raises ToolFailed if the folder has no text."""
 
     def __init__(self, folder: Path) -> None:
-        import bm25s
+        import bm25s  # pyright: ignore[reportMissingTypeStubs] - it has none
 
         logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
         self._passages = list(_passages(folder))
@@ -106,9 +106,9 @@ class Index:
         return [self._passages[index] for index, score in pairs if score > 0]
 
     def _tokens(self, texts: list[str]) -> Any:
-        import bm25s
+        import bm25s  # pyright: ignore[reportMissingTypeStubs] - it has none
 
-        return bm25s.tokenize(texts, stopwords="en", show_progress=False)
+        return cast(Any, bm25s).tokenize(texts, stopwords="en", show_progress=False)
 
 
 def _passages(folder: Path) -> Iterator[Passage]:
@@ -133,8 +133,8 @@ def _rows(text: str) -> Iterator[str]:
         except ValueError:
             row = line
         if isinstance(row, dict):
-            values = [row[key] for key in TEXT_KEYS if isinstance(row.get(key), str)]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType] - any JSON
-            yield "\n".join(values)  # pyright: ignore[reportUnknownArgumentType] - only text
+            fields = cast("dict[str, Any]", row)
+            yield "\n".join(fields[key] for key in TEXT_KEYS if isinstance(fields.get(key), str))
         else:
             yield str(row)
 

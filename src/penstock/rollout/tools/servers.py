@@ -150,12 +150,11 @@ def open_session(
         from penstock.rollout.tools.search_tool import SearchSession
 
         return SearchSession(_granted_folder(server, isolation))
-    assert sandbox is not None
-    if server.builtin == "python":
+    if server.builtin == "python" and sandbox is not None:
         from penstock.rollout.tools.python_tool import PythonSession
 
         return PythonSession(sandbox, server.timeout_s)
-    if server.builtin == "files":
+    if server.builtin == "files" and sandbox is not None:
         from penstock.rollout.tools.file_tools import FileSession
 
         return FileSession(sandbox.started)

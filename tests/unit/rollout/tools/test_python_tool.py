@@ -13,9 +13,12 @@ from tests.unit.rollout.fake_dataflow import facts
 from penstock.dataflow.service.nodes.messages import ToolServerInfo
 from penstock.rollout.isolation import Isolation, IsolationSettings, Use, UseSettings
 from penstock.rollout.sandbox.types import Limits
+from penstock.rollout.tool_sandbox import ToolSandbox
 from penstock.rollout.tools.attempt_tools import Tools
+from penstock.rollout.tools.python_tool import PythonSession
 from penstock.rollout.tools.servers import ToolServers, open_tools
 from penstock.rollout.tools.types import ToolResult
+from penstock.rollout.visible_folders import interpreter_folders
 
 MEMORY_MB = 256
 
@@ -63,10 +66,7 @@ FORMATS = {
     ),
     "a child process": ("import subprocess\nsubprocess.run(['echo', 'hi']).returncode", "hi\n0\n"),
     "exit keeps the interpreter": ("import sys\nsys.exit(3)", "SystemExit: 3\n"),
-    "bytes that are no text": (
-        "import os\nos.write(1, b'\\xff\\n') and None",
-        "\N{REPLACEMENT CHARACTER}\n",
-    ),
+    "bytes that are no text": ("import os\nos.write(1, b'\\xff\\n') and None", "\ufffd\n"),
     "a replaced stream": (
         "import io, sys\nold, sys.stdout = sys.stdout, io.StringIO()\nprint('lost')\n"
         "sys.stdout = old\nprint('kept')",
@@ -105,18 +105,23 @@ async def test_numpy_and_sympy_can_be_imported() -> None:
 
 
 async def test_an_endless_loop_is_interrupted_and_keeps_its_variables() -> None:
-    async with python(timeout_s=5.0) as tools:
-        await run(tools, "x = 7")
-        looped = await run(tools, "while True:\n    pass")
+    """Without the deadline of a call, which a slow machine may reach first."""
+    session = PythonSession(ToolSandbox(Isolation(), "", interpreter_folders()), 1.0)
+    try:
+        await session.call("python", {"code": "x = 7"})
+        looped = await session.call("python", {"code": "while True:\n    pass"})
         assert looped.is_error and "TimeLimit" in looped.text
-        assert (await run(tools, "x")).text == "7\n"
+        assert (await session.call("python", {"code": "x"})).text == "7\n"
+    finally:
+        await session.close()
 
 
 async def test_a_loop_that_catches_everything_is_killed() -> None:
-    async with python(timeout_s=4.0) as tools:
-        code = "while True:\n    try:\n        while True:\n            pass\n    except BaseException:\n        pass"
+    async with python(timeout_s=2.0) as tools:
+        loop = ["while True:", " try:", "  while True:", "   pass", " except BaseException:", "  1"]
+        code = "\n".join(loop)
         looped = await run(tools, code)
-        assert looped.is_error and "did not answer within 4 s" in looped.text
+        assert looped.is_error and "did not answer within 2 s" in looped.text
 
 
 @pytest.mark.parametrize(
@@ -125,10 +130,7 @@ async def test_a_loop_that_catches_everything_is_killed() -> None:
         ("x = bytearray(1 << 33)", "memory"),
         ("import os\nos._exit(3)", "ended with code 3"),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "started again"),
-        (
-            "import os\nfor fd in range(3, 20):\n    try:\n        os.close(fd)\n    except OSError:\n        pass",
-            "",
-        ),
+        ("import os\nos.closerange(3, 20)", ""),
         (
             "import os\nfor fd in range(3, 20):\n    try:\n        os.write(fd, b'\\xff' * 64)\n"
             "    except OSError:\n        pass",
@@ -140,9 +142,8 @@ async def test_code_that_breaks_its_interpreter_gets_a_new_one(code: str, says: 
     async with python() as tools:
         broken = await run(tools, code)
         assert says in broken.text.lower() or broken.is_error, broken
-        for _ in range(2):  # the damage may show one call later
-            after = await run(tools, "6 * 7")
-        assert after.text == "42\n"
+        await run(tools, "1")  # the damage may show one call later
+        assert (await run(tools, "6 * 7")).text == "42\n"
         assert len(tools.uses) == 3
 
 

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools lead nowhere: not out of their folder, not to secrets, not into the node's network."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import os
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.attacks.test_secrets import needs_root, project, rob
+from tests.unit.rollout.fake_dataflow import facts
+
+from penstock.dataflow.service.nodes.messages import ToolServerInfo
+from penstock.errors import ConfigError, SandboxError
+from penstock.rollout.isolation import Isolation, IsolationSettings, Use, UseSettings
+from penstock.rollout.sandbox.types import Grants
+from penstock.rollout.tool_sandbox import ToolSandbox
+from penstock.rollout.tools.file_tools import FileSession, HostFolder
+from penstock.rollout.tools.http import MAX_RESPONSE_BYTES, HttpServer
+from penstock.rollout.tools.mcp_session import McpSession
+from penstock.rollout.tools.search_tool import SearchSession
+from penstock.rollout.tools.servers import open_tools
+from penstock.rollout.tools.types import ToolFailed
+
+__all__ = ["project"]
+ESCAPES = (
+    "../secret",
+    "a/../../secret",
+    "./../secret",
+    "/etc/passwd",
+    "//etc/passwd",
+    "/work/../etc/passwd",
+    "link",
+    "folder_link/secret",
+    "a\0b",
+    "..",
+    "",
+    ".",
+    "~/secret",
+    "x/" * 100 + "y",
+    "fifo",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of tools, with a secret beside it and every way there that a link offers."""
+    inner = tmp_path / "tools"
+    inner.mkdir()
+    (tmp_path / "secret").write_text("SECRET")
+    (inner / "link").symlink_to(tmp_path / "secret")
+    (inner / "folder_link").symlink_to(tmp_path)
+    os.mkfifo(inner / "fifo")
+    return inner
+
+
+@pytest.mark.parametrize("path", ESCAPES)
+async def test_no_path_leads_out_of_the_folder(path: str, folder: Path) -> None:
+    """Reading, listing and writing stay in the folder, whatever the path and the links in it."""
+    session = FileSession(HostFolder(folder).opened)
+    read = await session.call("read_file", {"path": path})
+    assert read.is_error and "SECRET" not in read.text and "root:" not in read.text
+    listed = await session.call("list_files", {"path": path})
+    assert path == "." or (listed.is_error and "secret" not in listed.text.replace(path, ""))
+    await session.call("write_file", {"path": path, "text": "OVERWRITTEN"})
+    assert (folder.parent / "secret").read_text() == "SECRET"
+    assert sorted(os.listdir(folder.parent)) == ["secret", "tools"]
+
+
+async def test_code_of_a_model_cannot_plant_a_link_for_the_file_tools() -> None:
+    """The folder of an attempt belongs to hostile programs; the file tools read it from outside."""
+    sandbox = ToolSandbox(Isolation())
+    session = FileSession(sandbox.started)
+    try:
+        await sandbox.exec(["sh", "-c", "ln -s /etc/passwd p; ln -s /etc d; ln -s / root"])
+        for path in ("p", "d/passwd", "root/etc/passwd"):
+            result = await session.call("read_file", {"path": path})
+            assert result.is_error and "root:" not in result.text
+        assert (await session.call("list_files", {"path": "d"})).is_error
+        await session.call("write_file", {"path": "p", "text": "x"})
+        written = await session.call("read_file", {"path": "p"})
+        assert written.text == "x", "a file of its own took the place of the link"
+    finally:
+        await sandbox.close()
+
+
+async def test_search_does_not_follow_a_link_out_of_its_folder(tmp_path: Path) -> None:
+    """An index of a folder has nothing of the files that links in it name."""
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (tmp_path / "secret.txt").write_text("the password is swordfish")
+    (docs / "plain.txt").write_text("nothing of interest")
+    (docs / "link.txt").symlink_to(tmp_path / "secret.txt")
+    found = await SearchSession(docs).call("search", {"query": "password swordfish"})
+    assert found.text == "nothing was found"
+
+
+@needs_root
+@pytest.mark.parametrize("use", ["python", "servers"])
+def test_tools_find_none_of_seven_secrets(use: str, project: Path) -> None:
+    """Python of a model and a tool server of strangers find 0 of 7 secrets of the node."""
+    assert rob(use, "auto", project) == []
+
+
+async def test_without_isolation_no_tool_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of strangers and code of models have no fallback; the message names the fix."""
+    command = (sys.executable, "-c", "open('/tmp/penstock-was-here', 'w')")
+    servers = [
+        ToolServerInfo(name="x", command=command),
+        ToolServerInfo(name="x", builtin="python"),
+        ToolServerInfo(name="x", builtin="files"),
+    ]
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("penstock.rollout.isolation._tested", {})
+    for server in servers:
+        with pytest.raises(SandboxError, match="apt install bubblewrap"):
+            await open_tools(facts(tools=(server,)), Isolation())
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        ToolServerInfo(name="x", builtin="search", folder="/etc"),
+        ToolServerInfo(name="x", builtin="search", folder="~/.ssh"),
+        ToolServerInfo(name="x", url="http://127.0.0.1:8000/mcp"),
+        ToolServerInfo(name="x", url="http://tools.example.com/mcp"),
+        ToolServerInfo(name="x", builtin="shell"),
+    ],
+)
+async def test_a_node_grants_nothing_because_a_run_asks_for_it(server: ToolServerInfo) -> None:
+    """A node that joined the run of a stranger reads no folder and calls no host for it."""
+    with pytest.raises(ConfigError, match=r"tools\.x\."):
+        await open_tools(facts(tools=(server,)), Isolation())
+
+
+async def test_a_token_is_a_secret_of_the_node_s_own_machine() -> None:
+    """A run names a secret; the file behind it is what the node's machine grants."""
+    server = ToolServerInfo(name="x", url="http://127.0.0.1:1/mcp", token="cloud")
+    granted = UseSettings(grants=Grants(hosts=("127.0.0.1:1",)))
+    isolation = Isolation(IsolationSettings(uses={Use.SERVERS: granted}))
+    with pytest.raises(ConfigError, match="does not grant"):
+        await open_tools(facts(tools=(server,)), isolation)
+
+
+# --- requests into the node's network -------------------------------------------------------------
+
+
+@asynccontextmanager
+async def internal_service(answer: bytes) -> AsyncGenerator[tuple[int, list[bytes]]]:
+    """Something that listens inside the network; says what it heard."""
+    heard = list[bytes]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.readuntil(b"\r\n"))
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1], heard
+
+
+async def call(url: str, hosts: tuple[str, ...], resolved: Sequence[str] = ()) -> str:
+    """What a workflow reads of a call to this URL."""
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        return resolved or [host]
+
+    server = HttpServer(url=url, hosts=hosts, timeout_s=30.0, resolve=resolve)
+    session = McpSession("x", server.connect, 30.0)
+    try:
+        with pytest.raises(ToolFailed) as caught:
+            await session.call("t", {})
+        return str(caught.value)
+    finally:
+        await session.close()
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "0177.0.0.1", "[::1]", "a@127.0.0.1"],
+)
+async def test_an_address_of_this_machine_is_not_reached(host: str) -> None:
+    """However it is written, an address that was not granted gets no request."""
+    async with internal_service(b"") as (port, heard):
+        said = await call(f"http://{host}:{port}/mcp", ("tools.example.com",))
+    assert not heard and "is not available" in said
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "169.254.169.254", "10.0.0.1", "::1", "fd00::1"])
+async def test_a_granted_name_that_resolves_inside_is_refused(address: str) -> None:
+    """The name server of a stranger cannot lead a node to its metadata service."""
+    async with internal_service(b"") as (port, heard):
+        name = f"tools.example.com:{port}"
+        said = await call(f"http://{name}/mcp", (name,), [address])
+    assert not heard and "not a public address" in said
+
+
+async def test_a_redirect_is_not_followed_inside() -> None:
+    """A granted server that redirects to an internal one is an error, not a request."""
+    async with internal_service(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n") as (port, heard):
+        away = f"HTTP/1.1 307 Go\r\nlocation: http://127.0.0.1:{port}/\r\ncontent-length: 0\r\n\r\n"
+        async with internal_service(away.encode()) as (granted, asked):
+            host = f"127.0.0.1:{granted}"
+            await call(f"http://{host}/mcp", (host,))
+    assert asked and not heard
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+async def test_a_response_without_end_does_not_fill_the_node(is_compressed: bool) -> None:
+    """A server that floods is an error; a compressed answer is refused unread."""
+    body = b"x" * (MAX_RESPONSE_BYTES + (1 << 20))
+    extra = b"content-encoding: gzip\r\n" if is_compressed else b""
+    body = gzip.compress(body, 1) if is_compressed else body
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n" + extra
+    async with internal_service(head + b"\r\n" + body) as (port, _):
+        host = f"127.0.0.1:{port}"
+        said = await call(f"http://{host}/mcp", (host,))
+    assert ("compressed" if is_compressed else "it sent more than") in said
