@@ -26,10 +26,9 @@ class EnvironmentConfig(Section):
     gymnasium: _Text | None = None
     """Id of a registered environment, such as FrozenLake-v1."""
     openenv: _Text | None = None
-    """`module:app` of an OpenEnv server, started beside its client; a module of the working
-    directory, or of the library's virtual environment."""
+    """`module:app` of an OpenEnv server, which is started beside its client."""
     verifiers: _Text | None = None
-    """Id of a verifiers environment: a module with `load_environment`."""
+    """Id of a taskset: a module with a Taskset. It plays by itself."""
     reasoning_gym: _Text | None = None
     """Name of a procedural data set, such as leg_counting."""
     command: Annotated[tuple[str, ...], Field(strict=False), non_empty()] | None = None
@@ -43,6 +42,8 @@ class EnvironmentConfig(Section):
     """openenv: the field of an action that the model's text fills; null: the text is JSON."""
     num_tasks: PositiveInt | None = None
     """Distinct tasks where the source has no `task` or `data`; null: every task is new."""
+    path: _Text = "."
+    """Folder of your modules, relative to the working directory."""
     python: _Text | None = None
     """Interpreter of the library's virtual environment; null: the one of `make setup-envs`."""
     calls_model: bool = False

@@ -15,6 +15,7 @@ def environment_info(config: EnvironmentConfig | None) -> EnvironmentInfo | None
         library=config.library,
         settings={
             "name": getattr(config, config.library) if config.library else "",
+            "path": config.path,
             "options": dict(config.options),
             "actions": dict(config.actions),
             "action_field": config.action_field or "",
