@@ -12,7 +12,7 @@ from penstock.config.base import FUNCTION, Section, matching, non_blank
 from penstock.options import Contradiction, non_empty
 
 LIBRARIES = ("gymnasium", "openenv", "verifiers", "reasoning_gym")
-"""Libraries with a bridge of ours. Each runs in a virtual environment of its own."""
+"""Libraries with a bridge of ours. Each runs in a separate virtual environment."""
 
 HookName = Annotated[
     str, AfterValidator(matching(FUNCTION, "write module:function, like my_env:shorten"))
@@ -57,7 +57,7 @@ class EnvironmentConfig(Section):
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Most seconds of `step` and of `score`."""
     lease_s: float = Field(default=60.0, gt=0)
-    """The bridge ends an episode that its node has not renewed for so many seconds."""
+    """The bridge ends an episode after `lease_s` seconds without renewal by its node."""
     before_step: HookName | None = None
     """`module:function` of (action, task): returns the action to take."""
     after_step: HookName | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From `env:` of a source to what its nodes are told. Owns what a bridge gets as its settings."""
+"""From `env:` of a source to what its nodes get. Owns what a bridge gets as its settings."""
 
 from __future__ import annotations
 

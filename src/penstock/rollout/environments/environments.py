@@ -38,7 +38,7 @@ def environment_python(library: str) -> Path:
 
 
 def bridge_command(info: EnvironmentInfo) -> tuple[str, ...]:
-    """The program that speaks for this environment."""
+    """The program that runs this environment."""
     if not info.library:
         return info.command
     scripts = resources.files("penstock.rollout.environments").joinpath("bridges")

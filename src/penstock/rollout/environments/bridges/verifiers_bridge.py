@@ -34,7 +34,7 @@ Options of the run file replace either."""
 
 
 class World:
-    """The environment, served by an event loop in a thread of its own."""
+    """The environment, served by an event loop in a separate thread."""
 
     def __init__(self, name: str, options: Json) -> None:
         from verifiers.v1.utils.loaders import (
@@ -75,7 +75,7 @@ class World:
 
 
 async def _finish(work: Coroutine[Any, Any, Any]) -> Any:
-    """The library exits where something is missing; that would end the loop without a word."""
+    """The library exits where something is missing; that would end the loop silently."""
     try:
         return await work
     except SystemExit as error:
