@@ -256,7 +256,7 @@ def _unused_environments(config: RunSections) -> Iterator[Contradiction]:
         if source.env is not None and config.workflow_of(source) == "single_turn":
             yield Contradiction(
                 text=f"source {source.name} has an environment, and workflow single_turn never "
-                "calls it; set workflow: env_loop, or a workflow of your own that uses ctx.env",
+                "calls it; set workflow: env_loop, or a custom one that uses ctx.env",
                 keys=(("sources", index, "workflow"), ("sources", index, "env"), ("workflow",)),
             )
 

@@ -12,7 +12,7 @@ from penstock.config.base import FUNCTION, Section, matching, non_blank
 from penstock.options import Contradiction, non_empty
 
 LIBRARIES = ("gymnasium", "openenv", "verifiers", "reasoning_gym")
-"""Libraries with a bridge of ours. Each runs in a virtual environment of its own."""
+"""Libraries with a bridge of ours. Each runs in a separate virtual environment."""
 
 HookName = Annotated[
     str, AfterValidator(matching(FUNCTION, "write module:function, like my_env:shorten"))
@@ -26,10 +26,9 @@ class EnvironmentConfig(Section):
     gymnasium: _Text | None = None
     """Id of a registered environment, such as FrozenLake-v1."""
     openenv: _Text | None = None
-    """`module:app` of an OpenEnv server, started beside its client; a module of the working
-    directory, or of the library's virtual environment."""
+    """`module:app` of an OpenEnv server, which is started beside its client."""
     verifiers: _Text | None = None
-    """Id of a verifiers environment: a module with `load_environment`."""
+    """Id of a taskset: a module with a Taskset. It plays by itself."""
     reasoning_gym: _Text | None = None
     """Name of a procedural data set, such as leg_counting."""
     command: Annotated[tuple[str, ...], Field(strict=False), non_empty()] | None = None
@@ -43,6 +42,8 @@ class EnvironmentConfig(Section):
     """openenv: the field of an action that the model's text fills; null: the text is JSON."""
     num_tasks: PositiveInt | None = None
     """Distinct tasks where the source has no `task` or `data`; null: every task is new."""
+    path: _Text = "."
+    """Folder of your modules, relative to the working directory."""
     python: _Text | None = None
     """Interpreter of the library's virtual environment; null: the one of `make setup-envs`."""
     calls_model: bool = False
@@ -56,7 +57,7 @@ class EnvironmentConfig(Section):
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Most seconds of `step` and of `score`."""
     lease_s: float = Field(default=60.0, gt=0)
-    """The bridge ends an episode that its node has not renewed for so many seconds."""
+    """The bridge ends an episode after `lease_s` seconds without renewal by its node."""
     before_step: HookName | None = None
     """`module:function` of (action, task): returns the action to take."""
     after_step: HookName | None = None

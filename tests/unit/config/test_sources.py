@@ -11,7 +11,7 @@ import pytest
 from penstock.config import CommandWorkflow, RunConfig, dump
 from penstock.config.sources import NamedWorkflow
 from penstock.dataflow.service.build import run_info
-from penstock.dataflow.service.build_sources import data_spec
+from penstock.dataflow.service.build_sources import build_source, data_spec
 from penstock.errors import ConfigError
 
 LoadText = Callable[..., RunConfig]
@@ -144,3 +144,58 @@ def test_a_workflow_has_options(
 def test_options_that_do_not_fit_are_refused(load_text: LoadText, workflow: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_text(f"{RUN}workflow: {workflow}\n")
+
+
+LAKE = """\
+  - name: lake
+    workflow: my_flow:play
+    env: {gymnasium: FrozenLake-v1, options: {is_slippery: false}, actions: {left: 0}, num_tasks: 2}
+"""
+
+
+def test_a_source_may_be_an_environment(load_text: LoadText) -> None:
+    config = load_text(RUN + LAKE)
+    lake = config.sources[-1]
+    assert load_text(dump(config)) == config
+    env = run_info(config).sources[-1].env
+    assert env is not None and (env.library, env.calls_model) == ("gymnasium", False)
+    assert env.settings["name"] == "FrozenLake-v1" and env.settings["actions"] == {"left": 0}
+    source = build_source(config, lake)
+    tasks = [source.task(n, seed=config.seed, workflow="") for n in range(3)]
+    assert [task.payload["index"] for task in tasks] == [0, 1, 0]
+    assert tasks[0].key == tasks[2].key != tasks[1].key
+    assert tasks[0].payload["seed"] != tasks[1].payload["seed"]
+
+
+def test_rows_of_a_data_set_may_be_the_tasks_of_an_environment(load_text: LoadText) -> None:
+    both = LAKE.replace("    env:", "    data: games.csv\n    env:")
+    config = load_text(RUN + both)
+    spec = data_spec(config, config.sources[-1])
+    assert spec is not None and not spec.has_prompt
+
+
+BROKEN_ENVIRONMENTS = [
+    ("my_flow:play", "single_turn", "source lake has an environment, and workflow single_turn"),
+    ("{gymnasium:", "{openenv: 'a:b', gymnasium:", "env needs exactly one of gymnasium,"),
+    ("gymnasium: FrozenLake-v1, ", "", "env needs exactly one of gymnasium,"),
+    ("gymnasium:", "verifiers:", "actions belongs to gymnasium, and this environment is verifiers"),
+    ("num_tasks: 2", "calls_model: true", "calls_model belongs to command"),
+    ("num_tasks: 2", "before_step: hook", "write module:function"),
+    ("num_tasks: 2", "step_timeout_s: 0", "env.step_timeout_s"),
+    ("    env:", "    session: {}\n    env:", "env has no effect on sessions"),
+    (
+        "gymnasium: FrozenLake-v1, options: {is_slippery: false}, actions: {left: 0}",
+        "command: [play], python: bin/python",
+        "name the interpreter first in command",
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), BROKEN_ENVIRONMENTS)
+def test_environments_that_cannot_be(
+    load_text: LoadText, old: str, new: str, expected: str
+) -> None:
+    assert old in LAKE
+    with pytest.raises(ConfigError) as caught:
+        load_text(RUN + LAKE.replace(old, new, 1))
+    assert expected in str(caught.value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From `env:` of a source to what its nodes are told. Owns what a bridge gets as its settings."""
+"""From `env:` of a source to what its nodes get. Owns what a bridge gets as its settings."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def environment_info(config: EnvironmentConfig | None) -> EnvironmentInfo | None
         library=config.library,
         settings={
             "name": getattr(config, config.library) if config.library else "",
+            "path": config.path,
             "options": dict(config.options),
             "actions": dict(config.actions),
             "action_field": config.action_field or "",

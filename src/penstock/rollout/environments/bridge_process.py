@@ -153,7 +153,7 @@ class Bridge:
 
     async def _read_answers(self) -> None:
         """consumes: lines of the bridge · produces: the result of each call
-        waits for: its output, until its end or a line that is no answer"""
+        waits for: its output, until its end or an invalid line"""
         try:
             async for line in _lines(self._process.stdout):
                 self._take(parse_answer(line))
@@ -176,7 +176,7 @@ class Bridge:
     def _take(self, answer: BridgeAnswer) -> None:
         """A late answer is dropped; one to a call that was never made is garbage."""
         if not 0 < answer.id <= self._last:
-            raise ValueError(f"it answered call {answer.id}, which nobody made")
+            raise ValueError(f"it answered call {answer.id}, which was never made")
         waiting = self._waiting.get(answer.id)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)

@@ -38,7 +38,7 @@ def environment_python(library: str) -> Path:
 
 
 def bridge_command(info: EnvironmentInfo) -> tuple[str, ...]:
-    """The program that speaks for this environment."""
+    """The program that runs this environment."""
     if not info.library:
         return info.command
     scripts = resources.files("penstock.rollout.environments").joinpath("bridges")
@@ -105,13 +105,18 @@ class _SourceEnvironment:
         sockets, ports, model_url = await self._way_to_the_model()
         box = await self._isolation.open(
             Use.ENVIRONMENT,
-            folders=(*program_folders(argv), *interpreter_folders()),
+            folders=(*program_folders(argv), *interpreter_folders(), self._modules),
             sockets=sockets,
             env={"PATH": os.environ.get("PATH", os.defpath)},
             row_id=self.settings.source,
         )
         command = with_ports(ports, argv, folder=os.getcwd())
         return await start_bridge(self.settings, box, command, model_url=model_url)
+
+    @property
+    def _modules(self) -> Path:
+        """The folder of the user's modules."""
+        return Path(self.settings.settings.get("path", ".")).expanduser()
 
     async def _way_to_the_model(self) -> tuple[dict[str, Path], dict[int, str], str]:
         """Sockets to grant, ports that lead to them inside, and the URL there."""

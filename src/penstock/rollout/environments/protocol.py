@@ -77,7 +77,9 @@ def parse_answer(line: bytes) -> BridgeAnswer:
     try:
         return _ANSWERS.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{_shown(line)} is no answer of protocol {PROTOCOL}: {error}") from None
+        raise ValueError(
+            f"{_shown(line)} is not a valid answer of protocol {PROTOCOL}: {error}"
+        ) from None
 
 
 def pack_call(number: int, call: str, **values: object) -> bytes:

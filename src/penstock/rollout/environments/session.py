@@ -70,8 +70,11 @@ class EnvironmentSession:
         action = Action(text=text, tool_calls=tuple(tool_calls))
         if self.hooks.before_step is not None:
             action = self.hooks.before_step(action, self.task)
-        calls = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in action.tool_calls]
-        answer = await self._call("step", text=action.text, tool_calls=calls)
+        calls = [
+            {"id": call.id, "name": call.name, "arguments": _encodable(call.arguments)}
+            for call in action.tool_calls
+        ]
+        answer = await self._call("step", text=_encodable(action.text), tool_calls=calls)
         observation = self._observation(answer)
         if self.hooks.after_step is not None:
             observation = self.hooks.after_step(observation, self.task)
@@ -107,3 +110,8 @@ class EnvironmentSession:
             self.failure = EnvironmentFailed(f"{label}: answered without an observation; mend it")
             raise self.failure
         return answer.observation.observation()
+
+
+def _encodable(text: str) -> str:
+    """Half a character, which a model may end with, cannot be sent."""
+    return text.encode(errors="replace").decode()

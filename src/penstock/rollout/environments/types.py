@@ -36,7 +36,7 @@ class Observation:
     """The episode is over; do not step again. Already after `reset` where the environment plays by
     itself and calls the model over HTTP."""
     reward: float | None = None
-    """Of this step; `score()` gives that of the episode."""
+    """Of this step; `score()` gives the episode's."""
     info: JsonObject = field(default_factory=JsonObject)
     """Anything else, for people and hooks."""
 

@@ -27,6 +27,8 @@ class Countdown:
             threading.Event().wait()
         if text == "raise":
             raise ValueError("the world is broken")
+        if text == "exit":
+            sys.exit("the world gave up")
         calls = [one["name"] for one in tool_calls]
         self.left -= text.strip() == "down" or "down" in calls
         is_over = self.left <= 0

@@ -29,6 +29,15 @@ async def carry_on(task: Task, ctx: Context) -> float:
     return 0.0
 
 
+async def play_alone(task: Task, ctx: Context) -> float | None:
+    """Asks the model only if the environment does not."""
+    seen = await ctx.env.reset()
+    if not seen.done:
+        answer = await ctx.policy().chat([{"role": "user", "content": "abc"}])
+        await ctx.env.step(answer.text)
+    return await ctx.env.score()
+
+
 async def step_first(task: Task, ctx: Context) -> None:
     await ctx.env.step("down")
 

@@ -95,13 +95,13 @@ SIX_FAULTS = {
     "hang": "step: gave no answer within 0.3 s",
     "slow": "step: gave no answer within 0.3 s",
     "crash": "its process ended (exit code 3) (last output: the world ended)",
-    "garbage": "broke the protocol: '<html>oops</html>' is no answer",
+    "garbage": "broke the protocol: '<html>oops</html>' is not a valid answer",
     "wrong-version": "it speaks protocol 99 and this node 1",
     "half-open": "hello: gave no answer within",
 }
 MORE_FAULTS = {
     "nan": "broke the protocol",
-    "stranger": "which nobody made",
+    "stranger": "which was never made",
     "flood": "a line of more than 16 MiB",
     "empty": "answered without an observation",
     "raise": "raised: ValueError: the world is broken",

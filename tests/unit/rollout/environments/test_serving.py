@@ -40,6 +40,8 @@ async def test_an_exception_in_the_environment_is_its_failure_and_others_go_on()
     await asyncio.gather(broken.reset(), other.reset())
     with pytest.raises(EnvironmentFailed, match="ValueError: the world is broken"):
         await broken.step("raise")
+    with pytest.raises(EnvironmentFailed, match="the world gave up"):
+        await broken.step("exit")
     assert broken.failure is not None and (await other.step("down")).text == "1 left"
     await environments.close()
 

@@ -78,7 +78,7 @@ class EnvironmentInfo:
     """The environment of a source, as in the run file."""
 
     library: str
-    """Whose bridge it is; empty for a program of its own."""
+    """Whose bridge it is; empty for a custom program."""
     settings: JsonObject
     """What the bridge gets: what to load, its options, and how to read actions."""
     command: tuple[str, ...] = ()

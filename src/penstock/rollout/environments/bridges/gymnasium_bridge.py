@@ -25,6 +25,10 @@ class GymnasiumEpisode:
         self._actions = {name.lower(): number for name, number in actions.items()}
         self._total = 0.0
 
+    @property
+    def actions(self) -> Any:
+        return self._env.action_space
+
     def reset(self, payload: Json, seed: int, model: Json) -> Json:
         seen, info = self._env.reset(seed=seed)
         self._total = 0.0
@@ -84,7 +88,7 @@ def load(settings: Json) -> Callable[[], GymnasiumEpisode]:
             env = gymnasium.make(name, **options)
         return GymnasiumEpisode(env, actions)
 
-    space = (probe := make())._env.action_space
+    space = (probe := make()).actions
     probe.close()
     if not isinstance(space, gymnasium.spaces.Discrete):
         raise ValueError(f"{name} has actions {space}; this bridge plays those with a finite set")

@@ -79,7 +79,7 @@ class Server:
     def _answer(self, request: Json, handle: Callable[[Json], Json]) -> None:
         try:
             body = handle(request)
-        except Exception:
+        except (Exception, SystemExit):
             body = {"error": traceback.format_exc()[-MAX_ERROR_CHARS:]}
         line = json.dumps({"id": request["id"], **body}, default=str).encode() + b"\n"
         with self._lock:
@@ -88,6 +88,9 @@ class Server:
 
     def _hello(self, request: Json) -> Json:
         if request["protocol"] == PROTOCOL:
+            sys.path.append(
+                os.path.abspath(os.path.expanduser(request["settings"].get("path", ".")))
+            )
             self._make = self._load(request["settings"])
             self._threads = ThreadPoolExecutor(request["max_episodes"])
         return {"protocol": PROTOCOL}
