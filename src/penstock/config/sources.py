@@ -18,6 +18,7 @@ from penstock.config.base import (
     is_custom,
     non_blank,
 )
+from penstock.config.harbor import AnyHarbor
 from penstock.config.trainer import SamplingConfig
 from penstock.options import Contradiction, non_empty
 from penstock.plugins import WORKFLOW_GROUP, plugin_names, quoted, unknown
@@ -147,6 +148,8 @@ class SourceConfig(Section):
         | None
     ) = None
     """Instead of a module: rows of a data set. A path alone, or a mapping."""
+    harbor: AnyHarbor | None = None
+    """Instead of a module: a folder of Harbor tasks, run in sandboxes. A path, or a mapping."""
     session: SessionConfig | None = None
     """Instead of tasks: sessions of external agents, each a group of one."""
     weight: float = Field(default=1.0, gt=0)
@@ -166,18 +169,35 @@ class SourceConfig(Section):
         is_file = self.task is not None and self.task.endswith(DATA_FILES)
         return DataConfig(path=self.task) if self.task and is_file else self.data
 
+    @property
+    def kind(self) -> str:
+        """The key that says where its tasks come from."""
+        return next(key for key in KINDS if getattr(self, key) is not None)
+
     def _contradictions(self) -> Iterator[Contradiction]:
-        kinds = [key for key in ("task", "data", "session") if getattr(self, key) is not None]
+        kinds = [key for key in KINDS if getattr(self, key) is not None]
         if len(kinds) != 1:
-            text = f"source {self.name} needs exactly one of task: (a module), data: (a data set) "
-            text = f"{text}and session: ({{}} for sessions of external agents)"
+            text = f"source {self.name} needs exactly one of task: (a module), data: (a data set), "
+            text = f"{text}harbor: (a folder of Harbor tasks) and session: ({{}} for sessions of "
+            text = f"{text}external agents)"
             yield Contradiction(text=text, keys=tuple((kind,) for kind in kinds[1:]) or ((),))
         for key, why in _NOT_FOR_SESSIONS.items():
             if self.session is not None and getattr(self, key) is not None:
                 text = f"{key} has no effect on sessions: {why}; remove it"
                 yield Contradiction(text=text, keys=((key,), ("session",)))
+        if self.harbor is not None and isinstance(self.workflow, str):
+            text = f"workflow {self.workflow} has no effect on Harbor tasks: an agent runs inside "
+            text = (
+                f"{text}each; write workflow: {{command: [...]}}, or remove it for the shipped one"
+            )
+            yield Contradiction(text=text, keys=(("workflow",), ("harbor",)))
+        if self.harbor is not None and self.reward is not None:
+            text = "reward has no effect on Harbor tasks: the verifier of a task is its reward; "
+            yield Contradiction(text=f"{text}remove it", keys=(("reward",), ("harbor",)))
 
 
+KINDS = ("task", "data", "harbor", "session")
+"""What a source can be; each the key that makes it so."""
 _NOT_FOR_SESSIONS = {
     "workflow": "external agents run themselves",
     "reward": "external agents send their own rewards",

@@ -50,8 +50,12 @@ async def run_agent(
 
 def _environment(base_url: str, api_key: str) -> dict[str, str]:
     passed = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    return {**passed, **client_env(base_url, api_key)}
+
+
+def client_env(base_url: str, api_key: str) -> dict[str, str]:
+    """What makes unmodified clients call the gateway."""
     return {
-        **passed,
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),

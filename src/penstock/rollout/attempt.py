@@ -5,6 +5,7 @@ data, not a crash.
 Outcomes, in order of precedence:
 - the engine failed                       → failed(engine)
 - a sandbox failed                        → failed(sandbox)
+- the verifier of a Harbor task failed    → failed(reward | reward_deadline)
 - the workflow raised                     → failed(workflow), with the user's frames in `detail`
   … because the context window was full   → truncated(length) if it had received an answer
 - the workflow received no model answer   → failed(workflow)
@@ -30,7 +31,13 @@ import structlog
 
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RunInfo
-from penstock.errors import EngineError, SandboxError, WorkflowError
+from penstock.errors import (
+    EngineError,
+    RewardError,
+    RewardTimeout,
+    SandboxError,
+    WorkflowError,
+)
 from penstock.gateway.gateway import Gateway, Session
 from penstock.rollout.context import Context
 from penstock.rollout.endpoint import Endpoint
@@ -150,6 +157,8 @@ class AttemptRunner:
                 return None, failed(FailureKind.ENGINE, str(error))
             if isinstance(error, SandboxError):
                 return None, failed(FailureKind.SANDBOX, str(error))
+            if isinstance(error, RewardError):
+                return None, failed(reward_failure(error), str(error))
             is_ours = isinstance(error, WorkflowError)
             detail = str(error) if is_ours else user_traceback(error)
             return None, failed(FailureKind.WORKFLOW, detail)
@@ -182,6 +191,11 @@ def _is_cancelled() -> bool:
     """Whether this attempt was cancelled, and not just something its workflow awaits."""
     attempt = asyncio.current_task()
     return attempt is not None and attempt.cancelling() > 0
+
+
+def reward_failure(error: RewardError) -> FailureKind:
+    is_late = isinstance(error, RewardTimeout)
+    return FailureKind.REWARD_DEADLINE if is_late else FailureKind.REWARD
 
 
 def failed(kind: FailureKind, detail: str) -> Outcome:

@@ -57,6 +57,7 @@ def _uses(config: RunConfig) -> tuple[Use, ...]:
     """What this run certainly does; whether a workflow function uses tools, only it knows."""
     workflows = [config.workflow_of(source) for source in config.sources]
     has_command = any(isinstance(workflow, CommandWorkflow) for workflow in workflows)
+    has_command |= any(source.harbor is not None for source in config.sources)
     has_reward = any(config.reward_of(source) for source in config.sources)
     uses = {Use.WORKFLOW: has_command, Use.REWARD: has_reward}
     return tuple(use for use, is_used in uses.items() if is_used)

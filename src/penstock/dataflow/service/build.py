@@ -292,7 +292,8 @@ def run_info(config: RunConfig) -> RunInfo:
 def _own_settings(config: RunConfig) -> Iterator[SourceInfo]:
     """Sources that differ from the run in workflow, reward or sampling."""
     for source in config.sources:
-        if any(own is not None for own in (source.workflow, source.reward, source.sampling)):
+        own = (source.workflow, source.reward, source.sampling, source.harbor)
+        if any(setting is not None for setting in own):
             yield SourceInfo(
                 name=source.name,
                 workflow=workflow_text(config.workflow_of(source)),

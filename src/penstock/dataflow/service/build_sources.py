@@ -7,14 +7,24 @@ from __future__ import annotations
 import json
 
 from penstock.config import RunConfig, SourceConfig
+from penstock.config.harbor import HarborConfig
 from penstock.config.sources import WORKFLOWS, WorkflowConfig
 from penstock.dataflow.sources import DataSpec, Source, open_source, session_source
+from penstock.dataflow.sources.harbor import HarborSpec, open_harbor
 
 
 def build_source(config: RunConfig, source: SourceConfig) -> Source:
     """One source of a run, open."""
     if source.session is not None:
         return session_source(source.name, weight=source.weight, limit=source.limit)
+    if source.harbor is not None:
+        return open_harbor(
+            source.name,
+            harbor_spec(source.harbor),
+            weight=source.weight,
+            limit=source.limit,
+            workflow=workflow_text(config.workflow_of(source)),
+        )
     return open_source(
         source.name,
         data_spec(config, source) or source.task or "",
@@ -22,6 +32,11 @@ def build_source(config: RunConfig, source: SourceConfig) -> Source:
         limit=source.limit,
         workflow="" if source.workflow is None else workflow_text(source.workflow),
     )
+
+
+def harbor_spec(harbor: HarborConfig) -> HarborSpec:
+    """The tasks of a source in the Harbor format."""
+    return HarborSpec(**harbor.model_dump())
 
 
 def data_spec(config: RunConfig, source: SourceConfig) -> DataSpec | None:

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from penstock.errors import ConfigError
 from penstock.plugins import WORKFLOW_GROUP, load_function, plugin_names, unknown
+from penstock.rollout.harbor.workflow import find_agent
 from penstock.rollout.workflow import Workflow
 from penstock.rollout.workflows import single_turn
 from penstock.rollout.workflows.command import command
@@ -30,6 +31,8 @@ def find_workflow(name: str) -> Workflow:
     wrap a program given as a JSON list of arguments."""
     if name in BUILT_IN:
         return BUILT_IN[name]
+    if name.startswith("{"):
+        return find_agent(name)
     if name.startswith("["):
         return command(_parse_argv(name))
     if ":" not in name and name not in (offered := plugin_names(WORKFLOW_GROUP)):
