@@ -80,7 +80,7 @@ class WorkFolder:
         for name in sorted(os.listdir(source)):
             path, found = prefix + name, os.stat(name, dir_fd=source, follow_symlinks=False)
             room.use(found.st_size if stat.S_ISREG(found.st_mode) else 0)
-            if path in but or path.count("/") > MAX_DEPTH:
+            if path in but:
                 continue
             if stat.S_ISREG(found.st_mode):
                 self._take_file(source, name, path, found)
