@@ -17,6 +17,7 @@ PenstockError
 │   └── RequestRejected           the request itself is invalid; no engine would accept it
 ├── WorkflowError                 the user's workflow raised or its program failed
 ├── RewardError                   the reward function raised, was killed, or returned no number
+│   └── RewardTimeout             it exceeded its time
 ├── SandboxError                  the sandbox itself failed, not the program in it
 ├── EnvironmentFailed             an environment hung, crashed or broke its protocol
 ├── WeightsError                  a snapshot is missing, damaged or belongs to another model
@@ -135,6 +136,10 @@ class WorkflowError(PenstockError):
 
 class RewardError(PenstockError):
     pass
+
+
+class RewardTimeout(RewardError):
+    """The reward was not there in time, and what computes it was killed."""
 
 
 class SandboxError(PenstockError):

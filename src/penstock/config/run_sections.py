@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from penstock.config.algorithms import AlgorithmConfig, with_minibatches
 from penstock.config.base import NAME, Name, Section, non_blank, only_supported
 from penstock.config.dataflow import DataflowConfig
+from penstock.config.harbor import harbor_workflow
 from penstock.config.models import ModelConfig
 from penstock.config.network import NetworkConfig
 from penstock.config.pipeline import PipelineConfig
@@ -165,7 +166,10 @@ class RunSections(Section):
 
     def workflow_of(self, source: SourceConfig) -> WorkflowConfig:
         """What attempts the tasks of this source."""
-        return source.workflow or self.workflow
+        found = source.workflow or self.workflow
+        if source.harbor is not None:
+            return harbor_workflow(() if isinstance(found, str) else found.command)
+        return found
 
     def workflow_name_of(self, source: SourceConfig) -> str:
         """The name of what attempts the tasks of this source; empty for a command."""
@@ -173,8 +177,10 @@ class RunSections(Section):
 
     def reward_of(self, source: SourceConfig) -> str | None:
         """What scores the trajectories of this source; None if the workflow or a stage does, or
-        the agents."""
-        return None if source.session is not None else source.reward or self.reward_function
+        the agents, or the verifier of a Harbor task."""
+        if source.session is not None or source.harbor is not None:
+            return None
+        return source.reward or self.reward_function
 
     @property
     def reward_function(self) -> str | None:

@@ -28,6 +28,7 @@ from penstock.config.base import (
     non_blank,
 )
 from penstock.config.environments import EnvironmentConfig
+from penstock.config.harbor import AnyHarbor
 from penstock.config.trainer import SamplingConfig
 from penstock.options import Contradiction, non_empty, parse_options
 from penstock.plugins import WORKFLOW_GROUP, load_function, plugin_names, quoted, unknown
@@ -202,6 +203,8 @@ class SourceConfig(Section):
         | None
     ) = None
     """Instead of a module: rows of a data set. A path alone, or a mapping."""
+    harbor: AnyHarbor | None = None
+    """Instead of a module: a folder of Harbor tasks, run in sandboxes. A path, or a mapping."""
     session: SessionConfig | None = None
     """Instead of tasks: sessions of external agents, each a group of one."""
     env: EnvironmentConfig | None = None
@@ -229,18 +232,33 @@ class SourceConfig(Section):
         is_file = self.task is not None and self.task.endswith(DATA_FILES)
         return DataConfig(path=self.task) if self.task and is_file else self.data
 
+    @property
+    def kind(self) -> str:
+        """The key that says where its tasks come from."""
+        return next(key for key in (*KINDS, "env") if getattr(self, key) is not None)
+
     def _contradictions(self) -> Iterator[Contradiction]:
-        kinds = [key for key in ("task", "data", "session") if getattr(self, key) is not None]
+        kinds = [key for key in KINDS if getattr(self, key) is not None]
         if len(kinds) > 1 or not (kinds or self.env):
-            text = f"source {self.name} needs exactly one of task: (a module), data: (a data set) "
-            text = f"{text}and session: ({{}} for sessions of external agents), or an env:"
+            text = f"source {self.name} needs exactly one of task: (a module), data: (a data set), "
+            text = f"{text}harbor: (a folder of Harbor tasks) and session: ({{}} for sessions of "
+            text = f"{text}external agents), or an env:"
             yield Contradiction(text=text, keys=tuple((kind,) for kind in kinds[1:]) or ((),))
         for key, why in _NOT_FOR_SESSIONS.items():
             if self.session is not None and getattr(self, key) is not None:
                 text = f"{key} has no effect on sessions: {why}; remove it"
                 yield Contradiction(text=text, keys=((key,), ("session",)))
+        if self.harbor is not None and isinstance(self.workflow, str | NamedWorkflow):
+            text = "workflow has no effect on Harbor tasks: an agent runs inside each; write "
+            text = f"{text}workflow: {{command: [...]}}, or remove it for the shipped one"
+            yield Contradiction(text=text, keys=(("workflow",), ("harbor",)))
+        if self.harbor is not None and self.reward is not None:
+            text = "reward has no effect on Harbor tasks: the verifier of a task is its reward; "
+            yield Contradiction(text=f"{text}remove it", keys=(("reward",), ("harbor",)))
 
 
+KINDS = ("task", "data", "harbor", "session")
+"""What a source can be; each the key that makes it so."""
 _NOT_FOR_SESSIONS = {
     "workflow": "external agents run themselves",
     "reward": "external agents send their own rewards",

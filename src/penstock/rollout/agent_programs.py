@@ -57,11 +57,14 @@ def _environment(base_url: str, api_key: str, roles: Sequence[str], role: str) -
     if roles:
         urls = {name: role_url(base_url, name) for name in roles}
         passed["PENSTOCK_ROLE_URLS"] = json.dumps(urls)
-    own_url = role_url(base_url, role) if role else base_url
+    return {**passed, **client_env(role_url(base_url, role) if role else base_url, api_key)}
+
+
+def client_env(base_url: str, api_key: str) -> dict[str, str]:
+    """What makes unmodified clients call the gateway."""
     return {
-        **passed,
-        "OPENAI_BASE_URL": own_url,
+        "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
-        "ANTHROPIC_BASE_URL": own_url.removesuffix("/v1"),
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": api_key,
     }

@@ -6,6 +6,7 @@ Outcomes, in order of precedence:
 - the engine failed                       → failed(engine)
 - a sandbox failed                        → failed(sandbox)
 - `ctx.score` got no reward               → failed(reward | reward_deadline | sandbox)
+- the verifier of a Harbor task failed    → failed(reward | reward_deadline)
 - a sub-agent's budget was exceeded       → truncated(length), or truncated(deadline) for its time
 - the environment failed                  → failed(environment), also if the workflow went on
 - the workflow raised                     → failed(workflow), with the user's frames in `detail`
@@ -33,7 +34,14 @@ import structlog
 
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RunInfo
-from penstock.errors import BudgetExceeded, EngineError, SandboxError, WorkflowError
+from penstock.errors import (
+    BudgetExceeded,
+    EngineError,
+    RewardError,
+    RewardTimeout,
+    SandboxError,
+    WorkflowError,
+)
 from penstock.gateway.gateway import Gateway, Session
 from penstock.rollout.context import Context
 from penstock.rollout.endpoint import Endpoint
@@ -190,6 +198,8 @@ class AttemptRunner:
                 return None, failed(FailureKind.SANDBOX, str(error))
             if isinstance(error, ScoringFailed):
                 return None, failed(error.failed.kind, error.failed.detail)
+            if isinstance(error, RewardError):
+                return None, failed(reward_failure(error), str(error))
             if isinstance(error, BudgetExceeded):
                 return None, OUT_OF_TIME if error.limit == "time" else OUT_OF_TOKENS
             is_ours = isinstance(error, WorkflowError)
@@ -230,6 +240,11 @@ def _is_cancelled() -> bool:
     """Whether this attempt was cancelled, and not just something its workflow awaits."""
     attempt = asyncio.current_task()
     return attempt is not None and attempt.cancelling() > 0
+
+
+def reward_failure(error: RewardError) -> FailureKind:
+    is_late = isinstance(error, RewardTimeout)
+    return FailureKind.REWARD_DEADLINE if is_late else FailureKind.REWARD
 
 
 def failed(kind: FailureKind, detail: str) -> Outcome:

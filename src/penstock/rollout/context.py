@@ -29,12 +29,14 @@ if TYPE_CHECKING:  # a reward worker that imports a user's workflow module must 
     from penstock.rollout.environments.session import EnvironmentSession
     from penstock.rollout.environments.types import Environment
     from penstock.rollout.grading.types import GradingLimits, Verdict
+    from penstock.rollout.harbor.trial import Trial
     from penstock.rollout.isolation import Isolation
     from penstock.rollout.prompt_templates import PromptTemplate
     from penstock.rollout.rewards.scorer import RewardScorer
     from penstock.rollout.tool_sandbox import ToolSandbox
     from penstock.rollout.tools.attempt_tools import Tools
     from penstock.rollout.workflow import Workflow
+    from penstock.tasks.harbor import HarborTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +358,17 @@ class Context:
             stdin=stdin,
             timeout_s=timeout_s,
         )
+
+    async def run_harbor(self, task: HarborTask, argv: Sequence[str], instruction: str) -> Trial:
+        """Run an agent inside a Harbor task, then the task's verifier. The workflow of Harbor
+        sources calls it."""
+        from penstock.rollout.harbor.trial import Agent, run_trial
+
+        endpoint, key = self._endpoint, self.api_key
+        agent = Agent(
+            argv=argv, instruction=instruction, endpoint=endpoint, api_key=key, seed=self.seed
+        )
+        return await run_trial(self._walls(), task, agent, row_id=self._row_id)
 
     @property
     def sandbox(self) -> ToolSandbox:

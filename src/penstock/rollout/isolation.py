@@ -20,7 +20,15 @@ from penstock.errors import SandboxError
 from penstock.rollout.proxied_sandbox import PROXY, PROXY_ENV, ProxiedSandbox
 from penstock.rollout.sandbox.choose import choose
 from penstock.rollout.sandbox.limits import LimitsBackend
-from penstock.rollout.sandbox.types import Backend, Grants, Level, Limits, Sandbox, SandboxSpec
+from penstock.rollout.sandbox.types import (
+    WORK_DIR,
+    Backend,
+    Grants,
+    Level,
+    Limits,
+    Sandbox,
+    SandboxSpec,
+)
 from penstock.rollout.visible_folders import interpreter_folders, narrowed, unreachable, unreadable
 
 FOREVER_S = 1e8
@@ -80,6 +88,14 @@ class IsolationSettings:
     """Folders of runs, which no program may see."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Files of a sandbox that looks like another machine; see SandboxSpec."""
+
+    root: Path | None
+    writable: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class Isolation:
     """Makes the sandboxes of one node. Tries the back end once, when it is first needed."""
@@ -121,10 +137,16 @@ class Isolation:
         env: Mapping[str, str] | None = None,
         limits: Limits | None = None,
         row_id: str = "",
+        places: Places | None = None,
     ) -> Sandbox:
         """A sandbox for this use, with its grants and these; not started yet. Requests to granted
         hosts are recorded with `row_id`."""
         backend = await self.backend(use)
+        if places is not None and backend.name != "bubblewrap":
+            raise SandboxError(
+                f"the sandbox {backend.name} has no folders beside {WORK_DIR}, which this task "
+                "needs; set `sandbox.backend: auto` in the run file"
+            )
         settings = self.settings_of(use)
         given = settings.grants
         has_proxy = bool(given.hosts) and backend.level >= Level.NAMESPACES
@@ -143,6 +165,8 @@ class Isolation:
             bounds = replace(bounds, wall_s=FOREVER_S, cpu_s=FOREVER_S, output_bytes=1 << 62)
         given_env = {**passed_env(settings.env), **(env or {})}
         spec = SandboxSpec(limits=bounds, grants=grants, env=given_env)
+        if places is not None:
+            spec = replace(spec, root=places.root, writable=places.writable)
         if not has_proxy:
             return backend.create(spec)
         return ProxiedSandbox(

@@ -232,7 +232,7 @@ async def build(
 async def _require_isolation(isolation: Isolation, run_info: RunInfo) -> None:
     """Raise SandboxError at the start of the node, not in its first attempt."""
     infos = (run_info, *run_info.sources)
-    if any(info.workflow.startswith("[") for info in infos):
+    if any(info.workflow.startswith(("[", "{")) for info in infos):
         await isolation.backend(Use.WORKFLOW)
     if any(source.env for source in run_info.sources):
         await isolation.backend(Use.ENVIRONMENT)

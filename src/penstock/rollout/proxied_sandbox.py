@@ -89,6 +89,11 @@ class ProxiedSandbox:
             folder.cleanup()
 
     @property
+    def inner(self) -> Sandbox:
+        """The sandbox itself, once it has started."""
+        return self._started
+
+    @property
     def _started(self) -> Sandbox:
         assert self._box is not None, "start() comes first"
         return self._box

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from penstock.config import RunConfig
-from penstock.dataflow.service.build_sources import data_spec
+from penstock.dataflow.service.build_sources import data_spec, harbor_spec
 from penstock.dataflow.sources import open_data
+from penstock.dataflow.sources.harbor import read_tasks
 from penstock.errors import BadRequest, ConfigError, WeightsError
 from penstock.types import JsonObject
 
@@ -27,6 +28,11 @@ def data_problems(
     checked: digests of data sets that an earlier launch has read, which are not read again."""
     for index, source in enumerate(config.sources):
         spec = data_spec(config, source)
+        if source.harbor is not None:
+            try:
+                read_tasks(source.name, harbor_spec(source.harbor))
+            except ConfigError as error:
+                yield f"sources[{index}].harbor", str(error)
         if spec is None:
             continue
         try:
@@ -34,7 +40,7 @@ def data_problems(
             if (checked or {}).get(source.name) != data.digest():
                 data.check(None if spec.max_prompt_tokens is None else _Counter(config))
         except (ConfigError, WeightsError) as error:
-            yield f"sources[{index}].{'task' if source.data is None else 'data'}", str(error)
+            yield f"sources[{index}].{source.kind}", str(error)
 
 
 class _Counter:

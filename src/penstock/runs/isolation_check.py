@@ -59,6 +59,7 @@ def _uses(config: RunConfig) -> tuple[Use, ...]:
     """What this run certainly does; whether a workflow function uses tools, only it knows."""
     workflows = [config.workflow_of(source) for source in config.sources]
     has_command = any(isinstance(workflow, CommandWorkflow) for workflow in workflows)
+    has_command |= any(source.harbor is not None for source in config.sources)
     has_reward = any(config.reward_of(source) for source in config.sources)
     has_environment = any(source.env for source in config.sources)
     servers = config.tools.values()

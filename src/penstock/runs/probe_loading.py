@@ -44,7 +44,7 @@ def check_sources(config: RunConfig, reporter: Reporter) -> dict[int, Task]:
     for index, source in enumerate(config.sources):
         if source.session is not None:
             continue
-        key = f"sources[{index}].{'data' if source.data else 'task'}"
+        key = f"sources[{index}].{source.kind}"
         reporter.begin(f"source {source.name}", key)
         task = _first_task(config, index, key, reporter)
         if task is None:
@@ -64,7 +64,7 @@ def _first_task(config: RunConfig, index: int, key: str, reporter: Reporter) -> 
         repeated = source.task(0, seed=seed, workflow="")
         reporter.result.digests[name] = source.digest(seed)
     except ConfigError as error:
-        if entry.rows is None:  # `data_check` reports what is wrong with rows
+        if entry.rows is None and entry.harbor is None:  # else `data_check` reports what is wrong
             named = where if error.__cause__ else f"{where}:make_task"
             reporter.add_config_error(key, error, named=named)
         return None

@@ -2,7 +2,8 @@
 """From `sandbox:` in a run file to what a node does with it on this machine.
 
 Owns the paths: relative ones are of the working directory, and the folder of all runs is hidden, so
-that no program sees a ledger, a key or a token of any run in it. Starts nothing."""
+that no program sees a ledger, a key or a token of any run in it. So are Harbor tasks, which have
+the answers. Starts nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def isolation_settings(config: RunConfig, run_folder: Path) -> IsolationSettings
         image=sandbox.image,
         demand=None if sandbox.demand is None else Level[sandbox.demand.upper()],
         uses={use: _use(getattr(sandbox, use)) for use in Use} | {Use.SERVERS: _servers(config)},
-        hidden=_folders_of_runs(run_folder.resolve()),
+        hidden=(*_folders_of_runs(run_folder.resolve()), *_verifiers(config)),
     )
 
 
@@ -62,6 +63,11 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _verifiers(config: RunConfig) -> tuple[Path, ...]:
+    """Folders of Harbor tasks, where the answers are."""
+    return tuple(_path(source.harbor.path) for source in config.sources if source.harbor)
 
 
 def _use(grants: GrantsConfig) -> UseSettings:

@@ -333,8 +333,8 @@ def _own_settings(config: RunConfig) -> Iterator[SourceInfo]:
     """Sources that differ from the run in workflow, reward, sampling, tools or policies, or have an
     environment."""
     for source in config.sources:
-        own = (source.workflow, source.reward, source.sampling, source.tools, source.env)
-        if any(setting is not None for setting in (*own, source.policies)):
+        own = (source.workflow, source.reward, source.sampling, source.harbor, source.tools)
+        if any(setting is not None for setting in (*own, source.env, source.policies)):
             yield SourceInfo(
                 name=source.name,
                 workflow=workflow_text(config.workflow_of(source)),

@@ -7,8 +7,10 @@ from __future__ import annotations
 import json
 
 from penstock.config import RunConfig, SourceConfig
+from penstock.config.harbor import HarborConfig
 from penstock.config.sources import NamedWorkflow, WorkflowConfig
 from penstock.dataflow.sources import DataSpec, Source, numbered_source, open_source, session_source
+from penstock.dataflow.sources.harbor import HarborSpec, open_harbor
 
 PROMPT_WORKFLOWS = ("single_turn", "tool_loop", "solver_verifier", "planner")
 """Built-in workflows that need a `prompt` in every task."""
@@ -18,6 +20,14 @@ def build_source(config: RunConfig, source: SourceConfig) -> Source:
     """One source of a run, open."""
     if source.session is not None:
         return session_source(source.name, weight=source.weight, limit=source.limit)
+    if source.harbor is not None:
+        return open_harbor(
+            source.name,
+            harbor_spec(source.harbor),
+            weight=source.weight,
+            limit=source.limit,
+            workflow=workflow_text(config.workflow_of(source)),
+        )
     workflow = "" if source.workflow is None else workflow_text(source.workflow)
     if source.env is not None and source.task is None and source.data is None:
         return numbered_source(
@@ -34,6 +44,11 @@ def build_source(config: RunConfig, source: SourceConfig) -> Source:
         limit=source.limit,
         workflow=workflow,
     )
+
+
+def harbor_spec(harbor: HarborConfig) -> HarborSpec:
+    """The tasks of a source in the Harbor format."""
+    return HarborSpec(**harbor.model_dump())
 
 
 def data_spec(config: RunConfig, source: SourceConfig) -> DataSpec | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.rollout.sandbox.cgroups import Parents, find_parents
+from penstock.rollout.sandbox.mounts import PLACES, ROOT
 from penstock.rollout.sandbox.namespaces import NamespaceSandbox
 from penstock.rollout.sandbox.seccomp import build_filter
 from penstock.rollout.sandbox.types import WORK_DIR, Level, SandboxSpec
@@ -63,7 +64,7 @@ class BubblewrapSandbox(NamespaceSandbox):
             *("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"),
             *("--uid", "1000", "--gid", "1000", "--hostname", "sandbox"),
             *("--as-pid-1", "--die-with-parent", "--new-session", "--clearenv"),
-            *_system_folders(),
+            *(_system_folders() if self.spec.root is None else self._root_folders(self.spec.root)),
             *("--ro-bind", f"{path}/etc/passwd", "/etc/passwd"),
             *("--ro-bind", f"{path}/etc/group", "/etc/group"),
             *("--ro-bind", f"{path}/etc/hosts", "/etc/hosts"),
@@ -71,9 +72,26 @@ class BubblewrapSandbox(NamespaceSandbox):
             *("--ro-bind", f"{path}/sockets", "/run/sockets"),
             *("--proc", "/proc", "--dev", "/dev", "--bind", f"{path}/shm", "/dev/shm"),
             *("--bind", f"{path}/tmp", "/tmp", "--bind", f"{path}/work", WORK_DIR),
+            *self._places(),
             *self._granted_folders(),
             *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK_DIR),
         ]
+
+    def _places(self) -> list[str]:
+        """Not below `work`: a program could put a link in the place of a folder there, and the
+        next program's mount would follow it."""
+        source = f"{self._mounts.path}/{PLACES}"
+        names = self.spec.writable
+        return [word for name in names for word in ("--bind", f"{source}/{name}", f"/{name}")]
+
+    def _root_folders(self, root: Path) -> list[str]:
+        """A root file system, folder by folder, without what the sandbox has itself."""
+        own = {"proc", "sys", "dev", "run", "tmp", "etc", WORK_DIR[1:], *self.spec.writable}
+        shown = f"{self._mounts.path}/{ROOT}"
+        words = _entries(root, shown, "", own)
+        if (root / "etc").is_dir():
+            words += _entries(root / "etc", f"{shown}/etc", "/etc", {"passwd", "group", "hosts"})
+        return words
 
     def _granted_folders(self) -> list[str]:
         return [
@@ -81,6 +99,19 @@ class BubblewrapSandbox(NamespaceSandbox):
             for place, source in self._mounts.granted_folders.items()
             for word in ("--ro-bind", source, place)
         ]
+
+
+def _entries(folder: Path, shown: str, place: str, left_out: set[str]) -> list[str]:
+    """Binds what is in a folder, read-only; links stay links."""
+    words = list[str]()
+    for path in sorted(folder.iterdir()):
+        if path.name in left_out:
+            continue
+        if path.is_symlink():
+            words += ["--symlink", str(path.readlink()), f"{place}/{path.name}"]
+        elif path.is_dir() or path.is_file():
+            words += ["--ro-bind", f"{shown}/{path.name}", f"{place}/{path.name}"]
+    return words
 
 
 def _system_folders() -> list[str]:

@@ -11,9 +11,10 @@ import asyncio
 import io
 import itertools
 import os
+import shutil
 import stat
 import tarfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -73,6 +74,55 @@ class WorkFolder:
                 tar.addfile(entry, io.BytesIO(data))
         return archive.getvalue()
 
+    def make(self, path: str) -> None:
+        with _refusals(path), self._open_folders(_parts(path), create=True):
+            pass
+
+    def take(self, source: int, max_bytes: int, but: Container[str]) -> None:
+        """Copy the files below another folder; its links as `is_inside` allows, its pipes and
+        sockets not."""
+        with _refusals("."):
+            self._take(source, "", _Room(max_bytes, MAX_ENTRIES), but)
+
+    def _take(self, source: int, prefix: str, room: _Room, but: Container[str]) -> None:
+        for name in sorted(os.listdir(source)):
+            path, found = prefix + name, os.stat(name, dir_fd=source, follow_symlinks=False)
+            room.use(found.st_size if stat.S_ISREG(found.st_mode) else 0)
+            if path in but:
+                continue
+            if stat.S_ISREG(found.st_mode):
+                self._take_file(source, name, path, found)
+            elif stat.S_ISLNK(found.st_mode):
+                self._take_link(os.readlink(name, dir_fd=source), path)
+            elif stat.S_ISDIR(found.st_mode):
+                self.make(path)
+                inner = os.open(name, _FOLDER, dir_fd=source)
+                try:
+                    self._take(inner, f"{path}/", room, but)
+                finally:
+                    os.close(inner)
+
+    def _take_file(self, source: int, name: str, path: str, found: os.stat_result) -> None:
+        *folders, last = path.split("/")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with (
+            open(os.open(name, _FILE, dir_fd=source), "rb") as old,
+            self._open_folders(folders, create=True) as folder,
+            open(os.open(last, flags, 0o600, dir_fd=folder), "wb") as new,
+        ):
+            shutil.copyfileobj(old, new, 1 << 20)
+            new.flush()
+            os.utime(new.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
+            os.fchown(new.fileno(), self.owner, self.owner)
+            os.fchmod(new.fileno(), found.st_mode & 0o777)
+
+    def _take_link(self, target: str, path: str) -> None:
+        *folders, last = path.split("/")
+        if is_inside(target, path):
+            with self._open_folders(folders, create=True) as folder:
+                os.symlink(target, last, dir_fd=folder)
+                os.chown(last, self.owner, self.owner, dir_fd=folder, follow_symlinks=False)
+
     @contextmanager
     def _open_folders(self, names: list[str], *, create: bool) -> Generator[int]:
         folder = os.dup(self.fd)
@@ -95,6 +145,32 @@ class WorkFolder:
 
 def _listed(entry: os.DirEntry[str]) -> str:
     return f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name
+
+
+@dataclass(slots=True)
+class _Room:
+    """What may still be copied."""
+
+    num_bytes: int
+    num_entries: int
+
+    def use(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+        self.num_entries -= 1
+        if self.num_bytes < 0 or self.num_entries < 0:
+            raise FileRefused(
+                "the files of the sandbox are too many or too large to be copied; delete what is "
+                "not needed, or raise disk_mb"
+            )
+
+
+def is_inside(target: str, path: str) -> bool:
+    """Whether a link at `NAME/…` stays in the folder NAME: without `..` no chain of such links can
+    go up."""
+    parts = target.split("/")
+    if ".." in parts:
+        return False
+    return not target.startswith("/") or parts[1] == path.split("/")[0]
 
 
 def make_folder(name: str, parent: int) -> None:

@@ -37,14 +37,19 @@ _ETC = {
 }
 _WRITTEN = {"/tmp": "tmp", "/dev/shm": "shm", WORK_DIR: "work"}
 """What programs write: its place inside, and on our file system."""
+PLACES = "places"
+"""The folders that a spec adds to them."""
+ROOT = "root"
+"""Where the root file system of a spec is mounted."""
 _MAX_SECRET_BYTES = 1 << 20
 _SCRIPT = 'mount -t tmpfs -o "$0" penstock "$1" && echo ready && IFS= read -r line && eval "$line"'
 
 
-def _chain(folder: Path) -> tuple[str, str, tuple[str, ...]] | None:
+def _chain(folder: Path, spec: SandboxSpec) -> tuple[str, str, tuple[str, ...]] | None:
     """For a folder below one that programs write: the first part of its path inside, the same on
     our file system, and the other parts."""
-    for area, name in _WRITTEN.items():
+    own = {f"/{name}": f"{PLACES}/{name}" for name in spec.writable}
+    for area, name in {**_WRITTEN, **own}.items():
         if folder.is_relative_to(area):
             first, *rest = folder.relative_to(area).parts or ("",)
             if not first or ".." in (first, *rest):
@@ -98,7 +103,8 @@ class Mounts:
         root = os.open(f"/proc/{self._holder.pid}/root{self.path}", os.O_RDONLY | os.O_DIRECTORY)
         try:
             mounts = self._fill(root)
-            self.folder_fd = os.open("work", os.O_RDONLY | os.O_DIRECTORY, dir_fd=root)
+            shown = PLACES if self.spec.writable else "work"
+            self.folder_fd = os.open(shown, os.O_RDONLY | os.O_DIRECTORY, dir_fd=root)
         finally:
             os.close(root)
         if mounts:
@@ -112,13 +118,14 @@ class Mounts:
         that programs write hangs on a chain of ours: else a program could put a link there, and the
         next program's mount would follow it."""
         folders = self.spec.grants.folders
-        chains = [chain for chain in map(_chain, folders) if chain is not None]
+        found = (_chain(folder, self.spec) for folder in folders)
+        chains = [chain for chain in found if chain is not None]
         mounts = {inner: f"{self.path}/chains/{name}" for inner, name, _ in chains}
         own = {str(folder): f"{self.path}/folders/{at}" for at, folder in enumerate(folders)}
         return {**mounts, **dict(sorted(own.items()))}
 
     def _make_chain(self, root: int, folder: Path) -> None:
-        if (chain := _chain(folder)) is None:
+        if (chain := _chain(folder, self.spec)) is None:
             return
         _, name, rest = chain
         with suppress(FileExistsError):
@@ -164,8 +171,11 @@ class Mounts:
         for name in ("work", "tmp", "shm"):
             os.mkdir(name, 0o700, dir_fd=root)
             os.chown(name, self.owner, self.owner, dir_fd=root)
-        for name in ("etc", "secrets", "sockets", "folders", "chains", "state"):
+        for name in ("etc", "secrets", "sockets", "folders", "chains", "state", PLACES, ROOT):
             make_folder(name, root)
+        for name in self.spec.writable:
+            os.mkdir(f"{PLACES}/{checked_name(name)}", 0o700, dir_fd=root)
+            os.chown(f"{PLACES}/{name}", self.owner, self.owner, dir_fd=root)
         for name, text in _ETC.items():
             write_file(root, f"etc/{name}", text.encode(), 0o444, -1)
         for name, source in self.spec.grants.secrets.items():
@@ -174,7 +184,17 @@ class Mounts:
             )
         state = f"mount -t tmpfs -o size=16m,mode=0700 penstock {_quoted(self.path)}/state"
         own = [state] if self.has_state else []
-        return [*own, *self._mount_sockets(root), *self._mount_folders(root)]
+        return [*own, *self._mount_sockets(root), *self._mount_root(), *self._mount_folders(root)]
+
+    def _mount_root(self) -> list[str]:
+        source = self.spec.root
+        if source is None:
+            return []
+        if not source.is_absolute() or not (source / "usr").is_dir():
+            raise SandboxError(
+                f"{source} is no root file system: it has no folder usr; unpack one there"
+            )
+        return [f"mount --rbind {_quoted(source)} {_quoted(self.path)}/{ROOT}"]
 
     def _mount_sockets(self, root: int) -> list[str]:
         commands = list[str]()

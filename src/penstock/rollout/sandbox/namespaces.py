@@ -12,7 +12,7 @@ import asyncio
 import os
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -105,6 +105,17 @@ class NamespaceSandbox(ABC):
     async def snapshot(self) -> bytes:
         max_bytes = self.spec.limits.disk_mb << 20
         return await self._at_folder(lambda folder: folder.snapshot(max_bytes))
+
+    async def make_folder(self, path: str) -> None:
+        """A folder of the programs' user, with those above it. Raises FileRefused."""
+        await self._at_folder(lambda folder: folder.make(path))
+
+    async def take_files(self, other: NamespaceSandbox, *, but: Container[str] = ()) -> None:
+        """Copy the files of another sandbox, which no program may use meanwhile, except the folders
+        `but`. Of links only those stay that cannot leave their folder. Raises FileRefused."""
+        max_bytes = self.spec.limits.disk_mb << 20
+        source = other._mounts.folder_fd
+        await self._at_folder(lambda folder: folder.take(source, max_bytes, but))
 
     async def kill(self) -> None:
         walls, self._waiting = self._waiting, None

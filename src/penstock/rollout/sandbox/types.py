@@ -69,6 +69,11 @@ class SandboxSpec:
     grants: Grants = Grants()
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """The whole environment, besides PATH, HOME, LANG, PENSTOCK_SECRETS and PENSTOCK_SOCKETS."""
+    root: Path | None = None
+    """Folder of a root file system instead of the host's programs; read-only. Bubblewrap only."""
+    writable: tuple[str, ...] = ()
+    """Folders directly below / that programs write beside WORK_DIR, by name. Where there are any,
+    `put`, `get` and `snapshot` see these: their paths are `NAME/FILE`. Bubblewrap only."""
 
 
 class ReadStream(Protocol):

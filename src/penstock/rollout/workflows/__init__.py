@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from penstock.errors import ConfigError
 from penstock.options import Options
 from penstock.plugins import WORKFLOW_GROUP, load_function, plugin_names, unknown
+from penstock.rollout.harbor.workflow import find_agent
 from penstock.rollout.workflow import Workflow
 from penstock.rollout.workflows import env_loop, planner, single_turn, solver_verifier, tool_loop
 from penstock.rollout.workflows.command import command
@@ -47,6 +48,8 @@ def find_workflow(name: str) -> Workflow:
     """Find a built-in workflow or one of an installed package by name, load `module:function`, take
     one of these with its options as a JSON object, or wrap a program given as a JSON list of
     arguments."""
+    if name.startswith('{"harbor"'):
+        return find_agent(name)
     if name.startswith("["):
         return command(_parse_argv(name))
     options = dict[str, Any]()

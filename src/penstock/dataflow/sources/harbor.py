@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks from a folder in the Harbor format: each folder with a task.toml is one task.
+
+Owns which file of a task is where inside, and which root file system it gets. A task carries its
+own files, so a node needs no copy of the folder. Refuses by name and line what it cannot honour.
+Runs nothing: the node does."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+
+from blake3 import blake3
+
+from penstock.dataflow.sources.harbor_dockerfile import Copy, Image, parse_dockerfile
+from penstock.dataflow.sources.harbor_settings import Settings, read_settings
+from penstock.dataflow.sources.source import Source
+from penstock.errors import ConfigError
+from penstock.tasks.harbor import KEY, HarborTask, TaskFile
+from penstock.types import JsonObject
+
+HOST_IMAGES = ("debian", "ubuntu", "python")
+"""Images without RUN that the programs of the host stand in for, whatever their tag."""
+SYSTEM = frozenset(
+    ("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "run", "sbin", "sys")
+) | {"tmp", "usr", "var", "work"}
+"""First parts of paths that are read-only inside, or the sandbox's own."""
+RESERVED = frozenset(("logs", "tests", "solution"))
+"""First parts of paths that the format uses itself."""
+MAX_TASK_BYTES = 1 << 20
+"""Files of one task: they travel with every lease."""
+NUM_LISTED = 20
+"""Tasks that one message lists."""
+_CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarborSpec:
+    """Which tasks, and what stands in for their images."""
+
+    path: str
+    """A folder of tasks, or one task."""
+    roots: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Name of a task, digest of its environment/, or image: folder of a root file system."""
+    agent_timeout_s: float | None = None
+    """At most so long, whatever task.toml says."""
+    verifier_timeout_s: float | None = None
+
+
+def open_harbor(
+    name: str,
+    spec: HarborSpec,
+    *,
+    weight: float = 1.0,
+    limit: int | None = None,
+    workflow: str = "",
+) -> Source:
+    """The tasks of a folder, in the order of their names, again and again. Reads them all."""
+    payloads = read_tasks(name, spec)
+    digest = blake3(json.dumps(payloads, sort_keys=True).encode()).hexdigest()
+
+    def make(ordinal: int, seed: int) -> JsonObject:
+        return payloads[ordinal % len(payloads)]
+
+    return Source(
+        name=name,
+        weight=weight,
+        make=make,
+        limit=limit,
+        workflow=workflow,
+        hash_content=lambda: digest,
+    )
+
+
+def read_tasks(source: str, spec: HarborSpec) -> list[JsonObject]:
+    """The payload of each task. Raises one ConfigError that names every task it cannot use."""
+    found, problems = list[JsonObject](), list[str]()
+    for folder in _task_folders(source, Path(spec.path).expanduser()):
+        try:
+            found.append(_payload(folder, spec))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        count = f"{len(problems)} task{'s' * (len(problems) != 1)} cannot be used"
+        lines = [f"source {source!r}: {count}", *(f"  {one}" for one in problems[:NUM_LISTED])]
+        more = len(problems) - NUM_LISTED
+        raise ConfigError("\n".join([*lines, *([f"  … and {more} more"] if more > 0 else [])]))
+    return found
+
+
+def _task_folders(source: str, path: Path) -> list[Path]:
+    if (path / "task.toml").is_file():
+        return [path]
+    is_task = (one for one in path.iterdir()) if path.is_dir() else ()
+    found = sorted(one for one in is_task if (one / "task.toml").is_file())
+    if not found:
+        where = f"relative to the working directory, {Path.cwd()}"
+        raise ConfigError(
+            f"source {source!r}: {path} has no Harbor tasks: no folder in it has a task.toml; name "
+            f"the folder of the tasks, {where}"
+        )
+    return found
+
+
+def _payload(folder: Path, spec: HarborSpec) -> JsonObject:
+    instruction = _instruction(folder / "instruction.md")
+    task = read_task(folder, spec)
+    return {"prompt": instruction, KEY: json.loads(json.dumps(asdict(task)))}
+
+
+def read_task(folder: Path, spec: HarborSpec) -> HarborTask:
+    """Raises ConfigError, which names the file and the line."""
+    settings = read_settings(folder / "task.toml")
+    image = _image(folder, settings)
+    root = _root(folder, spec, image, has_image=bool(settings.docker_image))
+    workdir = settings.workdir or image.workdir
+    if not workdir:
+        raise ConfigError(
+            f"{folder / 'environment' / 'Dockerfile'}: there is no WORKDIR; write one, such as "
+            "WORKDIR /app"
+        )
+    _check_place(workdir, f"{folder}: the working directory")
+    copies = () if settings.docker_image else image.copies
+    files = dict(_copied(folder / "environment", copies))
+    tests = {
+        str(path.relative_to(folder / "tests")): _read(path)
+        for path in _files_below(folder / "tests")
+    }
+    if "test.sh" not in tests:
+        raise ConfigError(f"{folder / 'tests' / 'test.sh'} is missing; write the verifier there")
+    size = sum(len(file.data) for file in (*files.values(), *tests.values()))
+    if size > MAX_TASK_BYTES:
+        raise ConfigError(
+            f"{folder}: {size:,} bytes of files, more than {MAX_TASK_BYTES:,}; put large files "
+            "into a root file system, and name it under harbor.roots"
+        )
+    return HarborTask(
+        name=folder.name,
+        workdir=workdir,
+        root=root,
+        env={**image.env, **settings.env},
+        verifier_env=settings.verifier_env,
+        folders=(workdir,),
+        files=files,
+        tests=tests,
+        agent_timeout_s=_least(settings.agent_timeout_s, spec.agent_timeout_s),
+        verifier_timeout_s=_least(settings.verifier_timeout_s, spec.verifier_timeout_s) or 600.0,
+        memory_mb=settings.memory_mb,
+        storage_mb=settings.storage_mb,
+    )
+
+
+def _least(*values: float | None) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _instruction(path: Path) -> str:
+    """Without the marker lines that keep it out of training data by accident."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; write the instruction there") from None
+    while lines and _CANARY.fullmatch(lines[0].strip()):
+        lines.pop(0)
+    text = "".join(lines).lstrip("\n")
+    if not text.strip():
+        raise ConfigError(f"{path} is empty; write the instruction there")
+    return text
+
+
+def _image(folder: Path, settings: Settings) -> Image:
+    environment = folder / "environment"
+    for name in ("docker-compose.yaml", "docker-compose.yml", ".dockerignore"):
+        if (environment / name).exists():
+            raise ConfigError(f"{environment / name} is not supported; use a Dockerfile alone")
+    path = environment / "Dockerfile"
+    if path.is_file():
+        image = parse_dockerfile(path.read_text(encoding="utf-8"), str(path))
+    elif settings.docker_image:
+        image = Image(base="", workdir="", env={}, copies=(), run_lines=())
+    else:
+        raise ConfigError(f"{path} is missing; write it, such as FROM python:3.12-slim")
+    if not settings.docker_image:
+        return image
+    return Image(
+        base=settings.docker_image,
+        workdir=image.workdir,
+        env=image.env,
+        copies=(),
+        run_lines=(),  # the image has their effects
+    )
+
+
+def _root(folder: Path, spec: HarborSpec, image: Image, *, has_image: bool) -> str:
+    """The root file system: by task, by environment, by image, or the host's."""
+    digest = environment_digest(folder / "environment")
+    keys = (folder.name, digest) if image.run_lines else (folder.name, digest, image.base)
+    for key in keys:
+        if key in spec.roots:
+            root = spec.roots[key]
+            if not (Path(root).expanduser() / "usr").is_dir():
+                raise ConfigError(
+                    f"{folder}: harbor.roots.{key}: {root} is no root file system: it has no "
+                    "folder usr; unpack one there"
+                )
+            return root
+    place = folder / "task.toml" if has_image else folder / "environment" / "Dockerfile"
+    if image.run_lines:
+        raise ConfigError(
+            f"{place}:{image.run_lines[0]}: RUN is not run here; make the root file system "
+            f"beforehand and name it: harbor.roots: {{{folder.name}: FOLDER}} (or by the digest "
+            f"{digest}, for all tasks with this environment)"
+        )
+    name = image.base.removeprefix("docker.io/").removeprefix("library/")
+    if re.split("[:@]", name)[0] not in HOST_IMAGES:
+        raise ConfigError(
+            f"{place}: there is no root file system for the image {image.base}; make one, and name "
+            f"it: harbor.roots: {{'{image.base}': FOLDER}} (the host's programs stand in for "
+            f"{', '.join(HOST_IMAGES)})"
+        )
+    return ""
+
+
+def environment_digest(folder: Path) -> str:
+    """Names the content of an environment/ in `harbor.roots`."""
+    found = blake3()
+    for path in _files_below(folder):
+        name = str(path.relative_to(folder)).encode()
+        found.update(len(name).to_bytes(4, "little") + name)
+        found.update(blake3(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
+
+
+def _check_place(path: str, what: str) -> None:
+    first = PurePosixPath(path).parts[1:2]
+    if not first or first[0] in SYSTEM:
+        raise ConfigError(
+            f"{what} is {path}, which is read-only inside; use a folder such as /app, or put the "
+            "file into a root file system"
+        )
+    if first[0] in RESERVED:
+        raise ConfigError(f"{what} is {path}, a place of the format itself; use another folder")
+
+
+def _copied(context: Path, copies: tuple[Copy, ...]) -> Iterator[tuple[str, TaskFile]]:
+    """Files by absolute path inside, in the order of the instructions."""
+    for copy in copies:
+        place = f"{context / 'Dockerfile'}:{copy.line}: COPY"
+        _check_place(copy.target, f"{place}: its target")
+        for pattern in copy.sources:
+            for source in _matching(context, pattern, place):
+                yield from _copy_one(source, copy)
+
+
+def _matching(context: Path, pattern: str, place: str) -> list[Path]:
+    if not any(char in pattern for char in "*?["):
+        path = context / pattern
+        if not path.exists():
+            raise ConfigError(f"{place}: environment/{pattern} does not exist; correct the path")
+        return [path]
+    folder = PurePosixPath(pattern).parent
+    names = sorted(os.listdir(context / folder)) if (context / folder).is_dir() else []
+    last = PurePosixPath(pattern).name
+    found = [context / folder / name for name in names if fnmatch.fnmatchcase(name, last)]
+    if not found:
+        raise ConfigError(f"{place}: no file matches environment/{pattern}; correct the pattern")
+    return found
+
+
+def _copy_one(source: Path, copy: Copy) -> Iterator[tuple[str, TaskFile]]:
+    """A folder's content goes into the target; a file becomes it, or goes into it."""
+    target = PurePosixPath(copy.target)
+    if source.is_dir():
+        for path in _files_below(source):
+            yield str(target / path.relative_to(source)), _read(path, copy.mode)
+    else:
+        inner = target / source.name if copy.target.endswith("/") else target
+        yield str(inner), _read(source, copy.mode)
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a link; put the file itself there")
+        if path.is_file():
+            yield path
+
+
+def _read(path: Path, mode: int | None = None) -> TaskFile:
+    is_program = os.access(path, os.X_OK) and path.stat().st_mode & 0o100
+    if path.stat().st_size > MAX_TASK_BYTES:
+        raise ConfigError(
+            f"{path} has more than {MAX_TASK_BYTES:,} bytes; put it into a root file system, and "
+            "name that under harbor.roots"
+        )
+    return TaskFile.of(path.read_bytes(), mode or (0o755 if is_program else 0o644))

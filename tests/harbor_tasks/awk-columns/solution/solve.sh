@@ -1,0 +1,2 @@
+#!/bin/sh
+awk -F, 'NR > 1 { print $2 }' table.csv > second.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+stat -c %s image.bin > size.txt

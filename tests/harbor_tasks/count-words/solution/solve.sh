@@ -1,0 +1,2 @@
+#!/bin/sh
+wc -w < text.txt | tr -d ' ' > count.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+printf 'exit $(( $1 %% 2 ))\n' > check.sh

@@ -1,0 +1,2 @@
+#!/bin/sh
+sed -i 's/return x$/return 2 * x/' calc.py

@@ -1,0 +1,2 @@
+#!/bin/sh
+mkdir -p a/b/c && : > a/b/c/done

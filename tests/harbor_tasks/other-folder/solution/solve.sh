@@ -1,0 +1,2 @@
+#!/bin/sh
+tr a-z A-Z < /data/input.txt > /data/output.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+for n in one two three four; do echo $n > $n.txt; done

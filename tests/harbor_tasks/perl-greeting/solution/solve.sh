@@ -1,0 +1,4 @@
+#!/bin/sh
+cat > greet.pl <<'END'
+print "Hello, $ARGV[0]!\n";
+END

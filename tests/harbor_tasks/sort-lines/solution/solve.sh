@@ -1,0 +1,2 @@
+#!/bin/sh
+LC_ALL=C sort words.txt > sorted.txt

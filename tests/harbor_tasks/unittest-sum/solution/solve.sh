@@ -1,0 +1,5 @@
+#!/bin/sh
+cat > stats.py <<'END'
+def mean(values):
+    return sum(values) / len(values)
+END
