@@ -20,6 +20,7 @@ from penstock.config.pipeline_cross_checks import (
 from penstock.config.rules import RuleConfig
 from penstock.config.run_sections import PolicyConfig, RunSections
 from penstock.config.sources import WORKFLOWS
+from penstock.config.stream_checks import stream_checks
 from penstock.config.trainer import SamplingConfig
 from penstock.config.trust import SCORE_STAGE
 from penstock.options import Contradiction, KeyPath
@@ -48,6 +49,7 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _determinism(config)
     yield from _lora(config)
     yield from pipeline_cross_checks(config)
+    yield from dict.fromkeys(stream_checks(config))
 
 
 def _temperatures(config: RunSections) -> Iterator[Contradiction]:

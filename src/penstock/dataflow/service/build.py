@@ -229,6 +229,7 @@ def _policy_spec(config: RunConfig, name: str) -> PolicySpec:
         steps=training.steps,
         train_columns=_needs(config).train,
         is_lockstep=config.deterministic,
+        is_streamed=training.stream,
     )
 
 

@@ -12,7 +12,12 @@ from penstock.trainer.advantages.baselines import group_advantages
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues
 
 
-@stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True, default_role="advantage")
+@stage_function(
+    writes={"advantage": Axis.TOKEN},
+    is_group_relative=True,
+    is_by_group=True,
+    default_role="advantage",
+)
 def group_advantage(
     layout: Layout, *, reward: RowValues, std_ddof: Annotated[int, Field(ge=0, le=1)] = 1
 ) -> Columns:

@@ -8,7 +8,7 @@ from penstock.trainer.advantages.baselines import leave_one_out_advantages
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues
 
 
-@stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True)
+@stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True, is_by_group=True)
 def leave_one_out_advantage(layout: Layout, *, reward: RowValues) -> Columns:
     """RLOO: reward minus the mean of the group's other members."""
     return {"advantage": layout.by_token(leave_one_out_advantages(reward, layout.groups_R))}

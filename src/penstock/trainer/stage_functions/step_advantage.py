@@ -13,7 +13,7 @@ from penstock.trainer.advantages.credit import Combine, Turns, combine_returns, 
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues, TokenValues, TrainedTurns
 
 
-@stage_function(writes={"advantage": Axis.TOKEN})
+@stage_function(writes={"advantage": Axis.TOKEN}, is_by_group=True)
 def step_advantage(
     layout: Layout,
     *,
