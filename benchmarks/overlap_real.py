@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,21 +139,27 @@ async def _train(trainer: Service, steps: int, train_s: float) -> list[float]:
     for number in range(1, steps + 1):
         await _sealed(trainer, number)
         await asyncio.sleep(train_s)
-        await trainer.commit(number=number)
-        publish = PublishRequest(
-            incarnation=trainer.incarnation,
-            number=number,
-            manifest_digest=f"{number:064}",
-            weights_digest=str(number),
-        )
-        await trainer.call("POST", f"/v1/policies/{POLICY}/versions", publish, Ack)
+        await commit_and_publish(trainer, number)
         commits_at.append(time.monotonic())
     return commits_at
 
 
-async def _run(
+async def commit_and_publish(trainer: Service, number: int) -> None:
+    await trainer.commit(number=number)
+    publish = PublishRequest(
+        incarnation=trainer.incarnation,
+        number=number,
+        manifest_digest=f"{number:064}",
+        weights_digest=str(number),
+    )
+    await trainer.call("POST", f"/v1/policies/{POLICY}/versions", publish, Ack)
+
+
+@contextlib.asynccontextmanager
+async def running_nodes(
     server: Server, signer: Signer, folder: Path, workload: Workload, token_s: float
-) -> tuple[list[float], list[BusyInterval]]:
+) -> AsyncGenerator[tuple[Service, list[BusyInterval]]]:
+    """The calls of a trainer that took over, and what the nodes at work write down."""
     busy_intervals: list[BusyInterval] = []
     load = LoadProfile(token_s=token_s, median_tokens=workload.median_tokens, spread=workload.sigma)
     async with contextlib.AsyncExitStack() as stack:
@@ -166,6 +172,14 @@ async def _run(
                 server.url, signer, folder, f"node-{index}", capacity, _Timed(load, busy_intervals)
             )
             await stack.enter_async_context(node)
+        yield trainer, busy_intervals
+
+
+async def _run(
+    server: Server, signer: Signer, folder: Path, workload: Workload, token_s: float
+) -> tuple[list[float], list[BusyInterval]]:
+    nodes = running_nodes(server, signer, folder, workload, token_s)
+    async with nodes as (trainer, busy_intervals):
         commits_at = await _train(trainer, workload.steps, workload.train_s_at(token_s))
     return commits_at, busy_intervals
 
@@ -178,7 +192,11 @@ class WallClockResult:
     """Slot time beside its tokens, per answer."""
 
 
-def run_on_wall_clock(folder: Path, workload: Workload, *, token_s: float) -> WallClockResult:
+@contextlib.contextmanager
+def running_service(
+    folder: Path, workload: Workload, *words: str
+) -> Generator[tuple[Server, Signer]]:
+    """The service of such a run, and the key of its tokens; `words`: more of its arguments."""
     write_snapshot(folder / "snapshot")
     signer = Signer.create(folder / "keys", RUN)
     arguments = {
@@ -188,8 +206,13 @@ def run_on_wall_clock(folder: Path, workload: Workload, *, token_s: float) -> Wa
         "max-tokens": workload.max_tokens,
         "workflow": f"{__name__}:{answer.__name__}",
     }
-    words = [f"--{name}={value}" for name, value in arguments.items()]
-    with process("benchmarks.service", str(folder), *words) as server:
+    given = [f"--{name}={value}" for name, value in arguments.items()]
+    with process("benchmarks.service", str(folder), *given, *words) as server:
+        yield server, signer
+
+
+def run_on_wall_clock(folder: Path, workload: Workload, *, token_s: float) -> WallClockResult:
+    with running_service(folder, workload) as (server, signer):
         commits_at, busy_intervals = asyncio.run(_run(server, signer, folder, workload, token_s))
     window = Window(
         begin=commits_at[WARM_UP - 1],

@@ -4,13 +4,14 @@ and commits are the service's own, nodes and the trainer only take their time.""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from benchmarks.overlap_workload import BusyInterval, Window, Workload, bound_s
 from benchmarks.staleness import POLICY, rules
 from benchmarks.virtual_run import TOKEN_S, Answer, VirtualRun
-from penstock.dataflow.core.consumers import PolicySpec
+from penstock.dataflow.core.consumers import Consumer, PolicySpec
 from penstock.dataflow.core.coordinator import IssueSpec
 from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
 from penstock.dataflow.core.leasing import Grant
@@ -72,6 +73,16 @@ class OverlapResult:
         )
 
 
+class Trainer(Protocol):
+    """Asks for batches and trains them."""
+
+    consumer: Consumer
+    wait_s: float
+    commits_at: list[float]
+
+    def poll(self) -> None: ...
+
+
 class _Trainer:
     """Asks for a batch as soon as it is free, and trains it for a fixed time."""
 
@@ -117,12 +128,18 @@ class _Answers:
         return Answer(tokens=tokens, reward=float(grant.slot))
 
 
-def flow(workload: Workload, *, call_s: float = 0.0) -> OverlapResult:
-    """Each rollout and each batch costs `call_s` more than its work."""
+def flow(
+    workload: Workload,
+    *,
+    call_s: float = 0.0,
+    make_trainer: Callable[[VirtualRun, float], Trainer] = _Trainer,
+) -> OverlapResult:
+    """Each rollout and each batch costs `call_s` more than its work. `make_trainer` gets the run
+    and the seconds that a batch trains."""
     source = Source(name="train", weight=1.0, make=lambda n, seed: {"n": n}, limit=None)
     answers = _Answers(workload)
     run = answers.run = VirtualRun(_terms(workload), [source], answers, call_s=call_s)
-    trainer = _Trainer(run, workload.train_s)
+    trainer = make_trainer(run, workload.train_s)
     started_at = run.now
     run.take_over(POLICY)
     for index in range(workload.num_nodes):

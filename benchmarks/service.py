@@ -30,6 +30,7 @@ def config(
     max_staleness: int,
     workflow: str = "",
     max_tokens: int = 0,
+    stream: bool = False,
 ) -> RunConfig:
     """The demo's config with these; a `workflow` gives its own reward."""
     base = demo_config(0)
@@ -38,6 +39,7 @@ def config(
             "groups_per_batch": groups_per_batch,
             "max_staleness": max_staleness,
             "steps": 1_000_000,
+            "stream": stream,
         }
     )
     algorithm = base.algorithm.model_copy(update={"num_generations": group_size})
@@ -83,6 +85,7 @@ def main() -> None:
     parser.add_argument("--max-staleness", type=int, default=1)
     parser.add_argument("--workflow", default="")
     parser.add_argument("--max-tokens", type=int, default=0)
+    parser.add_argument("--stream", action="store_true")
     parser.add_argument("--slow-ms", type=float, default=0.0)
     options = parser.parse_args()
     run = config(
@@ -91,6 +94,7 @@ def main() -> None:
         max_staleness=options.max_staleness,
         workflow=options.workflow,
         max_tokens=options.max_tokens,
+        stream=options.stream,
     )
     verifier = Signer.create(options.folder / "keys", RUN).verifier(Audience.DATAFLOW)
     service = build(run, options.folder / "ledger")

@@ -15,6 +15,7 @@ from penstock.audit.batches import check_batches, check_staleness
 from penstock.audit.evidence import Evidence
 from penstock.audit.freed_groups import check_freed
 from penstock.audit.groups import check_groups, check_slots
+from penstock.audit.instalments import check_instalments
 from penstock.audit.lineage import read_lineages
 from penstock.audit.partition_links import check_messages, check_partitions
 from penstock.audit.report import AuditReport, Check, Summary
@@ -35,6 +36,7 @@ def audit(run_dir: Path) -> AuditReport:
         check_groups(evidence),
         check_freed(evidence),
         check_batches(evidence),
+        check_instalments(evidence),
         check_trained_twice(evidence, lineages),
         check_sampled(evidence),
         check_staleness(evidence, lineages),

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 from blake3 import blake3
 
@@ -233,12 +235,51 @@ def _possible_numbers(lineage: Lineage, batch: Batch) -> set[int]:
 def _stalenesses(
     evidence: Evidence, lineage: Lineage, batch: Batch, manifest: Manifest
 ) -> tuple[list[int], bool]:
-    """Staleness of each row at sealing, and whether it could be computed for all rows."""
-    matches_up_to = lineage.matches_up_to(batch.sealed_at)
+    """Staleness of each row when it was sealed, and whether it could be computed for all rows."""
+    stalenesses: list[int] = []
+    is_complete = True
+    for sealing in _sealings(evidence, batch, manifest):
+        found, all_found = _stalenesses_at(evidence, lineage, batch, manifest, sealing)
+        stalenesses += found
+        is_complete = is_complete and all_found
+    return stalenesses, is_complete
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sealing:
+    """When some groups of a batch became final: all of them, or those of one instalment."""
+
+    incarnation: int
+    at: float
+    groups: Sequence[ManifestGroup]
+
+
+def _sealings(evidence: Evidence, batch: Batch, manifest: Manifest) -> list[_Sealing]:
+    instalments = evidence.instalments.get(batch.name)
+    if not instalments:
+        at_once = _Sealing(
+            incarnation=batch.incarnation, at=batch.sealed_at, groups=manifest.groups
+        )
+        return [at_once]
+    ends = [*accumulate(one.num_groups for one in instalments)]
+    return [
+        _Sealing(
+            incarnation=one.incarnation,
+            at=one.sealed_at,
+            groups=manifest.groups[end - one.num_groups : end],
+        )
+        for one, end in zip(instalments, ends, strict=True)
+    ]
+
+
+def _stalenesses_at(
+    evidence: Evidence, lineage: Lineage, batch: Batch, manifest: Manifest, sealing: _Sealing
+) -> tuple[list[int], bool]:
+    matches_up_to = lineage.matches_up_to(sealing.at)
     effective_numbers: dict[VersionId, int] = {}
     stalenesses: list[int] = []
     is_complete = True
-    for group in manifest.groups:
+    for group in sealing.groups:
         for member in group.rows:
             if manifest.visible_roles is not None and batch.consumer not in member.versions:
                 stalenesses.append(0)  # tokens of other policies do not become stale
@@ -248,10 +289,10 @@ def _stalenesses(
                 if version not in effective_numbers and version in lineage.versions:
                     effective_numbers[version] = (
                         lineage.effective_with_replays(
-                            version, batch.incarnation, batch.sealed_at, matches_up_to
+                            version, sealing.incarnation, sealing.at, matches_up_to
                         )
                         if evidence.config.deterministic
-                        else effective_number(version, batch.incarnation, matches_up_to)
+                        else effective_number(version, sealing.incarnation, matches_up_to)
                     )
             known = [
                 effective_numbers[version] for version in found if version in effective_numbers

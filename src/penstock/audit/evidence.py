@@ -17,7 +17,7 @@ from pathlib import Path
 from penstock.audit.config import REWARD, read_config
 from penstock.audit.ledger import CoordinatorTables, PartitionTables, ReplicatedTables, open_ledger
 from penstock.audit.payloads import PayloadSummary, SegmentReader
-from penstock.audit.records import Column, Partition, Row, decode_manifest
+from penstock.audit.records import Column, Instalment, Partition, Row, decode_manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,8 @@ class Evidence:
             b.name: m for b in self.tables.batches if (m := decode_manifest(b)) is not None
         }
         """By the batch's name; damaged ones are missing."""
+        self.instalments = _by_batch(self.tables.instalments)
+        """By the batch's name, in their order; none of batches that were sealed at once."""
         self.contents = read_contents(folder, own_tables.rows, self.coordinator_after.freed)
         """Payload summaries by row id, of all partitions like the next five."""
         for one in self.remote.values():
@@ -116,6 +118,13 @@ def _read_remote(folder: Path, partitions: Iterable[Partition]) -> Iterator[Remo
                     tables=PartitionTables(ledger),
                     replicated=ReplicatedTables(ledger),
                 )
+
+
+def _by_batch(records: Iterable[Instalment]) -> dict[str, list[Instalment]]:
+    found: defaultdict[str, list[Instalment]] = defaultdict(list)
+    for record in records:
+        found[record.batch_name].append(record)
+    return dict(found)
 
 
 def _by_row(columns: Iterable[Column]) -> dict[str, dict[str, Column]]:

@@ -41,6 +41,9 @@ def _batches_of_groups(evidence: Evidence) -> defaultdict[str, list[tuple[str, i
         for group in manifest.groups:
             if group.group_id in evidence.coordinator.freed:
                 found[group.group_id].append((manifest.consumer, manifest.seq))
+    for fate in evidence.coordinator.fates:  # of a batch that still lacks instalments
+        if fate.state == "sealed" and f"{fate.consumer}.{fate.seq}" not in evidence.manifests:
+            found[fate.group_id].append((fate.consumer, fate.seq))
     return found
 
 

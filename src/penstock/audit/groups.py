@@ -94,7 +94,9 @@ def check_groups(evidence: Evidence) -> Check:
     violations = Violations("groups")
     _check_issues(evidence, violations)
     _check_arrivals(evidence, violations)
-    batches = {(batch.consumer, batch.seq) for batch in evidence.tables.batches}
+    batches = {
+        (one.consumer, one.seq) for one in (*evidence.tables.batches, *evidence.tables.instalments)
+    }
     for fate in evidence.coordinator.fates:
         group = evidence.groups.get(fate.group_id)
         why = _fate_fault(fate, batches)

@@ -25,6 +25,7 @@ from penstock.audit.records import (
     Freed,
     Grant,
     Group,
+    Instalment,
     Lease,
     Message,
     Partition,
@@ -36,7 +37,7 @@ from penstock.audit.records import (
 )
 from penstock.errors import StoreError
 
-FORMAT = "1"
+FORMAT = "2"
 """The ledger format this auditor reads."""
 RecordT = TypeVar("RecordT", bound=TableRecord)
 
@@ -117,6 +118,7 @@ class CoordinatorTables:
 
     def __init__(self, ledger: LedgerReader) -> None:
         self.batches = ledger.table(Batch, "batches", "consumer, seq")
+        self.instalments = ledger.table(Instalment, "instalments", "consumer, seq, instalment")
         self.sources = ledger.table(Source, "sources", "name")
         self.checkpoints = ledger.table(Checkpoints, "checkpoints", "policy")
         self.partitions = ledger.table(Partition, "partitions", '"index"')

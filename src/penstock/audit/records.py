@@ -145,6 +145,30 @@ class Batch(TableRecord, frozen=True, gc=False):
         return f"{self.consumer}.{self.seq}"
 
 
+class Instalment(TableRecord, frozen=True, gc=False):
+    """A part of a streamed batch, sealed before the rest."""
+
+    consumer: str
+    seq: int
+    instalment: int
+    incarnation: int
+    trains_from: int
+    num_groups: int
+    num_rows: int
+    digest: str
+    manifest: bytes
+    sealed_at: float
+    is_last: int
+
+    @property
+    def batch_name(self) -> str:
+        return f"{self.consumer}.{self.seq}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.batch_name} instalment {self.instalment}"
+
+
 class Source(TableRecord, frozen=True, gc=False):
     name: str
     next_ordinal: int
@@ -280,7 +304,7 @@ def _decode_json(text: str, kind: Any) -> Any:
     return None
 
 
-def decode_manifest(batch: Batch) -> Manifest | None:
+def decode_manifest(batch: Batch | Instalment) -> Manifest | None:
     with suppress(msgspec.MsgspecError):
         return msgspec.msgpack.decode(batch.manifest, type=Manifest)
     return None

@@ -86,6 +86,9 @@ class Algorithm:
     """Whether the loss always reads the trainer's log-probs at the start of the step."""
     needs_advantage: bool = True
     """Whether a batch without any advantage has no learning signal."""
+    whole_batch: str = ""
+    """What its loss needs all tokens of a batch for, so that it cannot be streamed; empty: it needs
+    one token at a time."""
     loss_reads: tuple[str, ...] = ()
     """Further token columns that the loss reads."""
     instead_of_clip: str = "no clip"

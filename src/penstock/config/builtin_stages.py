@@ -63,6 +63,9 @@ class BuiltinStage:
     """Contradictions between valid options."""
     is_group_relative: bool = False
     """Whether a group of one gets no credit."""
+    is_by_group: bool = False
+    """Whether what it writes for a group depends on that group only, so that it can run before the
+    batch is complete (`training.stream`)."""
     default_role: str | None = None
     """A compute stage with this role and no fn runs this function."""
 
@@ -95,6 +98,7 @@ def stage_function(
     *,
     writes: Mapping[str, Axis],
     is_group_relative: bool = False,
+    is_by_group: bool = False,
     default_role: str | None = None,
     check: Check | None = None,
 ) -> Callable[[F], F]:
@@ -102,7 +106,7 @@ def stage_function(
 
     def declare(function: F) -> F:
         given = {"writes": writes, "is_group_relative": is_group_relative}
-        given |= {"default_role": default_role, "check": check}
+        given |= {"is_by_group": is_by_group, "default_role": default_role, "check": check}
         vars(function)["stage_declaration"] = given
         return function
 

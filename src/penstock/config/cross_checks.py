@@ -22,6 +22,7 @@ from penstock.config.roles import role_contradictions
 from penstock.config.rules import RuleConfig
 from penstock.config.run_sections import PolicyConfig, RunSections
 from penstock.config.sources import SELF_SCORED, WORKFLOWS
+from penstock.config.stream_checks import stream_checks
 from penstock.config.trainer import SamplingConfig
 from penstock.config.trust import SCORE_STAGE
 from penstock.options import Contradiction, KeyPath
@@ -55,6 +56,7 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _lag_without_partner(config)
     yield from _lora(config)
     yield from pipeline_cross_checks(config)
+    yield from dict.fromkeys(stream_checks(config))
 
 
 def _unknown_tools(config: RunSections) -> Iterator[Contradiction]:

@@ -59,6 +59,10 @@ class TrainingConfig(Section):
     """Parts a batch is cut into; one optimizer update each."""
     epochs: PositiveInt = 1
     """Passes over a batch."""
+    stream: bool = False
+    """Start a step before its batch is complete: groups are sealed and computed as they arrive, and
+    the weights change when the last one is in. For losses whose denominators are known beforehand;
+    `check` names what is not."""
     mode: Literal["sync", "one_step", "async"] | None = None
     """Pacing by name: sync is max_staleness 0, one_step 1, async 8 or the value of max_staleness;
     null: the value of max_staleness."""

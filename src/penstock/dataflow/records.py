@@ -55,7 +55,7 @@ QUARANTINE_PREFIX = "quarantined/"
 """Key prefix, followed by the subject whose nodes get no more work."""
 FORGOTTEN_PREFIX = "gone/"
 """Key prefix for rows that no reader may receive anymore."""
-FORMAT = 1
+FORMAT = 2
 """Format of the ledger on disk; a ledger with any other format is refused."""
 
 
@@ -351,6 +351,34 @@ class BatchRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InstalmentRecord:
+    """A part of a streamed batch: groups that are final, while later ones still run. With the last
+    instalment its BatchRecord is written, which has the groups of all in their order."""
+
+    TABLE: ClassVar[str] = "instalments"
+    KEY: ClassVar[tuple[str, ...]] = ("consumer", "seq", "instalment")
+
+    consumer: PolicyName
+    seq: int
+    """The batch."""
+    instalment: int
+    """1, 2, 3, … in each batch."""
+    incarnation: int
+    trains_from: int
+    """The same in all instalments of a batch."""
+    num_groups: int
+    """0 only in a last instalment: no group was left to wait for."""
+    num_rows: int
+    digest: str
+    manifest: bytes
+    """msgpack Manifest of these groups, served byte for byte."""
+    staleness_sum: int
+    staleness_max: int
+    sealed_at: float
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRecord:
     TABLE: ClassVar[str] = "commits"
     KEY: ClassVar[tuple[str, ...]] = ("consumer", "seq", "incarnation")
@@ -551,6 +579,7 @@ RECORDS: tuple[type[Record], ...] = (
     RowRecord,
     FateRecord,
     BatchRecord,
+    InstalmentRecord,
     CommitRecord,
     IncarnationRecord,
     VersionRecord,

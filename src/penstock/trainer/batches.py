@@ -10,8 +10,9 @@ R = rows of the manifest, in its order; T = tokens of all samples, one after ano
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from types import MappingProxyType
 
 import numpy as np
@@ -23,7 +24,7 @@ from penstock.errors import BadRequest, StoreError
 from penstock.trainer.arrays import Floats, Ints
 from penstock.trainer.ranks.balance import manifest_costs
 from penstock.trainer.ranks.group import RankReductions, SingleRank
-from penstock.trainer.samples import Samples, is_trained_role, make_samples
+from penstock.trainer.samples import Samples, is_trained_role, join_samples, make_samples
 from penstock.types import (
     MIN_TEMPERATURE,
     ROLE_REWARD,
@@ -225,6 +226,61 @@ def assemble(
         subjects={index: subject_of_node(one.node_id) for index, one in received.items()},
     )
     return _with_token_columns(batch, rows, manifest)
+
+
+def join_batches(parts: Sequence[Batch]) -> Batch:
+    """The batch whose instalments these are, each with the same columns. The same as one assembled
+    from the complete manifest, with the same columns."""
+    first_rows = _offsets(part.groups_R.size for part in parts)
+    first_groups = _offsets(part.num_groups for part in parts)
+    names = tuple(sorted({name for part in parts for name in part.roles.names}))
+    numbers = {name: number for number, name in enumerate(names)}
+    renumbered = [np.array([numbers[name] for name in part.roles.names]) for part in parts]
+    roles = Roles(
+        names=names,
+        rows_N=np.concatenate(
+            [part.roles.rows_N + row for part, row in zip(parts, first_rows, strict=True)]
+        ),
+        roles_N=np.concatenate(
+            [to[part.roles.roles_N] for part, to in zip(parts, renumbered, strict=True)]
+        ).astype(np.int64),
+    )
+    return Batch(
+        seq=parts[0].seq,
+        trains_from=parts[0].trains_from,
+        samples=join_samples([part.samples for part in parts], first_rows, renumbered),
+        groups_R=np.concatenate(
+            [part.groups_R + group for part, group in zip(parts, first_groups, strict=True)]
+        ),
+        staleness_R=np.concatenate([part.staleness_R for part in parts]),
+        costs_R=np.concatenate([part.costs_R for part in parts]),
+        row_columns=_join_columns([part.row_columns for part in parts]),
+        token_columns=_join_columns([part.token_columns for part in parts]),
+        longest_R=np.concatenate([part.longest_R for part in parts]),
+        roles=roles,
+        subjects={
+            index + row: subject
+            for part, row in zip(parts, first_rows, strict=True)
+            for index, subject in part.subjects.items()
+        },
+    )
+
+
+def _offsets(sizes: Iterable[int]) -> list[int]:
+    """Where each part begins."""
+    return [0, *accumulate(sizes)][:-1]
+
+
+def _join_columns(parts: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
+    """Columns one after another; a scalar that no row of a part has is NaN there."""
+    names = sorted({name for part in parts for name in part})
+    sizes = [next(iter(part.values())).size if part else 0 for part in parts]
+    return {
+        name: np.concatenate(
+            [part.get(name, np.full(size, np.nan)) for part, size in zip(parts, sizes, strict=True)]
+        )
+        for name in names
+    }
 
 
 def _trajectories(

@@ -34,7 +34,7 @@ from penstock.trainer.learner import Learner, Optimizer, Stats
 from penstock.trainer.lora import adapter_disabled, attach_adapter
 from penstock.trainer.losses.tokens import Objective
 from penstock.trainer.model_folders import has_adapter, initial_folder, load_model
-from penstock.trainer.models import Models
+from penstock.trainer.models import Models, StreamSpec
 from penstock.trainer.packing_check import require_packable
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.functions import find_function
@@ -76,6 +76,22 @@ def build_models(
         ranks,
         vocab_size=actor.vocab_size if actor else _vocab_size(folder),
         minibatches=settings.training.minibatches,
+        stream=_stream_spec(settings, builder, chain.stages, learners),
+    )
+
+
+def _stream_spec(
+    settings: PolicyConfig,
+    builder: _Builder,
+    stages: tuple[PipelineStageConfig, ...],
+    learners: dict[str, Learner],
+) -> StreamSpec | None:
+    if not settings.training.stream:
+        return None
+    before = tuple(stage for stage in stages if stage.type != "train")
+    return StreamSpec(
+        columns=Pipeline(builder.bind_stages(before, learners)),
+        num_sequences=settings.training.groups_per_batch * settings.algorithm.num_generations,
     )
 
 

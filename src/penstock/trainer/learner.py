@@ -39,7 +39,7 @@ from penstock.trainer.schedules import Schedule
 from penstock.trainer.signals.first_update import first_update_stats
 from penstock.trainer.signals.mismatch import Key, Mismatch
 from penstock.trainer.state_shards import load_shard
-from penstock.trainer.updates import Update, UpdateSpec, plan_updates
+from penstock.trainer.updates import Update, UpdateSpec, plan_groups, plan_updates
 
 MetricSums = dict[str, Tensor]
 """Sums over trained tokens, by metric."""
@@ -129,16 +129,73 @@ class Learner:
         started = time.perf_counter()
         rate, ranks = self._set_rate(batch.trains_from), self._forward_pass.ranks
         plan = plan_updates(batch, self._update_spec, ranks) * self._spec.epochs
-        seen_2T = np.full((2, *batch.samples.ids_T.shape), np.nan)
+        seen_2T = not_seen(batch)
         done = [
             self._update(update, batch, seen_2T if index == 0 else None)
             for index, update in enumerate(plan)
         ]
+        stats = self._describe_step(batch, plan, done, seen_2T)
+        seconds = time.perf_counter() - started
+        values = {**stats.values, "learning_rate": rate, "seconds/train": seconds}
+        return replace(stats, values=values)
+
+    def accumulate(
+        self, part: Batch, seen_2T: Floats, num_sequences: int
+    ) -> tuple[list[MetricSums], Bools]:
+        """Add the gradient of these groups, one after another, to that of a step that is not
+        complete: (sums of the metrics by group, which tokens have a loss that is not finite).
+        `num_sequences`: expected of the complete batch."""
+        is_bad_T = np.zeros(part.samples.ids_T.shape, np.bool_)
+        tallies: list[MetricSums] = []
+        for share in plan_groups(part, self._update_spec, num_sequences):
+            sums, is_bad_in_share_T = self._backward(share, part, seen_2T)
+            tallies.append(sums)
+            is_bad_T |= is_bad_in_share_T
+        return tallies, is_bad_T
+
+    def complete(
+        self,
+        batch: Batch,
+        tallies: Sequence[MetricSums],
+        is_bad_T: Bools,
+        seen_2T: Floats,
+        num_sequences: int,
+    ) -> Stats:
+        """End a step whose groups were all accumulated: the denominator as it came out, then one
+        update; none if it has no learning signal."""
+        rate, ranks = self._set_rate(batch.trains_from), self._forward_pass.ranks
+        weights, plan = self._update_spec.weights, plan_updates(batch, self._update_spec, ranks)
+        done: list[tuple[MetricSums, float]] = []
+        for update in plan:
+            factor = weights.rescale(weights.expected_counts(num_sequences), update.counts)
+            sums = add_sums(tallies)
+            if factor != 1.0:
+                sums["loss"] = sums["loss"] * factor
+                for parameter in self._parameters.values():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor)
+            done.append(self._apply(update, batch, seen_2T, sums, is_bad_T))
+        self.discard()
+        stats = self._describe_step(batch, plan, done, seen_2T)
+        return replace(stats, values={**stats.values, "learning_rate": rate})
+
+    def discard(self) -> None:
+        """Forget the gradient that was accumulated."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _describe_step(
+        self,
+        batch: Batch,
+        plan: Sequence[Update],
+        done: Sequence[tuple[MetricSums, float]],
+        seen_2T: Floats,
+    ) -> Stats:
+        """Statistics of a step, given the metrics and gradient norm of each update."""
+        ranks = self._forward_pass.ranks
         sums = reduce_sums([sums for sums, _ in done], ranks)
         norms = [norm for _, norm in done if math.isfinite(norm)]
         applied = [one for one, (_, norm) in zip(sums, done, strict=True) if math.isfinite(norm)]
         values = _describe(batch, ranks) | _averages(applied)
-        values["learning_rate"] = rate
         values["grad_norm"] = math.fsum(norms) / max(len(norms), 1)
         values["updates"] = float(len(applied))
         values["updates/non_finite"] = float(len(done) - len(applied))
@@ -149,7 +206,6 @@ class Learner:
             signals, mismatches = first_update_stats(
                 batch, seen_2T[0], seen_2T[1], self._bounds, ranks
             )
-        values["seconds/train"] = time.perf_counter() - started
         skipped = None if applied else self._reason(values, plan)
         return Stats(skipped=skipped, values={**values, **signals}, mismatches=mismatches)
 
@@ -174,10 +230,22 @@ class Learner:
     def _update(
         self, update: Update, batch: Batch, seen_2T: Floats | None
     ) -> tuple[MetricSums, float]:
-        """One optimizer call; none if the gradient is not finite. If it is not because of the loss
-        of some rows, those are left out, and count against their nodes."""
+        """One optimizer call."""
+        sums, is_bad_T = self._backward(update, batch, seen_2T)
+        return self._apply(update, batch, seen_2T, sums, is_bad_T)
+
+    def _apply(
+        self,
+        update: Update,
+        batch: Batch,
+        seen_2T: Floats | None,
+        sums: MetricSums,
+        is_bad_T: Bools,
+    ) -> tuple[MetricSums, float]:
+        """The optimizer call of an update whose gradient is accumulated; none if that is not
+        finite. If it is not because of the loss of some rows, those are left out, and count against
+        their nodes."""
         while True:
-            sums, is_bad_T = self._backward(update, batch, seen_2T)
             norm = clip(self._parameters.values(), self._spec.max_grad_norm)
             if math.isfinite(norm):
                 self._optimizer.step()
@@ -190,6 +258,7 @@ class Learner:
                 seen_2T[1, is_bad_T] = 0.0
                 seen_2T = None
             update = smaller
+            sums, is_bad_T = self._backward(update, batch, seen_2T)
 
     def _backward(
         self, update: Update, batch: Batch, seen_2T: Floats | None
@@ -277,6 +346,11 @@ class Learner:
 
 _RANDOM = "random_generator"
 _WEIGHTS = "weights/"
+
+
+def not_seen(batch: Batch) -> Floats:
+    """Log-probs and entropies by token, before any is known."""
+    return np.full((2, *batch.samples.ids_T.shape), np.nan)
 
 
 def initial_state() -> dict[str, Tensor]:

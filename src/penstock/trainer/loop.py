@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Protocol
 
 import structlog
@@ -27,6 +29,7 @@ from penstock.dataflow.service.trainers.messages import (
     PolicyState,
     PublishRequest,
     QuarantineRequest,
+    RowsAnswer,
     VersionsInUse,
     VersionUser,
 )
@@ -45,7 +48,7 @@ from penstock.trainer.ranks.worker_loop import BatchSource, RankOrder, broadcast
 from penstock.trainer.signals.mismatch import DriftingNode
 from penstock.trainer.signals.monitor import SignalMonitor, from_json, to_json
 from penstock.trainer.snapshots import Snapshots
-from penstock.types import NodeId, PolicyName
+from penstock.types import Manifest, NodeId, PolicyName, RowPayload
 from penstock.weights.publish import StoredVersion
 
 _log = structlog.get_logger(__name__)
@@ -77,6 +80,8 @@ class TrainerDataflow(BatchSource, Versions, Protocol):
     def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None: ...
 
     def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None: ...
+
+    def instalment_rows(self, policy: PolicyName, seq: int, instalment: int) -> RowsAnswer: ...
 
 
 class Trainer:
@@ -132,9 +137,8 @@ class Trainer:
             self._take_over()
             self._publish()
             self._publisher.flush()
-            for batch in self._batches():
-                stats = self._models.step(batch)
-                self._commit(batch, stats)
+            for seq, stats in self._steps():
+                self._commit(seq, stats)
                 if stats.skipped is None:
                     self._publish()
                 if self._saver.is_due(self._cursor):
@@ -189,43 +193,81 @@ class Trainer:
             )
         return ResumeRejected(message)
 
-    def _batches(self) -> Iterator[Batch]:
-        """Each sealed batch after the cursor, until there are no more."""
-        asked_at = time.perf_counter()
+    def _steps(self) -> Iterator[tuple[int, Stats]]:
+        """Train on each sealed batch after the cursor, until there are no more."""
+        step = self._streamed_step if self._models.is_streamed else self._step
+        while (stats := step(self._cursor.seq + 1)) is not None:
+            yield self._cursor.seq + 1, stats
+
+    def _step(self, seq: int) -> Stats | None:
+        """Train on this batch; None: there is none, or this trainer is stopping."""
+        self._seconds["wait"] = self._seconds["read"] = 0.0
+        found = self._wait_for(seq)
+        if found is None:
+            return None
+        manifest, _ = found
+        broadcast_order(self._ranks, RankOrder.TRAIN, seq, self._cursor.incarnation)
+        return self._models.step(self._assemble(manifest, self._fetch))
+
+    def _streamed_step(self, seq: int) -> Stats | None:
+        """The same for a batch that comes in instalments. If this trainer stops before the last,
+        its successor gets the same ones again, and starts with the first."""
+        self._seconds["wait"] = self._seconds["read"] = 0.0
+        step = self._models.begin_step()
+        for instalment in count(1):
+            found = self._wait_for(seq, instalment)
+            if found is None:
+                step.discard()
+                return None
+            manifest, is_last = found
+            step.add(self._assemble(manifest, partial(self._fetch_instalment, instalment)))
+            if is_last:
+                break
+        return step.finish()
+
+    def _wait_for(self, seq: int, instalment: int = 0) -> tuple[Manifest, bool] | None:
+        """(a sealed manifest, whether it is the last of its batch); None: there is none, or this
+        trainer is stopping."""
+        started = time.perf_counter()
         while not self._is_stopping():
             request = BatchRequest(
                 consumer=self._policy,
-                seq=self._cursor.seq + 1,
+                seq=seq,
                 incarnation=self._cursor.incarnation,
                 wait_s=POLL_S,
+                instalment=instalment,
             )
             answer = self._dataflow.batch(request)
             if answer.checkpoint_now:
                 self._save()
             if answer.end:
                 self._has_ended = True
-                return
-            if answer.manifest is None:
-                broadcast_order(self._ranks, RankOrder.WAIT)
-                continue
-            came_at = time.perf_counter()
-            broadcast_order(self._ranks, RankOrder.TRAIN, request.seq, request.incarnation)
-            rows = fetch_rows(
-                self._dataflow, answer.manifest, self._ranks, minibatches=self._models.minibatches
-            )
-            batch = assemble(
-                answer.manifest, rows, self._policy, self._models.vocab_size, ranks=self._ranks
-            )
-            self._seconds["wait"] = came_at - asked_at
-            self._seconds["read"] = time.perf_counter() - came_at
-            yield batch
-            asked_at = time.perf_counter()
+                return None
+            if answer.manifest is not None:
+                self._seconds["wait"] += time.perf_counter() - started
+                return answer.manifest, answer.is_last
+            broadcast_order(self._ranks, RankOrder.WAIT)
+        return None
 
-    def _commit(self, batch: Batch, stats: Stats) -> None:
+    def _assemble(
+        self, manifest: Manifest, fetch: Callable[[Manifest], Sequence[RowPayload]]
+    ) -> Batch:
+        started = time.perf_counter()
+        rows = fetch(manifest)
+        batch = assemble(manifest, rows, self._policy, self._models.vocab_size, ranks=self._ranks)
+        self._seconds["read"] += time.perf_counter() - started
+        return batch
+
+    def _fetch(self, manifest: Manifest) -> Sequence[RowPayload]:
+        minibatches = self._models.minibatches
+        return fetch_rows(self._dataflow, manifest, self._ranks, minibatches=minibatches)
+
+    def _fetch_instalment(self, instalment: int, manifest: Manifest) -> Sequence[RowPayload]:
+        return self._dataflow.instalment_rows(self._policy, manifest.seq, instalment).rows
+
+    def _commit(self, seq: int, stats: Stats) -> None:
         trained = stats.skipped is None
-        cursor = replace(
-            self._cursor, seq=batch.seq, number=self._cursor.number + (1 if trained else 0)
-        )
+        cursor = replace(self._cursor, seq=seq, number=self._cursor.number + (1 if trained else 0))
         seconds = {f"seconds/{what}": value for what, value in self._seconds.items()}
         values = {**stats.values, **seconds}
         values["seconds"] = values["seconds/read"] + values["seconds/train"]
@@ -235,10 +277,10 @@ class Trainer:
             skipped=stats.skipped or "",
             stats=values,
         )
-        self._dataflow.commit(self._policy, batch.seq, body)
+        self._dataflow.commit(self._policy, seq, body)
         self._cursor = cursor
         self._other_models_updated |= stats.other_models_updated
-        alarm = self._monitor.observe(batch.seq, stats)
+        alarm = self._monitor.observe(seq, stats)
         self._metrics.append(
             {
                 "policy": self._policy,
@@ -251,7 +293,7 @@ class Trainer:
             }
         )
         if not trained:
-            _log.warning("batch skipped", policy=self._policy, seq=batch.seq, why=body.skipped)
+            _log.warning("batch skipped", policy=self._policy, seq=seq, why=body.skipped)
 
     def _quarantine(self, node: DriftingNode) -> None:
         body = QuarantineRequest(

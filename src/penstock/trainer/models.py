@@ -8,6 +8,7 @@ critic). Together they are one step for the loop, and one state for the checkpoi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,6 +21,17 @@ from penstock.trainer.ranks.group import Ranks, SingleRank
 from penstock.trainer.ranks.sharding import gather
 from penstock.trainer.snapshots import weights_of
 from penstock.trainer.state_shards import ShardedState, with_prefix
+from penstock.trainer.streaming import StreamedStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSpec:
+    """How a step is streamed."""
+
+    columns: Pipeline
+    """The stages before the training, each of which needs one group at a time."""
+    num_sequences: int
+    """Expected of a complete batch."""
 
 
 class Models:
@@ -33,15 +45,18 @@ class Models:
         *,
         vocab_size: int,
         minibatches: int,
+        stream: StreamSpec | None = None,
     ) -> None:
         """learners: the models that this rank holds a shard of; rank 0 holds a shard of each.
-        vocab_size: the actor's. minibatches: updates that a batch is cut into."""
+        vocab_size: the actor's. minibatches: updates that a batch is cut into. stream: how a step
+        begins before its batch is complete; None if it does not."""
         self._ranks = ranks or SingleRank()
         self._actor = learners.get(ACTOR)
         self._others = {role: found for role, found in learners.items() if role != ACTOR}
         self._pipeline = pipeline
         self.vocab_size = vocab_size
         self.minibatches = minibatches
+        self._stream = stream
 
     @property
     def model(self) -> PreTrainedModel:
@@ -52,10 +67,26 @@ class Models:
     def step(self, batch: Batch) -> Stats:
         """Train on one batch, through all stages; an empty one, whose groups were all lost, is
         skipped before any stage."""
+        if self._stream is not None:
+            step = self.begin_step()
+            step.add(batch)
+            return step.finish()
         if not batch.groups_R.size:
             values = {"tokens/trained": 0.0, "seconds/train": 0.0}
             return Stats(skipped=SkipReason.NO_TOKENS, values=values)
         return self._pipeline.run(batch)
+
+    @property
+    def is_streamed(self) -> bool:
+        return self._stream is not None
+
+    def begin_step(self) -> StreamedStep:
+        """A step whose batch comes in instalments; the same bits as `step` of the complete one."""
+        assert self._stream is not None, "called only where `is_streamed`"
+        assert self._actor is not None, "a streamed trainer has one rank"
+        return StreamedStep(
+            self._actor, self._stream.columns, num_sequences=self._stream.num_sequences
+        )
 
     def weights(self) -> dict[str, Tensor]:
         """The actor's tensors that change, by the names in its files: all, or the adapter's. With

@@ -14,6 +14,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -252,6 +253,34 @@ def _join(pieces: _SampleBuilder) -> Samples:
         top_p_T=np.repeat(specs[:, 3].astype(np.float32), lengths),
         min_p_T=np.repeat(specs[:, 4].astype(np.float32), lengths),
     )
+
+
+def join_samples(
+    parts: Sequence[Samples], first_rows: Sequence[int], roles: Sequence[Ints]
+) -> Samples:
+    """Samples of several manifests as those of one. first_rows: where the rows of each begin.
+    roles: by its number in the part, the number of a role in the whole."""
+    first_tokens = [0, *accumulate(part.ids_T.size for part in parts)]
+    joined: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in TOKEN_COLUMNS
+    }
+    joined["roles_T"] = np.concatenate(
+        [_renumber(part, to) for part, to in zip(parts, roles, strict=True)]
+    )
+    for name, firsts in (
+        ("starts_S", first_tokens),
+        ("ends_S", first_tokens),
+        ("rows_S", first_rows),
+    ):
+        values = [getattr(part, name) + first for part, first in zip(parts, firsts, strict=False)]
+        joined[name] = np.concatenate(values)
+    return Samples(**joined)
+
+
+def _renumber(part: Samples, to: Ints) -> npt.NDArray[np.int32]:
+    roles_T = part.roles_T.copy()
+    roles_T[part.mask_T] = to[roles_T[part.mask_T]]
+    return roles_T
 
 
 def ranges(firsts: Ints, lengths: Ints) -> Ints:

@@ -30,6 +30,8 @@ class Update:
     samples: Ints
     weights_T: Floats
     """The factor of each token's loss."""
+    counts: Counts
+    """What the weights were computed with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,18 @@ def plan_updates(batch: Batch, update_spec: UpdateSpec, ranks: RankReductions) -
         for samples, (*sums, num_credited) in zip(shares, totals.tolist(), strict=True)
         for counts in (Counts(*sums),)
         if not counts.is_empty and (num_credited > 0 or not update_spec.needs_advantage)
+    ]
+
+
+def plan_groups(part: Batch, update_spec: UpdateSpec, num_sequences: int) -> list[Update]:
+    """The shares of an update that these groups have, one share each, in order, if the complete
+    update will have `num_sequences`. Together they are the update, whatever parts it comes in."""
+    is_kept_T = _survivors(part, update_spec.correction)
+    counts = update_spec.weights.expected_counts(num_sequences)
+    return [
+        _update(part, samples, counts, update_spec.weights, is_kept_T)
+        for samples in _shares(part, part.num_groups)
+        if samples.size
     ]
 
 
@@ -89,7 +103,7 @@ def _update(
     kept_K = None if is_kept_T is None else is_kept_T[token_K]
     weights_T = np.zeros(batch.samples.ids_T.shape)
     weights_T[token_K] = weights.by_token(trained_tokens(batch.samples)[samples], counts, kept_K)
-    return Update(samples=samples, weights_T=weights_T)
+    return Update(samples=samples, weights_T=weights_T, counts=counts)
 
 
 def _survivors(batch: Batch, correction: Correction | None) -> Bools | None:

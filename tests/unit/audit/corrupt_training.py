@@ -90,6 +90,32 @@ def change_sealed_work(run_dir: Path) -> str:
     return "policy.4"
 
 
+# --- instalments ----------------------------------------------------------------------------------
+
+
+def _stream(run_dir: Path, **changed: object) -> str:
+    """Batch 2 as if it had come in one instalment, but for what is changed."""
+    batch = fetch_record(run_dir, "batches", "seq = 2")
+    names = ("consumer", "seq", "incarnation", "trains_from", "num_groups", "num_rows")
+    record = {name: batch[name] for name in (*names, "digest", "manifest", "sealed_at")}
+    record |= {"instalment": 1, "staleness_sum": 0, "staleness_max": 0, "is_last": 1, **changed}
+    insert(run_dir, "instalments", record)
+    return f"{record['consumer']}.{record['seq']}"
+
+
+def seal_without_a_last_instalment(run_dir: Path) -> str:
+    return _stream(run_dir, is_last=0)
+
+
+def damage_an_instalment(run_dir: Path) -> str:
+    return _stream(run_dir, digest="0" * 64)
+
+
+def leave_an_instalment_behind(run_dir: Path) -> str:
+    """Of a batch that was never sealed, far ahead."""
+    return _stream(run_dir, seq=99)
+
+
 # --- trained twice --------------------------------------------------------------------------------
 
 

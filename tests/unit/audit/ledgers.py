@@ -30,6 +30,7 @@ from penstock.dataflow.service.nodes.messages import (
 )
 from penstock.dataflow.service.partition import PartitionService
 from penstock.dataflow.service.trainers.messages import (
+    BatchAnswer,
     BatchRequest,
     CommitRequest,
     IncarnationRequest,
@@ -263,6 +264,18 @@ class FakeTrainer:
             )
         )
         return answer.manifest
+
+    async def instalment(self, number: int) -> BatchAnswer:
+        """An instalment of the next batch; without a manifest if no group is ready."""
+        return await self.service.trainers.batch(
+            BatchRequest(
+                consumer=POLICY,
+                seq=self.seq + 1,
+                incarnation=self.incarnation,
+                wait_s=0.0,
+                instalment=number,
+            )
+        )
 
     async def commit(self, *, skipped: str = "") -> None:
         self.seq += 1

@@ -84,6 +84,11 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], str], ...]] = {
         corrupt_training.change_sealed_reward,
         corrupt_training.change_sealed_work,
     ),
+    "instalments": (
+        corrupt_training.seal_without_a_last_instalment,
+        corrupt_training.damage_an_instalment,
+        corrupt_training.leave_an_instalment_behind,
+    ),
     "trained_twice": (
         corrupt_training.commit_twice_along_the_lineage,
         corrupt_training.commit_out_of_order,

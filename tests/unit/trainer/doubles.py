@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.learner import Learner, Optimizer
+from penstock.trainer.losses.aggregation import LossWeights
 from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.losses.divergence import EntropyBonus
 from penstock.trainer.losses.tokens import BudgetedObjective, Objective
@@ -80,12 +81,13 @@ def make_learner(
     micro_batch_tokens: int = 4096,
     ranks: RankReductions | None = None,
     bounds: tuple[float, float] | None = None,
+    weights: LossWeights | None = None,
 ) -> Learner:
     return Learner(
         Actor(model, learns_entropy=True),
         objective,
         Optimizer(schedule=Schedule(peak=rate), weight_decay=weight_decay, epochs=epochs),
-        update_spec=UpdateSpec(minibatches=minibatches),
+        update_spec=UpdateSpec(minibatches=minibatches, weights=weights or LossWeights()),
         forward_pass=ForwardPass(
             ranks=ranks or SingleRank(), micro_batch_tokens=micro_batch_tokens
         ),
@@ -127,6 +129,18 @@ class Sealed:
 
     def assembled(self) -> Batch:
         return credited(assemble(self.manifest, self.rows, POLICY, VOCAB_SIZE))
+
+    def cut(self, sizes: Sequence[int]) -> list[Sealed]:
+        """Its instalments, with so many groups each."""
+        assert sum(sizes) == len(self.manifest.groups)
+        found: list[Sealed] = []
+        groups, rows = self.manifest.groups, self.rows
+        for size in sizes:
+            manifest = replace(self.manifest, groups=groups[:size])
+            num_rows = sum(len(group.rows) for group in groups[:size])
+            found.append(Sealed(manifest=manifest, rows=rows[:num_rows]))
+            groups, rows = groups[size:], rows[num_rows:]
+        return found
 
 
 def credited(batch: Batch) -> Batch:
@@ -274,6 +288,8 @@ class MemoryDataflow:
     """Batches up to this one come no more."""
     die_after: str = ""
     """Stop as a crash would, once this call has succeeded, e.g. `commit 3`."""
+    sizes: tuple[int, ...] = ()
+    """Groups of each instalment, in batches that are streamed."""
 
     def state(self, policy: PolicyName) -> PolicyState:
         newest = max((p.number for p in self.published), default=-1)
@@ -303,10 +319,16 @@ class MemoryDataflow:
 
     def batch(self, body: BatchRequest) -> BatchAnswer:
         self._require(body.incarnation)
-        self._done(f"batch {body.seq}")
+        self._done(f"batch {body.seq}" + f"/{body.instalment}" * (body.instalment > 0))
         if body.seq > len(self.batches):
             return BatchAnswer(manifest=None, end=True)
         sealed = self.batches[body.seq - 1]
+        if body.instalment:
+            part = sealed.cut(self.sizes)[body.instalment - 1]
+            is_last = body.instalment == len(self.sizes)
+            return BatchAnswer(
+                manifest=part.manifest, is_last=is_last, checkpoint_now=self.checkpoint_now
+            )
         return BatchAnswer(manifest=sealed.manifest, checkpoint_now=self.checkpoint_now)
 
     def rows(
@@ -314,6 +336,9 @@ class MemoryDataflow:
     ) -> RowsAnswer:
         rows = self.batches[seq - 1].rows
         return RowsAnswer(rows=rows if indexes is None else tuple(rows[i] for i in indexes))
+
+    def instalment_rows(self, policy: PolicyName, seq: int, instalment: int) -> RowsAnswer:
+        return RowsAnswer(rows=self.batches[seq - 1].cut(self.sizes)[instalment - 1].rows)
 
     def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None:
         self._require(body.incarnation)

@@ -405,3 +405,52 @@ def test_a_run_that_trains_on_nothing_says_so_however_often_it_starts_again(
     told = [(line["seq"], line["alarm"]) for line in metric_lines(tmp_path) if "alarm" in line]
     assert [seq for seq, _ in told] == [3, 6]
     assert "6 consecutive batches had no learning signal (6 equal_rewards)" in cast(str, told[1][1])
+
+
+# --- instalments ----------------------------------------------------------------------------------
+
+
+def streamed(folder: Path) -> RunConfig:
+    settings = config(folder)
+    training = settings.training.model_copy(update={"stream": True, "groups_per_batch": 4})
+    algorithm = settings.algorithm.model_copy(
+        update={"aggregation": "fixed-constant", "num_generations": 4}
+    )
+    return settings.model_copy(update={"training": training, "algorithm": algorithm})
+
+
+def test_a_streamed_run_asks_for_instalments_and_commits_after_the_last(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    dataflow = MemoryDataflow(batches=BATCHES[:2], sizes=(1, 3, 0))
+    run(dataflow, tmp_path, streamed(model_folder))
+    asked = [f"batch {seq}/{k}" for seq in (1, 2) for k in (1, 2, 3)]
+    steps = [call for call in dataflow.calls if call.startswith(("batch", "commit"))]
+    assert steps == [*asked[:3], "commit 1", *asked[3:], "commit 2", "batch 3/1"]
+
+
+@pytest.mark.parametrize("moment", ["batch 1/2", "batch 3/1", "batch 4/2", "batch 6/3", "commit 5"])
+def test_a_crash_between_instalments_ends_in_the_same_bits(
+    model_folder: Path, tmp_path: Path, moment: str
+) -> None:
+    settings = streamed(model_folder)
+    straight = run(MemoryDataflow(batches=BATCHES, sizes=(4,)), tmp_path / "straight", settings)
+    dataflow = MemoryDataflow(batches=BATCHES, sizes=(1, 2, 1), die_after=moment)
+    with pytest.raises(KeyboardInterrupt):
+        run(dataflow, tmp_path / "crashed", settings)
+    dataflow.die_after = ""
+    resumed = run(dataflow, tmp_path / "crashed", settings)
+    assert (dataflow.incarnation, dataflow.number, dataflow.seq) == (2, 6, 6)
+    assert all(torch.equal(straight[name], value) for name, value in resumed.items())
+
+
+def test_a_trainer_that_stops_between_instalments_trains_the_batch_later(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    settings = streamed(model_folder)
+    straight = run(MemoryDataflow(batches=BATCHES, sizes=(4,)), tmp_path / "straight", settings)
+    dataflow = MemoryDataflow(batches=BATCHES, sizes=(1, 2, 1), checkpoint_now=True)
+    run(dataflow, tmp_path / "stopped", settings, lambda: "batch 3/2" in dataflow.calls)
+    assert (dataflow.number, dataflow.retained[-1]) == (2, (2, 2))
+    resumed = run(dataflow, tmp_path / "stopped", settings)
+    assert all(torch.equal(straight[name], value) for name, value in resumed.items())

@@ -165,8 +165,15 @@ class TrainerClient:
         self, policy: PolicyName, seq: int, indexes: Sequence[int] | None = None
     ) -> RowsAnswer:
         """Rows at these indexes of the manifest (None for all), each from its partition."""
+        wanted = None if indexes is None else tuple(indexes)
+        return self._rows(policy, seq, BatchRowsRequest(indexes=wanted))
+
+    def instalment_rows(self, policy: PolicyName, seq: int, instalment: int) -> RowsAnswer:
+        """Rows of one instalment of a batch, each from its partition."""
+        return self._rows(policy, seq, BatchRowsRequest(instalment=instalment))
+
+    def _rows(self, policy: PolicyName, seq: int, body: BatchRowsRequest) -> RowsAnswer:
         path = f"/v1/batches/{policy}.{seq}/rows"
-        body = BatchRowsRequest(indexes=None if indexes is None else tuple(indexes))
         answer = self._caller.call("POST", path, body, RowsAnswer, timeout_s=ROWS_TIMEOUT_S)
         remote: dict[str, list[RowId]] = {}
         for row in answer.rows:

@@ -31,6 +31,7 @@ from penstock.dataflow.records import (
     FateRecord,
     FateState,
     GroupRecord,
+    InstalmentRecord,
     Journal,
     MetaRecord,
     WasteRecord,
@@ -60,6 +61,8 @@ class PolicySpec:
     max_partner_lag: int | None = None
     """Versions that tokens of other policies may be behind the newest version of their own; None
     for any number."""
+    is_streamed: bool = False
+    """Its trainer may get a batch in instalments, group by group as they are admitted."""
 
 
 def with_rows(
@@ -250,6 +253,8 @@ class Consumer:
         self.sealed: dict[int, int] = {}
         """Number of fresh groups by batch, for batches after the last committed one."""
         self.last_sealed = 0
+        self.instalments: list[InstalmentRecord] = []
+        """Sealed so far of the batch after the last sealed one."""
         self.expected_yield = 1.0
         self.num_arrived = 0
         self.newest_batch: BatchRecord | None = None
@@ -272,7 +277,9 @@ class Consumer:
     @property
     def next_number(self) -> int:
         """Version the next unsealed batch will train from, if all batches sealed before it are
-        trained."""
+        trained. A batch with an instalment keeps the version that it had then."""
+        if self.instalments:
+            return self.instalments[0].trains_from
         return self.lineage.number + max(0, self.last_sealed - self.lineage.seq)
 
     @property
@@ -539,10 +546,42 @@ class Consumer:
         now: float,
     ) -> None:
         """Put these groups into this batch; `rule` chose the fresh ones."""
+        replay = None if self.terms.is_lockstep else self._deps.rules.replay(self.terms.policy)
+        self._seal_groups(record.seq, (*fresh, *replayed), replay, rule, now)
+        self.sealed[record.seq] = len(fresh)
+        self._batch_sealed(record, len(fresh))
+        self._trim_pool(replay, now)
+        self.update_num_replayable()
+
+    def add_instalment(
+        self, record: InstalmentRecord, fresh: Sequence[FateRecord], rule: str, now: float
+    ) -> None:
+        """Put these groups into the next batch, which stays open for more."""
+        self._seal_groups(record.seq, fresh, None, rule, now)
+        self.sealed[record.seq] = self.sealed.get(record.seq, 0) + len(fresh)
+        self.instalments.append(record)
+
+    def complete_batch(self, record: BatchRecord) -> None:
+        """The next batch has its last instalment."""
+        self.instalments = []
+        self._batch_sealed(record, record.num_groups)
+
+    def _batch_sealed(self, record: BatchRecord, num_fresh: int) -> None:
+        self.last_sealed = record.seq
+        self.newest_batch = record
+        self.starvation = self.starvation.reset_after_batch(num_fresh, self.expected_yield)
+
+    def _seal_groups(
+        self,
+        seq: int,
+        groups: Sequence[FateRecord],
+        replay: ReplaySpec | None,
+        rule: str,
+        now: float,
+    ) -> None:
         policy, retention = self.terms.policy, self._deps.retention
-        replay = None if self.terms.is_lockstep else self._deps.rules.replay(policy)
-        retention.sealed(policy, record.seq, [g.group_id for g in (*fresh, *replayed)])
-        for group in (*fresh, *replayed):
+        retention.sealed(policy, seq, [group.group_id for group in groups])
+        for group in groups:
             assert FateState.SEALED in FATE_TRANSITIONS[group.state]
             self.ready.pop(group.group_id, None)
             sealed = replace(
@@ -550,7 +589,7 @@ class Consumer:
                 state=FateState.SEALED,
                 rule="replay" if group.uses else rule,
                 at=now,
-                seq=record.seq,
+                seq=seq,
                 uses=group.uses + 1,
             )
             keeps = replay is not None and sealed.uses < replay.max_uses
@@ -559,12 +598,6 @@ class Consumer:
             if keeps or group.group_id in self.pool:
                 self.pool[group.group_id] = sealed
             self._deps.journal(sealed if keeps else replace(sealed, packed_rows=b""))
-        self.sealed[record.seq] = len(fresh)
-        self.last_sealed = record.seq
-        self.newest_batch = record
-        self.starvation = self.starvation.reset_after_batch(len(fresh), self.expected_yield)
-        self._trim_pool(replay, now)
-        self.update_num_replayable()
 
     def _trim_pool(self, replay: ReplaySpec | None, now: float) -> None:
         """Remove groups that can never be replayed, and the oldest beyond POOL_GROUPS."""

@@ -267,6 +267,12 @@ class Coordinator:
             first <= issue_number(open_id) <= last for open_id in self.open
         )
 
+    def first_undecided(self, consumer: Consumer) -> int | None:
+        """In lockstep: the first group, in order of issue, that runs or lacks columns; None if
+        there is none."""
+        waiting = (*self.open, *consumer.incomplete)
+        return min(map(issue_number, waiting), default=None)
+
     def _source_at_share(self) -> str:
         """The session source if it already has its share of the open groups: groups that wait for
         an external agent must leave room for the others."""
@@ -369,7 +375,8 @@ class Coordinator:
         """No more batches will be sealed for this consumer."""
         if consumer.next_number >= consumer.terms.steps:
             return True
-        return self.is_exhausted(consumer) and not consumer.ready and not consumer.incomplete
+        is_empty = not (consumer.ready or consumer.incomplete or consumer.instalments)
+        return self.is_exhausted(consumer) and is_empty
 
     @property
     def is_finished(self) -> bool:

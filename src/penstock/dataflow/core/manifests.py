@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.types import Manifest
 from penstock.wire.codec import decode, encode
@@ -30,3 +32,12 @@ class ManifestCache:
         manifest = decode(body, Manifest)
         self._newest.append((body, manifest))
         return manifest
+
+
+def join_manifests(parts: Sequence[Manifest]) -> Manifest:
+    """The manifest of a batch, from those of all its instalments: the groups in their order."""
+    groups = tuple(group for part in parts for group in part.groups)
+    if parts[0].visible_roles is None:
+        return replace(parts[0], groups=groups)
+    visible_roles = sorted({pair for part in parts for pair in part.visible_roles or ()})
+    return replace(parts[0], groups=groups, visible_roles=tuple(visible_roles))

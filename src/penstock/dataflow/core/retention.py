@@ -66,14 +66,15 @@ class Retention:
         return self._release((group_id,))
 
     def sealed(self, consumer: PolicyName, seq: int, group_ids: Sequence[GroupId]) -> None:
-        """The consumer's hold passes to its batch; a group from its pool gets an additional hold.
-        Call this before `unpooled`, or the group looks as if it had never been judged."""
+        """The consumer's hold passes to its batch, or to the next instalment of it; a group from
+        its pool gets an additional hold. Call this before `unpooled`, or the group looks as if it
+        had never been judged."""
         pins = self._holds[consumer]
-        assert seq > next(reversed(pins.batches), 0), "batches are sealed in order"
+        assert seq >= next(reversed(pins.batches), 0), "batches are sealed in order"
         for group_id in group_ids:
             if group_id in pins.pool:
                 self._hold(group_id)
-        pins.batches[seq] = tuple(group_ids)
+        pins.batches[seq] = (*pins.batches.get(seq, ()), *group_ids)
 
     def pooled(self, group_id: GroupId, consumer: PolicyName) -> None:
         """Replay may use it again."""

@@ -39,6 +39,7 @@ from penstock.dataflow.records import (
     GrantRecord,
     GroupRecord,
     IncarnationRecord,
+    InstalmentRecord,
     LeaseRecord,
     LinkRecord,
     MessageRecord,
@@ -218,6 +219,17 @@ def _restore_sealed(consumer: Consumer, tables: Tables) -> None:
         BatchRecord, "consumer = :policy AND seq = :seq", policy=policy, seq=consumer.last_sealed
     )
     consumer.newest_batch = newest[0] if newest else None
+    consumer.instalments = read_instalments(tables, policy, consumer.last_sealed + 1)
+    if consumer.instalments:
+        num_groups = sum(one.num_groups for one in consumer.instalments)
+        consumer.sealed[consumer.last_sealed + 1] = num_groups
+
+
+def read_instalments(tables: Tables, policy: PolicyName, seq: int) -> list[InstalmentRecord]:
+    """The instalments of a batch in their order; none if it was not streamed."""
+    where = "consumer = :policy AND seq = :seq"
+    found = tables.read(InstalmentRecord, where, policy=policy, seq=seq)
+    return sorted(found, key=lambda record: record.instalment)
 
 
 WAITING = """

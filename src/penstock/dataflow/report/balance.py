@@ -143,9 +143,11 @@ class BalanceMonitor:
         totals = self.flow_counter.pop_totals()
         return [] if totals is None else [totals]
 
-    def batch_requested(self, policy: PolicyName, seq: int, now: float) -> None:
-        """A trainer requested this batch; polls and ranks may repeat it."""
-        self.clocks[policy].batch_requested(seq, now)
+    def batch_requested(
+        self, policy: PolicyName, seq: int, now: float, *, instalment: int = 0
+    ) -> None:
+        """A trainer requested this batch, or an instalment of it; polls and ranks may repeat it."""
+        self.clocks[policy].batch_requested(seq, now, instalment=instalment)
 
     def served(self, policy: PolicyName, seq: int, now: float) -> None:
         """The manifest of this batch was sent."""

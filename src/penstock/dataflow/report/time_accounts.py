@@ -30,7 +30,9 @@ class TrainerClock:
         self._samples: list[StepTiming] = []
         self._seq = 0
         self._requested_at = now
+        self._waits_since = now
         self._wait_s: float | None = None
+        """Waited in this step, over all instalments; None before the first is served."""
         self._step_eval_s = 0.0
         self._ended: StepTiming | None = None
         """The previous step; the next commit says how much of it was evaluation."""
@@ -57,9 +59,13 @@ class TrainerClock:
         self._skip_sample, self._skip_next_sample = True, False
         self.touch(now)
 
-    def batch_requested(self, seq: int, now: float) -> None:
-        """A request for this batch; ranks and long polls repeat it, only the first counts."""
-        if seq > self._seq and self._activity is TrainerActivity.TRAINING:
+    def batch_requested(self, seq: int, now: float, *, instalment: int = 0) -> None:
+        """A request for this batch, or an instalment of it; ranks and long polls repeat it, only
+        the first counts."""
+        if instalment > 1 and seq == self._seq and self._activity is TrainerActivity.TRAINING:
+            self._waits_since = now
+            self._switch(TrainerActivity.WAITING, now)
+        elif seq > self._seq and self._activity is TrainerActivity.TRAINING:
             self._prefetched = self._prefetched or (seq, False)
         elif seq > self._seq:
             self._next_step(seq, now)
@@ -71,6 +77,7 @@ class TrainerClock:
     def _next_step(self, seq: int, now: float) -> None:
         self._end_step(now)
         self._seq, self._requested_at, self._wait_s = seq, now, None
+        self._waits_since = now
         self._switch(TrainerActivity.WAITING, now)
 
     def _end_step(self, now: float) -> None:
@@ -85,7 +92,7 @@ class TrainerClock:
         if self._prefetched is not None and seq == self._prefetched[0]:
             self._prefetched = (seq, True)
         elif seq == self._seq and self._activity is TrainerActivity.WAITING:
-            self._wait_s = now - self._requested_at
+            self._wait_s = (self._wait_s or 0.0) + now - self._waits_since
             self._switch(TrainerActivity.TRAINING, now)
         self.touch(now)
 

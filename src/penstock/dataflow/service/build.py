@@ -245,6 +245,7 @@ def _policy_spec(config: RunConfig, name: str) -> PolicySpec:
         train_columns=_needs(config).train,
         is_lockstep=config.deterministic,
         max_partner_lag=config.dataflow.max_partner_lag,
+        is_streamed=training.stream,
     )
 
 

@@ -123,4 +123,5 @@ ALGORITHM = Algorithm(
     required=("tau",),
     preset={"beta": 1e-3, "tau": 0.01},
     instead_of_clip="the budget tau",
+    whole_batch="its budget tau is over all tokens of an update",
 )

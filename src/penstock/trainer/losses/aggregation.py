@@ -74,6 +74,20 @@ class LossWeights:
     constant_length: int = 0
     """The longest answer allowed; read for a fixed constant only."""
 
+    def expected_counts(self, num_sequences: int) -> Counts:
+        """Counts of an update that is not complete yet, if it will have so many sequences. Its
+        weights are right but for one factor, `rescale`."""
+        if self.aggregation is Aggregation.TOKEN_MEAN:
+            raise ValueError("token-mean divides by the tokens of the complete update")
+        return Counts(num_sequences, num_sequences, num_sequences, num_sequences)
+
+    def rescale(self, expected: Counts, actual: Counts) -> float:
+        """Factor from weights under the expected counts to those under the actual ones; exactly 1
+        if as many sequences came as expected."""
+        return expected.num_sequences / float(
+            _counted(actual.num_sequences, actual.num_surviving_sequences)
+        )
+
     def by_token(self, lengths_S: Ints, of_update: Counts, is_kept_K: Bools | None) -> Floats:
         """The factor of each token's loss, given the counts of the complete update."""
         if of_update.is_empty:

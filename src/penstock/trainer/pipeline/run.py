@@ -140,6 +140,17 @@ class Pipeline:
             seconds[f"seconds/stage/{stage.id}"] = time.perf_counter() - started
         return merge_stats(results, seconds)
 
+    def add_columns(self, batch: Batch, seconds: dict[str, float]) -> Batch:
+        """The batch with the columns of every stage, none of which trains; their time is added to
+        `seconds`."""
+        for stage in self.stages:
+            started = time.perf_counter()
+            result = stage(batch)
+            assert isinstance(result, Batch), f"stage {stage.id} trains"
+            batch, name = result, f"seconds/stage/{stage.id}"
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
+        return batch
+
 
 def merge_stats(results: Sequence[tuple[PlannedStage, Stats]], more: Mapping[str, float]) -> Stats:
     """Statistics of all train stages, and `more`. The batch made a version if the actor learned."""

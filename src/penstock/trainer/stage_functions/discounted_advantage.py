@@ -13,7 +13,7 @@ from penstock.trainer.advantages.credit import discounted, last_turn
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues, TrainedTurns
 
 
-@stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True)
+@stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True, is_by_group=True)
 def discounted_advantage(
     layout: Layout, *, reward: RowValues, discount: Annotated[float, Field(ge=0, le=1)]
 ) -> Columns:

@@ -15,7 +15,12 @@ from penstock.trainer.pipeline.comparison import compare
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues
 
 
-@stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True, default_role="advantage")
+@stage_function(
+    writes={"advantage": Axis.TOKEN},
+    is_group_relative=True,
+    is_by_group=True,
+    default_role="advantage",
+)
 def group_advantage(
     layout: Layout,
     *,

@@ -12,7 +12,7 @@ from penstock.trainer.pipeline.comparison import compare
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues
 
 
-@stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True)
+@stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True, is_by_group=True)
 def leave_one_out_advantage(
     layout: Layout, *, reward: RowValues, agents: Literal["parent", "siblings"] = "parent"
 ) -> Columns:

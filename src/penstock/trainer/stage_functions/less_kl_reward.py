@@ -13,7 +13,7 @@ from penstock.trainer.advantages.baselines import subtract_kl, token_kl
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues, TokenValues
 
 
-@stage_function(writes={"less_kl_reward": Axis.ROW})
+@stage_function(writes={"less_kl_reward": Axis.ROW}, is_by_group=True)
 def less_kl_reward(
     layout: Layout,
     *,

@@ -59,7 +59,10 @@ def _check(options: Mapping[str, Any]) -> Iterator[Contradiction]:
 
 
 @stage_function(
-    writes={"shaped_reward": Axis.ROW, "excluded": Axis.ROW}, default_role="overlong", check=_check
+    writes={"shaped_reward": Axis.ROW, "excluded": Axis.ROW},
+    is_by_group=True,
+    default_role="overlong",
+    check=_check,
 )
 def overlong(
     layout: Layout,

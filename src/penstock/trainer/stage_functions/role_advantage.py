@@ -12,7 +12,7 @@ from penstock.trainer.pipeline.comparison import role_rewards
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues, TrainedTurns
 
 
-@stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True)
+@stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True, is_by_group=True)
 def role_advantage(
     layout: Layout, *, reward: RowValues, leave_one_out: bool = False, **rewards: RowValues
 ) -> Columns:

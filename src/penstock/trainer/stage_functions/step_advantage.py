@@ -12,7 +12,7 @@ from penstock.trainer.advantages.credit import Combine, combine_returns, compare
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues, TokenValues, TrainedTurns
 
 
-@stage_function(writes={"advantage": Axis.TOKEN})
+@stage_function(writes={"advantage": Axis.TOKEN}, is_by_group=True)
 def step_advantage(
     layout: Layout,
     *,

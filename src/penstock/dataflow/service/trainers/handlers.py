@@ -21,7 +21,13 @@ from penstock.dataflow.core.messages import Committed, IncarnationStarted, Publi
 from penstock.dataflow.core.sealing import Sealing
 from penstock.dataflow.core.spot_checks import SpotCheck
 from penstock.dataflow.core.versions import Lineage
-from penstock.dataflow.records import BatchRecord, CheckpointRecord, quarantine_record
+from penstock.dataflow.ledger.restore import read_instalments
+from penstock.dataflow.records import (
+    BatchRecord,
+    CheckpointRecord,
+    InstalmentRecord,
+    quarantine_record,
+)
 from penstock.dataflow.report.balance import BalanceMonitor
 from penstock.dataflow.service.process import Process
 from penstock.dataflow.service.row_payloads import RowPayloads, RowsQuery
@@ -145,12 +151,14 @@ class TrainerHandlers:
         process, consumer = self._process, self._seen(body.consumer)
         give_up_at = process.poll_deadline(body.wait_s)
         key = (f"trainer {body.consumer}", "batch")
-        self._balance.batch_requested(consumer.terms.policy, body.seq, process.clock())
+        self._balance.batch_requested(
+            consumer.terms.policy, body.seq, process.clock(), instalment=body.instalment
+        )
         try:
             while True:
                 change = process.changed
                 consumer.lineage.require(body.incarnation)
-                answer = await self._try_batch(consumer, body.seq)
+                answer = await self._try(consumer, body.seq, body.instalment)
                 if answer.manifest:
                     self._balance.served(consumer.terms.policy, body.seq, process.clock())
                 if answer.manifest or answer.end or process.clock() >= give_up_at:
@@ -161,7 +169,9 @@ class TrainerHandlers:
         finally:
             process.waiting_since.pop(key, None)
 
-    async def _try_batch(self, consumer: Consumer, seq: int) -> BatchAnswer:
+    async def _try(self, consumer: Consumer, seq: int, instalment: int) -> BatchAnswer:
+        if instalment:
+            return await self._try_instalment(consumer, seq, instalment)
         if seq <= consumer.last_sealed:
             return self._serve(await self._sealed(consumer, seq))
         if self._coordinator.has_ended(consumer):
@@ -170,6 +180,45 @@ class TrainerHandlers:
         record = self._sealing.seal(consumer, seq, self._process.clock())
         await self._process.make_durable()
         return BatchAnswer(manifest=None) if record is None else self._serve(record)
+
+    async def _try_instalment(self, consumer: Consumer, seq: int, instalment: int) -> BatchAnswer:
+        if not consumer.terms.is_streamed:
+            raise BadRequest(
+                f"instalment {instalment} of batch {consumer.terms.policy}.{seq} was requested, "
+                "but this policy is not streamed; set training.stream: true, or request the "
+                "complete batch"
+            )
+        if found := await self._sealed_instalment(consumer, seq, instalment):
+            return self._serve(found)
+        if self._coordinator.has_ended(consumer):
+            return BatchAnswer(manifest=None, end=True)
+        if (seq, instalment) != (consumer.last_sealed + 1, len(consumer.instalments) + 1):
+            raise Conflict(
+                f"instalment {instalment} of batch {consumer.terms.policy}.{seq} was requested, but"
+                f" the next one is {len(consumer.instalments) + 1} of {consumer.last_sealed + 1}"
+            )
+        self._process.run_deferred()
+        record = self._sealing.seal_instalment(consumer, seq, self._process.clock())
+        await self._process.make_durable()
+        return BatchAnswer(manifest=None) if record is None else self._serve(record)
+
+    async def _sealed_instalment(
+        self, consumer: Consumer, seq: int, instalment: int
+    ) -> InstalmentRecord | BatchRecord | None:
+        """An instalment that is on disk; None: not sealed yet. A batch that was sealed at once is
+        its only instalment."""
+        found = consumer.instalments
+        if seq >= consumer.last_sealed:
+            await self._process.ledger.flush()
+        if seq <= consumer.last_sealed:
+            tables = self._process.ledger.tables
+            found = read_instalments(tables, consumer.terms.policy, seq)
+            if not found and instalment == 1:
+                return await self._sealed(consumer, seq)
+            if instalment > len(found):
+                name = f"{consumer.terms.policy}.{seq}"
+                raise NotFound(f"batch {name} has {len(found)} instalments, not {instalment}")
+        return found[instalment - 1] if instalment <= len(found) else None
 
     async def _sealed(self, consumer: Consumer, seq: int) -> BatchRecord:
         newest = consumer.newest_batch
@@ -190,13 +239,16 @@ class TrainerHandlers:
         return await self.payloads.answer(await self.wanted(policy, seq, indexes))
 
     async def wanted(
-        self, policy: str, seq: int, indexes: Sequence[int] | None = None
+        self,
+        policy: str,
+        seq: int,
+        indexes: Sequence[int] | None = None,
+        instalment: int = 0,
     ) -> RowsQuery:
-        """Rows at these positions of the manifest; None for all."""
-        consumer = self._seen(policy)
-        if not 0 < seq <= consumer.last_sealed:
-            raise NotFound(f"batch {policy}.{seq} is not sealed yet")
-        manifest = self._manifests.decode((await self._sealed(consumer, seq)).manifest)
+        """Rows at these positions of the manifest, or of an instalment's; None for all."""
+        manifest = self._manifests.decode(
+            (await self._sealed_record(self._seen(policy), seq, instalment)).manifest
+        )
         row_ids = _at(indexes, [row.row_id for row in manifest.rows], f"{policy}.{seq}")
         places = {
             row_id: None if row_id in self._coordinator.gone else self._address_of(row_id)
@@ -207,6 +259,21 @@ class TrainerHandlers:
             columns=sorted({name for row in manifest.rows for name in row.columns}),
             remote_urls={row_id: at or "" for row_id, at in places.items() if at != ""},
         )
+
+    async def _sealed_record(
+        self, consumer: Consumer, seq: int, instalment: int
+    ) -> InstalmentRecord | BatchRecord:
+        name = f"batch {consumer.terms.policy}.{seq}"
+        if not instalment:
+            if not 0 < seq <= consumer.last_sealed:
+                raise NotFound(f"{name} is not sealed yet")
+            return await self._sealed(consumer, seq)
+        found = None
+        if 0 < seq <= consumer.last_sealed + 1:
+            found = await self._sealed_instalment(consumer, seq, instalment)
+        if found is None:
+            raise NotFound(f"instalment {instalment} of {name} is not sealed yet")
+        return found
 
     async def commit(self, policy: str, seq: int, body: CommitRequest) -> None:
         consumer = self._seen(policy)
@@ -306,14 +373,15 @@ class TrainerHandlers:
         self._coordinator.free(self._coordinator.retention.retained(policy_name, oldest), now)
         await self._process.make_durable()
 
-    def _serve(self, record: BatchRecord) -> BatchAnswer:
+    def _serve(self, record: BatchRecord | InstalmentRecord) -> BatchAnswer:
         if blake3(record.manifest).hexdigest() != record.digest:
             name = f"{record.consumer}.{record.seq}"
             raise StoreError(
                 f"the manifest of batch {name} is damaged; restore the ledger from a backup"
             )
         manifest = self._manifests.decode(record.manifest)
-        return BatchAnswer(manifest=manifest, digest=record.digest)
+        is_last = isinstance(record, BatchRecord) or record.is_last
+        return BatchAnswer(manifest=manifest, digest=record.digest, is_last=is_last)
 
 
 def _at(indexes: Sequence[int] | None, row_ids: Sequence[RowId], batch: str) -> Sequence[RowId]:

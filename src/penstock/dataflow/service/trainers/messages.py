@@ -57,12 +57,16 @@ class PolicyState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """`POST /v1/batches`: the sealed manifest number `seq`; held open until it exists."""
+    """`POST /v1/batches`: the sealed manifest number `seq`, or an instalment of it; held open until
+    it exists."""
 
     consumer: PolicyName
     seq: Count
     incarnation: Count
     wait_s: Seconds = 20.0
+    instalment: Count = 0
+    """Which part of a batch that is streamed (`training.stream`): 1, 2, … until the last; 0 for the
+    complete batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,8 @@ class BatchAnswer:
     end: bool = False
     """No batch will follow; the run is complete for this consumer."""
     checkpoint_now: bool = False
+    is_last: bool = True
+    """False: a further instalment of this batch follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +87,8 @@ class BatchRowsRequest:
 
     indexes: Annotated[tuple[Int64, ...], Meta(max_length=1_000_000)] | None = None
     """Positions of its rows in the manifest, counted from 0; None for all of them."""
+    instalment: Count = 0
+    """Rows of this instalment, and positions in its manifest; 0 for the complete batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,14 +61,14 @@ class TrainerRoutes:
 
     @route("POST", "/v1/batches", TRAINERS)
     async def batch(self, call: Call, body: BatchRequest) -> BatchAnswer:
-        """The sealed manifest number seq; held open until it exists."""
+        """The sealed manifest number seq, or an instalment of it; held open until it exists."""
         return await self.trainers.batch(body)
 
     @route("POST", "/v1/batches/{batch_id}/rows", TRAINERS, response=RowsAnswer)
     async def rows(self, call: Call, body: BatchRowsRequest) -> object:
         """The rows of a sealed batch, or one rank's share."""
         policy, seq = _batch_id(call)
-        wanted = await self.trainers.wanted(policy, seq, body.indexes)
+        wanted = await self.trainers.wanted(policy, seq, body.indexes, body.instalment)
         return await serve_rows(self.trainers.payloads, wanted, call)
 
     @route("POST", "/v1/batches/{batch_id}/commit", TRAINERS)
