@@ -265,6 +265,8 @@ class Partition:
             if group is None or not group.num_waiting:  # ended, or all its slots are leased
                 queue.popleft()
                 continue
+            if not self.node_registry.may_take(node, group.record.group_id, len(self.groups)):
+                break  # trusted nodes get the groups after it, too
             if due != group.record.due and not self.gate.can_lease(group.due, live):
                 break  # the groups after it need a version at least as recent
             due = group.record.due
@@ -401,6 +403,8 @@ class Partition:
         self, group: OpenGroup, index: int, slot: Slot, end: LeaseEnd, why: str, now: float
     ) -> None:
         """An attempt failed: retry the slot, or give it up."""
+        assert slot.grant is not None, "only a running attempt fails"
+        slot.is_excused |= self.node_registry.is_untrusted(slot.grant.node_id)
         self._end_lease(group, index, slot, end, now, why)
         slot.attempt += 1
         slot.reasons += (_abbreviate(f"{end}: {why}"),)
@@ -514,6 +518,7 @@ class Partition:
                 dropped=reason,
                 num_failed=sum(slot.attempt for slot in group.known_slots.values()),
                 cause=group.last_cause,
+                is_excused=group.is_excused,
             )
         )
 
@@ -570,6 +575,7 @@ class Partition:
         if lease.ended in ENDS_COSTING_ATTEMPT:
             slot.attempt += 1
             slot.reasons += (f"{lease.ended}: {lease.detail}",)
+            slot.is_excused |= self.node_registry.is_untrusted(lease.node_id)
             if slot.attempt >= self.max_attempts:
                 slot.state = SlotState.DEAD
 
