@@ -36,7 +36,7 @@ from penstock.fleet.service_tokens import write_token
 from penstock.runs import tokens
 from penstock.runs.credential_upkeep import with_upkeep
 from penstock.types import NodeId
-from penstock.wire import denied, keys
+from penstock.wire import auth, denied, keys
 from penstock.wire.auth import (
     PREFIX,
     RENEWED_TTL_S,
@@ -759,3 +759,32 @@ def test_a_deny_list_passes_for_nothing_else(folder: RunFolder) -> None:
         keys.check_certificate(root, signed)
     with pytest.raises(ValueError, match="signature"):
         DenyList(root, None).install(certificate)
+
+
+def test_renewals_of_one_holder_do_not_crowd_out_other_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each renewal is another text that the verifier remembers; a check of one that it does not
+    remember costs a hundred times as much."""
+    monkeypatch.setattr(auth, "_MAX_KNOWN", 8)
+    signer = Signer.create(tmp_path, "run")
+    verifier, renewer = signer.verifier(Audience.DATAFLOW), Renewer(tmp_path)
+
+    def mint(subject: str) -> str:
+        audiences = [Audience.DATAFLOW]
+        return signer.mint(Role.READER, audiences, ttl_s=60, subject=subject, renew_s=1e6)
+
+    greedy, victim = mint("greedy"), mint("victim")
+    checked: list[str] = []
+    check = Verifier._check
+
+    def count(self: Verifier, token: str) -> object:
+        checked.append(token)
+        return check(self, token)
+
+    monkeypatch.setattr(Verifier, "_check", count)
+    for number in range(30):
+        monkeypatch.setattr(auth, "RENEWED_TTL_S", 3600.0 + number)
+        verifier.verify(renewer.renew(greedy, verifier.verify(greedy)))
+        verifier.verify(victim)
+    assert checked.count(victim) == 1
