@@ -23,6 +23,7 @@ import msgspec
 import pytest
 import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.attacks.in_process import dataflow_door
 from tests.contract.dataflow_server import dataflow, serving, small_config
 from tests.e2e.system import until
 
@@ -794,3 +795,38 @@ def test_renewals_of_one_holder_do_not_crowd_out_other_tokens(
         verifier.verify(renewer.renew(greedy, verifier.verify(greedy)))
     verifier.verify(victim)
     assert checked.count(victim) == 1, "and stays so"
+
+
+class Clock:
+    """Time of a test, in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 3, 4])
+async def test_a_revoked_node_gets_at_most_one_more_heartbeat(
+    num_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted, in the node's own rhythm, whenever the service last looked for a revocation."""
+    clock = Clock()
+    monkeypatch.setattr(denied, "time", clock)
+    async with dataflow_door(tmp_path, small_config()) as door:
+        headers = {"authorization": f"Bearer {door.token(Role.ROLLOUT, 'thief')}"}
+        body = {"node_id": "thief", "boot_id": "b", "capacity": 1, "policies": []}
+        joined = (await door.http.post("/v1/nodes", headers=headers, json=body)).json()
+        beat = {"boot_id": "b", "state": "live", "live": [], "secret": joined["secret"]}
+
+        async def status() -> int:
+            clock.now += joined["heartbeat_s"]
+            answer = await door.http.put("/v1/nodes/thief", headers=headers, json=beat)
+            return answer.status_code
+
+        assert [await status() for _ in range(num_before)] == [200] * num_before
+        revoked = Denied(serial=1, subjects=frozenset({"thief"}))
+        denied.write_denied(tmp_path / "keys", revoked)
+        after = [await status() for _ in range(6)]
+    assert after.count(200) <= 1 and after[1:] == [401] * 5
