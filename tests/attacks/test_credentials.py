@@ -51,7 +51,7 @@ from penstock.wire.auth import (
 )
 from penstock.wire.client import AsyncServiceClient, ServiceClient
 from penstock.wire.credential_routes import RENEW_ROUTE, RenewedToken
-from penstock.wire.denied import Denied, DenyList
+from penstock.wire.denied import CHECK_S, Denied, DenyList
 from penstock.wire.held_token import HeldToken, held
 from penstock.wire.keys import KeyUse, b64decode, b64encode
 from penstock.wire.routes import Health
@@ -814,6 +814,7 @@ async def test_a_revoked_node_gets_at_most_one_more_heartbeat(
     """Counted, in the node's own rhythm, whenever the service last looked for a revocation."""
     clock = Clock()
     monkeypatch.setattr(denied, "time", clock)
+    monkeypatch.setattr(denied, "CHECK_S", CHECK_S)
     async with dataflow_door(tmp_path, small_config()) as door:
         headers = {"authorization": f"Bearer {door.token(Role.ROLLOUT, 'thief')}"}
         body = {"node_id": "thief", "boot_id": "b", "capacity": 1, "policies": []}
