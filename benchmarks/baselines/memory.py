@@ -26,5 +26,7 @@ if __name__ == "__main__":
     app = Starlette(routes=[Route("/rows/{name}", rows, methods=["GET", "POST"])])
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-    config = uvicorn.Config(app, loop="uvloop", access_log=False, log_config=None)
+    config = uvicorn.Config(
+        app, loop="uvloop", access_log=False, log_config=None, timeout_keep_alive=75
+    )
     uvicorn.Server(config).run(sockets=[listener])

@@ -26,12 +26,16 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route as StarletteRoute
 from tests.attacks.in_process import Door, dataflow_door, weights_door
 from tests.contract.test_weights_deltas import versions
+from tests.unit.weights.relay_doubles import put_blob, read_all
 from tests.unit.weights.weight_servers import listening, running_weight_server
 
 from penstock.errors import BadRequest, Unreachable, WireError
 from penstock.types import Trajectory
 from penstock.weights.client import Puller
 from penstock.weights.pulling import links
+from penstock.weights.serving import upstreams
+from penstock.weights.serving.piece_cache import PIECE_BYTES
+from penstock.weights.serving.relay import Relay
 from penstock.weights.store import DirectoryStore
 from penstock.wire.auth import Role
 from penstock.wire.client import connect
@@ -354,6 +358,53 @@ async def test_a_relay_that_drips_does_not_hold_up_a_version(
         async with asyncio.timeout(120):
             folder = await puller.pull([relay, origin], second)
     assert folder.name == second.manifest_digest
+
+
+@pytest.mark.parametrize("what", ["manifests", "blobs"])
+async def test_an_upstream_that_drips_does_not_hold_up_a_relay(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never silent, never done: the relay turns to the weight server, and to this one last."""
+    monkeypatch.setattr(upstreams, "START_S", 0.5)
+    monkeypatch.setattr(upstreams, "MIN_BYTES_PER_S", 1 << 30)
+    digest, data = put_blob(tmp_path / "store", 3 * PIECE_BYTES)
+    manifest = DirectoryStore(tmp_path / "store").put_manifest(b"{}")
+    num_dripping = 0
+
+    async def drip(start: int) -> AsyncIterator[bytes]:
+        for at in range(start, len(data)):
+            yield data[at : at + 1]
+            await asyncio.sleep(0.05)
+
+    async def serve(request: Request) -> Response:
+        nonlocal num_dripping
+        first, _, last = request.headers.get("range", "bytes=0-59999")[6:].partition("-")
+        is_first_piece = what == "blobs" and first == "0"
+        if f"/{what}/" not in request.url.path:
+            return Response(status_code=404)
+        span = {"content-range": f"bytes {first}-{last}/{len(data)}"}
+        if is_first_piece:  # it is the pieces after it that come slowly
+            return Response(data[: int(last) + 1], 206, headers=span)
+        num_dripping += 1
+        span["content-length"] = str(int(last) + 1 - int(first))
+        return StreamingResponse(drip(int(first)), 206, headers=span)
+
+    app = Starlette(routes=[StarletteRoute("/{path:path}", serve)])
+    async with (
+        running_weight_server(tmp_path) as origin,
+        listening(app) as url,
+        connect(url, "none") as hostile,
+    ):
+        relay = Relay([hostile, origin], tmp_path / "relay", max_bytes=64 << 20)
+        try:
+            async with asyncio.timeout(120):
+                if what == "manifests":
+                    assert await relay.manifest(manifest) == b"{}"
+                else:
+                    assert await read_all(relay, digest) == data
+        finally:
+            await relay.close()
+    assert 1 <= num_dripping <= 3, "pieces that were asked for before it was found out"
 
 
 async def test_an_error_of_a_relay_has_a_size() -> None:

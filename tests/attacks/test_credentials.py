@@ -23,6 +23,7 @@ import msgspec
 import pytest
 import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from tests.attacks.in_process import dataflow_door
 from tests.contract.dataflow_server import dataflow, serving, small_config
 from tests.e2e.system import until
 
@@ -36,7 +37,7 @@ from penstock.fleet.service_tokens import write_token
 from penstock.runs import tokens
 from penstock.runs.credential_upkeep import with_upkeep
 from penstock.types import NodeId
-from penstock.wire import denied, keys
+from penstock.wire import auth, denied, keys
 from penstock.wire.auth import (
     PREFIX,
     RENEWED_TTL_S,
@@ -50,7 +51,7 @@ from penstock.wire.auth import (
 )
 from penstock.wire.client import AsyncServiceClient, ServiceClient
 from penstock.wire.credential_routes import RENEW_ROUTE, RenewedToken
-from penstock.wire.denied import Denied, DenyList
+from penstock.wire.denied import CHECK_S, Denied, DenyList
 from penstock.wire.held_token import HeldToken, held
 from penstock.wire.keys import KeyUse, b64decode, b64encode
 from penstock.wire.routes import Health
@@ -759,3 +760,74 @@ def test_a_deny_list_passes_for_nothing_else(folder: RunFolder) -> None:
         keys.check_certificate(root, signed)
     with pytest.raises(ValueError, match="signature"):
         DenyList(root, None).install(certificate)
+
+
+def test_renewals_of_one_holder_do_not_crowd_out_other_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each renewal is another text that the verifier remembers; a check of one that it does not
+    remember costs a hundred times as much."""
+    monkeypatch.setattr(auth, "_MAX_KNOWN", 8)
+    signer = Signer.create(tmp_path, "run")
+    verifier, renewer = signer.verifier(Audience.DATAFLOW), Renewer(tmp_path)
+
+    def mint(subject: str) -> str:
+        audiences = [Audience.DATAFLOW]
+        return signer.mint(Role.READER, audiences, ttl_s=60, subject=subject, renew_s=1e6)
+
+    greedy, victim = mint("greedy"), mint("victim")
+    checked: list[str] = []
+    check = Verifier._check
+
+    def count(self: Verifier, token: str) -> object:
+        checked.append(token)
+        return check(self, token)
+
+    monkeypatch.setattr(Verifier, "_check", count)
+    for number in range(30):
+        monkeypatch.setattr(auth, "RENEWED_TTL_S", 3600.0 + number)
+        verifier.verify(renewer.renew(greedy, verifier.verify(greedy)))
+    for _ in range(3):
+        verifier.verify(victim)
+    assert checked.count(victim) == 1, "it is remembered although the other came first"
+    for number in range(30):
+        monkeypatch.setattr(auth, "RENEWED_TTL_S", 7200.0 + number)
+        verifier.verify(renewer.renew(greedy, verifier.verify(greedy)))
+    verifier.verify(victim)
+    assert checked.count(victim) == 1, "and stays so"
+
+
+class Clock:
+    """Time of a test, in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 3, 4])
+async def test_a_revoked_node_gets_at_most_one_more_heartbeat(
+    num_before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted, in the node's own rhythm, whenever the service last looked for a revocation."""
+    clock = Clock()
+    monkeypatch.setattr(denied, "time", clock)
+    monkeypatch.setattr(denied, "CHECK_S", CHECK_S)
+    async with dataflow_door(tmp_path, small_config()) as door:
+        headers = {"authorization": f"Bearer {door.token(Role.ROLLOUT, 'thief')}"}
+        body = {"node_id": "thief", "boot_id": "b", "capacity": 1, "policies": []}
+        joined = (await door.http.post("/v1/nodes", headers=headers, json=body)).json()
+        beat = {"boot_id": "b", "state": "live", "live": [], "secret": joined["secret"]}
+
+        async def status() -> int:
+            clock.now += joined["heartbeat_s"]
+            answer = await door.http.put("/v1/nodes/thief", headers=headers, json=beat)
+            return answer.status_code
+
+        assert [await status() for _ in range(num_before)] == [200] * num_before
+        revoked = Denied(serial=1, subjects=frozenset({"thief"}))
+        denied.write_denied(tmp_path / "keys", revoked)
+        after = [await status() for _ in range(6)]
+    assert after.count(200) <= 1 and after[1:] == [401] * 5

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import structlog
 from tests.unit.rollout.polling import eventually
 
 from penstock.errors import ConfigError
@@ -425,3 +426,22 @@ async def test_the_real_name_server_and_a_real_connection(tmp_path: Path) -> Non
         assert await inside.get(f"http://localhost:{port}/") == 403
     server.close()
     assert len(outside.heard) == 1
+
+
+async def test_a_program_does_not_fill_the_log_with_requests(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by their number nor by the length of the names that it chooses."""
+    monkeypatch.setattr(proxy_module, "MAX_RECORDS", 5)
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(12):
+            long = "M" * 5000
+            assert (
+                await inside.status(
+                    f"{long} http://x.example/ HTTP/1.1\r\nhost: x.example\r\n\r\n".encode()
+                )
+                == 403
+            )
+        await eventually(lambda: len(inside.proxy.records) == 5)
+    assert [line["event"] for line in lines].count("egress") == 5
+    assert len(str(lines)) < 5 * 2000

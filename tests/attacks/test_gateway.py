@@ -585,10 +585,22 @@ async def raw_statuses(url: httpx2.URL, key: str, requests: list[tuple[str, str]
     return statuses
 
 
-async def test_one_key_cannot_fill_the_memory_with_bodies(gate: Gate) -> None:
-    """Each of 200 calls may send 4 MB: most wait unread, and another key is answered meanwhile."""
+@pytest.mark.parametrize("num_sessions", [1, 20])
+async def test_one_owner_cannot_fill_the_memory_with_bodies(
+    gate: Gate, num_sessions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 200 calls may send 4 MB: most wait unread, and another key is answered meanwhile;
+    however many sessions the owner opens."""
     app, sent, stop = build_app(gate.gateway), 0, asyncio.Event()
     piece = bytes(1 << 20)
+    victim_id = gate.victim.id
+    monkeypatch.setattr(
+        gate.gateway, "queue_key", lambda id: "victim" if id == victim_id else "greedy"
+    )
+    sessions = [gate.attacker] + [
+        gate.gateway.open(policies=gate.attacker.policies, sampling=SamplingSpec(), seed=at)
+        for at in range(num_sessions - 1)
+    ]
 
     async def call(key: str) -> None:
         num_pieces = 0
@@ -610,16 +622,49 @@ async def test_one_key_cannot_fill_the_memory_with_bodies(gate: Gate) -> None:
         scope |= {"raw_path": b"/v1/chat/completions", "query_string": b"", "headers": headers}
         await app(scope, receive, send)
 
-    greedy, other = gate.attacker, gate.victim
-    calls = [asyncio.create_task(call(greedy.api_key)) for _ in range(200)]
+    keys = [sessions[at % num_sessions].api_key for at in range(200)]
+    calls = [asyncio.create_task(call(key)) for key in keys]
     for _ in range(50):
         await asyncio.sleep(0)
     assert sent <= 64 << 20
     before = sent
-    calls.append(asyncio.create_task(call(other.api_key)))
+    calls.append(asyncio.create_task(call(gate.victim.api_key)))
     for _ in range(50):
         await asyncio.sleep(0)
     assert sent == before + 3 * len(piece)
     stop.set()
     await asyncio.gather(*calls)
     assert sent == 201 * 3 * len(piece), "all had their turn"
+
+
+async def test_calls_in_work_count_as_long_as_they_last(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body that was read stays in memory while its call waits for an engine."""
+    monkeypatch.setattr("penstock.gateway.server.MAX_HELD_BYTES", 1000)
+    app, finish, num_running = build_app(gate.gateway), asyncio.Event(), 0
+    victim_runs = asyncio.Event()
+    engine = gate.gateway.generate
+
+    async def wait(request: GenerationRequest) -> Completion:
+        nonlocal num_running
+        num_running += 1
+        if request.session == gate.victim.id:
+            victim_runs.set()
+        await finish.wait()
+        return await engine(request)
+
+    monkeypatch.setattr(gate.gateway, "generate", wait)
+    transport = httpx2.ASGITransport(app=app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://x") as http:
+        one = replace(gate, http=http)
+        text = "a" * 200
+        calls = [asyncio.create_task(one.say(gate.attacker, text)) for _ in range(20)]
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert 1 <= num_running <= 3
+        other = asyncio.create_task(one.say(gate.victim, "hi"))
+        await victim_runs.wait()
+        finish.set()
+        answers = await asyncio.gather(*calls, other)
+    assert {answer.status_code for answer in answers} == {200}, "all had their turn"

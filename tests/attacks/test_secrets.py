@@ -25,6 +25,7 @@ from penstock.rollout.isolation import (
     UseSettings,
     passed_env,
 )
+from penstock.rollout.rewards.process import LogBudget
 from penstock.rollout.rewards.scorer import Failed, Scorer
 from penstock.rollout.sandbox.container import ContainerBackend
 from penstock.rollout.sandbox.limits import LimitsSandbox
@@ -242,6 +243,22 @@ async def test_the_home_folder_is_never_granted(
 def test_a_command_shows_no_file_of_the_host_by_naming_it(argument: str) -> None:
     """Arguments of a command grant scripts, never files of the system."""
     assert not any(str(path).startswith(argument[:5]) for path in program_folders(["sh", argument]))
+
+
+def test_a_file_among_the_arguments_shows_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model may have written an argument: it names a file, and gets that file at most; of hidden
+    private files of the home folder not even that."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    named, key = tmp_path / "data" / "named.txt", tmp_path / "home" / ".ssh" / "id_ed25519"
+    for path in (named, key):
+        path.parent.mkdir(parents=True)
+        path.write_text("secret")
+    key.chmod(0o600)
+    found = program_folders(["sh", str(named), str(key)])
+    assert named in found
+    assert not any(key.is_relative_to(path) or path == named.parent for path in found)
 
 
 async def test_secrets_of_one_use_are_out_of_reach_of_another(project: Path) -> None:
@@ -473,3 +490,28 @@ async def test_a_tool_that_prints_without_end_does_not_fill_the_node() -> None:
     finally:
         await tools.close()
     assert done.code == 0 and done.stdout.endswith("end\n") and len(done.stdout) <= 1 << 20
+
+
+@pytest.mark.parametrize(
+    "word", ["a\0b", "\ud800", "x" * (3 << 20)], ids=["NUL", "surrogate", "megabytes"]
+)
+async def test_a_command_that_no_program_can_have_is_a_result(word: str) -> None:
+    """A model writes arguments: what cannot be started fails the tool, not the attempt."""
+    tools = ToolSandbox(Isolation())
+    try:
+        refused = await tools.exec(["echo", word])
+        after = await tools.exec(["echo", "usable"])
+    finally:
+        await tools.close()
+    assert refused.code == 126 and refused.stderr
+    assert after.stdout == "usable\n"
+
+
+async def test_a_reward_that_prints_without_end_does_not_fill_the_log() -> None:
+    """Over all its processes: who is killed for it and starts again gets no new budget."""
+    budget = LogBudget()
+    written = b"".join(budget.cut(b"x" * (1 << 14)) for _ in range(1000))
+    assert (4 << 20) <= len(written) < (4 << 20) + (64 << 10)
+    assert written.count(b"is not logged") == 1
+    budget.counted_at -= 60.0
+    assert budget.cut(b"later") == b"later", "a quiet minute gives some of it back"

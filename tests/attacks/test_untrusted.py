@@ -18,8 +18,11 @@ from tests.attacks.test_cheats import (
     untrusted_config,
 )
 from tests.contract.dataflow_server import POLICY, RunningDataflow, dataflow, small_config
+from tests.sim.world import FAILED, Settings, World
 
 from penstock.config import RunConfig
+from penstock.config.stages import stage_subject
+from penstock.config.trust import SCORE_STAGE
 from penstock.dataflow.client.dataflow import NodeClient
 from penstock.dataflow.columns.origins import RowOrigin
 from penstock.dataflow.core.leasing import NodeState, RegisterRequest
@@ -139,6 +142,85 @@ def test_only_the_trusted_side_reports_checks(role: Role, tmp_path: Path) -> Non
         running.clients.callback(caller.close)
         with pytest.raises(Forbidden):
             caller.call("POST", "/v1/nodes/good/checks", DIFFERS, Ack)
+
+
+def test_no_other_stage_reports_checks(tmp_path: Path) -> None:
+    """A stage token is for one stage: that of a reward model cannot put a node in quarantine."""
+    with dataflow(tmp_path, untrusted_config()) as running:
+        other = ServiceClient(running.url, running.token(Role.STAGE, subject="stage-prm"))
+        own = running.token(Role.STAGE, subject=stage_subject(SCORE_STAGE))
+        checker = ServiceClient(running.url, own)
+        running.clients.callback(other.close)
+        running.clients.callback(checker.close)
+        with pytest.raises(Forbidden, match="only stage-trusted-reward reports checks"):
+            other.call("POST", "/v1/nodes/good/checks", DIFFERS, Ack)
+        checker.call("POST", "/v1/nodes/good/checks", DIFFERS, Ack)
+
+
+def world_with(*names: str, settings: Settings | None = None) -> World:
+    """A run with these nodes; `evil` and `worse` are untrusted."""
+    world = World(settings)
+    world.incarnate()
+    world.publish()
+    for name in names:
+        tags = (UNTRUSTED_TAG,) if name in ("evil", "worse") else ()
+        body = RegisterRequest(
+            node_id=NodeId(name), boot_id=name, capacity=1000, policies=(), tags=tags
+        )
+        world.partition.register(body, world.now)
+        world.settle()
+        world.held[NodeId(name)] = []
+        world.load(NodeId(name))
+    return world
+
+
+@pytest.mark.parametrize("name", ["evil", "own"])
+def test_a_stranger_does_not_end_a_run_by_failing_its_work(name: str) -> None:
+    """A fresh run ends when its first groups all fail; by the word of its own nodes only."""
+    world = world_with(name, settings=Settings(num_slots=8))
+    node_id = NodeId(name)
+    for _ in range(40):
+        for grant in world.lease(node_id):
+            world.deliver(node_id, grant, FAILED)
+    cause = world.coordinator.failure_limit.cause(world.now)
+    assert bool(cause) == (name == "own"), cause
+
+
+def test_a_stranger_s_failures_are_known_after_a_restart() -> None:
+    world = world_with("evil")
+    [grant] = world.lease(EVIL, 1)
+    world.deliver(EVIL, grant, FAILED)
+    world.crash()
+    for _ in range(2):
+        [grant] = world.lease(EVIL, 1)
+        world.deliver(EVIL, grant, FAILED)
+    assert world.coordinator.failure_limit.count.num_groups == 0
+
+
+def test_strangers_leave_half_of_the_groups_to_a_trusted_node() -> None:
+    """A group waits for all its slots: who holds one of each, and is never done, stops the run."""
+    world = world_with("evil", "worse", "own")
+    num_groups = len(world.partition.groups)
+    assert num_groups >= 4
+    taken = [g for name in ("evil", "worse") for _ in range(50) for g in world.lease(NodeId(name))]
+    groups = {grant.group_id for grant in taken}
+    assert len(groups) == num_groups // 2, "all their names share one quota"
+    own = NodeId("own")
+    while grants := world.lease(own):
+        for grant in grants:
+            world.deliver(own, grant)
+    assert world.consumer.ready, "the other half is done without them"
+
+
+def test_strangers_alone_may_take_everything() -> None:
+    world = world_with("evil")
+    num_slots = sum(group.num_waiting for group in world.partition.groups.values())
+    assert len(world.lease(EVIL)) == num_slots
+    world = world_with("evil", "own")
+    world.now += 100.0
+    world.heartbeat(EVIL)
+    world.settle(world.partition.tick(world.now))
+    assert len(world.lease(EVIL)) == num_slots, "a trusted node that fell silent keeps nothing"
 
 
 async def test_rows_that_differ_cost_the_credential_its_work_for_good(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class RowServiceHost:
             lambda: self.now,
             on_command=lambda now: self.rows.row_window.pop_completed().clear(),
         )
-        self.rows = RowService(self.process, BlobStore(folder / "blobs"))
+        self.rows = RowService(self.process, BlobStore(folder / "blobs"), {})
         self.rows.restore()
         self.loop: asyncio.AbstractEventLoop | None = None
 

@@ -98,7 +98,7 @@ async def test_a_call_with_a_bad_value_stores_nothing(tmp_path: Path) -> None:
 
 async def test_stages_stream_rollout_rows_and_overlap(tmp_path: Path) -> None:
     with running_row_service(tmp_path) as running:
-        async with running.client(Role.STAGE) as client:
+        async with running.client() as client:
             scorer = await client.reader("scorer", reads=["turns"], writes=["reward"])
             refer = await client.reader("refer", reads=["turns", "reward"], writes=["reference"])
             for n in range(6):
@@ -297,7 +297,7 @@ async def test_roles(tmp_path: Path) -> None:
             stages = await judge(stage)
             with pytest.raises(Forbidden):
                 await reader.put("eval", {"b": {"text": b"t"}})
-            with pytest.raises(Forbidden, match="may not declare"):
+            with pytest.raises(Forbidden, match="may not act for 'mine'"):
                 await reader.reader("mine", reads=["text"], writes=["x"], space="eval")
             with pytest.raises(Forbidden, match="may not act for 'judge'"):
                 await RowReader(reader, stages.state).lease(1)

@@ -21,6 +21,7 @@ from tests.contract.test_stages import roll_out
 from tests.unit.trainer.stage_makers import OWN, of, stage
 
 from penstock.config import PipelineConfig, PipelineStageConfig, RunConfig
+from penstock.config.stages import stage_subject
 from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.ledger.sealed_batches import SealedBatches
 from penstock.dataflow.service.trainers.messages import BatchRequest
@@ -66,10 +67,13 @@ async def serve_while_rolling_out(
 ) -> None:
     """Run a worker of every service until the rows are delivered and the batch can be sealed."""
     assert config.pipeline is not None
-    token = running.token(Role.STAGE)
-    workers = [
-        asyncio.create_task(serve(running.url, token, *find_service_stage(config, service.id)))
+    tokens = {
+        service.id: running.token(Role.STAGE, subject=stage_subject(service.id))
         for _, service in config.pipeline.services
+    }
+    workers = [
+        asyncio.create_task(serve(running.url, token, *find_service_stage(config, id)))
+        for id, token in tokens.items()
     ]
     try:
         await asyncio.sleep(1.2)  # a policy with a stage without workers gets no work

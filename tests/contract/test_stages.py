@@ -22,6 +22,7 @@ from tests.contract.dataflow_server import (
 
 from penstock.config import RunConfig, StageConfig
 from penstock.config.dataflow import SpaceConfig
+from penstock.config.stages import stage_subject
 from penstock.dataflow.client.dataflow import NodeClient
 from penstock.dataflow.client.rows import RowsClient
 from penstock.dataflow.columns.row_leases import RowTrigger
@@ -99,7 +100,8 @@ async def roll_out(running: RunningDataflow, *, num_slots: int, extra: int = 0) 
 
 async def score(running: RunningDataflow, stage: StageConfig, count: int) -> None:
     """One worker of this stage, for `count` rows."""
-    async with RowsClient(running.url, running.token(Role.STAGE)) as client:
+    token = running.token(Role.STAGE, subject=stage_subject(stage.name))
+    async with RowsClient(running.url, token) as client:
         reader = await client.reader(
             stage.name,
             reads=stage.reads,
@@ -217,7 +219,8 @@ def large(delivery: Delivery) -> Delivery:
 
 def test_rows_of_a_killed_worker_are_delivered_again(tmp_path: Path) -> None:
     async def die_holding_rows(running: RunningDataflow) -> None:
-        async with RowsClient(running.url, running.token(Role.STAGE)) as client:
+        token = running.token(Role.STAGE, subject=stage_subject(REWARD.name))
+        async with RowsClient(running.url, token) as client:
             reader = await client.reader(
                 REWARD.name,
                 reads=REWARD.reads,

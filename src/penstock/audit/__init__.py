@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from penstock.audit.admin_log import check_admin_log
 from penstock.audit.batches import check_batches, check_staleness
 from penstock.audit.evidence import Evidence
 from penstock.audit.freed_groups import check_freed
@@ -41,6 +42,7 @@ def audit(run_dir: Path) -> AuditReport:
         check_sampled(evidence),
         check_staleness(evidence, lineages),
         check_versions(evidence, lineages),
+        check_admin_log(evidence.run_dir, evidence.tables.admin_log),
         check_partitions(evidence),
         check_messages(evidence),
     )

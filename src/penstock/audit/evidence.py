@@ -38,6 +38,7 @@ class Evidence:
 
     def __init__(self, run_dir: Path) -> None:
         self.config = read_config(run_dir / "config.yaml")
+        self.run_dir = run_dir
         self.weights = run_dir / "weights"
         self.acknowledged = frozenset(_read_acknowledged(run_dir / "acks"))
         folder = run_dir / "ledger"

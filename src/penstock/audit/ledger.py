@@ -68,6 +68,11 @@ class LedgerReader:
     def freed(self) -> frozenset[str]:
         return frozenset(one.group_id for one in self.table(Freed, "freed", "group_id"))
 
+    def meta(self, key: str) -> str:
+        """A single value; empty if there is none."""
+        found = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return "" if found is None else str(found[0])
+
     def table(self, kind: type[RecordT], name: str, order: str, where: str = "1") -> list[RecordT]:
         columns = ", ".join(f'"{field}"' for field in kind.__struct_fields__)
         try:
@@ -122,6 +127,8 @@ class CoordinatorTables:
         self.sources = ledger.table(Source, "sources", "name")
         self.checkpoints = ledger.table(Checkpoints, "checkpoints", "policy")
         self.partitions = ledger.table(Partition, "partitions", '"index"')
+        self.admin_log = ledger.meta("admin_log")
+        """Number and hash of a line in the log of operators; empty for none."""
 
 
 @contextmanager

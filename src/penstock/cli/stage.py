@@ -25,15 +25,16 @@ def stage(
         run: Run folder, or its config file.
         id: Stage id; the stage has `place` in the config, or it is the built-in `trusted-reward`.
         url: URL of the run's dataflow, from another machine; needs a token.
-        token_file: With --url: file with a stage token, from `penstock token RUN --role stage --out
-            FILE`; by default the one that PENSTOCK_TOKEN_FILE names. Renewed tokens are written
-            back to it. /dev/stdin works too.
+        token_file: With --url: file with a token for `stage-ID`, from `penstock token RUN --role
+            stage --name stage-ID --out FILE`; by default the one that PENSTOCK_TOKEN_FILE names.
+            Renewed tokens are written back to it. /dev/stdin works too.
         rows: Number of rows to lease at a time.
     """
     import uvloop
 
     from penstock.cli.output import print_note
     from penstock.cli.service_options import check_url, require_token
+    from penstock.config.stages import stage_subject
     from penstock.config.trust import SCORE_STAGE
     from penstock.errors import ConfigError
     from penstock.fleet.processes import exit_with_parent
@@ -58,7 +59,7 @@ def stage(
         if url is not None:
             raise ConfigError(f"stage {id} needs the run folder; start it there, without --url")
         folder = find_run_folder(run)
-        token = service_token(folder, target.config.name, Role.STAGE, subject=f"stage-{id}")
+        token = service_token(folder, target.config.name, Role.STAGE, subject=stage_subject(id))
         print_note("stage trusted-reward: computing rewards on the trusted side")
         work, urls = run_score_stage(target.config, folder, token), [folder.endpoints().dataflow]
         uvloop.run(_until_signalled(with_upkeep(work, token, urls=urls)))
@@ -67,7 +68,7 @@ def stage(
     if url is None:
         folder = find_run_folder(run)
         url = folder.endpoints().dataflow
-        token = service_token(folder, target.config.name, Role.STAGE, subject=f"stage-{id}")
+        token = service_token(folder, target.config.name, Role.STAGE, subject=stage_subject(id))
     else:
         refuse_clear_text(check_url(url, example="http://127.0.0.1:18080"))
         token = require_token(token_file, role="stage")

@@ -29,6 +29,11 @@ def function_group(type: str) -> str:
     return LOSS_GROUP if type == "train" else STAGE_GROUP
 
 
+def stage_subject(name: str) -> str:
+    """Whom the token of a stage is for: no other token acts for it."""
+    return f"stage-{name}"
+
+
 class StageConfig(Section):
     """One stage: what it reads, what it writes, and how long a row may wait for it."""
 

@@ -24,6 +24,7 @@ from penstock.config.network import NetworkConfig
 from penstock.durable import write_durably
 from penstock.errors import BadRequest, ConfigError, LaunchError
 from penstock.fleet.ports import free_port
+from penstock.observe.admin_log import AdminLog
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import JSON, decode, encode_json
 from penstock.wire.trust import trust
@@ -149,6 +150,8 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.acks = self.path / "acks"
         self.nodes = self.path / "nodes"
+        self.admin_log = AdminLog(self.path)
+        """What operators did to this run."""
         self._run = self.path / "run"
         self.report = self._run / "report.json"
         """The newest balance report; the dataflow service stores it at intervals and at its end."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from penstock.config import RunConfig
+from penstock.config.stages import stage_subject
 from penstock.config.store_password import PASSWORD_ENV, password_in
 from penstock.config.trust import SCORE_STAGE
 from penstock.fleet.run_folder import RunFolder
@@ -91,10 +92,10 @@ def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, .
     services.append(service("weights", server, "weights", "serve", *run_dir))
     for _, stage in config.pipeline.services if config.pipeline else ():
         args = ("stage", str(folder.path), stage.id)
-        services.append(service(f"stage-{stage.id}", server, *args, role=Role.STAGE))
+        services.append(service(stage_subject(stage.id), server, *args, role=Role.STAGE))
     if config.has_score_stage:
         threads = next(iter(config.models.values())).torch_threads
-        args, name = ("stage", str(folder.path), SCORE_STAGE), f"stage-{SCORE_STAGE}"
+        args, name = ("stage", str(folder.path), SCORE_STAGE), stage_subject(SCORE_STAGE)
         services.append(service(name, server, *args, role=Role.STAGE, threads=threads))
     for policy, model in config.models.items():
         threads = model.torch_threads

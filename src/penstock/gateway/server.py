@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
@@ -43,8 +44,10 @@ from penstock.wire.doors import admit
 from penstock.wire.server import read_body, wait_for_disconnect
 
 MAX_BODY_BYTES = 4 << 20
-BODIES = "bodies"
-"""All routes of a session share a budget."""
+MAX_HELD_BYTES = 512 << 20
+"""Bodies of one owner's calls that are in work: read, waiting for their turn or being answered."""
+READ, HELD = "read", "held"
+"""Two budgets of each owner, over all its sessions and routes."""
 DIALECTS = (CHAT, RESPONSES, MESSAGES, COMPLETIONS)
 """The built-in ones."""
 SESSION = "/sessions/{session_id}"
@@ -65,7 +68,7 @@ def build_app(gateway: Gateway, quotas: Quotas | None = None) -> Starlette:
     async def openapi(session: Session) -> JsonObject:
         return document
 
-    bodies = CallBudget()
+    bodies = _BodyBudgets(reading=CallBudget(), held=CallBudget(MAX_HELD_BYTES))
     calls = {dialect.path: _DialectApp(dialect, gateway, quotas, bodies) for dialect in dialects}
     app = _App(
         routes=[
@@ -140,6 +143,31 @@ def _split(path: str) -> tuple[str, dict[str, str]]:
 # --- calls --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BodyBudgets:
+    """Bytes of bodies that each owner may have in the gateway; its further ones wait unread."""
+
+    reading: CallBudget
+    held: CallBudget
+
+    @asynccontextmanager
+    async def hold(self, owner: str, num_bytes: int) -> AsyncGenerator[None]:
+        who = owner, HELD
+        await self.held.enter(who, num_bytes)
+        try:
+            yield
+        finally:
+            self.held.leave(who, num_bytes)
+
+    async def read(self, owner: str, num_bytes: int, request: Request) -> bytes:
+        who = owner, READ
+        await self.reading.enter(who, num_bytes)
+        try:
+            return await read_body(request, MAX_BODY_BYTES)
+        finally:
+            self.reading.leave(who, num_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class _DialectApp:
     """ASGI application of one dialect."""
@@ -147,8 +175,7 @@ class _DialectApp:
     _dialect: Dialect
     _gateway: Gateway
     _quotas: Quotas
-    _bodies: CallBudget
-    """Bytes that each session may be sending; its further bodies wait unread."""
+    _bodies: _BodyBudgets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -165,23 +192,14 @@ class _DialectApp:
         """None if the response was streamed."""
         session = _find(self._gateway, request)
         self._quotas.check(session)
-        body = await self._read(session, request)
-        try:
-            return await self._answer(session, body, request, send)
-        except (WireError, RequestRejected, RecursionError):
-            self._quotas.charge_refusal(session, len(body))
-            raise
-
-    async def _read(self, session: Session, request: Request) -> bytes:
-        declared = request.headers.get("content-length", "")
-        is_known = declared.isdecimal() and len(declared) < 16
-        num_bytes = min(int(declared) + 1, MAX_BODY_BYTES) if is_known else MAX_BODY_BYTES
-        who = session.id, BODIES
-        await self._bodies.enter(who, num_bytes)
-        try:
-            return await read_body(request, MAX_BODY_BYTES)
-        finally:
-            self._bodies.leave(who, num_bytes)
+        owner, num_bytes = self._gateway.queue_key(session.id), _declared_bytes(request)
+        async with self._bodies.hold(owner, num_bytes):
+            body = await self._bodies.read(owner, num_bytes, request)
+            try:
+                return await self._answer(session, body, request, send)
+            except (WireError, RequestRejected, RecursionError):
+                self._quotas.charge_refusal(session, len(body))
+                raise
 
     async def _answer(
         self, session: Session, body: bytes, request: Request, send: Send
@@ -210,6 +228,13 @@ def _in_role(parsed: ParsedRequest, role: str) -> ParsedRequest:
     """The request with the role of its path in place of its `model`."""
     name = PolicyName(role)
     return replace(parsed, model=name, calls=[replace(call, policy=name) for call in parsed.calls])
+
+
+def _declared_bytes(request: Request) -> int:
+    """Most bytes that the body can have; never 0, so that empty ones count too."""
+    declared = request.headers.get("content-length", "")
+    is_known = declared.isdecimal() and len(declared) < 16
+    return min(int(declared) + 1, MAX_BODY_BYTES) if is_known else MAX_BODY_BYTES
 
 
 # --- other routes -------------------------------------------------------------------------------

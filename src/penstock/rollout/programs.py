@@ -15,7 +15,7 @@ from contextlib import suppress
 from penstock.errors import WorkflowError
 from penstock.rollout.isolation import Opened
 from penstock.rollout.proxied_sandbox import with_ports
-from penstock.rollout.sandbox.types import Exit, ReadStream, Sandbox, SandboxProcess
+from penstock.rollout.sandbox.types import CommandRefused, Exit, ReadStream, Sandbox, SandboxProcess
 from penstock.rollout.user_errors import shorten
 
 MAX_OUTPUT_BYTES = 1 << 20
@@ -58,6 +58,8 @@ async def run_program(
             raise
         why = f"was killed after {timeout_s:g} s"
         raise WorkflowError(shorten(f"`{shlex.join(argv)}` {why}: {_text(error)}")) from None
+    except CommandRefused as error:
+        raise WorkflowError(f"`{shlex.join(argv)[:200]}` cannot start: {error}") from None
     if ended.code != 0 or ended.limit:
         raise WorkflowError(shorten(f"`{shlex.join(argv)}` {_how(ended)}: {_text(error)}"))
     return _text(printed)

@@ -16,8 +16,11 @@ from penstock.rollout.grading.grader import grade
 from penstock.rollout.grading.types import GradingLimits, Solution, TestFile, Verdict
 from penstock.rollout.isolation import Isolation, Use
 from penstock.rollout.sandbox.run import run
-from penstock.rollout.sandbox.types import Limits, Sandbox
+from penstock.rollout.sandbox.types import CommandRefused, Limits, Sandbox
 from penstock.rollout.visible_folders import interpreter_folders
+
+CANNOT_START = 126
+"""As shells say it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,8 @@ class ToolSandbox:
         timeout_s: float = 60.0,
     ) -> ProgramResult:
         """Run a program to its end; its descendants end with it. A program beyond `timeout_s` ends
-        with the limit `wall_s`, and the files of the sandbox with it."""
+        with the limit `wall_s`, and the files of the sandbox with it. Words that no program can be
+        started with, such as ones with a NUL, end with code 126."""
         box = await self.started()
         data = stdin.encode(errors="replace") if isinstance(stdin, str) else stdin
         try:
@@ -64,6 +68,8 @@ class ToolSandbox:
         except TimeoutError:
             await self.close()
             return ProgramResult(code=-9, stdout="", stderr="", limit="wall_s")
+        except CommandRefused as error:
+            return ProgramResult(code=CANNOT_START, stdout="", stderr=str(error))
         return ProgramResult(
             code=done.exit.code,
             stdout=done.stdout.decode(errors="replace"),

@@ -41,8 +41,8 @@ def module_files(function: str) -> tuple[Path, ...]:
 
 
 def program_folders(argv: Sequence[str]) -> tuple[Path, ...]:
-    """The working directory, the installation of the program, and the folders of files among its
-    arguments; only the files where a folder is hidden or too wide."""
+    """The working directory, the installation of the program, and the files among its arguments,
+    without what lies beside them: a model may have written an argument."""
     found = [Path.cwd()]
     program = shutil.which(argv[0])
     if program is not None:
@@ -52,9 +52,16 @@ def program_folders(argv: Sequence[str]) -> tuple[Path, ...]:
     for argument in argv[1:]:
         path = Path(argument)
         if path.is_absolute() and path.is_file() and path.parts[1] not in _OF_THE_HOST:
-            is_hidden = path.parent.name.startswith(".")
-            found += [path] if is_hidden else [path.parent, path]
+            found += [] if _is_secret(path) else [path]
     return tuple(found)
+
+
+def _is_secret(path: Path) -> bool:
+    """A file that is hidden in the home folder, and that other users cannot read."""
+    real, home = path.resolve(), Path.home().resolve()
+    if not real.is_relative_to(home) or not real.relative_to(home).parts[0].startswith("."):
+        return False
+    return not real.stat().st_mode & stat.S_IROTH
 
 
 def narrowed(paths: Iterable[Path]) -> tuple[Path, ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.dataflow.client.dataflow import StatusClient
 from penstock.errors import BadRequest, ConfigError, LaunchError, WireError
+from penstock.observe.admin_log import AdminAction
 from penstock.wire.auth import Role
 from penstock.wire.held_token import HeldToken
 
@@ -108,6 +109,7 @@ def stop_run(folder: RunFolder, *, timeout_s: float) -> bool:
     pid = folder.launcher_pid()
     if pid is None:
         return False
+    folder.admin_log.append(AdminAction.RUN_STOPPED, launcher=pid)
     os.kill(pid, signal.SIGTERM)
     give_up_at = time.monotonic() + timeout_s
     while folder.launcher_pid() == pid:

@@ -31,6 +31,7 @@ from penstock.fleet.run_folder import (
     RunFolder,
 )
 from penstock.fleet.services import local_services
+from penstock.observe.admin_log import AdminAction
 from penstock.runs.control import make_status_client
 from penstock.runs.curves import reward_by_step
 from penstock.runs.model_revisions import pin_models
@@ -197,7 +198,8 @@ def _claim_folder(
             f"{folder.path} was started with a different config or dataset:\n{listed}\n"
             "  Use another `name`, or pass --accept-changes to resume anyway"
         )
-    if changes or config_changes(known, config):
+    all_changes = dict.fromkeys((*changes, *config_changes(known, config)))
+    if all_changes:
         folder.clear_finish()  # first: killed between the two, the new config is not finished
     folder.write_config(config)
     folder.write_last_started_config(config)
@@ -205,7 +207,11 @@ def _claim_folder(
     for name, digest in sources.items():
         digests[name] = preferred_digest(digests.get(name, digest), digest)
     folder.write_source_digests(digests)
-    return folder.finish()
+    finish = folder.finish()
+    if finish is None:
+        action = AdminAction.RUN_STARTED if is_new else AdminAction.RUN_RESUMED
+        folder.admin_log.append(action, changes="; ".join(all_changes))
+    return finish
 
 
 def _supervise(

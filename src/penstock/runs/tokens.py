@@ -17,6 +17,7 @@ import msgspec
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.fleet.service_tokens import TOKEN_TTL_S, changing_keys, rewrite_tokens
+from penstock.observe.admin_log import AdminAction
 from penstock.wire import keys
 from penstock.wire.auth import RENEWED_TTL_S, Credential, Role, Signer, read_unverified
 from penstock.wire.denied import Denied, read_denied, write_denied
@@ -87,6 +88,13 @@ def issue(
     credential = read_unverified(token)
     assert credential is not None
     _record(folder, credential, signer.key_id)
+    folder.admin_log.append(
+        AdminAction.TOKEN_ISSUED,
+        id=credential.id,
+        name=subject,
+        role=role.value,
+        is_trusted=is_trusted,
+    )
     return token, credential
 
 
@@ -147,10 +155,13 @@ def revoke(folder: RunFolder, *, id: str | None = None, name: str | None = None)
         denied = _denied(folder)
         if id is not None:
             tokens = {**denied.tokens, id: known[id]}
-            return _write(folder, msgspec.structs.replace(denied, tokens=tokens))
-        return _write(
-            folder, msgspec.structs.replace(denied, subjects=denied.subjects | {str(name)})
-        )
+            changed = _write(folder, msgspec.structs.replace(denied, tokens=tokens))
+            folder.admin_log.append(AdminAction.TOKEN_REVOKED, id=id, name=known[id])
+            return changed
+        subjects = denied.subjects | {str(name)}
+        changed = _write(folder, msgspec.structs.replace(denied, subjects=subjects))
+        folder.admin_log.append(AdminAction.NAME_REVOKED, name=name)
+        return changed
 
 
 def rotate(folder: RunFolder, *, now: bool = False) -> str:
@@ -174,6 +185,9 @@ def rotate(folder: RunFolder, *, now: bool = False) -> str:
         if now:
             refused = {key: min(at, end) for key, end in refused.items()}
         _write(folder, msgspec.structs.replace(denied, keys=refused))
+        folder.admin_log.append(
+            AdminAction.KEY_ROTATED, key_id=new.key_id, replaced=old, is_immediate=now
+        )
     return new.key_id
 
 

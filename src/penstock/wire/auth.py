@@ -35,6 +35,8 @@ EXPIRED = f"token has expired; {NEW_TOKEN}, then start this again"
 NOT_SIGNED = "token signature does not match this run's key; it was minted for another run"
 _TOKEN_PARTS, _RENEWED_PARTS = 5, 9
 _MAX_KNOWN = 4096
+_MAX_KNOWN_PER_ID = 4
+"""Each renewal is another text: without a limit, one holder would crowd out the others."""
 _MAX_CERTIFICATES = 64
 
 
@@ -211,6 +213,8 @@ class Verifier:
         """Set where the service also renews tokens."""
         self._denied_now = denied.current()
         self._verified: dict[str, _Known] = {}
+        """The longest known first; also the next."""
+        self._by_id: dict[str, list[str]] = {}
         self._certificates: dict[str, Certificate] = {}
 
     @classmethod
@@ -246,10 +250,11 @@ class Verifier:
         if (denied := self.denied.current()) is not self._denied_now:
             self._denied_now = denied
             self._verified.clear()
+            self._by_id.clear()
         known = self._verified.get(token) or self._check(token)
         at, credential = time.time() if now is None else now, known.credential
         if credential.expires_at <= at:
-            self._verified.pop(token, None)
+            self._forget(token)
             raise Unauthorized(EXPIRED)
         if _is_replaced(known, denied, at):
             raise Unauthorized(f"token is signed by a key that was replaced; {NEW_TOKEN}")
@@ -257,9 +262,28 @@ class Verifier:
             raise Forbidden(f"token belongs to run {credential.run!r}, this is {self.run!r}")
         if self._audience not in credential.audiences:
             raise Forbidden(f"token is not for the {self._audience} service")
-        if len(self._verified) < _MAX_KNOWN:  # a check costs 200 µs, and there are few tokens
-            self._verified[token] = known
+        if token not in self._verified:
+            self._remember(token, known)
         return credential
+
+    def _remember(self, token: str, known: _Known) -> None:
+        """A check costs 200 µs, and there are few tokens."""
+        same = self._by_id.setdefault(known.credential.id, [])
+        if len(same) >= _MAX_KNOWN_PER_ID:
+            self._forget(same[0])
+        elif len(self._verified) >= _MAX_KNOWN:
+            self._forget(next(iter(self._verified)))
+        self._verified[token] = known
+        self._by_id.setdefault(known.credential.id, []).append(token)
+
+    def _forget(self, token: str) -> None:
+        known = self._verified.pop(token, None)
+        if known is None:
+            return
+        same = self._by_id[known.credential.id]
+        same.remove(token)
+        if not same:
+            del self._by_id[known.credential.id]
 
     def watch(self, token: str) -> Callable[[], bool]:
         """For what outlives a valid token: says whether it has been revoked since, or its key

@@ -47,6 +47,8 @@ class Route:
     shares_budget: bool = False
     """Calls of one credential have a limited number of bytes in work at a time; the others wait
     their turn."""
+    audited: str = ""
+    """What a call does, for the log of operators' actions; empty for none of them."""
     is_streamed: bool = False
     """The handler reads the body itself, as an async iterator of bytes of any length."""
 

@@ -8,7 +8,7 @@ only source of routing, authorisation, validation and documentation, so they can
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -42,12 +42,19 @@ log = structlog.get_logger(__name__)
 
 MAX_PARAMETER_CHARS = 8192
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
+OnAction = Callable[[str, Call], Awaitable[None]]
 
 
 def build_app(
-    routes: Sequence[Route], verifier: Verifier, *, title: str, lifespan: Lifespan | None = None
+    routes: Sequence[Route],
+    verifier: Verifier,
+    *,
+    title: str,
+    lifespan: Lifespan | None = None,
+    on_action: OnAction | None = None,
 ) -> Starlette:
-    """Every route requires one of its roles; only `/healthz` is open."""
+    """Every route requires one of its roles; only `/healthz` is open. `on_action` is called after
+    each call of an audited route, before its answer."""
     document: dict[str, Any] = {}
 
     async def openapi(call: Call) -> object:
@@ -66,7 +73,7 @@ def build_app(
     ]
     document.update(openapi_document(published, title))
     budget = CallBudget()
-    endpoints = [_Endpoint(route, verifier, budget) for route in published]
+    endpoints = [_Endpoint(route, verifier, budget, on_action) for route in published]
     app = _App(
         routes=[
             StarletteRoute("/healthz", _healthz, methods=["GET"]),
@@ -140,8 +147,11 @@ async def _healthz(request: Request) -> Response:
 class _Endpoint:
     """One route as an ASGI app."""
 
-    def __init__(self, spec: Route, verifier: Verifier, budget: CallBudget) -> None:
+    def __init__(
+        self, spec: Route, verifier: Verifier, budget: CallBudget, on_action: OnAction | None
+    ) -> None:
         self.spec = spec
+        self._on_action = on_action
         self._verifier = verifier
         self._budget = budget
 
@@ -195,7 +205,10 @@ class _Endpoint:
             headers=headers,
             is_disconnected=request.is_disconnected,
         )
-        return _response(headers, await spec.handler(call))
+        answer = await spec.handler(call)
+        if spec.audited and self._on_action is not None:
+            await self._on_action(spec.audited, call)
+        return _response(headers, answer)
 
 
 def _authorise(headers: Mapping[str, str], route: Route, verifier: Verifier) -> Credential:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.unit.audit import (
+    corrupt_admin_log,
     corrupt_flow,
     corrupt_freed,
     corrupt_partitions,
@@ -116,6 +117,11 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], str], ...]] = {
         corrupt_training.lose_weights,
         corrupt_training.damage_weights,
         corrupt_training.publish_other_weights,
+    ),
+    "admin_log": (
+        corrupt_admin_log.change_a_line,
+        corrupt_admin_log.cut_the_end,
+        corrupt_admin_log.delete_it,
     ),
 }
 

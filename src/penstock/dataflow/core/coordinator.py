@@ -350,6 +350,8 @@ class Coordinator:
     def _count_failure(self, issued: GroupRecord, report: GroupEnded, now: float) -> None:
         if issued.source == self._issue_spec.session_source:
             return  # the run cannot fix external agents
+        if report.is_excused:
+            return  # no stranger ends a run by failing its work
         if report.dropped is DropReason.FAILED_SLOTS:
             num_results = len(report.rows)
             self.failure_limit.group_failed(report.num_failed, num_results, report.cause, now)

@@ -99,6 +99,8 @@ class Slot(msgspec.Struct, gc=False):
     row: RowSummary | None = None
     reasons: tuple[str, ...] = ()
     """Why each attempt failed."""
+    is_excused: bool = False
+    """An untrusted node failed one of its attempts."""
 
     def move(self, state: SlotState) -> None:
         assert state in NEXT_SLOT[self.state], f"slot cannot go from {self.state} to {state}"
@@ -171,6 +173,12 @@ class OpenGroup:
         """Why a slot of this group ran out of attempts; empty if none did."""
         dead = [s for s in self.known_slots.values() if s.state is SlotState.DEAD and s.reasons]
         return dead[-1].reasons[-1] if dead else ""
+
+    @property
+    def is_excused(self) -> bool:
+        """Untrusted nodes had a hand in every slot that ran out of attempts."""
+        dead = [slot for slot in self.known_slots.values() if slot.state is SlotState.DEAD]
+        return bool(dead) and all(slot.is_excused for slot in dead)
 
     def running(self) -> Iterator[tuple[int, Slot]]:
         for index, slot in self.known_slots.items():

@@ -130,6 +130,8 @@ class GroupEnded(Struct, frozen=True, kw_only=True, tag=True):
     """Failed attempts in the group."""
     cause: Text = ""
     """Why the last of its slots ran out of attempts, if one did."""
+    is_excused: bool = False
+    """It failed by the word of untrusted nodes, which says nothing about the run."""
 
 
 class ColumnsCompleted(Struct, frozen=True, kw_only=True, tag=True):

@@ -28,7 +28,7 @@ from penstock.dataflow.records import (
     row_id,
 )
 from penstock.errors import Fenced, NotFound
-from penstock.types import NodeId, RowId, subject_of_node
+from penstock.types import GroupId, NodeId, RowId, subject_of_node
 
 SLOW_FACTOR = 2.0
 """A node this many times slower than the median gets proportionally fewer leases."""
@@ -45,6 +45,8 @@ class NodeRegistry:
         self._journal = journal
         self._quarantined: set[str] = set()
         """Subjects in quarantine, including those without a node here."""
+        self._untrusted_leases: Counter[GroupId] = Counter()
+        """Running leases of untrusted nodes, by group."""
         self._median_s = 0.0
         """Attempt time of the median node; updated at each tick."""
 
@@ -161,6 +163,20 @@ class NodeRegistry:
             return capacity
         return max(1, int(capacity * SLOW_FACTOR * self._median_s / node.mean_attempt_s))
 
+    def is_untrusted(self, node_id: NodeId) -> bool:
+        """Whether it registered with an untrusted credential; False if it has left."""
+        node = self.nodes.get(node_id)
+        return node is not None and node.is_untrusted
+
+    def may_take(self, node: Node, group_id: GroupId, num_groups: int) -> bool:
+        """Whether this node may lease slots of this group, one of `num_groups` open ones. Beside a
+        trusted node, untrusted ones hold slots of at most half of them: a group waits for all its
+        slots, and who takes work need not do it."""
+        held = self._untrusted_leases
+        if not node.is_untrusted or group_id in held or len(held) < num_groups // 2:
+            return True
+        return not any(map(_is_working, self.nodes.values()))
+
     def is_quarantined(self, subject: str) -> bool:
         return subject in self._quarantined
 
@@ -214,6 +230,8 @@ class NodeRegistry:
         held.grants.append(grant)
         held.num_running += num_slots
         node.num_leases += num_slots
+        if node.is_untrusted:
+            self._untrusted_leases[grant.group_id] += num_slots
 
     def end_lease(self, lease: LeaseRecord) -> None:
         node = self.nodes.get(lease.node_id)
@@ -224,6 +242,10 @@ class NodeRegistry:
             return
         node.num_leases -= 1
         held.num_running -= 1
+        if node.is_untrusted:
+            self._untrusted_leases[lease.group_id] -= 1
+            if not self._untrusted_leases[lease.group_id]:
+                del self._untrusted_leases[lease.group_id]
         if not held.num_running:
             del node.granted[lease.request_id]
 
@@ -255,3 +277,10 @@ class NodeRegistry:
                     is_quarantined=subject_of_node(record.node_id) in self._quarantined,
                 )
             )
+
+
+def _is_working(node: Node) -> bool:
+    """A trusted node that takes tasks now."""
+    if node.is_untrusted or node.is_session_gateway or node.is_quarantined:
+        return False
+    return node.state is NodeState.LIVE and not node.is_expired

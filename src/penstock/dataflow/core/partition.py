@@ -309,6 +309,8 @@ class Partition:
             if not heads:
                 break
             group, policies = min(heads, key=lambda head: head[0].record.issue)
+            if not self.node_registry.may_take(node, group.record.group_id, len(self.groups)):
+                break  # trusted nodes get the groups after it, too
             if due.get(policies) != group.record.due:
                 if not self.gate.can_lease(group.due, live, policies):
                     blocked.add(policies)  # later ones need a version at least as recent
@@ -447,6 +449,8 @@ class Partition:
         self, group: OpenGroup, index: int, slot: Slot, end: LeaseEnd, why: str, now: float
     ) -> None:
         """An attempt failed: retry the slot, or give it up."""
+        assert slot.grant is not None, "only a running attempt fails"
+        slot.is_excused |= self.node_registry.is_untrusted(slot.grant.node_id)
         self._end_lease(group, index, slot, end, now, why)
         slot.attempt += 1
         slot.reasons += (_abbreviate(f"{end}: {why}"),)
@@ -560,6 +564,7 @@ class Partition:
                 dropped=reason,
                 num_failed=sum(slot.attempt for slot in group.known_slots.values()),
                 cause=group.last_cause,
+                is_excused=group.is_excused,
             )
         )
 
@@ -616,6 +621,7 @@ class Partition:
         if lease.ended in ENDS_COSTING_ATTEMPT:
             slot.attempt += 1
             slot.reasons += (f"{lease.ended}: {lease.detail}",)
+            slot.is_excused |= self.node_registry.is_untrusted(lease.node_id)
             if slot.attempt >= self.max_attempts:
                 slot.state = SlotState.DEAD
 

@@ -163,7 +163,8 @@ def _bounds(config: RunConfig) -> StorageLimits:
 
 def _rows(config: RunConfig, folder: Path, process: Process) -> RowService:
     """Restore columns, readers and spaces, and add the config's stages and quotas."""
-    rows = RowService(process, BlobStore(folder / "blobs"))
+    stages = {stage.name: stage.writes for stage in config.dataflow.stages}
+    rows = RowService(process, BlobStore(folder / "blobs"), stages)
     rows.restore()
     for stage in config.dataflow.stages:
         fields = stage.model_dump(exclude={"required", "on"})

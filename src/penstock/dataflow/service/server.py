@@ -27,6 +27,7 @@ from penstock.dataflow.service.nodes.eviction import evict_denied
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.dataflow.service.nodes.routes import node_routes
 from penstock.dataflow.service.operators import status as reading
+from penstock.dataflow.service.operators.action_log import ActionLog
 from penstock.dataflow.service.operators.messages import ForgetSessionAnswer, Status
 from penstock.dataflow.service.operators.observe import observe_service
 from penstock.dataflow.service.partition import PartitionService
@@ -38,6 +39,7 @@ from penstock.dataflow.service.trainers.messages import VersionsInUse
 from penstock.dataflow.service.trainers.routes import CHECKERS, READERS, TrainerRoutes
 from penstock.durable import write_durably
 from penstock.errors import StoreError
+from penstock.observe.admin_log import AdminAction, AdminLog
 from penstock.wire.auth import Verifier
 from penstock.wire.codec import encode_json
 from penstock.wire.held_token import Token
@@ -89,7 +91,7 @@ class ServiceRoutes:
         recorded = RecordedRun(coordinator=self.service.process.ledger.tables, partitions={})
         return await asyncio.to_thread(explain, recorded, call.path["id"])
 
-    @route("DELETE", "/v1/sessions/{session}", OPERATORS)
+    @route("DELETE", "/v1/sessions/{session}", OPERATORS, audited=AdminAction.SESSION_FORGOTTEN)
     async def forget(self, call: Call) -> ForgetSessionAnswer:
         """Forget a session: remove it if untrained, mask it in sealed batches."""
         return await self.service.session_eraser.forget(call.path["session"])
@@ -146,14 +148,27 @@ def surface(service: DataflowService, config: RunConfig, weights_url: str) -> Se
 
 
 def build_server(
-    surface: ServiceRoutes, verifier: Verifier, *, report_file: Path | None = None
+    surface: ServiceRoutes,
+    verifier: Verifier,
+    *,
+    report_file: Path | None = None,
+    admin_log: AdminLog | None = None,
 ) -> Starlette:
     """The coordinator and its partition as an app that runs their timers in its lifespan, and
     stores its report in a file."""
     service = surface.service
+    actions = None if admin_log is None else ActionLog(service.process, admin_log)
+    if actions is not None:
+        service.trainers.on_quarantine = actions.on_quarantine
     reports = _stored_reports(surface, report_file) if report_file else None
     return _app(
-        surface.routes(), service, service.run_timers, verifier, "penstock dataflow", reports
+        surface.routes(),
+        service,
+        service.run_timers,
+        verifier,
+        "penstock dataflow",
+        reports,
+        actions,
     )
 
 
@@ -176,6 +191,7 @@ def _app(
     verifier: Verifier,
     title: str,
     reports: AbstractAsyncContextManager[None] | None = None,
+    actions: ActionLog | None = None,
 ) -> Starlette:
     """A failed loop or disk ends the process with an error."""
 
@@ -205,7 +221,8 @@ def _app(
             await asyncio.wait(running)
             service.close()
 
-    return build_app(routes, verifier, title=title, lifespan=lifespan)
+    on_action = None if actions is None else actions.on_call
+    return build_app(routes, verifier, title=title, lifespan=lifespan, on_action=on_action)
 
 
 @contextlib.asynccontextmanager
@@ -256,7 +273,12 @@ async def serve_dataflow(
     service = build_partly_restored(config, run_dir / "ledger", on_failure=failures)
     service.partitions.own_urls = partition_urls
     routes = surface(service, config, weights_url)
-    app = build_server(routes, verifier, report_file=run_dir / "run" / "report.json")
+    app = build_server(
+        routes,
+        verifier,
+        report_file=run_dir / "run" / "report.json",
+        admin_log=AdminLog(run_dir),
+    )
     log.info("dataflow serves", run=config.name, host=host, port=port)
     await _serve(failures, server(app, host, port, tls))
 

@@ -38,6 +38,8 @@ MAX_CONNECTIONS = 64
 MAX_BYTES = 1 << 30
 """Of one attempt, both ways."""
 MAX_RECORDS = 10_000
+MAX_RECORDED_CHARS = 300
+"""Of a name that the program chose: it is written to the log."""
 CHUNK_BYTES = 1 << 16
 HOP_HEADERS = frozenset(
     b"connection expect keep-alive proxy-authenticate proxy-authorization proxy-connection te "
@@ -127,8 +129,11 @@ class EgressProxy:
             raise Denied(f"this attempt moved more than {MAX_BYTES} bytes")
 
     def note(self, record: EgressRecord) -> None:
-        if len(self.records) < MAX_RECORDS:
-            self.records.append(record)
+        if len(self.records) >= MAX_RECORDS:
+            return
+        self.records.append(record)
+        if len(self.records) == MAX_RECORDS:
+            log.warning("egress: later requests are not recorded", row=self.row_id)
         log.info(
             "egress",
             row=self.row_id,
@@ -173,9 +178,9 @@ class _Exchange:
             request = await self._next()
         if not isinstance(request, h11.Request):
             raise EOFError("the program sent no request")
-        self._record.method = request.method.decode("ascii")
+        self._record.method = request.method.decode("ascii")[:MAX_RECORDED_CHARS]
         target, path = self._read_target(request)
-        self._record.host = str(target)
+        self._record.host = str(target)[:MAX_RECORDED_CHARS]
         self._proxy.rules.check(target, is_tunnel=request.method == b"CONNECT")
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await self._connect(target)
@@ -270,7 +275,7 @@ class _Exchange:
                 task.cancel()
 
     async def _refuse(self, status: int, why: str) -> None:
-        self._record.reason = why
+        self._record.reason = why[:MAX_RECORDED_CHARS]
         if self._record.status:  # the answer has begun
             self._writer.transport.abort()
             return

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 
 import msgspec
@@ -27,6 +28,32 @@ from penstock.rollout.visible_folders import module_files, python_folders
 
 START_S = 120.0
 """How long the user's module may take to import; some load a computer algebra system."""
+MAX_LOG_BYTES = 4 << 20
+LOG_BYTES_PER_S = 1 << 10
+"""What a reward prints goes to the node's log: so much at once, and so much on average."""
+
+
+@dataclass(slots=True)
+class LogBudget:
+    """Bounds what a worker, over all its processes, writes to the node's log."""
+
+    left: float = MAX_LOG_BYTES
+    counted_at: float = field(default_factory=time.monotonic)
+    has_warned: bool = False
+
+    def cut(self, chunk: bytes) -> bytes:
+        """The part of it that may be written."""
+        now = time.monotonic()
+        self.left = min(MAX_LOG_BYTES, self.left + (now - self.counted_at) * LOG_BYTES_PER_S)
+        self.counted_at = now
+        kept = chunk[: int(self.left)]
+        self.left -= len(kept)
+        if len(kept) == len(chunk):
+            self.has_warned = False
+        elif not self.has_warned:
+            self.has_warned = True
+            kept += b"\n[the reward prints too much; the rest of its output is not logged]\n"
+        return kept
 
 
 @dataclass(slots=True)
@@ -39,6 +66,7 @@ class WorkerProcess:
     _box: Sandbox | None = None
     _process: SandboxProcess | None = None
     _logging: asyncio.Task[None] | None = None
+    _log_budget: LogBudget = field(default_factory=LogBudget)
 
     async def start(self) -> None:
         """Start the worker and wait until it has imported the function; raises RewardError if it
@@ -52,7 +80,9 @@ class WorkerProcess:
         try:
             await self._box.start()
             self._process = await self._box.exec(argv)
-            self._logging = asyncio.create_task(_copy_to_log(self._process.stderr))
+            self._logging = asyncio.create_task(
+                _copy_to_log(self._process.stderr, self._log_budget)
+            )
             async with asyncio.timeout(START_S):
                 ready = await self._read()
         except BaseException:
@@ -107,9 +137,9 @@ class WorkerProcess:
             raise RewardError(f"reward {self._function} corrupted its worker's pipe") from None
 
 
-async def _copy_to_log(source: ReadStream) -> None:
-    """consumes: what the function prints · produces: the same in the node's log
+async def _copy_to_log(source: ReadStream, budget: LogBudget) -> None:
+    """consumes: what the function prints · produces: the same in the node's log, within a budget
     waits for: its output, until the end of the process"""
     while chunk := await source.read(1 << 14):
-        sys.stderr.buffer.write(chunk)
+        sys.stderr.buffer.write(budget.cut(chunk))
         sys.stderr.flush()

@@ -23,6 +23,11 @@ class FileRefused(ValueError):
     inside can cause it, so the sandbox itself has not failed."""
 
 
+class CommandRefused(ValueError):
+    """No program can be started with these words, such as text of a model with a NUL in it; the
+    sandbox itself has not failed."""
+
+
 class Level(IntEnum):
     """How strong the walls are; a run that demands more than it can get refuses to start."""
 
@@ -117,7 +122,7 @@ class Sandbox(Protocol):
 
     async def exec(self, argv: Sequence[str], *, env: Mapping[str, str] = {}) -> SandboxProcess:
         """Start a program in WORK_DIR. Programs of one sandbox share files and limits, and see no
-        processes of each other."""
+        processes of each other. Raises CommandRefused."""
         ...
 
     async def put(self, path: str, data: bytes, *, mode: int = 0o644) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.child import Child, start_child
-from penstock.rollout.sandbox.types import WORK_DIR, Limits
+from penstock.rollout.sandbox.types import WORK_DIR, CommandRefused, Limits
 
 START_S = 60.0
 HOST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -32,6 +32,8 @@ INNER_ENV = {
 }
 NO_NAMESPACES = "allow user namespaces on this host, or choose another back end"
 _MAX_OPEN_FILES = 1024
+_MAX_LINE_BYTES = 2 << 20
+"""Of a command and its environment; the kernel takes no more."""
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _JOIN = 'for file in $0; do echo 0 > "$file" || exit 125; done; exec "$@"'
 
@@ -124,15 +126,20 @@ def command_line(argv: Sequence[str], env: Mapping[str, str]) -> bytes:
     """One line of shell that becomes the program; nothing in it is expanded."""
     for name in env:
         if not _ENV_NAME.fullmatch(name):
-            raise ValueError(f"{name!r} cannot name an environment variable")
+            raise CommandRefused(f"{name[:80]!r} cannot name an environment variable")
     words = [*argv, *env.values()]
     if not argv or any("\0" in word for word in words):
-        raise ValueError("a command is at least one word, and no word contains a NUL")
+        raise CommandRefused("a command is at least one word, and no word contains a NUL")
+    if sum(map(len, words)) > _MAX_LINE_BYTES:
+        raise CommandRefused(f"a command has at most {_MAX_LINE_BYTES} bytes; use files")
     exports = "".join(f"export {name}={_quote(value)}; " for name, value in env.items())
     line = f"{exports}exec {' '.join(map(_quote, argv))}\n"
     if any("\n" in word for word in words):
         line = f"nl=$(printf '\\n.'); nl=${{nl%.}}; {line}"
-    return os.fsencode(line)
+    try:
+        return os.fsencode(line)
+    except UnicodeEncodeError:
+        raise CommandRefused("a word of the command is not Unicode text") from None
 
 
 def _quote(word: str) -> str:

@@ -197,7 +197,7 @@ class Relay:
             start, end = cached.missing(piece)  # keep what a failed upstream sent
             part = upstream.part(cached.digest, start, end, cached.num_bytes)
             try:
-                async with aclosing(part) as chunks:
+                async with upstream.no_slower(end - start), aclosing(part) as chunks:
                     async for chunk in chunks:
                         await self._put(cached, piece, chunk, upstream)
                         fetch.notify()

@@ -7,9 +7,11 @@ whose response is rejected is demoted for a while.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,6 +28,14 @@ DEMOTE_S = 60.0
 """How long a failed upstream is tried last."""
 IDLE_TIMEOUT_S = 8.0
 """Timeout without data from an upstream; shorter than readers allow a relay."""
+START_S = 60.0
+MIN_BYTES_PER_S = 4 << 10
+"""An answer that takes longer than START_S and this rate allow is given up, what came of a blob is
+kept: one that sends a byte now and then is never silent."""
+MAX_COUNTED_BYTES = 1 << 20
+"""Of an answer whose size is not known: no manifest may take hours."""
+SLOW_DEMOTE_S = 1800.0
+"""How long such an upstream is tried last."""
 CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
@@ -38,25 +48,38 @@ class Upstream:
     def url(self) -> str:
         return self.caller.base_url
 
-    def demote(self, reason: object) -> None:
+    def demote(self, reason: object, for_s: float = DEMOTE_S) -> None:
         if self.demoted_until < time.monotonic():
             log.warning(
                 "upstream failed, trying others first",
                 url=self.url,
                 error=str(reason),
-                for_s=DEMOTE_S,
+                for_s=for_s,
             )
-        self.demoted_until = time.monotonic() + DEMOTE_S
+        self.demoted_until = max(self.demoted_until, time.monotonic() + for_s)
+
+    @asynccontextmanager
+    async def no_slower(self, num_bytes: int) -> AsyncGenerator[None]:
+        """Raise Unreachable if receiving this many bytes takes too long."""
+        limit_s = START_S + num_bytes / MIN_BYTES_PER_S
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            slow = f"did not send {num_bytes} bytes within {limit_s:.0f} s"
+            self.demote(slow, SLOW_DEMOTE_S)
+            raise Unreachable(f"{self.url} {slow}") from None
 
     async def get(self, path: str, max_bytes: int, **headers: str) -> httpx2.Response:
-        return await self.caller.request(
-            "GET",
-            path,
-            headers=headers | NO_COMPRESSION,
-            max_response_bytes=max_bytes,
-            deadline_s=0.0,
-            timeout_s=IDLE_TIMEOUT_S,
-        )
+        async with self.no_slower(min(max_bytes, MAX_COUNTED_BYTES)):
+            return await self.caller.request(
+                "GET",
+                path,
+                headers=headers | NO_COMPRESSION,
+                max_response_bytes=max_bytes,
+                deadline_s=0.0,
+                timeout_s=IDLE_TIMEOUT_S,
+            )
 
     async def head(self, blob: str, num_bytes: int) -> tuple[bytes, int]:
         """The first `num_bytes` of a blob, and its total size."""

@@ -22,6 +22,7 @@ from penstock.dataflow.service.row_payloads import RowPayloads, RowsQuery
 from penstock.dataflow.service.trainers.messages import RowsAnswer, RowsRequest
 from penstock.dataflow.service.trainers.routes import TRAINERS, serve_rows
 from penstock.errors import BadRequest, Forbidden
+from penstock.observe.admin_log import AdminAction
 from penstock.wire.auth import Role
 from penstock.wire.routes import Call, route
 
@@ -52,12 +53,12 @@ class PartitionRoutes:
         """Orders for this partition; held open when there are none."""
         return await self.partitions.pull(_own_index(call), body)
 
-    @route("POST", "/v1/partitions/{index}/drain", OPERATORS)
+    @route("POST", "/v1/partitions/{index}/drain", OPERATORS, audited=AdminAction.PARTITION_DRAINED)
     async def drain(self, call: Call) -> Ack:
         """Drain this partition: no new groups; its status shows when it is gone."""
         return await self.partitions.drain(_index(call))
 
-    @route("POST", "/v1/partitions/{index}/lose", OPERATORS)
+    @route("POST", "/v1/partitions/{index}/lose", OPERATORS, audited=AdminAction.PARTITION_LOST)
     async def lose(self, call: Call) -> Ack:
         """Declare this partition permanently lost."""
         return await self.partitions.lose(_index(call))

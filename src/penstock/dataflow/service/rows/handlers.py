@@ -8,7 +8,7 @@ Runs on the event loop that owns the core; hashing and reading of values happen 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -54,6 +54,7 @@ from penstock.dataflow.service.rows.messages import (
     SpaceState,
     WriteStatus,
 )
+from penstock.dataflow.service.rows.reader_rights import ReaderRights
 from penstock.dataflow.service.rows.upload_quotas import UploadQuotas
 from penstock.errors import BadRequest
 
@@ -65,7 +66,11 @@ THREAD_BYTES = 1 << 20
 
 
 class RowService:
-    def __init__(self, process: Process, blobs: BlobStore) -> None:
+    def __init__(
+        self, process: Process, blobs: BlobStore, stages: Mapping[str, Collection[str]]
+    ) -> None:
+        """`stages`: of the run file, by name, with the columns that each writes."""
+        self.rights = ReaderRights(stages)
         ledger, journal = process.ledger, process.journal
         self.columns = Columns(ledger.tables, journal, ledger.place)
         self.row_window = RowWindow(self.columns, ledger.tables, journal)

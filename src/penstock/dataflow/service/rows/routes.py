@@ -34,7 +34,8 @@ from penstock.dataflow.service.rows.messages import (
     SpacesAnswer,
 )
 from penstock.dataflow.service.rows.upload_quotas import UploadQuotas, owner_of
-from penstock.errors import BadRequest, Forbidden, NotFound, TooLarge
+from penstock.errors import BadRequest, NotFound, TooLarge
+from penstock.observe.admin_log import AdminAction
 from penstock.wire.auth import Role
 from penstock.wire.codec import MSGPACK, encode
 from penstock.wire.routes import Call, RawResponse, Route, route, routes_of
@@ -45,6 +46,7 @@ PIECE_BYTES = 1 << 20
 WRITERS = frozenset({Role.STAGE, Role.TRAINER, Role.ADMIN})
 READERS = WRITERS | {Role.READER}
 UPLOADERS = WRITERS | {Role.ROLLOUT, Role.GATEWAY}
+OPERATORS = frozenset({Role.ADMIN})
 OCTET_STREAM = "application/octet-stream"
 
 
@@ -65,10 +67,9 @@ class RowRoutes:
         """Declare a reader: the columns it reads and writes; a known one continues."""
         terms = ReaderSpec(name=call.path["name"], **asdict(body))
         check_reader_spec(terms)
-        if body.writes and call.credential.role is Role.READER:
-            raise Forbidden(
-                "role reader may not declare a reader that writes; use a token with role stage"
-            )
+        rights, credential = self.service.rights, call.credential
+        rights.require_declaration(credential, terms.name, terms.space, terms.writes)
+        rights.reserve(credential, terms.name, self.service.row_window.readers)
         return await self.service.declare(terms)
 
     @route("DELETE", "/v1/readers/{name}", READERS)
@@ -98,10 +99,9 @@ class RowRoutes:
         return call.path["name"]
 
     def _require(self, call: Call, name: str) -> None:
-        """A read-only token must not consume a stage's attempts."""
+        """No token consumes the attempts of a stage that is not its own."""
         writes = self.service.readers.reader(name).terms.writes
-        if writes and call.credential.role is Role.READER:
-            raise Forbidden(f"role reader may not act for {name!r}, which writes {list(writes)}")
+        self.service.rights.require(call.credential, name, writes)
 
     # --- spaces -------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class RowRoutes:
         """User spaces with their size and quota."""
         return SpacesAnswer(spaces=self.service.space_states())
 
-    @route("PUT", "/v1/spaces/{space}", frozenset({Role.ADMIN}))
+    @route("PUT", "/v1/spaces/{space}", OPERATORS, audited=AdminAction.QUOTA_SET)
     async def set_quota(self, call: Call, body: QuotaRequest) -> Ack:
         """Create a space, or change its quota."""
         await self.service.set_quota(call.path["space"], body.quota_bytes)

@@ -5,7 +5,7 @@ No HTTP here."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -53,6 +53,11 @@ from penstock.errors import BadRequest, Conflict, NotFound, StoreError
 from penstock.types import NodeId, PolicyName, RowId, subject_of_node
 
 log = structlog.get_logger(__name__)
+OnQuarantine = Callable[[str, str, str], Awaitable[None]]
+
+
+async def _not_logged(subject: str, policy: str, why: str) -> None:
+    """A service without a run folder has no log of actions."""
 
 
 class TrainerHandlers:
@@ -77,6 +82,8 @@ class TrainerHandlers:
         """Newest batch known to be on disk, by policy."""
         self._balance = balance
         self._address_of = address_of
+        self.on_quarantine: OnQuarantine = _not_logged
+        """Called with the subject, the policy of the trainer that found it, if one did, and why."""
 
     def policy_state(self, policy: str) -> PolicyState:
         lineage = self._frozen(policy)
@@ -308,11 +315,12 @@ class TrainerHandlers:
         await self._process.make_durable()
 
     async def _quarantine(self, node_id: NodeId, *, policy: str, why: str) -> None:
-        subject = subject_of_node(node_id)
+        subject, is_new = subject_of_node(node_id), False
         if subject not in self._coordinator.quarantined:
             self._process.journal(quarantine_record(subject))
             self._coordinator.quarantined.add(subject)
             self._coordinator.broadcast(Quarantined(node_id=node_id))
+            is_new = True
             log.warning(
                 "credential quarantined",
                 subject=subject,
@@ -321,6 +329,8 @@ class TrainerHandlers:
                 why=why[:1000],
             )
         await self._process.make_all_durable()
+        if is_new:
+            await self.on_quarantine(subject, policy, why)
 
     # --- versions and checkpoints -------------------------------------------------------------
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.config.stages import stage_subject
+from penstock.config.trust import SCORE_STAGE
 from penstock.dataflow.core.spot_checks import SpotCheck
 from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.row_payloads import RowPayloads, RowsQuery
@@ -22,9 +24,9 @@ from penstock.dataflow.service.trainers.messages import (
     QuarantineRequest,
     RowsAnswer,
 )
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, Forbidden
 from penstock.types import NodeId, subject_of_node
-from penstock.wire.auth import Role
+from penstock.wire.auth import Credential, Role
 from penstock.wire.codec import MSGPACK
 from penstock.wire.routes import Call, StreamedResponse, route
 
@@ -80,6 +82,7 @@ class TrainerRoutes:
     @route("POST", "/v1/nodes/{node_id}/checks", CHECKERS)
     async def check(self, call: Call, body: SpotCheck) -> Ack:
         """Report that a row of an untrusted node was generated again."""
+        _require_checker(call.credential)
         await self.trainers.record_check(subject_of_node(NodeId(call.path["node_id"])), body)
         return Ack()
 
@@ -88,6 +91,16 @@ class TrainerRoutes:
         """Quarantine a node whose engine disagrees with the trainer."""
         await self.trainers.quarantine(NodeId(call.path["node_id"]), body)
         return Ack()
+
+
+def _require_checker(credential: Credential) -> None:
+    """Checks put nodes in quarantine: no other stage has a say in that."""
+    subject = stage_subject(SCORE_STAGE)
+    if credential.role is not Role.ADMIN and credential.subject != subject:
+        raise Forbidden(
+            f"only {subject} reports checks of nodes, and this token is for "
+            f"{credential.subject!r}; the launcher starts that stage with trust.accept_untrusted"
+        )
 
 
 async def serve_rows(payloads: RowPayloads, wanted: RowsQuery, call: Call) -> object:

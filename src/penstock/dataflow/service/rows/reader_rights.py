@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which readers a credential may declare and act for, and how many.
+
+A stage of the run file belongs to the token of its name, `stage-NAME`; nobody else writes its
+columns, or any reward. Owns these rules; reads and writes no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from penstock.config.stages import stage_subject
+from penstock.dataflow.core.names import REWARD, TRAIN
+from penstock.errors import Busy, Forbidden
+from penstock.wire.auth import Credential, Role
+
+MAX_READERS = 256
+"""Readers that one credential declared; each keeps a window of rows in memory."""
+MAX_ALL_READERS = 4096
+RETRY_S = 10.0
+
+
+class ReaderRights:
+    def __init__(self, stages: Mapping[str, Collection[str]]) -> None:
+        """`stages`: of the run file, by name, with the columns that each writes."""
+        self._stages = stages
+        self._owned = frozenset({REWARD}.union(*stages.values()))
+        self._declared: dict[str, set[str]] = {}
+        """Readers by the subject that declared them, since the start of the service."""
+
+    def require(self, credential: Credential, name: str, writes: Collection[str]) -> None:
+        """Raise Forbidden unless it may act for this reader, which writes these columns."""
+        if writes and credential.role is Role.READER:
+            raise Forbidden(
+                f"role reader may not act for {name!r}, which writes {sorted(writes)}; use a token "
+                "with role stage"
+            )
+        is_own = credential.subject == stage_subject(name)
+        if credential.role is Role.STAGE and name in self._stages and not is_own:
+            raise Forbidden(
+                f"this token is for {credential.subject!r}, and {name!r} is a stage of the run "
+                f"file; use a token of its own: `penstock token RUN --role stage --name "
+                f"{stage_subject(name)}`"
+            )
+
+    def require_declaration(
+        self, credential: Credential, name: str, space: str, writes: Collection[str]
+    ) -> None:
+        """The same, for a reader that it declares: columns of the stages of the run file are
+        theirs."""
+        self.require(credential, name, writes)
+        taken = self._owned.intersection(writes) if space == TRAIN else frozenset[str]()
+        if taken and name not in self._stages and credential.role is not Role.ADMIN:
+            raise Forbidden(
+                f"reader {name!r} may not write {sorted(taken)}: only stages of the run file "
+                "write rewards and the columns that they name; add a stage to `dataflow.stages`, "
+                "or choose another column"
+            )
+
+    def reserve(self, credential: Credential, name: str, known: Collection[str]) -> None:
+        """Raise Busy when this credential, or all together, declared too many readers. `known`:
+        readers that exist."""
+        if name in known:
+            return
+        subject = credential.subject or credential.role.value
+        own = self._declared.get(subject, set[str]()).intersection(known)
+        if len(own) >= MAX_READERS or len(known) >= MAX_ALL_READERS:
+            raise Busy(
+                f"credential {subject!r} declared {len(own)} readers, of {len(known)} in this run; "
+                f"the limits are {MAX_READERS} and {MAX_ALL_READERS}. Delete some first: DELETE "
+                "/v1/readers/NAME",
+                retry_after_s=RETRY_S,
+            )
+        self._declared[subject] = own | {name}
