@@ -12,6 +12,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel.server import Server
 from mcp.server.stdio import stdio_server
 
-from penstock import __version__
 from penstock.addresses import is_loopback
 from penstock.dataflow.service.nodes.messages import ToolServerInfo
 from penstock.errors import ConfigError
@@ -96,7 +96,7 @@ class McpToolServer:
     def server(self) -> Server[Any]:
         return Server(
             "penstock",
-            version=__version__,
+            version=version("penstock-rl"),
             on_list_tools=self._list,
             on_call_tool=self._call,
         )
