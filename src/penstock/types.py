@@ -366,6 +366,8 @@ class DropReason(StrEnum):
     """A rule rejects the outcomes of its rows."""
     REWARD_RANGE = "reward_range"
     """Its mean reward is outside the range that a rule accepts."""
+    PARTNER_LAG = "partner_lag"
+    """Tokens of another policy in it exceed `max_partner_lag`, so they are not its partner now."""
     DUPLICATE = "duplicate"
     """The same task was admitted recently."""
     RULE = "rule"
@@ -379,6 +381,11 @@ class DropReason(StrEnum):
 
 
 # --- batches ----------------------------------------------------------------------------------
+
+ROLE_REWARD = "reward."
+"""Prefix of the value of a row that holds the reward of a role; the role's name follows."""
+TURN_REWARD = "turn_reward."
+"""The same for the mean reward of a role's turns, of rows in which one of them has its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,6 +454,35 @@ class RowSummary:
         assert self.reward is not None, f"row {self.row_id} has no reward yet"
         return self.reward
 
+    def role_reward(self, role: str) -> float:
+        """The reward of a role: its own, or else the row's."""
+        return self.values.get(ROLE_REWARD + role, self.score)
+
+    def role_rewards(
+        self, policy: PolicyName, visible_roles: Collection[tuple[PolicyName, str]] | None
+    ) -> dict[str, float]:
+        """By role that this policy's trainer sees in the row: the mean reward of its turns, each
+        with its own or the role's."""
+        roles = self._visible(policy, visible_roles)
+        return {role: self.values.get(TURN_REWARD + role, self.role_reward(role)) for role in roles}
+
+    def reward_for(
+        self, policy: PolicyName, visible_roles: Collection[tuple[PolicyName, str]] | None
+    ) -> float:
+        """The reward of this policy in the row: the mean over its roles that its trainer sees."""
+        if not self.values:
+            return self.score
+        rewards = [self.role_reward(role) for role in self._visible(policy, visible_roles)]
+        return sum(rewards) / len(rewards) if rewards else self.score
+
+    def _visible(
+        self, policy: PolicyName, visible_roles: Collection[tuple[PolicyName, str]] | None
+    ) -> list[str]:
+        pairs = (pair for pair, _ in self.parts)
+        if visible_roles is None:
+            return [role for made_by, role in pairs if made_by == policy]
+        return [role for made_by, role in pairs if (made_by, role) in visible_roles]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedGroup:
@@ -478,6 +514,10 @@ class Manifest:
     def tokens(self, row: RowSummary) -> int:
         """Tokens of this row that the consumer trains."""
         return row.tokens_for(PolicyName(self.consumer), self.visible_roles)
+
+    def reward(self, row: RowSummary) -> float:
+        """The consumer's reward in this row."""
+        return row.reward_for(PolicyName(self.consumer), self.visible_roles)
 
     def compute_cost(self, row: RowSummary) -> tuple[int, int]:
         """Cost of this row for the consumer: tokens, and squared lengths of its samples."""
@@ -542,7 +582,15 @@ class JudgedGroup(Protocol):
         ...
 
     @property
-    def rewards(self) -> Sequence[float]: ...
+    def rewards(self) -> Sequence[float]:
+        """The policy's reward in each row: the mean over its roles there."""
+        ...
+
+    @property
+    def role_rewards(self) -> Mapping[str, Sequence[float]]:
+        """By role that the policy's trainer sees: the mean reward of its turns in each row in which
+        it took part. One entry with the rewards of the rows if no role has a name."""
+        ...
 
 
 class Hook(StrEnum):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def delivery(grant: Grant) -> Delivery:
     return Delivery(row_id=row_id, payload=memoryview(encode(record)), secret=grant.secret)
 
 
-async def roll_out(running: RunningDataflow) -> None:
+async def roll_out(running: RunningDataflow, make: Callable[[Grant], Delivery] = delivery) -> None:
     client = NodeClient(running.url, running.node_token(NODE))
     boot_id = uuid.uuid4().hex
     live = tuple(LiveVersion(policy=p, incarnation=1, number=0) for p in (STUDENT, TEACHER))
@@ -126,9 +127,7 @@ async def roll_out(running: RunningDataflow) -> None:
             request_id="1", node_id=NODE, boot_id=boot_id, max_slots=64, wait_s=5.0, live=live
         )
         grants = (await client.lease(request)).grants
-        body = DeliveryRequest(
-            node_id=NODE, boot_id=boot_id, deliveries=tuple(delivery(grant) for grant in grants)
-        )
+        body = DeliveryRequest(node_id=NODE, boot_id=boot_id, deliveries=tuple(map(make, grants)))
         results = (await client.deliver(body)).results
         assert len(results) >= 8
         assert {result.status for result in results} == {DeliveryStatus.STORED}

@@ -98,9 +98,23 @@ def _batch_faults(batch: Batch, manifest: Manifest) -> Iterable[str]:
     if len(set(groups)) != len(groups) or len({row.row_id for row in rows}) != len(rows):
         yield "its manifest has a duplicate group or row"
     if rows:
-        mean = math.fsum(row.reward for row in rows) / len(rows)
+        mean = math.fsum(_consumer_reward(row, manifest) for row in rows) / len(rows)
         if not math.isclose(mean, batch.reward_mean, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
             yield f"recorded mean reward is {batch.reward_mean}, but its rows have {mean}"
+
+
+def _consumer_reward(member: ManifestRow, manifest: Manifest) -> float:
+    """The mean over the roles that its consumer trains in this row, each with its own reward or the
+    row's."""
+    consumer, visible_roles = manifest.consumer, manifest.visible_roles
+    roles = [
+        role
+        for policy, tokens in member.sampled.items()
+        for role in member.roles.get(policy, {"": tokens})
+        if (policy == consumer if visible_roles is None else (policy, role) in visible_roles)
+    ]
+    rewards = [member.values.get(f"reward.{role}", member.reward) for role in roles]
+    return math.fsum(rewards) / len(rewards) if rewards else member.reward
 
 
 class _RowChecker:
@@ -163,6 +177,9 @@ class _RowChecker:
             return f"sealed with roles {member.roles}, but the row has {row.roles}"
         if member.compute_cost != decode_json(row.compute_cost or "{}", dict[str, tuple[int, int]]):
             return f"sealed with cost {member.compute_cost}, but the row has {row.compute_cost}"
+        delivered = decode_json(row.values or "{}", dict[str, float]) or {}
+        if any(member.values.get(name) != value for name, value in delivered.items()):
+            return f"sealed with rewards {member.values}, but the row has {row.values}"
         # Another check reports damaged rows; their digest proves nothing here.
         if member.digest != row.digest and not self._evidence.contents[row.row_id].damage:
             return "sealed with another digest than the row has"

@@ -69,6 +69,7 @@ class Trajectory(msgspec.Struct, frozen=True, gc=False):
     turns: tuple[Turn, ...]
     reward: float | None
     outcome: Outcome
+    role_rewards: dict[str, float] = {}
 
 
 class PayloadSummary(msgspec.Struct, frozen=True, gc=False):
@@ -82,6 +83,7 @@ class PayloadSummary(msgspec.Struct, frozen=True, gc=False):
     """(row id, group, slot, epoch, node) in the record."""
     outcome: str = ""
     reward: float | None = None
+    role_rewards: dict[str, float] = {}
     fault: str = ""
     """What is wrong with its tokens; empty if nothing."""
     sampled: dict[str, int] = {}
@@ -161,6 +163,7 @@ class SegmentReader:
             name=(row.row_id, row.group_id, row.slot, row.epoch, row.node_id),
             outcome=row.outcome.kind,
             reward=row.reward,
+            role_rewards=row.role_rewards,
             fault=_fault(turns),
             sampled=sampled,
             trainable=trainable,

@@ -79,6 +79,8 @@ class Row(TableRecord, frozen=True, gc=False):
     """Tokens by role, for policies that acted in named roles; empty for none."""
     compute_cost: str
     """Cost of the trainer's computation by policy; empty for none."""
+    values: str
+    """Rewards of roles and turns as delivered; empty for none."""
 
 
 class Column(TableRecord, frozen=True, gc=False):

@@ -60,6 +60,10 @@ def _against_payload(row: Row, content: PayloadSummary) -> str:
     if (content.outcome, content.reward) != (row.outcome, row.reward):
         said = f"{content.outcome} with {content.reward}"
         return f"{row.outcome} with reward {row.reward}; its payload says {said}"
+    values = decode_json(row.values or "{}", dict[str, float]) or {}
+    rewards = {name: value for name, value in values.items() if name.startswith("reward.")}
+    if rewards != {f"reward.{role}": value for role, value in content.role_rewards.items()}:
+        return f"has rewards {row.values}; its payload says {content.role_rewards}"
     return ""
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from penstock.dataflow.explain.explain import Explanation
+    from penstock.runs.agent_tree import AgentNode
     from penstock.runs.samples import Sample
 
 MAX_SAMPLES = 4
@@ -40,7 +43,8 @@ def explain(run: Path, id: str, /, *, json: bool = False) -> int:
         recorded.close()
     said = _samples(run, explanation)
     if json:
-        print_json({**asdict(explanation), "samples": said})
+        trees = {one.row_id: tree for one, tree in _trees(said)}
+        print_json({**asdict(explanation), "samples": said, "agents": trees})
     else:
         width = max(60, min(120, shutil.get_terminal_size().columns))
         print("\n".join(lines(explanation, width)))
@@ -68,9 +72,32 @@ def _print_samples(said: list[Sample], id: str) -> None:
 
     if said:
         print()
+        _print_trees(said[:MAX_SAMPLES])
         print_samples(said[:MAX_SAMPLES])
     if len(said) > MAX_SAMPLES:
         print_note(f"… and {len(said) - MAX_SAMPLES:,} more; --json shows all of {id}")
+
+
+def _trees(said: list[Sample]) -> Iterator[tuple[Sample, AgentNode]]:
+    """The sub-agents of each trajectory that has some."""
+    from penstock.runs.agent_tree import agent_tree
+
+    for one in said:
+        if (tree := agent_tree(one.turns)).children:
+            yield one, tree
+
+
+def _print_trees(said: list[Sample]) -> None:
+    from rich.console import Console
+
+    from penstock.cli.sample_lines import tree_lines
+
+    console = Console(soft_wrap=True, highlight=False)
+    for one, tree in _trees(said):
+        console.print(f"{one.row_id}  {tree.num_agents - 1} sub-agents", markup=False)
+        for line in tree_lines(tree):
+            console.print(line)
+        console.print()
 
 
 def lines(explanation: Explanation, width: int) -> list[str]:

@@ -27,6 +27,7 @@ UNREACHABLE_S = 3.0
 STALL_S = 10.0
 """Waits longer than this are shown as a warning."""
 MAX_NODES = 8
+MAX_PARTS = 8
 LIVE_HINT = "Ctrl-C stops; run again to resume"
 
 
@@ -74,6 +75,8 @@ def draw(view: RunView, width: int, hint: str = LIVE_HINT) -> RenderableType:
         parts.append(Text("starting: services are loading and connecting …", style="dim"))
     else:
         for policy in status.policies:
+            if len(status.policies) > 1:
+                parts.append(Text(policy.policy, style="bold cyan"))
             parts.append(_policy(policy, view.curves.get(policy.policy, []), width))
         parts += [_flow(status), Text(""), _nodes(status)]
         parts += [Text(f"\n{alarm}", style="yellow") for alarm in status.alarms]
@@ -134,6 +137,7 @@ def _policy(policy: PolicyStatus, rewards: list[float], width: int) -> Renderabl
                 f"{policy.room}",
             ),
         )
+    _add_parts(grid, policy)
     if policy.skipped:
         batches = pluralise(policy.skipped, "batch", "batches")
         why = policy.last_skip.replace("_", " ")
@@ -141,6 +145,26 @@ def _policy(policy: PolicyStatus, rewards: list[float], width: int) -> Renderabl
     if policy.number < policy.repeats_to:
         grid.add_row("", Text(resume_note(policy), style="yellow"))
     return grid
+
+
+def _add_parts(grid: Table, policy: PolicyStatus) -> None:
+    """One line per role and source, where there is more than one of either or roles have names."""
+    if len(policy.parts) < 2 and not any(part.role for part in policy.parts):
+        return
+    sources = {part.source for part in policy.parts}
+    for part in policy.parts[:MAX_PARTS]:
+        name = part.role or ("" if len(sources) > 1 else "no role")
+        where = part.source if len(sources) > 1 else ""
+        reward = "–" if part.reward_mean is None else f"{part.reward_mean:.3f}"
+        dropped = ", ".join(f"{why} {num:,}" for why, num in sorted(part.dropped.items()))
+        text = f"{part.tokens:,} tokens   {pluralise(part.groups, 'group')}"
+        text += f", dropped: {dropped}" if dropped else ""
+        line = Text(overflow="ellipsis", no_wrap=True)
+        line.append(" · ".join(filter(None, (name, where))), style="bold")
+        line.append(f"  reward {reward}   {text}", style="dim")
+        grid.add_row("", line)
+    if len(policy.parts) > MAX_PARTS:
+        grid.add_row("", Text(f"… and {len(policy.parts) - MAX_PARTS} more", style="dim"))
 
 
 def _flow(status: Status) -> RenderableType:

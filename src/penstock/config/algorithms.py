@@ -209,6 +209,9 @@ class AlgorithmConfig(Section):
     """Discount of later rewards, from one trained token to the next; ppo only."""
     lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda of generalised advantage estimation; ppo only."""
+    agents: Literal["parent", "siblings"] = "parent"
+    """What the reward of a sub-agent is compared with: parent takes the baseline of the workflow
+    that began the tree (the group's other rows), siblings the agents with the same parent."""
     teacher: str | None = None
     """Model that opd distils: a model of the Hub, a folder or `builtin:NAME`, as `init`."""
     ratio_against: Literal["sampling", "proximal"] = "sampling"
@@ -288,6 +291,11 @@ class AlgorithmConfig(Section):
                 text = f"{key} clips a ratio, and {self.name} has {declared.instead_of_clip}"
                 text = f"{text}; remove it, or set it to {default}"
                 yield Contradiction(text=text, keys=((key,), ("name",)))
+        if self.agents == "siblings" and not declared.is_group_relative:
+            text = (
+                f"agents: siblings compares inside a group, which {self.name} does not; remove it"
+            )
+            yield Contradiction(text=text, keys=(("agents",), ("name",)))
         if declared.check is not None:
             yield from declared.check(self)
 

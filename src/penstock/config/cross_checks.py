@@ -50,6 +50,7 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _sessions(config)
     yield from _unknown_tools(config)
     yield from _determinism(config)
+    yield from _lag_without_partner(config)
     yield from _lora(config)
     yield from pipeline_cross_checks(config)
 
@@ -97,6 +98,13 @@ def _determinism(config: RunSections) -> Iterator[Contradiction]:
             if rule.hook in (Hook.ADMIT, Hook.CURATE, Hook.REPLAY) and rule.name != "all":
                 text = f"{rule.hook} {rule.name} depends on the order of arrival; remove it"
                 yield Contradiction(text=text, keys=(at,))
+
+
+def _lag_without_partner(config: RunSections) -> Iterator[Contradiction]:
+    if config.dataflow.max_partner_lag is not None and len(config.models) == 1:
+        text = "max_partner_lag bounds the age of other policies' tokens, and this run has one "
+        text += "policy; remove it"
+        yield Contradiction(text=text, keys=(("dataflow", "max_partner_lag"),))
 
 
 def _groups_too_small(config: RunSections) -> Iterator[Contradiction]:

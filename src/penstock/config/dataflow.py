@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Discriminator, Field, PositiveInt, Tag
+from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag
 
 from penstock.config.base import FUNCTION, OBJECT_STORES, Name, Section, is_url, repeated_names
 from penstock.config.rules import SHARED_HOOKS, Rules, rule_contradictions
@@ -202,6 +202,9 @@ class DataflowConfig(Section):
     """How a group closes once all its slots are terminal: complete | drop | survivors(min)."""
     pace: str = "any"
     """Whose free capacity starts work: any policy, all policies, or one policy by name."""
+    max_partner_lag: NonNegativeInt | None = None
+    """Versions that tokens of the other policies in a trajectory may be behind the newest version
+    of their policy when a batch is sealed; groups beyond are dropped. Null for no limit."""
     rules: Rules = ()
     """Data decisions; a hook without a rule uses its default."""
     stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()

@@ -37,6 +37,8 @@ STEP_METRICS = _rows(
     ("skipped", "", "Why the batch changed no weights; empty if it was trained."),
     ("alarm", "", "What an operator should look at, and the next step; absent if all is well."),
     ("reward/mean", "reward", "Mean reward of the batch's trajectories."),
+    ("reward/role/{role}", "reward", "The same of one role, where roles have names."),
+    ("tokens/role/{role}", "tokens", "Sampled tokens of that role in the batch."),
     ("completions/mean_length", "tokens", "Trained tokens per trajectory, all turns together."),
     ("tokens/trained", "tokens", "Tokens in the loss."),
     ("rows/excluded", "trajectories", "Trajectories that a stage masked."),
@@ -160,6 +162,32 @@ PROMETHEUS = {
             labels=("reason",),
         ),
         Metric(
+            name="penstock_role_reward",
+            unit="reward",
+            meaning="Mean reward of a role of a policy in the judged groups of a source, since the "
+            "start of the dataflow service.",
+            labels=("policy", "role", "source"),
+        ),
+        Metric(
+            name="penstock_role_tokens",
+            unit="tokens",
+            meaning="Sampled tokens of that role in those groups.",
+            labels=("policy", "role", "source"),
+        ),
+        Metric(
+            name="penstock_role_dropped_groups",
+            unit="groups",
+            meaning="Groups of that role and source that were dropped, by reason.",
+            labels=("policy", "role", "source", "reason"),
+        ),
+        Metric(
+            name="penstock_partner_lag_rows",
+            unit="rows",
+            meaning="Rows sealed for a policy, by how many versions the oldest token of another "
+            "policy in them was behind.",
+            labels=("policy", "partner", "versions"),
+        ),
+        Metric(
             name="penstock_weights_requests",
             unit="requests",
             meaning="Reads that a weight server answered, by kind and role.",
@@ -195,6 +223,9 @@ def _families(name: str) -> Iterator[str]:
     """Families that this name may belong to."""
     if name.startswith("ratio/log_"):
         yield "ratio/log_{quantile}"
+    for prefix in ("reward/role/", "tokens/role/"):
+        if name.startswith(prefix):
+            yield f"{prefix}{{role}}"
     if name.startswith("seconds/stage/"):
         yield "seconds/stage/{stage}"
     _, _, rest = name.partition("/")

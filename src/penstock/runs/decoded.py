@@ -53,6 +53,10 @@ class DecodedTurn:
     finish: str
     num_tokens: int
     """Sampled tokens."""
+    agent: str = ""
+    """The sub-agent that made the call, such as `0.2`; empty for the workflow."""
+    reward: float | None = None
+    """Its own reward, if the workflow gave it one."""
 
     @property
     def raw_answer(self) -> str:
@@ -108,6 +112,8 @@ class Decoder:
             ),
             finish=turn.finish.value,
             num_tokens=len(view_ids(turn.sampled_ids)),
+            agent=turn.agent,
+            reward=turn.reward,
         )
 
     def _renderer(self, policy: PolicyName) -> Renderer:

@@ -7,8 +7,8 @@ Owns the choice and its account: what was freed is counted, never silently skipp
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 
 from penstock.errors import PenstockError
@@ -16,7 +16,7 @@ from penstock.runs.decoded import DecodedTurn
 from penstock.runs.history import Order, Run
 from penstock.runs.recorded_trajectory import PayloadState, RecordedTrajectory
 from penstock.runs.trajectories import NEWEST, Selection
-from penstock.types import JsonObject, OutcomeKind
+from penstock.types import JsonObject, OutcomeKind, ToolUse
 
 FOLLOW_S = 1.0
 """Seconds between two looks at a running run."""
@@ -47,6 +47,10 @@ class Sample:
     state: str
     """`stored`, or why there are no turns: `freed`, `forgotten`, `unreadable`."""
     turns: tuple[DecodedTurn, ...]
+    role_rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Rewards of the roles that have their own."""
+    tool_uses: tuple[ToolUse, ...] = ()
+    """Calls of tools, in order; `turn` is the last turn before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +133,8 @@ def as_sample(one: RecordedTrajectory) -> Sample:
         num_tokens=one.num_tokens,
         state=one.state.value,
         turns=turns,
+        role_rewards={} if one.payload is None else one.payload.role_rewards,
+        tool_uses=() if one.payload is None else one.payload.tool_uses,
     )
 
 

@@ -13,6 +13,7 @@ from html import escape
 
 from penstock.runs.decoded import DecodedTurn
 from penstock.runs.samples import Sample
+from penstock.types import ToolUse
 from penstock.wire.codec import encode_json
 
 STYLE = """
@@ -59,7 +60,10 @@ def _article(sample: Sample) -> str:
         parts.append(f"<section>{_block('task', encode_json(sample.task).decode())}</section>")
     if sample.detail:
         parts.append(f"<section>{_block('why', sample.detail)}</section>")
-    parts += [f"<section>{''.join(_turn(turn))}</section>" for turn in sample.turns]
+    parts += [f"<section>{_tool(use)}</section>" for use in sample.tool_uses if use.turn < 0]
+    for index, turn in enumerate(sample.turns):
+        used = "".join(_tool(use) for use in sample.tool_uses if use.turn == index)
+        parts.append(f"<section>{''.join(_turn(turn))}{used}</section>")
     return "".join(parts) + "</article>"
 
 
@@ -68,6 +72,8 @@ def _facts(sample: Sample) -> Iterator[str]:
     yield f"<b>{escape(sample.row_id)}</b>"
     if sample.reward is not None:
         yield f"<b>reward {sample.reward:.4g}</b>"
+    for role, reward in sample.role_rewards.items():
+        yield f"<span>{escape(role)} {reward:.4g}</span>"
     kind = "bad" if sample.outcome == "failed" else "good" if sample.outcome == "completed" else ""
     yield f'<span class="{kind}">{escape(sample.outcome)}</span>'
     at = datetime.fromtimestamp(sample.delivered_at, UTC)
@@ -93,9 +99,18 @@ def _turn(turn: DecodedTurn) -> Iterator[str]:
     if turn.reasoning:
         yield _block("reasoning", turn.reasoning)
     head = f"{turn.policy}{role} · {', '.join(turn.versions)} · {turn.finish}"
+    head += f" · agent {turn.agent}" if turn.agent else ""
+    head += "" if turn.reward is None else f" · reward {turn.reward:.4g}"
     yield _block(head, turn.answer, "model")
     for call in turn.tool_calls:
         yield _block("tool call", f"{call.name}({call.arguments})", "model")
+
+
+def _tool(use: ToolUse) -> str:
+    outcome = "error" if use.is_error else "result"
+    agent = f" · agent {use.agent}" if use.agent else ""
+    head = f"{outcome} of {use.name} · {use.seconds:.2f} s{agent}"
+    return _block(head, f"{use.name}({use.arguments})\n{use.result}")
 
 
 def _block(head: str, text: str, kind: str = "") -> str:

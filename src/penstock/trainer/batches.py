@@ -26,6 +26,8 @@ from penstock.trainer.ranks.group import RankReductions, SingleRank
 from penstock.trainer.samples import Samples, is_trained_role, make_samples
 from penstock.types import (
     MIN_TEMPERATURE,
+    ROLE_REWARD,
+    TURN_REWARD,
     FinishReason,
     Manifest,
     OutcomeKind,
@@ -43,6 +45,21 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnRewards:
+    """What turns earned where a row does not have one reward for all, from the manifest alone: the
+    same on every rank. N = pairs of a row and a role."""
+
+    rewards_N: Floats
+    """Of the role in that row: its own, or else the row's."""
+    rewards_R: Floats
+    """Column `reward` of the batch; what a stage adds to it counts for every turn of the row."""
+    team_R: Floats
+    """Of the row itself, whatever its roles earned."""
+    has_turn_rewards: bool
+    """Some turn has its own reward; payloads tell which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
     """Which roles had a part in which rows, of the turns that this trainer sees.
 
@@ -52,29 +69,64 @@ class Roles:
     """The number of a role is its place here."""
     rows_N: Ints
     roles_N: Ints
+    tokens_N: Ints
+    """Sampled tokens of that role in that row."""
+    own: OwnRewards | None = None
+    """Rewards of roles and turns, if any row of the batch has them."""
 
     @classmethod
     def unnamed(cls, num_rows: int) -> Roles:
         """For rows without role names."""
-        return cls(names=("",), rows_N=np.arange(num_rows), roles_N=np.zeros(num_rows, np.int64))
+        zeros_N = np.zeros(num_rows, np.int64)
+        return cls(names=("",), rows_N=np.arange(num_rows), roles_N=zeros_N, tokens_N=zeros_N)
+
+    def figures(self, rewards_R: Floats) -> dict[str, tuple[float, float]]:
+        """(mean reward, tokens) of each named role; empty if no role has a name."""
+        rewards_N = rewards_R[self.rows_N] if self.own is None else self.own.rewards_N
+        found: dict[str, tuple[float, float]] = {}
+        for number, name in enumerate(self.names):
+            is_it_N = self.roles_N == number
+            if name and is_it_N.any():
+                found[name] = float(rewards_N[is_it_N].mean()), float(self.tokens_N[is_it_N].sum())
+        return found
 
     @classmethod
     def of(cls, manifest: Manifest) -> Roles:
         """The same on every rank, and of rows that are gone too."""
         policy, visible_roles = PolicyName(manifest.consumer), manifest.visible_roles
-        parts = [
-            (index, role)
+        counted = [
+            (index, role, tokens)
             for index, row in enumerate(manifest.rows)
-            for (made_by, role), _ in row.parts
+            for (made_by, role), tokens in row.parts
             if is_trained_role(made_by, role, policy, visible_roles)
         ]
+        parts = [(index, role) for index, role, _ in counted]
         names = tuple(sorted({role for _, role in parts}))
         numbers = {name: number for number, name in enumerate(names)}
         return cls(
             names=names,
             rows_N=np.array([index for index, _ in parts], np.int64),
             roles_N=np.array([numbers[role] for _, role in parts], np.int64),
+            tokens_N=np.array([tokens for _, _, tokens in counted], np.int64),
+            own=_own_rewards(manifest, parts, names),
         )
+
+
+def _own_rewards(
+    manifest: Manifest, parts: Sequence[tuple[int, str]], names: Sequence[str]
+) -> OwnRewards | None:
+    rows = list(manifest.rows)
+    values = {name for row in rows for name in row.values}
+    has_turn_rewards = any(TURN_REWARD + name in values for name in names)
+    if not has_turn_rewards and not any(ROLE_REWARD + name in values for name in names):
+        return None
+    rewards = [rows[index].role_reward(role) for index, role in parts]
+    return OwnRewards(
+        rewards_N=np.array(rewards, np.float64),
+        rewards_R=np.array([manifest.reward(row) for row in rows], np.float64),
+        team_R=np.array([row.score for row in rows], np.float64),
+        has_turn_rewards=has_turn_rewards,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +143,8 @@ class Batch:
     costs_R: Floats
     """Cost of computing each row; ranks divide rows by it."""
     row_columns: Mapping[str, Floats]
-    """By name, one number per row (R): `reward` from the manifest, and what stages write."""
+    """By name, one number per row (R): `reward`, which is this policy's, and the rewards of roles
+    (`reward.ROLE`) from the manifest, and what stages write."""
     token_columns: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     """By name, one number per token (T), all written by stages."""
     longest_R: Ints
@@ -235,7 +288,7 @@ def _row_columns(manifest: Manifest, truncated_R: Floats) -> dict[str, Floats]:
     rows = list(manifest.rows)
     names = sorted({name for row in rows for name in row.values} - {*_token_names(manifest)})
     return {
-        "reward": np.array([row.score for row in rows], np.float64),
+        "reward": np.array([manifest.reward(row) for row in rows], np.float64),
         "length": np.array([manifest.tokens(row) for row in rows], np.float64),
         "truncated": truncated_R,
         **{name: np.array([row.values.get(name, np.nan) for row in rows]) for name in names},

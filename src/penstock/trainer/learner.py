@@ -382,6 +382,8 @@ def _describe(batch: Batch, ranks: RankReductions) -> dict[str, float]:
         "tokens/trained": num_trained,
         "advantage/zero_share": 1 - num_credited / num_rows,
     }
+    for name, (reward, tokens) in batch.roles.figures(rewards_R).items():
+        values[f"reward/role/{name}"], values[f"tokens/role/{name}"] = reward, tokens
     if batch.staleness_R.size:
         values["staleness/mean"] = float(batch.staleness_R.mean())
         values["staleness/max"] = float(batch.staleness_R.max())

@@ -10,6 +10,7 @@ T = tokens of all samples one after another, S = samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
@@ -46,6 +47,12 @@ class Samples:
     """Index of the token's turn in its trajectory, its prompt included."""
     roles_T: npt.NDArray[np.int32]
     """Number of the role of its turn; valid where trained."""
+    rewards_T: npt.NDArray[np.float64]
+    """Its turn's own reward, NaN where it has none; valid where trained."""
+    agents_T: npt.NDArray[np.int32]
+    """Number of the sub-agent of its turn within its trajectory; 0 for the workflow itself."""
+    spawners_T: npt.NDArray[np.int32]
+    """Number of the agent that spawned this one."""
     sampled_T: npt.NDArray[np.int64]
     """Index among all sampled tokens of its trajectory, turn after turn; valid where trained."""
     temperature_T: Floats
@@ -64,6 +71,9 @@ TOKEN_COLUMNS = tuple(one.name for one in fields(Samples) if one.name.endswith("
 _Spec = tuple[bool, float, int, float, float]
 """(whether it is trained, temperature, top-k, top-p, min-p)."""
 _CONTEXT: _Spec = (False, 1.0, 0, 1.0, 0.0)
+_Credit = tuple[float, int, int]
+"""(own reward of the turn or NaN, its agent, the agent's spawner)."""
+_NO_CREDIT: _Credit = (math.nan, 0, 0)
 
 
 @dataclass(slots=True)
@@ -79,6 +89,7 @@ class _SampleBuilder:
     span_numbers: list[int] = field(default_factory=list[int])
     turns: list[int] = field(default_factory=list[int])
     roles: list[int] = field(default_factory=list[int])
+    credits: list[_Credit] = field(default_factory=list[_Credit])
     sampled: list[int] = field(default_factory=list[int])
     sample_lengths: list[int] = field(default_factory=list[int])
     rows: list[int] = field(default_factory=list[int])
@@ -89,17 +100,32 @@ class _SampleBuilder:
         return self._add(ids, bytes(len(ids)), _CONTEXT, turn, role=0, num_before=0)
 
     def add_answer(
-        self, turn: Turn, index: int, role: int, num_before: int, *, is_own: bool
+        self,
+        turn: Turn,
+        index: int,
+        role: int,
+        num_before: int,
+        *,
+        is_own: bool,
+        agents: Mapping[str, int],
     ) -> int:
         for span in turn.spans:
             self.span_lengths.append(span.end - span.start)
             self.span_numbers.append(span.number if is_own else -1)
         rule = turn.sampling
         spec = (True, rule.temperature, rule.top_k, rule.top_p, rule.min_p)
-        return self._add(turn.sampled_ids, turn.logprobs, spec, index, role, num_before)
+        credit = _credit(turn, agents)
+        return self._add(turn.sampled_ids, turn.logprobs, spec, index, role, num_before, credit)
 
     def _add(
-        self, ids: bytes, logprobs: bytes, spec: _Spec, turn: int, role: int, num_before: int
+        self,
+        ids: bytes,
+        logprobs: bytes,
+        spec: _Spec,
+        turn: int,
+        role: int,
+        num_before: int,
+        credit: _Credit = _NO_CREDIT,
     ) -> int:
         num_ids = len(ids) // 4
         self.ids.append(ids)
@@ -108,6 +134,7 @@ class _SampleBuilder:
         self.specs.append(spec)
         self.turns.append(turn)
         self.roles.append(role)
+        self.credits.append(credit)
         self.sampled.append(num_before)
         return num_ids
 
@@ -124,6 +151,7 @@ def make_samples(
     for row, trajectory in rows:
         lengths = [len(turn.sampled_ids) // 4 for turn in trajectory.turns]
         before = [0, *accumulate(lengths)]
+        agents = _number_agents(trajectory.turns)
         for path, trained in _paths(trajectory.turns, policy, visible_roles):
             num_ids = 0
             for index in path:
@@ -132,12 +160,30 @@ def make_samples(
                 if index in trained:
                     is_own = turn.policy == policy
                     role = roles.get(turn.role, 0)
-                    num_ids += pieces.add_answer(turn, index, role, before[index], is_own=is_own)
+                    num_ids += pieces.add_answer(
+                        turn, index, role, before[index], is_own=is_own, agents=agents
+                    )
                 else:
                     num_ids += pieces.add_context(turn.sampled_ids, index)
             pieces.sample_lengths.append(num_ids)
             pieces.rows.append(row)
     return _join(pieces)
+
+
+def _number_agents(turns: Sequence[Turn]) -> Mapping[str, int]:
+    """Numbers of the agents of a trajectory, by path; 0 is the workflow itself."""
+    paths = {turn.agent for turn in turns} - {""}
+    paths |= {_spawner(path) for path in paths} - {""}
+    return {"": 0} | {path: number for number, path in enumerate(sorted(paths), 1)}
+
+
+def _spawner(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _credit(turn: Turn, agents: Mapping[str, int]) -> _Credit:
+    reward = math.nan if turn.reward is None else turn.reward
+    return reward, agents[turn.agent], agents[_spawner(turn.agent)]
 
 
 def is_trained_role(
@@ -181,6 +227,7 @@ def _path_to(leaf: int, turns: Sequence[Turn]) -> list[int]:
 def _join(pieces: _SampleBuilder) -> Samples:
     lengths = np.array(pieces.lengths, np.int64)
     specs = np.array(pieces.specs, np.float64).reshape(-1, 5)
+    credits = np.array(pieces.credits, np.float64).reshape(-1, 3)
     ends = np.cumsum(np.array(pieces.sample_lengths, np.int64))
     starts = ends - np.array(pieces.sample_lengths, np.int64)
     span_lengths = np.array(pieces.span_lengths, np.int64)
@@ -196,6 +243,9 @@ def _join(pieces: _SampleBuilder) -> Samples:
         versions_T=np.repeat(np.array(pieces.span_numbers, np.int32), span_lengths),
         turns_T=np.repeat(np.array(pieces.turns, np.int32), lengths),
         roles_T=np.repeat(np.array(pieces.roles, np.int32), lengths),
+        rewards_T=np.repeat(credits[:, 0], lengths),
+        agents_T=np.repeat(credits[:, 1].astype(np.int32), lengths),
+        spawners_T=np.repeat(credits[:, 2].astype(np.int32), lengths),
         sampled_T=ranges(np.array(pieces.sampled, np.int64), lengths),
         temperature_T=np.repeat(specs[:, 1].astype(np.float32), lengths),
         top_k_T=np.repeat(specs[:, 2].astype(np.int32), lengths),

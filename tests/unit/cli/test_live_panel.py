@@ -12,7 +12,9 @@ from tests.unit.cli.sample_statuses import policy_status, status, view
 from penstock.cli.live_panel import LIVE_HINT, draw, sparkline
 from penstock.cli.output import format_clock, format_duration, pluralise
 from penstock.cli.progress_lines import ProgressLines, progress_line
+from penstock.dataflow.service.operators.messages import PartStatus
 from penstock.runs.monitor import RunView
+from penstock.types import PolicyName
 
 
 def drawn(seen: RunView, width: int = 100, hint: str = LIVE_HINT) -> str:
@@ -43,6 +45,27 @@ def test_the_panel_shows_the_status() -> None:
         "0:42 · about 1:01 left",
     ):
         assert expected in text
+
+
+def test_the_panel_shows_roles_and_sources_where_there_are_several() -> None:
+    one = PartStatus(
+        source="math", role="", groups=4, dropped={}, rows=32, tokens=900, reward_mean=0.5
+    )
+    plain = drawn(view(status()))
+    assert drawn(view(status(replace(policy_status(), parts=(one,))))) == plain
+    parts = (
+        replace(one, role="solver"),
+        replace(one, role="verifier", reward_mean=None, dropped={"uniform_reward": 3}),
+    )
+    judge = replace(policy_status(), policy=PolicyName("judge"))
+    found = status(replace(policy_status(), parts=parts), judge)
+    text = drawn(view(found))
+    assert "solver  reward 0.500   900 tokens   4 groups" in text
+    assert "verifier  reward –   900 tokens   4 groups, dropped: uniform_reward 3" in text
+    assert " policy " in text and " judge " in text
+    several = (one, replace(one, source="code"))
+    text = drawn(view(status(replace(policy_status(), parts=several))))
+    assert "math  reward 0.500" in text and "code  reward 0.500" in text
 
 
 def test_the_panel_says_how_to_stop_where_it_is_shown() -> None:

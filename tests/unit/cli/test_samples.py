@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,14 +18,16 @@ from tests.unit.gateway.chatml import write_snapshot
 from tests.unit.runs.test_history import keeping, trained
 
 from penstock.cli.explain import explain
-from penstock.cli.sample_lines import print_samples
+from penstock.cli.sample_lines import print_samples, tree_lines
 from penstock.cli.samples import samples
 from penstock.config import RunConfig, dump
 from penstock.errors import ConfigError
+from penstock.runs.agent_tree import agent_tree
 from penstock.runs.decoded import DecodedToolCall, DecodedTurn
 from penstock.runs.history import open_run
 from penstock.runs.samples import Sample, choose, follow
 from penstock.runs.samples_page import render_page
+from penstock.types import ToolUse
 
 
 def with_tokenizer(folder: Path, config: RunConfig) -> RunConfig:
@@ -193,6 +196,60 @@ def test_a_model_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().out
     assert "\x1b" not in text and "\x07" not in text
     assert "  thinks  hmm\n" in text and '  calls   add({"a": 1})\n' in text
+
+
+def agent_turn(agent: str, role: str, reward: float | None = None) -> DecodedTurn:
+    return replace(SAMPLE.turns[0], agent=agent, role=role, reward=reward, reasoning="")
+
+
+TREE = replace(
+    SAMPLE,
+    role_rewards={"solver": 1.0, "\x1bverifier": 0.25},
+    turns=(
+        agent_turn("", "planner"),
+        agent_turn("0", "solver", 0.75),
+        agent_turn("0.10", "solver", 0.5),
+        agent_turn("0.2", "solver", -1.0),
+    ),
+    tool_uses=(
+        ToolUse(turn=1, name="py", arguments="{}", result="4 <b>", seconds=0.25, agent="0"),
+        ToolUse(turn=-1, name="search", arguments="{}", result="no index", is_error=True),
+    ),
+)
+
+
+def test_roles_agents_and_tools_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    print_samples([TREE])
+    text = capsys.readouterr().out
+    assert "reward 0.5 · solver 1 · " in text and "\x1b" not in text
+    assert "(agent 0, reward 0.75)" in text and "(agent 0.2, reward -1)" in text
+    first, tool = text.index("search({}) 0.00 s → no index"), text.index("py({}) 0.25 s → 4 <b>")
+    assert first < text.index("  planner ") < tool < text.index("(agent 0.10")
+    page = render_page("run", [TREE])
+    assert "result of py" in page and "4 &lt;b&gt;" in page and "error of search" in page
+    assert "agent 0.10 · reward 0.5" in page and "<span>solver 1</span>" in page
+
+
+def test_a_run_without_roles_and_agents_looks_as_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_samples([replace(SAMPLE, turns=(replace(SAMPLE.turns[0], answer="a", prompt="p"),))])
+    head, *rest = capsys.readouterr().out.splitlines()
+    assert head == "p0-1.0.1  reward 0.5  completed  step 3 · policy@1.2 · node-0 · 7 tokens"
+    assert rest[1:4] == ["  prompt  p", "  thinks  hmm", "  policy  a"]
+
+
+def test_the_tree_of_agents() -> None:
+    tree = agent_tree(TREE.turns)
+    assert [line.plain for line in tree_lines(tree)] == [
+        "  workflow  planner · 1 turn · 7 tokens",
+        "    agent 0  solver · 1 turn · 7 tokens · reward 0.75",
+        "      agent 0.2  solver · 1 turn · 7 tokens · reward -1",
+        "      agent 0.10  solver · 1 turn · 7 tokens · reward 0.5",
+    ]
+    assert tree.num_agents == 4
+    [idle] = agent_tree([agent_turn("3.1", "solver")]).children
+    assert (idle.path, idle.num_turns, idle.children[0].path) == ("3", 0, "3.1")
 
 
 def test_explain_shows_the_text_of_a_row_and_of_its_group(

@@ -195,10 +195,32 @@ async def test_a_workflow_may_score_itself(snapshot: Path, name: str, reward: fl
     assert row.reward == reward and scorer.seen == []
 
 
+@pytest.mark.parametrize("has_function", [True, False])
+async def test_roles_and_turns_may_have_rewards_of_their_own(
+    snapshot: Path, has_function: bool
+) -> None:
+    """Without a reward function, the row earns the mean of its roles."""
+    scorer = DirectScorer() if has_function else None
+    row = await attempt(snapshot, "rewards_roles_and_turns", scorer=scorer)
+    assert row.role_rewards == {"solver": 0.25, "verifier": 0.75}
+    assert [(turn.role, turn.reward) for turn in row.turns] == [("solver", None), ("verifier", -1)]
+    assert row.reward == (0.0 if has_function else 0.5)
+
+
+async def test_who_does_not_score_rows_gives_no_reward_at_all(snapshot: Path) -> None:
+    """Such as an untrusted node."""
+    name = "rewards_roles_and_turns"
+    row = await attempt(snapshot, name, scorer=DirectScorer(), is_scored=False)
+    assert (row.reward, row.role_rewards) == (None, {})
+    assert {turn.reward for turn in row.turns} == {None}
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("raises", "my own mistake"),
+        ("rewards_nobody", "ctx.reward(role='solvr'): no turn has this role"),
+        ("rewards_no_turn", "there is no turn 1 yet"),
         ("exits", "SystemExit: goodbye"),
         ("calls_nobody", "without a model answer"),
         ("own_timeout", "of the user's own client"),

@@ -52,6 +52,25 @@ async def sets_reward(task: Task, ctx: Context) -> None:
     ctx.reward(0.75)
 
 
+async def rewards_roles_and_turns(task: Task, ctx: Context) -> None:
+    messages = [{"role": "user", "content": "abc>"}]
+    await ctx.policy("policy", role="solver").chat(messages)
+    judged = await ctx.policy("policy", role="verifier").chat(messages)
+    ctx.reward(0.25, role="solver")
+    ctx.reward(0.75, role="verifier")
+    ctx.reward(-1, turn=judged.turn)
+
+
+async def rewards_nobody(task: Task, ctx: Context) -> None:
+    await ask(ctx)
+    ctx.reward(1.0, role="solvr")
+
+
+async def rewards_no_turn(task: Task, ctx: Context) -> None:
+    await ask(ctx)
+    ctx.reward(1.0, turn=1)
+
+
 async def returns_nonsense(task: Task, ctx: Context) -> dict[str, int]:
     await ask(ctx)
     return {"reward": 1}

@@ -7,6 +7,7 @@ Decides nothing about other policies, issuing or partitions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -36,6 +37,8 @@ from penstock.dataflow.records import (
 )
 from penstock.types import DropReason, GroupId, OutcomeKind, PolicyName, RowId, RowSummary
 
+VisibleRoles = Collection[tuple[PolicyName, str]] | None
+"""The (policy, role) pairs whose turns a trainer sees; None: all of its policy."""
 POOL_GROUPS = 10_000
 """Maximum groups in a replay pool; beyond it the oldest are removed."""
 
@@ -54,12 +57,15 @@ class PolicySpec:
     is_lockstep: bool = False
     """Groups are trained in the order of issue, each sampled by exactly the version `max_staleness`
     batches behind, so results do not depend on node speed."""
+    max_partner_lag: int | None = None
+    """Versions that tokens of other policies may be behind the newest version of their own; None
+    for any number."""
 
 
 def with_rows(
     group: FateRecord,
     members: Sequence[RowSummary],
-    visible_roles: Collection[tuple[PolicyName, str]] | None = None,
+    visible_roles: VisibleRoles = None,
 ) -> FateRecord:
     """The group with the members that the policy's trainer sees."""
     policy = group.consumer
@@ -68,10 +74,44 @@ def with_rows(
     return replace(
         group,
         tokens=sum(tokens),
-        rewards=tuple(row.reward for row in rows if row.reward is not None),
+        rewards=tuple(
+            row.reward_for(policy, visible_roles) for row in rows if row.reward is not None
+        ),
         versions=tuple(sorted({v for row in rows for v in row.versions.get(policy, ())})),
         packed_rows=msgspec.msgpack.encode(rows),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedGroup:
+    """A group as rules judge it and learn from it, for one policy: a JudgedGroup."""
+
+    group_id: GroupId
+    task_key: str
+    source: str
+    policy: PolicyName
+    number: int
+    rows: tuple[RowSummary, ...]
+    rewards: tuple[float, ...]
+    role_rewards: Mapping[str, Sequence[float]]
+
+    @classmethod
+    def of(cls, group: FateRecord, visible_roles: VisibleRoles) -> ClosedGroup:
+        rows, by_role = group.rows, dict[str, list[float]]()
+        for row in rows:
+            if row.reward is not None:
+                for role, reward in row.role_rewards(group.consumer, visible_roles).items():
+                    by_role.setdefault(role, []).append(reward)
+        return cls(
+            group_id=group.group_id,
+            task_key=group.task_key,
+            source=group.source,
+            policy=group.consumer,
+            number=group.number,
+            rows=rows,
+            rewards=group.rewards,
+            role_rewards=by_role,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,6 +160,49 @@ class Starvation:
         return Starvation(has_participated=True, baseline_yield=min(share, expected_yield))
 
 
+@dataclass(slots=True, kw_only=True)
+class PartCount:
+    """What one role of a policy did in the groups of one source."""
+
+    groups: int = 0
+    """Groups that rules judged."""
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    """Groups that were dropped, by reason, those without a rule's verdict included."""
+    rows: int = 0
+    tokens: int = 0
+    reward_sum: float = 0.0
+
+
+class PartCounts:
+    """Counts of one policy by source and role. Kept in memory only; reset on restart."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, str], PartCount] = {}
+
+    def add(self, group: ClosedGroup, visible_roles: VisibleRoles) -> None:
+        """Count a group that rules judge."""
+        for role in group.role_rewards:
+            self._part(group.source, role).groups += 1
+        for row in group.rows:
+            for pair, tokens in row.parts:
+                if pair[0] == group.policy if visible_roles is None else pair in visible_roles:
+                    part = self._part(group.source, pair[1])
+                    part.rows += 1
+                    part.tokens += tokens
+                    part.reward_sum += row.role_reward(pair[1])
+
+    def drop(self, group: FateRecord, reason: DropReason) -> None:
+        """Count a dropped group for each role of the policy in it."""
+        if reason is DropReason.ABSENT:
+            return
+        pairs = {pair for row in group.rows for pair, _ in row.parts}
+        for role in {role for policy, role in pairs if policy == group.consumer} or {""}:
+            self._part(group.source, role).dropped[reason] += 1
+
+    def _part(self, source: str, role: str) -> PartCount:
+        return self.counts.setdefault((source, role), PartCount())
+
+
 class Waste:
     """Tokens that were generated but will never be trained, by reason."""
 
@@ -144,6 +227,8 @@ class ConsumerDeps:
     send: SendToPartition
     free: Callable[[Sequence[GroupId], float], None]
     """Reports groups whose payload no policy needs anymore."""
+    lineage_of: Callable[[PolicyName], Lineage | None]
+    """The lineage of a policy; None for one that is not trained."""
 
 
 class Consumer:
@@ -174,6 +259,10 @@ class Consumer:
         """A stage this policy needs that has no live worker; until one is back, no group starts for
         the policy."""
         self.starvation = Starvation()
+        self.parts = PartCounts()
+        self.partner_lags: dict[PolicyName, Counter[int]] = {}
+        """Rows sealed since the start of the service, by other policy and by how many versions its
+        oldest token was behind."""
         self._last_expiry_check = (-1, -1)
         """Next number and incarnation at the last check for stale groups."""
         self._deps = deps
@@ -225,6 +314,30 @@ class Consumer:
     def _oldest(self, versions: Iterable[tuple[int, int]]) -> int:
         numbers = (self.lineage.effective_number(*version) for version in versions)
         return min(numbers, default=self.next_number)
+
+    def partner_ages(self, row: RowSummary) -> Iterator[tuple[PolicyName, int]]:
+        """For each other trained policy that acted in the row: versions from its oldest token to
+        its newest published version."""
+        for policy, versions in row.versions.items():
+            lineage = None if policy == self.terms.policy else self._deps.lineage_of(policy)
+            if lineage is not None and lineage.newest is not None and versions:
+                newest = lineage.newest
+                now = lineage.effective_number(newest.incarnation, newest.number)
+                oldest = min(lineage.effective_number(*version) for version in versions)
+                yield policy, max(0, now - oldest)
+
+    def count_partners(self, rows: Iterable[RowSummary]) -> None:
+        """Count the ages of other policies' tokens in rows that are being sealed."""
+        for row in rows:
+            for partner, age in self.partner_ages(row):
+                self.partner_lags.setdefault(partner, Counter())[age] += 1
+
+    def is_lagging(self, group: FateRecord) -> bool:
+        """Whether tokens of another policy in it exceed `max_partner_lag`. Needs its rows."""
+        bound = self.terms.max_partner_lag
+        if bound is None or self.terms.is_lockstep:
+            return False
+        return any(age > bound for row in group.rows for _, age in self.partner_ages(row))
 
     def staleness(self, group: FateRecord) -> int:
         return self.next_number - self.oldest(group)
@@ -308,7 +421,8 @@ class Consumer:
     ) -> None:
         """Admit or drop an ended group."""
         self.num_arrived += 1
-        group = self._with_rows(
+        visible_roles = self._deps.rules.visible_turns(self.terms.policy, ended.rows, now)
+        group = with_rows(
             FateRecord(
                 consumer=self.terms.policy,
                 group_id=issued.group_id,
@@ -318,7 +432,7 @@ class Consumer:
                 number=self.lineage.number,
             ),
             ended.rows,
-            now,
+            visible_roles,
         )
         if ended.dropped is not None or not group.tokens:
             reason = ended.dropped or DropReason.ABSENT
@@ -338,12 +452,13 @@ class Consumer:
         ):
             self.drop(group, DropReason.OUTPACED, "pacing", now)
         else:
-            self._apply_rules(group, now)
+            self._apply_rules(group, visible_roles, now)
 
-    def _apply_rules(self, group: FateRecord, now: float) -> None:
-        rules = self._deps.rules
-        rule, reason = rules.judge(group, now)
-        rules.learn(group, reason, now)
+    def _apply_rules(self, group: FateRecord, visible_roles: VisibleRoles, now: float) -> None:
+        rules, closed = self._deps.rules, ClosedGroup.of(group, visible_roles)
+        self.parts.add(closed, visible_roles)
+        rule, reason = rules.judge(closed, now)
+        rules.learn(closed, reason, now)
         rules.save_state()
         self._update_yield(passed=reason is None)
         if reason is None:
@@ -365,19 +480,14 @@ class Consumer:
         group = self.incomplete.pop(message.group_id, None)
         if group is None:
             return
-        full = self._with_rows(group, message.rows, now)
+        visible_roles = self._deps.rules.visible_turns(self.terms.policy, message.rows, now)
+        full = with_rows(group, message.rows, visible_roles)
         if message.dropped is not None or not full.tokens:
             self.drop(group, message.dropped or DropReason.COLUMN_FAILED, "columns", now)
             return
         full = replace(full, rule="columns", at=now, is_complete=True)
         self.ready[group.group_id] = full
         self._deps.journal(full)
-
-    def _with_rows(
-        self, group: FateRecord, members: Sequence[RowSummary], now: float
-    ) -> FateRecord:
-        visible_roles = self._deps.rules.visible_turns(self.terms.policy, members, now)
-        return with_rows(group, members, visible_roles)
 
     # --- fates --------------------------------------------------------------------------------
 
@@ -386,6 +496,7 @@ class Consumer:
         self.ready.pop(group.group_id, None)
         self.incomplete.pop(group.group_id, None)
         self._deps.waste.add(reason, group.tokens)
+        self.parts.drop(group, reason)
         self.starvation.add(group, reason)
         assert FateState.DROPPED in FATE_TRANSITIONS[group.state]
         dropped = replace(group, state=FateState.DROPPED, reason=reason, rule=rule, at=now)

@@ -31,6 +31,7 @@ from penstock.dataflow.core.retention import Retention
 from penstock.dataflow.core.rule_runner import RuleRunner
 from penstock.dataflow.core.spot_checks import SpotChecks
 from penstock.dataflow.core.task_supply import TaskSupply
+from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import (
     FreedRecord,
     GroupRecord,
@@ -92,6 +93,7 @@ class Coordinator:
             journal=journal,
             send=send,
             free=self.free,
+            lineage_of=self._lineage_of,
         )
         self.consumers = {p.policy: Consumer(p, deps) for p in policies}
         self.supply = supply
@@ -127,6 +129,10 @@ class Coordinator:
         except KeyError:
             known = ", ".join(self.consumers)
             raise NotFound(f"no policy {policy!r} in this run; it trains {known}") from None
+
+    def _lineage_of(self, policy: PolicyName) -> Lineage | None:
+        consumer = self.consumers.get(policy)
+        return None if consumer is None else consumer.lineage
 
     # --- partitions ---------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from penstock.dataflow.core.manifests import ManifestCache
 from penstock.dataflow.core.rule_runner import ReplaySpec
 from penstock.dataflow.records import BatchRecord, FateRecord, Journal
 from penstock.errors import Conflict
-from penstock.types import GroupId, Manifest, PolicyName, SealedGroup
+from penstock.types import DropReason, GroupId, Manifest, PolicyName, SealedGroup
 
 RowsOf = Callable[[PolicyName, Sequence[GroupId]], Mapping[GroupId, bytes]]
 """Looks up rows that a restart left in the ledger, still encoded."""
@@ -46,6 +46,7 @@ class Sealing:
         if consumer.terms.is_lockstep:
             return self._seal_in_order(consumer, seq, now)
         consumer.expire(now)
+        self._drop_lagging(consumer, now)
         replay = coordinator.rules.replay(policy)
         consumer.update_num_replayable()
         num_to_replay = consumer.num_replayable
@@ -81,6 +82,18 @@ class Sealing:
         record = self._record(consumer, seq, fresh, (), now)
         self._settle(consumer, record, fresh, (), "issue", now)
         return record
+
+    def _drop_lagging(self, consumer: Consumer, now: float) -> None:
+        """Drop groups in which another policy has moved on too far."""
+        policy = consumer.terms.policy
+        if consumer.terms.max_partner_lag is None:
+            return
+        for group in self._with_rows(policy, [*consumer.ready.values()]):
+            if consumer.is_lagging(group):
+                consumer.drop(group, DropReason.PARTNER_LAG, "partner lag", now)
+        for group in self._with_rows(policy, [*consumer.pool.values()]):
+            if consumer.is_lagging(group):
+                consumer.remove_from_pool(group, now)
 
     def _choose_replayed(
         self, consumer: Consumer, replay: ReplaySpec | None, count: int, now: float
@@ -134,6 +147,7 @@ class Sealing:
         )
         ages = [trains_from - number for number in consumer.oldest_versions(manifest.rows)]
         assert all(not consumer.is_stale(group) for group in fresh), "expire() ran just before"
+        consumer.count_partners(manifest.rows)
         body = self._manifests.encode(manifest)
         return BatchRecord(
             consumer=policy,
@@ -144,7 +158,7 @@ class Sealing:
             num_rows=len(ages),
             digest=blake3(body).hexdigest(),
             manifest=body,
-            reward_mean=sum(row.score for row in manifest.rows) / max(1, len(ages)),
+            reward_mean=sum(map(manifest.reward, manifest.rows)) / max(1, len(ages)),
             staleness_mean=sum(ages) / max(1, len(ages)),
             staleness_max=max(ages, default=0),
             sealed_at=now,

@@ -43,6 +43,7 @@ _DROP_REASON_TEXT: Mapping[str, str] = {
     DropReason.COLUMN_FAILED: "a required column failed or missed its deadline",
     DropReason.OVERLONG: "too many answers were truncated at the length limit",
     DropReason.OUTCOME: "a rule rejects the outcomes of its rows",
+    DropReason.PARTNER_LAG: "another policy in it has moved on by more than max_partner_lag",
     DropReason.REWARD_RANGE: "its mean reward is outside the accepted range",
     DropReason.DUPLICATE: "the same task was admitted recently",
     DropReason.RULE: "a custom rule rejected it",

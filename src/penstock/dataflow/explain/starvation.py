@@ -37,6 +37,7 @@ _REMEDIES: Mapping[DropReason, str] = {
     DropReason.OVERLONG: "raise sampling.max_tokens, or the rule's max_share",
     DropReason.OUTCOME: "check the outcomes, or remove the rule",
     DropReason.REWARD_RANGE: "check the rewards, or widen the range",
+    DropReason.PARTNER_LAG: "raise dataflow.max_partner_lag, or lower training.max_staleness",
     DropReason.DUPLICATE: "add more tasks, or remove the rule",
     DropReason.RULE: "check the criteria of the rule",
     DropReason.OVERDUE: "raise dataflow.lease.schedule_to_close_s, or add nodes",

@@ -3,7 +3,7 @@
 
 z counts such outcomes of a task in a row, separately for easy and hard; the task is submitted with
 probability max(floor, p^z). p follows their share once per version, after one pass over a source.
-Copies in flight raise z once."""
+Copies in flight raise z once. A uniform group is so in every role of every policy."""
 
 from __future__ import annotations
 
@@ -80,15 +80,24 @@ class Greso(Rule):
 
     def learn(self, group: JudgedGroup, verdict: DropReason | None) -> None:
         known = self._state.get(f"task {group.task_key}", NEW_TASK)
-        if not group.rows or known["group"] == group.group_id:
+        if not group.rows:
             return
-        high = max(group.rewards)
-        kind = "easy" if high >= self.easy_from else "hard" if high <= self.hard_to else ""
-        kind = kind if high - min(group.rewards) <= SAME_REWARD else ""
+        kind = self._kind(group)
+        if known["group"] == group.group_id:  # another policy's view of the same rollouts
+            if kind != known["kind"]:
+                self._state[f"task {group.task_key}"] = {**known, "kind": "", "z": 0}
+            return
         self._adapt(group, kind)
         z = known["z"] + known["asked"] if kind == known["kind"] else 1
         entry = {"kind": kind, "z": z if kind else 0, "asked": False, "group": group.group_id}
         self._state[f"task {group.task_key}"] = entry
+
+    def _kind(self, group: JudgedGroup) -> str:
+        """`easy` or `hard` if every role's reward is uniform; empty for any other group."""
+        if any(max(r) - min(r) > SAME_REWARD for r in group.role_rewards.values()):
+            return ""
+        high = max(group.rewards)
+        return "easy" if high >= self.easy_from else "hard" if high <= self.hard_to else ""
 
     def _adapt(self, group: JudgedGroup, kind: str) -> None:
         new: dict[str, Any] = {"policy": group.policy, "number": group.number, "all": 0}

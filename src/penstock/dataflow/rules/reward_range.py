@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""admit: reward-range. The mean reward of a group must lie between two bounds, both included."""
+"""admit: reward-range. The mean reward of a group must lie between two bounds, both included; of a
+policy with several roles, that of at least one role."""
 
 from __future__ import annotations
 
@@ -32,10 +33,11 @@ class RewardRange(Rule):
         yield Contradiction(text=text, keys=(("low",), ("high",), ()))
 
     def judge(self, group: JudgedGroup) -> DropReason | None:
-        mean = sum(group.rewards) / max(1, len(group.rows))
+        means = [sum(rewards) / len(rewards) for rewards in group.role_rewards.values()] or [0.0]
         low = -inf if self.low is None else self.low
         high = inf if self.high is None else self.high
-        return None if low <= mean <= high else DropReason.REWARD_RANGE
+        is_inside = any(low <= mean <= high for mean in means)
+        return None if is_inside else DropReason.REWARD_RANGE
 
 
 RULE = RewardRange

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """admit: reward-spread. Dynamic sampling: only groups whose rewards differ carry a learning signal.
 
-Nothing refills the batch: pacing counts refused groups in its yield and starts more work."""
+Each role of the policy is compared with itself; one that differs is enough. Nothing refills the
+batch: pacing counts refused groups in its yield and starts more work."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ class RewardSpread(Rule):
     """Largest difference at which rewards count as equal."""
 
     def judge(self, group: JudgedGroup) -> DropReason | None:
-        spread = max(group.rewards, default=0.0) - min(group.rewards, default=0.0)
-        return None if spread > self.same_reward else DropReason.UNIFORM_REWARD
+        spreads = (max(rewards) - min(rewards) for rewards in group.role_rewards.values())
+        is_uniform = max(spreads, default=0.0) <= self.same_reward
+        return DropReason.UNIFORM_REWARD if is_uniform else None
 
 
 RULE = RewardSpread

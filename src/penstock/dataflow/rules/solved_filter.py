@@ -2,7 +2,8 @@
 """curate: solved-filter. Tasks that nearly always succeed are revisited only occasionally.
 
 Success is a moving average of the mean reward, which should lie in [0, 1]; the first outcome
-counts in full. A revisit that fails brings the task back."""
+counts in full. Of several policies, the one with the lowest mean counts. A revisit that fails
+brings the task back."""
 
 from __future__ import annotations
 
@@ -35,11 +36,13 @@ class SolvedFilter(Rule):
         if not group.rows:
             return
         mean = sum(group.rewards) / len(group.rows)
-        last = self._state.get(group.task_key, {"p": mean, "group": ""})
-        if last["group"] == group.group_id:  # another policy's view of the same rollouts
-            return
-        p = self.decay * last["p"] + (1 - self.decay) * mean
-        self._state[group.task_key] = {"p": p, "group": group.group_id}
+        last = self._state.get(group.task_key, {"p": None, "group": ""})
+        is_again = last["group"] == group.group_id  # another policy's view of the same rollouts
+        before = last.get("before", last["p"]) if is_again else last["p"]
+        p = mean if before is None else self.decay * before + (1 - self.decay) * mean
+        if not is_again or p < last["p"]:
+            entry = {"p": p, "group": group.group_id, "before": before}
+            self._state[group.task_key] = entry
 
 
 RULE = SolvedFilter

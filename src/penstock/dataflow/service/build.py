@@ -78,6 +78,7 @@ def build_partly_restored(
         report=balance_settings(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
     )
     service.nodes.intake.limits = _model_limits(config)
+    service.nodes.intake.roles = frozenset(config.roles)
     service.nodes.intake.sampling = LeaseSampling.of(run_info(config))
     service.coordinator.spot_checks.tolerated_share = config.trust.tolerated_share
     journal(ledger.next_epoch())
@@ -110,6 +111,7 @@ def build_partition(
     )
     service.nodes.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
     service.nodes.intake.limits = _model_limits(config)
+    service.nodes.intake.roles = frozenset(config.roles)
     service.nodes.intake.sampling = LeaseSampling.of(run_info(config))
     journal(epoch)
     return service
@@ -232,6 +234,7 @@ def _policy_spec(config: RunConfig, name: str) -> PolicySpec:
         steps=training.steps,
         train_columns=_needs(config).train,
         is_lockstep=config.deterministic,
+        max_partner_lag=config.dataflow.max_partner_lag,
     )
 
 

@@ -47,6 +47,8 @@ def builtin(
     """The algorithm's graph; `max_tokens` is the longest answer, and its models are sharded as
     `parallel` says."""
     entries = algorithm.declaration.stages(algorithm, max_tokens)
+    if algorithm.agents != "parent":
+        entries = [_with_agents(entry, algorithm.agents) for entry in entries]
     if algorithm.beta > 0:
         entries = _with_infer_stage(entries, "reference", "reference", "reference_logprobs")
     if algorithm.needs_proximal:
@@ -55,6 +57,13 @@ def builtin(
         spread = {"parallel": parallel.model_dump()}
         entries = [entry if entry["type"] == "compute" else entry | spread for entry in entries]
     return PipelineConfig.model_validate({"stages": entries}).stages
+
+
+def _with_agents(entry: StageEntry, agents: str) -> StageEntry:
+    """The stage, comparing sub-agents so if it is the one that compares."""
+    if entry["role"] != "advantage":
+        return entry
+    return {**entry, "options": {**entry.get("options", {}), "agents": agents}}
 
 
 def _with_infer_stage(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The structure of a batch: everything a compute stage sees in addition to its columns.
 
-Holds no values: rewards, advantages and log-probs are columns. With several ranks, rows are all
+Holds no values but the rewards of roles and turns: the row's reward, advantages and log-probs are
+columns. With several ranks, rows are all
 rows of the manifest, but tokens only this rank's; sums over tokens go through `sum_over_ranks`.
 
 R = rows of the manifest, S = samples, T = tokens of all samples, Q = turns, row after row.
@@ -95,6 +96,12 @@ class Layout:
     """Index of the token's turn in its trajectory."""
     roles_T: npt.NDArray[np.int32]
     """Number of the role of the token's turn; valid where trained."""
+    rewards_T: Floats
+    """The own reward of the token's turn, or NaN; valid where trained."""
+    agents_T: npt.NDArray[np.int32]
+    """Number of the sub-agent of the token's turn in its trajectory; 0 for the workflow itself."""
+    spawners_T: npt.NDArray[np.int32]
+    """Number of the agent that spawned this one."""
     sum_over_ranks: Sum = no_reduction
     """Element by element; every rank calls it, with arrays of the same size."""
 
@@ -114,6 +121,9 @@ class Layout:
             mask_T=samples.mask_T,
             turns_T=samples.turns_T,
             roles_T=samples.roles_T,
+            rewards_T=samples.rewards_T,
+            agents_T=samples.agents_T,
+            spawners_T=samples.spawners_T,
             sum_over_ranks=sum_over_ranks,
         )
 
@@ -147,6 +157,18 @@ class TrainedTurns:
         depths_T = np.zeros(layout.mask_T.size, np.int64)
         depths_T[tokens_K] = turns.depths_Q[of_K]
         return cls(turns=turns, last_Q=last_Q, depths_T=depths_T)
+
+    def over_ranks(self, layout: Layout) -> Turns:
+        """The turns of all ranks; every rank calls it."""
+        nums_R = layout.sum_over_ranks(self.turns.nums_R.astype(np.float64))
+        return Turns(nums_R=nums_R.astype(np.int64))
+
+    def gather(self, layout: Layout, turns: Turns, values_XQ: Floats) -> Floats:
+        """Values of this rank's turns as values of all ranks' `turns`; every rank calls it."""
+        found_XQ = np.zeros((len(values_XQ), turns.rows_Q.size))
+        place_Q = turns.starts_R[self.turns.rows_Q] + self.turns.depths_Q
+        found_XQ[:, place_Q] = values_XQ
+        return layout.sum_over_ranks(found_XQ)
 
     def by_token(self, layout: Layout, turns: Turns, credits_Q: Floats) -> Floats:
         """Credit of `turns`, of all ranks or of this one, on the trained tokens of this rank."""

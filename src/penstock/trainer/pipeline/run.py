@@ -41,6 +41,11 @@ ACTOR = "actor"
 """The role whose training makes a version; its metrics have no prefix."""
 
 
+OWN_REWARD_COLUMNS = frozenset({"reward", "shaped_reward", "less_kl_reward"})
+"""The row's reward, as delivered or as built-in stages change it: rewards of roles and turns apply.
+Whoever compares another column means that one, for every turn."""
+
+
 def keep_rows(batch: Batch) -> Batch:
     """All ranks have their rows already."""
     return batch
@@ -199,7 +204,10 @@ def _compute(
                 f"stage {stage.id}: {keyword} must be a {required} column, and {column} is a "
                 f"{axis} column; read a column with one number per {required}"
             )
-    return function(Layout.of(batch, sum_over_ranks), **given, **stage.options)
+    layout = Layout.of(batch, sum_over_ranks)
+    if keywords(stage).get("reward") not in OWN_REWARD_COLUMNS:  # a column of the user's own
+        layout = replace(layout, roles=replace(layout.roles, own=None))
+    return function(layout, **given, **stage.options)
 
 
 def column_of(batch: Batch, name: str, reader: str) -> tuple[Axis, Floats]:

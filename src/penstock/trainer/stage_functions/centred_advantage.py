@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from penstock.config.builtin_stages import Axis, stage_function
 from penstock.trainer.advantages.baselines import centred_advantages
+from penstock.trainer.advantages.own_rewards import Agents
+from penstock.trainer.pipeline.comparison import compare
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues
 
 
 @stage_function(writes={"advantage": Axis.TOKEN}, is_group_relative=True)
-def centred_advantage(layout: Layout, *, reward: RowValues) -> Columns:
+def centred_advantage(
+    layout: Layout, *, reward: RowValues, agents: Literal["parent", "siblings"] = "parent"
+) -> Columns:
     """Dr.GRPO: reward minus the group's mean."""
-    return {"advantage": layout.by_token(centred_advantages(reward, layout.groups_R))}
+    return {"advantage": compare(layout, reward, centred_advantages, Agents(agents))}
 
 
 STAGE = centred_advantage

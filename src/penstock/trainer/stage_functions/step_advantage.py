@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import Field
 
 from penstock.config.builtin_stages import Axis, stage_function
-from penstock.trainer.advantages.credit import Combine, Turns, combine_returns, compare_turns
+from penstock.trainer.advantages.credit import Combine, combine_returns, compare_turns
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues, TokenValues, TrainedTurns
 
 
@@ -29,13 +28,8 @@ def step_advantage(
     outcome, `discount` what comes a turn later. The score of a turn is the one on its last trained
     token. A row whose payload is gone has no scores and is not compared."""
     trained = TrainedTurns.of(layout)
-    turns = Turns(
-        nums_R=layout.sum_over_ranks(trained.turns.nums_R.astype(np.float64)).astype(np.int64)
-    )
-    scores_Q = np.zeros(turns.rows_Q.size)
-    place_Q = turns.starts_R[trained.turns.rows_Q] + trained.turns.depths_Q
-    scores_Q[place_Q] = step_scores[trained.last_Q]
-    scores_Q = layout.sum_over_ranks(scores_Q)
+    turns = trained.over_ranks(layout)
+    [scores_Q] = trained.gather(layout, turns, step_scores[None, trained.last_Q])
     returns_Q = combine_returns(
         reward, scores_Q, turns, Combine(how), share=share, discount=discount
     )

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.dataflow.core.consumers import with_rows
+from penstock.dataflow.core.consumers import ClosedGroup, with_rows
 from penstock.dataflow.records import FateRecord
 from penstock.types import (
+    ROLE_REWARD,
     Candidate,
     GroupId,
     JudgedGroup,
@@ -68,14 +69,18 @@ def row(
     reward: float,
     outcome: OutcomeKind = OutcomeKind.COMPLETED,
     policy: PolicyName = POLICY,
+    **of_roles: float,
 ) -> RowSummary:
+    """`of_roles`: the policy acted in these roles, each with its own reward."""
     return RowSummary(
         row_id=RowId("p0-1.0.1"),
         digest="",
         reward=reward,
         outcome=outcome,
-        sampled={policy: 1},
+        sampled={policy: max(1, len(of_roles))},
         versions={policy: ((0, 0),)},
+        roles={policy: dict.fromkeys(of_roles, 1)} if of_roles else {},
+        values={ROLE_REWARD + role: own for role, own in of_roles.items()},
     )
 
 
@@ -103,7 +108,7 @@ def group_of(
     policy: PolicyName = POLICY,
 ) -> JudgedGroup:
     group = FateRecord(consumer=policy, group_id=group_id, task_key=key, source=source)
-    return replace(with_rows(group, rows), arrival=1, number=number)
+    return ClosedGroup.of(replace(with_rows(group, rows), number=number), None)
 
 
 def candidate(

@@ -2,6 +2,7 @@
 """May this closed group enter: each rule's refusals and their reasons."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tests.unit.dataflow.rules.rule_inputs import Assigned, group_of, judged, ro
 
 from penstock.dataflow.rules import make_rule
 from penstock.dataflow.rules.dedup import Dedup
-from penstock.types import DropReason, GroupId, JudgedGroup, OutcomeKind
+from penstock.types import TURN_REWARD, DropReason, GroupId, JudgedGroup, OutcomeKind
 
 CUT = OutcomeKind.TRUNCATED
 
@@ -37,6 +38,25 @@ def mixed(num_truncated: int, num_rows: int) -> JudgedGroup:
 def test_reward_spread(rewards: tuple[float, ...], is_in: bool) -> None:
     expected = None if is_in else DropReason.UNIFORM_REWARD
     assert verdict("reward-spread", {}, judged("p0-1", rewards)) == expected
+
+
+def test_a_role_is_compared_with_itself() -> None:
+    """The rows differ, and so do the two roles, but neither role differs from itself."""
+    uniform = group_of([row(r, a=1.0, b=0.0) for r in (0.0, 1.0)], GroupId("p0-1"))
+    assert verdict("reward-spread", {}, uniform) is DropReason.UNIFORM_REWARD
+    one = group_of([row(0.5, a=1.0, b=r) for r in (0.0, 1.0)], GroupId("p0-1"))
+    assert verdict("reward-spread", {}, one) is None
+
+
+def test_the_turns_of_a_role_may_differ_though_its_rows_do_not() -> None:
+    rows = [replace(row(1.0), values={TURN_REWARD: mean}) for mean in (0.25, 0.75)]
+    assert verdict("reward-spread", {}, group_of(rows, GroupId("p0-1"))) is None
+
+
+def test_one_role_within_the_range_is_enough() -> None:
+    group = group_of([row(0.5, a=1.0, b=0.1)] * 2, GroupId("p0-1"))
+    assert verdict("reward-range", {"low": 0.9}, group) is None
+    assert verdict("reward-range", {"low": 0.2, "high": 0.9}, group) is DropReason.REWARD_RANGE
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])

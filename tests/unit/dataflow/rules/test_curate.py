@@ -5,11 +5,20 @@ import math
 from typing import Any
 
 import pytest
-from tests.unit.dataflow.rules.rule_inputs import Assigned, draws, judged, no_draw, scripted, task
+from tests.unit.dataflow.rules.rule_inputs import (
+    Assigned,
+    draws,
+    group_of,
+    judged,
+    no_draw,
+    row,
+    scripted,
+    task,
+)
 
 from penstock.dataflow.rules.greso import MAX_REJECTIONS, Greso
 from penstock.dataflow.rules.solved_filter import SolvedFilter
-from penstock.types import PolicyName
+from penstock.types import GroupId, PolicyName
 
 EASY, HARD, MIXED = (1.0, 1.0), (0.0, 0.0), (0.0, 1.0)
 
@@ -118,6 +127,26 @@ def test_a_second_policys_view_counts_nothing() -> None:
     assert state["count"]["all"] == 3
 
 
+def test_a_task_is_uniform_only_if_it_is_so_for_every_policy() -> None:
+    """The judge still learns from a task that the solver always solves, whoever is first."""
+    for views in ((EASY, MIXED), (MIXED, EASY), (EASY, HARD)):
+        state = Assigned()
+        rule = Greso.build(state, {})
+        submit(rule)
+        for policy, rewards in zip(("solver", "judge"), views, strict=True):
+            rule.learn(judged("p0-1", rewards, policy=PolicyName(policy)), None)
+        assert of_task(state) == ("", 0)
+
+
+def test_a_role_with_spread_makes_its_task_worth_another_try() -> None:
+    state = Assigned()
+    rule = Greso.build(state, {})
+    submit(rule)
+    rows = [row(1.0, a=1.0 - own, b=own) for own in (0.0, 1.0)]  # equal means, other roles
+    rule.learn(group_of(rows, GroupId("p0-1")), None)
+    assert of_task(state) == ("", 0)
+
+
 @pytest.mark.parametrize(("rewards", "floor"), [(EASY, "floor_easy"), (HARD, "floor_hard")])
 @pytest.mark.parametrize("z", [1, 2, 3])
 def test_submit_rate_is_p_to_the_z(rewards: tuple[float, ...], floor: str, z: int) -> None:
@@ -173,6 +202,16 @@ def test_solved_tasks_come_back_at_the_rate_of_revisits() -> None:
     draw = draws(3)
     share = sum(rule.wants(task("t"), draw) for _ in range(20_000)) / 20_000
     assert share == pytest.approx(0.2, abs=3 * math.sqrt(0.16 / 20_000))
+
+
+def test_a_task_is_solved_only_if_every_policy_solves_it() -> None:
+    for views in ((EASY, HARD), (HARD, EASY)):
+        state = Assigned()
+        rule = SolvedFilter.build(state, {})
+        rule.learn(judged("p0-1", EASY), None)
+        for policy, rewards in zip(("solver", "judge"), views, strict=True):
+            rule.learn(judged("p0-2", rewards, policy=PolicyName(policy)), None)
+        assert state["t"]["p"] == pytest.approx(0.9), "the lower of the two counts, once"
 
 
 def test_a_failed_revisit_brings_a_solved_task_back() -> None:

@@ -33,7 +33,8 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 def defaults(kind: type[BaseModel]) -> dict[str, Any]:
-    return {name: field.default for name, field in kind.model_fields.items()}
+    fields = kind.model_fields.items()
+    return {name: field.get_default(call_default_factory=True) for name, field in fields}
 
 
 def config_classes() -> set[type[BaseModel]]:

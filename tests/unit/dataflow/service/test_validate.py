@@ -116,8 +116,48 @@ def test_tokens_are_counted_by_role_only_where_one_is_named() -> None:
         (trajectory(turn(spans=(span(0, 2),))), "spans cover 2 of 3"),
         (trajectory(turn(spans=(span(0, 3, 7),))), "never published"),
         (trajectory(turn(policy=PolicyName("q"))), "never published"),
+        (trajectory(role_rewards={"nobody": 1.0}), "names 'nobody'"),
+        (trajectory(turn(role="a"), role_rewards={"a": float("nan")}), "role a must be a finite"),
+        (trajectory(turn(role="a"), role_rewards={"": 1.0}), "names ''"),
+        (trajectory(turn(reward=float("inf"))), "turn 0: its reward must be a finite"),
+        (
+            trajectory(turn(reward=1.0), reward=None, outcome=Outcome(kind=OutcomeKind.FAILED)),
+            "failed trajectory has rewards of roles or turns",
+        ),
     ],
 )
 def test_what_breaks_the_contract_is_named(record: Trajectory, complaint: str) -> None:
     verdict = summarise(record, "d", is_published)
     assert isinstance(verdict, str) and complaint in verdict
+
+
+def test_rewards_of_roles_and_turns_become_values_of_the_row() -> None:
+    """A role's turns earn their own, else the role's, else the row's; unusable ones count in
+    nothing."""
+    turns = [
+        turn(role="a", reward=0.5),
+        turn(role="a"),
+        turn(role="a", reward=9.0, reached_agent=False),
+        turn(role="b"),
+        turn(reward=0.25),
+        turn(),
+    ]
+    record = trajectory(*turns, reward=1.0, role_rewards={"a": 0.1, "idle": 0.7})
+    found = summarise(record, "d", is_published, roles={"idle"})
+    assert isinstance(found, RowSummary)
+    assert found.values == pytest.approx(
+        {"reward.a": 0.1, "reward.idle": 0.7, "turn_reward.a": 0.3, "turn_reward.": 0.625}
+    )
+    assert found.reward_for(POLICY, None) == pytest.approx((0.1 + 1.0 + 1.0) / 3)
+    assert found.reward_for(POLICY, [(POLICY, "a")]) == 0.1
+    assert found.role_rewards(POLICY, None) == pytest.approx({"a": 0.3, "b": 1.0, "": 0.625})
+
+
+@pytest.mark.parametrize(
+    "own", [{"role_rewards": {"a": 1.0}}, {"turns": (turn(role="a", reward=1.0),)}]
+)
+def test_only_who_gives_the_reward_gives_rewards_of_roles_and_turns(own: dict[str, Any]) -> None:
+    """Nobody believes an untrusted node's; a stage of the trusted side scores its rows."""
+    record = replace(trajectory(turn(role="a"), reward=None), **own)
+    verdict = summarise(record, "d", is_published, is_scored=False)
+    assert isinstance(verdict, str) and "deliver it without rewards" in verdict

@@ -56,6 +56,8 @@ class DeliveryIntake:
         self._next_arrival = next_arrival
         self.limits = validate.NO_LIMITS
         """Window and vocabulary of the run's models, as far as they are known."""
+        self.roles: frozenset[str] = frozenset()
+        """Roles that the run file names; rows may have rewards of these though none acted."""
         self.sampling = LeaseSampling()
         """What leases of untrusted nodes fix."""
 
@@ -98,6 +100,7 @@ class DeliveryIntake:
             self._is_published,
             is_scored=self._is_scored and not is_untrusted,
             limits=self.limits,
+            roles=self.roles,
         )
         return summary if isinstance(summary, str) else (trajectory, summary)
 

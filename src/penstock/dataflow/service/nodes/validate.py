@@ -4,7 +4,7 @@ a node sends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from penstock.bounds import MAX_REWARD, MAX_ROLE_CHARS, MAX_TURNS
 from penstock.dataflow.service.nodes.model_limits import MAX_TOKEN_ID, ModelLimits
 from penstock.types import (
     MIN_TEMPERATURE,
+    ROLE_REWARD,
+    TURN_REWARD,
     PolicyName,
     RowSummary,
     Trajectory,
@@ -46,13 +48,16 @@ def summarise(
     *,
     is_scored: bool = True,
     limits: ModelLimits = NO_LIMITS,
+    roles: Collection[str] = (),
 ) -> RowSummary | str:
     """The summary of a valid trajectory, or the reason it is invalid.
 
-    digest: BLAKE3 of its payload. is_scored: the node gives the reward, not a stage."""
+    digest: BLAKE3 of its payload. is_scored: the node gives the rewards, not a stage. roles: those
+    that the run file names."""
     turns = trajectory.turns
     if (
         wrong := _check_outcome(trajectory, is_scored)
+        or _check_own_rewards(trajectory, is_scored, roles)
         or _check_shapes(turns)
         or _check_values(turns, limits.max_id)
     ):
@@ -85,7 +90,26 @@ def summarise(
         versions={p: tuple(sorted(made)) for p, made in versions.items()},
         roles=_by_role(turns) if any(turn.role for turn in turns) else {},
         compute_cost=_compute_cost(turns, lengths, leaves),
+        values=_own_rewards(trajectory),
     )
+
+
+def _own_rewards(trajectory: Trajectory) -> dict[str, float]:
+    """Rewards of roles, and the mean reward of each role's turns where one has its own."""
+    values = {ROLE_REWARD + role: reward for role, reward in trajectory.role_rewards.items()}
+    if all(turn.reward is None for turn in trajectory.turns):
+        return values
+    found: dict[str, list[float | None]] = {}
+    for turn in trajectory.turns:
+        if turn.sampled_ids and is_usable(turn):
+            found.setdefault(turn.role, []).append(turn.reward)
+    for role, own in found.items():
+        default = trajectory.role_rewards.get(role, trajectory.reward)
+        rewards = [default if reward is None else reward for reward in own]
+        known = [reward for reward in rewards if reward is not None]
+        if known and any(reward is not None for reward in own):
+            values[TURN_REWARD + role] = sum(known) / len(known)
+    return values
 
 
 def _overflow(turns: Sequence[Turn], lengths: Sequence[int], limits: ModelLimits) -> str:
@@ -154,6 +178,26 @@ def _check_outcome(trajectory: Trajectory, is_scored: bool) -> str:
             return f"a {trajectory.outcome.kind} trajectory needs a finite reward, not {reward}"
     elif reward is not None:
         return f"a {trajectory.outcome.kind} trajectory has a reward: failure is not a reward"
+    return ""
+
+
+def _check_own_rewards(trajectory: Trajectory, is_scored: bool, run_roles: Collection[str]) -> str:
+    """Check the rewards of roles and turns: only who gives the row's reward gives these."""
+    turns, own = trajectory.turns, trajectory.role_rewards
+    if not own and all(turn.reward is None for turn in turns):
+        return ""
+    if not is_scored:
+        return "a stage gives the rewards of this row; deliver it without rewards of roles or turns"
+    if not trajectory.outcome.has_reward:
+        return f"a {trajectory.outcome.kind} trajectory has rewards of roles or turns"
+    for index, turn in enumerate(turns):
+        if turn.reward is not None and not abs(turn.reward) <= MAX_REWARD:
+            return f"turn {index}: its reward must be a finite number, not {turn.reward}"
+    for role, reward in own.items():
+        if not role or (role not in run_roles and all(turn.role != role for turn in turns)):
+            return f"role_rewards names {role!r}, a role of neither a turn nor the run"
+        if not abs(reward) <= MAX_REWARD:
+            return f"the reward of role {role} must be a finite number, not {reward}"
     return ""
 
 

@@ -68,6 +68,24 @@ class NodeStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartStatus:
+    """What one role of a policy did in the groups of one source, since the start of the service."""
+
+    source: str
+    role: str
+    """Empty for turns without a role."""
+    groups: int
+    """Groups that rules judged."""
+    dropped: dict[str, int]
+    """Groups that were dropped, by reason."""
+    rows: int
+    """Trajectories of the judged groups in which it took part."""
+    tokens: int
+    reward_mean: float | None
+    """Mean of its reward over those trajectories."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyStatus:
     policy: PolicyName
     incarnation: int
@@ -95,6 +113,11 @@ class PolicyStatus:
     """The step of the checkpoint that the trainer resumed from."""
     repeats_to: int = 0
     """Last step that is trained again since then; 0 if none is."""
+    parts: tuple[PartStatus, ...] = ()
+    """By source and role."""
+    partner_lag: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    """By other policy: rows sealed since the start of the service, by how many versions its oldest
+    token was behind its newest version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from penstock.dataflow.explain.starvation import is_starving, starvation
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.operators.messages import (
     NodeStatus,
+    PartStatus,
     PolicyStatus,
     Status,
     WaitStatus,
@@ -81,7 +82,25 @@ def _policy(consumer: Consumer) -> PolicyStatus:
         last_skip=lineage.last_skip if lineage.num_skipped else "",
         resumed_at=lineage.resumed_at,
         repeats_to=lineage.repeats_to,
+        parts=tuple(_parts(consumer)),
+        partner_lag={
+            partner: {str(age): ages[age] for age in sorted(ages)}
+            for partner, ages in consumer.partner_lags.items()
+        },
     )
+
+
+def _parts(consumer: Consumer) -> Iterator[PartStatus]:
+    for (source, role), count in sorted(consumer.parts.counts.items()):
+        yield PartStatus(
+            source=source,
+            role=role,
+            groups=count.groups,
+            dropped=dict(count.dropped),
+            rows=count.rows,
+            tokens=count.tokens,
+            reward_mean=count.reward_sum / count.rows if count.rows else None,
+        )
 
 
 def _nodes(service: DataflowService, now: float) -> Iterator[NodeStatus]:
@@ -204,7 +223,25 @@ class _Collector:
         for reason, tokens in now.wasted_tokens.items():
             wasted.add_metric([reason], tokens)
         yield from (depth, version, wasted)
+        yield from _part_metrics(now)
         yield from _check_metrics(now)
+
+
+def _part_metrics(now: Status) -> Iterator[Metric]:
+    rewards, tokens = _gauge("penstock_role_reward"), _gauge("penstock_role_tokens")
+    dropped, lag = _gauge("penstock_role_dropped_groups"), _gauge("penstock_partner_lag_rows")
+    for policy in now.policies:
+        for part in policy.parts:
+            labels = [policy.policy, part.role, part.source]
+            tokens.add_metric(labels, part.tokens)
+            if part.reward_mean is not None:
+                rewards.add_metric(labels, part.reward_mean)
+            for reason, number in part.dropped.items():
+                dropped.add_metric([*labels, reason], number)
+        for partner, ages in policy.partner_lag.items():
+            for age, number in ages.items():
+                lag.add_metric([policy.policy, partner, age], number)
+    yield from (rewards, tokens, dropped, lag)
 
 
 def _check_metrics(now: Status) -> Iterator[Metric]:
