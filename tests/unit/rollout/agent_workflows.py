@@ -46,7 +46,8 @@ async def pair(task: Task, ctx: Context) -> str:
 
 
 async def pair_in_turn(task: Task, ctx: Context) -> str:
-    return "".join([await ctx.spawn(leaf, task.payload) for _ in range(2)])
+    name = f"{__name__}:leaf"
+    return "".join([await ctx.spawn(name, task.payload) for _ in range(2)])
 
 
 async def middle(task: Task, ctx: Context) -> str:
