@@ -15,7 +15,9 @@ from penstock.config.algorithms import builtin_algorithms
 from penstock.config.base import Section
 from penstock.config.rules import builtin_rules
 from penstock.config.run import RunConfig
+from penstock.config.sources import WORKFLOWS
 from penstock.options import Options
+from penstock.rollout.workflows import builtin_options
 
 UNITS_BY_ENDING = {
     "_s": "seconds",
@@ -91,17 +93,19 @@ def sections() -> dict[str, tuple[type[Options], list[Key]]]:
         if not more
     }
 
-    def visit(path: str, kind: type[Options]) -> None:
+    def visit(path: str, kind: type[Options], label: str = "") -> None:
         keys: list[Key] = []
-        found[path] = (kind, keys)
+        found[path + label] = (kind, keys)
         for name, field in kind.model_fields.items():
             at = f"{path}.{name}" if path else name
-            inner = next(sections_in(field.annotation), None)
+            inner, *others = [*sections_in(field.annotation)] or [None]
             is_repeated = inner is not None and shared.get(inner[1], at) != at
             nested = inner[1] if inner else None
             keys.append(Key(path=at, field=field, nested=nested, is_repeated=is_repeated))
             if inner and not is_repeated and nested is not None:
                 visit(at + inner[0], nested)
+                for more, other in filter(None, others):
+                    visit(at + more, other, f" ({next(iter(other.model_fields))})")
 
     visit("", RunConfig)
     return found
@@ -145,7 +149,8 @@ def _entry(key: Key, paths: Mapping[type[Options], str]) -> str:
 
 
 def anchor(path: str) -> str:
-    return path.replace("[]", "").lower() or "top"
+    plain = path.replace("[]", "").replace(" (", "-").removesuffix(")")
+    return plain.lower() or "top"
 
 
 def page() -> str:
@@ -168,13 +173,29 @@ def page() -> str:
         if path:
             parts.append(flat(kind.__doc__) + "\n")
         parts += [_entry(key, paths) for key in keys]
-    return "\n".join([*parts, _rules(), _algorithms()])
+    return "\n".join([*parts, _workflows(), _rules(), _algorithms()])
 
 
 def has_schema() -> bool:
     from scripts.reference import DOCS
 
     return (DOCS / "run.schema.json").exists()
+
+
+def _workflows() -> str:
+    parts = [
+        "## Built-in workflows { #workflows }\n",
+        "Options beside the `name` of a workflow. "
+        "[Built-in workflows](../how-to/sub-agents.md#built-in-workflows) says what they do.\n",
+    ]
+    for name in WORKFLOWS:
+        options = [
+            f"`{option}`: {type_text(field.annotation)} {bounds_of(field.metadata)}".strip()
+            + f", {default_of(field)}. {flat(field.description)}".rstrip()
+            for option, field in builtin_options(name).model_fields.items()
+        ]
+        parts.append(entry(f"`{name}`", options or ["No options."]))
+    return "\n".join(parts)
 
 
 def _rules() -> str:

@@ -21,7 +21,7 @@ from penstock.config.policy_checks import policy_contradictions
 from penstock.config.roles import role_contradictions
 from penstock.config.rules import RuleConfig
 from penstock.config.run_sections import PolicyConfig, RunSections
-from penstock.config.sources import SELF_SCORED, WORKFLOWS
+from penstock.config.sources import SELF_SCORED, WORKFLOWS, NamedWorkflow
 from penstock.config.stream_checks import stream_checks
 from penstock.config.trainer import SamplingConfig
 from penstock.config.trust import SCORE_STAGE
@@ -97,6 +97,11 @@ def _determinism(config: RunSections) -> Iterator[Contradiction]:
     if config.session_source is not None:
         text = "external agents connect at any time; remove deterministic"
         yield Contradiction(text=text, keys=(at,))
+    for source in config.sources:
+        workflow = config.workflow_of(source)
+        if isinstance(workflow, NamedWorkflow) and workflow.options.get("memory") == "source":
+            text = "notes of other tasks depend on the order of attempts; use memory: task"
+            yield Contradiction(text=text, keys=(at, ("workflow",)))
     for name in config.trained:
         for rule in config.for_policy(name).rules:
             if rule.hook in (Hook.ADMIT, Hook.CURATE, Hook.REPLAY) and rule.name != "all":

@@ -143,8 +143,7 @@ class NamedWorkflow(Section):
     model_config = ConfigDict(extra="allow")
 
     name: Annotated[str, AfterValidator(_workflow)]
-    """As without options: a built-in name, one that an installed package offers, or
-    `module:function`."""
+    """As without options: a built-in name, one of an installed package, or `module:function`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -168,7 +167,7 @@ class NamedWorkflow(Section):
 
 def _workflow_kind(value: object) -> str:
     if isinstance(value, Mapping):
-        return "<command>" if "command" in value else "<mapping>"
+        return "<mapping>" if "name" in value else "<command>"
     if isinstance(value, CommandWorkflow):
         return "<command>"
     return "<mapping>" if isinstance(value, NamedWorkflow) else "<word>"

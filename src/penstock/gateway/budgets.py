@@ -16,7 +16,7 @@ from penstock.errors import BudgetExceeded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limits of a sub-agent, its own sub-agents included; None for no limit of its own."""
+    """Limits of a sub-agent, its own sub-agents included; None: no limit."""
 
     max_tokens: int | None = None
     """Most sampled tokens. A call gets at most what is left; calls that run at the same time may

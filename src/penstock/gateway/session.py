@@ -2,7 +2,7 @@
 """One rollout's model calls, recorded as turns.
 
 Owns a session's turns and the answers its agent received. In-process workflows and HTTP agents
-share one code path, `Session.call`. A sub-agent has a session of its own, with its own key, seed
+share one code path, `Session.call`. A sub-agent has a separate session, with its own key, seed
 and budget, that records into the same turns. Knows nothing of tasks, rewards or batches.
 """
 

@@ -2,7 +2,7 @@
 """Starts the program of a workflow where it reaches the gateway and nothing else.
 
 Inside a sandbox without a network, a port of 127.0.0.1 leads to the gateway's unix socket, so that
-an unmodified client works. Owns the addresses in the program's environment: those of the OpenAI and
+an unmodified client works. Owns the addresses in the program's environment: for OpenAI and
 Anthropic clients, and in PENSTOCK_ROLE_URLS a base URL for each role of the run, as JSON."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def run_agent(
     timeout_s: float | None = None,
 ) -> str:
     """Run a program whose OpenAI or Anthropic client calls the gateway with this key; returns its
-    standard output. `roles`: those of the run. `role`: who calls, whatever model it names."""
+    standard output. `roles`: all roles of the run. `role`: who calls, whatever model it names."""
     has_network = (await isolation.backend(Use.WORKFLOW)).level < Level.NAMESPACES
     base_url = endpoint.url if has_network else f"http://127.0.0.1:{PORT}/v1"
     sandbox = await isolation.open(

@@ -144,6 +144,7 @@ class AttemptRunner:
                 task=task,
                 scorer=self._scorer,
                 prompts=self._prompts,
+                find_workflow=find_workflow,
                 tools=tools,
                 env=env,
             )

@@ -8,9 +8,9 @@ Owns one agent's view of the gateway. Knows nothing of leases, deliveries or oth
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from penstock.bounds import MAX_REWARD, MAX_ROLE_CHARS
 from penstock.gateway.model_calls import Answer, Call, RawPrompt
@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # a reward worker that imports a user's workflow module must 
     from penstock.rollout.rewards.scorer import RewardScorer
     from penstock.rollout.tool_sandbox import ToolSandbox
     from penstock.rollout.tools.attempt_tools import Tools
-    from penstock.rollout.workflow import Workflow
     from penstock.tasks.harbor import HarborTask
 
 
@@ -141,6 +140,10 @@ def _stop(texts: str | Sequence[str] | None) -> str | list[str] | None:
     return texts if texts is None or isinstance(texts, str) else list(texts)
 
 
+SubWorkflow = Callable[[Task, "Context"], Awaitable[Any]]
+"""A workflow that may return anything to the workflow that spawned it."""
+
+
 class Context:
     """One attempt, as its workflow or a sub-agent sees it: the policies to call, and the reward to
     set."""
@@ -156,6 +159,7 @@ class Context:
         task: Task | None = None,
         scorer: RewardScorer | None = None,
         prompts: Mapping[str, PromptTemplate] | None = None,
+        find_workflow: Callable[[str], SubWorkflow] | None = None,
         tools: Tools | None = None,
         env: EnvironmentSession | None = None,
     ) -> None:
@@ -174,6 +178,7 @@ class Context:
         self._task = task
         self._scorer = scorer
         self._prompts = prompts or {}
+        self._find_workflow = find_workflow
         self._role = ""
         self._num_spawned = 0
         self._root = self
@@ -263,7 +268,7 @@ class Context:
 
     async def spawn(
         self,
-        workflow: str | Workflow,
+        workflow: str | SubWorkflow,
         payload: JsonObject | Task,
         *,
         role: str = "",
@@ -285,9 +290,9 @@ class Context:
             deadline_s: Seconds until it is cancelled.
         """
         from penstock.gateway.budgets import Budget
-        from penstock.rollout.sub_agents import child_path, child_seed, child_task, load, run_child
+        from penstock.rollout.sub_agents import child_path, child_seed, child_task, within
 
-        function = load(workflow)
+        function = self._load(workflow) if isinstance(workflow, str) else workflow
         self._session.check_spawn()
         number, self._num_spawned = self._num_spawned, self._num_spawned + 1
         seed = child_seed(self.seed, number)
@@ -296,10 +301,27 @@ class Context:
         task = child_task(payload, self._task, seed)
         child = self._child(session, seed, role, task)
         try:
-            return await run_child(function, task, child, deadline_s)
+            return child._result(await within(deadline_s, function(task, child), path))
         finally:
             session.close()
             self._credit(child)
+
+    def _load(self, name: str) -> SubWorkflow:
+        assert self._find_workflow is not None, "a context of an attempt finds workflows"
+        return self._find_workflow(name)
+
+    def _result(self, returned: Any) -> Any:
+        """What this sub-agent hands to its parent, from what its workflow returned."""
+        from penstock.rollout.sub_agents import without_result
+
+        if isinstance(returned, SupportsFloat):
+            self.reward(float(returned))
+        if returned is not None:
+            return returned
+        text = self.last_text()
+        if text is None:
+            raise without_result(self.agent)
+        return text
 
     def _credit(self, child: Context) -> None:
         """Give the reward that a sub-agent set to its own turns; a turn's own reward stays."""

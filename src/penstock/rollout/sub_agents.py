@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sub-agents of a workflow: their paths, seeds and tasks, and how one runs to its end.
 
-A sub-agent is a workflow on a task of its own, inside the attempt of its parent. Its turns are
+A sub-agent is a workflow with a separate task, inside the attempt of its parent. Its turns are
 turns of the attempt, under its path. Owns the deadline; the gateway counts tokens, calls and depth.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, SupportsFloat, cast
+from collections.abc import Awaitable
+from typing import Any
 
 from blake3 import blake3
 
 from penstock.bounds import MAX_AGENT_CHARS
 from penstock.errors import BudgetExceeded, WorkflowError
-from penstock.rollout.context import Context
-from penstock.rollout.workflow import Workflow
-from penstock.rollout.workflows import find_workflow
 from penstock.seeds import derive
 from penstock.types import JsonObject, Task
 from penstock.wire.codec import encode_json
@@ -44,7 +42,7 @@ def child_seed(seed: int, number: int) -> int:
 
 
 def child_task(payload: JsonObject | Task, parent: Task | None, seed: int) -> Task:
-    """The task of a sub-agent: of its parent's source, with a payload of its own."""
+    """The task of a sub-agent: of its parent's source, with another payload."""
     if isinstance(payload, Task):
         return payload
     return Task(
@@ -57,40 +55,25 @@ def child_task(payload: JsonObject | Task, parent: Task | None, seed: int) -> Ta
     )
 
 
-def load(workflow: str | Workflow) -> Workflow:
-    """The workflow of a sub-agent, by name or as a function."""
-    return find_workflow(workflow) if isinstance(workflow, str) else workflow
-
-
-async def run_child(
-    workflow: Workflow, task: Task, child: Context, deadline_s: float | None
-) -> Any:
-    """Run a sub-agent and return its result: what the workflow returned, or the text of its last
-    answer for None. A number is its reward too. Raises BudgetExceeded at the deadline."""
+async def within(deadline_s: float | None, attempt: Awaitable[Any], agent: str) -> Any:
+    """What a sub-agent returns; raises BudgetExceeded at its deadline."""
     limit = asyncio.timeout(deadline_s)
     try:
         async with limit:
-            returned = cast(Any, await workflow(task, child))
+            return await attempt
     except TimeoutError:
         if not limit.expired():
             raise
         raise BudgetExceeded(
-            f"sub-agent {child.agent} did not end within deadline_s={deadline_s:g}; give ctx.spawn "
-            "more time, or a task that takes less",
+            f"sub-agent {agent} did not end within deadline_s={deadline_s:g}; give ctx.spawn more "
+            "time, or a task that takes less",
             limit="time",
         ) from None
-    if returned is None:
-        return _last_text(child)
-    if isinstance(returned, SupportsFloat) and not isinstance(returned, str):
-        child.reward(float(returned))
-    return returned
 
 
-def _last_text(child: Context) -> str:
-    text = child.last_text()
-    if text is None:
-        raise WorkflowError(
-            f"sub-agent {child.agent} returned nothing and received no answer; return a result, or "
-            "call the model with `await ctx.policy().chat(messages)`"
-        )
-    return text
+def without_result(agent: str) -> WorkflowError:
+    """The error for a sub-agent that returned None and received no answer."""
+    return WorkflowError(
+        f"sub-agent {agent} returned nothing and received no answer; return a result, or call the "
+        "model with `await ctx.policy().chat(messages)`"
+    )

@@ -153,7 +153,7 @@ def _resume_problems(target: RunTarget, probed: ProbeResult) -> Iterator[CheckPr
     fix = "use another `name`, or pass --accept-changes to `penstock run`"
     try:
         config = with_prompts(target.config)
-    except ConfigError:  # a problem of its own
+    except ConfigError:  # reported by itself
         return
     for change in find_resume_changes(config, target.folder, probed.digests):
         key, _, values = change.partition(": ")

@@ -158,7 +158,7 @@ CHOICES = [
     case("workflow: single_turn", "workflow: single_trun #@", "workflow",
          'did you mean "single_turn"?'),
     case("workflow: single_turn", "workflow: mine.py #@", "workflow",
-         "single_turn | module:function | {command: [...]}"),
+         "| planner | module:function | {command: [...]}"),
     case("reward: penstock.tasks.reverse:reward", "reward: penstock.tasks.reverse #@", "reward",
          "write module:function"),
     case("store: sqlite", "store: sqlit #@", "dataflow.store", 'did you mean "sqlite"?'),

@@ -137,7 +137,7 @@ def test_a_workflow_has_options(
         ("{name: tool_loop, max_turn: 3}", r'workflow.max_turn: unknown option "max_turn" of tool'),
         ("{name: tool_loop, max_turns: 0}", r"workflow\.max_turns: .*must be greater than 0"),
         ("{name: tool_lop}", r'workflow\.name: unknown workflow "tool_lop"; did you mean'),
-        ("{max_turns: 3}", r"workflow\.name"),
+        ("{max_turns: 3}", r"workflow\.max_turns: unknown key"),
         ("{command: [a], max_turns: 3}", r"workflow\.max_turns"),
     ],
 )

@@ -476,3 +476,46 @@ def test_the_token_quota_refills_with_time(tmp_path: Path) -> None:
         pass
     with quotas.reserve(session, 9):
         pass
+
+
+# --- roles ----------------------------------------------------------------------------------------
+
+
+async def test_clients_name_their_role_by_model_or_by_url(harness: GatewayHarness) -> None:
+    """The URL wins: the model name of an agent may be fixed."""
+    harness.session.roles = {"solver": POLICY, "judge": POLICY}
+    session = f"/sessions/{harness.session.id}"
+    for path, model in (
+        ("", "solver"),
+        ("/roles/judge", "gpt-4o"),
+        (f"{session}/roles/judge", "solver"),
+        ("/roles/policy", "solver"),
+        ("", "policy"),
+    ):
+        async with (
+            harness.openai(path=f"{path}/v1") as agent,
+            harness.anthropic(path=path) as other,
+        ):
+            chat = await agent.chat.completions.create(model=model, messages=ASK)
+            assert chat.model == model, "as the client sent it"
+            await agent.responses.create(model=model, input="x")
+            await agent.completions.create(model=model, prompt="x")
+            async with other.messages.stream(model=model, messages=ASK, max_tokens=9) as stream:
+                await stream.get_final_message()
+    roles = [turn.role for turn in harness.session.turns()]
+    assert roles == [role for role in ("solver", "judge", "judge", "", "") for _ in range(4)]
+    assert {turn.policy for turn in harness.session.turns()} == {POLICY}
+
+
+async def test_roles_are_listed_and_unknown_ones_refused(harness: GatewayHarness) -> None:
+    harness.session.roles = {"solver": POLICY}
+    async with harness.http() as http:
+        for path in ("", "/roles/solver"):
+            listed = (await http.get(f"{path}/v1/models")).json()["data"]
+            assert [model["id"] for model in listed] == ["solver", "policy"]
+        body = {"model": "policy", "messages": ASK}
+        refused = await http.post("/roles/sover/v1/chat/completions", json=body)
+        assert refused.status_code == 404
+        assert "unknown model 'sover'; this session has: solver, policy" in refused.text
+        for path in ("/roles//v1", "/roles/solver/x/v1", "/roles/solver%2f/v1", "/roles/v1"):
+            assert (await http.post(f"{path}/chat/completions", json=body)).status_code == 404

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock.gateway.turn_tree import ROOT, TurnTree
 from penstock.types import (
     FinishReason,
@@ -41,6 +43,19 @@ def test_ids_are_matched_as_ids() -> None:
     assert tree.match_ids(OTHER, token_ids([1, 2, 3])) == (ROOT, 0)
     assert tree.context_ids(second) == [1, 2, 3, 4, 5, 6]
     assert (tree[second].parent, tree[first].parent) == (first, ROOT)
+
+
+def test_of_equal_contexts_an_agent_continues_its_own() -> None:
+    tree = TurnTree()
+    for agent in ("0", "1", ""):
+        tree.add(replace(turn([1], [2]), agent=agent), "q", "a")
+    for match in (
+        lambda agent: tree.match(POLICY, "qa!", agent),
+        lambda agent: tree.match_ids(POLICY, token_ids([1, 2, 3]), agent),
+    ):
+        assert [match(agent)[0] for agent in ("0", "1", "", "2")] == [0, 1, 2, 2]
+    longer = tree.add(replace(turn([3], [4], 0), agent="0"), "r", "b")
+    assert tree.match(POLICY, "qarb", "1") == (longer, 4), "the longest context comes first"
 
 
 def test_turns_with_the_same_prompt_share_its_memory() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import Any
 
 import httpx2
@@ -45,7 +46,8 @@ async def pair(task: Task, ctx: Context) -> str:
 
 
 async def pair_in_turn(task: Task, ctx: Context) -> str:
-    return "".join([await ctx.spawn(leaf, task.payload) for _ in range(2)])
+    name = f"{__name__}:leaf"
+    return "".join([await ctx.spawn(name, task.payload) for _ in range(2)])
 
 
 async def middle(task: Task, ctx: Context) -> str:
@@ -168,6 +170,26 @@ async def over_http(task: Task, ctx: Context) -> str:
     assert late["error"]["code"] == "invalid_api_key", late
     await post(ctx.role_url("verifier"), ctx.api_key, "anything", "d>")
     return json.dumps((await post(ctx.base_url, ctx.api_key, "policy", "e>"))["model"])
+
+
+PROGRAM = """
+import json, os, urllib.request
+own, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == own
+for url in (own, json.loads(os.environ["PENSTOCK_ROLE_URLS"])["verifier"]):
+    body = {"model": "gpt-4o", "messages": [{"role": "user", "content": "abc>"}]}
+    headers = {"authorization": "Bearer " + key, "content-type": "application/json"}
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(url + "/chat/completions", data=data, headers=headers)
+    urllib.request.urlopen(request).read()
+"""
+
+
+async def starts_a_program(task: Task, ctx: Context) -> str:
+    async def starts(task: Task, ctx: Context) -> str:
+        return await ctx.run_program([sys.executable, "-c", PROGRAM])
+
+    return await ctx.spawn(starts, {}, role="solver")
 
 
 async def scores(task: Task, ctx: Context) -> str:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.unit.rollout.fake_dataflow import task
+from tests.unit.rollout.fake_dataflow import POLICY, task
 from tests.unit.rollout.polling import eventually, eventually_dead, kill, running, start_python
 from tests.unit.rollout.test_attempt import DirectScorer, attempt
 
@@ -167,3 +167,15 @@ async def test_a_program_gets_ordinary_signals() -> None:
     printed = await run("grep", "SigIgn", "/proc/self/status")
     ignored = int(printed.split()[1], 16)
     assert ignored & (1 << (signal.SIGPIPE - 1)) == 0
+
+
+async def test_a_program_finds_its_roles_in_the_environment(snapshot: Path) -> None:
+    """A sub-agent with a role calls as that role, whatever model it names; others by their URL."""
+    row = await attempt(
+        snapshot,
+        "tests.unit.rollout.agent_workflows:starts_a_program",
+        scorer=DirectScorer(),
+        roles={"solver": POLICY, "verifier": POLICY},
+    )
+    assert row.outcome.has_reward, row.outcome
+    assert [(turn.agent, turn.role) for turn in row.turns] == [("0", "solver"), ("0", "verifier")]

@@ -466,7 +466,21 @@ BROKEN_CONFIGS: tuple[BrokenConfig, ...] = (
         "workflow: multi_turn",
         key="workflow",
         says='unknown workflow "multi_turn"',
-        fix="use single_turn | module:function | {command: [...]}",
+        fix="use single_turn | tool_loop | env_loop | solver_verifier | planner | module:function",
+    ),
+    BrokenConfig(
+        "an option that a workflow does not have",
+        "workflow: {name: tool_loop, max_turn: 3}",
+        key="workflow.max_turn",
+        says='unknown option "max_turn" of tool_loop',
+        fix='did you mean "max_turns"?',
+    ),
+    BrokenConfig(
+        "a prompt template that does not exist",
+        "prompts: {solver: prompts/solver.txt}",
+        key="prompts.solver",
+        says="prompts/solver.txt cannot be read",
+        fix="write the template there, or correct the path",
     ),
     BrokenConfig(
         "a command without a program",

@@ -2,7 +2,7 @@
 """What a planner remembers: during a task, and from one episode to the next.
 
 Owns who may read what. Notes of a source are read only by other tasks of the same source, so an
-evaluation, which is a source of its own, never reads what was learned from training answers, and
+evaluation, which is a separate source, never reads what was learned from training answers, and
 the members of a group never read each other's. Notes live in the node's memory; nothing is kept on
 disk."""
 

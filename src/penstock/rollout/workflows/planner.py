@@ -3,7 +3,7 @@
 
 Each reply is `{"thought", "action", "action_input"}`. One that is not is asked for again once; if
 the second is not either, its text is the answer. A malformed reply earns 0 as a turn, so the turns
-of the planner that have a reward of their own are its malformed ones. Search and code are tools of
+of the planner that have their own reward are its malformed ones. Search and code are tools of
 the run file, or the executor role carries them out. A verifier role, if there is one, may send one
 answer back. The other roles see the notes of the task, not the planner's conversation. To train the
 planner alone, give the other roles a frozen policy."""
@@ -49,7 +49,7 @@ class PlannerOptions(Options):
     max_steps: PositiveInt = 6
     """Most steps; the last one's text is the answer if none answers."""
     memory: Literal["task", "source"] = "task"
-    """Notes of this task alone, or also those of other tasks of the source that went well. The
+    """Notes of this task alone, or notes of other tasks of the source that went well too. The
     latter depend on the order of attempts, so such a run is not deterministic."""
     num_notes: NonNegativeInt = 4
     """Most notes of other tasks that the planner reads."""
