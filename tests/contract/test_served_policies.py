@@ -7,9 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.contract.dataflow_server import trajectory
+from tests.contract.dataflow_server import dataflow, trajectory
 
-from penstock.config import RunConfig, load
+from penstock.config import ModelConfig, RunConfig, load
 from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
@@ -26,7 +26,12 @@ from penstock.dataflow.service.trainers.messages import (
     PublishRequest,
 )
 from penstock.errors import NotFound
+from penstock.trainer.frozen import publish_frozen
+from penstock.trainer.model_folders import init_model
 from penstock.types import NodeId, PolicyName
+from penstock.weights.manifest import parse_manifest
+from penstock.weights.store import DirectoryStore
+from penstock.wire.auth import Role
 
 A, B, JUDGE = PolicyName("a"), PolicyName("b"), PolicyName("judge")
 RUN = """\
@@ -127,6 +132,30 @@ async def test_a_policy_seals_its_batch_without_the_groups_of_others(
     tables = service.process.ledger.tables
     assert {consumer for (consumer,) in tables.rows("SELECT consumer FROM fates")} == {"b"}
     service.close()
+
+
+def test_a_checkpoint_becomes_a_frozen_policy_without_its_trainer_state(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    """It is published once, however often the run starts."""
+    checkpoint = tmp_path / "step_20"
+    init_model("builtin:tiny-qwen3", checkpoint, seed=3)
+    (checkpoint / "optimizer.safetensors").write_bytes(
+        (checkpoint / "model.safetensors").read_bytes()
+    )
+    (checkpoint / "trainer.json").write_text("{}")
+    models = {**config.models, "judge": ModelConfig(init=str(checkpoint), frozen=True)}
+    config = config.model_copy(update={"models": models})
+    with dataflow(tmp_path / "ledger", config) as running:
+        token = running.token(Role.TRAINER)
+        for _ in range(2):
+            publish_frozen(config, "judge", url=running.url, token=token, store_root=tmp_path / "w")
+        [version] = running.reader().versions_in_use().versions
+    assert (version.incarnation, version.number) == (1, 0)
+    manifest = parse_manifest(DirectoryStore(tmp_path / "w").read_manifest(version.manifest_digest))
+    names = {file.name for file in manifest.files}
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= names
+    assert not names & {"optimizer.safetensors", "trainer.json"}
 
 
 async def test_a_frozen_policy_has_versions_and_no_batches(
