@@ -11,10 +11,12 @@ from pathlib import Path
 import structlog
 
 from penstock.config import RunConfig
-from penstock.trainer.checkpoint_manifest import STATE as CHECKPOINT_STATE
 from penstock.trainer.client import VersionsClient
 from penstock.trainer.model_folders import init_model, static_files, weight_files
 from penstock.wire.held_token import Token
+
+CHECKPOINT_STATE = "trainer.json"
+"""As `checkpoint_manifest.STATE`, whose module imports torch."""
 
 _log = structlog.get_logger(__name__)
 
