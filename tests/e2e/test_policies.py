@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.system import PENSTOCK, System, assert_complete, penstock, until
 
+NAMES = ("free", "stuck", "judge")
 STEPS = 8
 BUDGET = 2 * 2
 """Groups that `stuck` may keep: (max_staleness + 1) × groups_per_batch."""
@@ -92,4 +93,39 @@ def test_a_trainer_that_stands_still_or_dies_holds_up_no_other(tmp_path: Path) -
     assert published == {"free": STEPS, "stuck": STEPS, "judge": 0}
 
 
-NAMES = ("free", "stuck", "judge")
+POOLS = """
+name: pools
+models:
+  big: {init: "builtin:tiny-qwen3"}
+  small: {init: "builtin:tiny-qwen3"}
+sources:
+  - {name: hard, task: penstock.tasks.reverse, policies: [big]}
+  - {name: easy, task: penstock.tasks.reverse, policies: [small]}
+workflow: alone:play
+algorithm: {num_generations: 2}
+sampling: {max_tokens: 3}
+training: {learning_rate: 1.0e-3, groups_per_batch: 2, steps: 2}
+"""
+ALONE = """
+import random
+
+async def play(task, ctx):
+    await ctx.policy().chat([{"role": "user", "content": task.payload["prompt"]}])
+    return random.random()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_each_pool_loads_and_serves_its_own_policy(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(POOLS)
+    (tmp_path / "alone.py").write_text(ALONE)
+    system = System(tmp_path / "pools")
+    try:
+        system.run_file(tmp_path / "run.yaml", timeout_s=800.0)
+    finally:
+        system.close()
+    assert_complete(system, steps=2)
+    for policy, other in (("big", "small"), ("small", "big")):
+        log = (system.folder.logs / "latest" / f"{policy}-node-0.log").read_text()
+        assert f'"version": "{policy}@1.1"' in log and f"{other}@" not in log
