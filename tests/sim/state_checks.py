@@ -83,7 +83,7 @@ def check_partition(laws: Invariants, machine: SimProcess, partition: Partition)
     """Every slot is in one state, every lease has one holder, every waiting slot can be found."""
     held: Counter[tuple[NodeId, str]] = Counter()
     num_waiting = 0
-    queue = set(private(partition, "_queue"))
+    queue = {one for queue in private(partition, "_queues").values() for one in queue}
     for group_id, group in partition.groups.items():
         stored = machine.disk.of(GroupRecord).get((group_id,))
         require(stored is not None and stored.state == "open", f"{group_id} is open in memory only")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import pytest
 from tests.sim.virtual_policies import PolicyWorld, Pool, Setup
@@ -100,6 +100,25 @@ def test_a_dead_trainer_costs_the_other_nothing(train_s: float) -> None:
     assert max(batch.staleness_max for batch in dead.batches) <= setup.max_staleness
 
 
+def test_a_trainer_that_died_before_it_published_starts_no_work() -> None:
+    """Whatever its old version samples is stale by its next batch: its room must start nothing."""
+    setup = Setup(batches={A: 16, B: 16}, pools=[Pool(num_nodes=6)], train_s=6.0)
+    world = PolicyWorld(setup)
+    world.advance(60.0)
+    dying, number = world.trainers[B], world.trainers[B].consumer.lineage.number
+    dying.publishes = False
+    while dying.consumer.lineage.number == number or not dying.consumer.sealed:
+        world.advance(1.0)
+    dying.is_stopped = True
+    world.advance(60.0)
+    before, num_steps = len(world.run.tally.fates), len(world.trainers[A].batches)
+    world.advance(240.0)
+    num_groups = (len(world.run.tally.fates) - before) / 2
+    num_trained = 16 * (len(world.trainers[A].batches) - num_steps)
+    assert num_trained > 16 * 20
+    assert num_groups < 1.2 * num_trained, "groups start for those who can use them"
+
+
 def test_a_source_whose_trainer_is_dead_leaves_the_other_source_alone() -> None:
     """Each has its own pool: what waits for the dead one blocks no lease of the other."""
     pools = [Pool(num_nodes=3, policies=(policy,)) for policy in (A, B)]
@@ -129,7 +148,7 @@ def test_a_frozen_policy_is_called_and_never_trained() -> None:
     assert max(batch.staleness_max for batch in trainer.batches) <= setup.max_staleness
 
 
-def rows_of(batch: BatchRecord) -> Sequence[RowSummary]:
+def rows_of(batch: BatchRecord) -> Iterable[RowSummary]:
     return ManifestCache().decode(batch.manifest).rows
 
 

@@ -60,6 +60,7 @@ class VirtualTrainer:
         self.commits_at: list[float] = []
         self.batches: list[BatchRecord] = []
         self.is_stopped = False
+        self.publishes = True
         self._run, self._train_s = run, train_s
         self._is_busy = False
 
@@ -78,7 +79,8 @@ class VirtualTrainer:
             self._run.at(self._run.now + self._train_s, self._trained)
             return
         self._run.commit(self.consumer)
-        self._run.publish(self.consumer.terms.policy)
+        if self.publishes:
+            self._run.publish(self.consumer.terms.policy)
         self._is_busy = False
         self.commits_at.append(self._run.now)
 

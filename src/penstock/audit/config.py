@@ -57,7 +57,11 @@ class AuditedConfig(msgspec.Struct, frozen=True):
     @property
     def trained(self) -> set[str]:
         """The policies that have a trainer."""
-        return {name for name, model in self.models.items() if not model.frozen}
+        return {name for name in self.models if not self.is_frozen(name)}
+
+    def is_frozen(self, policy: str) -> bool:
+        """Whether it is only called, and never trained."""
+        return self.models.get(policy, _Model()).frozen
 
     def max_staleness(self, policy: str) -> int:
         """Bound for any row in a batch, new or replayed."""

@@ -142,7 +142,11 @@ def _manifest_fault(folder: Path, version: Version, *, is_needed: bool) -> str:
 
 
 def summarise(evidence: Evidence, lineages: dict[str, Lineage], lost: Check) -> Summary:
-    trained = {name: _trained(lineage) for name, lineage in lineages.items()}
+    trained = {
+        name: _trained(lineage)
+        for name, lineage in lineages.items()
+        if not evidence.config.is_frozen(name)
+    }
     twice = 0
     for policy, lineage in lineages.items():
         allowed = evidence.config.max_uses(policy)

@@ -12,8 +12,11 @@ import structlog
 
 from penstock.config import RunConfig
 from penstock.trainer.client import VersionsClient
-from penstock.trainer.model_folders import init_model
+from penstock.trainer.model_folders import init_model, static_files, weight_files
 from penstock.wire.held_token import Token
+
+CHECKPOINT_STATE = "trainer.json"
+"""As `checkpoint_manifest.STATE`, whose module imports torch."""
 
 _log = structlog.get_logger(__name__)
 
@@ -28,6 +31,15 @@ def publish_frozen(
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "model"
             init_model(config.models[policy].init, folder, config.seed)
+            _remove_trainer_state(folder)
             versions.incarnate(number=0, seq=0)
             versions.publish(folder, number=0)
     _log.info("frozen policy published", policy=policy, init=config.models[policy].init)
+
+
+def _remove_trainer_state(folder: Path) -> None:
+    """Leave the model alone in its folder: a checkpoint of a run has more."""
+    model = {*static_files(folder), *weight_files(folder)} - {folder / CHECKPOINT_STATE}
+    for path in folder.iterdir():
+        if path.is_file() and path not in model:
+            path.unlink()

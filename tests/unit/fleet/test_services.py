@@ -43,6 +43,16 @@ def test_every_policy_has_its_own_trainer_and_nodes(folder: RunFolder) -> None:
     assert names[2:] == ["trainer-a", "a-node-0", "a-node-1", "trainer-b", "b-node-0", "b-node-1"]
 
 
+def test_a_frozen_policy_has_a_publisher_instead_of_a_trainer(folder: RunFolder) -> None:
+    config = demo_config(0)
+    model = config.models["policy"]
+    judge = model.model_copy(update={"frozen": True, "replicas": 0})
+    config = config.model_copy(update={"models": {"policy": model, "judge": judge}})
+    kinds = {service.name: service.kind for service in local_services(config, folder)}
+    assert kinds["publisher-judge"] is kinds["trainer-policy"] is ServiceKind.TRAINER
+    assert "trainer-judge" not in kinds and "judge-node-0" not in kinds
+
+
 def test_tokens_are_in_private_files_and_never_in_commands_or_environments(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -393,6 +393,15 @@ class Consumer:
             ),
         )
 
+    @property
+    def has_recent_version(self) -> bool:
+        """Would the next batch accept what the newest published version samples?"""
+        newest = self.lineage.newest
+        if newest is None:
+            return False
+        number = self.lineage.effective_number(newest.incarnation, newest.number)
+        return self.next_number - number <= self.terms.max_staleness
+
     def due_number(self, num_issued: int) -> int:
         """What the next issued group waits for: in lockstep, the number of batches before its own;
         otherwise the version its batch is expected to train from."""

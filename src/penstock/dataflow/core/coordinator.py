@@ -64,7 +64,7 @@ class IssueSpec:
     )
     """Policies that a group calls, by source; a source that is not listed calls all of the run."""
     frozen: tuple[PolicyName, ...] = ()
-    """Policies without a trainer: groups may call them, and nobody is trained on their turns."""
+    """Policies without a trainer: groups may call them, and no policy is trained on their turns."""
 
 
 class PartitionState(StrEnum):
@@ -188,9 +188,13 @@ class Coordinator:
 
     def _sources_without_room(self) -> set[str]:
         """Sources whose groups may not start now, by pacing: each is paced by the policies that are
-        trained on it. A policy that has trained all its steps does not hold back the others."""
+        trained on it. A policy that has trained all its steps does not hold back the others. One
+        that could not use what its published version samples starts nothing: its trainer may be
+        gone, and for another policy the lease gate lets such groups pass."""
+        is_alone = len(self.consumers) == 1
         rooms = {
-            policy: consumer.lineage.newest is not None and consumer.room() > 0
+            policy: consumer.room() > 0
+            and (consumer.lineage.newest is not None if is_alone else consumer.has_recent_version)
             for policy, consumer in self.consumers.items()
             if not consumer.has_trained_all
         }

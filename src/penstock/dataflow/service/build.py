@@ -208,7 +208,7 @@ def core_spec(config: RunConfig) -> CoreSpec:
 def _called(config: RunConfig) -> dict[str, frozenset[PolicyName]]:
     """Policies by source, of the sources that do not call all of the run."""
     found = {s.name: frozenset(map(PolicyName, config.policies_of(s))) for s in config.sources}
-    return {name: called for name, called in found.items() if called != config.models.keys()}
+    return {name: called for name, called in found.items() if len(called) < len(config.models)}
 
 
 def _session_s(config: RunConfig) -> float:

@@ -99,7 +99,7 @@ class TrainerHandlers:
         )
 
     def _frozen(self, policy: str) -> Lineage | None:
-        """The lineage of a policy without a trainer, which somebody publishes once."""
+        """The lineage of a policy without a trainer, which a service publishes once."""
         return self._coordinator.frozen.get(PolicyName(policy))
 
     def _seen(self, policy: str) -> Consumer:
