@@ -354,3 +354,15 @@ def test_the_reward_of_a_batch_is_that_of_its_policy() -> None:
     assert batch.row_columns["reward"].tolist() == [1.0, 0.0]
     assert batch.row_columns["reward.verifier"].tolist() == [0.25, 0.25]
     assert batch.roles.figures(batch.row_columns["reward"]) == {"solver": (0.5, 4.0)}
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "dapo", "gspo", "sapo", "cispo"])
+def test_every_group_algorithm_compares_sub_agents_as_the_run_file_says(name: str) -> None:
+    for agents in ("parent", "siblings"):
+        [made] = [one for one in of(name, agents=agents) if one.role == "advantage"]
+        batch = opened(tree())
+        reward = {"shaped_reward": batch.row_columns["reward"]} if name == "dapo" else {}
+        found = bind(made)(batch.with_columns(row_columns=reward))
+        assert isinstance(found, Batch)
+        credit = credit_of(batch, found.token_columns["advantage"])
+        assert (credit[0, 2] < 0) == (agents == "siblings")
