@@ -260,7 +260,7 @@ def tree() -> list[list[Trajectory]]:
     def agent(path: str, reward: float) -> Turn:
         return turn(2, "", agent=path, reward=reward)
 
-    first = (turn(3), agent("0", 0.75), agent("1", 0.25), agent("0.0", 1.0), agent("0.1", 0.0))
+    first = (turn(3), agent("0", 0.75), agent("1", 0.25), agent("0.0", 1.0), agent("0.1", 0.5))
     second = (turn(3), agent("0", 0.5), agent("1", 0.5))
     return [[row(*first, reward=1.0), row(*second, reward=0.0)]]
 
@@ -268,7 +268,7 @@ def tree() -> list[list[Trajectory]]:
 def test_credit_by_siblings() -> None:
     """0 and 1 are compared with each other in each row, 0.0 and 0.1 likewise."""
     found = advantage(opened(tree()), "centred_advantage", agents="siblings")
-    agents = {(0, 1): 0.25, (0, 2): -0.25, (0, 3): 0.5, (0, 4): -0.5, (1, 1): 0.0, (1, 2): 0.0}
+    agents = {(0, 1): 0.25, (0, 2): -0.25, (0, 3): 0.25, (0, 4): -0.25, (1, 1): 0.0, (1, 2): 0.0}
     assert {key: found[key] for key in agents} == pytest.approx(agents)
 
 
@@ -280,7 +280,7 @@ def test_credit_by_parent() -> None:
         (0, 1): 0.375,
         (0, 2): 0.125,
         (0, 3): 0.5,
-        (0, 4): 0.0,
+        (0, 4): 0.25,
         (1, 1): -0.25,
         (1, 2): -0.25,
     }
