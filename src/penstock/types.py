@@ -225,7 +225,7 @@ class Turn:
     """The policy's role in the workflow, if it sets one; `route` rules can select by it. At most
     MAX_ROLE_CHARS characters."""
     reward: Reward | None = None
-    """Its own reward, if the workflow gave one; it replaces that of its role for this turn."""
+    """Its own reward, if the workflow gave one; it replaces its role's reward for this turn."""
     agent: Annotated[str, Meta(max_length=MAX_AGENT_CHARS)] = ""
     """The sub-agent that made the call, as a path of spawns like `0.2`; empty for the workflow."""
 

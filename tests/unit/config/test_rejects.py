@@ -192,6 +192,8 @@ NOT_SUPPORTED = [
 
 CONTRADICTIONS = [
     case(POLICY, policy("frozen: true"), "models.policy.frozen", "there is nothing to train"),
+    case(ALGORITHM, algorithm("name: reinforce, agents: siblings"), "algorithm.agents",
+         "compares inside a group, which reinforce does not"),
     case(ALGORITHM, algorithm("num_generations: 1"), "algorithm.num_generations",
          "set num_generations >= 2"),
     case(ALGORITHM, algorithm("epsilon: 0.2, epsilon_high: 0.1"), "algorithm.epsilon_high",
@@ -310,6 +312,8 @@ DATAFLOW = [
     dataflow("  payload: 3")("payload", "use segments | memory"),
     dataflow("  pace: policyy")("pace", 'did you mean "policy"?'),
     dataflow("  pace: 3")("pace", "expected text"),
+    dataflow("  max_partner_lag: 2")("max_partner_lag", "this run has one policy; remove it"),
+    dataflow("  max_partner_lag: -1")("max_partner_lag", "must be at least 0"),
     dataflow("  partitions: 0")("partitions", "must be greater than 0"),
     dataflow("  keep: windows")("keep", 'did you mean "window"?'),
     dataflow("  keep: sample(10%)")("keep", 'did you mean "sample(0.1)"?'),

@@ -260,7 +260,7 @@ def tree() -> list[list[Trajectory]]:
     def agent(path: str, reward: float) -> Turn:
         return turn(2, "", agent=path, reward=reward)
 
-    first = (turn(3), agent("0", 0.75), agent("1", 0.25), agent("0.0", 1.0), agent("0.1", 0.0))
+    first = (turn(3), agent("0", 0.75), agent("1", 0.25), agent("0.0", 1.0), agent("0.1", 0.5))
     second = (turn(3), agent("0", 0.5), agent("1", 0.5))
     return [[row(*first, reward=1.0), row(*second, reward=0.0)]]
 
@@ -268,7 +268,7 @@ def tree() -> list[list[Trajectory]]:
 def test_credit_by_siblings() -> None:
     """0 and 1 are compared with each other in each row, 0.0 and 0.1 likewise."""
     found = advantage(opened(tree()), "centred_advantage", agents="siblings")
-    agents = {(0, 1): 0.25, (0, 2): -0.25, (0, 3): 0.5, (0, 4): -0.5, (1, 1): 0.0, (1, 2): 0.0}
+    agents = {(0, 1): 0.25, (0, 2): -0.25, (0, 3): 0.25, (0, 4): -0.25, (1, 1): 0.0, (1, 2): 0.0}
     assert {key: found[key] for key in agents} == pytest.approx(agents)
 
 
@@ -280,7 +280,7 @@ def test_credit_by_parent() -> None:
         (0, 1): 0.375,
         (0, 2): 0.125,
         (0, 3): 0.5,
-        (0, 4): 0.0,
+        (0, 4): 0.25,
         (1, 1): -0.25,
         (1, 2): -0.25,
     }
@@ -354,3 +354,15 @@ def test_the_reward_of_a_batch_is_that_of_its_policy() -> None:
     assert batch.row_columns["reward"].tolist() == [1.0, 0.0]
     assert batch.row_columns["reward.verifier"].tolist() == [0.25, 0.25]
     assert batch.roles.figures(batch.row_columns["reward"]) == {"solver": (0.5, 4.0)}
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "dapo", "gspo", "sapo", "cispo"])
+def test_every_group_algorithm_compares_sub_agents_as_the_run_file_says(name: str) -> None:
+    for agents in ("parent", "siblings"):
+        [made] = [one for one in of(name, agents=agents) if one.role == "advantage"]
+        batch = opened(tree())
+        reward = {"shaped_reward": batch.row_columns["reward"]} if name == "dapo" else {}
+        found = bind(made)(batch.with_columns(row_columns=reward))
+        assert isinstance(found, Batch)
+        credit = credit_of(batch, found.token_columns["advantage"])
+        assert (credit[0, 2] < 0) == (agents == "siblings")

@@ -59,8 +59,8 @@ class PolicySpec:
     """Groups are trained in the order of issue, each sampled by exactly the version `max_staleness`
     batches behind, so results do not depend on node speed."""
     max_partner_lag: int | None = None
-    """Versions that tokens of other policies may be behind the newest version of their own; None
-    for any number."""
+    """Versions that tokens of other policies may be behind their policy's newest; None for any
+    number."""
     is_streamed: bool = False
     """Its trainer may get a batch in instalments, group by group as they are admitted."""
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""admit: reward-range. The mean reward of a group must lie between two bounds, both included; of a
-policy with several roles, that of at least one role."""
+"""admit: reward-range. The mean reward of a group must lie between two bounds, both included; if
+a policy has several roles, one of them is enough."""
 
 from __future__ import annotations
 

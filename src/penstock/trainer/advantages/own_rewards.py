@@ -79,7 +79,7 @@ def turn_credits(
 
 
 def _places(rows_Q: Ints, roles_Q: Ints, is_counted_Q: Bools) -> Ints:
-    """Index of each counted turn among those of its role in its row; -1 for the others."""
+    """Index of each counted turn among its role's turns in its row; -1 for the others."""
     places_Q = np.full(rows_Q.size, -1)
     counted_K = np.flatnonzero(is_counted_Q)
     key_K = rows_Q[counted_K] * (int(roles_Q.max(initial=0)) + 1) + roles_Q[counted_K]

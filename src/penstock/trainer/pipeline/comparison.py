@@ -2,8 +2,8 @@
 """The advantages of a batch: rows compared with rows or, where roles and turns have their own
 rewards, each with its like.
 
-Owns how a batch's layout becomes the arrays of `advantages.own_rewards`, over all ranks. A batch
-without such rewards takes the short way: its advantages are those of its rows.
+Owns how a batch's layout becomes the arrays of `advantages.own_rewards`, over all ranks. In a
+batch without such rewards, every turn of a row gets the row's advantage.
 """
 
 from __future__ import annotations

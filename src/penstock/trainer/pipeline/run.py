@@ -43,7 +43,7 @@ ACTOR = "actor"
 
 OWN_REWARD_COLUMNS = frozenset({"reward", "shaped_reward", "less_kl_reward"})
 """The row's reward, as delivered or as built-in stages change it: rewards of roles and turns apply.
-Whoever compares another column means that one, for every turn."""
+A stage that compares another column compares that one, for every turn."""
 
 
 def keep_rows(batch: Batch) -> Batch:

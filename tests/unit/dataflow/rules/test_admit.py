@@ -46,6 +46,8 @@ def test_a_role_is_compared_with_itself() -> None:
     assert verdict("reward-spread", {}, uniform) is DropReason.UNIFORM_REWARD
     one = group_of([row(0.5, a=1.0, b=r) for r in (0.0, 1.0)], GroupId("p0-1"))
     assert verdict("reward-spread", {}, one) is None
+    opposed = group_of([row(0.5, a=1.0 - r, b=r) for r in (0.0, 1.0)], GroupId("p0-1"))
+    assert verdict("reward-spread", {}, opposed) is None, "though the means over roles are equal"
 
 
 def test_the_turns_of_a_role_may_differ_though_its_rows_do_not() -> None:
