@@ -21,7 +21,6 @@ from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel.server import Server
 from mcp.server.stdio import stdio_server
 
-from penstock import __version__
 from penstock.addresses import is_loopback
 from penstock.dataflow.service.nodes.messages import ToolServerInfo
 from penstock.errors import ConfigError
@@ -90,13 +89,15 @@ class McpToolServer:
     """Answers MCP requests."""
 
     _servers: ToolServers
+    _version: str
+    """Of penstock, for clients."""
     _open: OrderedDict[str, Tools] = field(default_factory=OrderedDict[str, Tools])
     _closing: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"])
 
     def server(self) -> Server[Any]:
         return Server(
             "penstock",
-            version=__version__,
+            version=self._version,
             on_list_tools=self._list,
             on_call_tool=self._call,
         )
