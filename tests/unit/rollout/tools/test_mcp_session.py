@@ -30,19 +30,17 @@ def session(kind: str) -> McpSession:
 async def test_the_end_of_a_server_is_an_error_for_all_who_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One attempt's call hangs a shared server; the other attempts read an error, and go on."""
+    """One attempt gives up a shared server that hangs; the others read an error, and go on."""
     monkeypatch.setattr("penstock.rollout.tools.mcp_session.PING_S", 0.2)
-    shared = session("good")
+    shared = session("hang")
     await shared.list()
-    hanging = asyncio.create_task(shared.call("echo", {"text": "hang"}))
     waiting = [asyncio.create_task(shared.call("echo", {"text": "x"})) for _ in range(3)]
-    await asyncio.wait([hanging, *waiting], timeout=0.1)
-    hanging.cancel()
+    await asyncio.wait(waiting, timeout=0.1)
     await shared.recover()
     for call in waiting:
         with pytest.raises(ToolFailed, match="not available"):
             await call
-    assert (await shared.call("echo", {"text": "again"})).text == "again"
+    assert len(await shared.list()) == 1, "it is started again"
     await shared.close()
 
 
