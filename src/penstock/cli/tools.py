@@ -38,6 +38,7 @@ def serve(
     """
     import uvloop
 
+    from penstock import __version__
     from penstock.errors import ConfigError
     from penstock.observe import logs
 
@@ -62,7 +63,7 @@ def serve(
 
     async def run() -> None:
         isolation = Isolation(IsolationSettings(backend=backend))
-        server = McpToolServer(await open_builtin(offered, isolation))
+        server = McpToolServer(await open_builtin(offered, isolation), __version__)
         if stdio:
             await server.serve_stdio()
         else:

@@ -77,6 +77,17 @@ class UseSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolGrants:
+    """What the node itself reaches for tools of its machine's own run file. Programs of tool
+    servers do not."""
+
+    folders: tuple[Path, ...] = ()
+    """Of documents to search."""
+    hosts: tuple[str, ...] = ()
+    """Of servers with a URL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IsolationSettings:
     backend: str = "auto"
     image: str = ""
@@ -86,6 +97,7 @@ class IsolationSettings:
     uses: Mapping[Use, UseSettings] = field(default_factory=dict[Use, UseSettings])
     hidden: tuple[Path, ...] = ()
     """Folders of runs, which no program may see."""
+    tools: ToolGrants = field(default_factory=ToolGrants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +139,12 @@ class Isolation:
     def settings_of(self, use: Use) -> UseSettings:
         """Its limits and grants on this machine."""
         return self._settings.uses.get(use, UseSettings())
+
+    @property
+    def tool_grants(self) -> ToolGrants:
+        """What the node itself may reach for tools: also what is granted to their programs."""
+        given, own = self.settings_of(Use.SERVERS).grants, self._settings.tools
+        return ToolGrants(folders=(*own.folders, *given.folders), hosts=(*own.hosts, *given.hosts))
 
     async def open(
         self,

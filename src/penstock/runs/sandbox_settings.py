@@ -13,7 +13,13 @@ from urllib.parse import urlsplit
 
 from penstock.config import GrantsConfig, RunConfig
 from penstock.config.sandbox import HOST
-from penstock.rollout.isolation import FOREVER_S, IsolationSettings, Use, UseSettings
+from penstock.rollout.isolation import (
+    FOREVER_S,
+    IsolationSettings,
+    ToolGrants,
+    Use,
+    UseSettings,
+)
 from penstock.rollout.sandbox.types import Grants, Level, Limits
 from penstock.rollout.visible_folders import python_folders
 
@@ -28,8 +34,9 @@ def isolation_settings(config: RunConfig, run_folder: Path) -> IsolationSettings
         backend=sandbox.backend,
         image=sandbox.image,
         demand=None if sandbox.demand is None else Level[sandbox.demand.upper()],
-        uses={use: _use(getattr(sandbox, use)) for use in Use} | {Use.SERVERS: _servers(config)},
+        uses={use: _use(getattr(sandbox, use)) for use in Use},
         hidden=(*_folders_of_runs(run_folder.resolve()), *_verifiers(config)),
+        tools=_tool_grants(config),
     )
 
 
@@ -43,17 +50,14 @@ def _folders_of_runs(run_folder: Path) -> tuple[Path, ...]:
     return (run_folder, *runs)
 
 
-def _servers(config: RunConfig) -> UseSettings:
-    """What `sandbox.servers` grants, and what `tools:` of the same file names: folders, and hosts
-    by name. An address, which may be an internal one, must be granted."""
-    grants = config.sandbox.servers
-    folders = (server.folder for server in config.tools.values() if server.folder)
-    hosts = (urlsplit(server.url).netloc for server in config.tools.values() if server.url)
-    named = (host for host in hosts if HOST.fullmatch(host) and not _is_address(host))
-    return _use(
-        grants.model_copy(
-            update={"folders": (*grants.folders, *folders), "hosts": (*grants.hosts, *named)}
-        )
+def _tool_grants(config: RunConfig) -> ToolGrants:
+    """What `tools:` of this machine's run file names: folders, and hosts by name. An address, which
+    may be an internal one, must be granted under `sandbox.servers`."""
+    servers = config.tools.values()
+    hosts = (urlsplit(server.url).netloc for server in servers if server.url)
+    return ToolGrants(
+        folders=tuple(_path(server.folder) for server in servers if server.folder),
+        hosts=tuple(host for host in hosts if HOST.fullmatch(host) and not _is_address(host)),
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from penstock.config import RunConfig, dump
 from penstock.dataflow.service.build import run_info
 from penstock.errors import ConfigError
-from penstock.rollout.isolation import Use
+from penstock.rollout.isolation import Isolation, Use
 from penstock.runs.sandbox_settings import isolation_settings
 
 LoadText = Callable[..., RunConfig]
@@ -51,12 +51,16 @@ def test_a_node_gets_the_servers_and_each_source_its_own(load_text: LoadText) ->
 def test_the_owner_s_machine_grants_what_the_file_names_but_no_address(
     load_text: LoadText, tmp_path: Path
 ) -> None:
-    grants = isolation_settings(load_text(RUN), tmp_path / "run").uses[Use.SERVERS].grants
-    assert grants.hosts == ("127.0.0.1:8000", "tools.example.com")
-    assert grants.folders == (Path("corpus").absolute(),)
+    settings = isolation_settings(load_text(RUN), tmp_path / "run")
+    isolation = Isolation(settings)
+    assert isolation.tool_grants.hosts == ("tools.example.com", "127.0.0.1:8000")
+    assert isolation.tool_grants.folders == (Path("corpus").absolute(),)
+    programs = settings.uses[Use.SERVERS].grants
+    assert programs.hosts == ("127.0.0.1:8000",), "a program reaches what is granted to programs"
+    assert programs.folders == ()
     without = RUN.replace('sandbox: {servers: {hosts: ["127.0.0.1:8000"]}}\n', "")
-    grants = isolation_settings(load_text(without), tmp_path / "run").uses[Use.SERVERS].grants
-    assert grants.hosts == ("tools.example.com",)
+    isolation = Isolation(isolation_settings(load_text(without), tmp_path / "run"))
+    assert isolation.tool_grants.hosts == ("tools.example.com",)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import socket
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +89,15 @@ class McpToolServer:
     """Answers MCP requests."""
 
     _servers: ToolServers
+    _version: str
+    """Of penstock, for clients."""
     _open: OrderedDict[str, Tools] = field(default_factory=OrderedDict[str, Tools])
     _closing: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"])
 
     def server(self) -> Server[Any]:
         return Server(
             "penstock",
-            version=version("penstock-rl"),
+            version=self._version,
             on_list_tools=self._list,
             on_call_tool=self._call,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -103,7 +103,6 @@ class McpSession:
         if open_ is not None:
             open_.serving.cancel()
             await asyncio.wait([open_.serving])
-            _drop(open_.ready)
 
     async def _session(self) -> ClientSession:
         """Raises ToolFailed if the server cannot be reached, SandboxError if its sandbox fails."""
@@ -132,11 +131,9 @@ class McpSession:
                 ready.set_result(session)
                 await stop.wait()
         except Exception as error:  # of code of others: the transport's groups wrap anything
-            if not ready.done():
-                ready.set_exception(self._failure(error, ending))
-                _drop(ready)  # retrieved or not
+            _fail(ready, self._failure(error, ending))
         finally:
-            ready.cancel()
+            _fail(ready, ToolFailed(f"the server {self._name} was stopped before it answered"))
 
     async def _ask(self, request: Any) -> Any:
         """The answer; raises ToolFailed, and ends a connection that broke."""
@@ -162,9 +159,10 @@ class McpSession:
         return ToolFailed(f"the server {self._name} is not available: {why}")
 
 
-def _drop(ready: asyncio.Future[ClientSession]) -> None:
-    """Nothing need wait for it."""
-    with suppress(asyncio.CancelledError, asyncio.InvalidStateError):
+def _fail(ready: asyncio.Future[ClientSession], failure: Exception) -> None:
+    """Unless it is ready, or failed before. Nothing need wait for it."""
+    if not ready.done():
+        ready.set_exception(failure)
         ready.exception()
 
 

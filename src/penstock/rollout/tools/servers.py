@@ -179,24 +179,25 @@ def _mcp_session(server: ToolServerInfo, isolation: Isolation, row_id: str) -> T
         return McpSession(server.name, program.connect)
     from penstock.rollout.tools.http import HttpServer, check_url, secret_file
 
-    grants = isolation.settings_of(Use.SERVERS).grants
+    hosts = isolation.tool_grants.hosts
+    secrets = isolation.settings_of(Use.SERVERS).grants.secrets
     try:
-        check_url(server.url, grants.hosts)
+        check_url(server.url, hosts)
     except Denied as error:
         fix = "add HOST:PORT under sandbox.servers.hosts of this machine's run file"
         raise ConfigError(f"tools.{server.name}.url {server.url!r}: {error}; {fix}") from None
     endpoint = HttpServer(
         url=server.url,
-        hosts=grants.hosts,
+        hosts=hosts,
         timeout_s=server.timeout_s,
-        token_file=secret_file(grants.secrets, server.token, server.name) if server.token else None,
+        token_file=secret_file(secrets, server.token, server.name) if server.token else None,
     )
     return McpSession(server.name, endpoint.connect)
 
 
 def _granted_folder(server: ToolServerInfo, isolation: Isolation) -> Path:
     folder = Path(server.folder).expanduser().absolute()
-    granted = isolation.settings_of(Use.SERVERS).grants.folders
+    granted = isolation.tool_grants.folders
     if not any(folder.resolve().is_relative_to(path.resolve()) for path in granted):
         raise ConfigError(
             f"tools.{server.name}.folder {folder} is not granted on this machine; add it under "

@@ -49,15 +49,16 @@ class StdioServer:
         to_session, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
         outgoing, from_session = anyio.create_memory_object_stream[SessionMessage](0)
         error = bytearray()
-        async with Opened(box), incoming, outgoing, anyio.create_task_group() as tasks:
-            process = await box.exec(with_ports({}, self.argv, folder=os.getcwd()))
-            tasks.start_soon(_read, process, to_session, ending, error)
-            tasks.start_soon(_write, process.stdin, from_session)
-            tasks.start_soon(_keep_end, process.stderr, error)
-            try:
-                yield incoming, outgoing
-            finally:
-                tasks.cancel_scope.cancel()
+        with to_session, incoming, outgoing, from_session:
+            async with Opened(box), anyio.create_task_group() as tasks:
+                process = await box.exec(with_ports({}, self.argv, folder=os.getcwd()))
+                tasks.start_soon(_read, process, to_session, ending, error)
+                tasks.start_soon(_write, process.stdin, from_session)
+                tasks.start_soon(_keep_end, process.stderr, error)
+                try:
+                    yield incoming, outgoing
+                finally:
+                    tasks.cancel_scope.cancel()
 
     async def _sandbox(self) -> Sandbox:
         passed = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
