@@ -98,6 +98,8 @@ def main() -> None:
             episodes.pop(request["episode"], None)
             say(number)
         else:
+            if FAULT == "record":
+                print(request["episodes"], file=sys.stderr, flush=True)
             say(number)
 
 

@@ -188,11 +188,11 @@ async def test_in_the_sandbox_it_works_and_ends_with_the_node(snapshot: Path) ->
         assert (await attempt(attempts)).reward == 1.0
 
 
-def sessions(env: EnvironmentInfo) -> Environments:
+def sessions(env: EnvironmentInfo, isolation: IsolationSettings = OPEN) -> Environments:
     sampling = SamplingSpec()
     source = SourceInfo(name="train", workflow="", reward="", sampling=sampling, env=env)
     gateway = Gateway(lambda request: None)  # type: ignore[arg-type, return-value]
-    return Environments([source], Isolation(OPEN), Endpoint(gateway))
+    return Environments([source], Isolation(isolation), Endpoint(gateway))
 
 
 def session(environments: Environments, name: str) -> EnvironmentSession:
