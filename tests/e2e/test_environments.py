@@ -40,7 +40,7 @@ async def play(task, ctx):
 def source(fault: str, folder: Path) -> str:
     """Its second bridge has the fault: the first is the check's."""
     short = "start_timeout_s" if fault == "half-open" else "step_timeout_s"
-    limit = f", {short}: 5" if fault in ("half-open", "hang", "slow") else ""
+    limit = f", {short}: 15" if fault in ("half-open", "hang", "slow") else ""
     command = f"[{sys.executable}, {unit.FAKE}, {fault}, {folder / fault}, '2']"
     return f"  - {{name: {fault}, env: {{command: {command}{limit}}}}}\n"
 
