@@ -60,7 +60,7 @@ class Game:
         )
 
     def task(self, source: str) -> Task:
-        return replace(task(), source=source, payload=self.payload)
+        return replace(task(), source=source, payload=dict(self.payload))
 
 
 def _say_down(seen: Observation, num_steps: int) -> str:
@@ -172,6 +172,21 @@ async def test_no_process_is_left(name: str) -> None:
         await session().reset()
         assert running(word)
     await eventually(lambda: not running(word))
+
+
+@pytest.mark.envs
+async def test_reasoning_gym_scores_its_own_answers_and_repeats_by_index() -> None:
+    async with opened(LEGS) as session:
+        first = session()
+        question = (await first.reset()).text
+        seen = await first.step("I do not know")
+        assert seen.done and await first.score() != 1.0
+        again = session()
+        assert (await again.reset()).text == question
+        await again.step(f"Let me count. <answer>{seen.info['answer']}</answer>")
+        assert await again.score() == 1.0
+        again.task.payload["index"] += 1
+        assert (await again.reset()).text != question
 
 
 @asynccontextmanager

@@ -57,7 +57,7 @@ class _SourceEnvironment:
     _endpoint: Endpoint
     _places: asyncio.Semaphore
     _bridges: set[Bridge] = field(default_factory=set[Bridge])
-    _starting: asyncio.Task[Bridge] | None = None
+    _starting: asyncio.Task[None] | None = None
     _current: Bridge | None = None
     _ending: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"])
 
@@ -79,16 +79,21 @@ class _SourceEnvironment:
             while self._current is None or not self._current.is_open:
                 if self._starting is None:
                     self._starting = asyncio.create_task(self._start())
+                    self._starting.add_done_callback(_retrieve)
                 # Others wait for it too, so a cancelled attempt does not end it.
-                self._current = await asyncio.shield(self._starting)
+                await asyncio.shield(self._starting)
             return self._current
         except BaseException:
             self._places.release()
             raise
 
-    async def _start(self) -> Bridge:
+    async def _start(self) -> None:
         try:
-            bridge = await self._start_bridge()
+            for ended in [one for one in self._bridges if not one.is_open and not one.episodes]:
+                self._bridges.discard(ended)
+                await ended.kill()
+            self._current = await self._start_bridge()
+            self._bridges.add(self._current)
         except OSError as error:
             raise EnvironmentFailed(
                 f"{self.settings.label}: cannot start {self.settings.argv[0]}: {error}; "
@@ -96,9 +101,6 @@ class _SourceEnvironment:
             ) from error
         finally:
             self._starting = None
-        self._bridges = {one for one in self._bridges if one.episodes}
-        self._bridges.add(bridge)
-        return bridge
 
     async def _start_bridge(self) -> Bridge:
         argv = self.settings.argv
@@ -142,6 +144,12 @@ class _SourceEnvironment:
             task.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
         await asyncio.gather(*(bridge.kill() for bridge in self._bridges))
+
+
+def _retrieve(start: asyncio.Task[None]) -> None:
+    """A failed start whose attempts were all cancelled is nothing to warn of."""
+    if not start.cancelled():
+        start.exception()
 
 
 class Environments:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bridge of its own, in the standard library: count down from payload["from"] by saying "down".
 
-`python fake_bridge.py [FAULT [MARK]]` misbehaves as FAULT says; with MARK only the first time,
-which it remembers by making that file. Independent of `bridges/serving.py`."""
+`python fake_bridge.py [FAULT [MARK [START]]]` misbehaves as FAULT says; with MARK, a file where it
+counts its starts, only at the first one, or at start START. Independent of `bridges/serving.py`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ TOOL = {"type": "function", "function": {"name": "down", "parameters": {"type": 
 def is_faulty() -> bool:
     if len(sys.argv) < 3:
         return bool(FAULT)
-    mark = Path(sys.argv[2])
-    if mark.exists():
-        return False
-    mark.touch()
-    return True
+    with Path(sys.argv[2]).open("a") as mark:
+        mark.write(".")
+    start = Path(sys.argv[2]).stat().st_size
+    return start == int(sys.argv[3] if len(sys.argv) > 3 else 1)
 
 
 def say(number: int, **body: Any) -> None:
@@ -99,6 +98,8 @@ def main() -> None:
             episodes.pop(request["episode"], None)
             say(number)
         else:
+            if FAULT == "record":
+                print(request["episodes"], file=sys.stderr, flush=True)
             say(number)
 
 

@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 from tests.unit.rollout.environments.test_environments import info, session, sessions
-from tests.unit.rollout.polling import eventually, is_alive, running
+from tests.unit.rollout.polling import (
+    eventually,
+    eventually_dead,
+    is_alive,
+    kill,
+    running,
+    start_python,
+)
 
 from penstock.dataflow.service.nodes.messages import EnvironmentInfo
 from penstock.errors import EnvironmentFailed
 from penstock.rollout import environments as package
+from penstock.rollout.isolation import IsolationSettings
 
 BRIDGES = str(Path(package.__file__).parent / "bridges")
 SCRIPT = str(Path(__file__).parent / "countdown_bridge.py")
@@ -78,22 +86,50 @@ async def test_an_episode_that_nobody_renews_is_closed(tmp_path: Path) -> None:
     await environments.close()
 
 
-async def test_a_renewed_episode_outlives_its_lease(tmp_path: Path) -> None:
-    closed = tmp_path / "closed"
-    environments = sessions(countdown(str(closed), lease_s=30.0))
+async def test_an_episode_is_renewed_while_it_is_open() -> None:
+    environments = sessions(info("record", lease_s=0.1))
     kept = session(environments, "a")
     await kept.reset()
     bridge = kept._bridge  # pyright: ignore[reportPrivateUsage]
     assert bridge is not None
-    await bridge.call("renew", episodes=["a.1"])
-    assert (await kept.step("down")).text == "1 left" and not closed.exists()
-    kept.close()
-    await eventually(closed.exists)  # closed with the session
+    await eventually(lambda: bridge._error.count(b"['a.1']") >= 3)  # pyright: ignore[reportPrivateUsage]
     await environments.close()
 
 
-async def test_a_bridge_ends_with_its_node() -> None:
-    """Even while an episode hangs: its standard input ends."""
+async def test_the_end_of_a_session_closes_its_episode(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    environments = sessions(countdown(str(closed)))
+    kept = session(environments, "a")
+    await kept.reset()
+    assert (await kept.step("down")).text == "1 left" and not closed.exists()
+    kept.close()
+    await eventually(closed.exists)
+    await environments.close()
+
+
+async def test_a_bridge_dies_with_its_node() -> None:
+    program = (
+        "import asyncio\n"
+        "from tests.unit.rollout.environments.test_serving import hold\n"
+        "asyncio.run(hold())\n"
+    )
+    node = start_python(program)
+    await eventually(lambda: running(SCRIPT, node.pid))
+    pids = [process.pid for process in running(SCRIPT, node.pid)]
+    kill(node)
+    for pid in pids:
+        await eventually_dead(pid)
+
+
+async def hold() -> None:
+    """A node in the middle of an episode that hangs, in the sandbox."""
+    environments = sessions(countdown(), IsolationSettings())
+    found = session(environments, "a")
+    await found.reset()
+    await found.step("hang")
+
+
+async def test_a_bridge_ends_with_its_standard_input() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, SCRIPT, BRIDGES, stdin=asyncio.subprocess.PIPE
     )
