@@ -188,7 +188,7 @@ class SourceConfig(Section):
         if self.harbor is not None and isinstance(self.workflow, str):
             text = f"workflow {self.workflow} has no effect on Harbor tasks: an agent runs inside "
             text = (
-                f"{text}each; write workflow: {{command: [...]}}, or remove it for the shipped one"
+                f"{text}each; write workflow: {{command: [...]}}, or remove it for the built-in one"
             )
             yield Contradiction(text=text, keys=(("workflow",), ("harbor",)))
         if self.harbor is not None and self.reward is not None:
