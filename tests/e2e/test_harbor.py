@@ -69,9 +69,12 @@ def agents(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def is_at_work(system: System, folder: Path) -> bool:
-    """Whether an agent of the node works; `check` starts one before."""
+def is_at_work(system: System, folder: Path, num_scored: int) -> bool:
+    """Whether an agent of the node works (`check` starts one before), after so many scores: a
+    launcher gives up where kills leave no room for progress."""
     node = system.pids().get("node-0")
+    if num_scored and len(scored(system.folder.path)) < num_scored:
+        return False
     return any(node in (above.pid for above in agent.parents()) for agent in agents(folder))
 
 
@@ -91,8 +94,12 @@ def test_a_node_is_killed_while_agents_work_and_each_task_is_scored_once(tmp_pat
         words = ("run", str(file), "--headless")
         system.launcher = subprocess.Popen([*PENSTOCK, *words], cwd=tmp_path, stdout=out, stderr=-2)
     try:
-        for _ in range(NUM_KILLS):
-            until(lambda: is_at_work(system, tmp_path), timeout_s=300.0, what="an agent works")
+        for number in range(NUM_KILLS):
+            until(
+                lambda least=3 * number: is_at_work(system, tmp_path, least),
+                timeout_s=600.0,
+                what="agents work, and more tasks are scored",
+            )
             killed.append(system.kill("node-0"))
             system.until_back("node-0", other_than=killed[-1])
         assert system.wait(900.0) == 0, (tmp_path / "out.txt").read_text()
