@@ -72,10 +72,14 @@ def agents(folder: Path) -> list[psutil.Process]:
 def is_at_work(system: System, folder: Path, num_scored: int) -> bool:
     """Whether an agent of the node works (`check` starts one before), after so many scores: a
     launcher gives up where kills leave no room for progress."""
-    node = system.pids().get("node-0")
+    node = system.pids().get("node-0", 0)
     if num_scored and len(scored(system.folder.path)) < num_scored:
         return False
-    return any(node in (above.pid for above in agent.parents()) for agent in agents(folder))
+    try:
+        inside = {child.pid for child in psutil.Process(node).children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return False
+    return node > 0 and any(agent.pid in inside for agent in agents(folder))
 
 
 def scored(run: Path) -> list[tuple[str, int, float]]:
