@@ -40,5 +40,5 @@ AnyHarbor = Annotated[
 
 
 def harbor_workflow(argv: Sequence[str] = ()) -> str:
-    """How a task names the agent that runs inside it; without arguments, the shipped one."""
+    """How a task names the agent that runs inside it; without arguments, the built-in one."""
     return json.dumps({"harbor": list(argv)})

@@ -249,7 +249,7 @@ class SourceConfig(Section):
                 yield Contradiction(text=text, keys=((key,), ("session",)))
         if self.harbor is not None and isinstance(self.workflow, str | NamedWorkflow):
             text = "workflow has no effect on Harbor tasks: an agent runs inside each; write "
-            text = f"{text}workflow: {{command: [...]}}, or remove it for the shipped one"
+            text = f"{text}workflow: {{command: [...]}}, or remove it for the built-in one"
             yield Contradiction(text=text, keys=(("workflow",), ("harbor",)))
         if self.harbor is not None and self.reward is not None:
             text = "reward has no effect on Harbor tasks: the verifier of a task is its reward; "

@@ -30,6 +30,10 @@ _WALLS = {
 def isolation_problems(config: RunConfig, folder: Path) -> Iterator[CheckProblem]:
     """Why code of this run could not start here."""
     settings = isolation_settings(config, folder)
+    has_places = settings.backend in ("auto", "bubblewrap")
+    if any(source.harbor is not None for source in config.sources) and not has_places:
+        text = f"Harbor tasks need folders that the sandbox {settings.backend} does not have; use "
+        yield CheckProblem(key="sandbox.backend", text=f"{text}auto")
     for use in _uses(config):
         found = _backend(settings.backend, settings.image, settings.demand, use)
         if isinstance(found, str):

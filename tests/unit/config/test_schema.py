@@ -182,5 +182,5 @@ def test_the_published_schema_is_current() -> None:
 
 
 def test_the_template_names_the_schema_that_init_writes() -> None:
-    template = ROOT / "src/penstock/cli/templates/reverse/run.yaml"
+    template = ROOT / "src/penstock/cli/templates/single-turn/run.yaml"
     assert template.read_text(encoding="utf-8").startswith(EDITOR_LINE)

@@ -121,7 +121,7 @@ async def test_an_unmodified_agent_inside_calls_the_model_in_training(
     assert (wrong.reward, wrong.outcome.kind) == (0.0, OutcomeKind.COMPLETED)
 
 
-async def test_the_shipped_agent_runs_what_the_model_writes(text_snapshot: Path) -> None:
+async def test_the_built_in_agent_runs_what_the_model_writes(text_snapshot: Path) -> None:
     solution = (TASKS / "sort-lines" / "solution" / "solve.sh").read_text()
     answers = ["Look:\n```sh\nls\n```", f"```bash\n{solution}```", "Done."]
     row = await attempt(text_snapshot, task("sort-lines"), [], answers)

@@ -99,21 +99,22 @@ def pytest_runtest_makereport(item, call):
 
 
 async def test_a_conftest_of_the_agent_is_not_read() -> None:
-    """Where the verifier runs pytest in the agent's folder; nor is the agent's pytest.ini."""
-    run = f"{sys.executable} -m pytest -q /tests/check_it.py"
+    """Also where the verifier runs pytest in the agent's folder; nor is the agent's pytest.ini."""
+    run = f"cp /tests/check_it.py . && {sys.executable} -m pytest -q check_it.py"
     given = with_test(
-        task("hello-file"),
+        task("hello-file", verifier_env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}),
         f"#!/bin/sh\nif {run}; then echo 1; else echo 0; fi > /logs/verifier/out\n"
         "tail -n 1 /logs/verifier/out > /logs/verifier/reward.txt",
         **{"check_it.py": "def test_it():\n    assert open('hello.txt').read() == 'hello\\n'\n"},
     )
-    cheat = f"cat > conftest.py <<'END'{CONFTEST}END\n"
-    cheat += "printf '[pytest]\\naddopts = -p conftest\\n' > pytest.ini\n"
+    conftest = f"cat > conftest.py <<'END'{CONFTEST}END\n"
+    settings = "printf '[pytest]\\naddopts = --setup-plan\\n' > pytest.ini\n"  # runs no test
     shown = UseSettings(grants=Grants(folders=interpreter_folders()))
     isolation = Isolation(IsolationSettings(uses={Use.TOOLS: shown}))
-    for text, reward in (("no", 0.0), ("hello", 1.0)):
+    cheats = {conftest: "no", settings: "no", conftest + settings: "hello"}
+    for cheat, text in cheats.items():
         argv = ["sh", "-c", f"{cheat}echo {text} > hello.txt"]
-        assert (await attempt(given, argv, isolation)).reward == reward
+        assert (await attempt(given, argv, isolation)).reward == float(text == "hello")
 
 
 async def test_a_program_that_ends_the_verifier_earns_nothing() -> None:

@@ -205,7 +205,7 @@ def _root(folder: Path, spec: HarborSpec, image: Image, *, has_image: bool) -> s
             root = spec.roots[key]
             if not (Path(root).expanduser() / "usr").is_dir():
                 raise ConfigError(
-                    f"{folder}: harbor.roots.{key}: {root} is no root file system: it has no "
+                    f"{folder}: harbor.roots.{key}: {root} is not a root file system: it has no "
                     "folder usr; unpack one there"
                 )
             return root

@@ -97,7 +97,7 @@ def _root(task: HarborTask) -> Path | None:
 
 
 def _bounds(limits: Limits, task: HarborTask) -> Limits:
-    """Those of the run file; a task may ask for less."""
+    """The limits of the run file; a task may ask for less."""
     return replace(
         limits,
         memory_mb=min(limits.memory_mb, task.memory_mb or limits.memory_mb),

@@ -43,7 +43,7 @@ class Agent:
     """The program, and how it reaches the model."""
 
     argv: Sequence[str]
-    """Empty: the shipped one."""
+    """Empty: the built-in one."""
     instruction: str
     endpoint: Endpoint
     api_key: str
@@ -52,7 +52,7 @@ class Agent:
 
 async def run_trial(isolation: Isolation, task: HarborTask, agent: Agent, *, row_id: str) -> Trial:
     """Raises SandboxError, RewardError, or WorkflowError if nothing can be judged."""
-    argv, folders = placed(agent.argv) if agent.argv else (_shipped_agent(), ())
+    argv, folders = placed(agent.argv) if agent.argv else (_built_in_agent(), ())
     sockets = {GATEWAY: agent.endpoint.socket_path}
     shown = (*folders, *interpreter_folders())
     async with agent_box(isolation, task, folders=shown, sockets=sockets, row_id=row_id) as box:
@@ -83,7 +83,7 @@ def _failure(argv: Sequence[str], done: Finished) -> str:
     how = f"exited with code {done.exit.code}"
     if done.exit.limit:
         how = f"was ended at its limit {done.exit.limit} (sandbox.workflow.limits in the run file)"
-    program = "the shipped agent" if argv[:1] == [INTERPRETER] else f"`{shlex.join(argv)}`"
+    program = "the built-in agent" if argv[:1] == [INTERPRETER] else f"`{shlex.join(argv)}`"
     return f"{program} {how}: {done.stderr.decode(errors='replace').strip()[-1000:]}"
 
 
@@ -104,6 +104,6 @@ def placed(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:
     return words, tuple(folders)
 
 
-def _shipped_agent() -> list[str]:
+def _built_in_agent() -> list[str]:
     script = resources.files("penstock.rollout.harbor").joinpath("terminal_agent.py").read_text()
     return [INTERPRETER, "-I", "-S", "-c", script]

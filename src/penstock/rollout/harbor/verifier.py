@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import PurePosixPath
 from typing import Any, cast
 
 from penstock.errors import RewardError, RewardTimeout
@@ -48,15 +49,21 @@ async def verify(box: Sandbox, task: HarborTask) -> float:
 
 def _environment(task: HarborTask) -> dict[str, str]:
     """The task's own, and a home folder without the agent's files: shells and Python read start-up
-    files there. pytest reads its settings below /tests alone."""
-    has_settings = any(name in task.tests for name in _PYTEST_FILES)
-    settings = "" if has_settings else "-c /dev/null "
-    fixed = {
-        "HOME": "/tmp",
-        "PYTHONNOUSERSITE": "1",
-        "PYTEST_ADDOPTS": f"{settings}--rootdir=/tests --confcutdir=/tests -p no:cacheprovider",
-    }
+    files there."""
+    fixed = {"HOME": "/tmp", "PYTHONNOUSERSITE": "1", "PYTEST_ADDOPTS": _pytest_options(task)}
     return {"PATH": PATH, **task.env, **fixed, **task.verifier_env}
+
+
+def _pytest_options(task: HarborTask) -> str:
+    """Where the task has no settings and no conftest.py, those that pytest finds are the agent's.
+    What a root file system has, we do not know."""
+    names = {PurePosixPath(path).name for path in (*task.tests, *task.files)}
+    options = ["-p no:cacheprovider"]
+    if not task.root and names.isdisjoint(_PYTEST_FILES):
+        options.append("-c /dev/null --rootdir=/")
+    if not task.root and "conftest.py" not in names:
+        options.append("--noconftest")
+    return " ".join(options)
 
 
 async def _read(box: Sandbox, task: HarborTask, name: str) -> str | None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workflow of Harbor sources: an agent inside the task, and the verifier's reward.
 
-A task names it as `{"harbor": ["program", "argument"]}`; without a program, the shipped agent
+A task names it as `{"harbor": ["program", "argument"]}`; without a program, the built-in agent
 runs. Owns the payload's form. Refuses tasks of other sources."""
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class Mounts:
             return []
         if not source.is_absolute() or not (source / "usr").is_dir():
             raise SandboxError(
-                f"{source} is no root file system: it has no folder usr; unpack one there"
+                f"{source} is not a root file system: it has no folder usr; unpack one there"
             )
         return [f"mount --rbind {_quoted(source)} {_quoted(self.path)}/{ROOT}"]
 

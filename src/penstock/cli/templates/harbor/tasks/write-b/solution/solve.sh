@@ -1,0 +1,2 @@
+#!/bin/sh
+printf "%s%s%s" $LETTER $LETTER $LETTER > answer.txt
