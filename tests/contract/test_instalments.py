@@ -246,7 +246,9 @@ async def test_in_lockstep_groups_come_in_the_order_of_issue(tmp_path: Path) -> 
     await run.start()
     node, other = run.nodes
     await node.lease(NUM_SLOTS)
-    await other.work(64)
+    for _ in range(3):  # attempts that fail are made again
+        await other.work(64)
+    assert "p0-3" in run.service.coordinator.consumer(POLICY).ready
     assert (await run.trainer.instalment(1)).manifest is None, "group 1 is running"
     await node.deliver()
     parts = [await run.trainer.instalment(1)]

@@ -25,6 +25,7 @@ from penstock.dataflow.records import (
     FreedRecord,
     GroupRecord,
     IncarnationRecord,
+    InstalmentRecord,
     MessageRecord,
     PartitionRecord,
     RowRecord,
@@ -82,11 +83,14 @@ class Invariants(SlotInvariants):
         self.judged: dict[PolicyName, set[GroupId]] = {p: set() for p in plan.policies}
         self.in_batches: dict[PolicyName, dict[GroupId, list[int]]] = {p: {} for p in plan.policies}
         self.served_as: dict[tuple[str, int], bytes] = {}
+        self.instalments: dict[tuple[PolicyName, int], list[InstalmentRecord]] = {}
+        """Of streamed batches."""
         self.lost: set[str] = set()
         """Partitions that were declared so."""
         self._watches |= {
             FateRecord: self._fate,
             BatchRecord: self._batch,
+            InstalmentRecord: self._instalment,
             CommitRecord: self._commit,
             IncarnationRecord: self._incarnation,
             VersionRecord: self._version,
@@ -144,14 +148,22 @@ class Invariants(SlotInvariants):
         name = f"batch {policy}.{new.seq}"
         require((policy, new.seq) not in disk.of(BatchRecord), f"{name} is sealed twice")
         require(new.seq == branch.last_sealed + 1, f"{name} after {branch.last_sealed}")
+        parts = self.instalments.get((policy, new.seq), [])
+        require(bool(parts) is self.plan.stream, f"{name} has {len(parts)} instalments")
         trains_from = branch.number + branch.last_sealed - branch.seq
+        if parts:  # a fork between two of them may have moved the cursor
+            trains_from = parts[0].trains_from
+            require(parts[-1].is_last, f"{name} is sealed before its last instalment")
         require(new.trains_from == trains_from, f"{name} trains from {trains_from}")
         branch.last_sealed = new.seq
         manifest = decode(new.manifest, Manifest)
         names = [group.group_id for group in manifest.groups]
+        if parts:
+            found = [g for part in parts for g in decode(part.manifest, Manifest).groups]
+            require(list(manifest.groups) == found, f"{name} is not its instalments")
         require(len(set(names)) == len(names) == new.num_groups, f"{name}: groups repeat")
         uses = self.in_batches[policy]
-        num_again = sum(group_id in uses for group_id in names)
+        num_again = sum(len(uses.get(group_id, ())) > bool(parts) for group_id in names)
         require(num_again == new.num_replayed, f"{name}: {num_again} groups came again")
         require(num_again <= int(self.plan.replay * self.plan.groups_per_batch), f"{name}: replay")
         is_short = len(names) < self.plan.groups_per_batch
@@ -159,17 +171,39 @@ class Invariants(SlotInvariants):
             source = disk.of(SourceRecord).get(("train",))
             over = source is not None and source.next_ordinal == self.plan.limit
             require(over and not self.open_issued, f"{name} is short and more was to come")
-        for group in manifest.groups:
-            is_lost = group.group_id.partition("-")[0] in self.lost
-            require(not is_lost, f"{name}: {group.group_id} is of a lost partition")
-            fate = disk.of(FateRecord).get((policy, group.group_id))
-            require(fate is not None and fate.state != "dropped", f"{name}: {group.group_id}")
-            require(fate is not None and fate.is_complete, f"{name}: columns are missing")
-            seqs = uses.setdefault(group.group_id, [])
-            seqs.append(new.seq)
-            allowed = MAX_USES if self.plan.replay else 1
-            require(len(seqs) <= allowed, f"{group.group_id} is in batches {seqs} of {policy}")
-            self._sealed_rows(name, policy, branch, trains_from, group)
+        for group in () if parts else manifest.groups:
+            self._sealed_group(disk, name, new, group)
+
+    def _instalment(self, disk: Disk, new: InstalmentRecord) -> None:
+        """Judged when it is sealed, and by itself."""
+        policy, branch = new.consumer, self.branches[new.consumer]
+        before = self.instalments.setdefault((policy, new.seq), [])
+        name = f"instalment {new.instalment} of {policy}.{new.seq}"
+        require(new.instalment == len(before) + 1, f"{name} after {len(before)}")
+        require(new.seq == branch.last_sealed + 1, f"{name} after {branch.last_sealed}")
+        trains_from = branch.number + branch.last_sealed - branch.seq
+        trains_from = before[0].trains_from if before else trains_from
+        require(new.trains_from == trains_from, f"{name} trains from {trains_from}")
+        groups = decode(new.manifest, Manifest).groups
+        require(bool(groups) or new.is_last, f"{name} is empty")
+        for group in groups:
+            self._sealed_group(disk, name, new, group)
+        before.append(new)
+
+    def _sealed_group(
+        self, disk: Disk, name: str, new: BatchRecord | InstalmentRecord, group: Any
+    ) -> None:
+        policy = new.consumer
+        is_lost = group.group_id.partition("-")[0] in self.lost
+        require(not is_lost, f"{name}: {group.group_id} is of a lost partition")
+        fate = disk.of(FateRecord).get((policy, group.group_id))
+        require(fate is not None and fate.state != "dropped", f"{name}: {group.group_id}")
+        require(fate is not None and fate.is_complete, f"{name}: columns are missing")
+        seqs = self.in_batches[policy].setdefault(group.group_id, [])
+        seqs.append(new.seq)
+        allowed = MAX_USES if self.plan.replay else 1
+        require(len(seqs) <= allowed, f"{group.group_id} is in batches {seqs} of {policy}")
+        self._sealed_rows(name, policy, self.branches[policy], new.trains_from, group)
 
     def _sealed_rows(
         self, name: str, policy: PolicyName, branch: PolicyModel, trains_from: int, group: Any
@@ -285,6 +319,11 @@ class Invariants(SlotInvariants):
         stored = self.disks["home"].of(BatchRecord).get((policy, record.seq))
         same = stored is not None and stored.manifest == record.manifest
         require(same, f"batch {policy}.{record.seq} was served before it was durable")
+
+    def served_instalment(self, record: InstalmentRecord) -> None:
+        key = (record.consumer, record.seq, record.instalment)
+        stored = self.disks["home"].of(InstalmentRecord).get(key)
+        require(stored == record, f"instalment {key} was served otherwise than it is on disk")
 
     def committed(self, policy: PolicyName, seq: int, incarnation: int, number: int) -> None:
         found = self.disks["home"].of(CommitRecord).get((policy, seq, incarnation))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock.dataflow.core.completion import RequiredColumns
@@ -69,6 +69,8 @@ class Plan:
     lease: LeaseSpec = LEASE
     retain_batches: int = 4
     names_checkpoints: bool = True
+    stream: bool = False
+    """Batches come in instalments."""
     is_deterministic: bool = True
     """A trainer that does the same again makes the same weights."""
     faults: Faults = field(default_factory=Faults)
@@ -106,6 +108,7 @@ class Plan:
                     max_staleness=self.max_staleness,
                     steps=self.steps,
                     train_columns=self.needs[policy].train if policy in self.needs else frozenset(),
+                    is_streamed=self.stream,
                 )
                 for policy in self.policies
             ),
@@ -153,7 +156,7 @@ def random_plan(seed: int) -> Plan:
     num_partitions = rng.choice((1, 1, 2, 3)) if has_partition else rng.choice((1, 2, 3))
     num_slots = rng.choice((1, 2, 3, 4))
     harsh = rng.random()
-    return Plan(
+    plan = Plan(
         seed=seed,
         num_policies=rng.choice((1, 1, 2)),
         groups_per_batch=rng.choice((1, 2, 3, 4)),
@@ -194,6 +197,7 @@ def random_plan(seed: int) -> Plan:
             column_failed=rng.choice((0.0, 0.1)),
         ),
     )
+    return replace(plan, stream=True, replay=0.0) if rng.random() < 0.3 else plan
 
 
 def _closing(rng: random.Random, num_slots: int) -> ClosingPolicy:

@@ -34,6 +34,7 @@ from penstock.dataflow.records import (
     CommandJournal,
     FreedRecord,
     GroupRecord,
+    InstalmentRecord,
     PartitionRecord,
 )
 from penstock.dataflow.service.partitions.handlers import add_remote_partition
@@ -278,6 +279,19 @@ class CoordinatorProcess(SimProcess):
         if self.coordinator.has_ended(consumer):
             return "end"
         record = self.core.sealing.seal(consumer, seq, now)
+        return "wait" if record is None else (lambda: record)
+
+    def instalment(
+        self, policy: PolicyName, incarnation: int, seq: int, number: int, now: float
+    ) -> Any:
+        """The same for a part of a batch."""
+        consumer = self.coordinator.consumer(policy)
+        consumer.lineage.require(incarnation)
+        if seq <= consumer.last_sealed or number <= len(consumer.instalments):
+            return lambda: self.disk.of(InstalmentRecord)[policy, seq, number]
+        if self.coordinator.has_ended(consumer):
+            return "end"
+        record = self.core.sealing.seal_instalment(consumer, seq, now)
         return "wait" if record is None else (lambda: record)
 
     def commit(

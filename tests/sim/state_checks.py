@@ -54,6 +54,8 @@ def check_consumer(laws: Invariants, machine: CoordinatorProcess, consumer: Cons
         for seq in range(branch.seq + 1, branch.last_sealed + 1)
         if (batch := machine.disk.of(BatchRecord).get((policy, seq))) is not None
     }
+    if parts := laws.instalments.get((policy, branch.last_sealed + 1)):
+        sealed[branch.last_sealed + 1] = sum(part.num_groups for part in parts)
     require(consumer.sealed == sealed, f"{policy}: sealed {consumer.sealed}, recount {sealed}")
     for group in consumer.ready.values():
         oldest = min(branch.effective_number(*version) for version in group.versions)

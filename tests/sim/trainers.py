@@ -113,7 +113,11 @@ class Trainer:
         while not isinstance(answer, Fenced):
             assert not isinstance(answer, Exception), f"publish of {policy}: {answer}"
             seq = at.seq + 1
-            answer = yield self._call(f"batch {seq}", _batch(policy, incarnation, seq))
+            answer = "sealed"
+            if self._plan.stream:
+                answer = yield from self._stream(incarnation, seq)
+            if answer == "sealed":
+                answer = yield self._call(f"batch {seq}", _batch(policy, incarnation, seq))
             if isinstance(answer, Fenced):
                 return
             if isinstance(answer, str):
@@ -136,6 +140,27 @@ class Trainer:
             answer = yield self._publish(incarnation, at)
             if not isinstance(answer, Exception) and boot == self._lives:
                 answer = yield from self._save(incarnation, at)
+
+    def _stream(self, incarnation: int, seq: int) -> Generator[Call | Sleep, Any, Any]:
+        """Take the instalments of this batch, the same ones as any life before; "sealed" after the
+        last."""
+        number = 1
+        while True:
+            ask = _instalment(self.policy, incarnation, seq, number)
+            answer = yield self._call(f"instalment {seq}/{number}", ask)
+            if isinstance(answer, Fenced):
+                return answer
+            if isinstance(answer, str):
+                if answer == "end":
+                    return answer
+                yield Sleep(seconds=0.5)
+                continue
+            assert not isinstance(answer, Exception), f"instalment {seq}/{number}: {answer}"
+            self._laws.served_instalment(answer)
+            if answer.is_last:
+                return "sealed"
+            yield Sleep(seconds=self._engine.between(0.1, 0.5))
+            number += 1
 
     def _after(self, at: Checkpoint, digest: str, incarnation: int) -> Checkpoint:
         if self._engine.fault_chance(self._plan.faults.skipped):
@@ -182,6 +207,10 @@ def _incarnate(policy: PolicyName, request_id: str, expected: int, at: Checkpoin
 
 def _batch(policy: PolicyName, incarnation: int, seq: int) -> Ask:
     return lambda coordinator, now: coordinator.batch(policy, incarnation, seq, now)
+
+
+def _instalment(policy: PolicyName, incarnation: int, seq: int, number: int) -> Ask:
+    return lambda coordinator, now: coordinator.instalment(policy, incarnation, seq, number, now)
 
 
 def _commit(policy: PolicyName, incarnation: int, at: Checkpoint, skipped: str) -> Ask:

@@ -247,7 +247,7 @@ def _stalenesses(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sealing:
-    """When some groups of a batch became final: all of them, or those of one instalment."""
+    """When some groups of a batch became final: all of them, or one instalment's."""
 
     incarnation: int
     at: float

@@ -14,8 +14,8 @@ from penstock.audit.report import Check, Violations
 
 
 def check_instalments(evidence: Evidence) -> Check:
-    """Instalments are numbered 1, 2, 3, … up to one last; their groups, in order, are those of the
-    batch; and only the batch after the newest may still lack some."""
+    """Instalments are numbered 1, 2, 3, … up to one last; their groups, in order, are the batch's
+    groups; and only the batch after the newest may still lack some."""
     violations = Violations("instalments")
     batches = {batch.name: batch for batch in evidence.tables.batches}
     newest = {batch.consumer: batch.seq for batch in evidence.tables.batches}

@@ -2,7 +2,7 @@
 """What cannot be streamed into a step (`training.stream`): settings that need the complete batch
 before its first gradient.
 
-Owns the list of these settings, each with its key, the reason and the cure. Sets no default and
+Owns the list of these settings, each with its key, the reason and the fix. Sets no default and
 changes no value."""
 
 from __future__ import annotations

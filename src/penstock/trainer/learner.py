@@ -142,8 +142,8 @@ class Learner:
     def accumulate(
         self, part: Batch, seen_2T: Floats, num_sequences: int
     ) -> tuple[list[MetricSums], Bools]:
-        """Add the gradient of these groups, one after another, to that of a step that is not
-        complete: (sums of the metrics by group, which tokens have a loss that is not finite).
+        """Add the gradient of these groups, one after another, to the gradient of a step in
+        progress: (sums of the metrics by group, which tokens have a loss that is not finite).
         `num_sequences`: expected of the complete batch."""
         is_bad_T = np.zeros(part.samples.ids_T.shape, np.bool_)
         tallies: list[MetricSums] = []

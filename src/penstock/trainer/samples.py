@@ -258,7 +258,7 @@ def _join(pieces: _SampleBuilder) -> Samples:
 def join_samples(
     parts: Sequence[Samples], first_rows: Sequence[int], roles: Sequence[Ints]
 ) -> Samples:
-    """Samples of several manifests as those of one. first_rows: where the rows of each begin.
+    """Samples of several manifests as samples of one. first_rows: where the rows of each begin.
     roles: by its number in the part, the number of a role in the whole."""
     first_tokens = [0, *accumulate(part.ids_T.size for part in parts)]
     joined: dict[str, Any] = {

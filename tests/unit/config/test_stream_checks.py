@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `training.stream` refuses: each with its key, the reason and the cure."""
+"""What `training.stream` refuses: each with its key, the reason and the fix."""
 
 from __future__ import annotations
 

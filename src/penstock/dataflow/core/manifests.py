@@ -35,7 +35,7 @@ class ManifestCache:
 
 
 def join_manifests(parts: Sequence[Manifest]) -> Manifest:
-    """The manifest of a batch, from those of all its instalments: the groups in their order."""
+    """The manifest of a batch, from the manifests of all its instalments: the groups in order."""
     groups = tuple(group for part in parts for group in part.groups)
     if parts[0].visible_roles is None:
         return replace(parts[0], groups=groups)
