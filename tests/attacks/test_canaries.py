@@ -156,6 +156,11 @@ def configured() -> Generator[Callable[[TextIO], None]]:
     logging.captureWarnings(False)
 
 
+def _hold(local: str, text: str) -> None:
+    """Some formatters show local variables."""
+    raise ValueError(text)
+
+
 # --- logs ----------------------------------------------------------------------------------------
 
 
@@ -174,9 +179,8 @@ def test_no_log_line_shows_a_secret(
         log.info(f"said {text}")
         log.warning("said", detail=text, nested={"headers": [text]})
         try:
-            local = secret  # noqa: F841 - some formatters show local variables
             try:
-                raise ValueError(text)
+                _hold(secret, text)
             except ValueError as error:
                 raise RuntimeError(f"{name} failed") from error
         except RuntimeError:
