@@ -777,7 +777,7 @@ def test_renewals_of_one_holder_do_not_crowd_out_other_tokens(
 
     greedy, victim = mint("greedy"), mint("victim")
     checked: list[str] = []
-    check = Verifier._check
+    check = Verifier._check  # pyright: ignore[reportPrivateUsage]
 
     def count(self: Verifier, token: str) -> object:
         checked.append(token)
@@ -817,9 +817,9 @@ async def test_a_revoked_node_gets_at_most_one_more_heartbeat(
     monkeypatch.setattr(denied, "CHECK_S", CHECK_S)
     async with dataflow_door(tmp_path, small_config()) as door:
         headers = {"authorization": f"Bearer {door.token(Role.ROLLOUT, 'thief')}"}
-        body = {"node_id": "thief", "boot_id": "b", "capacity": 1, "policies": []}
+        body = {"node_id": "thief", "boot_id": "b", "capacity": 1, "policies": list[str]()}
         joined = (await door.http.post("/v1/nodes", headers=headers, json=body)).json()
-        beat = {"boot_id": "b", "state": "live", "live": [], "secret": joined["secret"]}
+        beat = {"boot_id": "b", "state": "live", "live": list[str](), "secret": joined["secret"]}
 
         async def status() -> int:
             clock.now += joined["heartbeat_s"]

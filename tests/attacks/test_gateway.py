@@ -594,9 +594,11 @@ async def test_one_owner_cannot_fill_the_memory_with_bodies(
     app, sent, stop = build_app(gate.gateway), 0, asyncio.Event()
     piece = bytes(1 << 20)
     victim_id = gate.victim.id
-    monkeypatch.setattr(
-        gate.gateway, "queue_key", lambda id: "victim" if id == victim_id else "greedy"
-    )
+
+    def owner_of(session_id: str) -> str:
+        return "victim" if session_id == victim_id else "greedy"
+
+    monkeypatch.setattr(gate.gateway, "queue_key", owner_of)
     sessions = [gate.attacker] + [
         gate.gateway.open(policies=gate.attacker.policies, sampling=SamplingSpec(), seed=at)
         for at in range(num_sessions - 1)

@@ -36,7 +36,7 @@ async def call(
 
 
 ASK = {"request_id": "r", "worker": "w", "max_rows": 1, "wait_s": 0.0}
-RESULTS = {"reader": "judge", "worker": "w", "results": []}
+RESULTS = {"reader": "judge", "worker": "w", "results": list[str]()}
 ATTACKS: dict[str, tuple[str, str, object]] = {
     "lease its rows": ("POST", "/v1/readers/judge/leases", ASK),
     "keep its rows": ("PUT", "/v1/readers/judge/leases", {"claims": []}),

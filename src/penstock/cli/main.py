@@ -125,11 +125,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = build()(args, result_action="return_value")
     except PenstockError as error:
         from penstock.cli.output import print_json, printable
+        from penstock.redaction import hide_secrets
 
         sys.stdout.flush()
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        message = hide_secrets(str(error))
+        print(f"error: {printable(message)}", file=sys.stderr)
         if "--json" in args:
-            print_json({"error": str(error)})
+            print_json({"error": message})
         code = 1
     except KeyboardInterrupt:
         code = 130

@@ -2,17 +2,19 @@
 """Structured logs: JSON lines on stderr, a readable form when stderr is a terminal.
 
 The only place that sets up structlog and the standard library's logging. Opens no files: the
-launcher decides where stderr goes.
+launcher decides where stderr goes. No secret leaves: every line is searched for them.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 import structlog
-from structlog.typing import Processor
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from penstock.redaction import hide_secrets
 
 NOISY_LOGGERS = (
     "uvicorn",
@@ -61,11 +63,26 @@ def configure(service: str, *, level: str = "info", stream: TextIO | None = None
 
 def _renderers(*, is_terminal: bool) -> list[Processor]:
     clean = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    # Exceptions as text: other formatters show the values of local variables.
+    safe = [clean, structlog.processors.format_exc_info, _hide_in_fields]
     if is_terminal:
-        return [clean, structlog.dev.ConsoleRenderer(colors=True)]
+        plain = structlog.dev.plain_traceback
+        return [*safe, structlog.dev.ConsoleRenderer(exception_formatter=plain), _hide]
     return [
-        clean,
-        structlog.processors.format_exc_info,
+        *safe,
         structlog.processors.EventRenamer("msg"),
         structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
+        _hide,
     ]
+
+
+def _hide_in_fields(logger: WrappedLogger, method: str, fields: EventDict) -> EventDict:
+    """Before colours and escapes are between a secret and what shows that it is one."""
+    return {
+        name: hide_secrets(value) if isinstance(value, str) else value
+        for name, value in fields.items()
+    }
+
+
+def _hide(logger: WrappedLogger, method: str, line: Any) -> str:
+    return hide_secrets(line)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
+from penstock.redaction import hide_secrets
+
 MAX_DETAIL_CHARS = 2000
 _OURS = (str(Path(__file__).parent), str(Path(__file__).parent.parent / "gateway"))
 
@@ -20,8 +22,9 @@ def user_traceback(error: BaseException) -> str:
 
 
 def shorten(text: str) -> str:
-    """Cut to 2,000 encodable characters; keeps the end, where the error itself is."""
-    text = text.encode(errors="replace").decode()
+    """Cut to 2,000 encodable characters without secrets: it is delivered, stored and shown. Keeps
+    the end, where the error itself is."""
+    text = hide_secrets(text.encode(errors="replace").decode())
     if len(text) <= MAX_DETAIL_CHARS:
         return text
     return text[:300] + " … " + text[-(MAX_DETAIL_CHARS - 303) :]

@@ -32,6 +32,7 @@ from penstock.fleet.run_folder import (
 )
 from penstock.fleet.services import local_services
 from penstock.observe.admin_log import AdminAction
+from penstock.redaction import hide_secrets
 from penstock.runs.control import make_status_client
 from penstock.runs.curves import reward_by_step
 from penstock.runs.model_revisions import pin_models
@@ -177,7 +178,7 @@ def _end_recorded(folder: RunFolder, stop: StopRequest) -> Generator[None]:
         yield
     except PenstockError as error:
         with suppress(OSError):  # for people only; the disk may be the reason
-            folder.write_end(EndRecord(ended_at=time.time(), error=str(error)))
+            folder.write_end(EndRecord(ended_at=time.time(), error=hide_secrets(str(error))))
         raise
     if stop.number:
         with suppress(OSError):

@@ -31,6 +31,7 @@ from penstock.errors import (
     Unreachable,
     WireError,
 )
+from penstock.redaction import hide_secrets
 from penstock.wire.codec import JSON, MSGPACK, decode, encode
 from penstock.wire.held_token import HeldToken, Token, held
 from penstock.wire.routes import ErrorResponse
@@ -92,7 +93,7 @@ def _raise_for_status(response: httpx2.Response, url: str) -> None:
         code, message = "", response.text[:200]
     kind = WIRE_ERRORS.get(code, WireError)
     raise kind(
-        f"{url}: {response.status_code} {message}",
+        hide_secrets(f"{url}: {response.status_code} {message}"),  # it may echo our token
         retry_after_s=_parse_retry_after(response.headers.get("retry-after", "")),
     )
 

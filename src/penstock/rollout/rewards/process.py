@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock.errors import RewardError
+from penstock.redaction import hide_secrets
 from penstock.rollout.isolation import Isolation, Use
 from penstock.rollout.rewards.frames import (
     ANSWERS,
@@ -28,6 +29,7 @@ from penstock.rollout.visible_folders import module_files, python_folders
 
 START_S = 120.0
 """How long the user's module may take to import; some load a computer algebra system."""
+_MAX_LINE_BYTES = 1 << 16
 MAX_LOG_BYTES = 4 << 20
 LOG_BYTES_PER_S = 1 << 10
 """What a reward prints goes to the node's log: so much at once, and so much on average."""
@@ -140,6 +142,18 @@ class WorkerProcess:
 async def _copy_to_log(source: ReadStream, budget: LogBudget) -> None:
     """consumes: what the function prints · produces: the same in the node's log, within a budget
     waits for: its output, until the end of the process"""
+    held = b""
     while chunk := await source.read(1 << 14):
-        sys.stderr.buffer.write(budget.cut(chunk))
+        lines, _, held = (held + chunk).rpartition(b"\n")
+        if len(held) > _MAX_LINE_BYTES:
+            lines, held = lines + b"\n" + held, b""
+        _write_to_log(lines + b"\n" if lines else b"", budget)
+    _write_to_log(held, budget)
+
+
+def _write_to_log(lines: bytes, budget: LogBudget) -> None:
+    """Whole lines, or a secret could be cut in two."""
+    if lines:
+        text = hide_secrets(lines.decode(errors="replace"))
+        sys.stderr.buffer.write(budget.cut(text.encode(errors="replace")))
         sys.stderr.flush()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import SandboxError
+from penstock.redaction import register_secret
 from penstock.rollout.sandbox.child import Child, start_child
 from penstock.rollout.sandbox.files import make_folder
 from penstock.rollout.sandbox.types import WORK_DIR, Grants, SandboxSpec
@@ -257,7 +258,9 @@ def _quoted(path: str | Path) -> str:
 def read_secret(source: Path) -> bytes:
     try:
         with source.open("rb") as file:
-            return file.read(_MAX_SECRET_BYTES)
+            content = file.read(_MAX_SECRET_BYTES)
+        register_secret(content.decode(errors="replace"))
+        return content
     except OSError as error:
         raise SandboxError(
             f"cannot read {source}, granted to a sandbox as a secret: {error.strerror}; "

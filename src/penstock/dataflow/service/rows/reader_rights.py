@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which readers a credential may declare and act for, and how many.
 
-A stage of the run file belongs to the token of its name, `stage-NAME`; nobody else writes its
+A stage of the run file belongs to the token of its name, `stage-NAME`; no other token writes its
 columns, or any reward. Owns these rules; reads and writes no row.
 """
 
@@ -39,7 +39,7 @@ class ReaderRights:
         if credential.role is Role.STAGE and name in self._stages and not is_own:
             raise Forbidden(
                 f"this token is for {credential.subject!r}, and {name!r} is a stage of the run "
-                f"file; use a token of its own: `penstock token RUN --role stage --name "
+                f"file; use its own token: `penstock token RUN --role stage --name "
                 f"{stage_subject(name)}`"
             )
 

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes secrets out of text for people: logs, error messages, outcomes of rollouts.
+
+Knows the form of keys and tokens, ours and common ones of others, and the values of secrets that
+this process was given. A second line of defence: no message should contain a secret in the first
+place. Never applied to data that is trained on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+
+HIDDEN = "<hidden>"
+MIN_SECRET_CHARS = 8
+"""Shorter values would hide ordinary words."""
+MAX_SECRETS = 1024
+_SECRET_NAME = r"(?:api[_-]?key|access[_-]?key|secret|passw(?:or)?d|credential|private[_-]?key)"
+_ENV_NAME = re.compile(rf"{_SECRET_NAME}|token|_key$|pgpassword", re.IGNORECASE)
+_FORMS = (
+    (re.compile(r"penstock2\.[\w.-]{16,}"), f"penstock2.{HIDDEN}"),
+    (re.compile(r"\b([sr]k-penstock-)\w{8,}"), rf"\1{HIDDEN}"),
+    (
+        re.compile(r"\b(sk|pk|rk|hf|gh[pousr]|glpat|xox[abprs]|npm)([_-])[\w-]{16,}"),
+        rf"\1\2{HIDDEN}",
+    ),
+    (re.compile(r"\b(github_pat_|AIza|AKIA|ASIA|ya29\.)[\w-]{12,}"), rf"\1{HIDDEN}"),
+    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}"), HIDDEN),
+    (re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\s\S]*?(-----END|\Z)"), rf"\1{HIDDEN}\2"),
+    (re.compile(r"\b(bearer|basic)([\s:=\"'\\]+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1\2{HIDDEN}"),
+    (re.compile(r"(\w://[^\s/@:]*:)[^\s/@]+@"), rf"\1{HIDDEN}@"),
+    (
+        re.compile(
+            rf"(\w*(?:{_SECRET_NAME}|token|authorization))"
+            r"([\"'\\]*\s*[=:]\s*b?[\"'\\]*)[^\s\"'\\,;&<>{}()\[\]]{12,}",
+            re.IGNORECASE,
+        ),
+        rf"\1\2{HIDDEN}",
+    ),
+)
+_known: dict[str, None] = {}
+
+
+def register_secret(value: str) -> None:
+    """Hide this value from now on, whatever form it has; the oldest is forgotten beyond a
+    number."""
+    value = value.strip()
+    if len(value) >= MIN_SECRET_CHARS:
+        _known.pop(value, None)
+        _known[value] = None
+        while len(_known) > MAX_SECRETS:
+            del _known[next(iter(_known))]
+
+
+def hide_secrets(text: str) -> str:
+    """The text without secrets."""
+    for value in (*_of_environment(), *_known):
+        if value in text:
+            text = text.replace(value, HIDDEN)
+    for form, shown in _FORMS:
+        text = form.sub(shown, text)
+    return text
+
+
+@cache
+def _of_environment() -> tuple[str, ...]:
+    """Values of variables whose name says that they are secret, as this process was started."""
+    return tuple(
+        value
+        for name, value in os.environ.items()
+        if _ENV_NAME.search(name)
+        and len(value) >= MIN_SECRET_CHARS
+        and not os.path.isabs(value)
+        and not value.isdecimal()
+    )
