@@ -60,7 +60,7 @@ def test_nodes_learn_the_engines_of_each_policy_and_the_policies_of_each_source(
 @pytest.mark.parametrize(
     ("old", "new", "expected_text"),
     [
-        ("[a, judge]", "[a, juge]", r'run.yaml:7.*policies.*"juge".*did you mean "judge"'),
+        ("[a, judge]", "[a, judgex]", r'run.yaml:7.*policies.*"judgex".*did you mean "judge"'),
         ("[a, judge]", "[judge]", r"run.yaml:7.*source left has no policy in training"),
         ("[b]", "[a]", r"models.b.*no source has policy b"),
         ("replicas: 9,", "frozen: true, training: {},", r"training has no effect on a frozen"),

@@ -514,8 +514,8 @@ async def test_roles_are_listed_and_unknown_ones_refused(harness: GatewayHarness
             listed = (await http.get(f"{path}/v1/models")).json()["data"]
             assert [model["id"] for model in listed] == ["solver", "policy"]
         body = {"model": "policy", "messages": ASK}
-        refused = await http.post("/roles/sover/v1/chat/completions", json=body)
+        refused = await http.post("/roles/solvr/v1/chat/completions", json=body)
         assert refused.status_code == 404
-        assert "unknown model 'sover'; this session has: solver, policy" in refused.text
+        assert "unknown model 'solvr'; this session has: solver, policy" in refused.text
         for path in ("/roles//v1", "/roles/solver/x/v1", "/roles/solver%2f/v1", "/roles/v1"):
             assert (await http.post(f"{path}/chat/completions", json=body)).status_code == 404

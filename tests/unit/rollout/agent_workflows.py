@@ -36,7 +36,7 @@ async def roles(task: Task, ctx: Context) -> str:
 
 
 async def unknown_role(task: Task, ctx: Context) -> str:
-    return (await ctx.policy("sover").chat(said("a>"))).text
+    return (await ctx.policy("solvr").chat(said("a>"))).text
 
 
 async def pair(task: Task, ctx: Context) -> str:
