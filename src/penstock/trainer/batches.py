@@ -228,6 +228,28 @@ def assemble(
     return _with_token_columns(batch, rows, manifest)
 
 
+def _join_own_rewards(parts: Sequence[Batch]) -> OwnRewards | None:
+    """In a part without them, each role earns the reward of its row."""
+    if all(part.roles.own is None for part in parts):
+        return None
+    owns = [
+        part.roles.own
+        or OwnRewards(
+            rewards_N=(rewards_R := part.row_columns["reward"])[part.roles.rows_N],
+            rewards_R=rewards_R,
+            team_R=rewards_R,
+            has_turn_rewards=False,
+        )
+        for part in parts
+    ]
+    return OwnRewards(
+        rewards_N=np.concatenate([own.rewards_N for own in owns]),
+        rewards_R=np.concatenate([own.rewards_R for own in owns]),
+        team_R=np.concatenate([own.team_R for own in owns]),
+        has_turn_rewards=any(own.has_turn_rewards for own in owns),
+    )
+
+
 def join_batches(parts: Sequence[Batch]) -> Batch:
     """The batch whose instalments these are, each with the same columns. The same as one assembled
     from the complete manifest, with the same columns."""
@@ -244,6 +266,8 @@ def join_batches(parts: Sequence[Batch]) -> Batch:
         roles_N=np.concatenate(
             [to[part.roles.roles_N] for part, to in zip(parts, renumbered, strict=True)]
         ).astype(np.int64),
+        tokens_N=np.concatenate([part.roles.tokens_N for part in parts]),
+        own=_join_own_rewards(parts),
     )
     return Batch(
         seq=parts[0].seq,

@@ -86,7 +86,11 @@ def test_instalments_joined_are_the_batch() -> None:
         replace(
             group,
             rows=tuple(
-                replace(row, roles={POLICY: {role: row.sampled[POLICY]}}, values={"x": float(n)})
+                replace(
+                    row,
+                    roles={POLICY: {role: row.sampled[POLICY]}},
+                    values={"x": float(n)} | ({"reward.critic": 0.5} if role == "critic" else {}),
+                )
                 for row in group.rows
             ),
         )
