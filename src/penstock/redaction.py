@@ -27,7 +27,10 @@ _FORMS = (
     ),
     (re.compile(r"\b(github_pat_|AIza|AKIA|ASIA|ya29\.)[\w-]{12,}"), rf"\1{HIDDEN}"),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}"), HIDDEN),
-    (re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\s\S]*?(-----END|\Z)"), rf"\1{HIDDEN}\2"),
+    (
+        re.compile(r"(-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----)[\s\S]*?(-----END|\Z)"),
+        rf"\1{HIDDEN}\2",
+    ),
     (
         re.compile(r"\b(bearer|basic)([\s:=\"'\\]{1,16})[\w.~+/=-]{8,}", re.IGNORECASE),
         rf"\1\2{HIDDEN}",
