@@ -27,13 +27,19 @@ _FORMS = (
     ),
     (re.compile(r"\b(github_pat_|AIza|AKIA|ASIA|ya29\.)[\w-]{12,}"), rf"\1{HIDDEN}"),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}"), HIDDEN),
-    (re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[\s\S]*?(-----END|\Z)"), rf"\1{HIDDEN}\2"),
-    (re.compile(r"\b(bearer|basic)([\s:=\"'\\]+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1\2{HIDDEN}"),
-    (re.compile(r"(\w://[^\s/@:]*:)[^\s/@]+@"), rf"\1{HIDDEN}@"),
+    (
+        re.compile(r"(-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----)[\s\S]*?(-----END|\Z)"),
+        rf"\1{HIDDEN}\2",
+    ),
+    (
+        re.compile(r"\b(bearer|basic)([\s:=\"'\\]{1,16})[\w.~+/=-]{8,}", re.IGNORECASE),
+        rf"\1\2{HIDDEN}",
+    ),
+    (re.compile(r"(\w://[^\s/@:]{0,256}:)[^\s/@]{1,1024}@"), rf"\1{HIDDEN}@"),
     (
         re.compile(
-            rf"(\w*(?:{_SECRET_NAME}|token|authorization))"
-            r"([\"'\\]*\s*[=:]\s*b?[\"'\\]*)[^\s\"'\\,;&<>{}()\[\]]{12,}",
+            rf"({_SECRET_NAME}|token|authorization)"  # no quantifier before it: time stays linear
+            r"([\"'\\]{0,8}\s{0,8}[=:]\s{0,8}b?[\"'\\]{0,8})[^\s\"'\\,;&<>{}()\[\]]{12,}",
             re.IGNORECASE,
         ),
         rf"\1\2{HIDDEN}",

@@ -439,6 +439,19 @@ def test_ordinary_messages_are_not_changed(text: str) -> None:
     assert hide_secrets(text) == text
 
 
+@pytest.mark.parametrize(
+    "piece",
+    [
+        *("a", "token", "token ", "api_key=", "x://", "x://a:", "bearer ", "sk-", "eyJ"),
+        *("penstock2.", "'", "\\", "-----BEGIN PRIVATE KEY-----", f"secret:{' ' * 9}"),
+    ],
+)
+def test_long_text_takes_time_in_proportion(piece: str) -> None:
+    """Errors have text of models in them: no pattern takes the square of its length, which would
+    be hours here."""
+    assert hide_secrets(piece * (300_000 // len(piece)))
+
+
 def test_the_patterns_know_our_own_forms() -> None:
     """Prefixes are defined elsewhere; a new one must be hidden, too."""
     for secret in (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from penstock.dataflow.client.dataflow import StatusClient
@@ -109,7 +109,8 @@ def stop_run(folder: RunFolder, *, timeout_s: float) -> bool:
     pid = folder.launcher_pid()
     if pid is None:
         return False
-    folder.admin_log.append(AdminAction.RUN_STOPPED, launcher=pid)
+    with suppress(OSError):  # a full disk may be why it has to stop
+        folder.admin_log.append(AdminAction.RUN_STOPPED, launcher=pid)
     os.kill(pid, signal.SIGTERM)
     give_up_at = time.monotonic() + timeout_s
     while folder.launcher_pid() == pid:

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import asyncio
 
+import structlog
+
 from penstock.dataflow.records import MetaRecord
 from penstock.dataflow.service.process import Process
 from penstock.observe.admin_log import AdminAction, AdminLog, LogHead
 from penstock.wire.routes import Call
 
+log = structlog.get_logger(__name__)
 ADMIN_LOG_KEY = "admin_log"
 """Key in the ledger of the number and hash of the last line at that time."""
 
@@ -32,7 +35,11 @@ class ActionLog:
         await self._append(AdminAction.QUARANTINED, who, {"subject": subject, "why": why})
 
     async def _append(self, action: AdminAction, who: str, details: dict[str, str]) -> None:
-        head = await asyncio.to_thread(self._log.append, action, who=who, **details)
+        try:
+            head = await asyncio.to_thread(self._log.append, action, who=who, **details)
+        except OSError as error:  # it was done; a full disk must not end the caller, too
+            log.error("action not in admin.jsonl", action=action, who=who, error=str(error))
+            return
         self._anchor(head)
 
     def _anchor(self, head: LogHead) -> None:
