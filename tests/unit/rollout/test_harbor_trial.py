@@ -54,7 +54,7 @@ async def test_an_agent_gets_the_instruction_and_its_own_files_but_no_tests(tmp_
 
 
 async def test_an_agent_out_of_time_is_judged_by_what_it_did() -> None:
-    given = task("hello-file", agent_timeout_s=3.0)
+    given = task("hello-file", agent_timeout_s=5.0)
     done = await attempt_script(given, "echo hello > hello.txt; sleep 600")
     assert (done.reward, done.failure) == (1.0, "")
 
