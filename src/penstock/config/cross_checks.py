@@ -110,8 +110,8 @@ def _determinism(config: RunSections) -> Iterator[Contradiction]:
 
 
 def _lag_without_partner(config: RunSections) -> Iterator[Contradiction]:
-    if config.dataflow.max_partner_lag is not None and len(config.models) == 1:
-        text = "max_partner_lag bounds the age of other policies' tokens, and this run has one "
+    if config.dataflow.max_partner_lag is not None and len(config.trained) == 1:
+        text = "max_partner_lag bounds the age of other policies' tokens, and this run trains one "
         text += "policy; remove it"
         yield Contradiction(text=text, keys=(("dataflow", "max_partner_lag"),))
 

@@ -152,7 +152,9 @@ class Coordinator:
         return policy in self.consumers and policy in self._calls(source)
 
     def _lineage_of(self, policy: PolicyName) -> Lineage | None:
-        return self.lineages.get(policy)
+        """None for a frozen one: its tokens do not age."""
+        consumer = self.consumers.get(policy)
+        return None if consumer is None else consumer.lineage
 
     # --- partitions ---------------------------------------------------------------------------
 

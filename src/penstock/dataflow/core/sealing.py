@@ -197,7 +197,7 @@ class Sealing:
             num_rows=num_rows,
             digest=blake3(body).hexdigest(),
             manifest=body,
-            reward_mean=sum(row.score for row in manifest.rows) / max(1, num_rows),
+            reward_mean=sum(manifest.reward(row) for row in manifest.rows) / max(1, num_rows),
             staleness_mean=sum(one.staleness_sum for one in instalments) / max(1, num_rows),
             staleness_max=max(one.staleness_max for one in instalments),
             sealed_at=last.sealed_at,
