@@ -49,11 +49,9 @@ def test_of_equal_contexts_an_agent_continues_its_own() -> None:
     tree = TurnTree()
     for agent in ("0", "1", ""):
         tree.add(replace(turn([1], [2]), agent=agent), "q", "a")
-    for match in (
-        lambda agent: tree.match(POLICY, "qa!", agent),
-        lambda agent: tree.match_ids(POLICY, token_ids([1, 2, 3]), agent),
-    ):
-        assert [match(agent)[0] for agent in ("0", "1", "", "2")] == [0, 1, 2, 2]
+    for agent, own in (("0", 0), ("1", 1), ("", 2), ("2", 2)):
+        assert tree.match(POLICY, "qa!", agent) == (own, 2)
+        assert tree.match_ids(POLICY, token_ids([1, 2, 3]), agent) == (own, 8)
     longer = tree.add(replace(turn([3], [4], 0), agent="0"), "r", "b")
     assert tree.match(POLICY, "qarb", "1") == (longer, 4), "the longest context comes first"
 
