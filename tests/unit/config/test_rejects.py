@@ -312,7 +312,7 @@ DATAFLOW = [
     dataflow("  payload: 3")("payload", "use segments | memory"),
     dataflow("  pace: policyy")("pace", 'did you mean "policy"?'),
     dataflow("  pace: 3")("pace", "expected text"),
-    dataflow("  max_partner_lag: 2")("max_partner_lag", "this run has one policy; remove it"),
+    dataflow("  max_partner_lag: 2")("max_partner_lag", "this run trains one policy; remove it"),
     dataflow("  max_partner_lag: -1")("max_partner_lag", "must be at least 0"),
     dataflow("  partitions: 0")("partitions", "must be greater than 0"),
     dataflow("  keep: windows")("keep", 'did you mean "window"?'),
