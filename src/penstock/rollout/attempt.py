@@ -118,10 +118,11 @@ class AttemptRunner:
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         """Run one attempt. Always returns a trajectory; only cancellation is raised."""
         started_at = time.time()
+        policies = self._policies.get(task.source) or self._run_info.policies
         recording = self._recorder.track(grant)
         async with recording as (salvaged_turns, on_turn):
             session = self._gateway.open(
-                policies=self._policies.get(task.source) or self._run_info.policies,
+                policies=policies,
                 sampling=self._sampling.get(task.source, self._run_info.sampling),
                 seed=grant.seed,
                 salvaged_turns=salvaged_turns,
@@ -133,7 +134,7 @@ class AttemptRunner:
                 task,
                 name=grant.row_id,
                 api_key=session.api_key,
-                policy=self._run_info.policies[0],
+                policy=policies[0],
             )
             ctx = Context(
                 session,
