@@ -25,7 +25,7 @@ from penstock.rollout.isolation import (
     UseSettings,
     passed_env,
 )
-from penstock.rollout.rewards.process import LogBudget
+from penstock.rollout.rewards.process import MAX_LOG_BYTES, LogBudget
 from penstock.rollout.rewards.scorer import Failed, Scorer
 from penstock.rollout.sandbox.container import ContainerBackend
 from penstock.rollout.sandbox.limits import LimitsSandbox
@@ -511,7 +511,7 @@ async def test_a_reward_that_prints_without_end_does_not_fill_the_log() -> None:
     """Over all its processes: who is killed for it and starts again gets no new budget."""
     budget = LogBudget()
     written = b"".join(budget.cut(b"x" * (1 << 14)) for _ in range(1000))
-    assert (4 << 20) <= len(written) < (4 << 20) + (64 << 10)
+    assert MAX_LOG_BYTES <= len(written) < MAX_LOG_BYTES + (64 << 10)
     assert written.count(b"is not logged") == 1
     budget.counted_at -= 60.0
     assert budget.cut(b"later") == b"later", "a quiet minute gives some of it back"

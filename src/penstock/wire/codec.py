@@ -81,9 +81,13 @@ def _view_type(kind: Any) -> Any:
     if view_types == {name: hints[name] for name in view_types}:
         return kind
     fields = [
-        (field.name, view_types[field.name])
-        if field.default is dataclasses.MISSING
-        else (field.name, view_types[field.name], field.default)
-        for field in dataclasses.fields(kind)
+        (field.name, view_types[field.name], *_default(field)) for field in dataclasses.fields(kind)
     ]
     return msgspec.defstruct("View", fields, frozen=True, kw_only=True)
+
+
+def _default(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
+    """The default of this field, as a third part of its definition; empty if it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return (msgspec.field(default_factory=field.default_factory),)
+    return () if field.default is dataclasses.MISSING else (field.default,)

@@ -102,7 +102,7 @@ async def test_a_role_finds_its_policy_and_labels_its_turns(snapshot: Path) -> N
 async def test_an_unknown_role_is_refused_with_those_that_exist(snapshot: Path) -> None:
     row = await played(snapshot, "unknown_role", policies=(POLICY, SMALL), roles=ROLES)
     assert row.outcome.reason == FailureKind.WORKFLOW
-    assert "'sover'; this session has: solver, verifier, policy, small" in row.outcome.detail
+    assert "'solvr'; this session has: solver, verifier, policy, small" in row.outcome.detail
 
 
 async def test_agents_over_http_name_their_role(snapshot: Path) -> None:
