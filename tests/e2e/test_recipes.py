@@ -14,7 +14,11 @@ import yaml
 from tests.e2e.system import System, assert_complete
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-NAMES = ("math_solver_verifier",)
+NAMES = (
+    "math_solver_verifier",
+    "code_solver_tester",
+    "code_solver_selector",
+)
 MARGIN = 0.2
 """By how much the mean reward of the last tenth of steps is above that of the first."""
 
