@@ -59,8 +59,9 @@ class DirectoryStore:
             sync(self._root)
             sync(self._root.parent)
         for path in self._incoming.iterdir():
-            if time.time() - path.stat().st_mtime > ABANDONED_S:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # another trainer finished it meanwhile
+                if time.time() - path.stat().st_mtime > ABANDONED_S:
+                    path.unlink()
 
     @contextmanager
     def writing(self) -> Generator[None]:

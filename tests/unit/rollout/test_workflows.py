@@ -164,6 +164,13 @@ def test_a_verdict_is_its_last_clear_word(text: str, says: bool | None) -> None:
     assert read_verdict(text) is says
 
 
+async def test_words_of_the_run_file_replace_the_built_in_verdicts() -> None:
+    model = SpokenModel(["3", "correct. No.", "2", "YES"])
+    ctx = context(model, task(), scorer=ExactScorer())
+    await named("solver_verifier", correct_words=["yes"], wrong_words=["no"])(task(), ctx)
+    assert ctx.role_rewards == {"solver": 1.0, "verifier": 1.0}
+
+
 @pytest.mark.parametrize(
     ("replies", "solver", "verifier", "drafts"),
     [

@@ -232,3 +232,11 @@ def test_stored_files_cannot_be_written_by_accident(tmp_path: Path) -> None:
     put(tmp_path, write_folder(tmp_path / "hf"))
     for path in (tmp_path / "blobs").iterdir():
         assert path.stat().st_mode & 0o222 == 0
+
+
+def test_a_file_that_another_writer_finishes_meanwhile_is_no_failure(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.prepare()
+    listed_but_gone = tmp_path / "incoming" / "other"
+    listed_but_gone.symlink_to(tmp_path / "nowhere")
+    store.prepare()
