@@ -29,6 +29,7 @@ MARGIN = 0.3
     ("recipe", "name", "model"),
     [
         ("planner_executor_verifier", "planner", "outputs/tiny-planner"),
+        ("recursive_agent", "recursive", ""),
     ],
 )
 def test_a_recipe_learns(tmp_path: Path, recipe: str, name: str, model: str) -> None:
@@ -60,6 +61,9 @@ def check_parts(recipe: str, rows: Sequence[RecordedTrajectory]) -> None:
     early, late = rows[:tenth], rows[-tenth:]
     if recipe == "planner_executor_verifier":
         assert malformed_share(late) < malformed_share(early) / 2
+    if recipe == "recursive_agent":
+        agents = {turn.agent for row in late for turn in row.turns}
+        assert agents == {"", "0", "0.0", "0.1", "1", "1.0", "1.1"}
 
 
 def malformed_share(rows: Sequence[RecordedTrajectory]) -> float:
