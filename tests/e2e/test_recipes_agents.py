@@ -16,7 +16,7 @@ from tests.e2e.system import System, assert_complete
 
 from penstock.runs.history import open_run
 from penstock.runs.recorded_trajectory import RecordedTrajectory
-from penstock.types import view_ids
+from penstock.types import OutcomeKind, view_ids
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MARGIN = 0.3
@@ -30,6 +30,7 @@ MARGIN = 0.3
     [
         ("planner_executor_verifier", "planner", "outputs/tiny-planner"),
         ("recursive_agent", "recursive", ""),
+        ("text_game", "text-game", ""),
     ],
 )
 def test_a_recipe_learns(tmp_path: Path, recipe: str, name: str, model: str) -> None:
@@ -64,6 +65,9 @@ def check_parts(recipe: str, rows: Sequence[RecordedTrajectory]) -> None:
     if recipe == "recursive_agent":
         agents = {turn.agent for row in late for turn in row.turns}
         assert agents == {"", "0", "0.0", "0.1", "1", "1.0", "1.1"}
+    if recipe == "text_game":
+        assert max(len(row.turns) for row in late) == 3  # a turn for each door
+        assert all(row.outcome is not OutcomeKind.FAILED for row in rows)
 
 
 def malformed_share(rows: Sequence[RecordedTrajectory]) -> float:
