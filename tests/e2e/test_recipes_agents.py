@@ -31,6 +31,7 @@ MARGIN = 0.3
         ("planner_executor_verifier", "planner", "outputs/tiny-planner"),
         ("recursive_agent", "recursive", ""),
         ("text_game", "text-game", ""),
+        ("search_qa", "search-qa", "outputs/tiny-search"),
     ],
 )
 def test_a_recipe_learns(tmp_path: Path, recipe: str, name: str, model: str) -> None:
@@ -67,11 +68,17 @@ def check_parts(recipe: str, rows: Sequence[RecordedTrajectory]) -> None:
         assert agents == {"", "0", "0.0", "0.1", "1", "1.0", "1.1"}
     if recipe == "text_game":
         assert max(len(row.turns) for row in late) == 3  # a turn for each door
+    if recipe == "search_qa":
+        assert search_share(late) > search_share(early) + 0.2
 
 
 def malformed_share(rows: Sequence[RecordedTrajectory]) -> float:
     replies = [turn for row in rows for turn in row.turns if turn.role == "planner"]
     return fmean(reply.reward is not None for reply in replies)
+
+
+def search_share(rows: Sequence[RecordedTrajectory]) -> float:
+    return fmean(row.payload is not None and len(row.payload.tool_uses) > 0 for row in rows)
 
 
 def copied(recipe: str, to: Path) -> Path:
