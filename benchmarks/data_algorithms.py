@@ -29,7 +29,7 @@ from penstock.dataflow.core.leasing import Grant, LiveVersion
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.sources import derive_seed
-from penstock.types import Manifest, Task
+from penstock.types import JsonObject, Manifest, Task
 
 T_95 = {3: 4.303, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}
 """Student's t, two-sided 95 %, by number of seeds."""
@@ -90,7 +90,9 @@ class Reached:
 def open_service(setting: Setting, rules: Rules, seed: int, folder: Path) -> DataflowService:
     """The service over one prompt stream, the same for every variant of a seed."""
     order = np.random.default_rng([seed, 1]).permutation(setting.num_tasks)
-    tasks = make_tasks(seed) if setting.is_lm else [{"task": n} for n in range(setting.num_tasks)]
+    tasks: list[JsonObject] = [{"task": n} for n in range(setting.num_tasks)]
+    if setting.is_lm:
+        tasks = make_tasks(seed)
     config = run_config(
         seed=seed,
         rules=rules,

@@ -135,7 +135,8 @@ def make_batch(
 def _samples(prompts_RP: Ints, answers: Answers, numbers_R: Ints) -> Samples:
     """One per row; a sample has one turn."""
     num_prompt: int = prompts_RP.shape[1]
-    place_L = np.arange(num_prompt + answers.ids_RG.shape[1]) - num_prompt
+    num_answer: int = answers.ids_RG.shape[1]
+    place_L = np.arange(num_prompt + num_answer) - num_prompt
     is_there_RL = place_L < answers.lengths_R[:, None]
     ids_RL = np.concatenate([prompts_RP, answers.ids_RG], axis=1)
     logprobs_RL = np.pad(answers.logprobs_RG, ((0, 0), (num_prompt, 0)))

@@ -21,7 +21,12 @@ from penstock.config.prompts import Prompts
 from penstock.config.roles import Roles
 from penstock.config.rules import RuleConfig, effective_rules
 from penstock.config.sandbox import SandboxConfig
-from penstock.config.sources import SourceConfig, WorkflowConfig, workflow_name
+from penstock.config.sources import (
+    CommandWorkflow,
+    SourceConfig,
+    WorkflowConfig,
+    workflow_name,
+)
 from penstock.config.stages import PipelineStageConfig, StageConfig
 from penstock.config.tools import ToolServerConfig
 from penstock.config.trainer import SamplingConfig, TrainingConfig
@@ -168,7 +173,7 @@ class RunSections(Section):
         """What attempts the tasks of this source."""
         found = source.workflow or self.workflow
         if source.harbor is not None:
-            return harbor_workflow(() if isinstance(found, str) else found.command)
+            return harbor_workflow(found.command if isinstance(found, CommandWorkflow) else ())
         return found
 
     def workflow_name_of(self, source: SourceConfig) -> str:
