@@ -96,7 +96,7 @@ def open_service(setting: Setting, rules: Rules, seed: int, folder: Path) -> Dat
     config = run_config(
         seed=seed,
         rules=rules,
-        tasks=write_tasks(folder / "tasks.jsonl", (tasks[place] for place in order)),
+        tasks=write_tasks(folder / "tasks.jsonl", (tasks[int(place)] for place in order)),
         group_size=setting.group_size,
         groups_per_batch=setting.groups_per_batch,
         max_staleness=setting.max_staleness,
