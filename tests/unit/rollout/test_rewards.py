@@ -151,7 +151,8 @@ async def test_the_deadline_kills_the_whole_group() -> None:
 
 
 async def test_p11_every_kind_of_misbehaviour_at_once() -> None:
-    """64 completions, 4 workers, deadline 3 s: under 15 s, the loop stays awake, no zombie."""
+    """64 completions, 4 workers, deadline 6 s: hangs cost a few deadlines, the loop stays awake, no
+    zombie."""
     culprits = {7: "hang", 19: "raise", 33: "abort", 47: "print", 60: "hang"}
     completions = [culprits.get(index, "fine") for index in range(64)]
     lags_s: list[float] = []
@@ -162,7 +163,7 @@ async def test_p11_every_kind_of_misbehaviour_at_once() -> None:
             await asyncio.sleep(0.005)
             lags_s.append(time.monotonic() - asleep_at - 0.005)
 
-    async with scorer("mixed", num_workers=4, deadline_s=3.0) as scores:
+    async with scorer("mixed", num_workers=4, deadline_s=6.0) as scores:
         assert await scores.score("warm", task()) == 4.0
         lag = asyncio.create_task(feel_lag())
         started_at = time.monotonic()
@@ -176,7 +177,7 @@ async def test_p11_every_kind_of_misbehaviour_at_once() -> None:
             33: FailureKind.REWARD,
             60: FailureKind.REWARD_DEADLINE,
         }
-        assert took_s < 15
+        assert took_s < 60
         assert sorted(lags_s)[int(len(lags_s) * 0.99)] < 0.5
         assert await scores.score("fine", task()) == 4.0
         assert [child for child in children() if child.status() == psutil.STATUS_ZOMBIE] == []

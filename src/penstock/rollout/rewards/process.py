@@ -145,7 +145,7 @@ async def _copy_to_log(source: ReadStream, budget: LogBudget) -> None:
     """consumes: what the function prints · produces: the same in the node's log, within a budget
     waits for: its output, until the end of the process"""
     held = b""
-    while chunk := await source.read(1 << 14):
+    while chunk := await source.read(_MAX_LINE_BYTES):
         lines, _, held = (held + chunk).rpartition(b"\n")
         if len(held) > _MAX_LINE_BYTES:
             lines, held = lines + b"\n" + held, b""
