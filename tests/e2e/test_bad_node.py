@@ -230,11 +230,16 @@ async def _return_under_new_names(node: BadNode) -> None:
 
 def run_with_bad_node(system: System, *words: str, timeout_s: float) -> BadNode:
     system.start(*STRANGERS, *words)
-    until(lambda: node_state(system, "node-0") == "live", timeout_s=timeout_s, what="a live node")
+    trusted = ("node-0", "node-1", "node-2")
+    until(
+        lambda: any(node_state(system, name) == "live" for name in trusted),
+        timeout_s=timeout_s,
+        what="a live node",
+    )
     node = asyncio.run(misbehave(system, timeout_s))
     assert node.statuses[DeliveryStatus.STORED] <= MAX_ROWS
     assert {"other id", "new name"} <= node.refused.keys()
-    states = {name: node_state(system, name) for name in ("node-0", "node-1", "node-2")}
+    states = {name: node_state(system, name) for name in trusted}
     assert "quarantined" not in states.values(), states
     assert system.wait(timeout_s) == 0, system.output()
     return node
@@ -242,10 +247,11 @@ def run_with_bad_node(system: System, *words: str, timeout_s: float) -> BadNode:
 
 @pytest.mark.timeout(900)
 def test_a_bad_node_is_named_and_quarantined_and_the_run_goes_on(system: System) -> None:
-    """Forged rewards, NaN specs, giant rows, foreign ids, replays, a flood, false log-probs."""
-    node = run_with_bad_node(system, *SMALL, "training.steps=40", timeout_s=600.0)
+    """Forged rewards, NaN specs, giant rows, foreign ids, replays, a flood, false log-probs. A step
+    takes a tenth of a second, so there must be many for the bad node to have time for all this."""
+    node = run_with_bad_node(system, *SMALL, "training.steps=250", timeout_s=600.0)
     assert {"reward", "NaN spec", "giant row", "other node"} <= node.refused.keys()
-    assert_complete(system, steps=40)
+    assert_complete(system, steps=250)
 
 
 def rewards(path: Path) -> list[float]:
