@@ -274,6 +274,7 @@ def test_the_demo_learns_as_well_with_a_bad_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_an_honest_stranger_is_believed(system: System, tmp_path: Path) -> None:
     """Its rows are scored on the trusted side, generated again, and agree."""
     words = ("models.policy.replicas=1", "trust={accept_untrusted: true, regenerate_share: 1.0}")
