@@ -18,6 +18,7 @@ from tests.unit.weights.weight_servers import running_weight_server, tampering_s
 from penstock.bounds import is_digest, is_safe_name
 from penstock.config import demo_config
 from penstock.dataflow.ledger.blobs import BlobStore
+from penstock.dataflow.sources.harbor import HarborSpec, read_tasks
 from penstock.errors import BadRequest, ConfigError, WeightsError
 from penstock.fleet.run_folder import RunFolder
 from penstock.runs.join import local_node_options, node_state_dir
@@ -336,3 +337,22 @@ def test_safe_names_and_digests_are_exact() -> None:
     assert [v for v in VECTORS if is_digest(v)] == []
     assert is_safe_name("node-0.gpu_1") and is_digest(DIGEST)
     assert not any(is_safe_name(v) for v in ("", ".", "..", ".x", "a/b", "a\n", "a" * 129, "é"))
+
+
+@pytest.mark.parametrize(
+    "name", ["instruction.md", "task.toml", "environment", "environment/Dockerfile", "tests"]
+)
+def test_a_harbor_task_reads_no_file_of_the_host_by_a_link(tmp_path: Path, name: str) -> None:
+    """Tasks come from other people, and what they name goes into prompts and sandboxes."""
+    host, task = tmp_path / "host", tmp_path / "tasks" / "task"
+    for folder in (host, task):
+        (folder / "environment").mkdir(parents=True)
+        (folder / "tests").mkdir()
+        (folder / "task.toml").write_text("")
+        (folder / "instruction.md").write_text("SECRET" if folder == host else "Do it.")
+        (folder / "environment" / "Dockerfile").write_text("FROM debian\nWORKDIR /app\nCOPY . .\n")
+        (folder / "tests" / "test.sh").write_text("echo 1 > /logs/verifier/reward.txt")
+    (task / name).rename(tmp_path / "replaced")
+    (task / name).symlink_to(host / name)
+    with pytest.raises(ConfigError, match="is a link"):
+        read_tasks("train", HarborSpec(path=str(tmp_path / "tasks")))

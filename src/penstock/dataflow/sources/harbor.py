@@ -108,13 +108,14 @@ def _task_folders(source: str, path: Path) -> list[Path]:
 
 
 def _payload(folder: Path, spec: HarborSpec) -> JsonObject:
-    instruction = _instruction(folder / "instruction.md")
     task = read_task(folder, spec)
+    instruction = _instruction(folder / "instruction.md")
     return {"prompt": instruction, KEY: json.loads(json.dumps(asdict(task)))}
 
 
 def read_task(folder: Path, spec: HarborSpec) -> HarborTask:
     """Raises ConfigError, which names the file and the line."""
+    _refuse_links(folder)
     settings = read_settings(folder / "task.toml")
     image = _image(folder, settings)
     root = _root(folder, spec, image, has_image=bool(settings.docker_image))
@@ -283,12 +284,15 @@ def _copy_one(source: Path, copy: Copy) -> Iterator[tuple[str, TaskFile]]:
         yield str(inner), _read(source, copy.mode)
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
+def _refuse_links(folder: Path) -> None:
+    """A task of other people must not name files of this machine."""
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
             raise ConfigError(f"{path} is a link; put the file itself there")
-        if path.is_file():
-            yield path
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
 def _read(path: Path, mode: int | None = None) -> TaskFile:
