@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.dataflow.core.consumers import ClosedGroup, with_rows
+from penstock.dataflow.core.closed_groups import ClosedGroup, with_rows
 from penstock.dataflow.records import FateRecord
 from penstock.types import (
     ROLE_REWARD,
