@@ -15,6 +15,7 @@ from asyncio import StreamReader, StreamReaderProtocol, StreamWriter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import IO
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,26 +65,37 @@ async def start_child(
         start_new_session=True,
         bufsize=0,
     )
+    opened: list[asyncio.BaseTransport] = []
     try:
-        return await _connect(popen)
-    except BaseException:  # such as no descriptor left
+        return await _connect(popen, opened)
+    except BaseException:  # cancelled, or no descriptor left
         popen.kill()
         popen.wait()
+        for transport in opened:
+            transport.close()
+        for pipe in _pipes(popen)[len(opened) :]:
+            with suppress(OSError):  # the loop may have closed the one it was opening
+                pipe.close()
         raise
 
 
-async def _connect(popen: subprocess.Popen[bytes]) -> Child:
+def _pipes(popen: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
     assert popen.stdin is not None and popen.stdout is not None and popen.stderr is not None
+    return popen.stdout, popen.stderr, popen.stdin
+
+
+async def _connect(popen: subprocess.Popen[bytes], opened: list[asyncio.BaseTransport]) -> Child:
+    """opened: gets the transports of `_pipes`, in their order."""
     loop = asyncio.get_running_loop()
-    pidfd, ended = os.pidfd_open(popen.pid), asyncio.Event()
     stdout, stderr, unused = (StreamReader(loop=loop) for _ in range(3))
-    readers = [
-        (await loop.connect_read_pipe(lambda to=reader: StreamReaderProtocol(to), pipe))[0]
-        for reader, pipe in ((stdout, popen.stdout), (stderr, popen.stderr))
-    ]
-    writer, protocol = await loop.connect_write_pipe(
-        lambda: StreamReaderProtocol(unused), popen.stdin
-    )
+    *outputs, stdin = _pipes(popen)
+    for reader, pipe in zip((stdout, stderr), outputs, strict=True):
+        opened.append(
+            (await loop.connect_read_pipe(lambda to=reader: StreamReaderProtocol(to), pipe))[0]
+        )
+    writer, protocol = await loop.connect_write_pipe(lambda: StreamReaderProtocol(unused), stdin)
+    opened.append(writer)
+    pidfd, ended = os.pidfd_open(popen.pid), asyncio.Event()
 
     def on_end() -> None:
         loop.remove_reader(pidfd)
@@ -98,7 +110,7 @@ async def _connect(popen: subprocess.Popen[bytes]) -> Child:
         stdout=stdout,
         stderr=stderr,
         _popen=popen,
-        _transports=[*readers, writer],
+        _transports=opened,
         _pidfd=pidfd,
         _ended=ended,
     )
