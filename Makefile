@@ -28,7 +28,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
-EXTRAS := train,tokens,postgres,s3,data,plot,tools,dev
+EXTRAS := train,tokens,postgres,s3,data,plot,tools,rewards,export,dev
 COMMA := ,
 PIP := $(BIN)/python -m pip install --quiet
 
