@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +21,8 @@ def mixed(completions: Sequence[str], **_: Any) -> list[Any]:
 def one(text: str) -> Any:
     match text:
         case "hang":
-            until = time.monotonic() + 30
-            while time.monotonic() < until:
-                pass
+            while True:
+                signal.pause()
         case "raise":
             raise RuntimeError("the grader is out of ink")
         case "abort":
