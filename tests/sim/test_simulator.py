@@ -36,7 +36,11 @@ def test_a_seed_replays_exactly(seed: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": "7",
+            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        },
         capture_output=True,
         text=True,
         check=True,

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,25 @@ def test_blocks_of_a_page_are_checked_where_they_stand() -> None:
         for one in check(code, "docs/page.md", line, public_names())
     ]
     assert found == [(4, "imports b from penstock.a"), (11, "imports d from penstock.c")]
+
+
+LEAK = """
+import socket
+
+class Leaked(socket.socket):
+    pass
+
+def test_leaks():
+    one = Leaked()
+    one.itself = one  # only a collection finds it
+"""
+
+
+def test_a_leak_fails_in_the_file_that_leaked(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(LEAK)
+    (tmp_path / "test_b.py").write_text("def test_other():\n    pass\n")
+    words = ["-c", str(ROOT / "pyproject.toml"), "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    words = [sys.executable, "-m", "pytest", *words, str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert "2 passed, 1 error" in done.stdout, done.stdout
+    assert re.search(r"^ERROR .*test_a\.py::test_leaks", done.stdout, re.MULTILINE), done.stdout
