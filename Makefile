@@ -116,7 +116,7 @@ test:
 
 # Whole runs share the cores with nobody: one test at a time.
 e2e:
-	$(PYTEST) --timeout 600 -m "not ($(NEEDS_MORE))" tests/e2e $(PYTEST_ARGS)
+	$(PYTEST) --timeout 1800 -m "not ($(NEEDS_MORE))" tests/e2e $(PYTEST_ARGS)
 
 e2e-long:
 	$(PYTEST) --timeout 1800 -m "slow and not (gpu or vllm or envs or ray or postgres)" tests/e2e $(PYTEST_ARGS)

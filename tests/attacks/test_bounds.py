@@ -571,7 +571,7 @@ def test_what_a_service_writes_is_for_its_owner_alone(tmp_path: Path) -> None:
     )
     old = os.umask(0o022)
     try:
-        subprocess.run([sys.executable, "-c", code, str(folder.path)], check=True, timeout=120)
+        subprocess.run([sys.executable, "-c", code, str(folder.path)], check=True, timeout=500)
     finally:
         os.umask(old)
     assert mode(folder.path / "made") == 0o700

@@ -73,7 +73,7 @@ def _differ(what: str, acked: Mapping[Any, object], found: Mapping[Any, object])
 
 def _read(run_dir: Path, query: str) -> Iterator[tuple[Any, ...]]:
     for database in databases(run_dir):
-        with closing(sqlite3.connect(database, timeout=20.0)) as ledger:
+        with closing(sqlite3.connect(database, timeout=60.0)) as ledger:
             yield from ledger.execute(query).fetchall()
 
 
@@ -81,7 +81,7 @@ def _damage(run_dir: Path, acked: Mapping[str, str]) -> Iterator[tuple[str, str]
     """Of each of these rows that is there, what is wrong with it; empty when nothing is."""
     ids = list(acked)
     for database in databases(run_dir):
-        ledger = closing(sqlite3.connect(database, timeout=20.0))
+        ledger = closing(sqlite3.connect(database, timeout=60.0))
         with ledger as connection, SegmentReader(database.parent / "segments") as segments:
             for start in range(0, len(ids), FEW):
                 part = ids[start : start + FEW]

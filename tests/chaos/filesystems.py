@@ -28,7 +28,7 @@ needs_root = [
 
 
 def _run(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stderr.strip()}"
     return done.stdout.strip()
 
@@ -107,7 +107,7 @@ def memory_disk(point: Path, size_bytes: int) -> Generator[Path]:
 
 def _unmount(point: Path) -> None:
     for _ in range(50):
-        if subprocess.run(["umount", str(point)], capture_output=True, timeout=60).returncode == 0:
+        if subprocess.run(["umount", str(point)], capture_output=True, timeout=300).returncode == 0:
             return
         time.sleep(0.1)
     _run("umount", "--lazy", str(point))

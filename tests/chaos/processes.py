@@ -25,7 +25,7 @@ from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Signer
 
 ROOT = Path(__file__).parents[2]
-READY_S = 90.0
+READY_S = 300.0
 ENDLESS = 1_000_000
 GROUPS_PER_BATCH = 4
 
@@ -108,7 +108,7 @@ class Services:
             self.kill(name)
         assert self._warm.stdin is not None and self._warm.stdout is not None
         self._warm.stdin.close()
-        self._warm.wait(timeout=90)
+        self._warm.wait(timeout=300)
         self._warm.stdout.close()
 
     @property
@@ -145,7 +145,7 @@ class Services:
             return
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        self._wait_gone(pid, timeout_s=90.0)
+        self._wait_gone(pid, timeout_s=300.0)
 
     async def wait_ended(self, name: str, *, timeout_s: float) -> None:
         """It ends by itself."""
@@ -163,13 +163,13 @@ class Services:
     async def wait_ready(self, name: str) -> None:
         url = self._commands[name].url + "/healthz"
         give_up_at = time.monotonic() + READY_S
-        async with httpx2.AsyncClient() as http:
+        async with httpx2.AsyncClient(timeout=60) as http:
             while True:
                 if not self.is_alive(name):
                     raise FailedToStart(f"{name} ended at its start:\n{self.log(name)}")
                 assert time.monotonic() < give_up_at, f"{name} is not ready after {READY_S:g} s"
                 with suppress(httpx2.TransportError):
-                    if (await http.get(url, timeout=20.0)).status_code == 200:
+                    if (await http.get(url, timeout=60.0)).status_code == 200:
                         return
                 await asyncio.sleep(0.01)
 

@@ -90,7 +90,7 @@ def kill_now(system: System, target: str) -> int:
         pid = system.pids().get(target)
         return pid is not None and not is_gone(pid)
 
-    until(incarnations, timeout_s=60.0, what=f"{target} runs")
+    until(incarnations, timeout_s=300.0, what=f"{target} runs")
     pid = system.pids()[target]
     os.kill(pid, signal.SIGKILL)
     return pid

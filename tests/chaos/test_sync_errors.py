@@ -58,7 +58,7 @@ async def test_failed_syncs(tmp_path: Path) -> None:
                 await asyncio.sleep(IN_FLIGHT_S)
                 acked = len(history.promises.rows)
                 for name in services.names:
-                    await services.wait_ended(name, timeout_s=90.0)
+                    await services.wait_ended(name, timeout_s=300.0)
                 if (more := len(history.promises.rows) - acked) > 0:
                     figures.lost.append(f"trial {trial}: {more} rows promised after a failed fsync")
                 order.unlink()

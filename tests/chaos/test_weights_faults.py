@@ -23,7 +23,7 @@ from tests.chaos.weights_processes import POINTS
 
 FAULTS = int(os.environ.get("PENSTOCK_WEIGHTS_FAULTS", "50"))
 SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**9)
-RECOVERED_S = 90.0
+RECOVERED_S = 300.0
 """Far more than a node needs, on a machine that does other things too."""
 
 Fault = Callable[[World, random.Random], Awaitable[None]]

@@ -188,7 +188,7 @@ class World:
             self.kill(name)
         assert self._warm.stdin is not None and self._warm.stdout is not None
         self._warm.stdin.close()
-        self._warm.wait(timeout=90)
+        self._warm.wait(timeout=300)
         self._warm.stdout.close()
 
     def start(self, name: str, kill_at: tuple[str, int] | None = None) -> None:

@@ -89,7 +89,7 @@ def trainer(root: Path, ledger: str) -> None:
     """Take over, publish the restore point, and then one version after the other."""
     folder = root / f"trainer-{os.getpid()}"
     folder.mkdir(exist_ok=True)  # the system uses pids again
-    with httpx2.Client(base_url=ledger, timeout=20) as caller:
+    with httpx2.Client(base_url=ledger, timeout=60) as caller:
         born = caller.post("/incarnate").raise_for_status().json()
         number, incarnation, after = born["number"], born["incarnation"], None
         retention.GRACE_S = 0.5
@@ -127,7 +127,7 @@ async def node(root: Path, name: str, ledger: str, weight_servers: list[list[str
     puller = Puller(root / name, transfer="delta")
     callers = [AsyncServiceClient(url, token) for url, token in weight_servers]
     served: tuple[PublishedVersion, dict[str, bytes]] | None = None
-    async with httpx2.AsyncClient(base_url=ledger, timeout=20) as home:
+    async with httpx2.AsyncClient(base_url=ledger, timeout=60) as home:
         while True:
             answer = await home.get("/wanted")
             wanted = PublishedVersion(**answer.json()) if answer.content else None

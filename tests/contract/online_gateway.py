@@ -162,7 +162,7 @@ class OnlineHarness:
         return await asyncio.to_thread(call)
 
     async def explain(self, group: str) -> str:
-        client = httpx2.AsyncClient(base_url=self.running.url)
+        client = httpx2.AsyncClient(base_url=self.running.url, timeout=60)
         async with client:
             headers = bearer(self.running.token(Role.READER))
             answer = await client.get(f"/v1/explain/{group}", headers=headers)
@@ -228,7 +228,7 @@ async def world(
         ) as node:
             port = node.listener.getsockname()[1]
             async with httpx2.AsyncClient(
-                base_url=f"http://127.0.0.1:{port}", timeout=30.0
+                base_url=f"http://127.0.0.1:{port}", timeout=60.0
             ) as http:
                 made = OnlineHarness(
                     running=running,

@@ -83,7 +83,7 @@ def _server(folder: Path, coordinator: Path, user: pwd.struct_passwd | None) -> 
             yield port
         finally:
             server.send_signal(signal.SIGQUIT)  # nobody needs its data: end without a checkpoint
-            server.wait(timeout=30)
+            server.wait(timeout=60)
 
 
 def _free_port() -> int:

@@ -275,7 +275,7 @@ async def _resume(running: RunningRowService, client: RowsClient, data: bytes) -
     digest = blake3(data).hexdigest()
     url = f"{running.url}/v1/blobs/{digest}"
     headers = {"authorization": f"Bearer {running.token(Role.ROLLOUT)}"}
-    async with httpx2.AsyncClient(headers=headers) as http:
+    async with httpx2.AsyncClient(headers=headers, timeout=60) as http:
         answer = await http.put(f"{url}?offset=0&size={len(data)}", content=data[:2_000_000])
         assert answer.json() == {"held_bytes": 2_000_000, "complete": False}
         assert (await http.get(url)).status_code == 404, "not before it is complete"

@@ -148,7 +148,6 @@ def examined() -> dict[str, tuple[RuleVerdict, ...]]:
     return asyncio.run(all_of_them())
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", faulty_node.FAULTS)
 def test_faulty_node_fails_by_name(
     examined: dict[str, tuple[RuleVerdict, ...]], fault: str
@@ -158,7 +157,6 @@ def test_faulty_node_fails_by_name(
     assert failed(examined[fault]) >= expected, not_ok(examined[fault])
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", faulty_trainer.FAULTS)
 def test_faulty_trainer_fails_by_name(
     examined: dict[str, tuple[RuleVerdict, ...]], fault: str
@@ -209,7 +207,7 @@ def test_command_passes_the_foreign_trainer() -> None:
             input=told["token"],
             text=True,
             stderr=subprocess.DEVNULL,
-            timeout=60,
+            timeout=300,
         )
         last = json.loads(command.stdout.read().splitlines()[-1])
     assert (command.returncode, trainer.returncode) == (0, 1)

@@ -35,7 +35,6 @@ from penstock.rollout.isolation import Isolation
 from penstock.rollout.recorder import Recorder
 from penstock.types import JsonObject, NodeId, SamplingSpec, Task, Trajectory
 
-pytestmark = pytest.mark.timeout(600)  # libraries take their time to start
 MODULES = str(Path(__file__).parent / "environment_modules")
 DIRECTIONS = {"left": 0, "down": 1, "right": 2, "up": 3}
 

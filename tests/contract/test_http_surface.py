@@ -71,7 +71,7 @@ def service(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Service
         app = build_server(surface(core, config, "http://127.0.0.1:1"), verifier)
     else:
         app = build_front(Origin(DirectoryStore(tmp_path / "weights")), verifier)
-    with serving(app) as url, httpx2.Client(base_url=url, timeout=20) as http:
+    with serving(app) as url, httpx2.Client(base_url=url, timeout=60) as http:
         yield Service(
             name=name,
             app=app,

@@ -113,7 +113,7 @@ def test_no_one_trains_with_a_partner_beyond_its_lag(tmp_path: Path, bound: int 
             assert manifest is not None and not dropped
             assert found.partner_lag == {TEACHER: {"1": len([*manifest.rows])}}
         headers = {"authorization": f"Bearer {running.token(Role.READER)}"}
-        with urlopen(Request(f"{running.url}/metrics", headers=headers), timeout=30) as answer:
+        with urlopen(Request(f"{running.url}/metrics", headers=headers), timeout=60) as answer:
             text = answer.read().decode()
         assert ('reason="partner_lag",role="solve"' in text) == (bound == 0)
         assert ('partner="teacher",policy="student",versions="1"' in text) == (bound != 0)

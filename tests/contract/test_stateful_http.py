@@ -8,7 +8,6 @@ import contextlib
 import tempfile
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import rule
 from tests.contract.dataflow_server import POLICY, RunningDataflow, dataflow, small_config
@@ -221,7 +220,7 @@ class HttpMachine(DataflowStateMachine):
         self.subject.restart()
 
 
-TestHttp = pytest.mark.timeout(300)(HttpMachine.TestCase)
+TestHttp = HttpMachine.TestCase
 TestHttp.settings = settings(
     max_examples=6,
     stateful_step_count=20,

@@ -36,7 +36,7 @@ async def http(tmp_path: Path, signer: Signer) -> AsyncGenerator[httpx2.AsyncCli
     write_folder(tmp_path / "hf")
     put_snapshot(tmp_path / "store", tmp_path / "hf", policy=PolicyName("p"), number=0)
     app = build(Origin(DirectoryStore(tmp_path / "store")), signer.verifier(Audience.WEIGHTS))
-    async with listening(app) as url, httpx2.AsyncClient(base_url=url) as client:
+    async with listening(app) as url, httpx2.AsyncClient(base_url=url, timeout=60) as client:
         yield client
 
 

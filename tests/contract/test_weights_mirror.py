@@ -151,7 +151,7 @@ def process(*words: str) -> Generator[None]:
 
 async def ready(address: str) -> None:
     give_up_at = time.monotonic() + READY_S
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=60) as http:
         while True:
             try:
                 assert (await http.get(f"{address}/healthz")).status_code == 200

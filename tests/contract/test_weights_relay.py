@@ -99,7 +99,7 @@ async def test_a_token_for_a_relay_is_useless_elsewhere(tmp_path: Path, run: Run
         async with (
             served(run, origin(tmp_path / "store")) as weight_server_url,
             relayed(run, tmp_path / "relay", weight_server_url) as relay_url,
-            httpx2.AsyncClient() as http,
+            httpx2.AsyncClient(timeout=60) as http,
         ):
 
             async def status(token: str, url: str, method: str = "GET") -> int:
@@ -134,7 +134,7 @@ async def test_a_relay_refuses_strangers(tmp_path: Path, run: Run) -> None:
     async with (
         served(run, origin(tmp_path / "store")) as url,
         relayed(run, tmp_path / "relay", url) as relay_url,
-        httpx2.AsyncClient(base_url=relay_url) as http,
+        httpx2.AsyncClient(base_url=relay_url, timeout=60) as http,
     ):
         for path in (f"/v1/manifests/{digest}", f"/v1/blobs/{'a' * 64}", "/metrics"):
             for token, status in (
@@ -157,7 +157,7 @@ async def test_a_relay_whose_own_token_is_refused_does_not_blame_its_readers(
         caller = AsyncServiceClient(url, run.signer.mint(Role.RELAY, [Audience.WEIGHTS], ttl_s=-1))
         source = Relay([caller], tmp_path / "relay", max_bytes=1 << 20)
         app = build(source, run.signer.verifier(Audience.RELAY))
-        async with listening(app) as relay_url, httpx2.AsyncClient() as http:
+        async with listening(app) as relay_url, httpx2.AsyncClient(timeout=60) as http:
             headers = {"authorization": f"Bearer {run.for_relay}"}
             answer = await http.get(f"{relay_url}/v1/manifests/{digest}", headers=headers)
         await caller.close()
@@ -169,7 +169,7 @@ async def test_a_relay_whose_upstream_is_gone_says_so_before_it_sends(
     tmp_path: Path, run: Run
 ) -> None:
     digest, data = put_blob(tmp_path / "store", 3 * PIECE_BYTES)
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=60) as http:
 
         async def get(relay_url: str, first: int) -> httpx2.Response:
             headers = {"authorization": f"Bearer {run.for_relay}", "range": f"bytes={first}-"}

@@ -31,7 +31,7 @@ SMALL = (
     "algorithm.num_generations=4",
 )
 """Ten steps of 32 trajectories: most of the time goes into importing torch."""
-START_S = 90.0
+START_S = 600.0
 
 
 def until(condition: Callable[[], object], *, timeout_s: float, what: str) -> None:
@@ -49,7 +49,7 @@ def is_gone(pid: int) -> bool:
 
 
 def penstock(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PENSTOCK, *words], capture_output=True, text=True, timeout=120, cwd=cwd)
+    return subprocess.run([*PENSTOCK, *words], capture_output=True, text=True, timeout=900, cwd=cwd)
 
 
 class System:
@@ -86,7 +86,7 @@ class System:
             )
         assert self.wait(timeout_s) == 0, self.output()
 
-    def wait(self, timeout_s: float = 180.0) -> int:
+    def wait(self, timeout_s: float = 900.0) -> int:
         assert self.launcher is not None
         return self.launcher.wait(timeout_s)
 
@@ -137,7 +137,7 @@ class System:
     def until_back(self, service: str, other_than: int) -> None:
         until(
             lambda: self.pids().get(service, other_than) != other_than,
-            timeout_s=300.0,
+            timeout_s=600.0,
             what=f"{service} starts again",
         )
 
@@ -148,7 +148,7 @@ class System:
 
     def until_nothing_is_left(self) -> None:
         self.pids()
-        until(lambda: all(map(is_gone, self._seen)), timeout_s=300.0, what="all processes are gone")
+        until(lambda: all(map(is_gone, self._seen)), timeout_s=600.0, what="all processes are gone")
 
     def close(self) -> None:
         if self.launcher is not None and self.launcher.poll() is None:

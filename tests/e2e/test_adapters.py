@@ -43,7 +43,6 @@ MOST_OF_FULL = 0.05
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_two_adapters_are_trained_and_served_by_one_engine(engine: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN)

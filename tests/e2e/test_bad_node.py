@@ -245,7 +245,6 @@ def run_with_bad_node(system: System, *words: str, timeout_s: float) -> BadNode:
     return node
 
 
-@pytest.mark.timeout(900)
 def test_a_bad_node_is_named_and_quarantined_and_the_run_goes_on(system: System) -> None:
     """Forged rewards, NaN specs, giant rows, foreign ids, replays, a flood, false log-probs. A step
     takes a tenth of a second, so there must be many for the bad node to have time for all this."""
@@ -273,7 +272,6 @@ def test_the_demo_learns_as_well_with_a_bad_node(tmp_path: Path) -> None:
         assert found >= usual - max(0.05, 3 * statistics.stdev(ends[0])), (usual, found)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.slow
 def test_an_honest_stranger_is_believed(system: System, tmp_path: Path) -> None:
     """Its rows are scored on the trusted side, generated again, and agree."""

@@ -96,7 +96,7 @@ def test_key_rotation_and_revocation_in_a_running_run(system: System, tmp_path: 
         assert '"error"' not in (tmp_path / "guest.log").read_text()
 
         command("token", "rotate", run, "--now")
-        until(lambda: guest.poll() is not None, timeout_s=120.0, what="the old key's guest ends")
+        until(lambda: guest.poll() is not None, timeout_s=300.0, what="the old key's guest ends")
         step = system.step()
         system.until_step(step + 1)
         assert system.pids() == pids

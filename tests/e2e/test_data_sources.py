@@ -8,7 +8,6 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
 from tests.e2e.system import System, assert_complete, penstock
 from tests.unit.dataflow.data_packages import arrow_csv, import_datasets, parquet, pyarrow
 
@@ -60,7 +59,6 @@ def write_tasks(folder: Path) -> None:
     (folder / "run.yaml").write_text(RUN)
 
 
-@pytest.mark.timeout(600)
 def test_two_environments_with_four_formats_mix(tmp_path: Path) -> None:
     write_tasks(tmp_path)
     system = System(tmp_path / "outputs" / "mixed")

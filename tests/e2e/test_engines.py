@@ -30,7 +30,6 @@ def reward(completions, **columns):
 """A script gives every member of a group the same answer: only chance tells them apart."""
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "engine",
     [

@@ -46,7 +46,6 @@ def source(fault: str, folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_six_faults_are_typed_tried_again_and_never_trained_as_zero(tmp_path: Path) -> None:
     sources = "".join(source(fault, tmp_path) for fault in unit.SIX_FAULTS)
     (tmp_path / "run.yaml").write_text(RUN + sources)

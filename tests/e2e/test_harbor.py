@@ -90,7 +90,6 @@ def scored(run: Path) -> list[tuple[str, int, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_a_node_is_killed_while_agents_work_and_each_task_is_scored_once(tmp_path: Path) -> None:
     file = write_run(tmp_path)
     system = System(tmp_path / "killed")
@@ -125,7 +124,6 @@ def groups_of(pid: int) -> list[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_recipe_learns(tmp_path: Path) -> None:
     system = System(tmp_path / "harbor-tasks")
     try:

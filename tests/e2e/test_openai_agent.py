@@ -130,7 +130,6 @@ def recomputed(trajectory: Trajectory, folder: Path) -> tuple[torch.Tensor, torc
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_plain_openai_script_is_trained_token_by_token(tmp_path: Path) -> None:
     """Whether weights change in mid-answer is a matter of timing: after a run that saw none comes
     another."""

@@ -59,7 +59,6 @@ def until_number(system: System, policy: str, number: int) -> None:
     until(reached, timeout_s=600.0, what=f"{policy} at {number}")
 
 
-@pytest.mark.timeout(1500)
 def test_a_trainer_that_stands_still_or_dies_holds_up_no_other(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
     (tmp_path / "trio.py").write_text(TRIO)
@@ -116,7 +115,6 @@ async def play(task, ctx):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_each_pool_loads_and_serves_its_own_policy(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(POOLS)
     (tmp_path / "alone.py").write_text(ALONE)

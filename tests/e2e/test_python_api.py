@@ -36,7 +36,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(600)
 def test_a_first_run_in_fourteen_lines(tmp_path: Path) -> None:
     assert len([line for line in SCRIPT.splitlines() if line.strip()]) <= 14
     code = tmp_path / "code"

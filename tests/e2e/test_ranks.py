@@ -41,7 +41,6 @@ def assert_repeats(folder: str, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_number_of_ranks_may_change(systems: tuple[System, System]) -> None:
     straight, changed = systems
     straight.start(*SMALL, "training.steps=9")

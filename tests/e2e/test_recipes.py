@@ -37,7 +37,6 @@ def rise(values: Sequence[float]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_recipe_learns(name: str, tmp_path: Path) -> None:
     file = RECIPES / name / "run.yaml"

@@ -24,7 +24,6 @@ MARGIN = 0.3
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("recipe", "name", "model"),
     [

@@ -34,7 +34,7 @@ OPEN_BATCH = (
 )
 TIMEOUT_S = 600.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

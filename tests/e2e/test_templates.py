@@ -14,7 +14,6 @@ RISE = {"single-turn": 2.0, "multi-turn-tool": 1.5, "external-agent": 2.0, "harb
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("template", RISE)
 def test_a_template_learns(tmp_path: Path, template: str) -> None:
     done = penstock("init", str(tmp_path / "made"), "--template", template)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
@@ -207,7 +206,7 @@ class CoreMachine(DataflowStateMachine):
         assert {tuple(row) for row in rows} == set(self.words.items())
 
 
-TestCore = pytest.mark.timeout(300)(CoreMachine.TestCase)
+TestCore = CoreMachine.TestCase
 TestCore.settings = settings(
     max_examples=40,
     stateful_step_count=40,

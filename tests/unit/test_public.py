@@ -36,7 +36,7 @@ NAMES = [name for name in penstock.__all__ if not name.startswith("_")]
 
 def run_python(program: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

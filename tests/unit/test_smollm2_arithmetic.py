@@ -59,7 +59,7 @@ def test_the_config_passes_check_where_neither_model_nor_vllm_are() -> None:
         cwd=RECIPE,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "an empty completion scores 0" in done.stdout

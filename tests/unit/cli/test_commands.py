@@ -33,7 +33,7 @@ ALL = [name for name, _, _ in COMMANDS] + [
 
 def penstock(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "penstock.cli.main", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=3000, cwd=cwd)
 
 
 def run_main(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -97,7 +97,7 @@ def test_no_command_line_imports_torch() -> None:
         "print([name for name in ('torch', 'transformers', 'uvicorn') if name in sys.modules])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True
     )
     assert "torch" not in done.stdout
     assert "transformers" not in done.stdout
@@ -134,7 +134,6 @@ def test_every_command_module_is_thin() -> None:
 # --- init and check -------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(600)
 def test_init_writes_a_run_that_passes_check(tmp_path: Path) -> None:
     done = penstock("init", "my-run", cwd=tmp_path)
     assert done.returncode == 0

@@ -151,7 +151,7 @@ class GatewayHarness:
 
     def http(self) -> httpx2.AsyncClient:
         headers = {"authorization": f"Bearer {self.session.api_key}"}
-        return httpx2.AsyncClient(base_url=self.url, headers=headers)
+        return httpx2.AsyncClient(base_url=self.url, headers=headers, timeout=60)
 
     def prompt(self, index: int = -1) -> str:
         """A prompt as received by the engine."""

@@ -46,7 +46,7 @@ def restored() -> Iterator[None]:
 
 def test_every_line_is_json_with_service_and_level() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout == ""
     lines = [json.loads(line) for line in done.stderr.splitlines()]
@@ -61,7 +61,7 @@ def test_every_line_is_json_with_service_and_level() -> None:
 
 def test_a_terminal_gets_a_readable_form() -> None:
     reader, writer = pty.openpty()
-    subprocess.run([sys.executable, "-c", SCRIPT], stderr=writer, timeout=30, check=True)
+    subprocess.run([sys.executable, "-c", SCRIPT], stderr=writer, timeout=300, check=True)
     os.close(writer)
     text = os.read(reader, 65536).decode()
     os.close(reader)

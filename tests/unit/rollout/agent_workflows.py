@@ -146,7 +146,7 @@ async def shares_a_budget(task: Task, ctx: Context) -> str:
 
 
 async def post(url: str, key: str, model: str, text: str) -> Any:
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(timeout=60) as http:
         reply = await http.post(
             f"{url}/chat/completions",
             json={"model": model, "messages": said(text)},

@@ -30,9 +30,6 @@ from penstock.weights.publish import StoredVersion
 NUM_STEPS = 2
 
 
-pytestmark = pytest.mark.timeout(180)
-
-
 def train(models: Models, seq: int) -> Stats:
     sealed = random_batch(0, seq=seq)
     return models.step(assemble(sealed.manifest, sealed.rows, POLICY, models.vocab_size))

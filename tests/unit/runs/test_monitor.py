@@ -60,7 +60,7 @@ class FakeDataflow:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self.thread.join(timeout=10.0)
+        self.thread.join(timeout=60.0)
 
 
 @pytest.fixture

@@ -123,7 +123,6 @@ def test_what_cannot_start_is_refused_before_anything_is_written(
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.timeout(180)
 def test_fork_and_replay(parent: RunFolder) -> None:
     forked = penstock.fork(parent.path, NUM_STEPS, name="next", overrides=["seed=5"])
     assert forked == parent.path.parent / "next"

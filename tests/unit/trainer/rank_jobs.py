@@ -446,7 +446,7 @@ def forked(
 ) -> list[dict[str, Any]]:
     """The same from one process that forks: torch is loaded once for all ranks."""
     command = [sys.executable, "-m", module, job, str(folder), str(num_ranks)]
-    subprocess.run(command, env=_environ(), check=True, timeout=200)
+    subprocess.run(command, env=_environ(), check=True, timeout=500)
     return _results(job, num_ranks, folder)
 
 
@@ -465,7 +465,7 @@ def _results(job: str, num_ranks: int, folder: Path) -> list[dict[str, Any]]:
 
 def _work(job: str, folder: Path, rank_env: RankEnv) -> None:
     torch.set_num_threads(1)
-    init_process_group(rank_env, timeout_s=90.0)
+    init_process_group(rank_env, timeout_s=400.0)
     result = JOBS[job](folder)
     (folder / f"{job}.{rank_env.rank}.json").write_text(json.dumps(result))
     sys.stdout.flush()

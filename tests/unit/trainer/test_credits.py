@@ -426,7 +426,7 @@ class TwoRanks(SingleRank):
     """Threads that sum as the ranks of a gang do, each with rows of its own."""
 
     def __init__(self) -> None:
-        self._both = threading.Barrier(2, timeout=30)
+        self._both = threading.Barrier(2, timeout=60)
         self._given: dict[int, Floats] = {}
 
     def sum_over_ranks(self, values: Floats) -> Floats:

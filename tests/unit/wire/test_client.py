@@ -138,7 +138,7 @@ def tls_listener(tls: Tls | None) -> Generator[int]:
     yield listener.getsockname()[1]
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
-    thread.join(timeout=10.0)
+    thread.join(timeout=60.0)
 
 
 async def test_an_untrusted_certificate_fails_at_once_and_by_name(certificate: Tls) -> None:

@@ -29,7 +29,7 @@ def test_an_endless_head_is_refused(tmp_path: Path, kind: str) -> None:
     app = build_app([], Signer.create(tmp_path, "run").verifier(Audience.DATAFLOW), title="test")
     with serving(app) as url:
         address = urlsplit(url)
-        with socket.create_connection((str(address.hostname), address.port or 0), 10) as caller:
+        with socket.create_connection((str(address.hostname), address.port or 0), 60) as caller:
             caller.settimeout(5)
             caller.sendall(begin)
             with suppress(ConnectionError):  # rejected in the middle of it
@@ -43,7 +43,7 @@ def test_long_headers_and_long_bodies_are_accepted(tmp_path: Path) -> None:
     app = build_app([], Signer.create(tmp_path, "run").verifier(Audience.DATAFLOW), title="test")
     with serving(app) as url:
         address = urlsplit(url)
-        with socket.create_connection((str(address.hostname), address.port or 0), 10) as caller:
+        with socket.create_connection((str(address.hostname), address.port or 0), 60) as caller:
             for _ in range(3):  # over one connection, so that each request is counted separately
                 body = b"b" * (2 * MAX_HEADER_BYTES)
                 size = b"content-length: %d\r\n" % len(body)

@@ -41,7 +41,7 @@ def test_the_chunks_form_one_body(signer: Signer, is_announced: bool) -> None:
 
     route = Route(method="GET", path="/pieces", handler=handler, roles=ALL_ROLES, summary="…")
     app = build_app([route], signer.verifier(Audience.DATAFLOW), title="test")
-    with serving(app) as url, httpx2.Client() as http:
+    with serving(app) as url, httpx2.Client(timeout=60) as http:
         for _ in range(2):  # over one connection
             headers = {"authorization": f"Bearer {token(signer)}"}
             answer = http.get(f"{url}/pieces", headers=headers)

@@ -99,7 +99,6 @@ async def inside(server: ToolServerInfo, isolation: Isolation) -> Any:
         await servers.close()
 
 
-@pytest.mark.timeout(400)
 async def test_outside_clients_and_workflows_get_equal_answers(project: Path) -> None:
     expected = [
         [False, "42\n"],

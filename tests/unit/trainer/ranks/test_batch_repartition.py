@@ -22,8 +22,6 @@ from tests.unit.trainer.spread_jobs import (
 
 from penstock.trainer.ranks.group import SingleRank
 
-pytestmark = pytest.mark.timeout(300)
-
 ROLES = ("reference", "critic", "actor")
 """In the order of their stages."""
 DIFFERENT = [name for name, roles in SPREADS.items() if len(set(roles.values())) > 1]

@@ -37,8 +37,6 @@ from penstock.trainer.lora import init_adapter
 from penstock.trainer.ranks.group import SingleRank
 from penstock.trainer.ranks.sharding import clip, gather, shard, shard_like
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:

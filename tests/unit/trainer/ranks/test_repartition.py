@@ -67,7 +67,6 @@ def _stage(ranks: list[dict[str, Any]], chain: str, index: int) -> list[list[int
     return [stage["rows"] for stage in stages]
 
 
-@pytest.mark.timeout(300)
 def test_from_two_parts_of_two_to_four_gives_sixteen_rows_each(ranks: list[dict[str, Any]]) -> None:
     rows = _stage(ranks, "dp2tp2-dp4", 0)
     assert [len(own) for own in rows] == [16, 16, 16, 16]

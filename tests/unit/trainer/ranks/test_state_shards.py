@@ -44,8 +44,6 @@ from penstock.trainer.ranks.worker_loop import RankOrder, worker_loop
 from penstock.trainer.state_shards import StateShard, open_state, state_names, write_shard
 from penstock.types import PolicyName
 
-pytestmark = pytest.mark.timeout(300)
-
 LAST = f"step_{NUM_STEPS}"
 SHARES = state_names(2)
 
