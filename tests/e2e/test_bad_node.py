@@ -15,7 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from tests.e2e.system import PENSTOCK, SMALL, System, assert_complete, beside_a_straight_one, until
+from tests.e2e.system import (
+    PENSTOCK,
+    SMALL,
+    System,
+    assert_complete,
+    beside_a_straight_one,
+    penstock,
+    until,
+)
 
 from penstock.dataflow.client.dataflow import NodeClient
 from penstock.dataflow.core.leasing import (
@@ -241,16 +249,20 @@ def run_with_bad_node(system: System, *words: str, timeout_s: float) -> BadNode:
     assert {"other id", "new name"} <= node.refused.keys()
     states = {name: node_state(system, name) for name in trusted}
     assert "quarantined" not in states.values(), states
-    assert system.wait(timeout_s) == 0, system.output()
     return node
 
 
 def test_a_bad_node_is_named_and_quarantined_and_the_run_goes_on(system: System) -> None:
-    """Forged rewards, NaN specs, giant rows, foreign ids, replays, a flood, false log-probs. A step
-    takes a tenth of a second, so there must be many for the bad node to have time for all this."""
-    node = run_with_bad_node(system, *SMALL, "training.steps=250", timeout_s=600.0)
+    """Forged rewards, NaN specs, giant rows, foreign ids, replays, a flood, false log-probs. The
+    run has no end of its own, so the bad node has time for all this on any machine."""
+    node = run_with_bad_node(system, *SMALL, "training.steps=100000", timeout_s=600.0)
     assert {"reward", "NaN spec", "giant row", "other node"} <= node.refused.keys()
-    assert_complete(system, steps=250)
+    system.until_step(system.step() + 3)
+    stopped = penstock("stop", str(system.folder.path), "--timeout-s", "600")
+    assert stopped.returncode == 0, stopped.stderr
+    report = system.audit()
+    assert report["ok"] is True
+    assert (report["summary"]["lost"], report["summary"]["trained_twice"]) == (0, 0)
 
 
 def rewards(path: Path) -> list[float]:
@@ -266,6 +278,7 @@ def test_the_demo_learns_as_well_with_a_bad_node(tmp_path: Path) -> None:
         honest.start("models.policy.replicas=3")
         assert honest.wait(1800.0) == 0, honest.output()
         run_with_bad_node(attacked, timeout_s=1800.0)
+        assert attacked.wait(1800.0) == 0, attacked.output()
         assert_complete(attacked, steps=130)
         ends = [rewards(one.folder.metrics)[-20:] for one in (honest, attacked)]
         usual, found = map(statistics.fmean, ends)

@@ -102,7 +102,7 @@ def test_key_rotation_and_revocation_in_a_running_run(system: System, tmp_path: 
         assert system.pids() == pids
     assert command("token", "ls", run)["tokens"] == []
 
-    stopped = penstock("stop", run)
+    stopped = penstock("stop", run, "--timeout-s", "600")
     assert stopped.returncode == 0, stopped.stderr
     step = system.step() + 2
     resumed = penstock("run", run, f"training.steps={step}", "--headless", "--json")

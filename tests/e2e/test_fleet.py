@@ -88,7 +88,7 @@ def test_a_guest_works_survives_a_restart_and_leaves(
     assert f"pid {system.launcher.pid}" in refused.stderr
 
     system.pids()
-    stopped = penstock("stop", str(system.folder.path))
+    stopped = penstock("stop", str(system.folder.path), "--timeout-s", "600")
     assert stopped.returncode == 0, stopped.stderr
     assert system.wait(300.0) == 128 + signal.SIGTERM
     assert "Resume with: penstock run" in system.output()

@@ -40,7 +40,8 @@ async def run(task, ctx):
             await ask(ctx, question)
         answer = await ask(ctx, messages)
         messages += [{"role": "assistant", "content": answer.text}, *question]
-        await asyncio.sleep(1.2)
+        while turn == 6 and not os.path.exists("go") and "PENSTOCK_CHECK" not in os.environ:
+            await asyncio.sleep(0.1)
     return random.random()
 
 async def ask(ctx, messages):
@@ -50,8 +51,10 @@ async def ask(ctx, messages):
             file.write(f"{os.getpid()} {ctx.seed} {time.time()} {answer.text!r}\\n")
     return answer
 """
-"""Ten calls, two of them alike; each draws a seed of its own, so an answer given twice was kept."""
-TOLD_WITHIN_S = 3.2
+"""Ten calls, two of them alike; each draws a seed of its own, so an answer given twice was kept.
+After the ninth it waits for a file, so a slow machine gives the same answers before the kill."""
+NUM_BEFORE = 9
+TOLD_WITHIN_S = 10.0
 """Turns are told five times a second and never waited for: the newest may die with their node."""
 
 
@@ -80,11 +83,14 @@ def test_a_killed_node_loses_no_finished_turn(tmp_path: Path) -> None:
     try:
 
         def is_in_the_middle() -> bool:
-            return any(len(n) == 9 for told in answers(tmp_path).values() for n in told.values())
+            turns = [n for told in answers(tmp_path).values() for n in told.values()]
+            told_at = time.time() - TOLD_WITHIN_S
+            return any(len(n) == NUM_BEFORE and n[-1].at < told_at for n in turns)
 
         until(is_in_the_middle, timeout_s=300.0, what="an episode in its middle")
         killed_at = time.time()
         killed = str(system.kill("node-0"))
+        (tmp_path / "go").touch()
         before = {name: told[killed] for name, told in answers(tmp_path).items() if killed in told}
         saved: list[int] = []
 
@@ -103,7 +109,7 @@ def test_a_killed_node_loses_no_finished_turn(tmp_path: Path) -> None:
         for name, told in before.items()
         if len(told) < 10
     }
-    assert max(len(told) for told in told_of.values()) >= 5
+    assert max(len(told) for told in told_of.values()) == NUM_BEFORE
     for name, told in told_of.items():
         [again] = [turns for pid, turns in after[name].items() if pid != killed]
         assert len(again) == 10
