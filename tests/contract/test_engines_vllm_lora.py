@@ -78,7 +78,7 @@ class Site:
         """Faults of the next fake servers."""
         self.is_running = False
         self._stack = AsyncExitStack()
-        self.solver = VllmEngine(self, stall_s=0.4)
+        self.solver = VllmEngine(self)
         self.judge = self.solver.share()
 
     @property
@@ -256,7 +256,7 @@ async def test_a_whole_model_and_an_adapter_do_not_follow_each_other(tmp_path: P
 
 async def test_a_server_of_somebody_else_gets_no_adapters(site: Site) -> None:
     with serving(VllmDouble(site.base, root=site.root).app()) as url:
-        engine = VllmEngine(RemoteServer(url, start_s=5))
+        engine = VllmEngine(RemoteServer(url, start_s=60))
         with pytest.raises(EngineError, match=r"remove models\.NAME\.vllm\.url"):
             await engine.load(site.folders[0], version(0))
         assert engine.live is None
