@@ -94,7 +94,7 @@ async def test_an_answer_with_a_stop_string_begins_anew(
 ) -> None:
     double.token_s = 0.004
     await engine.load(folders[0], version(0))
-    call = asyncio.create_task(ask(engine, SamplingSpec(max_tokens=30, stop=("x",)), []))
+    call = asyncio.create_task(ask(engine, SamplingSpec(max_tokens=LONG, stop=("x",)), []))
     await asyncio.sleep(0.05)
     await engine.load(folders[1], version(1))
     answer = await call
@@ -114,7 +114,7 @@ async def test_an_answer_that_is_not_given_back_is_taken_back(
     await engine.load(folders[0], version(0))
     call = asyncio.create_task(ask(engine, SamplingSpec(max_tokens=LONG), []))
     await asyncio.sleep(0.05)
-    for _ in range(20):  # the fake server needs a moment to notice the disconnect
+    for _ in range(500):  # the fake server needs a moment to notice the disconnect
         try:
             await engine.load(folders[1], version(1))
             break

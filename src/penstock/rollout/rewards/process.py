@@ -116,11 +116,13 @@ class WorkerProcess:
 
     async def kill(self) -> None:
         box, self._box, self._process = self._box, None, None
-        if box is not None:
-            await box.kill()
-        if self._logging is not None:
-            await self._logging  # ends with the pipe
-            self._logging = None
+        try:
+            if box is not None:
+                await box.kill()
+        finally:
+            if self._logging is not None:
+                await self._logging  # ends with the pipe
+                self._logging = None
 
     async def _read(self) -> ScoreAnswer:
         assert self._process is not None

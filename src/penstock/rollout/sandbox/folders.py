@@ -18,6 +18,7 @@ from pathlib import Path
 
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.cgroups import Group
+from penstock.rollout.sandbox.cleanup import to_the_end
 from penstock.rollout.sandbox.files import T, WorkFolder, at_folder
 from penstock.rollout.sandbox.mounts import checked_name, read_secret
 from penstock.rollout.sandbox.owners import PREFIX, is_stale, new_name
@@ -70,6 +71,9 @@ class FolderSandbox(ABC):
         return await self._at_folder(lambda folder: folder.snapshot(max_bytes))
 
     async def kill(self) -> None:
+        await to_the_end(self._end())
+
+    async def _end(self) -> None:
         programs, self._programs = self._programs, []
         await asyncio.gather(*(program.kill() for program in programs))
         if self._folder_fd >= 0:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.cgroups import Group, Parents
+from penstock.rollout.sandbox.cleanup import to_the_end
 from penstock.rollout.sandbox.files import T, WorkFolder, at_folder
 from penstock.rollout.sandbox.mounts import Mounts
 from penstock.rollout.sandbox.program import Program
@@ -118,6 +119,9 @@ class NamespaceSandbox(ABC):
         await self._at_folder(lambda folder: folder.take(source, max_bytes, but))
 
     async def kill(self) -> None:
+        await to_the_end(self._end())
+
+    async def _end(self) -> None:
         walls, self._waiting = self._waiting, None
         if walls is not None:
             await walls.close()

@@ -59,8 +59,10 @@ class Program:
         """End it and all its descendants, and close its pipes."""
         self._is_killed = not self._watching.done()
         self._kill()
-        await self.wait()
-        self._child.close()
+        try:
+            await self.wait()
+        finally:
+            self._child.close()
 
     def _end(self, limit: str) -> None:
         if not self._watching.done():

@@ -90,8 +90,10 @@ async def expect_ready(child: Child, what: str, fix: str) -> None:
 
 async def end_child(child: Child) -> None:
     child.send(signal.SIGKILL)
-    await child.wait_ended()
-    child.close()
+    try:
+        await child.wait_ended()
+    finally:
+        child.close()
 
 
 def join_command(joins: Sequence[str]) -> list[str]:
