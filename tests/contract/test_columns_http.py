@@ -179,10 +179,10 @@ async def test_long_work_keeps_its_row(tmp_path: Path) -> None:
     with running_row_service(tmp_path) as running:
         async with running.client() as client:
             await client.put("eval", {"a": {"text": b"t"}})
-            reader = await judge(client, ttl_s=0.5)
+            reader = await judge(client, ttl_s=1.5)
             async for row in reader.stream():
-                await asyncio.sleep(2.0)
-                assert await row.write(mark=1.0), "four times its ttl, and still its own"
+                await asyncio.sleep(4.0)
+                assert await row.write(mark=1.0), "longer than its ttl, and still its own"
                 break
             mark = (await client.get("eval", ["a"], ["mark"]))["a"]
             assert mark.columns == {"mark": 1.0}

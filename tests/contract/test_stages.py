@@ -43,7 +43,7 @@ from penstock.wire.codec import decode, encode
 
 NODE = NodeId("n0")
 LIVE = LiveVersion(policy=POLICY, incarnation=1, number=0)
-REWARD = StageConfig(name="reward", reads=("turns",), writes=("reward",), ttl_s=1.0)
+REWARD = StageConfig(name="reward", reads=("turns",), writes=("reward",), ttl_s=60.0)
 REFERENCE = StageConfig(
     name="reference", reads=("turns", "reward"), writes=("reference_logprobs",), on="admitted"
 )
@@ -114,10 +114,9 @@ async def score(running: RunningDataflow, stage: StageConfig, count: int) -> Non
         done = 0
         async for row in reader.stream():
             if stage is REFERENCE:
-                await row.write(reference_logprobs=b"\x00" * 8)
+                done += await row.write(reference_logprobs=b"\x00" * 8)
             else:
-                await row.write(reward=float(done % 2))
-            done += 1
+                done += await row.write(reward=float(done % 2))
             if done >= count:
                 break
 
@@ -218,16 +217,20 @@ def large(delivery: Delivery) -> Delivery:
 
 
 def test_rows_of_a_killed_worker_are_delivered_again(tmp_path: Path) -> None:
+    # A machine that stands still costs attempts too, each time.
+    brief = REWARD.model_copy(update={"ttl_s": 1.0, "max_attempts": 100})
+    config = staged(small_config(groups_per_batch=2, num_generations=2, steps=3), brief, REFERENCE)
+
     async def die_holding_rows(running: RunningDataflow) -> None:
-        token = running.token(Role.STAGE, subject=stage_subject(REWARD.name))
+        token = running.token(Role.STAGE, subject=stage_subject(brief.name))
         async with RowsClient(running.url, token) as client:
             reader = await client.reader(
-                REWARD.name,
-                reads=REWARD.reads,
-                writes=REWARD.writes,
-                deadline_s=REWARD.deadline_s,
-                ttl_s=REWARD.ttl_s,
-                max_attempts=REWARD.max_attempts,
+                brief.name,
+                reads=brief.reads,
+                writes=brief.writes,
+                deadline_s=brief.deadline_s,
+                ttl_s=brief.ttl_s,
+                max_attempts=brief.max_attempts,
             )
             async for _ in reader.stream():
                 return
@@ -239,9 +242,9 @@ def test_rows_of_a_killed_worker_are_delivered_again(tmp_path: Path) -> None:
             await asyncio.sleep(1.2)
             await roll_out(running, num_slots=4)
             await dying
-            await score(running, REWARD, 4)
+            await score(running, brief, 4)
 
-    with dataflow(tmp_path, CONFIG) as running:
+    with dataflow(tmp_path, config) as running:
         trainer = FakeTrainer(running)
         asyncio.run(scenario(running))
         assert batch(trainer, 1)
