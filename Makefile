@@ -133,10 +133,11 @@ chaos:
 	  $(PYTEST) $(if $(HAS_VLLM),,-m "not vllm") tests/chaos tests/unit/gateway/test_exactness.py \
 	  tests/contract/test_vllm_real.py $(PYTEST_ARGS)
 
-# What CI has time for; see the counts of `make chaos` above.
+# What CI has time for; see the counts of `make chaos` above. One seed: the kills of this one come early in their runs, so
+# that a slow machine does not end a run before its last kill, and fall on what the end-to-end tests do not kill.
 chaos-quick:
-	$(MAKE) chaos KILLS=30 IMAGES=20 FLIPS=500 FILLS=3 SYNC_FAULTS=4 DEMO_KILLS=2 CHAINS=300 WEIGHTS_FAULTS=50 SWAPS=10 ENGINE_KILLS=2 \
-	  SESSIONS=60 ONLINE_S=40 TRAINER_KILLS=4 PYTEST_ARGS="-m 'not vllm' $(PYTEST_ARGS)"
+	PENSTOCK_CHAOS_SEED=31 $(MAKE) chaos KILLS=16 IMAGES=10 FLIPS=200 FILLS=2 SYNC_FAULTS=4 DEMO_KILLS=2 CHAINS=100 WEIGHTS_FAULTS=30 SWAPS=6 ENGINE_KILLS=2 \
+	  SESSIONS=60 ONLINE_S=20 TRAINER_KILLS=2 PYTEST_ARGS="-m 'not vllm' $(PYTEST_ARGS)"
 
 # Every attack that must fail, one test at a time: some flood a service.
 attacks:

@@ -45,7 +45,7 @@ ROWS = 60
 SERVICE_EVERY = 200
 """One flip of so many is also shown to a whole service."""
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300 + FLIPS)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800 + FLIPS)]
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ SEED = int(os.environ.get("PENSTOCK_CHAOS_SEED", "0")) or random.SystemRandom().
 IMAGES_PER_RUN = 20
 """Then a new run begins on a new disk, so that the check of an image stays short."""
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300 + 10 * IMAGES), *needs_root]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800 + 10 * IMAGES), *needs_root]
 
 
 async def test_power_loss(tmp_path: Path) -> None:

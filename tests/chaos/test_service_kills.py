@@ -24,7 +24,7 @@ CAMPAIGNS = [("the one service", 1, 0.4), ("home or a partition", 3, 0.6)]
 START_SHARE = 0.2
 """Of the kills that meet a service during its start."""
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300 + 10 * KILLS)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800 + 10 * KILLS)]
 
 
 @pytest.mark.parametrize(("fault", "num_partitions", "share"), CAMPAIGNS)

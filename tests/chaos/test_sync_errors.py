@@ -27,7 +27,7 @@ IN_FLIGHT_S = 0.5
 
 pytestmark = [
     pytest.mark.chaos,
-    pytest.mark.timeout(300 + 30 * FAULTS),
+    pytest.mark.timeout(1800 + 30 * FAULTS),
     pytest.mark.skipif(shutil.which("cc") is None, reason="the fault is a C library; needs cc"),
 ]
 

@@ -57,7 +57,7 @@ TENSOR_ROOM_BYTES = 64
 """Lengths and head of a frame, beside the tensor's name."""
 BASE, TARGET = "0" * 64, "1" * 64
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300 + CHAINS)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800 + CHAINS)]
 
 
 class World:

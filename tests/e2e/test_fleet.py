@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A third node joins a run with a URL and a token; then the run is stopped, and resumes."""
+"""A third node joins a run with a URL and a token; then the run's key is rotated, the run is
+stopped, and resumes."""
 
 from __future__ import annotations
 
@@ -87,6 +88,7 @@ def test_a_guest_works_survives_a_restart_and_leaves(
     assert system.launcher is not None
     assert f"pid {system.launcher.pid}" in refused.stderr
 
+    json_of(penstock("token", "rotate", str(system.folder.path), "--now", "--json"))
     system.pids()
     stopped = penstock("stop", str(system.folder.path), "--timeout-s", "600")
     assert stopped.returncode == 0, stopped.stderr
