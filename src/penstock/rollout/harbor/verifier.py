@@ -8,10 +8,10 @@ error, never a reward of 0."""
 from __future__ import annotations
 
 import json
-import math
 from pathlib import PurePosixPath
 from typing import Any, cast
 
+from penstock.bounds import MAX_REWARD
 from penstock.errors import RewardError, RewardTimeout
 from penstock.rollout.harbor.boxes import TESTS, VERIFIER_LOGS
 from penstock.rollout.sandbox.run import Finished, run
@@ -86,7 +86,7 @@ def _number(text: str, name: str, task: HarborTask) -> float:
         rewards = cast(dict[str, Any], value)
         value = next(iter(rewards.values())) if len(rewards) == 1 else rewards.get("reward")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or abs(value) > 1e9:
+    if not is_number or not abs(value) <= MAX_REWARD:
         raise RewardError(
             f"{_where(task)}: {name} has {text.strip()[:100]!r}; write one finite number, or JSON "
             'such as {"reward": 1.0}'
