@@ -27,7 +27,7 @@ def print_json(value: object) -> None:
 
 def print_note(text: str) -> None:
     """Print a line for people on stderr; stdout is for results."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def pluralise(number: int, noun: str, plural: str = "") -> str:
