@@ -31,6 +31,7 @@ from penstock.rollout.tools.mcp_session import McpSession
 from penstock.rollout.tools.search_tool import SearchSession
 from penstock.rollout.tools.servers import open_tools
 from penstock.rollout.tools.types import ToolFailed, ToolSpec
+from penstock.rollout.user_errors import MAX_LAST_WORDS_CHARS
 
 __all__ = ["project"]
 ESCAPES = (
@@ -371,3 +372,20 @@ async def test_the_bill_of_a_server_is_a_number_that_can_be_recorded() -> None:
     finally:
         await tools.close()
         await servers.close()
+
+
+async def test_a_tool_server_that_ends_shows_no_granted_secret(tmp_path: Path) -> None:
+    """What it printed last is read by the model and delivered: neither a secret of this machine nor
+    a part of one is in it, wherever the text is cut."""
+    secret = "swordfish-0123456789-abcdefghij"
+    (tmp_path / "key").write_text(secret)
+    code = (
+        "import os, sys; s = open(os.environ['PENSTOCK_SECRETS'] + '/key').read(); "
+        f"sys.exit(s + 'x' * {MAX_LAST_WORDS_CHARS - 12} + '\\n')"
+    )
+    granted = UseSettings(grants=Grants(secrets={"key": tmp_path / "key"}))
+    isolation = Isolation(IsolationSettings(uses={Use.SERVERS: granted}))
+    server = ToolServerInfo(name="x", command=(sys.executable, "-S", "-c", code))
+    with pytest.raises(ConfigError) as caught:
+        await open_tools(facts(tools=(server,)), isolation)
+    assert "xxxx" in str(caught.value) and secret[-8:] not in str(caught.value)

@@ -16,6 +16,7 @@ from penstock.errors import RewardError, RewardTimeout
 from penstock.rollout.harbor.boxes import TESTS, VERIFIER_LOGS
 from penstock.rollout.sandbox.run import Finished, run
 from penstock.rollout.sandbox.types import FileRefused, Sandbox
+from penstock.rollout.user_errors import last_words
 from penstock.tasks.harbor import HarborTask
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -99,5 +100,4 @@ def _where(task: HarborTask) -> str:
 
 
 def _end(done: Finished) -> str:
-    text = (done.stderr or done.stdout).decode(errors="replace").strip()
-    return text[-500:] or "it printed nothing"
+    return last_words(done.stderr or done.stdout, 500) or "it printed nothing"
