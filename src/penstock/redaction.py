@@ -45,6 +45,7 @@ _FORMS = (
         rf"\1\2{HIDDEN}",
     ),
 )
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _known: dict[str, None] = {}
 
 
@@ -67,6 +68,17 @@ def hide_secrets(text: str) -> str:
     for form, shown in _FORMS:
         text = form.sub(shown, text)
     return text
+
+
+def printable(text: str) -> str:
+    """Without control characters: what a model, an agent or a node wrote must not steer the
+    terminal. Keeps tabs and line breaks."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def for_people(text: str) -> str:
+    """Text of others, safe to record and to show: without secrets and control characters."""
+    return printable(hide_secrets(text))
 
 
 @cache

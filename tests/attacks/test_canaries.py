@@ -4,7 +4,6 @@ outcome of a rollout, a report or what a command prints."""
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
@@ -24,8 +23,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
+from tests.attacks.scoring import score_once
 from tests.unit.gateway.gateway_harness import POLICY, write_snapshot
-from tests.unit.rollout.fake_dataflow import task
 from tests.unit.weights.weight_servers import listening
 
 from penstock import redaction
@@ -43,7 +42,7 @@ from penstock.redaction import HIDDEN, hide_secrets, register_secret
 from penstock.rollout.attempt import failed
 from penstock.rollout.isolation import Isolation, IsolationSettings, Use, UseSettings
 from penstock.rollout.programs import run_program
-from penstock.rollout.rewards.scorer import Failed, Scorer
+from penstock.rollout.rewards.scorer import Failed
 from penstock.rollout.sandbox.types import Grants
 from penstock.rollout.user_errors import user_traceback
 from penstock.rollout.visible_folders import interpreter_folders
@@ -251,13 +250,7 @@ async def test_no_reward_shows_a_granted_secret(
         monkeypatch.setattr(sys, "path", [name, *sys.path])
         grants = Grants(secrets={"judge": Path(name) / "judge"})
         settings = IsolationSettings(uses={Use.REWARD: UseSettings(grants=grants)})
-        scorer = Scorer("leaky:reward", Isolation(settings))
-        serving = asyncio.create_task(scorer.run())
-        try:
-            result = await scorer.score("x", task())
-        finally:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+        result = await score_once("leaky:reward", Isolation(settings))
     assert isinstance(result, Failed) and "ValueError" in result.detail
     printed = capfdbinary.readouterr().err.decode(errors="replace")
     assert HIDDEN in printed

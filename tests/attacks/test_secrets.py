@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.attacks.scoring import score_once
 from tests.attacks.thief import NAMES
-from tests.unit.rollout.fake_dataflow import task
 
 from penstock.errors import SandboxError
 from penstock.rollout.isolation import (
@@ -26,7 +26,7 @@ from penstock.rollout.isolation import (
     passed_env,
 )
 from penstock.rollout.rewards.process import MAX_LOG_BYTES, LogBudget
-from penstock.rollout.rewards.scorer import Failed, Scorer
+from penstock.rollout.rewards.scorer import Failed
 from penstock.rollout.sandbox.container import ContainerBackend
 from penstock.rollout.sandbox.limits import LimitsSandbox
 from penstock.rollout.sandbox.run import run
@@ -435,13 +435,7 @@ async def test_no_canary_leaves_through_an_error(
     (project / "leaks.py").write_text(f"{head}    {ERROR_PATHS[path]}\n")
     monkeypatch.setattr(sys, "path", [str(project), *sys.path])
     settings = IsolationSettings(hidden=(project / "outputs",))
-    scorer = Scorer("leaks:reward", Isolation(settings))
-    serving = asyncio.create_task(scorer.run())
-    try:
-        result = await scorer.score("x", task())
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+    result = await score_once("leaks:reward", Isolation(settings))
     assert isinstance(result, Failed) and result.kind is FailureKind.REWARD
     captured = capfd.readouterr()
     assert "canary-" not in result.detail + captured.out + captured.err
@@ -472,13 +466,7 @@ async def test_a_long_answer_of_a_reward_is_not_decoded(
     node."""
     (project / "long.py").write_text(LONG_ANSWER)
     monkeypatch.setattr(sys, "path", [str(project), *sys.path])
-    scorer = Scorer("long:reward", Isolation())
-    serving = asyncio.create_task(scorer.run())
-    try:
-        result = await scorer.score("x", task())
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+    result = await score_once("long:reward", Isolation())
     assert isinstance(result, Failed) and "corrupted its worker's pipe" in result.detail
 
 

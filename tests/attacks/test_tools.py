@@ -6,10 +6,13 @@ from __future__ import annotations
 import asyncio
 import gzip
 import os
+import signal
 import sys
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from tests.attacks.test_secrets import needs_root, project, rob
@@ -20,12 +23,15 @@ from penstock.errors import ConfigError, SandboxError
 from penstock.rollout.isolation import Isolation, IsolationSettings, Use, UseSettings
 from penstock.rollout.sandbox.types import Grants
 from penstock.rollout.tool_sandbox import ToolSandbox
+from penstock.rollout.tools.arguments import ArgumentCheck
+from penstock.rollout.tools.catalog import make_catalog
 from penstock.rollout.tools.file_tools import FileSession, HostFolder
 from penstock.rollout.tools.http import MAX_RESPONSE_BYTES, HttpServer
 from penstock.rollout.tools.mcp_session import McpSession
 from penstock.rollout.tools.search_tool import SearchSession
 from penstock.rollout.tools.servers import open_tools
-from penstock.rollout.tools.types import ToolFailed
+from penstock.rollout.tools.types import ToolFailed, ToolSpec
+from penstock.rollout.user_errors import MAX_LAST_WORDS_CHARS
 
 __all__ = ["project"]
 ESCAPES = (
@@ -223,3 +229,163 @@ async def test_a_response_without_end_does_not_fill_the_node(is_compressed: bool
         host = f"127.0.0.1:{port}"
         said = await call(f"http://{host}/mcp", (host,))
     assert ("compressed" if is_compressed else "it sent more than") in said
+
+
+# --- what a server lists and answers, and what a model calls it with ------------------------------
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+_SLOW = "(a+)+$"
+_SLOW_NAME = "a" * 40 + "!"
+_STOCK = {"$schema": "https://json-schema.org/draft/2020-12/schema", "pattern": _SLOW}
+COSTLY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a pattern beside additionalProperties": (
+        {"type": "object", "patternProperties": {_SLOW: {}}, "additionalProperties": False},
+        {_SLOW_NAME: 1},
+    ),
+    "a pattern beside unevaluatedProperties": (
+        {"type": "object", "patternProperties": {_SLOW: {}}, "unevaluatedProperties": False},
+        {_SLOW_NAME: 1},
+    ),
+    "a part with a dialect of its own": (_object(x=_STOCK), {"x": _SLOW_NAME}),
+    "a reference into a constant": (
+        _object(x={"$ref": "#/const"}) | {"const": _STOCK},
+        {"x": _SLOW_NAME},
+    ),
+    "an encoded reference into a constant": (
+        _object(x={"$ref": "#/properties/y%2Fconst"}, y={"const": _STOCK}),
+        {"x": _SLOW_NAME},
+    ),
+    "a reference to the schema of schemas": (
+        _object(x={"$ref": _STOCK["$schema"]}),
+        {"x": {"properties": {str(n): {"items": {}} for n in range(20_000)}}},
+    ),
+    "many parts for each of many items": (
+        _object(x={"items": {"allOf": [{}] * 7000}}),
+        {"x": [0] * 10_000},
+    ),
+    "many parts behind few references": (
+        _object(x={"items": {"$ref": "#/$defs/b"}}) | {"$defs": {"b": {"allOf": [{}] * 7000}}},
+        {"x": [0] * 1900},
+    ),
+    "a long value in each of many problems": (
+        _object(x={"anyOf": [{"type": "null"}] * 1500}),
+        {"x": ["a" * 50] * 20_000},
+    ),
+    "a long value that many parts never allow": (
+        _object(x={"anyOf": [False] * 4000}),
+        {"x": ["a" * 50] * 20_000},
+    ),
+}
+
+
+class _TooSlow(Exception):
+    pass
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Generator[None]:
+    """Raises after this much work of this process, also within a regular expression."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _TooSlow
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    except _TooSlow:
+        raise AssertionError(f"more than {seconds} s of work") from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@pytest.mark.parametrize("how", COSTLY)
+def test_the_schema_of_a_stranger_does_not_stop_the_node(how: str) -> None:
+    """A node checks arguments on its event loop: what a tool server lists cannot hold it up, nor
+    lead to a rejection of arguments that its own server would take."""
+    schema, arguments = COSTLY[how]
+    spec = ToolSpec(name="t", description="", parameters=schema)
+    with cpu_limit(20):
+        [tool] = make_catalog([ToolServerInfo(name="x")], {"x": [spec]}).tools
+        problem = tool.check(arguments)
+    assert not problem or how.startswith("a long value")
+
+
+NUMBERS: tuple[tuple[dict[str, Any], bool], ...] = (
+    ({"multipleOf": 0.5}, False),
+    ({"maximum": 3.5}, True),
+    ({"not": {"pattern": "x"}}, False),
+    ({"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}]}, False),
+)
+
+
+@pytest.mark.parametrize(("schema", "is_wrong"), NUMBERS)
+def test_a_number_beyond_every_float_is_checked_or_left_to_the_server(
+    schema: dict[str, Any], is_wrong: bool
+) -> None:
+    """No argument of a model raises, and a keyword that is not checked rejects nothing."""
+    check = ArgumentCheck(_object(x=schema))
+    assert bool(check({"x": 6 * 10**400})) == is_wrong
+
+
+HOSTILE = str(Path(__file__).parents[1] / "unit" / "rollout" / "tools" / "hostile_server.py")
+
+
+class _NoTurns:
+    def turns(self) -> tuple[object, ...]:
+        return ()
+
+
+async def test_arguments_of_one_attempt_do_not_end_a_server_that_all_share() -> None:
+    """A model that nests its arguments without end reads that it may not; the server of the other
+    attempts keeps its state."""
+    command = (sys.executable, "-S", HOSTILE, "good")
+    info = ToolServerInfo(name="x", command=command, is_shared=True)
+    servers = await open_tools(facts(tools=(info,)), Isolation())
+    try:
+        mine, other = (servers.lease("source", row, _NoTurns()) for row in ("a", "b"))
+        assert (await other.call({"name": "echo", "arguments": {"text": "count"}})).text == "1"
+        for depth in (70, 300, 900):
+            nested = '{"text": "x", "more": ' + "[" * depth + "]" * depth + "}"
+            said = await mine.call({"name": "echo", "arguments": nested})
+            assert said.is_error and "levels deep" in said.text
+        assert (await other.call({"name": "echo", "arguments": {"text": "count"}})).text == "2"
+    finally:
+        await servers.close()
+
+
+async def test_the_bill_of_a_server_is_a_number_that_can_be_recorded() -> None:
+    """A cost beyond every float neither ends an attempt nor makes its row unacceptable."""
+    command = (sys.executable, "-S", HOSTILE, "good")
+    servers = await open_tools(
+        facts(tools=(ToolServerInfo(name="x", command=command),)), Isolation()
+    )
+    tools = servers.lease("source", "row", _NoTurns())
+    try:
+        said = await tools.call({"name": "echo", "arguments": {"text": "bill"}})
+        assert (said.text, said.is_error, said.cost) == ("paid", False, 0.0)
+    finally:
+        await tools.close()
+        await servers.close()
+
+
+async def test_a_tool_server_that_ends_shows_no_granted_secret(tmp_path: Path) -> None:
+    """What it printed last is read by the model and delivered: neither a secret of this machine nor
+    a part of one is in it, wherever the text is cut."""
+    secret = "swordfish-0123456789-abcdefghij"
+    (tmp_path / "key").write_text(secret)
+    code = (
+        "import os, sys; s = open(os.environ['PENSTOCK_SECRETS'] + '/key').read(); "
+        f"sys.exit(s + 'x' * {MAX_LAST_WORDS_CHARS - 12} + '\\n')"
+    )
+    granted = UseSettings(grants=Grants(secrets={"key": tmp_path / "key"}))
+    isolation = Isolation(IsolationSettings(uses={Use.SERVERS: granted}))
+    server = ToolServerInfo(name="x", command=(sys.executable, "-S", "-c", code))
+    with pytest.raises(ConfigError) as caught:
+        await open_tools(facts(tools=(server,)), isolation)
+    assert "xxxx" in str(caught.value) and secret[-8:] not in str(caught.value)

@@ -102,16 +102,18 @@ def _print_trees(said: list[Sample]) -> None:
 
 def lines(explanation: Explanation, width: int) -> list[str]:
     """As text: the summary, then the events that led to it, timed from the first one."""
+    from penstock.cli.output import printable
+
     times = [step.at for step in explanation.steps if step.at]
     began_at = min(times, default=0.0)
-    written = textwrap.wrap(explanation.summary, width)
+    written = textwrap.wrap(printable(explanation.summary), width)
     if times:
         written += ["", f"  from {datetime.fromtimestamp(began_at, UTC):%Y-%m-%d %H:%M:%S} UTC"]
     for step in explanation.steps:
         when = f"+{step.at - began_at:.1f} s" if step.at else ""
         head = f"  {when:>10}  "
         written += textwrap.wrap(
-            step.text, width, initial_indent=head, subsequent_indent=" " * len(head)
+            printable(step.text), width, initial_indent=head, subsequent_indent=" " * len(head)
         )
     if explanation.related:
         names = ", ".join(dict.fromkeys(explanation.related.values()))

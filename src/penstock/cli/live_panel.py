@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.output import format_clock, format_duration, pluralise
+from penstock.cli.output import format_clock, format_duration, pluralise, printable
 from penstock.dataflow.service.operators.messages import PolicyStatus, Status
 from penstock.runs.monitor import RunView, resume_note
 
@@ -47,7 +47,7 @@ class LivePanel:
         self._live.update(draw(view, self._console.width, self._hint), refresh=True)
 
     def notify(self, text: str) -> None:
-        self._live.console.print(text, highlight=False, markup=False)
+        self._live.console.print(printable(text), highlight=False, markup=False)
 
     def close(self) -> None:
         self._live.stop()
@@ -79,12 +79,12 @@ def draw(view: RunView, width: int, hint: str = LIVE_HINT) -> RenderableType:
                 parts.append(Text(policy.policy, style="bold cyan"))
             parts.append(_policy(policy, view.curves.get(policy.policy, []), width))
         parts += [_flow(status), Text(""), _nodes(status)]
-        parts += [Text(f"\n{alarm}", style="yellow") for alarm in status.alarms]
+        parts += [Text(printable(f"\n{alarm}"), style="yellow") for alarm in status.alarms]
     if status is not None and view.unreachable_s > UNREACHABLE_S:
         text = f"no response from the dataflow for {format_duration(view.unreachable_s)}"
         parts.append(Text(text, style="yellow"))
     if view.note:
-        parts += [Text(""), Text(view.note, style="yellow", overflow="ellipsis", no_wrap=True)]
+        parts += [Text(""), _note(view.note)]
     return Box(
         Group(*parts),
         title=Text.assemble(("penstock", "bold cyan"), (f" · {view.name}", "bold")),
@@ -95,6 +95,10 @@ def draw(view: RunView, width: int, hint: str = LIVE_HINT) -> RenderableType:
         padding=(0, 1),
         width=min(width, 110),
     )
+
+
+def _note(text: str) -> Text:
+    return Text(printable(text), style="yellow", overflow="ellipsis", no_wrap=True)
 
 
 def sparkline(values: list[float], width: int) -> str:

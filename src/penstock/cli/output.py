@@ -3,18 +3,11 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Sequence
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def printable(text: str) -> str:
-    """Without control characters: what a model, an agent or a node wrote must not steer the
-    terminal. Keeps tabs and line breaks."""
-    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+from penstock.redaction import printable as printable
 
 
 def print_json(value: object) -> None:
@@ -27,7 +20,7 @@ def print_json(value: object) -> None:
 
 def print_note(text: str) -> None:
     """Print a line for people on stderr; stdout is for results."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def pluralise(number: int, noun: str, plural: str = "") -> str:

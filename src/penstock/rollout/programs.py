@@ -13,16 +13,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from penstock.errors import WorkflowError
-from penstock.redaction import hide_secrets
 from penstock.rollout.isolation import Opened
 from penstock.rollout.proxied_sandbox import with_ports
 from penstock.rollout.sandbox.types import CommandRefused, Exit, ReadStream, Sandbox, SandboxProcess
-from penstock.rollout.user_errors import shorten
+from penstock.rollout.user_errors import KEPT_ERROR_BYTES, last_words, shorten
 
 MAX_OUTPUT_BYTES = 1 << 20
-MAX_ERROR_BYTES = 1500
-_KEPT_ERROR_BYTES = 16 << 10
-"""More than is shown, so that no secret is cut in two before it is hidden."""
 
 
 def inherited_env() -> dict[str, str]:
@@ -60,11 +56,11 @@ async def run_program(
         if not limit.expired():
             raise
         why = f"was killed after {timeout_s:g} s"
-        raise WorkflowError(shorten(f"`{shlex.join(argv)}` {why}: {_error_text(error)}")) from None
+        raise WorkflowError(shorten(f"`{shlex.join(argv)}` {why}: {last_words(error)}")) from None
     except CommandRefused as error:
         raise WorkflowError(f"`{shlex.join(argv)[:200]}` cannot start: {error}") from None
     if ended.code != 0 or ended.limit:
-        raise WorkflowError(shorten(f"`{shlex.join(argv)}` {_how(ended)}: {_error_text(error)}"))
+        raise WorkflowError(shorten(f"`{shlex.join(argv)}` {_how(ended)}: {last_words(error)}"))
     return _text(printed)
 
 
@@ -75,7 +71,7 @@ async def _finish(
     async with asyncio.TaskGroup() as streams:
         streams.create_task(_feed(process, stdin))
         streams.create_task(_keep_end(process.stdout, printed, MAX_OUTPUT_BYTES))
-        streams.create_task(_keep_end(process.stderr, error, _KEPT_ERROR_BYTES))
+        streams.create_task(_keep_end(process.stderr, error, KEPT_ERROR_BYTES))
         ended = await process.wait()
     return ended, printed
 
@@ -97,10 +93,6 @@ def _how(ended: Exit) -> str:
     if ended.limit:
         return f"was ended at its limit {ended.limit} (sandbox.workflow.limits in the run file)"
     return f"exited with code {ended.code}"
-
-
-def _error_text(data: bytearray) -> str:
-    return hide_secrets(_text(data))[-MAX_ERROR_BYTES:]
 
 
 def _text(data: bytearray) -> str:

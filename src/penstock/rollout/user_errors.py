@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracebacks of user functions, without penstock's own frames."""
+"""Errors of user code: tracebacks without penstock's own frames, and the last words of programs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 from penstock.redaction import hide_secrets
 
 MAX_DETAIL_CHARS = 2000
+MAX_LAST_WORDS_CHARS = 1500
+KEPT_ERROR_BYTES = 16 << 10
+"""More than is shown, so that no secret is cut in two before it is hidden."""
 _OURS = (str(Path(__file__).parent), str(Path(__file__).parent.parent / "gateway"))
 
 
@@ -19,6 +22,12 @@ def user_traceback(error: BaseException) -> str:
     lines = traceback.format_list(theirs[-8:])
     lines += traceback.format_exception_only(type(error), error)
     return shorten("".join(lines).strip())
+
+
+def last_words(printed: bytes | bytearray, max_chars: int = MAX_LAST_WORDS_CHARS) -> str:
+    """The end of what a program printed, without secrets."""
+    kept = printed[-KEPT_ERROR_BYTES:].decode(errors="replace").strip()
+    return hide_secrets(kept)[-max_chars:]
 
 
 def shorten(text: str) -> str:

@@ -36,6 +36,7 @@ from penstock.dataflow.records import (
     gone_key,
 )
 from penstock.errors import NotFound, PenstockError, StoreError
+from penstock.redaction import for_people
 from penstock.runs.decoded import Decoder
 from penstock.runs.recorded_trajectory import PayloadState, RecordedTrajectory, TrainingUse
 from penstock.types import (
@@ -344,7 +345,7 @@ class TrajectoryReader:
             uses=facts.uses,
             columns=values,
             state=state,
-            detail=detail if payload is None else payload.outcome.detail,
+            detail=detail if payload is None else for_people(payload.outcome.detail),
             payload=payload,
             decoder=self._decoder,
         )

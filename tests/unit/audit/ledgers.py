@@ -102,6 +102,8 @@ class FakeNode:
     earlier: tuple[LiveVersion, ...] = ()
     """The version before the last load; answers in flight then have tokens of both."""
     num_requests: int = 0
+    explain: Callable[[Grant], str] = lambda grant: ""
+    """Why an attempt failed."""
 
     async def join(self) -> None:
         body = RegisterRequest(node_id=self.node_id, boot_id=self.boot_id, capacity=64, policies=())
@@ -176,7 +178,8 @@ class FakeNode:
 
     def _answer(self, grant: Grant, *, across_load: bool) -> Trajectory:
         kind = self.choose(grant)
-        outcome = Outcome(kind=kind)
+        why = self.explain(grant) if kind is OutcomeKind.FAILED else ""
+        outcome = Outcome(kind=kind, reason="workflow" if why else "", detail=why)
         spans = [self.live[0]] * NUM_TOKENS
         if across_load and self.earlier:
             spans[0] = self.earlier[0]

@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tests.contract.dataflow_server import small_config
+from tests.unit.cli.sample_statuses import status, view
 
+from penstock.cli.explain import lines
+from penstock.cli.live_panel import draw
 from penstock.cli.main import main
-from penstock.cli.output import printable
+from penstock.cli.output import print_note, printable
+from penstock.dataflow.explain.explain import Explanation
+from penstock.dataflow.explain.sentences import ExplainStep
 from penstock.fleet.run_folder import RunFolder
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31mred\rgone"
@@ -42,3 +49,19 @@ def test_logs_and_errors_do_not_steer_the_terminal(
     assert out.count("owned") == 5 and "owned" in err
     for character in ("\x1b", "\x07", "\x9b"):
         assert character not in out and character not in err
+
+
+def test_errors_of_nodes_do_not_steer_the_terminal_of_an_operator(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A program in a sandbox, or a node of strangers, chooses the text of a failure; `explain` and
+    the live panel show it."""
+    step = ExplainStep(at=1.0, what="given up", text=f"failed: {HOSTILE}")
+    explained = Explanation(id="p0-1", kind="group", summary=HOSTILE, steps=(step,))
+    shown = "\n".join(lines(explained, 80))
+    print_note(HOSTILE)
+    Console(width=120).print(draw(view(replace(status(), alarms=(HOSTILE,))), 120))
+    shown += "".join(capsys.readouterr())
+    assert shown.count("owned") == 4
+    for character in ("\x1b", "\x07", "\x9b"):
+        assert character not in shown

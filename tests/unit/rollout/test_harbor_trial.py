@@ -77,6 +77,7 @@ async def test_an_agent_that_fails_is_judged_but_stays_a_failure() -> None:
         (": > /logs/verifier/reward.txt", "''"),
         ('echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json', "one finite number"),
         ("echo true > /logs/verifier/reward.json", "'true'"),
+        ("printf '1%0400d' 0 > /logs/verifier/reward.json", "one finite number"),
         ("mkdir /logs/verifier/reward.txt", "reward.txt"),
         ("ln -s /etc/passwd /logs/verifier/reward.txt", "reward.txt"),
         ("echo 1 > /logs/verifier/reward.txt; kill -9 $$", "signal 9"),

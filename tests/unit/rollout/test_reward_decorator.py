@@ -102,3 +102,9 @@ def test_a_value_that_is_no_number_is_described() -> None:
         return None
 
     assert scored(nothing, {}).values == ["None"]
+
+    @penstock.reward
+    def huge(completion: str) -> Any:
+        return 10**5000
+
+    assert scored(huge, {}).values == ["a number beyond every float"]

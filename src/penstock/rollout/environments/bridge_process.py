@@ -22,10 +22,9 @@ from penstock.rollout.environments.protocol import (
     parse_answer,
 )
 from penstock.rollout.sandbox.types import Exit, ReadStream, Sandbox, SandboxProcess
-from penstock.rollout.user_errors import shorten
+from penstock.rollout.user_errors import KEPT_ERROR_BYTES, last_words, shorten
 from penstock.types import JsonObject
 
-MAX_ERROR_BYTES = 1500
 RENEWALS_PER_LEASE = 3
 LAST_WORDS_S = 1.0
 """How long a bridge without output may take to end, and its errors to arrive."""
@@ -148,7 +147,7 @@ class Bridge:
         return EnvironmentFailed(shorten(f"{self.settings.label}, {call}: {why}"))
 
     def _said(self) -> str:
-        text = self._error.decode(errors="replace").strip()
+        text = last_words(self._error)
         return f" (last output: {text})" if text else ""
 
     async def _read_answers(self) -> None:
@@ -186,7 +185,7 @@ class Bridge:
         waits for: its output, until its end"""
         while chunk := await self._process.stderr.read(1 << 14):
             self._error += chunk
-            del self._error[:-MAX_ERROR_BYTES]
+            del self._error[:-KEPT_ERROR_BYTES]
 
     async def _renew_leases(self) -> None:
         """consumes: open episodes · produces: their renewed leases, or a bridge that is ended

@@ -23,6 +23,7 @@ from penstock.rollout.isolation import Isolation
 from penstock.rollout.proxied_sandbox import INTERPRETER, with_ports
 from penstock.rollout.sandbox.run import Finished, run
 from penstock.rollout.sandbox.types import FileRefused, Sandbox
+from penstock.rollout.user_errors import last_words
 from penstock.rollout.visible_folders import interpreter_folders, program_folders
 from penstock.tasks.harbor import HarborTask
 
@@ -84,7 +85,7 @@ def _failure(argv: Sequence[str], done: Finished) -> str:
     if done.exit.limit:
         how = f"was ended at its limit {done.exit.limit} (sandbox.workflow.limits in the run file)"
     program = "the built-in agent" if argv[:1] == [INTERPRETER] else f"`{shlex.join(argv)}`"
-    return f"{program} {how}: {done.stderr.decode(errors='replace').strip()[-1000:]}"
+    return f"{program} {how}: {last_words(done.stderr, 1000)}"
 
 
 def placed(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:

@@ -8,14 +8,15 @@ error, never a reward of 0."""
 from __future__ import annotations
 
 import json
-import math
 from pathlib import PurePosixPath
 from typing import Any, cast
 
+from penstock.bounds import MAX_REWARD
 from penstock.errors import RewardError, RewardTimeout
 from penstock.rollout.harbor.boxes import TESTS, VERIFIER_LOGS
 from penstock.rollout.sandbox.run import Finished, run
 from penstock.rollout.sandbox.types import FileRefused, Sandbox
+from penstock.rollout.user_errors import last_words
 from penstock.tasks.harbor import HarborTask
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -86,7 +87,7 @@ def _number(text: str, name: str, task: HarborTask) -> float:
         rewards = cast(dict[str, Any], value)
         value = next(iter(rewards.values())) if len(rewards) == 1 else rewards.get("reward")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or abs(value) > 1e9:
+    if not is_number or not abs(value) <= MAX_REWARD:
         raise RewardError(
             f"{_where(task)}: {name} has {text.strip()[:100]!r}; write one finite number, or JSON "
             'such as {"reward": 1.0}'
@@ -99,5 +100,4 @@ def _where(task: HarborTask) -> str:
 
 
 def _end(done: Finished) -> str:
-    text = (done.stderr or done.stdout).decode(errors="replace").strip()
-    return text[-500:] or "it printed nothing"
+    return last_words(done.stderr or done.stdout, 500) or "it printed nothing"

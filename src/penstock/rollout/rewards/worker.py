@@ -92,6 +92,8 @@ def _number(value: Any) -> float | str:
         number = float(value)
     except (TypeError, ValueError):
         return _describe(value)
+    except OverflowError:
+        return "a number beyond every float"
     return number if math.isfinite(number) else _describe(number)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -22,6 +22,8 @@ from penstock.rollout.tools.types import ToolFailed, ToolResult, ToolSession, To
 from penstock.types import JsonObject, ToolUse
 
 MAX_ARGUMENT_CHARS = 1 << 20
+MAX_ARGUMENT_DEPTH = 64
+"""Below what the encoders of servers take: where one fails, the server ends for all attempts."""
 MAX_NAME_CHARS = 256
 RECOVER_S = 30.0
 """How long ending a server may take before the next call goes on without it."""
@@ -189,7 +191,22 @@ def _parse(text: str) -> JsonObject | str:
         return f"the arguments are not valid JSON: {error}"
     if not isinstance(parsed, dict):
         return f"the arguments must be a JSON object, not {type(parsed).__name__}"
+    if _is_deep(cast(JsonObject, parsed)):
+        return f"the arguments are more than {MAX_ARGUMENT_DEPTH} levels deep; nest them less"
     return cast(JsonObject, parsed)
+
+
+def _is_deep(value: JsonObject) -> bool:
+    level: list[Any] = [value]
+    for _ in range(MAX_ARGUMENT_DEPTH):
+        level = [one for outer in level for one in _inner(outer) if isinstance(one, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    return cast(JsonObject, value).values() if isinstance(value, dict) else value
 
 
 def _refuse_constant(name: str) -> None:

@@ -8,7 +8,6 @@ server is the transport's; what a call may cost is the caller's.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -26,6 +25,8 @@ from penstock.rollout.tools.types import ToolFailed, ToolResult, ToolSpec
 START_S = 60.0
 PING_S = 5.0
 MAX_PAGES = 100
+MAX_COST = 1e9
+"""What a server says beyond it is not recorded; sums over a run stay finite."""
 MAX_LISTED = 1000
 """Tools that are looked at; the catalog offers fewer."""
 log = structlog.get_logger(__name__)
@@ -193,4 +194,4 @@ def _text(block: Any) -> str:
 def _cost(meta: Mapping[str, Any] | None) -> float:
     cost = (meta or {}).get("cost", 0.0)
     is_number = isinstance(cost, int | float) and not isinstance(cost, bool)
-    return float(cost) if is_number and math.isfinite(cost) else 0.0
+    return float(cost) if is_number and abs(cost) <= MAX_COST else 0.0

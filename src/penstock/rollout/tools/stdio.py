@@ -22,11 +22,11 @@ from penstock.rollout.isolation import FOREVER_S, Isolation, Opened, Use
 from penstock.rollout.proxied_sandbox import with_ports
 from penstock.rollout.sandbox.types import ReadStream, Sandbox, SandboxProcess, WriteStream
 from penstock.rollout.tools.mcp_session import Ending
+from penstock.rollout.user_errors import KEPT_ERROR_BYTES, last_words
 from penstock.rollout.visible_folders import program_folders, python_folders
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_WRONG_LINES = 1000
-MAX_ERROR_BYTES = 1500
 _CHUNK_BYTES = 1 << 16
 Incoming = MemoryObjectSendStream[SessionMessage | Exception]
 Outgoing = MemoryObjectReceiveStream[SessionMessage]
@@ -84,7 +84,7 @@ async def _read(
         if not ending.why:
             ended = await process.wait()
             how = f"at its limit {ended.limit}" if ended.limit else f"with code {ended.code}"
-            said = error.decode(errors="replace").strip()
+            said = last_words(error)
             ending.why = f"its program ended {how}{': ' if said else ''}{said}"
 
 
@@ -127,4 +127,4 @@ async def _write(target: WriteStream, session: Outgoing) -> None:
 async def _keep_end(source: ReadStream, kept: bytearray) -> None:
     while chunk := await source.read(_CHUNK_BYTES):
         kept += chunk
-        del kept[:-MAX_ERROR_BYTES]
+        del kept[:-KEPT_ERROR_BYTES]

@@ -24,6 +24,9 @@ RECURSIVE = {
     "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
 }
 
+COUNTED: list[str] = []
+"""What was counted since the start."""
+
 
 def tools(kind: str) -> list[dict[str, Any]]:
     if kind == "many":
@@ -70,6 +73,13 @@ def call(kind: str, id_: Any, text: str) -> None:
         sys.stdout.write("\x00\x01 some log line\n{]\n\n")
     if text == "error":
         say({"id": id_, "error": {"code": -32000 - 5, "message": "no such thing"}})
+        return
+    if text == "count":
+        COUNTED.append(text)
+        text = str(len(COUNTED))
+    if text == "bill":
+        block = {"type": "text", "text": "paid"}
+        say({"id": id_, "result": {"content": [block], "_meta": {"cost": 10**400}}})
         return
     if text == "other":
         image = {"type": "image", "data": "eA==", "mimeType": "image/png"}

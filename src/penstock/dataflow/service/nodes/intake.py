@@ -21,6 +21,7 @@ from penstock.dataflow.service.nodes.messages import Delivery, DeliveryResult
 from penstock.dataflow.service.nodes.trust import LeaseSampling
 from penstock.dataflow.sources import slot_seeds
 from penstock.errors import BadRequest
+from penstock.redaction import for_people
 from penstock.types import GroupId, NodeId, Outcome, RowId, RowSummary, Trajectory
 from penstock.wire.codec import decode_zero_copy
 
@@ -75,7 +76,7 @@ class DeliveryIntake:
         if isinstance(judged, validate.UnknownVersion) and not is_authoritative:
             return replace(_refused(delivery, DeliveryStatus.INVALID), is_unknown_version=True)
         if isinstance(judged, str):
-            self._partition.reject(group_id, slot, judged, now)
+            self._partition.reject(group_id, slot, for_people(judged), now)
             return _refused(delivery, DeliveryStatus.INVALID, str(judged))
         return self._store(delivery, *judged, now)
 
@@ -129,7 +130,7 @@ class DeliveryIntake:
             arrival=self._next_arrival(),
             blob=delivery.blob,
         )
-        status = self._partition.deliver(row, trajectory.outcome, now)
+        status = self._partition.deliver(row, _shown(trajectory.outcome), now)
         return IntakeResult(
             result=DeliveryResult(row_id=delivery.row_id, status=status),
             row=row,
@@ -157,6 +158,13 @@ class DeliveryIntake:
         is_same = known.summary.digest == blake3(payload).hexdigest()
         status = DeliveryStatus.DUPLICATE if is_same else DeliveryStatus.CONFLICT
         return replace(result, status=status)
+
+
+def _shown(outcome: Outcome) -> Outcome:
+    """As the ledger records it: a node of strangers hides nothing itself."""
+    if not outcome.reason and not outcome.detail:
+        return outcome
+    return replace(outcome, reason=for_people(outcome.reason), detail=for_people(outcome.detail))
 
 
 def _refused(delivery: Delivery, status: DeliveryStatus, detail: str = "") -> IntakeResult:
