@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from benchmarks.data_algorithms import Summary
 from benchmarks.harness import log_line, result, scratch
@@ -128,7 +129,7 @@ COMPARED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    steps: int = 60
+    steps: int = 40
     num_groups: int = 64
     seeds: int = 8
 
@@ -195,7 +196,8 @@ class Curve:
 
 
 def train(workflow: Workflow, arm: Arm, seed: int, setting: Setting, folder: Path) -> Curve:
-    players, rng, curve = Players(arm, seed, folder), random.Random(seed), Curve(first=[], second=[])
+    players, rng = Players(arm, seed, folder), random.Random(seed)
+    curve = Curve(first=[], second=[])
     for step in range(setting.steps):
         tasks = [workflow.make_task(rng) for _ in range(setting.num_groups)]
         first, second = play(workflow, players, tasks)
@@ -285,6 +287,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write the figure there, as SVG")
     options = parser.parse_args()
     quiet()
+    torch.set_num_threads(1)  # so small a model is slower with more
     setting = Setting(steps=10, num_groups=16, seeds=3) if options.quick else Setting()
     found = study(setting, options.folder, options.runs)
     values: dict[str, Callable[[Curve], float]] = {
@@ -302,7 +305,7 @@ def main() -> None:
                 figures[f"{workflow}_{key}_{name}_half_width"] = one.half_width
     if options.plot:
         options.plot.write_text(_figure(found, setting))
-    result("roles_study", seeds=setting.seeds, **figures)
+    result(seeds=setting.seeds, **figures)
 
 
 def _figure(found: Curves, setting: Setting) -> str:
