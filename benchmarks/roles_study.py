@@ -2,8 +2,8 @@
 """Roles study: does a model per role learn more than one model for both roles, and does a reward
 per role teach more than the team's?
 
-Two workflows of two roles, three arms each, the same generated tokens in all. Team reward: each role
-earns the mean of both. Learner, loss and advantages are the trainer's own; sampler and learners
+Two workflows of two roles, three arms each, the same generated tokens in all. Team reward: each
+role earns the mean of both. Learner, loss and advantages are the trainer's own; sampler and learners
 share one process, without services and without staleness. Every arm of a seed gets the same tasks.
 
 R = rows, P = tokens of a prompt."""
@@ -128,7 +128,7 @@ COMPARED = {
 class Setting:
     steps: int = 40
     num_groups: int = 64
-    seeds: int = 6
+    seeds: int = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
