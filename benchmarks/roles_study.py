@@ -3,8 +3,9 @@
 per role teach more than the team's?
 
 Two workflows of two roles, three arms each, the same generated tokens in all. Team reward: each
-role earns the mean of both. Learner, loss and advantages are the trainer's own; sampler and learners
-share one process, without services and without staleness. Every arm of a seed gets the same tasks.
+role earns the mean of both. Learner, loss and advantages are the trainer's own; sampler and
+learners share one process, without services and without staleness. Every arm of a seed gets the
+same tasks.
 
 R = rows, P = tokens of a prompt."""
 
@@ -126,8 +127,8 @@ COMPARED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    steps: int = 40
-    num_groups: int = 64
+    steps: int = 50
+    num_groups: int = 24
     seeds: int = 5
 
 
