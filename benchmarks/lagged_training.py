@@ -86,23 +86,25 @@ class Sampler:
         return self._tokenizer.encode(prompt).ids
 
     @torch.no_grad()
-    def answer(self, prompts: Ints) -> Answers:
-        """A group of answers to each prompt, which is read once for all of them."""
+    def answer(
+        self, prompts: Ints, *, copies: int = NUM_GENERATIONS, max_tokens: int = NUM_TOKENS
+    ) -> Answers:
+        """So many answers to each prompt, which is read once for all of them."""
         out = self._model(input_ids=torch.tensor(prompts), use_cache=True, logits_to_keep=1)
-        out.past_key_values.batch_repeat_interleave(NUM_GENERATIONS)
-        logits_RV = out.logits[:, -1].repeat_interleave(NUM_GENERATIONS, dim=0)
+        out.past_key_values.batch_repeat_interleave(copies)
+        logits_RV = out.logits[:, -1].repeat_interleave(copies, dim=0)
         ids, logprobs = list[Tensor](), list[Tensor]()
         while True:
             now_RV = torch.log_softmax(logits_RV, dim=-1)
             ids.append(torch.multinomial(now_RV.exp(), 1, generator=self._generator))
             logprobs.append(now_RV.gather(1, ids[-1]))
-            if len(ids) == NUM_TOKENS:
+            if len(ids) == max_tokens:
                 break
             out = self._model(input_ids=ids[-1], past_key_values=out.past_key_values)
             logits_RV = out.logits[:, -1]
         ids_RG = torch.cat(ids, dim=1).numpy()
         is_end_RG = ids_RG == END
-        lengths_R = np.where(is_end_RG.any(axis=1), is_end_RG.argmax(axis=1) + 1, NUM_TOKENS)
+        lengths_R = np.where(is_end_RG.any(axis=1), is_end_RG.argmax(axis=1) + 1, max_tokens)
         return Answers(
             ids_RG=ids_RG, logprobs_RG=torch.cat(logprobs, dim=1).numpy(), lengths_R=lengths_R
         )

@@ -68,7 +68,7 @@ class _Timed(SimulatedEngine):
             self._spells.append(BusyInterval(began_at=began_at, seconds=seconds))
 
 
-class _Folder:
+class Folder:
     """Weights that are there already."""
 
     def __init__(self, folder: Path) -> None:
@@ -109,7 +109,7 @@ async def _node(
     deps = NodeDeps(
         ack_log=ack_log,
         dataflow=client,
-        make_fetcher=lambda facts: _Folder(folder / "snapshot"),
+        make_fetcher=lambda facts: Folder(folder / "snapshot"),
         make_engine=lambda facts, policy: engine,
     )
     try:

@@ -92,6 +92,87 @@ def test_a_trainer_that_stands_still_or_dies_holds_up_no_other(tmp_path: Path) -
     assert published == {"free": STEPS, "stuck": STEPS, "judge": 0}
 
 
+WINDOW = 25
+"""Steps of `free` over which its rate is measured."""
+
+
+def work_per_step(system: System, begin: int) -> float:
+    """Rollouts that all nodes made for each step of `free`, over the steps after `begin`."""
+    until_number(system, "free", begin)
+    before = system.status()
+    until_number(system, "free", begin + WINDOW)
+    after = system.status()
+    assert before is not None and after is not None
+    steps = [policy.number for status in (before, after) for policy in status.policies[:1]]
+    return (after.trajectories - before.trajectories) / (steps[1] - steps[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_trainer_that_stands_still_for_ever_costs_the_other_no_work(tmp_path: Path) -> None:
+    """Nodes are the bottleneck, so the step rate of the other is the nodes' speed over the work for
+    each step. The work is counted: a clock would measure what else this machine does."""
+    text = RUN.replace("steps: 8, max_staleness: 1", "steps: 500, max_staleness: 2")
+    (tmp_path / "run.yaml").write_text(text)
+    (tmp_path / "trio.py").write_text(TRIO)
+    system = System(tmp_path / "trio")
+    words = ("run", "run.yaml", f"output_dir={tmp_path}", "--headless")
+    with (tmp_path / "trio.out").open("wb") as out:
+        system.launcher = subprocess.Popen([*PENSTOCK, *words], cwd=tmp_path, stdout=out, stderr=-2)
+    try:
+        until(system.folder.config_file.exists, timeout_s=300.0, what="the run folder")
+        until_number(system, "stuck", 1)
+        before = work_per_step(system, 5)
+        stopped = system.pids()["trainer-stuck"]
+        os.kill(stopped, signal.SIGSTOP)
+        after = work_per_step(system, numbers(system)["free"] + 10)  # its budget is full by then
+        os.kill(stopped, signal.SIGCONT)
+    finally:
+        system.close()
+    assert after <= before * 1.05, (before, after)
+
+
+EIGHT = """
+name: eight
+models:
+MODELS
+sources:
+  - {name: train, task: penstock.tasks.reverse}
+workflow: all_of:play
+algorithm: {num_generations: 2}
+sampling: {max_tokens: 3}
+training: {learning_rate: 1.0e-3, groups_per_batch: 2, steps: 3}
+"""
+MODEL = '  p{}: {{init: "builtin:tiny-qwen3", engine: simulated, replicas: {}}}'
+ALL_OF = """
+import random
+
+async def play(task, ctx):
+    for n in range(8):
+        await ctx.policy(f"p{n}").chat([{"role": "user", "content": task.payload["prompt"]}])
+    return random.random()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_eight_policies_train_at_once(tmp_path: Path) -> None:
+    """Eight trainers and one node with eight `simulated` engines: none starves, none waits."""
+    models = [MODEL.format(n, int(n == 0)) for n in range(8)]
+    (tmp_path / "run.yaml").write_text(EIGHT.replace("MODELS", "\n".join(models)))
+    (tmp_path / "all_of.py").write_text(ALL_OF)
+    system = System(tmp_path / "eight")
+    try:
+        system.run_file(tmp_path / "run.yaml", timeout_s=1500.0)
+    finally:
+        system.close()
+    assert_complete(system, steps=3)
+    told = penstock("weights", "ls", str(system.folder.path), "--json")
+    versions = json.loads(told.stdout.splitlines()[-1])["versions"]
+    names = {f"p{n}" for n in range(8)}
+    assert {v["policy"] for v in versions if v["number"] == 3} == names
+
+
 POOLS = """
 name: pools
 models:

@@ -18,6 +18,7 @@ NAMES = (
     "math_solver_verifier",
     "code_solver_tester",
     "code_solver_selector",
+    "router",
 )
 MARGIN = 0.2
 """By how much the mean reward of the last tenth of steps is above that of the first."""

@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 from tests.e2e.system import System, assert_complete, penstock
 
-RISE = {"single-turn": 2.0, "multi-turn-tool": 1.5, "external-agent": 2.0, "harbor": 2.0}
-"""By how much the last steps are better than the first."""
+RISE = {
+    "single-turn": 2.0,
+    "multi-turn-tool": 1.5,
+    "external-agent": 2.0,
+    "multi-policy": 2.0,
+    "harbor": 2.0,
+}
+"""By how much the last steps of each policy are better than its first."""
 
 
 @pytest.mark.slow
@@ -26,7 +32,12 @@ def test_a_template_learns(tmp_path: Path, template: str) -> None:
     finally:
         system.close()
     lines = [json.loads(line) for line in system.folder.metrics.read_text().splitlines()]
-    rewards = [line["reward/mean"] for line in lines]
-    first, last = sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4
-    assert last > RISE[template] * first, rewards
-    assert_complete(system, steps=len(rewards))
+    by_policy = {
+        policy: [line["reward/mean"] for line in lines if line["policy"] == policy]
+        for policy in {line["policy"] for line in lines}
+    }
+    assert len(by_policy) == (2 if template == "multi-policy" else 1)
+    for rewards in by_policy.values():
+        first, last = sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4
+        assert last > RISE[template] * first, rewards
+    assert_complete(system, steps=min(map(len, by_policy.values())))

@@ -16,7 +16,7 @@ NAME = "{{name}}"
 """Placeholder for the run's name in the template."""
 SKIPPED = "__pycache__"
 
-Template = Literal["single-turn", "multi-turn-tool", "external-agent", "harbor"]
+Template = Literal["single-turn", "multi-turn-tool", "external-agent", "multi-policy", "harbor"]
 
 
 def init(directory: Path, /, *, template: Template = "single-turn") -> int:
@@ -27,7 +27,8 @@ def init(directory: Path, /, *, template: Template = "single-turn") -> int:
         directory: Folder to write to; created if it does not exist.
         template: Template to copy: single-turn (one prompt, one answer), multi-turn-tool (a
             workflow that calls a tool between two answers), external-agent (any program that calls
-            the model over HTTP), harbor (tasks in the Harbor format, in sandboxes).
+            the model over HTTP), multi-policy (two models with a reward each), harbor (tasks in the
+            Harbor format, in sandboxes).
     """
     from penstock.config.schema import FILE_NAME, schema_text
     from penstock.errors import ConfigError

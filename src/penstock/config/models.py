@@ -57,9 +57,25 @@ def _declared(engine: str) -> _EngineType:
     return load_object(f"{ENGINES_PACKAGE}.{engine}:ENGINE")
 
 
+RUN_PREFIX = "run:"
+"""Starts the name of a version of another run."""
+KEPT_COPY = re.compile(r"^.*/initial/(?P<digest>[0-9a-f]{64})$")
+"""A version that a run copied into its own folder: the path that its config has then."""
+_OWN_VERSION = re.compile(r"(?P<policy>[A-Za-z0-9][\w-]*)@(?P<number>[0-9]{1,9})", re.ASCII)
+
+
+def own_version(init: str) -> tuple[str, int] | None:
+    """Policy and number, if this text names a version of a policy of the same run."""
+    found = _OWN_VERSION.fullmatch(init)
+    return (found["policy"], int(found["number"])) if found else None
+
+
 def _init(value: str) -> str:
     if value.startswith("builtin:") and value not in BUILTIN_MODELS:
         raise ValueError(unknown("built-in model", value, BUILTIN_MODELS))
+    if value.startswith(RUN_PREFIX) and not value.removeprefix(RUN_PREFIX).partition("@")[0]:
+        forms = "run:FOLDER, run:FOLDER@NUMBER or run:FOLDER@POLICY@NUMBER"
+        raise ValueError(f"{value!r} names no run; write {forms}")
     return non_blank(value)
 
 
@@ -106,7 +122,9 @@ class ModelConfig(Section):
     init: Annotated[str, AfterValidator(_init)]
     """Initial weights: a model of the Hugging Face Hub, like Qwen/Qwen3-0.6B or
     Qwen/Qwen3-0.6B@REVISION; a folder in Hugging Face format, relative to the working directory; or
-    `builtin:NAME`. The run records the commit of the Hub and keeps it."""
+    `builtin:NAME`. The run records the commit of the Hub and keeps it. `run:FOLDER` is the newest
+    version of another run, `run:FOLDER@NUMBER` or `run:FOLDER@POLICY@NUMBER` a certain one; the run
+    keeps a verified copy. `POLICY@NUMBER` is a version of this run, for a frozen policy."""
     lora: LoraConfig | None = None
     """Train an adapter on frozen weights; null trains all weights."""
     engine: EngineName = "hf"
@@ -143,6 +161,10 @@ class ModelConfig(Section):
         if self.engine_url and self.replicas * self.engines > 1:
             text = f"{self.engine}.url names one server, and each engine needs a separate one; "
             yield Contradiction(text=f"{text}set replicas: 1 and engines: 1", keys=((),))
+        if own_version(self.init) and not self.frozen:
+            text = f"{self.init} is a version of this run, from which no trained policy can start; "
+            text += "set frozen: true, or continue from it with `penstock fork`"
+            yield Contradiction(text=text, keys=(("init",), ("frozen",)))
         for key in ("lora", "algorithm", "training", "dataflow"):
             if self.frozen and getattr(self, key) is not None:
                 text = f"{key} has no effect on a frozen policy; remove it, or set frozen: false"

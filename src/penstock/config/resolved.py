@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from penstock.config.base import leaves
 from penstock.config.error_messages import path_text
+from penstock.config.models import KEPT_COPY
 from penstock.config.run import RunConfig
 from penstock.config.store_password import without_password
 from penstock.hub import is_same_model
@@ -107,9 +108,12 @@ learning rate schedule, the number of steps is part of the identity."""
 
 
 def _flat_values(config: RunConfig) -> dict[KeyPath, str]:
-    """All values except `output_dir`, because a run may be moved."""
+    """All values except `output_dir`, and without the run folder in the names of its own copies,
+    because a run may be moved."""
     values = _public_values(config)
     del values["output_dir"]
+    for model in values["models"].values():
+        model["init"] = KEPT_COPY.sub(r"version \g<digest>", model["init"])
     return {path: json.dumps(leaf, ensure_ascii=False) for path, leaf in leaves(values)}
 
 

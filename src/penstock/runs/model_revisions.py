@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetches the models of the Hub that a run names, and pins each to its commit.
+"""Fetches the models that a run names: of the Hub, each pinned to its commit, and versions of runs.
 
-Owns which keys of a config name a model. The commit stands in the run's own config, as
-`owner/name@COMMIT`, so that resume, fork and replay use the same weights, on other machines too."""
+Owns which keys of a config name a model; `initial_versions` copies versions. The commit stands in
+the run's own config, as `owner/name@COMMIT`, so that resume, fork and replay use the same weights,
+on other machines too."""
 
 from __future__ import annotations
 
@@ -12,20 +13,31 @@ from typing import Any
 from penstock.config import RunConfig
 from penstock.fleet.run_folder import RunFolder
 from penstock.hub import is_same_model, pin_model
+from penstock.runs.initial_versions import (
+    keep_version,
+    refuse_changed_frozen,
+    with_first_versions,
+)
 
 
 def pin_models(config: RunConfig, folder: RunFolder, notify: Callable[[str], None]) -> RunConfig:
-    """The config with every model of the Hub on this machine, and named by its commit.
+    """The config with every model of the Hub on this machine, and named by its commit; and with a
+    folder of this run in the place of each version of a run.
 
     A model without a revision keeps the commit that the run in `folder` started with."""
-    values = config.model_dump(mode="json")
-    known = _names_in(folder.read_config()) if folder.config_file.exists() else []
+    values = with_first_versions(config).model_dump(mode="json")
+    before = folder.read_config() if folder.config_file.exists() else None
+    known = _names_in(before) if before else []
     for section, key in _model_keys(values):
-        name = section[key]
+        name = keep_version(section[key], folder, notify)
         section[key] = pin_model(
             next((pinned for pinned in known if is_same_model(name, pinned)), name), notify
         )
-    return config if values == config.model_dump(mode="json") else RunConfig.model_validate(values)
+    if values != config.model_dump(mode="json"):
+        config = RunConfig.model_validate(values)
+    if before:
+        refuse_changed_frozen(config, before)
+    return config
 
 
 def _names_in(config: RunConfig) -> list[str]:

@@ -19,10 +19,12 @@ from penstock.config import CommandWorkflow, RunConfig
 from penstock.config.models import BUILTIN_MODELS
 from penstock.dataflow.service.read_prompts import read_prompt, with_prompts
 from penstock.errors import ConfigError
+from penstock.fleet.run_folder import RunFolder
 from penstock.hub import check_hub_model, parse_hub_model
 from penstock.runs.check_problem import CheckProblem, located
 from penstock.runs.data_check import data_problems
 from penstock.runs.environment_check import environment_problems
+from penstock.runs.initial_versions import find, is_version, linked_versions
 from penstock.runs.isolation_check import isolation_notes, isolation_problems
 from penstock.runs.machine_limits import machine_problems, this_machine
 from penstock.runs.probe import has_user_code, has_user_stages, run_probe
@@ -94,6 +96,13 @@ def check_run(
 
     deadline_s: most seconds for each step of the user's code. on_step: called with the name of each
     step as it begins."""
+    with linked_versions(target, skip_missing=True) as found:
+        return _check_run(found, deadline_s=deadline_s, on_step=on_step)
+
+
+def _check_run(
+    target: RunTarget, *, deadline_s: float | None, on_step: Callable[[str], None] | None
+) -> CheckReport:
     tools = check_tools(target.config, target.folder.path)
     here = (*find_problems(target), *(located(one, target) for one in tools.problems))
     probed = run_probe(target, deadline_s=deadline_s, with_loss=not here, on_step=on_step)
@@ -112,13 +121,13 @@ def ensure_startable(target: RunTarget, *, deadline_s: float | None = None) -> d
     """Raise ConfigError with every problem found; otherwise return the task digest of each source
     that was probed. A run of built-in code only is not probed, and a loss is computed only for
     stages of the user, since that takes as long as starting a trainer."""
-    config = target.config
-    found = list(find_problems(target))
-    probed = None
-    if has_user_code(config):
-        with_loss = has_user_stages(config) and not found
-        probed = run_probe(target, deadline_s=deadline_s, with_loss=with_loss)
-        found += probed.problems
+    config, probed = target.config, None
+    with linked_versions(target, skip_missing=True) as resolved:
+        found = list(find_problems(resolved))
+        if has_user_code(config):
+            with_loss = has_user_stages(config) and not found
+            probed = run_probe(resolved, deadline_s=deadline_s, with_loss=with_loss)
+            found += probed.problems
     if found:
         listed = "\n".join(f"  - {problem}" for problem in found)
         raise ConfigError(f"run {config.name} cannot start:\n{listed}")
@@ -135,7 +144,7 @@ def _find_problems(target: RunTarget) -> Iterator[CheckProblem]:
     config = target.config
     for text in _missing_extras():
         yield CheckProblem(key="", text=text)
-    yield from _missing_models(config)
+    yield from _missing_models(config, target.folder)
     yield from _vocabulary_mismatches(config)
     yield from _missing_program(config)
     yield from _prompt_problems(config)
@@ -189,9 +198,15 @@ def _missing_extras() -> Iterator[str]:
         yield f"not installed: {packages}; run: pip install 'penstock-rl[{','.join(extras)}]'"
 
 
-def _missing_models(config: RunConfig) -> Iterator[CheckProblem]:
+def _missing_models(config: RunConfig, folder: RunFolder) -> Iterator[CheckProblem]:
     for where, init in _configured_models(config):
         if init in BUILTIN_MODELS:
+            continue
+        if is_version(init):
+            try:
+                find(init, folder)
+            except ConfigError as error:
+                yield CheckProblem(key=where, text=str(error))
             continue
         if parse_hub_model(init) is not None:
             try:

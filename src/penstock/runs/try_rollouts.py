@@ -30,6 +30,7 @@ from penstock.rollout.engine_pool import EnginePools
 from penstock.rollout.engines import find_engine
 from penstock.rollout.isolation import Isolation
 from penstock.rollout.rewards.scorer import SourceScorers
+from penstock.runs.initial_versions import linked_versions
 from penstock.runs.local_rollouts import Rollout, local_rollouts
 from penstock.runs.logged_gateway import LoggedGateway, TextServer, TextSession, no_engine
 from penstock.runs.sandbox_settings import isolation_settings
@@ -151,8 +152,9 @@ async def _open_gateway(
 @asynccontextmanager
 async def _engine_gateway(target: RunTarget, info: RunInfo) -> AsyncGenerator[LoggedGateway]:
     """A gateway to the run's engine, which serves the weights of every policy."""
-    config = target.config
     with ExitStack() as folders:
+        target = folders.enter_context(linked_versions(target))
+        config = target.config
         scratch = Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="penstock-try-")))
         engines = EnginePools(info.policies, partial(_make_engine, config, info, scratch))
         gateway = LoggedGateway(engines)

@@ -9,11 +9,12 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.unit.rollout.fake_dataflow import facts
 
@@ -37,6 +38,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("read_file", {"path": "../b.txt"}),
     ("read_file", {"path": 3}),
 ]
+READING: list[tuple[str, dict[str, Any]]] = [call for call in CALLS if call[0] != "write_file"]
 
 
 class NoTurns:
@@ -62,8 +64,8 @@ def serve(project: Path, *options: str) -> list[str]:
     return [*PENSTOCK, "tools", "serve", "--python", *folders, *options]
 
 
-async def outside(*target: str) -> Any:
-    command = [sys.executable, CLIENT, json.dumps(CALLS), *target]
+async def outside(*target: str, calls: Sequence[tuple[str, dict[str, Any]]] = CALLS) -> Any:
+    command = [sys.executable, CLIENT, json.dumps(calls), *target]
     client = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     printed, _ = await client.communicate()
     assert client.returncode == 0
@@ -82,16 +84,20 @@ async def http_server(project: Path) -> AsyncGenerator[str]:
         await process.communicate()
 
 
-async def inside(server: ToolServerInfo, isolation: Isolation) -> Any:
+async def inside(
+    server: ToolServerInfo,
+    isolation: Isolation,
+    calls: Sequence[tuple[str, dict[str, Any]]] = CALLS,
+) -> Any:
     """What a workflow gets from `ctx.tools`."""
     servers = await open_tools(facts(tools=(server,)), isolation)
     tools = servers.lease("source", "row", NoTurns())
     try:
         answers = list[object]()
-        for name, arguments in CALLS:
+        for name, arguments in calls:
             result = await tools.call({"function": {"name": name, "arguments": arguments}})
             answers.append([result.is_error, result.text])
-        assert len(tools.uses) == len(CALLS)
+        assert len(tools.uses) == len(calls)
         names = [spec["function"]["name"] for spec in tools.specs]
         return {"names": names, "answers": answers}
     finally:
@@ -138,6 +144,41 @@ async def test_a_workflow_starts_the_same_server_in_its_sandbox(project: Path) -
     assert found["answers"][2][1].startswith("[1] dam.md:1\nA penstock carries water")
     is_error, text = found["answers"][4]
     assert is_error and "Read-only file system" in text
+
+
+@pytest.mark.timeout(400)
+async def test_a_command_answers_a_workflow_as_it_answers_an_outside_client(project: Path) -> None:
+    """Word by word, over standard streams; the workflow's is in a sandbox that can only read."""
+    (project / "files" / "a").mkdir()
+    (project / "files" / "a" / "b.txt").write_text("hello")
+    command = serve(project, "--stdio", "--backend", "none")
+    by_client = await outside(*command, calls=READING)
+    granted = UseSettings(grants=Grants(folders=(project,)))
+    isolation = Isolation(IsolationSettings(uses={Use.SERVERS: granted}))
+    server = ToolServerInfo(name="served", command=tuple(command), is_shared=True)
+    assert await inside(server, isolation, READING) == by_client
+    assert [False, "hello"] in by_client["answers"] and [False, "42\n"] in by_client["answers"]
+
+
+@pytest.mark.timeout(400)
+async def test_a_killed_node_leaves_no_tool_process() -> None:
+    """SIGKILL, with a server of an attempt, a shared one, and a program that Python of a model
+    started."""
+    command = [sys.executable, "-m", "tests.unit.rollout.tools.node_with_tools"]
+    root = Path(__file__).parents[4]
+    node = await asyncio.create_subprocess_exec(*command, cwd=root, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert node.stdout is not None
+        assert (await node.stdout.readline()).strip() == b"ready"
+        started = psutil.Process(node.pid).children(recursive=True)
+        commands = [" ".join(one.cmdline()) for one in started]
+        assert sum("hostile_server.py" in command for command in commands) >= 2, commands
+        assert any(command == "sleep 10000" for command in commands), commands
+    finally:
+        node.send_signal(signal.SIGKILL)
+        await node.communicate()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, started, timeout=200)
+    assert alive == []
 
 
 @pytest.mark.parametrize(
