@@ -87,7 +87,7 @@ class Decoder:
     def _turn(self, turn: Turn) -> DecodedTurn:
         from penstock.gateway.parsing import THINK, AnswerFormat, parse_answer
 
-        renderer = self._renderer(turn.policy)
+        renderer = self.renderer(turn.policy)
         prompt = renderer.decode(view_ids(turn.prompt_ids))
         answer_format = AnswerFormat(
             has_thinking=renderer.has_thinking,
@@ -116,7 +116,8 @@ class Decoder:
             reward=turn.reward,
         )
 
-    def _renderer(self, policy: PolicyName) -> Renderer:
+    def renderer(self, policy: PolicyName) -> Renderer:
+        """Its tokenizer and chat template."""
         found = self._renderers.get(policy)
         if found is None:
             found = self._renderers[policy] = load_renderer(self._folder, policy)
