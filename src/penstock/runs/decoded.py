@@ -136,7 +136,7 @@ def load_renderer(folder: RunFolder, policy: PolicyName) -> Renderer:
     with tempfile.TemporaryDirectory(prefix="penstock-tokenizer-") as temporary:
         if _copy_small_files(DirectoryStore(folder.weights), policy, Path(temporary)):
             return Renderer.load(Path(temporary))
-    init = _initial_model(folder, policy)
+    init = initial_model_folder(folder, policy)
     if (init / TOKENIZER).is_file():
         return Renderer.load(init)
     raise WeightsError(
@@ -145,7 +145,7 @@ def load_renderer(folder: RunFolder, policy: PolicyName) -> Renderer:
     )
 
 
-def _initial_model(folder: RunFolder, policy: PolicyName) -> Path:
+def initial_model_folder(folder: RunFolder, policy: PolicyName) -> Path:
     """Its folder; a relative path counts from where the run was started."""
     model = folder.read_config().models[policy]
     try:

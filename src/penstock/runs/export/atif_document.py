@@ -213,7 +213,11 @@ def _turns(steps: Sequence[atif.Step], origin: str) -> list[Plain]:
                 "document was changed after its export: export it again"
             )
         contexts.append([*prompt, *sampled])
-        ids = {"prompt_ids": prompt[at:], "sampled_ids": sampled, "logprobs": metrics.logprobs or []}
+        ids = {
+            "prompt_ids": prompt[at:],
+            "sampled_ids": sampled,
+            "logprobs": metrics.logprobs or [],
+        }
         rest = {name: value for name, value in facts.items() if name != "new_prompt_tokens"}
         turns.append({**rest, **ids})
     return turns

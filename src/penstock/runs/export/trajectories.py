@@ -2,8 +2,9 @@
 """Writes the trajectories of a run for other programs, and reads them back.
 
 Owns the choice of format and the layout of files: a Parquet file, a folder that `datasets` loads,
-or ATIF documents. Takes constant memory. A trajectory whose payload was freed has no tokens: it is
-counted, never written with holes. Existing files are never replaced; a file appears when complete.
+or ATIF documents. Holds one page in memory. A trajectory whose payload was freed has no tokens: it
+is counted, never written with holes. Existing files are never replaced; a file appears when it is
+complete.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def export_trajectories(
     ensure_new(target)
     with open_run(run) as opened:
         found = opened.trajectories(policy=policy, steps=steps, outcome=outcome)
-        counted = _Stored(found)
+        counted = _Stored(found, may_repeat=steps is not None)
         reader = PromptReader(opened.reader.decoder)
         with staged(target) as staging:
             if chosen is TrajectoryFormat.ATIF:
@@ -161,14 +162,20 @@ def staged(target: Path) -> Generator[Path]:
 
 
 class _Stored:
-    """Iterates over trajectories that have their payload, and counts the others."""
+    """Iterates over trajectories that have their payload, and counts the others. Chosen by steps,
+    a trajectory comes once for each batch that contains it; it is passed on once."""
 
-    def __init__(self, found: Iterable[RecordedTrajectory]) -> None:
+    def __init__(self, found: Iterable[RecordedTrajectory], *, may_repeat: bool) -> None:
         self._found = found
+        self._seen: set[str] | None = set() if may_repeat else None
         self.num_without_tokens = 0
 
     def __iter__(self) -> Iterator[RecordedTrajectory]:
         for one in self._found:
+            if self._seen is not None:
+                if one.row_id in self._seen:
+                    continue
+                self._seen.add(one.row_id)
             if one.state is PayloadState.STORED:
                 yield one
             else:
@@ -216,16 +223,11 @@ def _write_documents(found: Iterable[RecordedTrajectory], reader: PromptReader, 
             assert one.payload is not None, "it is stored"
             yield one.row_id, to_json(to_document(one, reader.read(one.payload)))
 
-    num_written = 0
-    if path.suffix != ".jsonl":
-        path.mkdir()
-        for num_written, (row_id, text) in enumerate(documents(), 1):
-            (path / f"{row_id}.json").write_text(text + "\n")
-        return num_written
-    with path.open("w") as file:
-        for num_written, (_, text) in enumerate(documents(), 1):
-            file.write(text + "\n")
-    return num_written
+    if path.suffix == ".jsonl":
+        with path.open("w") as file:
+            return sum(bool(file.write(text + "\n")) for _, text in documents())
+    path.mkdir()
+    return sum(bool((path / f"{name}.json").write_text(text + "\n")) for name, text in documents())
 
 
 # --- reading --------------------------------------------------------------------------------------
