@@ -16,9 +16,9 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from penstock import __version__
 from penstock.errors import ConfigError, StoreError
 from penstock.runs.export.flat_trajectory import Plain, from_plain, to_plain
+from penstock.runs.export.made_by import penstock_version
 from penstock.runs.export.prompt_parts import TrajectoryTexts
 from penstock.runs.recorded_trajectory import RecordedTrajectory
 from penstock.types import JsonObject, ToolUse, Trajectory
@@ -48,7 +48,7 @@ def to_document(one: RecordedTrajectory, texts: TrajectoryTexts) -> atif.Traject
         trajectory_id=one.row_id,
         agent=atif.Agent(
             name=OWN if one.task is None else one.task.workflow or OWN,
-            version=__version__,
+            version=penstock_version(),
             model_name=", ".join(one.versions) or None,
             tool_definitions=[*texts.tools] or None,
             extra={"system_prompt": texts.system} if texts.system else None,

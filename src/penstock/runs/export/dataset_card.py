@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from penstock import __version__
 from penstock.config import RunConfig
+from penstock.runs.export.made_by import penstock_version
 
 _TEXT = """---
 configs:
@@ -37,7 +37,7 @@ def dataset_card(config: RunConfig, *, num_rows: int) -> str:
     return _TEXT.format(
         name=config.name,
         num_rows=num_rows,
-        version=__version__,
+        version=penstock_version(),
         seed=config.seed,
         models=", ".join(f"`{name}`" for name in config.models),
         sources=", ".join(f"`{source.name}`" for source in config.sources) or "agents' sessions",

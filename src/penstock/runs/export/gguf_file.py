@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +21,7 @@ from penstock.errors import ConfigError, WeightsError
 from penstock.gateway.tokenizer_files import find_stop_ids, read_object
 from penstock.runs.export.gguf_tokenizer import Vocabulary, read_vocabulary
 from penstock.runs.export.merged_model import model_files
-from penstock.runs.export.tensor_files import Array, StoredTensor, tensors_of
-
-if TYPE_CHECKING:
-    from penstock.runs.export.model import Precision
+from penstock.runs.export.tensor_files import Array, Precision, StoredTensor, tensors_of
 
 try:
     import gguf

@@ -14,7 +14,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -27,13 +26,13 @@ from penstock.runs.decoded import initial_model_folder
 from penstock.runs.export.evaluations import BEST, BestVersion
 from penstock.runs.export.merged_model import merge_adapter
 from penstock.runs.export.model_card import ModelKind, model_card
+from penstock.runs.export.tensor_files import Precision
 from penstock.runs.export.trajectories import ensure_new, staged
 from penstock.runs.stored_versions import published_version, stored_versions, write_version
 from penstock.runs.target import find_run_folder
 from penstock.weights.catalog import CatalogVersion
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
-Precision = Literal["f32", "bf16"]
 _TOKENIZER_FILES = (
     "tokenizer",
     "special_tokens",

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import yaml
 
-from penstock import __version__
 from penstock.config import RunConfig, SourceConfig
 from penstock.dataflow.records import VersionRecord
 from penstock.fleet.run_folder import RunFolder
@@ -21,6 +20,7 @@ from penstock.hub import parse_hub_model
 from penstock.redaction import hide_secrets
 from penstock.runs.curves import REWARD, read_records
 from penstock.runs.export.evaluations import scores_of
+from penstock.runs.export.made_by import penstock_version
 
 ModelKind = Literal["model", "adapter", "merged", "gguf"]
 _LIBRARY: Mapping[ModelKind, str] = {
@@ -42,7 +42,7 @@ def model_card(run: RunFolder, config: RunConfig, version: VersionRecord, kind: 
     sections = [
         _front_matter(config, version, kind),
         f"# {config.name}, step {version.number}",
-        f"Trained with reinforcement learning by penstock {__version__}. {_CONTENTS[kind]}",
+        f"Trained with reinforcement learning by penstock {penstock_version()}. {_CONTENTS[kind]}",
         "## Data\n\n" + "\n".join(_data(config, run)),
         "## Algorithm\n\n" + "\n".join(_algorithm(config, version.policy)),
         "## Evaluation\n\n" + "\n".join(_evaluation(run, version)),
@@ -146,7 +146,7 @@ def _evaluation(run: RunFolder, version: VersionRecord) -> Iterator[str]:
         (first, before), (last, after) = rewards[0], rewards[-1]
         yield (
             f"\nMean reward in training: {before:.3f} at step {first}, {after:.3f} at step {last}. "
-            "It is measured on training data, so it is no evaluation."
+            "That is on training data: it does not replace an evaluation."
         )
 
 
@@ -164,7 +164,7 @@ def _lineage(run: RunFolder, config: RunConfig, version: VersionRecord) -> Itera
         f"(incarnation {version.incarnation}, step {version.number})",
         "digest of the weights": f"`{version.weights_digest}`",
         "digest of the manifest": f"`{version.manifest_digest}`",
-        "penstock": __version__,
+        "penstock": penstock_version(),
     }
     if (parent := run.parent()) is not None:
         facts["forked from"] = f"step {parent.step} of `{Path(parent.run).name}`"

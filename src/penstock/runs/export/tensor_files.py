@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ import numpy.typing as npt
 from penstock.errors import WeightsError
 
 Array = npt.NDArray[np.float32]
+Precision = Literal["f32", "bf16"]
+"""Of a written file."""
 _STORED: dict[str, type[Any]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
