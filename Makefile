@@ -18,11 +18,12 @@
 #   make bench          the promises about speed, measured             BENCH_ARGS=--quick
 #   make setup-engine   vLLM for CPUs, a small real model and traces of its training, in ~/.cache/penstock (15 to 50 minutes)
 #   make setup-envs     virtual environments of gymnasium, OpenEnv, verifiers and reasoning-gym, in ~/.cache/penstock/envs (minutes)
+#   make setup-llama    llama-cpp-python, built from source in ~/.cache/penstock/llama (10 to 60 minutes)
 
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := check
-.PHONY: setup check test e2e e2e-long sim mutants bench chaos chaos-quick attacks attacks-quick audit docs setup-engine setup-envs constraints
+.PHONY: setup check test e2e e2e-long sim mutants bench chaos chaos-quick attacks attacks-quick audit docs setup-engine setup-envs setup-llama constraints
 
 PYTHON ?= python3
 VENV := .venv
@@ -169,6 +170,14 @@ setup-engine:
 # One environment for each library: their pins contradict one another.
 setup-envs:
 	@$(PYTHON) scripts/setup_envs.py
+
+# Without llama.cpp's code for images, which would take half of the time.
+setup-llama:
+	@folder="$${PENSTOCK_CACHE:-$$HOME/.cache/penstock}/llama"; \
+	if "$$folder/bin/python" -c "import llama_cpp" 2>/dev/null; then exit 0; fi; \
+	rm -rf "$$folder"; $(PYTHON) -m venv "$$folder"; \
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF" \
+	  "$$folder/bin/pip" install --quiet --no-binary llama-cpp-python "llama-cpp-python==0.3.36"
 
 # Fresh environments, then only name==version lines: no index addresses, no files, no build tags such as +cpu.
 # torch stays at the version written in dev.txt; change it there by hand. Review the difference before a commit.

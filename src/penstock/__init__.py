@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from penstock.rollout.rewards.decorator import reward
     from penstock.rollout.workflow import Workflow
     from penstock.runs.control_client import ControlClient
+    from penstock.runs.export.model import export_gguf, export_model
+    from penstock.runs.export.push import push
+    from penstock.runs.export.trajectories import export_trajectories, read_trajectories
     from penstock.runs.history import open_run
     from penstock.runs.public import check, fork, load_config, replay, run
     from penstock.trainer.client import VersionsClient
@@ -68,10 +71,15 @@ __all__ = [
     "Workflow",
     "__version__",
     "check",
+    "export_gguf",
+    "export_model",
+    "export_trajectories",
     "fork",
     "init_model",
     "load_config",
     "open_run",
+    "push",
+    "read_trajectories",
     "replay",
     "reward",
     "run",
@@ -90,6 +98,9 @@ _HOMES = {
     "penstock.rollout.rewards.decorator": ("reward",),
     "penstock.rollout.workflow": ("Workflow",),
     "penstock.runs.control_client": ("ControlClient",),
+    "penstock.runs.export.model": ("export_gguf", "export_model"),
+    "penstock.runs.export.push": ("push",),
+    "penstock.runs.export.trajectories": ("export_trajectories", "read_trajectories"),
     "penstock.runs.history": ("open_run",),
     "penstock.runs.public": ("check", "fork", "load_config", "replay", "run"),
     "penstock.trainer.client": ("VersionsClient",),

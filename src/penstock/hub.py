@@ -63,6 +63,12 @@ def parse_hub_model(name: str) -> HubModel | None:
     return None if not model.is_pinned and Path(name).exists() else model
 
 
+def is_repository(name: str) -> bool:
+    """Whether the text is `owner/name`, without a revision."""
+    found = _NAMED.fullmatch(name)
+    return found is not None and found["revision"] is None
+
+
 def is_same_model(name: str, pinned: str) -> bool:
     """Whether the second text is the model of the first, pinned to a commit."""
     found = _NAMED.fullmatch(pinned)

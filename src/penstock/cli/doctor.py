@@ -60,6 +60,8 @@ def doctor(*, environment: Path | None = None, json: bool = False) -> int:
         _package("transformers", "training and the hf engine", "train"),
         _package("tokenizers", "the gateway", "tokens"),
         _package("matplotlib", "penstock plot", "plot"),
+        _package("atif", "penstock export trajectories", "export"),
+        _package("gguf", "penstock export gguf", "export"),
         check_vllm(folder),
         _models(folder.parent / "models"),
     ]

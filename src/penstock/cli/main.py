@@ -41,6 +41,7 @@ COMMANDS = (
     ("fork", RUNS, "Create a new run from a checkpoint of another run."),
     ("stop", RUNS, "Stop a run gracefully; `penstock run` resumes it."),
     ("audit", RUNS, "Verify that no data was lost or trained twice."),
+    ("push", RUNS, "Upload an exported folder to the Hugging Face Hub."),
     ("join", RUNS, "Join a run as a rollout node."),
     ("forget", RUNS, "Exclude an external agent's session from future training."),
     ("dataflow", SERVICES, "Run the dataflow service: the ledger between nodes and trainers."),
@@ -76,6 +77,14 @@ def build() -> App:
     ):
         weights.command(f"penstock.cli.weights:{verb}", name=verb, help=text)
     app.command(weights)
+    export = App(name="export", help="Take trajectories and models away.", group=RUNS)
+    for verb, text in (
+        ("trajectories", "Write them as Parquet, a Hugging Face dataset or ATIF."),
+        ("model", "Write a version as a Hugging Face folder with a model card."),
+        ("gguf", "Write a version for llama.cpp and Ollama."),
+    ):
+        export.command(f"penstock.cli.export:{verb}", name=verb, help=text)
+    app.command(export)
     app.command(_build_token())
     conformance = App(name="conformance", help="Test a third-party node or trainer.", group=RUNS)
     for role, text in (("rollout", "Test a rollout node."), ("trainer", "Test a trainer.")):

@@ -87,7 +87,7 @@ class Decoder:
     def _turn(self, turn: Turn) -> DecodedTurn:
         from penstock.gateway.parsing import THINK, AnswerFormat, parse_answer
 
-        renderer = self._renderer(turn.policy)
+        renderer = self.renderer(turn.policy)
         prompt = renderer.decode(view_ids(turn.prompt_ids))
         answer_format = AnswerFormat(
             has_thinking=renderer.has_thinking,
@@ -116,7 +116,8 @@ class Decoder:
             reward=turn.reward,
         )
 
-    def _renderer(self, policy: PolicyName) -> Renderer:
+    def renderer(self, policy: PolicyName) -> Renderer:
+        """Its tokenizer and chat template."""
         found = self._renderers.get(policy)
         if found is None:
             found = self._renderers[policy] = load_renderer(self._folder, policy)
@@ -135,7 +136,7 @@ def load_renderer(folder: RunFolder, policy: PolicyName) -> Renderer:
     with tempfile.TemporaryDirectory(prefix="penstock-tokenizer-") as temporary:
         if _copy_small_files(DirectoryStore(folder.weights), policy, Path(temporary)):
             return Renderer.load(Path(temporary))
-    init = _initial_model(folder, policy)
+    init = initial_model_folder(folder, policy)
     if (init / TOKENIZER).is_file():
         return Renderer.load(init)
     raise WeightsError(
@@ -144,7 +145,7 @@ def load_renderer(folder: RunFolder, policy: PolicyName) -> Renderer:
     )
 
 
-def _initial_model(folder: RunFolder, policy: PolicyName) -> Path:
+def initial_model_folder(folder: RunFolder, policy: PolicyName) -> Path:
     """Its folder; a relative path counts from where the run was started."""
     model = folder.read_config().models[policy]
     try:

@@ -4,22 +4,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import RunConfig, load
-from penstock.dataflow.ledger.recorded import open_recorded_run
-from penstock.dataflow.ledger.sealed_batches import SealedBatches
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import ForkOrigin, RunFolder
-from penstock.types import PolicyName
-from penstock.weights.catalog import CatalogVersion, deletion_paused, full_file, read_catalog
-from penstock.weights.store import DirectoryStore
+from penstock.runs.stored_versions import published_version, stored_versions, write_version
 
 if TYPE_CHECKING:
     from penstock.trainer.checkpoint import Checkpoint
@@ -106,16 +100,11 @@ def _find_start(
     for found in complete:
         if found.cursor.number == step:
             return found
-    store = DirectoryStore(parent.weights)
-    available = [
-        version
-        for version in read_catalog(store).versions
-        if version.manifest.policy == policy and version.is_available
-    ]
-    published = _published_digest(parent, policy, step)
+    available = stored_versions(parent, policy)
+    published = published_version(parent, policy, step)
     for version in available:
-        if version.digest == published:
-            folder = _write_snapshot(store, version, temporary / f"model-{policy}")
+        if published is not None and version.digest == published.manifest_digest:
+            folder = write_version(parent, version, temporary / f"model-{policy}")
             damage = unusable.get(checkpoints.root / f"step_{step}", "")
             return _WeightsOnly(folder=folder, damage=damage)
     kept = ", ".join(str(found.cursor.number) for found in complete) or "none"
@@ -125,20 +114,3 @@ def _find_start(
         f"checkpoints: {kept}; weights only: {weights}. Choose one of these steps (--at)"
         + (f"\n  unusable checkpoints:\n{format_unusable(unusable)}" if unusable else "")
     )
-
-
-def _published_digest(parent: RunFolder, policy: str, step: int) -> str:
-    """Manifest digest of the version published at this step; empty if there is none."""
-    ledger = parent.path / "ledger"
-    with closing(open_recorded_run(ledger)) as recorded:
-        version = SealedBatches(recorded, ledger, PolicyName(policy)).version(step)
-    return "" if version is None else version.manifest_digest
-
-
-def _write_snapshot(store: DirectoryStore, version: CatalogVersion, folder: Path) -> Path:
-    folder.mkdir()
-    with deletion_paused(store):
-        for kept in version.files:
-            with full_file(store, kept.entry.blob, folder) as path:
-                shutil.copyfile(path, folder / kept.entry.name)
-    return folder

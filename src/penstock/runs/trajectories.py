@@ -135,7 +135,7 @@ class TrajectoryReader:
     ) -> None:
         self._recorded = recorded
         self._policies = policies
-        self._decoder = decoder
+        self.decoder = decoder
         self._tables: dict[int, Tables] = {0: recorded.coordinator, **recorded.partitions}
         self._payloads = {
             index: _Payloads(
@@ -347,7 +347,7 @@ class TrajectoryReader:
             state=state,
             detail=detail if payload is None else for_people(payload.outcome.detail),
             payload=payload,
-            decoder=self._decoder,
+            decoder=self.decoder,
         )
 
     def _payload(self, index: int, row: RowRecord) -> _FoundPayload:
