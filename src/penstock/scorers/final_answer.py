@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the final answer in what a model wrote: `<answer>`, `\\boxed{}`, `####`, "the answer is".
 
-Owns what counts as final: the last marked answer; without a mark, the last line. Whoever lists
-several answers is judged by one of them. Compares nothing."""
+Owns what counts as final: the last marked answer; without a mark, the last line. An answer
+that lists several is judged by one of them. Compares nothing."""
 
 from __future__ import annotations
 

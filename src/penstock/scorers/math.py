@@ -2,7 +2,7 @@
 """`math`: the final answer equals the expected one as mathematics: 1/2, 0.5 and \\frac12.
 
 math-verify (extra `rewards`) parses and compares. Owns what it is given: the final answer alone,
-nothing whose evaluation could take for ever, and what percentages mean. Text that cannot be parsed
+nothing whose evaluation could take forever, and what percentages mean. Text that cannot be parsed
 must be equal as text."""
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _is_fraction(text: str) -> bool:
 
 
 def is_costly(text: str) -> bool:
-    """Whether its evaluation could take for ever: long numbers, towers of powers, deep nesting."""
+    """Whether its evaluation could take forever: long numbers, towers of powers, deep nesting."""
     if len(text) > MAX_PARSED_CHARS or re.search(rf"\d{{{MAX_DIGITS}}}", text):
         return True
     if _depth(text) > MAX_DEPTH or re.search(r"!\s*[)}\]]*\s*!", text):
