@@ -41,7 +41,7 @@ def letter_of(text: str, choices: Sequence[str] = ()) -> str | None:
 
 def _named(text: str, choices: Sequence[str]) -> set[str]:
     letters = LETTERS[: len(choices) or len(LETTERS)]
-    found = {next(filter(None, groups)) for groups in _LISTED.findall(text)}
+    found = {match[match.lastindex or 0] for match in _LISTED.finditer(text)}
     return {letter for letter in found if letter in letters}
 
 

@@ -2,10 +2,10 @@
 """`judge`: another model decides whether an answer agrees with the expected one.
 
 Owns the question to the judge and how its reply is read. The reply must be one JSON object with the
-nonce of the question and a verdict, and nothing around it. Any other reply earns nothing, also where
-the answer asked for it. A judge that cannot be reached raises: that is a failure, never a reward.
-The judge is an endpoint that speaks OpenAI's chat API, by variables of the environment, or any
-function that asks a model, such as a frozen policy of the run."""
+nonce of the question and a verdict, and nothing around it. Any other reply earns nothing, even
+where the answer asked for it. A judge that cannot be reached raises: a failure, never a reward. The
+judge is an endpoint that speaks OpenAI's chat API, by variables of the environment, or any function
+that asks a model, such as a frozen policy of the run."""
 
 from __future__ import annotations
 

@@ -50,16 +50,17 @@ class Suite:
     digest: str
     """Of the questions, their order, and what scores them."""
     scorer: str
-    """A name of `penstock.scorers`, `harbor`, or the user's function."""
+    """A name of `penstock.scorers`, `harbor`, or the user's function; empty: as in training."""
     reward: str
-    """As the run file names it; empty for Harbor tasks, which score themselves."""
+    """As the run file names it; empty: as in training, and for Harbor tasks, which score
+    themselves."""
 
 
 def open_suite(suite: SuiteConfig, folder: Path) -> Suite:
     """All questions of a suite. `folder`: where relative paths start. Raises ConfigError."""
     try:
         scorer, reward = _scoring(suite)
-        tasks = tuple(_limited(suite, _checked(_tasks(suite, folder), scorer, reward)))
+        tasks = tuple(_limited(suite, _checked(_tasks(suite, folder), scorer)))
     except ConfigError as error:
         raise ConfigError(f"suite {suite.name!r}: {error}") from None
     if not tasks:
@@ -85,14 +86,16 @@ def _scoring(suite: SuiteConfig) -> tuple[str, str]:
                 "the verifier of each Harbor task scores it; remove scorer and reward"
             )
         return HARBOR_SCORER, ""
-    if suite.reward is not None:
-        return suite.reward, suite.reward
-    scorer = suite.scorer or (known.scorer if known and suite.task is None else None)
-    if scorer is None and suite.task is None and suite.file is None:
+    if known is None and suite.task is None and suite.file is None:
         raise ConfigError(
             unknown("suite", suite.name, KNOWN_SUITES)
             + "; for a suite that penstock does not know, set file, task or harbor"
         )
+    if suite.reward is not None:
+        return suite.reward, suite.reward
+    scorer = suite.scorer or (known.scorer if known and suite.task is None else None)
+    if scorer is None and suite.task is not None:
+        return "", ""
     if scorer is None:
         raise ConfigError(
             f"nothing scores its answers; set scorer: {' | '.join(SCORERS)}, or reward"
@@ -124,7 +127,7 @@ def _tasks(suite: SuiteConfig, folder: Path) -> Iterator[Placed]:
 
 
 def _module_tasks(suite: SuiteConfig, module: str) -> Iterator[Placed]:
-    """Tasks of a module under a seed of their own, so that training does not see the same."""
+    """Tasks of a module under a separate seed, so that training does not see the same."""
     if suite.limit is None:
         raise ConfigError(f"{module} has no last task; set limit to the number of questions")
     source = open_source(suite.name, module)
@@ -178,9 +181,9 @@ def _file_spec(file: str, folder: Path) -> DataSpec:
     return DataSpec(path=str(local.absolute()) if is_local else file)
 
 
-def _checked(tasks: Iterator[Placed], scorer: str, reward: str) -> Iterator[JsonObject]:
+def _checked(tasks: Iterator[Placed], scorer: str) -> Iterator[JsonObject]:
     """Raise BadRow for a task that cannot be asked or scored, and for an id that stands twice."""
-    needed = _NEEDED.get(scorer, "answer") if reward == reward_of(scorer) else "prompt"
+    needed = _NEEDED.get(scorer, "answer") if scorer in SCORERS else "prompt"
     places: dict[str, str] = {}
     for task, place in tasks:
         check_values(task, place)

@@ -211,7 +211,7 @@ def _short(question: str, answers: Sequence[str]) -> JsonObject:
 
 def short_answer(row: SuiteRow) -> JsonObject:
     """One answer, or one and its aliases."""
-    aliases = [str(one) for one in row.values.get("answer_aliases") or []]
+    aliases = map(str, cast("list[Any]", row.values.get("answer_aliases") or []))
     return _short(row.text("question", "Question"), [row.text("answer", "Answer"), *aliases])
 
 

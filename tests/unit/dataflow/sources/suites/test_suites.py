@@ -129,6 +129,8 @@ def test_a_suite_from_a_module_has_a_seed_of_its_own(tmp_path: Path) -> None:
     from penstock.tasks.reverse import make_task
 
     assert suite.tasks[0]["prompt"] != make_task(0, 0)["prompt"]
+    as_in_training = open_suite(config.model_copy(update={"reward": None}), tmp_path)
+    assert (as_in_training.scorer, as_in_training.reward) == ("", "")
     with pytest.raises(ConfigError, match="set limit to the number of questions"):
         open_suite(config.model_copy(update={"limit": None}), tmp_path)
 
@@ -151,6 +153,7 @@ def test_harbor_folders_are_suites(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"name": "gsm8"}, 'unknown suite "gsm8"; did you mean "gsm8k"'),
+        ({"name": "gsm8", "reward": "a:b"}, "set file, task or harbor"),
         ({"name": "mine", "file": "x.jsonl"}, "nothing scores its answers; set scorer: math"),
         ({"name": "mine", "file": "x.jsonl", "scorer": "mth"}, 'did you mean "math"'),
         ({"name": "livecodebench"}, "download its .jsonl file and name it under file"),
