@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 
 def check(
-    target: Path, /, *overrides: str, deadline: float | None = None, json: bool = False
+    target: Path,
+    /,
+    *overrides: str,
+    deadline: float | None = None,
+    all_rows: bool = False,
+    json: bool = False,
 ) -> int:
     """Check config, machine and your code without starting anything.
 
@@ -27,14 +32,18 @@ def check(
         target: Config file, or run folder.
         overrides: Settings that override the file, such as training.steps=20.
         deadline: Seconds that each step of your code may take; 30 if not given.
+        all_rows: Compare all rows of data sets with the suites of `eval`; by default at most 50,000
+            of a source, and for 20 seconds.
         json: Print one JSON object as the last line.
     """
+    from penstock.runs.leakage_check import LeakBounds
     from penstock.runs.preflight import check_run, derive_sizes
     from penstock.runs.target import read_target
 
     resolved = read_target(target, overrides)
     progress = _Progress()
-    report = check_run(resolved, deadline_s=deadline, on_step=progress.show)
+    bounds = LeakBounds(max_rows=None, budget_s=None) if all_rows else LeakBounds()
+    report = check_run(resolved, deadline_s=deadline, on_step=progress.show, leak_bounds=bounds)
     print_note("")
     sizes = derive_sizes(resolved)
     if json:

@@ -17,6 +17,7 @@ from penstock.rollout.isolation import Isolation, IsolationSettings, Use
 from penstock.rollout.sandbox.types import Backend, Level
 from penstock.runs.check_problem import CheckProblem
 from penstock.runs.sandbox_settings import isolation_settings
+from penstock.scorers.code import REWARD as CODE_REWARD
 
 _WALLS = {
     Level.NONE: "none: they are ordinary processes of this user",
@@ -64,13 +65,14 @@ def _uses(config: RunConfig) -> tuple[Use, ...]:
     workflows = [config.workflow_of(source) for source in config.sources]
     has_command = any(isinstance(workflow, CommandWorkflow) for workflow in workflows)
     has_command |= any(source.harbor is not None for source in config.sources)
-    has_reward = any(config.reward_of(source) for source in config.sources)
+    rewards = {config.reward_of(source) for source in config.sources} - {None}
     has_environment = any(source.env for source in config.sources)
     servers = config.tools.values()
     uses = {
         Use.WORKFLOW: has_command,
-        Use.REWARD: has_reward,
-        Use.TOOLS: any(server.builtin in ("python", "files") for server in servers),
+        Use.REWARD: bool(rewards - {CODE_REWARD}),
+        Use.TOOLS: CODE_REWARD in rewards
+        or any(server.builtin in ("python", "files") for server in servers),
         Use.SERVERS: any(server.command for server in servers),
         Use.ENVIRONMENT: has_environment,
     }

@@ -26,6 +26,7 @@ from penstock.runs.data_check import data_problems
 from penstock.runs.environment_check import environment_problems
 from penstock.runs.initial_versions import find, is_version, linked_versions
 from penstock.runs.isolation_check import isolation_notes, isolation_problems
+from penstock.runs.leakage_check import LeakBounds, leakage_notes
 from penstock.runs.machine_limits import machine_problems, this_machine
 from penstock.runs.probe import has_user_code, has_user_stages, run_probe
 from penstock.runs.probe_report import ProbeResult
@@ -90,24 +91,31 @@ def check_run(
     *,
     deadline_s: float | None = None,
     on_step: Callable[[str], None] | None = None,
+    leak_bounds: LeakBounds | None = None,
 ) -> CheckReport:
     """Check everything, with the user's code called once and, if nothing was found, a loss
     computed; start nothing.
 
     deadline_s: most seconds for each step of the user's code. on_step: called with the name of each
-    step as it begins."""
+    step as it begins. leak_bounds: how much training data is compared with the suites."""
     with linked_versions(target, skip_missing=True) as found:
-        return _check_run(found, deadline_s=deadline_s, on_step=on_step)
+        return _check_run(found, deadline_s=deadline_s, on_step=on_step, leak_bounds=leak_bounds)
 
 
 def _check_run(
-    target: RunTarget, *, deadline_s: float | None, on_step: Callable[[str], None] | None
+    target: RunTarget,
+    *,
+    deadline_s: float | None,
+    on_step: Callable[[str], None] | None,
+    leak_bounds: LeakBounds,
 ) -> CheckReport:
     tools = check_tools(target.config, target.folder.path)
     here = (*find_problems(target), *(located(one, target) for one in tools.problems))
     probed = run_probe(target, deadline_s=deadline_s, with_loss=not here, on_step=on_step)
     walls = isolation_notes(target.config, target.folder.path)
-    notes = [*walls, *tools.notes, *probed.notes]
+    suites = target.config.eval.suites if target.config.eval else ()
+    leaks = leakage_notes(target.config, suites, leak_bounds)
+    notes = [*walls, *tools.notes, *probed.notes, *leaks]
     if target.folder.finish() is not None:
         notes.append(f"{target.folder.path} is already finished; raise training.steps to go on")
     return CheckReport(

@@ -19,12 +19,15 @@ from penstock.errors import ConfigError, EngineError, SandboxError, WeightsError
 from penstock.plugins import REWARD_GROUP, load_function
 from penstock.rollout.prompt_templates import parse_prompt
 from penstock.rollout.rewards.frames import ScoreRequest
+from penstock.rollout.rewards.graded import tests_of
 from penstock.rollout.rewards.worker import score
 from penstock.rollout.workflows import find_workflow
 from penstock.runs.environment_check import missing_environment
 from penstock.runs.probe_report import Reporter, code_of_frames, code_of_object
 from penstock.runs.probe_workflow import ScriptedRollout, judge_rollout, run_scripted
 from penstock.runs.sandbox_settings import isolation_settings
+from penstock.scorers.code import REWARD as CODE_REWARD
+from penstock.scorers.code import test_ids
 from penstock.trainer.model_folders import TINY_QWEN3, initial_folder
 from penstock.types import JsonObject, PolicyName, Task, Trajectory
 
@@ -164,6 +167,8 @@ class CallChecker:
         self, function: Any, place: Environment, payload: JsonObject, completion: str | None
     ) -> None:
         """Call it as a node does: on a batch of two, and on an empty completion."""
+        if place.reward == CODE_REWARD:
+            return self._check_tests(place, payload)
         code = code_of_object(function)
         tries = [("two completions", [completion or "", ""]), ("an empty completion", [""])]
         for what, texts in tries:
@@ -180,6 +185,13 @@ class CallChecker:
                     code=code,
                 )
             self._reporter.result.rewards[place.reward] = float(answer.values[-1])
+
+    def _check_tests(self, place: Environment, payload: JsonObject) -> None:
+        """A node grades, in sandboxes; here only the tests of the task are read."""
+        try:
+            test_ids(tests_of(payload))
+        except ConfigError as error:
+            self._reporter.add(place.reward_key, f"reward {place.reward}: {error}")
 
     def _add_reward_error(self, place: Environment, error: str, what: str, code: str) -> None:
         raised_at = code_of_frames(error)

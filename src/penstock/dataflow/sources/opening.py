@@ -92,6 +92,14 @@ class DataSet:
         text = json.dumps([self._rows.digest(), settings], sort_keys=True)
         return blake3(text.encode()).hexdigest()
 
+    def row(self, index: int) -> JsonObject:
+        """A row as it is stored, with its own columns. Raises BadRow if it cannot be read."""
+        return self._rows.row(index)
+
+    def place(self, index: int) -> str:
+        """Where a row is, for messages."""
+        return self._rows.place(index)
+
     def payload(self, index: int) -> JsonObject:
         """The task of a row. Raises BadRow if it cannot be read or encoded; its prompt is left to
         `check` and to the workflow."""

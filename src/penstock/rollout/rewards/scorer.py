@@ -17,19 +17,15 @@ from typing import Protocol
 
 from penstock.errors import RewardError, SandboxError
 from penstock.rollout.isolation import Isolation
+from penstock.rollout.rewards.failed import Failed
 from penstock.rollout.rewards.frames import ScoreAnswer, ScoreRequest
+from penstock.rollout.rewards.graded import GradedScorer
 from penstock.rollout.rewards.process import WorkerProcess
 from penstock.rollout.user_errors import shorten
+from penstock.scorers.code import REWARD as CODE_REWARD
 from penstock.types import FailureKind, Task
 
 MAX_BATCH = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    kind: FailureKind
-    """`reward`, `reward_deadline` or `sandbox`."""
-    detail: str
 
 
 NO_REWARD = Failed(
@@ -179,7 +175,7 @@ class SourceScorers:
         self._shared = shared
         self._by_source = by_source
         functions = filter(None, (shared, *by_source.values()))
-        self._scorers = {function: Scorer(function, isolation) for function in functions}
+        self._scorers = {function: _make_scorer(function, isolation) for function in functions}
 
     def __bool__(self) -> bool:
         """Whether there is any reward function."""
@@ -194,6 +190,10 @@ class SourceScorers:
         async with asyncio.TaskGroup() as scorers:
             for function, scorer in self._scorers.items():
                 scorers.create_task(scorer.run(), name=f"reward {function}")
+
+
+def _make_scorer(function: str, isolation: Isolation) -> Scorer | GradedScorer:
+    return GradedScorer(isolation) if function == CODE_REWARD else Scorer(function, isolation)
 
 
 def _resolve(item: _Item, result: float | Failed) -> None:
