@@ -48,7 +48,7 @@ def samples(
     from penstock.types import OutcomeKind
 
     outcome = OutcomeKind.FAILED if failed else None
-    steps = _parse_steps(step)
+    steps = parse_steps(step)
     if follow and (steps or best or worst or html):
         raise ConfigError(
             "--follow shows what arrives from now on; remove --step, --best, --worst and --html"
@@ -62,7 +62,8 @@ def samples(
         return _show(opened, found, html, json=json)
 
 
-def _parse_steps(text: str) -> tuple[int | None, int | None] | None:
+def parse_steps(text: str) -> tuple[int | None, int | None] | None:
+    """Step N, or the steps N:M; None for no text."""
     from penstock.errors import ConfigError
 
     if not text:
