@@ -129,6 +129,23 @@ async def test_stages_stream_rollout_rows_and_overlap(tmp_path: Path) -> None:
             assert row.columns == {"turns": b"turns 3", "reward": 7.0, "reference": b"log-probs"}
 
 
+async def test_a_writer_may_store_its_column_by_version_too(tmp_path: Path) -> None:
+    """`mark@7` belongs to whoever writes `mark`, and like it is written once, under a lease."""
+    with running_row_service(tmp_path) as running:
+        async with running.client() as client:
+            reader = await judge(client)
+            await client.put("eval", {"a": {"text": b"a"}, "b": {"text": b"b"}})
+            [first, second] = await reader.lease(2)
+            assert await first.write(**{"mark": 1.0, "mark@7": b"of version 7"})
+            assert first.is_finished
+            with pytest.raises(BadRequest, match="may not write column 'note@7'"):
+                await second.write(**{"note@7": 1.0})
+            await second.release()
+            assert not await second.write(**{"mark@8": 1.0}), "without its lease"
+            row = (await client.get("eval", ["a"]))["a"]
+            assert row.columns == {"text": b"a", "mark": 1.0, "mark@7": b"of version 7"}
+
+
 async def test_rows_of_a_crashed_worker_are_redelivered_and_each_is_done_once(
     tmp_path: Path,
 ) -> None:

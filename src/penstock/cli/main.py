@@ -97,12 +97,25 @@ def build() -> App:
     ):
         tls.command(f"penstock.cli.tls:{verb}", name=verb, help=text)
     app.command(tls)
+    app.command(_build_prm())
     tools = App(name="tools", help="Serve the built-in tools.", group=SERVICES)
     serve = "Serve Python, search and files as an MCP server."
     tools.command("penstock.cli.tools:serve", name="serve", help=serve)
     app.command(tools)
     app["--help"].group = app["--version"].group = Group("Options", sort_key=9)
     return app
+
+
+def _build_prm() -> App:
+    found = App(name="prm", help="Process rewards: collect, label, train and serve.", group=RUNS)
+    for verb, text in (
+        ("collect", "Write a run's trajectories as steps with their outcome."),
+        ("label", "Rate the steps with a judge or a program."),
+        ("train", "Train a process reward model on the labels."),
+        ("serve", "Score the steps of a running run."),
+    ):
+        found.command(f"penstock.cli.prm:{verb}", name=verb, help=text)
+    return found
 
 
 def _build_token() -> App:

@@ -63,6 +63,7 @@ def samples(
 
 
 def parse_steps(text: str) -> tuple[int | None, int | None] | None:
+    """Step N, or the steps N:M; None for no text."""
     from penstock.errors import ConfigError
 
     if not text:

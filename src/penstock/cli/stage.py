@@ -8,6 +8,12 @@ import signal
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.config import RunConfig
+    from penstock.config.stages import PipelineStageConfig
+    from penstock.trainer.pipeline.stage_worker import Scorer
 
 
 def stage(
@@ -30,6 +36,19 @@ def stage(
             Renewed tokens are written back to it. /dev/stdin works too.
         rows: Number of rows to lease at a time.
     """
+    return serve_stage(run, id, url=url, token_file=token_file, rows=rows)
+
+
+def serve_stage(
+    run: Path,
+    id: str,
+    *,
+    url: str | None = None,
+    token_file: Path | None = None,
+    rows: int = 16,
+    model: str | None = None,
+) -> int:
+    """As `penstock stage`; `model` replaces the one that the config names."""
     import uvloop
 
     from penstock.cli.output import print_note
@@ -65,6 +84,7 @@ def stage(
         uvloop.run(_until_signalled(with_upkeep(work, token, urls=urls)))
         return 0
     found, terms = find_service_stage(target.config, id)
+    scorer = _load_scorer(target.config, found, run, url, model)
     if url is None:
         folder = find_run_folder(run)
         url = folder.endpoints().dataflow
@@ -72,10 +92,30 @@ def stage(
     else:
         refuse_clear_text(check_url(url, example="http://127.0.0.1:18080"))
         token = require_token(token_file, role="stage")
-    print_note(f"stage {id}: running {found.fn} on rows from {url}")
-    work = serve(url, token, found, terms, max_rows=rows)
+    what = found.fn or f"model {model or found.model}"
+    print_note(f"stage {id}: running {what} on rows from {url}")
+    work = serve(url, token, found, terms, max_rows=rows, scorer=scorer)
     uvloop.run(_until_signalled(with_upkeep(work, token, urls=[url])))
     return 0
+
+
+def _load_scorer(
+    config: RunConfig, stage: PipelineStageConfig, run: Path, url: str | None, model: str | None
+) -> Scorer | None:
+    """The scorer of a stage with a model; None for a stage with a function."""
+    from penstock.errors import ConfigError
+    from penstock.runs.target import find_run_folder
+
+    if stage.fn is not None:
+        return None
+    if url is not None:
+        raise ConfigError(
+            f"stage {stage.id} runs a model on text, which needs the tokenizers of the run folder; "
+            "start it there, without --url"
+        )
+    from penstock.runs.prm.scoring import model_scorer
+
+    return model_scorer(config, stage, find_run_folder(run), model)
 
 
 async def _until_signalled(work: Coroutine[None, None, None]) -> None:

@@ -23,7 +23,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from pydantic import ConfigDict, Field, create_model
+from pydantic import ConfigDict, Field, PositiveInt, create_model
 
 from penstock.config.base import Section
 from penstock.options import Contradiction, parse_options, raise_contradictions
@@ -83,6 +83,13 @@ class CriticOptions(Section):
     """Peak learning rate; null: five times the actor's."""
 
 
+class RewardModelOptions(Section):
+    """Options of a placed infer stage with role reward and no fn."""
+
+    max_tokens: PositiveInt = 4096
+    """The model sees at most the last tokens of a conversation, this many."""
+
+
 MODEL_STAGES: Mapping[tuple[str, str], BuiltinStage] = {
     ("infer", "actor"): BuiltinStage(writes={"proximal_logprobs": Axis.TOKEN}),
     ("infer", "reference"): BuiltinStage(writes={"reference_logprobs": Axis.TOKEN}),
@@ -92,6 +99,13 @@ MODEL_STAGES: Mapping[tuple[str, str], BuiltinStage] = {
     ("train", "critic"): BuiltinStage(writes={}, options=CriticOptions),
 }
 """By (type, role): stages that run a model of the trainer, without fn."""
+
+SCORING_SERVICES: Mapping[str, BuiltinStage] = {
+    "prm": BuiltinStage(writes={"step_scores": Axis.TOKEN}),
+    "reward": BuiltinStage(writes={"reward": Axis.ROW}, options=RewardModelOptions),
+}
+"""By role: infer stages with `place` and `model`, without fn. A process reward model scores steps,
+a sequence classification model whole trajectories."""
 
 
 def stage_function(
@@ -184,7 +198,8 @@ def default_functions() -> Mapping[tuple[str, str], str]:
 def builtin_stage_for(type: str, role: str, fn: str | None) -> BuiltinStage | None:
     """The built-in that such a stage runs; None if the function is the user's."""
     if fn is None:
-        return builtin_stages().get((type, role))
+        service = SCORING_SERVICES.get(role) if type == "infer" else None
+        return builtin_stages().get((type, role), service)
     module, _, name = fn.partition(":")
     return builtin_functions().get(name) if module == STAGE_FUNCTIONS_MODULE else None
 
@@ -193,7 +208,7 @@ def known_axis(column: str) -> Axis | None:
     """The axis of a column that built-ins write or losses read; None for any other name."""
     if column.endswith("_logprobs"):
         return Axis.TOKEN
-    declared = [*builtin_functions().values(), *MODEL_STAGES.values()]
+    declared = [*builtin_functions().values(), *MODEL_STAGES.values(), *SCORING_SERVICES.values()]
     return next((stage.writes[column] for stage in declared if column in stage.writes), None)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from penstock.config.builtin_stages import builtin_stage_for, builtin_stages
+from penstock.config.builtin_stages import SCORING_SERVICES, builtin_stage_for, builtin_stages
 from penstock.config.stage_graph import (
     Edge,
     cycles,
@@ -74,6 +74,8 @@ def _kind_problems(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
     if stage.fn is None and kind not in builtin_stages() and not stage.is_service:
         roles = ", ".join(role for type_, role in builtin_stages() if type_ == stage.type)
         fix = f"give fn: module:function, or one of the roles {roles}"
+        if stage.type == "infer" and stage.role in SCORING_SERVICES:
+            fix = "it runs as a service: give place and model; or give fn: module:function"
         yield "role", f"there is no built-in for type {stage.type} and role {stage.role}; {fix}"
     builtin = builtin_stage_for(stage.type, stage.role, stage.fn)
     is_writer = builtin and stage.writes and stage.type != "train"
@@ -153,8 +155,14 @@ def _service_problems(stage: PipelineStageConfig) -> Iterator[tuple[str, str]]:
     elif stage.role in TRAINED_ROLES:
         text = f"the {stage.role}'s weights change with every batch, in the trainer only"
         yield "place", f"{text}; leave place null"
-    elif stage.fn is None:
+    elif stage.fn is None and stage.role not in SCORING_SERVICES:
         yield "fn", "a service runs a function row by row; give fn: module:function"
+    elif stage.fn is None and stage.model is None:
+        what = "the folder of `penstock prm train`" if stage.role == "prm" else "a reward model"
+        text = f"a service with role {stage.role} runs a function or a model row by row"
+        yield "model", f"{text}; give model: {what}, or fn: module:function"
+    elif stage.fn is None and stage.reads != ("turns",):
+        yield "reads", f"the built-in for role {stage.role} reads turns only; set reads: [turns]"
     if stage.policy is not None:
         yield "policy", "a service works on rows of all policies; leave policy null"
     if stage.after:

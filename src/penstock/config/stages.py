@@ -111,8 +111,9 @@ class PipelineStageConfig(Section):
     options: Mapping[str, Any] = Field(default_factory=dict[str, Any], validate_default=True)
     """Keyword arguments of fn in addition to the columns."""
     model: str | None = None
-    """Initial weights of its model (reference, critic, teacher, reward), written as `init`; null:
-    the policy's own."""
+    """Initial weights of its model (reference, critic, teacher), written as `init`; null: the
+    policy's own. With place and role prm: the folder of `penstock prm train`; with role reward: a
+    sequence classification model."""
 
     @field_validator("fn")
     @classmethod

@@ -107,7 +107,7 @@ def _check_run(
     *,
     deadline_s: float | None,
     on_step: Callable[[str], None] | None,
-    leak_bounds: LeakBounds,
+    leak_bounds: LeakBounds | None,
 ) -> CheckReport:
     tools = check_tools(target.config, target.folder.path)
     here = (*find_problems(target), *(located(one, target) for one in tools.problems))

@@ -299,7 +299,10 @@ def test_what_is_far_from_the_trainer_cannot_have_what_is_inside(load_stages: Lo
         load_stages, ADVANTAGE, compute, TRAIN
     )
     assert "runs a function row by row; give fn" in load_error(
-        load_stages, ADVANTAGE, SCORE.replace("fn: 'm:score', ", ""), TRAIN
+        load_stages,
+        ADVANTAGE,
+        SCORE.replace("fn: 'm:score', ", "").replace("role: reward", "role: judge"),
+        TRAIN,
     )
 
 
@@ -499,3 +502,22 @@ def test_keys_without_effect_or_of_another_algorithm_are_refused(
     with pytest.raises(ConfigError) as caught:
         load_text(named(example, name, more))
     assert expected_text in str(caught.value)
+
+
+PRM = "{id: prm, type: infer, role: prm, reads: [turns], writes: [step_scores], place: [a]}"
+
+
+def test_a_scoring_service_needs_a_model_or_a_function(load_stages: LoadStages) -> None:
+    steps = "{id: advantage, type: compute, role: advantage, reads: [reward, step_scores], "
+    steps += "writes: [advantage], fn: 'penstock.trainer.pipeline.credits:step_advantage'}"
+    load_stages(PRM.replace("place:", "model: outputs/prm, place:"), steps, TRAIN)
+    for old, new, problem in [
+        ("", "", "runs a function or a model row by row; give model: the folder of `penstock prm"),
+        (", place: [a]", ", model: m", "it runs as a service: give place and model; or give fn"),
+        ("[step_scores]", "[scores], model: m", "the built-in for it writes step_scores, not sco"),
+        ("[turns]", "[turns, reward], model: m", "reads turns only; set reads: [turns]"),
+        ("role: prm", "role: prm, model: m, options: {x: 1}", "x is not an option"),
+    ]:
+        assert problem in load_error(
+            load_stages, PRM.replace(old, new) if old else PRM, steps, TRAIN
+        )

@@ -342,8 +342,13 @@ def sets_of(*, by_depth: bool) -> Iterator[list[tuple[int, int]]]:
                 yield [(row, k) for row, k in members if k == depth]
 
 
-@pytest.mark.parametrize("by_depth", [False, True])
-@pytest.mark.parametrize("how", ["weighted", "return", "shaping", "min", "outcome"])
+@pytest.mark.parametrize(
+    ("how", "by_depth"),
+    [
+        *((how, False) for how in ("weighted", "return", "shaping", "min")),
+        *((how, True) for how in ("weighted", "return", "shaping", "min", "outcome")),
+    ],
+)
 def test_steps_are_credited_by_their_scores(batch: Batch, how: str, by_depth: bool) -> None:
     scores_T, by_turn = scores_of(batch)
     found = credits.step_advantage(
@@ -359,6 +364,34 @@ def test_steps_are_credited_by_their_scores(batch: Batch, how: str, by_depth: bo
     check(batch, found, compared(returns, sets_of(by_depth=by_depth)))
     without = found["advantage"][batch.rows_T == 2]
     assert not without.any(), "the row without a reward"
+
+
+@pytest.mark.parametrize("mix", [{"how": "weighted", "share": 1.0}, {"how": "outcome"}])
+def test_the_outcome_alone_is_plain_grpo_bit_for_bit(batch: Batch, mix: dict[str, Any]) -> None:
+    """Trajectories of unequal length, one without a reward and one whose payload is gone: group
+    statistics are over trajectories."""
+    scores_T, _ = scores_of(batch)
+    reward = batch.row_columns["reward"]
+    found = credits.step_advantage(Layout.of(batch), reward=reward, step_scores=scores_T, **mix)
+    plain = credits.group_advantage(Layout.of(batch), reward=reward)
+    assert plain["advantage"].any()
+    assert found["advantage"].tobytes() == plain["advantage"].tobytes()
+
+
+def test_a_planted_bad_step_gets_the_negative_advantage() -> None:
+    """Both trajectories succeed; the scores alone tell the bad step from the others."""
+    rows = [Attempt(turns=chain((2, ""), (3, ""), (2, "")), reward=1.0) for _ in range(2)]
+    sealed = seal([rows])
+    batch = assemble(sealed.manifest, sealed.rows, POLICY, VOCAB_SIZE)
+    is_bad_T = (batch.rows_T == 1) & (batch.samples.turns_T == 1)
+    found = credits.step_advantage(
+        Layout.of(batch),
+        reward=batch.row_columns["reward"],
+        step_scores=np.where(is_bad_T, 0.1, 0.9),
+    )
+    mask_T = batch.samples.mask_T
+    assert (found["advantage"][is_bad_T & mask_T] < 0).all()
+    assert (found["advantage"][~is_bad_T & mask_T] > 0).all()
 
 
 def test_a_score_by_row_is_not_taken_for_scores_of_steps(batch: Batch) -> None:

@@ -143,16 +143,20 @@ class Readers:
     def _write_one(
         self, reader: Reader, claim: Claim, cell: Cell, writer: str, now: float
     ) -> Status:
-        bit = reader.output_bits.get(cell.name)
-        if bit is None:
+        bit = reader.output_bits.get(cell.name, 0)
+        is_version = not bit and _is_version(cell.name, reader)
+        if not bit and not is_version:
             writes = f"this reader writes {list(reader.terms.writes)}"
             return DeliveryStatus.INVALID, f"{writer} may not write column {cell.name!r}; {writes}"
         row_lease, space = _find_lease(reader, claim), reader.terms.space
-        if row_lease is not None and row_lease.pending_outputs & bit:
-            self._row_window.complete(space, claim.row_id, cell, writer, now)
-            return STORED
-        existing = self._row_window.columns.existing(space, [claim.row_id], [cell.name])
-        return compare_write(existing[claim.row_id, cell.name], cell) if existing else LEASE_ENDED
+        if row_lease is None or not row_lease.pending_outputs & bit:
+            existing = self._row_window.columns.existing(space, [claim.row_id], [cell.name])
+            if existing:
+                return compare_write(existing[claim.row_id, cell.name], cell)
+            if row_lease is None or not is_version:
+                return LEASE_ENDED
+        self._row_window.complete(space, claim.row_id, cell, writer, now)
+        return STORED
 
     def end(
         self, name: str, claim: Claim, outcome: LeaseOutcome, now: float, error: str = ""
@@ -250,6 +254,13 @@ def _find_lease(reader: Reader, claim: Claim) -> RowLease | None:
     if row_lease is None or row_lease.holder is None or row_lease.arrival != claim.arrival:
         return None
     return row_lease if row_lease.holder.epoch == claim.epoch else None
+
+
+def _is_version(name: str, reader: Reader) -> bool:
+    """Whether it is a column of this reader with the version of its writer, like `score@7`. Nobody
+    waits for such a column."""
+    column, _, version = name.partition("@")
+    return bool(version) and column in reader.output_bits
 
 
 def _is_complete(reader: Reader, row_lease: RowLease) -> bool:

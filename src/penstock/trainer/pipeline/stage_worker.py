@@ -30,13 +30,19 @@ _log = structlog.get_logger(__name__)
 
 
 async def serve(
-    url: str, token: Token, stage: PipelineStageConfig, terms: StageConfig, *, max_rows: int = 16
+    url: str,
+    token: Token,
+    stage: PipelineStageConfig,
+    terms: StageConfig,
+    *,
+    max_rows: int = 16,
+    scorer: Scorer | None = None,
 ) -> None:
-    """Score rows until cancelled.
+    """Score rows until cancelled, with the stage's function unless `scorer` is given.
 
     consumes: rows with the columns it reads · produces: the columns it writes
     waits for: the next row · ends: when cancelled"""
-    scorer = find_function(stage)
+    scorer = scorer or find_function(stage)
     if scorer is None:
         raise ConfigError(f"stage {stage.id} has no scorer; give fn: module:function")
     async with RowsClient(url, token) as client:
@@ -75,10 +81,13 @@ async def _call(call: partial[Any]) -> Any:
 
 
 def _columns(found: Any, stage: PipelineStageConfig) -> Mapping[str, ColumnValue]:
-    if not isinstance(found, Mapping) or {*found} != {*stage.writes}:
+    """Exactly the columns that the stage writes, and any of them by version (`score@7`)."""
+    names = {*found} if isinstance(found, Mapping) else set[str]()
+    versions = {name for name in names - {*stage.writes} if name.partition("@")[0] in stage.writes}
+    if names - versions != {*stage.writes}:
         raise ValueError(f"returned {found!r} instead of a mapping of {', '.join(stage.writes)}")
     values: dict[str, ColumnValue] = {}
-    for name in stage.writes:
+    for name in (*stage.writes, *sorted(versions)):
         value: Any = found[name]
         values[name] = value if isinstance(value, bytes) else float(value)
     return values

@@ -22,6 +22,7 @@ from penstock.trainer.signals.mismatch import (
     pool_mismatch,
     to_vector,
 )
+from penstock.trainer.signals.process_scores import score_metrics
 from penstock.trainer.signals.ratio_stats import (
     RatioStats,
     informative_share,
@@ -63,4 +64,4 @@ def first_update_stats(
     metrics |= {"gap/mean": pool.mean_abs, "gap/k3": pool.k3, "gap/max": pool.max_abs}
     freshest = min((staleness for _, staleness in mismatches), default=0)
     metrics["gap/staleness"] = float(freshest)
-    return metrics, mismatches
+    return metrics | score_metrics(batch, ranks), mismatches

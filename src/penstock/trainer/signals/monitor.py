@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges a trainer's own metrics: reports nodes that drift, batches without a signal, and engines
-far from the trainer.
+"""Judges a trainer's own metrics: reports nodes that drift, batches without a signal, engines far
+from the trainer, and process scores that rise without the outcome.
 
 Owns the state over batches (average mismatch by node, consecutive bad batches), which survives a
 restart of the trainer; if a trainer of another version cannot read it, it starts with empty state:
@@ -26,6 +26,7 @@ from penstock.trainer.signals.mismatch import (
     MovingAverage,
     NodeMismatches,
 )
+from penstock.trainer.signals.process_scores import HackingWatch
 from penstock.wire.codec import JSON, decode, encode_json
 
 _log = structlog.get_logger(__name__)
@@ -38,6 +39,7 @@ class MonitorState:
     mismatches: NodeMismatches = field(default_factory=NodeMismatches)
     no_signal: NoSignalStreak = field(default_factory=NoSignalStreak)
     divergence: DivergenceStreak = field(default_factory=DivergenceStreak)
+    hacking: HackingWatch = field(default_factory=HackingWatch)
 
 
 def to_json(state: MonitorState) -> dict[str, Any]:
@@ -92,8 +94,10 @@ class SignalMonitor:
             divergence=self.state.divergence.updated(
                 values.get("gap/k3", 0.0), values.get("gap/staleness", 0.0)
             ),
+            hacking=self.state.hacking.updated(values),
         )
-        alarm = self.state.no_signal.alarm or self.state.divergence.alarm
+        state = self.state
+        alarm = state.no_signal.alarm or state.divergence.alarm or state.hacking.alarm
         if alarm is not None:
             _log.error("training needs attention", why=alarm)
         return alarm

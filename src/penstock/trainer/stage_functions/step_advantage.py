@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from penstock.config.builtin_stages import Axis, stage_function
+from penstock.trainer.advantages.baselines import group_advantages
 from penstock.trainer.advantages.credit import Combine, combine_returns, compare_turns
+from penstock.trainer.pipeline.comparison import compare
 from penstock.trainer.pipeline.layout import Columns, Layout, RowValues, TokenValues, TrainedTurns
 
 
@@ -26,7 +28,11 @@ def step_advantage(
     """Combine outcome and process scores as `Combine` describes, then compare each turn with the
     turns of its group, or only with turns of the same depth (`by_depth`). `share` weighs the
     outcome, `discount` what comes a turn later. The score of a turn is the one on its last trained
-    token. A row whose payload is gone has no scores and is not compared."""
+    token. A row whose payload is gone has no scores and is not compared. The outcome alone (how:
+    outcome, or weighted with share: 1) gives the bits of GRPO: trajectories are compared."""
+    is_outcome_only = how == "outcome" or (how == "weighted" and share == 1)
+    if is_outcome_only and not by_depth:
+        return {"advantage": compare(layout, reward, group_advantages)}
     trained = TrainedTurns.of(layout)
     turns = trained.over_ranks(layout)
     [scores_Q] = trained.gather(layout, turns, step_scores[None, trained.last_Q])

@@ -49,13 +49,17 @@ class ReaderRights:
         """The same, for a reader that it declares: columns of the stages of the run file are
         theirs."""
         self.require(credential, name, writes)
-        taken = self._owned.intersection(writes) if space == TRAIN else frozenset[str]()
+        taken = {one for one in writes if space == TRAIN and self._is_owned(one)}
         if taken and name not in self._stages and credential.role is not Role.ADMIN:
             raise Forbidden(
                 f"reader {name!r} may not write {sorted(taken)}: only stages of the run file "
                 "write rewards and the columns that they name; add a stage to `dataflow.stages`, "
                 "or choose another column"
             )
+
+    def _is_owned(self, column: str) -> bool:
+        """Whether a stage of the run file writes it, or writes it by version (`score@7`)."""
+        return not self._owned.isdisjoint((column, column.partition("@")[0]))
 
     def reserve(self, credential: Credential, name: str, known: Collection[str]) -> None:
         """Raise Busy when this credential, or all together, declared too many readers. `known`:
