@@ -5,8 +5,8 @@ Owns every formula about a pair of results. Pairs them by question, which takes 
 the questions out of the comparison. Refuses results whose questions or scorer differ.
 
 Significance: with one sample of 0 or 1 for each question, McNemar's exact test; otherwise the
-paired t-test of the mean scores. The interval of the difference is Agresti and Min's: the t-interval
-after one question more in each direction at half weight, so that it has a width without a flip."""
+paired t-test of the mean scores. The interval of the difference is Agresti and Min's: the
+t-interval after half a flip more in each direction, so that it has a width without a flip."""
 
 from __future__ import annotations
 
