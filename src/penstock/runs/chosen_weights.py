@@ -54,7 +54,7 @@ def chosen_weights(target: RunTarget, policy: str, version: int | None) -> Chose
         known = ", ".join(map(str, sorted(found)[-20:]))
         raise ConfigError(
             f"{target.folder.path} has no weights of {policy}@{number}: they were never published, "
-            f"or deleted because nothing needed them (weights.keep). Choose --version from: {known}"
+            f"or deleted because nothing needed them. Choose --version from: {known}"
         )
     return found[number]
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a few rollouts without training: no services, no run folder, nothing kept.
 
-Owns the choice of tasks. The policy's own engine answers, with the newest checkpoint of a run folder
-or the initial weights, or an OpenAI-compatible server. Workflow and reward run as on a node."""
+Owns the choice of tasks. The policy's own engine answers, with the newest checkpoint of a run
+folder or the initial weights, or an OpenAI-compatible server. Workflow and reward run as on a
+node."""
 
 from __future__ import annotations
 
