@@ -18,10 +18,10 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def interval(bounds: tuple[float, float], *, signed: bool = False) -> str:
+def interval(bounds: tuple[float, float]) -> str:
     """`41.0 … 58.8 %`."""
-    low, high = (f"{100 * bound:+.1f}" if signed else f"{100 * bound:.1f}" for bound in bounds)
-    return f"{low} … {high} %"
+    low, high = bounds
+    return f"{100 * low:.1f} … {100 * high:.1f} %"
 
 
 def figure_lines(found: Mapping[str, SuiteFigures]) -> list[str]:

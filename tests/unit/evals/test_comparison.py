@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import pytest
 from scipy import stats  # pyright: ignore[reportMissingTypeStubs]
+from tests.unit.evals.test_figures import result_of
 
 from penstock.errors import ConfigError
 from penstock.evals.comparison import compare_suites, difference_interval, paired_t_p
-from tests.unit.evals.test_figures import result_of
 
 scipy_stats = cast("Any", stats)
 

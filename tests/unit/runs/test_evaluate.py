@@ -59,9 +59,7 @@ def server() -> Iterator[EchoServer]:
 
 
 @pytest.fixture
-def module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> str:
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """The user's module, in an empty working directory with a file of questions."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "")
@@ -179,7 +177,18 @@ def test_figures_and_failures_are_printed(
     code, out, err = run_main(capsys, "eval", server.url, *suite, "--model", "m")
     assert code == 0
     head, line, *rest = out.splitlines()
-    assert head.split() == "suite questions score 95 % interval pass@k failed turns tokens".split()
+    assert head.split() == [
+        "suite",
+        "questions",
+        "score",
+        "95",
+        "%",
+        "interval",
+        "pass@k",
+        "failed",
+        "turns",
+        "tokens",
+    ]
     assert line.split()[:6] == ["mine", "4", "x", "1", "75.0", "%"]
     assert rest[1] == "mine: 1 attempt failed and count as wrong: 1 engine"
     assert rest[2] == "  q0, sample 0: engine"
