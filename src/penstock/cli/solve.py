@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,8 @@ def solve(
     policy: str | None = None,
     source: str | None = None,
     answer: str | None = None,
+    base_url: str | None = None,
+    model: str | None = None,
     json: bool = False,
 ) -> int:
     """Watch an agent work on one question, through the workflow and the tools of a run.
@@ -36,24 +40,32 @@ def solve(
         policy: Policy of a run that trains several.
         source: Source whose workflow, tools and sampling are used; by default the first.
         answer: The expected answer, for a reward that compares with it.
+        base_url: OpenAI-compatible server that answers instead of the policy's engine, such as
+            http://127.0.0.1:8000/v1. Its key is read from OPENAI_API_KEY.
+        model: Model name at that server; by default the name of the policy.
         json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json, print_note
+    from penstock.cli.solve_lines import ending_lines, is_failure
     from penstock.observe import logs
     from penstock.runs.eval_target import read_eval_target
+    from penstock.runs.local_gateway import TextServerAddress
     from penstock.runs.solve import question_payload
 
     logs.configure("solve", level="critical")
     target = read_eval_target(str(run), version=version, policy=policy)
-    if target.weights is not None:
+    if base_url is not None:
+        key = os.environ.get("OPENAI_API_KEY", "")
+        name = model or target.policy
+        server = TextServerAddress(base_url=base_url, model=name, api_key=key)
+        target = replace(target, server=server)
+    elif target.weights is not None:
         print_note(f"loading {target.weights.place}")
     payload = question_payload(question, answer)
     ended = asyncio.run(_watch(target, payload, source, is_shown=not json))
     if json:
         print_json(_report(ended, target))
     else:
-        from penstock.cli.solve_lines import ending_lines
-
         print("\n".join(ending_lines(ended, has_answer=answer is not None)))
     return 1 if is_failure(ended, has_answer=answer is not None) else 0
 
@@ -74,14 +86,6 @@ async def _watch(
                 writer.write(event)
     assert ended is not None, "the last event is the trajectory"
     return ended
-
-
-def is_failure(ended: Trajectory, *, has_answer: bool) -> bool:
-    """A reward that needs the expected answer cannot score without it; that is no failure."""
-    from penstock.types import FailureKind, OutcomeKind
-
-    is_unscored = ended.outcome.reason == FailureKind.REWARD and not has_answer
-    return ended.outcome.kind is OutcomeKind.FAILED and not is_unscored
 
 
 def _report(ended: Trajectory, target: EvalTarget) -> dict[str, object]:

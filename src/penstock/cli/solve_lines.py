@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from penstock.cli.output import format_duration, pluralise, printable
+from penstock.types import FailureKind, OutcomeKind, Trajectory, view_ids
 
 if TYPE_CHECKING:
     from penstock.runs.solve import SolveEvent
-    from penstock.types import Trajectory
 
 NAME_WIDTH = 11
 """Columns for who speaks."""
@@ -73,9 +73,6 @@ class EventWriter:
 
 def ending_lines(ended: Trajectory, *, has_answer: bool) -> Iterator[str]:
     """How it ended: outcome, reward, counts; tools, where no message showed them."""
-    from penstock.cli.solve import is_failure
-    from penstock.types import view_ids
-
     tokens = sum(len(view_ids(turn.sampled_ids)) for turn in ended.turns)
     facts = [
         pluralise(len(ended.turns), "turn"),
@@ -97,3 +94,9 @@ def ending_lines(ended: Trajectory, *, has_answer: bool) -> Iterator[str]:
         yield from (f"  ! {line}" for line in printable(ended.outcome.detail).splitlines())
     elif ended.reward is None and not has_answer:
         yield "    not scored; give the expected answer with --answer"
+
+
+def is_failure(ended: Trajectory, *, has_answer: bool) -> bool:
+    """Without the expected answer a reward may be unable to score; the work did not fail."""
+    is_unscored = ended.outcome.reason == FailureKind.REWARD and not has_answer
+    return ended.outcome.kind is OutcomeKind.FAILED and not is_unscored

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares two runs, two versions or two files of results: scores, rewards, time per step.
 
-Owns which results of a run count: those of the version asked for, or of each suite those of the
-newest version; of several files about one version, the newest. The formulas are in `evals`."""
+Owns which results of a run count: of the version asked for, or of each suite's newest version; of
+several files about one version, the newest. The formulas are in `evals`."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def read_eval_target(
             raise ConfigError("--workflow is for a model without a run; a run has its own")
         return _of_run(read_target(path), path, policy, version)
     if version is not None:
-        raise ConfigError(f"--version {version}: {where} is no run, so it has only one version")
+        raise ConfigError(f"--version {version}: {where} is not a run, so it has only one version")
     run = _made_up(where, workflow or WORKFLOW, engine="hf")
     return EvalTarget(
         run=run,

@@ -26,7 +26,7 @@ from penstock.runs.local_gateway import (
     cancel,
     open_gateway,
     open_rollouts,
-    wait_beside,
+    wait_or_raise,
 )
 from penstock.runs.local_rollouts import Rollout
 from penstock.runs.logged_gateway import LoggedGateway
@@ -193,7 +193,7 @@ async def _ask(plan: EvaluationPlan, items: list[_Item]) -> AsyncGenerator[tuple
         attempts = [asyncio.create_task(_attempt(rollout, gateway, item, limit)) for item in items]
         resources.push_async_callback(cancel, *attempts)
         for item, attempt in zip(items, attempts, strict=True):
-            await wait_beside(attempt, scoring)
+            await wait_or_raise(attempt, scoring)
             yield item, await attempt
 
 

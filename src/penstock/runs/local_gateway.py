@@ -39,7 +39,17 @@ from penstock.runs.sandbox_settings import isolation_settings
 from penstock.runs.target import RunTarget
 from penstock.types import PolicyName, Version
 
-Sessions = Callable[..., LoggedSession]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionKinds:
+    """What makes the sessions of a gateway."""
+
+    engine: Callable[..., LoggedSession] = LoggedSession
+    server: Callable[..., LoggedSession] = TextSession
+    """Gets the server of text first."""
+
+
+LOGGED = SessionKinds()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,26 +66,28 @@ async def open_gateway(
     server: TextServerAddress | None,
     *,
     weights: Mapping[str, ChosenWeights] | None = None,
-    sessions: Sessions = LoggedSession,
+    sessions: SessionKinds = LOGGED,
 ) -> AsyncGenerator[LoggedGateway]:
     """A gateway to the engines of the run, or to the server.
 
-    weights: by policy; a policy that is not listed has its newest checkpoint.
-    sessions: the kind of sessions with an engine."""
+    weights: by policy; a policy that is not listed has its newest checkpoint."""
     if server is None:
-        async with _engine_gateway(target, info, weights or {}, sessions) as gateway:
+        async with _engine_gateway(target, info, weights or {}, sessions.engine) as gateway:
             yield gateway
         return
     async with httpx2.AsyncClient() as http:
         text_server = TextServer(
             base_url=server.base_url, model=server.model, api_key=server.api_key, http=http
         )
-        yield LoggedGateway(no_engine, partial(TextSession, text_server))
+        yield LoggedGateway(no_engine, partial(sessions.server, text_server))
 
 
 @asynccontextmanager
 async def _engine_gateway(
-    target: RunTarget, info: RunInfo, weights: Mapping[str, ChosenWeights], sessions: Sessions
+    target: RunTarget,
+    info: RunInfo,
+    weights: Mapping[str, ChosenWeights],
+    sessions: Callable[..., LoggedSession],
 ) -> AsyncGenerator[LoggedGateway]:
     """A gateway to the run's engine, which serves the weights of every policy."""
     config = target.config
@@ -113,8 +125,8 @@ def _make_engine(config: RunConfig, info: RunInfo, scratch: Path) -> Engine:
 async def open_rollouts(
     target: RunTarget, info: RunInfo, gateway: LoggedGateway
 ) -> AsyncGenerator[tuple[Rollout, asyncio.Task[None] | None]]:
-    """A function that makes scored rollouts, and the work of the reward processes: wait for results
-    `beside` it, because it ends if the reward cannot be imported."""
+    """A function that makes scored rollouts, and the work of the reward processes, for
+    `wait_or_raise`: it ends if the reward cannot be imported."""
     rewards = {source.name: source.reward for source in info.sources}
     isolation = Isolation(isolation_settings(target.config, target.folder.path))
     scorer = SourceScorers(info.reward, rewards, isolation) if info.is_scored else None
@@ -127,7 +139,7 @@ async def open_rollouts(
         yield await resources.enter_async_context(opened), scoring
 
 
-async def wait_beside(attempt: asyncio.Task[Any], scoring: asyncio.Task[None] | None) -> None:
+async def wait_or_raise(attempt: asyncio.Task[Any], scoring: asyncio.Task[None] | None) -> None:
     """Until the attempt has ended; raises what ended the scoring before it."""
     watched: set[asyncio.Task[Any]] = {attempt} if scoring is None else {attempt, scoring}
     await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of evaluation results: where they are, and which of a run's count.
 
-Owns reading them, and writing those of `penstock eval`; a run writes its own. A file holds one
-`Evaluation` as JSON."""
+Owns reading them, and writing the results of `penstock eval`; a run writes its own. A file holds
+one `Evaluation` as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.evals.results import Evaluation, SuiteResult
 FOLDER = "evaluations"
 """In the run folder: POLICY@VERSION.json for each version that the run evaluated."""
 LOCAL = "local"
-"""Below it: those of `penstock eval`."""
+"""Below it: the results of `penstock eval`."""
 BEST_FILE = "best.json"
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches an agent work on one task: one rollout through the workflow of a run, event by event.
 
-Owns the events and their order. The rollout is that of a node: same workflow, tools, engine and
+Owns the events and their order. The rollout is as on a node: same workflow, tools, engine and
 reward. Nothing is kept, and nothing is printed."""
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ from penstock.dataflow.sources import derive_seed
 from penstock.errors import ConfigError
 from penstock.gateway.model_calls import Answer, Call, Delta, DeltaCallback, RawPrompt
 from penstock.runs.eval_target import EvalTarget
-from penstock.runs.local_gateway import cancel, open_gateway, open_rollouts, wait_beside
-from penstock.runs.logged_gateway import LoggedSession, sent_messages
+from penstock.runs.local_gateway import (
+    SessionKinds,
+    cancel,
+    open_gateway,
+    open_rollouts,
+    wait_or_raise,
+)
+from penstock.runs.logged_gateway import LoggedSession, TextSession, sent_messages
 from penstock.runs.service_process import add_import_paths
 from penstock.types import JsonObject, Task, Trajectory
 
@@ -51,7 +57,7 @@ class SolveEvent:
 Watch = Callable[[SolveEvent], None]
 
 
-class WatchedSession(LoggedSession):
+class _Watched(LoggedSession):
     """Tells what it sends and what comes back, while it comes."""
 
     def __init__(self, watch: Watch, *args: Any, **kwargs: Any) -> None:
@@ -82,9 +88,9 @@ class WatchedSession(LoggedSession):
         return answer
 
     def _show_new(self, sent: Sequence[JsonObject]) -> None:
-        """What this call adds to the last one; all of it if it starts anew."""
+        """What this call adds to the last one; all of it if it is another conversation."""
         is_longer = len(sent) > len(self._seen) and all(
-            new.get("content") == old.get("content")
+            (new.get("content") or "") == (old.get("content") or "")
             for new, old in zip(sent, self._seen, strict=False)
         )
         for message in sent[len(self._seen) :] if is_longer else sent:
@@ -93,6 +99,10 @@ class WatchedSession(LoggedSession):
     def _show(self, kind: EventKind, who: str, text: str) -> None:
         if text:
             self._watch(SolveEvent(kind=kind, who=who, text=text))
+
+
+class _WatchedText(_Watched, TextSession):
+    """The same, with a server of text."""
 
 
 def question_payload(question: str, answer: str | None) -> JsonObject:
@@ -117,9 +127,12 @@ async def solve(
     info = run_info(config)
     events: asyncio.Queue[SolveEvent | None] = asyncio.Queue()
     weights = {target.policy: target.weights} if target.weights is not None else {}
-    sessions = partial(WatchedSession, events.put_nowait)
+    sessions = SessionKinds(
+        engine=partial(_Watched, events.put_nowait),
+        server=partial(_WatchedText, events.put_nowait),
+    )
     async with AsyncExitStack() as resources:
-        opened = open_gateway(target.run, info, None, weights=weights, sessions=sessions)
+        opened = open_gateway(target.run, info, target.server, weights=weights, sessions=sessions)
         gateway = await resources.enter_async_context(opened)
         rollouts = open_rollouts(target.run, info, gateway)
         rollout, scoring = await resources.enter_async_context(rollouts)
@@ -129,7 +142,7 @@ async def solve(
         resources.push_async_callback(cancel, attempt)
         while (event := await events.get()) is not None:
             yield event
-        await wait_beside(attempt, scoring)
+        await wait_or_raise(attempt, scoring)
         yield await attempt
 
 

@@ -22,7 +22,7 @@ from penstock.runs.local_gateway import (
     cancel,
     open_gateway,
     open_rollouts,
-    wait_beside,
+    wait_or_raise,
 )
 from penstock.runs.local_rollouts import Rollout
 from penstock.runs.logged_gateway import LoggedGateway
@@ -71,7 +71,7 @@ async def try_rollouts(
         ]
         resources.push_async_callback(cancel, *attempts)
         for attempt in attempts:
-            await wait_beside(attempt, scoring)
+            await wait_or_raise(attempt, scoring)
             yield await attempt
 
 

@@ -199,7 +199,7 @@ def test_wrong_usage_says_what_to_do(capsys: pytest.CaptureFixture[str], module:
     for words, says in (
         ((".",), "--suite"),
         (("http://127.0.0.1:9/v1", "--suite", "mine.jsonl"), "--model"),
-        (("m", "--suite", "mine.jsonl", "--version", "3"), "is no run"),
+        (("m", "--suite", "mine.jsonl", "--version", "3"), "is not a run"),
         (("m", "--suite", "mine.jsonl", "--model", "x"), "URL"),
     ):
         code, _, err = run_main(capsys, "eval", *words)

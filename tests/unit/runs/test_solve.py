@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 from tests.unit.cli.test_commands import run_main
 from tests.unit.runs.broken_cases import edited
+from tests.unit.runs.test_try_rollouts import TOOL, TextServer, text_server
 
 from penstock.cli.solve_lines import EventWriter
 from penstock.runs.solve import EventKind, SolveEvent
+
+server = text_server
 
 MODULE = """
 def reward(completions, **columns):
@@ -62,6 +65,30 @@ def test_turns_and_results_of_tools_are_shown_once_and_in_order(
     assert end.endswith("reward 1")
     assert "loading builtin:tiny-qwen3" in err
     assert "\x1b" not in out, "no colours without a terminal"
+
+
+def test_tool_calls_and_their_results_are_shown(
+    capsys: pytest.CaptureFixture[str], run_file: Path, server: TextServer
+) -> None:
+    """The model calls a tool that does not exist, sees the error, and answers."""
+    text = run_file.read_text()
+    start = text.index("workflow:")
+    run_file.write_text(text.replace(text[start:].splitlines()[0], "workflow: tool_loop"))
+    server.answers = [
+        {"role": "assistant", "content": None, "tool_calls": [TOOL]},
+        {"role": "assistant", "content": "ba"},
+    ]
+    words = ("--run", str(run_file), "--base-url", server.url, "--answer", "ba")
+    code, out, _ = run_main(capsys, "solve", "ab", *words)
+    assert code == 0, out
+    lines = out.splitlines()
+    assert lines[:2] == ["user       ab", 'calls      add({"a": 1})']
+    assert lines[2].startswith("tool       ")
+    assert "add" in lines[2]
+    assert lines[3] == "policy     ba"
+    assert lines[-2].startswith("  add: failed, ")
+    assert "2 turns, 1 tool call, " in lines[-1]
+    assert lines[-1].endswith("reward 1")
 
 
 def test_without_the_expected_answer_there_is_no_reward(
