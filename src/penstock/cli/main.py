@@ -7,6 +7,7 @@ Imports a command only when it is called, so `penstock --help` is fast.
 
 from __future__ import annotations
 
+import builtins
 import sys
 from collections.abc import Sequence
 from keyword import iskeyword
@@ -35,6 +36,9 @@ COMMANDS = (
     ("plot", RUNS, "Draw the reward, or any metric, of one or more runs."),
     ("report", RUNS, "Show how well rollout and training are balanced."),
     ("samples", RUNS, "Show what the model said, with rewards."),
+    ("eval", RUNS, "Score a version, a model folder or a server on suites of questions."),
+    ("compare", RUNS, "Compare two runs or versions: scores, significance, rewards, time."),
+    ("solve", RUNS, "Watch a run's agent work on one question."),
     ("explain", RUNS, "Explain why a task, row or batch was used or dropped."),
     ("simulate", RUNS, "Simulate a recorded run under different data rules."),
     ("replay", RUNS, "Recompute a training step and compare it bit for bit."),
@@ -63,7 +67,7 @@ def build() -> App:
         usage="Usage: penstock COMMAND [OPTIONS]   (penstock COMMAND --help for details)",
     )
     for order, (name, group, text) in enumerate(COMMANDS):
-        module = f"{name}_" if iskeyword(name) else name
+        module = f"{name}_" if iskeyword(name) or hasattr(builtins, name) else name
         path = f"penstock.cli.{module}:{module}"
         app.command(path, name=name, help=text, group=group, sort_key=order)
     weights = App(name="weights", help="Inspect and verify a run's weights.", group=RUNS)

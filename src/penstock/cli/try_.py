@@ -13,8 +13,9 @@ from cyclopts import Parameter
 from penstock.cli.output import pluralise, print_json, print_note, printable
 
 if TYPE_CHECKING:
+    from penstock.runs.local_gateway import TextServerAddress
     from penstock.runs.target import RunTarget
-    from penstock.runs.try_rollouts import TextServerAddress, TriedRollout
+    from penstock.runs.try_rollouts import TriedRollout
     from penstock.types import JsonObject
 
 
@@ -43,8 +44,8 @@ def try_(
     """
     from penstock.errors import ConfigError
     from penstock.observe import logs
+    from penstock.runs.local_gateway import TextServerAddress
     from penstock.runs.target import read_target
-    from penstock.runs.try_rollouts import TextServerAddress
 
     if count < 1:
         raise ConfigError(f"--count {count}: must be 1 or more")
@@ -71,11 +72,12 @@ def try_(
 async def _try_and_show(
     target: RunTarget, count: int, server: TextServerAddress | None, *, is_shown: bool
 ) -> list[TriedRollout]:
-    from penstock.runs.try_rollouts import newest_checkpoint, try_rollouts
+    from penstock.runs.chosen_weights import newest_checkpoint_or_init
+    from penstock.runs.try_rollouts import try_rollouts
 
     if server is None:
-        for name, model in target.config.models.items():
-            print_note(f"loading {newest_checkpoint(target, name) or model.init}")
+        for name in target.config.models:
+            print_note(f"loading {newest_checkpoint_or_init(target, name).place}")
     tried: list[TriedRollout] = []
     async for rollout in try_rollouts(target, count, server):
         tried.append(rollout)

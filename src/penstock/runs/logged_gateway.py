@@ -49,7 +49,7 @@ class LoggedSession(Session):
         self.calls: list[tuple[list[JsonObject], Answer]] = []
 
     async def call(self, call: Call | RawPrompt, on_chunk: DeltaCallback | None = None) -> Answer:
-        sent = _sent_messages(call)  # now, because workflows extend the list they sent
+        sent = sent_messages(call)  # now, because workflows extend the list they sent
         answer = await self._reply(call, on_chunk)
         self.calls.append((sent, answer))
         return answer
@@ -70,7 +70,8 @@ class LoggedSession(Session):
         return found
 
 
-def _sent_messages(call: Call | RawPrompt) -> list[JsonObject]:
+def sent_messages(call: Call | RawPrompt) -> list[JsonObject]:
+    """What a call sends, without what only programs read."""
     if isinstance(call, Call):
         return [_shown(message) for message in call.messages]
     return [{"role": "prompt", "content": str(call.prompt)}]

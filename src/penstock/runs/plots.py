@@ -138,7 +138,7 @@ def _write_csv(plot: Plot, path: Path) -> None:
 
 
 def _write_picture(plot: Plot, path: Path) -> None:
-    with _missing_library():
+    with missing_library():
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -173,7 +173,7 @@ def _write_picture(plot: Plot, path: Path) -> None:
 
 def plot_text(plot: Plot, *, width: int, height: int, colour: bool) -> str:
     """The plot as text, one panel of this size per metric."""
-    with _missing_library():
+    with missing_library():
         import plotext  # pyright: ignore[reportMissingTypeStubs]
     library: Any = plotext
     panels: list[str] = []
@@ -213,7 +213,7 @@ def step_ticks(steps: Sequence[int]) -> list[int]:
 
 
 @contextmanager
-def _missing_library() -> Generator[None]:
+def missing_library() -> Generator[None]:
     try:
         yield
     except ImportError as error:

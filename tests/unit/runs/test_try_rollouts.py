@@ -43,8 +43,8 @@ class TextServer:
     """(path, authorization, body)."""
 
 
-@pytest.fixture
-def server() -> Iterator[TextServer]:
+@pytest.fixture(name="server")
+def text_server() -> Iterator[TextServer]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))

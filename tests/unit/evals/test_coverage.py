@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often the intervals contain the truth: exactly for one sample, by simulation for several."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.stats import binom  # pyright: ignore
+
+from penstock.evals.comparison import difference_interval
+from penstock.evals.figures import clustered_interval
+
+Scores = NDArray[np.float64]
+NUM_SIMULATIONS = 2000
+NOISE = 0.01
+"""More than two standard errors of a share of 95 % in 2,000 simulations."""
+
+
+@cache
+def _single(num_questions: int) -> tuple[tuple[float, float], ...]:
+    """The interval for each number of right answers."""
+    questions = range(num_questions)
+    return tuple(
+        clustered_interval([float(q < right) for q in questions], 1)
+        for right in range(num_questions + 1)
+    )
+
+
+def _exact_coverage(num_questions: int, rate: float) -> float:
+    chances = binom.pmf(np.arange(num_questions + 1), num_questions, rate)  # pyright: ignore
+    intervals = _single(num_questions)
+    pairs = zip(chances, intervals, strict=True)  # pyright: ignore
+    return sum(float(chance) for chance, (low, high) in pairs if low <= rate <= high)  # pyright: ignore
+
+
+def _draw(
+    rng: np.random.Generator, shape: tuple[int, int], rate: float, alike: float, samples: int
+) -> Scores:
+    """Mean scores by simulation and question. `alike`: how close the questions' own rates are; 0
+    for the same."""
+    own = np.full(shape, rate)
+    if alike:
+        own = rng.beta(rate * alike, (1 - rate) * alike, shape)
+    return rng.binomial(samples, own) / samples
+
+
+def _simulated_coverage(num_questions: int, rate: float, alike: float, samples: int) -> float:
+    rng = np.random.default_rng([num_questions, int(rate * 1000), int(alike * 10), samples])
+    scores = _draw(rng, (NUM_SIMULATIONS, num_questions), rate, alike, samples)
+    moments = np.stack([scores.sum(1), (scores**2).sum(1)], axis=1).round(6)
+    _, firsts, counts = np.unique(moments, axis=0, return_index=True, return_counts=True)
+    covered = 0
+    for first, count in zip(firsts, counts, strict=True):  # rows alike have the same interval
+        low, high = clustered_interval(scores[first].tolist(), samples)
+        covered += int(count) if low <= rate <= high else 0
+    return covered / NUM_SIMULATIONS
+
+
+@pytest.mark.parametrize("num_questions", [50, 100, 200])
+def test_coverage_for_one_sample_is_exactly_that(num_questions: int) -> None:
+    for rate in np.linspace(0.1, 0.9, 33):
+        assert 0.93 <= round(_exact_coverage(num_questions, float(rate)), 3) <= 0.9705, rate
+
+
+@pytest.mark.parametrize("num_questions", [5, 12, 30, 50])
+def test_coverage_at_few_questions_and_extreme_rates(num_questions: int) -> None:
+    for rate in (0.003, 0.01, 0.02, 0.03, 0.05, 0.08, 0.92, 0.97, 0.995):
+        assert _exact_coverage(num_questions, rate) >= 0.93, rate
+
+
+@pytest.mark.parametrize(
+    ("rate", "alike", "samples"), [(0.1, 2.0, 4), (0.5, 0.0, 4), (0.3, 2.0, 16), (0.9, 10.0, 4)]
+)
+def test_coverage_for_several_samples(rate: float, alike: float, samples: int) -> None:
+    assert 0.93 <= _simulated_coverage(50, rate, alike, samples) <= 0.97
+
+
+@pytest.mark.parametrize(("num_questions", "rate"), [(50, 0.03), (10, 0.1), (30, 0.97)])
+def test_coverage_for_several_samples_elsewhere(num_questions: int, rate: float) -> None:
+    """Most questions are hopeless, a few are easy: the variance hides in questions not asked."""
+    assert _simulated_coverage(num_questions, rate, 2.0, 16) >= 0.93
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [1, 4, 16])
+@pytest.mark.parametrize("num_questions", [5, 20, 50, 100, 300])
+@pytest.mark.parametrize("alike", [0.0, 0.5, 2.0, 10.0])
+def test_coverage_everywhere(num_questions: int, alike: float, samples: int) -> None:
+    for rate in (0.01, 0.03, 0.1, 0.2, 0.5, 0.8, 0.9, 0.99):
+        found = _simulated_coverage(num_questions, rate, alike, samples)
+        is_bounded = num_questions >= 50 and 0.1 <= rate <= 0.9
+        assert 0.93 - NOISE / 2 <= found <= (0.97 + NOISE / 2 if is_bounded else 1.0), rate
+
+
+@pytest.mark.parametrize(("before", "gain"), [(0.2, 0.0), (0.5, 0.2), (0.9, 0.05)])
+def test_coverage_of_a_difference(before: float, gain: float) -> None:
+    """Of two versions, each with its own luck on the same questions."""
+    rng = np.random.default_rng(7)
+    luck = rng.random((NUM_SIMULATIONS, 2, 50))
+    luck[:, 1, :25] = luck[:, 0, :25]  # half of the questions are answered alike
+    changes = (luck[:, 1] < before + gain).astype(float) - (luck[:, 0] < before)
+    intervals = [difference_interval(row.tolist()) for row in changes]
+    covered = sum(low <= gain <= high for low, high in intervals) / NUM_SIMULATIONS
+    assert 0.93 <= covered <= 0.985

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`penstock compare`: which results of a run count, the tables, the picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.unit.cli.test_commands import run_main
+from tests.unit.evals.test_figures import result_of
+from tests.unit.runs.metrics_files import run_with_metrics
+
+from penstock.errors import ConfigError
+from penstock.evals.results import Evaluation, SuiteResult
+from penstock.runs.compare import compare
+
+
+def scored(num_right: int, version: int = 0, suite: str = "aime") -> SuiteResult:
+    """Of 20 questions, the last ones right."""
+    made = result_of({f"q{i}": [float(i >= 20 - num_right)] for i in range(20)})
+    return msgspec.structs.replace(made, suite=suite, version=version)
+
+
+def write_results(path: Path, *suites: SuiteResult) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = Evaluation(model="m", step=suites[0].version, suites=suites)
+    path.write_bytes(msgspec.json.encode(found))
+    return path
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, reward, right in (("old", 0.2, 4), ("new", 0.8, 14)):
+        run_with_metrics(tmp_path / name, [(i, i, reward) for i in range(1, 11)])
+        folder = tmp_path / name / "evaluations"
+        write_results(folder / "policy@0.json", scored(2))
+        write_results(folder / "policy@10.json", scored(right, 10))
+        (folder / "best.json").write_text('{"version": 10}')
+    return tmp_path
+
+
+def test_two_runs_are_compared_at_their_newest_versions(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run_main(capsys, "compare", "old", "new")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[:2] == ["A  old", "B  new"]
+    assert lines[4].split()[:4] == ["A", "policy@10", "20.0", "%"]
+    assert lines[5].split()[:4] == ["B", "policy@10", "70.0", "%"]
+    assert lines[6].startswith("B - A  +50.0 points (+")
+    assert lines[6].endswith("p = 0.002, significant (McNemar, exact)")
+    assert lines[7].startswith("gained  10 questions: q6, q7")
+    assert lines[-2].split() == ["A", "policy", "10", "0.200", "0.200", "0.0", "s"]
+    assert max(map(len, lines[3:6])) <= 80
+
+
+def test_two_versions_of_one_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run_main(capsys, "compare", "new@0", "new", "--json")
+    report = json.loads(out.splitlines()[-1])
+    [suite] = report["suites"]
+    assert (code, suite["difference"], suite["a"]["avg"]) == (0, pytest.approx(0.6), 0.1)
+    assert report["a"]["training"] == [], "it is the same training"
+
+
+def test_the_newest_file_about_a_version_counts(runs: Path) -> None:
+    write_results(runs / "new/evaluations/local/policy@10.json", scored(20, 10))
+    assert compare("old", "new").suites[0].b.avg == 1.0
+
+
+def test_two_files_of_results(runs: Path) -> None:
+    a = write_results(runs / "a.json", scored(5), scored(5, suite="only"))
+    b = write_results(runs / "b.json", scored(6))
+    found = compare(str(a), str(b))
+    assert found.only_one == ("only",)
+    assert found.suites[0].gained == ("q14",)
+    assert not found.suites[0].is_significant
+
+
+def test_markdown_and_picture(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--svg", "c.svg", "--markdown", "c.md")
+    code, _, err = run_main(capsys, "compare", "old", "new", *words)
+    assert code == 0
+    assert "wrote c.svg" in err
+    picture = Path("c.svg").read_text()
+    for text in ("aime", "20 questions", "+50.0 points", "p = 0.002", "mean reward", "old", "new"):
+        assert text in picture
+    page = Path("c.md").read_text().splitlines()
+    assert page[0] == "# old and new"
+    assert page[4].startswith("| aime | 20.0 % (")
+    assert "| +50.0 points (+" in page[4]
+
+
+def test_what_cannot_be_compared_says_what_to_do(runs: Path) -> None:
+    other = msgspec.structs.replace(scored(3), suite_digest="other")
+    for words, says in (
+        (("new", "new"), "are the same"),
+        (("old@3", "new"), "penstock eval old --version 3"),
+        ((str(write_results(runs / "x.json", other)), "new"), "not comparable"),
+        (("nothing.json", "new"), "cannot read"),
+        ((str(write_results(runs / "y.json", scored(1, suite="z"))), "new"), "share neither"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            compare(*words)
