@@ -37,7 +37,7 @@ from penstock.audit.records import (
 )
 from penstock.errors import StoreError
 
-FORMAT = "2"
+FORMAT = "3"
 """The ledger format this auditor reads."""
 RecordT = TypeVar("RecordT", bound=TableRecord)
 
