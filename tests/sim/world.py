@@ -234,7 +234,8 @@ class World:
         node = self.partition.nodes[node_id]
         self.pinned[node_id] = tuple(
             LiveVersion(policy=one.policy, incarnation=one.incarnation, number=one.number)
-            for one in self.partition.pinned_for(node)
+            for one in self.partition.pinned_versions
+            if self.partition.may_evaluate(node)
         )
         self.heartbeat(node_id)
 

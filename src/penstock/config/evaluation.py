@@ -10,8 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 
 from penstock.config.base import FunctionName, Name, Section, non_blank
 from penstock.options import Contradiction, non_empty
-
-MAX_TEMPERATURE = 10.0
+from penstock.types import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 
 class SuiteConfig(Section):
@@ -78,6 +77,9 @@ class EvalConfig(Section):
     """The suite whose score names the best checkpoint; null: the first."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            text = f"temperature {self.temperature:g}: use 0, or at least {MIN_TEMPERATURE:g}"
+            yield Contradiction(text=text, keys=(("temperature",),))
         names = [suite.name for suite in self.suites]
         for name in sorted({name for name in names if names.count(name) > 1}):
             text = f"two suites are called {name}; rename one"

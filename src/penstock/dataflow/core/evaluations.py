@@ -128,7 +128,9 @@ class Evaluations:
             == lineage.effective_number(version.incarnation, version.number)
         }
         evaluated = {
-            number for inc, number in self.records if lineage.effective_number(inc, number) == number
+            number
+            for inc, number in self.records
+            if lineage.effective_number(inc, number) == number
         }
         found: list[VersionRecord] = []
         last = -1

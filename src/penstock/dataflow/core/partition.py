@@ -140,11 +140,7 @@ class Partition:
             self._pins = (group.record.why, self.gate.published(decode_pins(group.record.why)))
         return self._pins[1]
 
-    def pinned_for(self, node: Node) -> tuple[PublishedVersion, ...]:
-        """The versions that this node should load for evaluations."""
-        return self.pinned_versions if self._may_evaluate(node) else ()
-
-    def _may_evaluate(self, node: Node) -> bool:
+    def may_evaluate(self, node: Node) -> bool:
         """Scores come from the node, so an untrusted one never evaluates."""
         if node.is_session_gateway or node.is_untrusted:
             return False
@@ -189,7 +185,7 @@ class Partition:
     def _does(self, node: Node, kind: QueueKind) -> bool:
         """Does this node take slots of this kind?"""
         if kind is QueueKind.EVALUATION:
-            return self._may_evaluate(node)
+            return self.may_evaluate(node)
         return not node.is_evaluator and node.is_session_gateway == (kind is QueueKind.SESSION)
 
     def can_serve(self, node: Node, policies: Collection[PolicyName]) -> bool:

@@ -84,9 +84,7 @@ class VersionGate:
             self._targets = tuple(map(_published, newest))
         return self._targets
 
-    def published(
-        self, pins: Mapping[PolicyName, tuple[int, int]]
-    ) -> tuple[PublishedVersion, ...]:
+    def published(self, pins: Mapping[PolicyName, tuple[int, int]]) -> tuple[PublishedVersion, ...]:
         """These versions, given as (incarnation, number) by policy."""
         found = [self.lineages[policy].version(*pin) for policy, pin in pins.items()]
         return tuple(_published(version) for version in found if version is not None)

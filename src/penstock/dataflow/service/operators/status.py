@@ -36,7 +36,7 @@ def status(service: DataflowService, run: str) -> Status:
     return Status(
         run=run,
         uptime_s=now - service.process.started_at,
-        finished=service.coordinator.is_finished,
+        finished=service.is_finished,
         policies=tuple(map(_policy, consumers)),
         nodes=tuple(_nodes(service, now)),
         waiting=tuple(_waiting(service, now)),

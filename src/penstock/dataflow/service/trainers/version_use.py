@@ -26,9 +26,10 @@ def versions_in_use(
     live: Collection[LiveVersion],
     retained: Sequence[tuple[int, int]],
     max_staleness: int,
+    evaluated: Collection[tuple[PolicyName, int, int]] = (),
 ) -> Iterator[VersionInUse]:
     """Oldest first. live: versions that nodes serve · retained: (number, seq) of the trainer's
-    checkpoints.
+    checkpoints · evaluated: versions that evaluations need, as (policy, incarnation, number).
 
     Rows after the oldest checkpoint may be trained again; each was sampled at most max_staleness
     versions before the version it trains."""
@@ -46,6 +47,8 @@ def versions_in_use(
             by = VersionUser.CHECKPOINT
         elif record.number >= oldest:
             by = VersionUser.ROWS
+        elif (record.policy, record.incarnation, record.number) in evaluated:
+            by = VersionUser.EVALUATION
         else:
             continue
         yield VersionInUse(
