@@ -126,9 +126,7 @@ class CoordinatorTables:
     def __init__(self, ledger: LedgerReader) -> None:
         self.batches = ledger.table(Batch, "batches", "consumer, seq")
         self.instalments = ledger.table(Instalment, "instalments", "consumer, seq, instalment")
-        self.evaluations = ledger.table(
-            EvaluationRow, "evaluations", "policy, incarnation, number"
-        )
+        self.evaluations = ledger.table(EvaluationRow, "evaluations", "policy, incarnation, number")
         self.evaluated = ledger.table(EvaluatedGroup, "evaluated", "group_id")
         self.sources = ledger.table(Source, "sources", "name")
         self.checkpoints = ledger.table(Checkpoints, "checkpoints", "policy")

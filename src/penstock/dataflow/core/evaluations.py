@@ -159,10 +159,8 @@ class Evaluations:
 
     @property
     def best(self) -> EvaluationRecord | None:
-        """The done one with the highest score, of equal ones the oldest."""
-        done = [one for one in self.records.values() if self.spec.best in one.scores]
-        by_number = sorted(done, key=lambda one: (one.number, one.incarnation))
-        return max(by_number, key=lambda one: one.scores[self.spec.best], default=None)
+        """The one with the highest score so far; of equal ones the oldest."""
+        return best_of(self.records.values(), self.spec.best)
 
     @property
     def last(self) -> EvaluationRecord | None:
@@ -326,6 +324,30 @@ class Evaluations:
         self._num_issued = len(groups)
         over = {one.group_id for one in self.ended}
         self.open = {group_id: group for group_id, group in groups.items() if group_id not in over}
+
+
+def best_of(records: Iterable[EvaluationRecord], suite: str) -> EvaluationRecord | None:
+    """The one with the highest score, of equal ones the oldest; None if none is done."""
+    done = [one for one in records if suite in one.scores]
+    by_number = sorted(done, key=lambda one: (one.number, one.incarnation))
+    return max(by_number, key=lambda one: one.scores[suite], default=None)
+
+
+def in_use_by_evaluations(
+    records: Sequence[EvaluationRecord],
+) -> set[tuple[PolicyName, int, int]]:
+    """Versions that a run without a running service must keep: of an evaluation that would go on,
+    and the best by each suite."""
+    found: set[tuple[PolicyName, int, int]] = set()
+    for record in records:
+        if record.state == EvaluationState.OPEN:
+            found |= {(policy, *pin) for policy, pin in record.pins.items()}
+    for policy in {record.policy for record in records}:
+        own = [record for record in records if record.policy == policy]
+        for suite in {suite for record in own for suite in record.scores}:
+            if (best := best_of(own, suite)) is not None:
+                found.add((policy, best.incarnation, best.number))
+    return found
 
 
 def _lost(

@@ -10,10 +10,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from penstock.dataflow.core.consumers import Consumer
+from penstock.dataflow.core.evaluations import Evaluations
 from penstock.dataflow.core.groups import Node
 from penstock.dataflow.explain.starvation import is_starving, starvation, unserved
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.operators.messages import (
+    EvaluationStatus,
     NodeStatus,
     PartStatus,
     PolicyStatus,
@@ -54,6 +56,22 @@ def status(service: DataflowService, run: str) -> Status:
         ),
         checks=dict(service.coordinator.spot_checks.counts),
         failed=service.coordinator.failure_limit.cause(now),
+        evaluation=_evaluation(service.coordinator.evaluations),
+    )
+
+
+def _evaluation(found: Evaluations | None) -> EvaluationStatus | None:
+    if found is None:
+        return None
+    last, best, running = found.last, found.best, found.current
+    return EvaluationStatus(
+        policy=found.spec.policy,
+        last=None if last is None else last.number,
+        scores={} if last is None else dict(last.scores),
+        best=None if best is None else best.number,
+        running=None if running is None else running.number,
+        num_answered=0 if running is None else len(found.ended),
+        num_questions=found.spec.num_questions,
     )
 
 
