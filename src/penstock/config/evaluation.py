@@ -18,7 +18,7 @@ class SuiteConfig(Section):
     your own has `task` or `file`, and `scorer` or `reward`."""
 
     name: Name
-    """A suite that penstock knows, such as aime24, or the name of your own."""
+    """A suite that penstock knows, such as aime24, or the name of a custom suite."""
     task: Annotated[str, AfterValidator(non_blank)] | None = None
     """Your own: a module with tasks."""
     file: Annotated[str, AfterValidator(non_blank)] | None = None
@@ -27,7 +27,7 @@ class SuiteConfig(Section):
     harbor: Annotated[str, AfterValidator(non_blank)] | None = None
     """Your own: a folder of Harbor tasks."""
     scorer: Annotated[str, AfterValidator(non_blank)] | None = None
-    """math, choice, exact, code or judge; null: that of the known suite."""
+    """math, choice, exact, code or judge; null: the scorer of the known suite."""
     reward: FunctionName | None = None
     """Instead of a scorer: your own function, as in training; an answer is right at 1.0."""
     limit: PositiveInt | None = None

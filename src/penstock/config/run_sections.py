@@ -214,9 +214,10 @@ class RunSections(Section):
         return self.eval.policy or next(iter(self.trained))
 
     def source_like(self, policy: str) -> SourceConfig:
-        """The first source that calls this policy: its workflow and its policies are those of an
-        evaluation."""
-        return next(source for source in self.sources if policy in self.policies_of(source))
+        """The first source with tasks that calls this policy: an evaluation uses its workflow
+        and its policies."""
+        callers = [source for source in self.sources if policy in self.policies_of(source)]
+        return next(source for source in callers if source.session is None)
 
     def sampling_of(self, source: SourceConfig) -> SamplingConfig:
         """How the turns of this source are sampled."""

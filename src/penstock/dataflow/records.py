@@ -376,7 +376,7 @@ class EvaluatedRecord:
     """Position of the question in its suite."""
     question: str
     seed: int
-    """Seed of the task; those of its slots follow from it."""
+    """Seed of the task; the seeds of its slots follow from it."""
     num_slots: int
     packed_rows: bytes
     """msgpack list of RowSummary of the scored answers."""

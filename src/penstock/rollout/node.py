@@ -233,7 +233,7 @@ async def build(
         )
 
     runners = [attempts(gateway, run_info)]
-    if pinned is not None:  # nodes score the answers, whoever scores training
+    if pinned is not None:  # nodes score the answers, even if a stage scores training
         runners.append(attempts(pinned.gateway, replace(run_info, is_scored=True)))
     if deps.evaluates_only:
         membership.ready.set()  # it has no newest version to wait for

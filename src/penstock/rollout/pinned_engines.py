@@ -93,7 +93,7 @@ class AttemptsByKind:
     evaluation: Attempts
     pinned: PinnedEngines
     sources: frozenset[str]
-    """Those of evaluations."""
+    """Sources of evaluations."""
 
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         if task.source not in self.sources:

@@ -115,7 +115,7 @@ class Coordinator:
             self.evaluations = Evaluations(
                 evaluation, self.lineages, lambda: self._has_trained(evaluated), journal, send
             )
-        self._told_ended: dict[int, bool] = {}
+        self._sent_ended: dict[int, bool] = {}
         """What each partition knows about the end of the training."""
         self.supply = supply
         self.rules = rules
@@ -240,8 +240,8 @@ class Coordinator:
         self.evaluations.advance(self._serving, now)
         has_ended = self.is_trained
         for index in self._serving:
-            if self._told_ended.get(index, False) != has_ended:
-                self._told_ended[index] = has_ended
+            if self._sent_ended.get(index, False) != has_ended:
+                self._sent_ended[index] = has_ended
                 self._send(index, TrainingEnded(has_ended=has_ended))
 
     @property

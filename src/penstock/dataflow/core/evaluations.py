@@ -353,7 +353,7 @@ def in_use_by_evaluations(
 def _lost(
     record: GroupRecord, rows: Sequence[RowSummary], dropped: DropReason | None
 ) -> dict[str, str]:
-    """Why slots without an answer have none, where nobody said."""
+    """Why slots without an answer have none, where the partition has not said."""
     answered = {int(row.row_id.split(".")[1]) for row in rows}
     why = str(dropped or "failed")
     return {str(slot): why for slot in range(record.num_slots) if slot not in answered}

@@ -117,7 +117,7 @@ class Partition:
         """Groups with waiting slots, oldest first; entries without any are removed when reached."""
         self._timers = Timers(terms)
         self._evaluations: dict[GroupId, OpenGroup] = {}
-        """Those of the open groups that belong to an evaluation."""
+        """Open groups that belong to an evaluation."""
         self._pins: tuple[str, tuple[PublishedVersion, ...]] = ("", ())
         """The last pins of a group, decoded."""
 

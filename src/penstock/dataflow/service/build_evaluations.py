@@ -18,7 +18,7 @@ from penstock.types import JsonObject, PolicyName, SamplingSpec
 
 
 def open_suites(config: RunConfig) -> tuple[Suite, ...]:
-    """The suites of a run; relative files are in the working directory, as those of sources."""
+    """The suites of a run; relative files are in the working directory, as for sources."""
     suites = config.eval.suites if config.eval else ()
     return tuple(_opened(suite.model_dump_json()) for suite in suites)
 
@@ -65,7 +65,7 @@ def _question(tasks: Sequence[JsonObject], ordinal: int, seed: int) -> JsonObjec
 
 
 def evaluation_share(config: RunConfig) -> float:
-    """Share of a node that also trains; 0 if evaluations have nodes of their own."""
+    """Share of a node that also trains; 0 if separate nodes evaluate."""
     return 0.0 if config.eval is None or config.eval.nodes else config.eval.max_share
 
 
