@@ -155,7 +155,7 @@ def _waiting(service: DataflowService, now: float) -> Iterator[WaitStatus]:
         if not consumer.has_trained_all and now - seen > TRAINER_SILENT_S:
             yield wait("dataflow", f"trainer {policy}", seen)
     yield from (wait("dataflow", text, now) for text in unserved(service.partition))
-    nodes = service.partition.nodes.values()
+    nodes = [node for node in service.partition.nodes.values() if not node.is_evaluator]
     if not any(node.state == "live" and not node.is_expired for node in nodes):
         yield wait("dataflow", "a live rollout node", _last_live_at(service))
 
@@ -169,6 +169,8 @@ def _blocker(service: DataflowService, who: str) -> str:
         return (
             "nothing: its credential is in quarantine; check its engine, then join with a new token"
         )
+    if node is not None and node.is_evaluator:
+        return "a version to evaluate"
     if node is not None and partition.has_waiting_for(node):
         return "a newer version to load"
     return _issue_blocker(service, node)
