@@ -171,8 +171,8 @@ class Evaluations:
     # --- progress -----------------------------------------------------------------------------
 
     def advance(self, serving: Sequence[int], now: float) -> None:
-        """Begin the evaluation that is due, if none is in progress, and open its questions, spread
-        over these partitions."""
+        """Begin the evaluation that is due, if none is in progress, and open its questions, all at
+        one of these partitions: each enforces the share of a node by itself."""
         self._watch_last_version(now)
         if self.current is None:
             due = self.due()
@@ -180,8 +180,11 @@ class Evaluations:
                 return
             self._begin(due[0], now)
         assert self.current is not None
-        while serving and len(self.open) < MAX_OPEN and self._num_issued < self.current.num_groups:
-            self._issue(self.current, serving[self._num_issued % len(serving)], now)
+        partition = serving[self.current.number % len(serving)] if serving else None
+        while len(self.open) < MAX_OPEN and self._num_issued < self.current.num_groups:
+            if partition is None:
+                return
+            self._issue(self.current, partition, now)
 
     def _watch_last_version(self, now: float) -> None:
         if not self._has_trained():
