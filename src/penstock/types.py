@@ -155,6 +155,8 @@ class Task:
     """Labels; nothing in the dataflow reads them yet."""
 
 
+EVALUATION_TAG = "evaluation"
+"""Tag of a node that does nothing but evaluate."""
 SESSION_TAG = "session"
 """Tag of a node that serves external agents."""
 UNTRUSTED_TAG = "untrusted"

@@ -11,13 +11,15 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.sim.disk import borrow_tables, return_tables
 
 from penstock.dataflow.core.consumers import Consumer, PolicySpec
 from penstock.dataflow.core.coordinator import IssueSpec
+from penstock.dataflow.core.evaluations import Evaluations, EvaluationSpec
 from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
+from penstock.dataflow.core.ids import is_evaluation
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
 from penstock.dataflow.core.rule_runner import RuleSpec
@@ -43,6 +45,8 @@ class Settings:
     limit: int | None = None
     """Tasks in the source."""
     is_lockstep: bool = False
+    evaluation: EvaluationSpec | None = None
+    evaluation_share: float = 0.0
 
 
 TERMS = LeaseSpec(ttl_s=12.0, start_to_close_s=600.0, max_attempts=3)
@@ -89,6 +93,7 @@ class World:
         weakref.finalize(self, return_tables, self.tables)
         self.held: dict[NodeId, list[Grant]] = {}
         self.live: dict[NodeId, LiveVersion] = {}
+        self.pinned: dict[NodeId, tuple[LiveVersion, ...]] = {}
         self.issued_log: list[str] = []
         self.start()
 
@@ -109,7 +114,7 @@ class World:
                 rules=tuple(_rules(settings)),
                 issue=IssueSpec(num_slots=settings.num_slots),
                 closing=settings.closing,
-                lease=TERMS,
+                lease=replace(TERMS, evaluation_share=settings.evaluation_share),
                 workflow="single_turn",
                 seed=0,
             ),
@@ -117,6 +122,7 @@ class World:
             self.tables,
             self.journal,
             self.now,
+            evaluation=settings.evaluation,
         )
         assert core.host is not None
         self.router, self.coordinator, self.sealing = core.router, core.coordinator, core.sealing
@@ -129,6 +135,11 @@ class World:
     @property
     def consumer(self) -> Consumer:
         return self.coordinator.consumers[POLICY]
+
+    @property
+    def evaluations(self) -> Evaluations:
+        assert self.coordinator.evaluations is not None
+        return self.coordinator.evaluations
 
     def settle(self, command: None = None) -> int:
         """As the service does after each command; returns how many groups it issued."""
@@ -202,10 +213,12 @@ class World:
 
     # --- nodes -------------------------------------------------------------------------------
 
-    def join(self, name: str, capacity: int = 1000) -> NodeId:
+    def join(self, name: str, capacity: int = 1000, tags: tuple[str, ...] = ()) -> NodeId:
         node_id = NodeId(name)
         boot_id = f"{name}/{self.now}/{self.rng.random()}"
-        body = RegisterRequest(node_id=node_id, boot_id=boot_id, capacity=capacity, policies=())
+        body = RegisterRequest(
+            node_id=node_id, boot_id=boot_id, capacity=capacity, policies=(), tags=tags
+        )
         self.partition.register(body, self.now)
         self.settle()
         self.held[node_id] = []
@@ -217,6 +230,12 @@ class World:
         [wanted] = self.partition.target_versions
         self.live[node_id] = LiveVersion(
             policy=POLICY, incarnation=wanted.incarnation, number=wanted.number
+        )
+        node = self.partition.nodes[node_id]
+        self.pinned[node_id] = tuple(
+            LiveVersion(policy=one.policy, incarnation=one.incarnation, number=one.number)
+            for one in self.partition.pinned_versions
+            if self.partition.may_evaluate(node)
         )
         self.heartbeat(node_id)
 
@@ -230,6 +249,7 @@ class World:
             self.now,
             state=NodeState.LIVE,
             live=(self.live[node_id],),
+            pinned=self.pinned.get(node_id, ()),
         )
 
     def lease(self, node_id: NodeId, num: int = 1000) -> list[Grant]:
@@ -237,7 +257,13 @@ class World:
         request_id = f"{node_id}/{self.rng.random()}"
         self.partition.ask(node_id, self.boot_id(node_id), request_id, self.now)
         grants = self.partition.lease(
-            node_id, self.boot_id(node_id), request_id, num, live, self.now
+            node_id,
+            self.boot_id(node_id),
+            request_id,
+            num,
+            live,
+            self.now,
+            self.pinned.get(node_id, ()),
         )
         self.settle()
         self.held[node_id] += grants
@@ -247,6 +273,8 @@ class World:
         self, node_id: NodeId, grant: Grant, outcome: Outcome = COMPLETED, reward: float = 0.5
     ) -> str:
         live = self.live[node_id]
+        if is_evaluation(grant.group_id):
+            [live] = self.pinned[node_id]
         row = RowRecord(
             summary=RowSummary(
                 row_id=row_id(grant.group_id, grant.slot, grant.epoch),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from penstock.audit.admin_log import check_admin_log
 from penstock.audit.batches import check_batches, check_staleness
+from penstock.audit.evaluations import check_evaluations
 from penstock.audit.evidence import Evidence
 from penstock.audit.freed_groups import check_freed
 from penstock.audit.groups import check_groups, check_slots
@@ -36,6 +37,7 @@ def audit(run_dir: Path) -> AuditReport:
         check_slots(evidence),
         check_groups(evidence),
         check_freed(evidence),
+        check_evaluations(evidence),
         check_batches(evidence),
         check_instalments(evidence),
         check_trained_twice(evidence, lineages),

@@ -42,7 +42,8 @@ def check_slots(evidence: Evidence) -> Check:
             violations.add(f"{group_id}.{slot}", f"has {num_rows} scored rows, expected one")
     for group in evidence.groups.values():
         ends = [last.get((group.group_id, slot)) for slot in range(group.num_slots)]
-        violations.extend(group.group_id, _group_faults(group, ends, evidence.config.min_survivors))
+        min_survivors = 0 if group.is_evaluation else evidence.config.min_survivors
+        violations.extend(group.group_id, _group_faults(group, ends, min_survivors))
     return violations.result(len(last))
 
 
@@ -110,13 +111,14 @@ def check_groups(evidence: Evidence) -> Check:
 
 def _check_issues(evidence: Evidence, violations: Violations) -> None:
     ordinals: defaultdict[str, list[int]] = defaultdict(list)
-    for expected, issued in enumerate(evidence.coordinator.issued.values(), start=1):
+    training = [one for one in evidence.coordinator.issued.values() if not one.is_evaluation]
+    for expected, issued in enumerate(training, start=1):
         if issued.issue != expected:
             violations.add(
                 issued.group_id, f"issue {issued.issue} found where {expected} is expected"
             )
             break  # one gap shifts all later ones
-    for issued in evidence.coordinator.issued.values():
+    for issued in training:
         ordinals[issued.source].append(issued.ordinal)
         if issued.group_id != f"p{issued.partition}-{issued.issue}":
             where = f"issue {issued.issue} of partition {issued.partition}"

@@ -20,6 +20,8 @@ from penstock.audit.records import (
     Column,
     Commit,
     Completion,
+    EvaluatedGroup,
+    EvaluationRow,
     Fate,
     Fork,
     Freed,
@@ -37,7 +39,7 @@ from penstock.audit.records import (
 )
 from penstock.errors import StoreError
 
-FORMAT = "2"
+FORMAT = "3"
 """The ledger format this auditor reads."""
 RecordT = TypeVar("RecordT", bound=TableRecord)
 
@@ -124,6 +126,8 @@ class CoordinatorTables:
     def __init__(self, ledger: LedgerReader) -> None:
         self.batches = ledger.table(Batch, "batches", "consumer, seq")
         self.instalments = ledger.table(Instalment, "instalments", "consumer, seq, instalment")
+        self.evaluations = ledger.table(EvaluationRow, "evaluations", "policy, incarnation, number")
+        self.evaluated = ledger.table(EvaluatedGroup, "evaluated", "group_id")
         self.sources = ledger.table(Source, "sources", "name")
         self.checkpoints = ledger.table(Checkpoints, "checkpoints", "policy")
         self.partitions = ledger.table(Partition, "partitions", '"index"')

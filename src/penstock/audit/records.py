@@ -39,9 +39,45 @@ class Group(TableRecord, frozen=True, gc=False):
     due: str
 
     @property
+    def is_evaluation(self) -> bool:
+        """A question of an evaluation: `pPARTITION-eINCARNATION-NUMBER-INDEX`."""
+        return "-e" in self.group_id
+
+    @property
     def judges(self) -> set[str]:
         """Policies that judge it: those that it was issued for."""
         return set(decode_json(self.due, dict[str, int]) or {})
+
+
+class EvaluationRow(TableRecord, frozen=True, gc=False):
+    """One evaluation of one version."""
+
+    policy: str
+    incarnation: int
+    number: int
+    pins: str
+    """JSON: by policy, incarnation and number of the version that answers."""
+    num_groups: int
+    samples: int
+    state: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy}@{self.incarnation}.{self.number}"
+
+
+class EvaluatedGroup(TableRecord, frozen=True, gc=False):
+    """One question of an evaluation that has all its answers."""
+
+    group_id: str
+    policy: str
+    incarnation: int
+    number: int
+    suite: str
+    ordinal: int
+    num_slots: int
+    failures: str
+    """JSON: by slot, why it has no answer."""
 
 
 class Grant(TableRecord, frozen=True, gc=False):

@@ -56,6 +56,7 @@ def dataflow(
     listen_host, listen_port = listen_address(own_url, host, port, config.network.host)
     tls = tls or run_tls(config.network)
     from penstock.dataflow.service.server import serve_dataflow, serve_partition
+    from penstock.runs.evaluations import result_files
 
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.DATAFLOW)
     verifier.renewer = Renewer(folder.keys)
@@ -83,6 +84,7 @@ def dataflow(
             verifier=verifier,
             partition_urls=known_urls,
             tls=tls,
+            evaluation_writer=result_files(config, folder.path),
         )
     uvloop.run(serving)
     return 0

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.output import format_clock, format_duration, pluralise, printable
+from penstock.cli.progress_lines import evaluation_text
 from penstock.dataflow.service.operators.messages import PolicyStatus, Status
 from penstock.runs.monitor import RunView, resume_note
 
@@ -78,7 +79,7 @@ def draw(view: RunView, width: int, hint: str = LIVE_HINT) -> RenderableType:
             if len(status.policies) > 1:
                 parts.append(Text(policy.policy, style="bold cyan"))
             parts.append(_policy(policy, view.curves.get(policy.policy, []), width))
-        parts += [_flow(status), Text(""), _nodes(status)]
+        parts += [_flow(status), *_evaluation(status), Text(""), _nodes(status)]
         parts += [Text(printable(f"\n{alarm}"), style="yellow") for alarm in status.alarms]
     if status is not None and view.unreachable_s > UNREACHABLE_S:
         text = f"no response from the dataflow for {format_duration(view.unreachable_s)}"
@@ -196,6 +197,15 @@ def _flow(status: Status) -> RenderableType:
     )
     grid.add_row("waiting", _waiting(status))
     return grid
+
+
+def _evaluation(status: Status) -> list[RenderableType]:
+    if status.evaluation is None:
+        return []
+    grid = _grid()
+    text = evaluation_text(status.evaluation)
+    grid.add_row("evaluation", Text(text, overflow="ellipsis", no_wrap=True))
+    return [grid]
 
 
 def _nodes(status: Status) -> RenderableType:

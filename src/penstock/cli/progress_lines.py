@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from penstock.cli.output import format_clock, format_duration, pluralise, print_note
-from penstock.dataflow.service.operators.messages import PolicyStatus
+from penstock.dataflow.service.operators.messages import EvaluationStatus, PolicyStatus
 from penstock.runs.monitor import RunView, resume_note
 
 MIN_INTERVAL_S = 2.0
@@ -55,6 +55,19 @@ class ProgressLines:
         return
 
 
+def evaluation_text(found: EvaluationStatus) -> str:
+    """What was evaluated last, what is best, and what is evaluated now."""
+    parts: list[str] = []
+    if found.last is not None:
+        scores = ", ".join(f"{suite} {score:.3f}" for suite, score in found.scores.items())
+        best = f" (best: @{found.best})" if found.best is not None else ""
+        parts.append(f"@{found.last} {scores}{best}")
+    if found.running is not None:
+        of = f"{found.num_answered}/{found.num_questions} questions"
+        parts.append(f"@{found.running} in progress, {of}")
+    return " · ".join(parts) or "none yet"
+
+
 def progress_line(view: RunView) -> str:
     """The run in one line, without the elapsed time."""
     status = view.status
@@ -65,6 +78,8 @@ def progress_line(view: RunView) -> str:
     parts = [_policy(policy, many=len(status.policies) > 1) for policy in status.policies]
     parts.append(pluralise(status.trajectories, "trajectory", "trajectories"))
     parts.append(f"{status.tokens_per_s:,.0f} tokens/s")
+    if status.evaluation is not None and status.evaluation.last is not None:
+        parts.append(f"evaluation {evaluation_text(status.evaluation)}")
     if status.finished:
         return " · ".join([*parts, "finished"])
     live = sum(node.state == "live" for node in status.nodes)

@@ -12,6 +12,7 @@ def rollout(
     name: str = "node-0",
     policy: str | None = None,
     capacity: int | None = None,
+    evaluates_only: bool = False,
     relay: str | None = None,
     relay_token_file: Path | None = None,
     serve_weights: str | None = None,
@@ -27,6 +28,7 @@ def rollout(
         policy: Policy whose engine settings to use, and which it serves with those that share a
             source with it; optional if the run has only one.
         capacity: Number of tasks to run in parallel; by default the config's value.
+        evaluates_only: Do nothing but evaluate, for a run with `eval`.
         relay: URL of a relay to fetch weights from before the run's weight server.
         relay_token_file: File with a token for the relay; by default the node makes its own.
         serve_weights: HOST:PORT on which this node serves weights to other nodes; off loopback only
@@ -58,6 +60,7 @@ def rollout(
     folder, config, endpoints = enter_run(run_dir, name)
     served = resolve_policy(config, policy)
     node_options = local_node_options(folder, config, served, name)
+    node_options["evaluates_only"] = evaluates_only
     subject = subject_of_node(NodeId(name))
     if relay is not None and to_relay is None:
         to_relay = (

@@ -37,11 +37,12 @@ def status(run: Path, /, *, watch: bool = False, json: bool = False) -> int:
     elif found.status is not None:
         _draw(folder, found, hint=f"`penstock stop {run}` stops it")
     else:
-        print(printable("\n".join(_lines(run, found))))
+        print(printable("\n".join(_lines(run, found, folder))))
     return 0
 
 
 def _as_json(folder: RunFolder, found: RunSummary) -> dict[str, object]:
+    from penstock.runs.evaluations import read_best
     from penstock.runs.state import RunState
 
     return {
@@ -55,6 +56,7 @@ def _as_json(folder: RunFolder, found: RunSummary) -> dict[str, object]:
         "started_at": found.started_at,
         "ended_at": found.ended_at,
         "why": found.why,
+        "best": read_best(folder.path),
         "status": found.status,
     }
 
@@ -92,9 +94,10 @@ def _draw(folder: RunFolder, found: RunSummary, *, hint: str) -> None:
         console.print(f"logs: {where}", highlight=False, soft_wrap=True)
 
 
-def _lines(run: Path, found: RunSummary) -> Iterator[str]:
+def _lines(run: Path, found: RunSummary, folder: RunFolder) -> Iterator[str]:
     """A run whose services do not answer, as text."""
     from penstock.cli.output import format_clock, format_moment, pluralise
+    from penstock.runs.evaluations import read_evaluations
     from penstock.runs.state import RunState
 
     head = {
@@ -113,6 +116,8 @@ def _lines(run: Path, found: RunSummary) -> Iterator[str]:
         yield f"  {name}step {policy.step}/{policy.steps}{reward}{skipped}"
     if found.progress.trajectories is not None:
         yield f"  {pluralise(found.progress.trajectories, 'trajectory', 'trajectories')}"
+    for line in read_evaluations(folder.path):
+        yield f"  {line}"
     if found.ended_at is not None:
         took = found.ended_at - found.started_at if found.started_at else 0.0
         lasted = f", {format_clock(took)} after its last start" if took > 0 else ""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from penstock.config.base import repeated_names
 from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.dataflow import SurvivorsClosing
+from penstock.config.evaluation_checks import evaluation_checks
 from penstock.config.models import is_reproducible, serves_adapters
 from penstock.config.pipeline_cross_checks import (
     group_comparer,
@@ -54,6 +55,7 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _unknown_tools(config)
     yield from _determinism(config)
     yield from _lag_without_partner(config)
+    yield from evaluation_checks(config)
     yield from _lora(config)
     yield from pipeline_cross_checks(config)
     yield from dict.fromkeys(stream_checks(config))

@@ -10,8 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 
 from penstock.config.base import FunctionName, Name, Section, non_blank
 from penstock.options import Contradiction, non_empty
-
-MAX_TEMPERATURE = 10.0
+from penstock.types import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 
 class SuiteConfig(Section):
@@ -19,7 +18,7 @@ class SuiteConfig(Section):
     your own has `task` or `file`, and `scorer` or `reward`."""
 
     name: Name
-    """A suite that penstock knows, such as aime24, or the name of your own."""
+    """A suite that penstock knows, such as aime24, or the name of a custom suite."""
     task: Annotated[str, AfterValidator(non_blank)] | None = None
     """Your own: a module with tasks."""
     file: Annotated[str, AfterValidator(non_blank)] | None = None
@@ -28,7 +27,7 @@ class SuiteConfig(Section):
     harbor: Annotated[str, AfterValidator(non_blank)] | None = None
     """Your own: a folder of Harbor tasks."""
     scorer: Annotated[str, AfterValidator(non_blank)] | None = None
-    """math, choice, exact, code or judge; null: that of the known suite."""
+    """math, choice, exact, code or judge; null: the scorer of the known suite."""
     reward: FunctionName | None = None
     """Instead of a scorer: your own function, as in training; an answer is right at 1.0."""
     limit: PositiveInt | None = None
@@ -78,6 +77,9 @@ class EvalConfig(Section):
     """The suite whose score names the best checkpoint; null: the first."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            text = f"temperature {self.temperature:g}: use 0, or at least {MIN_TEMPERATURE:g}"
+            yield Contradiction(text=text, keys=(("temperature",),))
         names = [suite.name for suite in self.suites]
         for name in sorted({name for name in names if names.count(name) > 1}):
             text = f"two suites are called {name}; rename one"

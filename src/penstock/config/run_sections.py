@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from penstock.config.algorithms import AlgorithmConfig, with_minibatches
 from penstock.config.base import NAME, Name, Section, non_blank, only_supported
 from penstock.config.dataflow import DataflowConfig
+from penstock.config.evaluation import EvalConfig
 from penstock.config.harbor import harbor_workflow
 from penstock.config.models import ModelConfig
 from penstock.config.network import NetworkConfig
@@ -114,8 +115,8 @@ class RunSections(Section):
     """Servers whose tools a workflow finds in `ctx.tools`, by name."""
     pipeline: PipelineConfig | None = None
     """What trainers do with a batch, as a graph of stages; null: the algorithm's graph."""
-    eval: Annotated[None, only_supported(None, fix="leave eval null")] = None
-    """Evaluations during training; not supported yet."""
+    eval: EvalConfig | None = None
+    """Evaluations during training; null: none."""
     report_to: Annotated[
         tuple[str, ...],
         Field(strict=False),
@@ -204,6 +205,19 @@ class RunSections(Section):
             return False
         stages = (stage for stage in self.dataflow.stages if stage.name != SCORE_STAGE)
         return not any("reward" in stage.writes for stage in stages)
+
+    @property
+    def evaluated(self) -> str | None:
+        """The policy that is evaluated; None without evaluations."""
+        if self.eval is None:
+            return None
+        return self.eval.policy or next(iter(self.trained))
+
+    def source_like(self, policy: str) -> SourceConfig:
+        """The first source with tasks that calls this policy: an evaluation uses its workflow
+        and its policies."""
+        callers = [source for source in self.sources if policy in self.policies_of(source)]
+        return next(source for source in callers if source.session is None)
 
     def sampling_of(self, source: SourceConfig) -> SamplingConfig:
         """How the turns of this source are sampled."""

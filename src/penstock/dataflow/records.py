@@ -55,7 +55,7 @@ QUARANTINE_PREFIX = "quarantined/"
 """Key prefix, followed by the subject whose nodes get no more work."""
 FORGOTTEN_PREFIX = "gone/"
 """Key prefix for rows that no reader may receive anymore."""
-FORMAT = 2
+FORMAT = 3
 """Format of the ledger on disk; a ledger with any other format is refused."""
 
 
@@ -328,6 +328,67 @@ class FateRecord:
         return _ROWS.decode(self.packed_rows) if self.packed_rows else ()
 
 
+class EvaluationState(StrEnum):
+    OPEN = "open"
+    DONE = "done"
+    ABANDONED = "abandoned"
+    """The run was resumed with other suites before all questions were answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRecord:
+    """The evaluation of one version."""
+
+    TABLE: ClassVar[str] = "evaluations"
+    KEY: ClassVar[tuple[str, ...]] = ("policy", "incarnation", "number")
+
+    policy: PolicyName
+    incarnation: int
+    number: int
+    pins: Mapping[PolicyName, tuple[int, int]]
+    """Versions that answer, as (incarnation, number), of every policy that the workflow calls."""
+    suites: Mapping[str, str]
+    """Digest by suite, in their order."""
+    num_groups: int
+    """Questions, over all suites."""
+    samples: int
+    temperature: float
+    state: EvaluationState
+    scores: Mapping[str, float]
+    """Mean score by suite, failed attempts as 0; empty until it is done."""
+    started_at: float
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedRecord:
+    """One question of an evaluation, with all its answers."""
+
+    TABLE: ClassVar[str] = "evaluated"
+    KEY: ClassVar[tuple[str, ...]] = ("group_id",)
+
+    group_id: GroupId
+    policy: PolicyName
+    incarnation: int
+    number: int
+    suite: str
+    ordinal: int
+    """Position of the question in its suite."""
+    question: str
+    seed: int
+    """Seed of the task; the seeds of its slots follow from it."""
+    num_slots: int
+    packed_rows: bytes
+    """msgpack list of RowSummary of the scored answers."""
+    failures: Mapping[str, str]
+    """Why a slot has no answer, by slot."""
+    at: float
+
+    @property
+    def rows(self) -> tuple[RowSummary, ...]:
+        return _ROWS.decode(self.packed_rows) if self.packed_rows else ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
     TABLE: ClassVar[str] = "batches"
@@ -578,6 +639,8 @@ RECORDS: tuple[type[Record], ...] = (
     LeaseRecord,
     RowRecord,
     FateRecord,
+    EvaluationRecord,
+    EvaluatedRecord,
     BatchRecord,
     InstalmentRecord,
     CommitRecord,

@@ -106,6 +106,13 @@ def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, .
         for name in (f"{prefix}-{replica}" for replica in range(model.replicas)):
             args = ("rollout", *run_dir, "--name", name, "--policy", policy)
             services.append(service(name, node, *args, role=Role.ROLLOUT, threads=threads))
+    if config.eval is not None and config.evaluated is not None:
+        threads = config.models[config.evaluated].torch_threads
+        for index in range(config.eval.nodes):
+            name = f"eval-node-{index}"
+            args = ("rollout", *run_dir, "--name", name, "--policy", config.evaluated)
+            args = (*args, "--evaluates-only")
+            services.append(service(name, node, *args, role=Role.ROLLOUT, threads=threads))
     return tuple(services)
 
 

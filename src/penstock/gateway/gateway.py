@@ -57,6 +57,9 @@ class Gateway:
         self.template_traits[policy] = traits
         self._renderers[policy] = renderer
 
+    def has_renderer(self, policy: PolicyName) -> bool:
+        return policy in self._renderers
+
     def renderer(self, policy: PolicyName) -> Renderer:
         renderer = self._renderers.get(policy)
         if renderer is None:

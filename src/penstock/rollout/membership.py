@@ -41,6 +41,8 @@ class NodeOrders:
 
     def __init__(self) -> None:
         self.targets: dict[PolicyName, PublishedVersion] = {}
+        self.pinned: tuple[PublishedVersion, ...] = ()
+        """Versions of the evaluation in progress."""
         self.weights_url = ""
         self.changed = asyncio.Event()
         """Set when a target version changes; the loader clears it."""
@@ -50,6 +52,11 @@ class NodeOrders:
         """Called for each lease of this node that has ended; its work can no longer be used."""
 
     def apply(self, orders: NodeDirectives, weights_url: str = "") -> None:
+        """`weights_url`: given by the coordinator, which alone knows that no evaluation is in
+        progress."""
+        if orders.pinned != self.pinned and (orders.pinned or weights_url):
+            self.pinned = orders.pinned
+            self.changed.set()
         for version in orders.wanted:
             known = self.targets.get(version.policy)
             if known is None or _age(known) < _age(version):
@@ -84,6 +91,8 @@ class Membership:
     tags: tuple[str, ...] = ()
     boot_id: str = field(default_factory=lambda: secrets.token_hex(8))
     live: tuple[LiveVersion, ...] = ()
+    pinned: tuple[LiveVersion, ...] = ()
+    """Versions that are loaded for an evaluation."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once every policy has a live version; the node may then lease."""
     _announced: asyncio.Event = field(default_factory=asyncio.Event)
@@ -93,6 +102,11 @@ class Membership:
         self.live = live
         if is_ready:
             self.ready.set()
+        self._announced.set()
+
+    def announce_pinned(self, pinned: tuple[LiveVersion, ...]) -> None:
+        """Report the versions that are loaded for an evaluation, with an immediate heartbeat."""
+        self.pinned = pinned
         self._announced.set()
 
     async def join(self) -> RegisterAnswer:
@@ -117,6 +131,7 @@ class Membership:
             max_slots=max_slots,
             wait_s=LEASE_WAIT_S,
             live=self.live,
+            pinned=self.pinned,
         )
 
     async def with_rejoin(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -158,4 +173,10 @@ class Membership:
         state = NodeState.LIVE if self.ready.is_set() else NodeState.STARTING
         if self._orders.drained.is_set():
             state = NodeState.DRAINING
-        return Heartbeat(boot_id=self.boot_id, state=state, live=self.live, num_held=num_held)
+        return Heartbeat(
+            boot_id=self.boot_id,
+            state=state,
+            live=self.live,
+            num_held=num_held,
+            pinned=self.pinned,
+        )

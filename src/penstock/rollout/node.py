@@ -17,10 +17,12 @@ import signal
 import zlib
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, Required, TypedDict, Unpack, cast
+
+import structlog
 
 from penstock.dataflow.client.partitioned import PartitionedNodeClient
 from penstock.dataflow.service.nodes.messages import EngineInfo, RunInfo
@@ -36,13 +38,16 @@ from penstock.rollout.engines import find_engine
 from penstock.rollout.isolation import Isolation, IsolationSettings, Use
 from penstock.rollout.membership import Membership, MembershipApi, NodeOrders
 from penstock.rollout.peer_relay import PeerRelayConfig, PeerRelayFetcher
+from penstock.rollout.pinned_engines import Attempts, AttemptsByKind, PinnedEngines
 from penstock.rollout.recorder import Recorder, TurnApi
 from penstock.rollout.rewards.scorer import SourceScorers
 from penstock.rollout.slots import LeaseApi, SlotRunner
 from penstock.rollout.tools.servers import open_tools
 from penstock.rollout.weight_loader import Loader, WeightFetcher, WeightServerFetcher
-from penstock.types import NodeId, PolicyName
+from penstock.types import EVALUATION_TAG, NodeId, PolicyName
 from penstock.wire.held_token import Token
+
+log = structlog.get_logger(__name__)
 
 CAPACITY = 256
 GRACE_S = 5.0
@@ -53,7 +58,7 @@ class Node:
     orders: NodeOrders
     membership: Membership
     loader: Loader
-    endpoint: Endpoint
+    endpoints: Sequence[Endpoint]
     recorder: Recorder
     scorer: SourceScorers | None
     slots: SlotRunner
@@ -84,9 +89,10 @@ class Node:
             "heartbeat": heartbeats,
             "load": self.loader.run(),
             "deliver": self.delivery_queue.deliver(),
-            "gateway": self.endpoint.run(),
             "record": self.recorder.run(),
         }
+        for index, endpoint in enumerate(self.endpoints):
+            loops[f"gateway {index}"] = endpoint.run()
         if self.scorer is not None:
             loops["score"] = self.scorer.run()
         return [tasks.create_task(loop, name=name) for name, loop in loops.items()]
@@ -118,10 +124,21 @@ class NodeDeps:
     policies: tuple[PolicyName, ...] = ()
     """Policies that the node serves; empty: all of the run."""
     isolation: IsolationSettings = field(default_factory=IsolationSettings)
+    evaluates_only: bool = False
+    """The node does nothing but evaluate."""
+    can_pin: bool = True
+    """Engines for evaluations can be made; not if a server of the user holds the only copy."""
 
-    def engines(self, run_info: RunInfo) -> EnginePools:
-        """Engines of the policies that this node serves; adapters of one model share theirs."""
-        served = require_known(self.policies, run_info.policies)
+    def engines(
+        self,
+        run_info: RunInfo,
+        policies: Sequence[PolicyName] = (),
+        num_engines: int | None = None,
+    ) -> EnginePools:
+        """Engines of the policies that this node serves, or of these; adapters of one model share
+        theirs."""
+        served = tuple(policies) or require_known(self.policies, run_info.policies)
+        num_engines = num_engines or self.num_engines
         shared = [tuple(p for p in one.policies if p in served) for one in run_info.adapters]
         alone = [(policy,) for policy in served if not any(policy in one for one in shared)]
         pools = EnginePools((), lambda: self.make_engine(run_info, served[0]))
@@ -130,7 +147,7 @@ class NodeDeps:
                 EnginePools(
                     policies,
                     partial(self.make_engine, run_info, policies[0]),
-                    num_engines=self.num_engines or engine_info(run_info, policies[0]).num_engines,
+                    num_engines=num_engines or engine_info(run_info, policies[0]).num_engines,
                     max_paused=self.max_paused,
                     sharing=[policies],
                 )
@@ -187,36 +204,55 @@ async def build(
     """Register, and build the node from the run's settings."""
     orders = NodeOrders()
     membership = Membership(
-        deps.dataflow, orders, node_id=node_id, capacity=capacity, policies=deps.policies
+        deps.dataflow,
+        orders,
+        node_id=node_id,
+        capacity=capacity,
+        policies=deps.policies,
+        tags=(EVALUATION_TAG,) if deps.evaluates_only else (),
     )
     registered = await membership.join()
     run_info = registered.facts
     fetch = deps.make_fetcher(run_info)
-    engines = deps.engines(run_info)
-    num_engines = max(pool.num_engines for pool in engines.stats().values())
+    engines = EnginePools((), _no_engine) if deps.evaluates_only else deps.engines(run_info)
+    num_engines = max((pool.num_engines for pool in engines.stats().values()), default=1)
     max_running = max(MAX_RUNNING * num_engines, capacity)
     gateway = Gateway(engines, max_running=max_running)
-    endpoint = Endpoint(gateway)
+    pinned = _pinned_engines(deps, run_info, max_running)
     rewards = {source.name: source.reward for source in run_info.sources}
     isolation = Isolation(deps.isolation)
     await _require_isolation(isolation, run_info)
     scorer = SourceScorers(run_info.reward, rewards, isolation) or None
     recorder = Recorder(deps.dataflow, node_id)
     tools = await open_tools(run_info, isolation)
-    attempt_runner = AttemptRunner(
-        gateway, endpoint, recorder, scorer, run_info, node_id, isolation, tools
-    )
+
+    def attempts(gateway: Gateway, run_info: RunInfo) -> tuple[Endpoint, AttemptRunner]:
+        endpoint = Endpoint(gateway)
+        return endpoint, AttemptRunner(
+            gateway, endpoint, recorder, scorer, run_info, node_id, isolation, tools
+        )
+
+    runners = [attempts(gateway, run_info)]
+    if pinned is not None:  # nodes score the answers, even if a stage scores training
+        runners.append(attempts(pinned.gateway, replace(run_info, is_scored=True)))
+    if deps.evaluates_only:
+        membership.ready.set()  # it has no newest version to wait for
     delivery_queue = DeliveryQueue(deps.dataflow, membership, deps.ack_log)
     try:
         yield Node(
             orders=orders,
             membership=membership,
-            loader=Loader(orders, membership, engines, gateway, fetch),
-            endpoint=endpoint,
+            loader=Loader(orders, membership, engines, gateway, fetch, pinned),
+            endpoints=[endpoint for endpoint, _ in runners],
             recorder=recorder,
             scorer=scorer,
             slots=SlotRunner(
-                deps.dataflow, membership, orders, attempt_runner, delivery_queue, capacity
+                deps.dataflow,
+                membership,
+                orders,
+                _by_kind([runner for _, runner in runners], pinned, run_info),
+                delivery_queue,
+                capacity,
             ),
             delivery_queue=delivery_queue,
             heartbeat_s=registered.heartbeat_s,
@@ -224,9 +260,41 @@ async def build(
         )
     finally:
         await tools.close()
-        await attempt_runner.close()
+        for _, runner in runners:
+            await runner.close()
+        if pinned is not None:
+            await pinned.free()
         await engines.close()
         await fetch.close()
+
+
+def _no_engine() -> Engine:
+    raise AssertionError("a node that only evaluates has no engine of a newest version")
+
+
+def _pinned_engines(deps: NodeDeps, run_info: RunInfo, max_running: int) -> PinnedEngines | None:
+    """Engines for evaluations; None if the run has none, or this node cannot have any."""
+    if not any(source.is_evaluation for source in run_info.sources):
+        return None
+    if not (deps.can_pin or deps.evaluates_only):
+        log.warning("this node does not evaluate: its engine server holds one version only")
+        return None
+    return PinnedEngines(
+        lambda policies: deps.engines(run_info, policies, num_engines=1), max_running=max_running
+    )
+
+
+def _by_kind(
+    runners: Sequence[AttemptRunner], pinned: PinnedEngines | None, run_info: RunInfo
+) -> Attempts:
+    if pinned is None:
+        return runners[0]
+    return AttemptsByKind(
+        training=runners[0],
+        evaluation=runners[1],
+        pinned=pinned,
+        sources=frozenset(s.name for s in run_info.sources if s.is_evaluation),
+    )
 
 
 async def _require_isolation(isolation: Isolation, run_info: RunInfo) -> None:
@@ -250,6 +318,7 @@ class NodeOptions(TypedDict, total=False):
     max_paused: float
     policies: tuple[PolicyName, ...]
     isolation: IsolationSettings
+    evaluates_only: bool
 
 
 @asynccontextmanager
@@ -268,6 +337,7 @@ async def connect(
     - `num_engines`: engines per policy, if not as many as the run says; at most the share
       `max_paused` of them swaps weights at the same time.
     - `policies`: those that it serves, and is leased work of; default: all of the run.
+    - `evaluates_only`: it gets nothing but questions of evaluations.
     - `isolation`: where code of others runs; by default in bubblewrap, without grants.
     """
     client = PartitionedNodeClient(url, token)
@@ -282,6 +352,8 @@ async def connect(
             max_paused=options.get("max_paused", MAX_PAUSED),
             policies=options.get("policies", ()),
             isolation=options.get("isolation", IsolationSettings()),
+            evaluates_only=options.get("evaluates_only", False),
+            can_pin=not any(url for url, _ in options.get("engine_servers", {}).values()),
         )
     finally:
         ack_log.close()

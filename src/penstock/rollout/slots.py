@@ -14,9 +14,9 @@ from typing import Protocol
 
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import LeaseAnswer, LeaseRequest
-from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.delivery_queue import DeliveryQueue
 from penstock.rollout.membership import Membership, NodeOrders
+from penstock.rollout.pinned_engines import Attempts
 from penstock.types import OutcomeKind, RowId, Task
 
 COALESCE_S = 0.05
@@ -61,7 +61,7 @@ class SlotRunner:
     _api: LeaseApi
     _membership: Membership
     _orders: NodeOrders
-    _attempt_runner: AttemptRunner
+    _attempt_runner: Attempts
     _delivery_queue: DeliveryQueue
     capacity: int
     _running: dict[RowId, asyncio.Task[None]] = field(

@@ -27,6 +27,8 @@ from penstock.gateway.renderer import Renderer
 from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pool import EnginePools
 from penstock.rollout.membership import Membership, NodeOrders
+from penstock.rollout.pinned_engines import PinnedEngines
+from penstock.rollout.rolling_swap import VerifyEngine
 from penstock.types import (
     PolicyName,
     PublishedVersion,
@@ -104,6 +106,8 @@ class Loader:
     _engines: EnginePools
     _gateway: Gateway
     _fetch: WeightFetcher
+    _pinned: PinnedEngines | None = None
+    """Engines for evaluations; None if this node does none."""
     _loaded: _Versions = field(default_factory=_Versions)
     _attempted: _Versions = field(default_factory=_Versions)
     _probes: dict[PolicyName, Sequence[int]] = field(
@@ -127,6 +131,8 @@ class Loader:
             for target in self._versions_to_load():
                 await self._try(target)
                 self._has_tried.set()
+            if self._pinned is not None:
+                await self._update_pinned(self._pinned)
             with suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S):
                     await self._orders.changed.wait()
@@ -159,16 +165,57 @@ class Loader:
         del self._attempted[target.policy]
         await self._prune_cache()
 
+    async def _update_pinned(self, pinned: PinnedEngines) -> None:
+        """Load the versions of the evaluation in progress, or end the engines of the last one.
+        After the newest versions, which have priority; not while its attempts run."""
+        targets = self._orders.pinned
+        if pinned.num_running and targets != pinned.loaded:
+            return  # tried again at the next check
+        if not targets:
+            if pinned.loaded:
+                await pinned.free()
+                self._membership.announce_pinned(())
+                await self._prune_cache()
+            return
+        policies = [target.policy for target in targets]
+        for target in targets:
+            version = version_of(target)
+            if not pinned.needs_load(target, version):
+                continue
+            try:
+                folder = await self._fetch(self._orders.weights_url, target)
+                verify = await self._prepare(folder, version, (self._gateway, pinned.gateway))
+                await pinned.load(folder, version, policies, verify=verify)
+            except (WeightsError, EngineError, WireError) as error:
+                log.error("load for an evaluation failed", version=str(version), error=str(error))
+                return
+            log.info("version pinned for an evaluation", version=str(version))
+        if pinned.loaded != targets:
+            pinned.loaded = targets
+            await self._prune_cache()
+        if (live := pinned.live()) != self._membership.pinned:
+            self._membership.announce_pinned(live)
+
     async def _prune_cache(self) -> None:
         """Delete all cached weights except the loaded ones."""
         keep = [loaded.manifest_digest for loaded in self._loaded.values()]
+        keep += [pinned.manifest_digest for pinned in self._orders.pinned if self._pinned]
         await asyncio.to_thread(self._fetch.prune_except, keep)
 
     async def _load(self, folder: Path, version: Version) -> None:
+        verify = await self._prepare(folder, version, (self._gateway,))
+        await self._engines.load(folder, version, verify=verify)
+
+    async def _prepare(
+        self, folder: Path, version: Version, gateways: Sequence[Gateway]
+    ) -> VerifyEngine:
+        """Give the gateways a renderer if they have none; returns what checks a loaded engine."""
         # A policy never changes its tokenizer, so the first snapshot's renderer fits all versions.
-        if version.policy not in self._probes:
+        lacking = [gateway for gateway in gateways if not gateway.has_renderer(version.policy)]
+        if lacking:
             renderer = await asyncio.to_thread(Renderer.load, folder)
-            self._gateway.set_renderer(version.policy, renderer)
+            for gateway in lacking:
+                gateway.set_renderer(version.policy, renderer)
             self._probes[version.policy] = renderer.encode(PROBE_TEXT)[:PROBE_TOKENS] or (0,)
 
         async def verify(engine: Engine, version: Version) -> None:
@@ -178,7 +225,7 @@ class Loader:
                 raise EngineError(f"load of {version}: {error}; not announced") from error
             await self._probe(engine, version)
 
-        await self._engines.load(folder, version, verify=verify)
+        return verify
 
     async def _probe(self, engine: Engine, version: Version) -> None:
         """Generate from a fixed prompt: verified weights may still fail on this engine."""

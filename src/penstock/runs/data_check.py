@@ -7,12 +7,14 @@ cache. Runs no code of the user, so it needs no separate process and no time lim
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from penstock.config import RunConfig
 from penstock.dataflow.service.build_sources import data_spec, harbor_spec
 from penstock.dataflow.sources import open_data
 from penstock.dataflow.sources.harbor import read_tasks
+from penstock.dataflow.sources.suites import open_suite
 from penstock.errors import BadRequest, ConfigError, WeightsError
 from penstock.types import JsonObject
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 def data_problems(
     config: RunConfig, checked: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(config key, message) of every source whose data set cannot be used.
+    """(config key, message) of every source whose data set cannot be used, and of every suite.
 
     checked: digests of data sets that an earlier launch has read, which are not read again."""
     for index, source in enumerate(config.sources):
@@ -41,6 +43,11 @@ def data_problems(
                 data.check(None if spec.max_prompt_tokens is None else _Counter(config))
         except (ConfigError, WeightsError) as error:
             yield f"sources[{index}].{source.kind}", str(error)
+    for index, suite in enumerate(config.eval.suites if config.eval else ()):
+        try:
+            open_suite(suite, Path())
+        except (ConfigError, WeightsError) as error:
+            yield f"eval.suites[{index}]", str(error)
 
 
 class _Counter:

@@ -76,7 +76,7 @@ def read_progress(folder: RunFolder, config: RunConfig) -> RunProgress:
         return RunProgress(
             policies=tuple(_from_ledger(recorded, config, policy) for policy in config.trained),
             trajectories=sum(
-                int(tables.scalar("SELECT count(*) FROM rows") or 0)
+                int(tables.scalar("SELECT count(*) FROM rows WHERE space = 'train'") or 0)
                 for tables in (recorded.coordinator, *recorded.partitions.values())
             ),
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError, WireError
 from penstock.runs.control import read_status
+from penstock.runs.last_evaluation import has_last_evaluation
 from penstock.runs.progress import RunProgress, progress_of, read_progress
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def read_summary(folder: RunFolder) -> RunSummary:
     else:
         progress = read_progress(folder, config)
     is_live = pid is not None or status is not None
-    state, ended_at, why = _ending(folder, progress)
+    is_complete = progress.is_complete and has_last_evaluation(folder.path, config, progress.step)
+    state, ended_at, why = _ending(folder, progress, is_complete=is_complete)
     return RunSummary(
         name=config.name,
         state=RunState.RUNNING if is_live else state,
@@ -91,13 +93,15 @@ def _ask(folder: RunFolder, *, has_launcher: bool) -> tuple[Status | None, str]:
         return None, str(error)
 
 
-def _ending(folder: RunFolder, progress: RunProgress) -> tuple[RunState, float | None, str]:
+def _ending(
+    folder: RunFolder, progress: RunProgress, *, is_complete: bool
+) -> tuple[RunState, float | None, str]:
     """State, time and reason of a run that is not running."""
     finish, end, launcher = folder.finish(), folder.end(), folder.launcher()
     last_at = progress.at or (launcher.started_at if launcher else None)
     if finish is not None:
         return RunState.FINISHED, finish.finished_at, ""
-    if progress.is_complete:
+    if is_complete:
         return RunState.FINISHED, last_at, ""
     if end is not None and end.error:
         return RunState.FAILED, end.ended_at, end.error

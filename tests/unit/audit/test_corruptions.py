@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from tests.unit.audit import (
     corrupt_admin_log,
+    corrupt_evaluations,
     corrupt_flow,
     corrupt_freed,
     corrupt_partitions,
@@ -76,6 +77,12 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], str], ...]] = {
         corrupt_freed.free_unknown_group,
         corrupt_freed.free_uncommitted_batch,
         corrupt_freed.free_batch_after_a_checkpoint,
+    ),
+    "evaluations": (
+        corrupt_evaluations.end_without_a_question,
+        corrupt_evaluations.ask_a_question_twice,
+        corrupt_evaluations.answer_without_evaluation,
+        corrupt_evaluations.lose_an_answer,
     ),
     "batches": (
         corrupt_training.reseal_with_another_group,

@@ -193,7 +193,7 @@ def test_overrides_win_in_order(example: str, load_text: LoadText) -> None:
         ("seed=!!python/name:os.system", "seed: ", "is not allowed"),
         ("seed=${nothing}", "seed: ", "not found"),
         ("seed=${", "seed: ", "check the ${...}"),
-        ("eval={every: 1}", "eval: ", "is not supported yet"),
+        ("eval={every: 1}", "eval.suites: ", "missing required key"),
         ("seed=0b_", "seed: ", "put quotes around it"),
         ("models.policy.training.minibatches=65", "models.policy.training.minibatches: ", ""),
     ],

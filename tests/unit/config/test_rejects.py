@@ -174,7 +174,12 @@ CHOICES = [
 
 NOT_SUPPORTED = [
     case("launcher: local", "launcher: ray #@", "launcher", "is not supported yet; use local"),
-    case("eval: null", "eval: {every: 10} #@", "eval", "leave eval null"),
+    case("eval: null", "eval: {every: 10} #@", "eval.suites", "equired"),
+    case("eval: null", "eval: {every: 5, suites: [a, a]} #@", "eval.suites", "called a"),
+    case("eval: null", "eval: {every: 5, suites: [a], best: b} #@", "eval.best", "use one"),
+    case("eval: null", "eval: {every: 5, suites: [a], policy: b} #@", "eval.policy", "unknown"),
+    case("eval: null", "eval: {every: 5, suites: [a], temperature: 0.0001} #@",
+         "eval.temperature", "use 0"),
     case("report_to: []", "report_to: [wandb] #@", "report_to", "is not supported yet"),
     case("report_to: []", "report_to: wandb #@", "report_to", "is not supported yet"),
     case(SOURCE, source("name: a, task: d.parquet"), "sources[0].task", "under data: d.parquet"),

@@ -140,6 +140,7 @@ LEFT_TO_CHECK = {
     "hard_to: 0.6",
     "{admit: reward-range}",
     "low: 2, high: 1",
+    "suites: [a",
     "polici",
     "turns_of: {policy: [teacher]}",
     "difficulty: {trains: 1}",

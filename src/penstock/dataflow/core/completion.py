@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from penstock.dataflow.core.groups import ClosingPolicy
+from penstock.dataflow.core.ids import is_evaluation
 from penstock.dataflow.core.messages import ColumnsCompleted, GroupEnded, SendToCoordinator
 from penstock.dataflow.core.names import REWARD
 from penstock.dataflow.records import CompletionRecord, Deletion, Journal
@@ -82,7 +83,8 @@ class Completion:
 
     def report(self, report: GroupEnded, now: float) -> None:
         """Handle an ended group: report it immediately for every policy that misses no column."""
-        if not self.is_needed or report.dropped is not None:
+        is_final = report.dropped is not None or is_evaluation(report.group_id)
+        if not self.is_needed or is_final:
             self._send(report)
             self._forget_rows(row.row_id for row in report.rows)
             return

@@ -15,8 +15,9 @@ from enum import StrEnum
 import msgspec
 
 from penstock.dataflow.core.consumers import Consumer, ConsumerDeps, PolicySpec, Waste
+from penstock.dataflow.core.evaluations import Evaluations, EvaluationSpec
 from penstock.dataflow.core.failure_limit import FailureLimit
-from penstock.dataflow.core.ids import issue_number, partition_of
+from penstock.dataflow.core.ids import is_evaluation, issue_number, partition_of
 from penstock.dataflow.core.messages import (
     DropGroup,
     GroupEnded,
@@ -26,6 +27,7 @@ from penstock.dataflow.core.messages import (
     SendToPartition,
     ToCoordinator,
     ToPartition,
+    TrainingEnded,
 )
 from penstock.dataflow.core.retention import Retention
 from penstock.dataflow.core.rule_runner import RuleRunner
@@ -89,6 +91,7 @@ class Coordinator:
         issue_spec: IssueSpec,
         journal: Journal,
         send: SendToPartition,
+        evaluation: EvaluationSpec | None = None,
     ) -> None:
         self.waste = Waste(journal)
         self.failure_limit = FailureLimit(journal)
@@ -106,6 +109,14 @@ class Coordinator:
         """Lineages of the policies without a trainer: each has one version, number 0."""
         self.lineages = {p: found.lineage for p, found in self.consumers.items()} | self.frozen
         """Of every policy, in training or frozen."""
+        self.evaluations: Evaluations | None = None
+        if evaluation is not None:
+            evaluated = self.consumers[evaluation.policy]
+            self.evaluations = Evaluations(
+                evaluation, self.lineages, lambda: self._has_trained(evaluated), journal, send
+            )
+        self._sent_ended: dict[int, bool] = {}
+        """What each partition knows about the end of the training."""
         self.supply = supply
         self.rules = rules
         self.retention = retention
@@ -182,8 +193,12 @@ class Coordinator:
             )
         for consumer in self.consumers.values():
             consumer.drop_lost(index, now)
+        if self.evaluations is not None:
+            self.free(self.evaluations.partition_lost(index, now), now)
 
     def is_empty(self, index: int) -> bool:
+        if self.evaluations is not None and not self.evaluations.is_empty(index):
+            return False
         return not self.open_by_partition[index]
 
     # --- pacing -------------------------------------------------------------------------------
@@ -217,14 +232,29 @@ class Coordinator:
 
     def issue(self, now: float) -> None:
         """Issue complete groups while there is room, each to the partition with the fewest open
-        groups. None after too many failures in a row."""
+        groups. None after too many failures in a row. Questions of evaluations are issued beside
+        them."""
+        self._issue_training(now)
+        if self.evaluations is None:
+            return
+        self.evaluations.advance(self._serving, now)
+        has_ended = self.is_trained
+        for index in self._serving:
+            if self._sent_ended.get(index, False) != has_ended:
+                self._sent_ended[index] = has_ended
+                self._send(index, TrainingEnded(has_ended=has_ended))
+
+    @property
+    def _serving(self) -> list[int]:
+        states = self.partition_states.items()
+        return [index for index, state in states if state is PartitionState.SERVING]
+
+    def _issue_training(self, now: float) -> None:
         while not self.failure_limit.cause(now):
             full = self._sources_without_room()
             if full == self.supply.sources:
                 return
-            serving = [
-                i for i, shard in self.partition_states.items() if shard is PartitionState.SERVING
-            ]
+            serving = self._serving
             if not serving:
                 return
             partition = min(serving, key=lambda index: (len(self.open_by_partition[index]), index))
@@ -325,7 +355,10 @@ class Coordinator:
     def apply(self, message: ToCoordinator, now: float) -> None:
         """Apply a message from a partition; idempotent."""
         if isinstance(message, GroupEnded):
-            self._group_ended(message, now)
+            if not is_evaluation(message.group_id):
+                self._group_ended(message, now)
+            elif self.evaluations is not None:
+                self.free(self.evaluations.group_ended(message, now), now)
         else:
             self.consumers[message.policy].complete(message, now)
 
@@ -386,13 +419,20 @@ class Coordinator:
         is_empty = not (consumer.ready or consumer.incomplete or consumer.instalments)
         return self.is_exhausted(consumer) and is_empty
 
+    def _has_trained(self, consumer: Consumer) -> bool:
+        """The policy has trained everything it will ever get."""
+        is_over = self.has_ended(consumer) and not consumer.sealed
+        return consumer.has_trained_all or is_over
+
+    @property
+    def is_trained(self) -> bool:
+        """Every policy has trained everything it will ever get."""
+        return all(map(self._has_trained, self.consumers.values()))
+
     @property
     def is_finished(self) -> bool:
-        """Every policy has trained everything it will ever get."""
-        return all(
-            consumer.has_trained_all or (self.has_ended(consumer) and not consumer.sealed)
-            for consumer in self.consumers.values()
-        )
+        """Every policy is trained, and every evaluation is done."""
+        return self.is_trained and (self.evaluations is None or self.evaluations.is_done)
 
     def may_nodes_leave(self, now: float) -> bool:
         """The run is finished, and the last version of every policy is published: a trainer commits

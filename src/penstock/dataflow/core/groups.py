@@ -12,9 +12,10 @@ from types import MappingProxyType
 
 import msgspec
 
+from penstock.dataflow.core.ids import is_evaluation
 from penstock.dataflow.core.leasing import LiveVersion, NodeState
 from penstock.dataflow.records import GrantRecord, GroupRecord, NodeRecord
-from penstock.types import SESSION_TAG, PolicyName, RowId, RowSummary, Task
+from penstock.types import EVALUATION_TAG, SESSION_TAG, PolicyName, RowId, RowSummary, Task
 
 _task = msgspec.json.Decoder(Task)
 _due = msgspec.json.Decoder(dict[str, int])
@@ -62,6 +63,9 @@ class LeaseSpec:
         default_factory=dict[str, frozenset[PolicyName]]
     )
     """Policies that a slot calls, by source; a source that is not listed calls all of the run."""
+    evaluation_share: float = 0.0
+    """Most of a node's capacity that evaluations take while a policy is trained; 0: only nodes that
+    do nothing else evaluate."""
 
 
 class SlotState(StrEnum):
@@ -131,6 +135,20 @@ class OpenGroup:
     @property
     def due(self) -> dict[str, int]:
         return _due.decode(self.record.due)
+
+    @property
+    def is_evaluation(self) -> bool:
+        return is_evaluation(self.record.group_id)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why slots have no result, by slot."""
+        ended = (SlotState.DEAD, SlotState.TRUNCATED)
+        return {
+            str(index): slot.reasons[-1] if slot.reasons else str(slot.state)
+            for index, slot in sorted(self.known_slots.items())
+            if slot.state in ended
+        }
 
     def slot(self, index: int) -> Slot:
         slot = self.known_slots.get(index)
@@ -205,7 +223,11 @@ class Node:
     last_seen: float
     state: NodeState = NodeState.STARTING
     live: tuple[LiveVersion, ...] = ()
+    pinned: tuple[LiveVersion, ...] = ()
+    """Versions it has loaded for evaluations."""
     num_leases: int = 0
+    num_evaluations: int = 0
+    """How many of its leases are for evaluations."""
     current_request: str = ""
     """Its newest lease request; only this one may be granted anything."""
     past_requests: deque[str] = field(default_factory=lambda: deque[str](maxlen=16))
@@ -236,6 +258,11 @@ class Node:
     def is_session_gateway(self) -> bool:
         """A gateway for external agents, which runs no other slots."""
         return f'"{SESSION_TAG}"' in self.record.tags
+
+    @property
+    def is_evaluator(self) -> bool:
+        """It does nothing but evaluate."""
+        return f'"{EVALUATION_TAG}"' in self.record.tags
 
     @property
     def is_untrusted(self) -> bool:

@@ -7,11 +7,11 @@ until it is acknowledged, and applied once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from penstock.bounds import Count, Text
 from penstock.dataflow.records import (
@@ -94,6 +94,12 @@ class RowForgotten(Struct, frozen=True, kw_only=True, tag=True):
     row_id: RowId
 
 
+class TrainingEnded(Struct, frozen=True, kw_only=True, tag=True):
+    """No policy will be trained anymore, so evaluations may take all slots; or one is again."""
+
+    has_ended: bool
+
+
 class Quarantined(Struct, frozen=True, kw_only=True, tag=True):
     """This node's samples do not match its version's outputs: no more work for its subject."""
 
@@ -111,6 +117,7 @@ ToPartition = (
     | DropGroup
     | GroupsFreed
     | RowForgotten
+    | TrainingEnded
     | Quarantined
 )
 
@@ -132,6 +139,8 @@ class GroupEnded(Struct, frozen=True, kw_only=True, tag=True):
     """Why the last of its slots ran out of attempts, if one did."""
     is_excused: bool = False
     """It failed by the word of untrusted nodes, which says nothing about the run."""
+    failures: Mapping[str, Text] = field(default_factory=dict[str, str])
+    """Of an evaluation: why a slot has no result, by slot."""
 
 
 class ColumnsCompleted(Struct, frozen=True, kw_only=True, tag=True):

@@ -12,3 +12,8 @@ ORIGIN = "origin"
 ADMITTED = "admitted"
 """When a policy first admitted the row; written by the service."""
 RESERVED = frozenset({TURNS, ADMITTED})
+EVAL = "eval"
+"""The space of rows of evaluations; no trainer, stage or reader gets them."""
+NUM_TURNS = "turns"
+NUM_TOKENS = "tokens"
+"""Scalars of a row of an evaluation: how many of each it has."""

@@ -17,6 +17,7 @@ from dataclasses import replace
 import msgspec
 
 from penstock.dataflow.core.groups import HeldLeases, Node
+from penstock.dataflow.core.ids import is_evaluation
 from penstock.dataflow.core.leasing import LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.records import (
     GrantRecord,
@@ -134,13 +135,14 @@ class NodeRegistry:
         *,
         state: NodeState,
         live: tuple[LiveVersion, ...],
+        pinned: tuple[LiveVersion, ...] = (),
     ) -> bool:
         """Record a heartbeat; True if the node's state or versions changed."""
         node = self.get(node_id, boot_id)
         node.last_seen, node.is_expired = now, False
-        before = (node.state, node.live)
-        node.state, node.live = state, live
-        return before != (state, live)
+        before = (node.state, node.live, node.pinned)
+        node.state, node.live, node.pinned = state, live, pinned
+        return before != (state, live, pinned)
 
     def ask(self, node_id: NodeId, boot_id: str, request_id: str, now: float) -> None:
         """Record a lease request. A node's newest request replaces the earlier ones: the node no
@@ -194,7 +196,10 @@ class NodeRegistry:
         return nodes
 
     def finished(self, node: Node, grant: GrantRecord, now: float) -> None:
-        """Update the node's attempt time: one of its attempts has a result."""
+        """Update the node's attempt time: one of its attempts has a result. Evaluations have other
+        tasks, so their time says nothing."""
+        if is_evaluation(grant.group_id):
+            return
         took_s = max(0.0, now - grant.granted_at)
         known = node.mean_attempt_s
         node.mean_attempt_s = took_s if not known else known + ATTEMPT_WEIGHT * (took_s - known)
@@ -230,6 +235,8 @@ class NodeRegistry:
         held.grants.append(grant)
         held.num_running += num_slots
         node.num_leases += num_slots
+        if is_evaluation(grant.group_id):
+            node.num_evaluations += num_slots
         if node.is_untrusted:
             self._untrusted_leases[grant.group_id] += num_slots
 
@@ -241,6 +248,7 @@ class NodeRegistry:
         if node is None or held is None:
             return
         node.num_leases -= 1
+        node.num_evaluations -= is_evaluation(lease.group_id)
         held.num_running -= 1
         if node.is_untrusted:
             self._untrusted_leases[lease.group_id] -= 1

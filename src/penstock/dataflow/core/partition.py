@@ -9,8 +9,9 @@ released, expired, truncated or cancelled.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import StrEnum
 from operator import attrgetter
 
 import msgspec
@@ -61,10 +62,23 @@ from penstock.types import (
     RowId,
 )
 
+_pins = msgspec.json.Decoder(dict[str, dict[PolicyName, tuple[int, int]]])
 ENDS_COSTING_ATTEMPT = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
 """Lease ends that cost the slot an attempt."""
-QueueKey = tuple[bool, frozenset[PolicyName]]
-"""Whether its slots are for external agents, and the policies they call; empty: all of the run."""
+
+
+class QueueKind(StrEnum):
+    """What the slots of a queue are for."""
+
+    TRAINING = "training"
+    SESSION = "session"
+    """For external agents."""
+    EVALUATION = "evaluation"
+
+
+QueueKey = tuple[QueueKind, frozenset[PolicyName]]
+"""What its slots are for, and the policies they call; empty: all of the run."""
+EVALUATION_CLOSING = ClosingPolicy(kind=ClosingKind.SURVIVORS)
 MAX_REASON_CHARS = 300
 """Maximum length of the reason recorded for a failed attempt."""
 
@@ -89,6 +103,10 @@ class Partition:
         """Slots that could be leased now."""
         self.num_waiting_sessions = 0
         """How many of them are for external agents."""
+        self.num_waiting_evaluations = 0
+        """Slots of evaluations that could be leased now; not part of the others."""
+        self.has_training_ended = False
+        """Evaluations may take all slots."""
         self.num_enqueued = 0
         """Total number of slots ever enqueued."""
         self._closing = closing
@@ -98,12 +116,42 @@ class Partition:
         self._queues: dict[QueueKey, deque[GroupId]] = {}
         """Groups with waiting slots, oldest first; entries without any are removed when reached."""
         self._timers = Timers(terms)
+        self._evaluations: dict[GroupId, OpenGroup] = {}
+        """Open groups that belong to an evaluation."""
+        self._pins: tuple[str, tuple[PublishedVersion, ...]] = ("", ())
+        """The last pins of a group, decoded."""
 
     @property
     def target_versions(self) -> tuple[PublishedVersion, ...]:
         """The versions nodes should load."""
         groups = self.groups.values() if self.gate.is_lockstep else ()
-        return self.gate.target_versions(next((group.due for group in groups), None))
+        dues = (group.due for group in groups if not group.is_evaluation)
+        return self.gate.target_versions(next(dues, None))
+
+    @property
+    def pinned_versions(self) -> tuple[PublishedVersion, ...]:
+        """The versions of the evaluation in progress; nodes load them beside the target versions.
+        Empty if none is in progress here."""
+        group = next(iter(self._evaluations.values()), None)
+        return () if group is None else self._pinned_by(group)
+
+    def _pinned_by(self, group: OpenGroup) -> tuple[PublishedVersion, ...]:
+        if self._pins[0] != group.record.why:  # the same for all questions, so decoded once
+            self._pins = (group.record.why, self.gate.published(decode_pins(group.record.why)))
+        return self._pins[1]
+
+    def may_evaluate(self, node: Node) -> bool:
+        """Scores come from the node, so an untrusted one never evaluates."""
+        if node.is_session_gateway or node.is_untrusted:
+            return False
+        return node.is_evaluator or self._terms.evaluation_share > 0
+
+    def _evaluation_room(self, node: Node) -> int:
+        """Slots of evaluations that this node may still take."""
+        capacity = node.record.capacity
+        if node.is_evaluator or self.has_training_ended:
+            return capacity
+        return max(1, int(self._terms.evaluation_share * capacity)) - node.num_evaluations
 
     @property
     def nodes(self) -> dict[NodeId, Node]:
@@ -128,8 +176,17 @@ class Partition:
         return self._terms.policies.get(source) or frozenset(self.gate.lineages)
 
     def _queue_of(self, group: OpenGroup) -> deque[GroupId]:
-        key = (self._is_session(group), self._terms.policies.get(group.record.source, frozenset()))
+        kind = QueueKind.SESSION if self._is_session(group) else QueueKind.TRAINING
+        if group.is_evaluation:
+            kind = QueueKind.EVALUATION
+        key = (kind, self._terms.policies.get(group.record.source, frozenset()))
         return self._queues.setdefault(key, deque())
+
+    def _does(self, node: Node, kind: QueueKind) -> bool:
+        """Does this node take slots of this kind?"""
+        if kind is QueueKind.EVALUATION:
+            return self.may_evaluate(node)
+        return not node.is_evaluator and node.is_session_gateway == (kind is QueueKind.SESSION)
 
     def can_serve(self, node: Node, policies: Collection[PolicyName]) -> bool:
         """Does this node serve all these policies; none: all of the run?"""
@@ -140,9 +197,9 @@ class Partition:
         serves all these policies."""
         nodes = [node for node in self.nodes.values() if not node.is_expired]
         found: dict[str, frozenset[PolicyName]] = {}
-        for (is_session, policies), queue in self._queues.items():
+        for (kind, policies), queue in self._queues.items():
             group = self._first_waiting(queue)
-            peers = [node for node in nodes if node.is_session_gateway == is_session]
+            peers = [node for node in nodes if self._does(node, kind)]
             if group and peers and not any(self.can_serve(node, policies) for node in peers):
                 found[group.record.source] = self.policies_of(group.record.source)
         return found
@@ -153,8 +210,8 @@ class Partition:
 
     def _waiting_for(self, node: Node) -> Iterator[tuple[OpenGroup, frozenset[PolicyName]]]:
         """The oldest group with waiting slots of each queue that this node serves."""
-        for (is_session, policies), queue in self._queues.items():
-            if node.is_session_gateway == is_session and self.can_serve(node, policies):
+        for (kind, policies), queue in self._queues.items():
+            if self._does(node, kind) and self.can_serve(node, policies):
                 group = self._first_waiting(queue)
                 if group is not None:
                     yield group, policies
@@ -169,6 +226,9 @@ class Partition:
 
     def _add_waiting(self, group: OpenGroup, num_slots: int) -> None:
         """Add `num_slots` waiting slots of this group; negative to remove them."""
+        if group.is_evaluation:
+            self.num_waiting_evaluations += num_slots
+            return
         self.num_waiting += num_slots
         if self._is_session(group):
             self.num_waiting_sessions += num_slots
@@ -176,6 +236,9 @@ class Partition:
     def _open(self, record: GroupRecord, now: float) -> OpenGroup:
         group = OpenGroup(record=record, waiting_since=now)
         self.groups[record.group_id] = group
+        if group.is_evaluation:  # it waits for its share of the nodes, however long that takes
+            self._evaluations[record.group_id] = group
+            return group
         self._timers.start_wait_timer(record.group_id, now)
         self._timers.start_close_timer(record.group_id, now)
         return group
@@ -213,7 +276,7 @@ class Partition:
         last admissible version if that saves their rows."""
         for group in [group for group in self.groups.values() if group.known_slots]:
             rows = group.rows
-            if not rows:
+            if not rows or group.is_evaluation:
                 continue
             policies = self._terms.policies.get(group.record.source, ())
             batches_left = self.gate.batches_left(rows, policies)
@@ -246,9 +309,12 @@ class Partition:
         *,
         state: NodeState,
         live: tuple[LiveVersion, ...],
+        pinned: tuple[LiveVersion, ...] = (),
     ) -> bool:
         """Record a heartbeat; True if the node's state or versions changed."""
-        return self.node_registry.record_heartbeat(node_id, boot_id, now, state=state, live=live)
+        return self.node_registry.record_heartbeat(
+            node_id, boot_id, now, state=state, live=live, pinned=pinned
+        )
 
     def leave(self, node_id: NodeId, boot_id: str, now: float) -> None:
         node = self.node_registry.get(node_id, boot_id)
@@ -293,6 +359,7 @@ class Partition:
         max_slots: int,
         live: Sequence[LiveVersion],
         now: float,
+        pinned: Sequence[LiveVersion] = (),
     ) -> list[Grant]:
         node = self.node_registry.get(node_id, boot_id)
         if request_id in node.granted:
@@ -300,12 +367,16 @@ class Partition:
         if request_id != node.current_request or node.state is not NodeState.LIVE:
             return []
         free = min(max_slots, self.node_registry.max_leases(node) - node.num_leases)
-        grants: list[Grant] = []
-        num_groups = 0
+        grants = self._lease_evaluations(node, request_id, free, pinned, now)
+        num_groups = len({grant.group_id for grant in grants})
         due: dict[frozenset[PolicyName], str] = {}
         blocked: set[frozenset[PolicyName]] = set()
         while len(grants) < free:
-            heads = [head for head in self._waiting_for(node) if head[1] not in blocked]
+            heads = [
+                head
+                for head in self._waiting_for(node)
+                if head[1] not in blocked and not head[0].is_evaluation
+            ]
             if not heads:
                 break
             group, policies = min(heads, key=lambda head: head[0].record.issue)
@@ -320,6 +391,35 @@ class Partition:
                 record = self._grant(node, group, request_id, free - len(grants), now)
                 grants += self._describe(group, record, record.slots, num_groups)
             num_groups += 1
+        return grants
+
+    def _lease_evaluations(
+        self,
+        node: Node,
+        request_id: str,
+        free: int,
+        pinned: Sequence[LiveVersion],
+        now: float,
+    ) -> list[Grant]:
+        """Slots of evaluations for a node that has loaded their versions, up to its share. They
+        come before training: otherwise a busy run would never be evaluated."""
+        held = {(version.policy, version.incarnation, version.number) for version in pinned}
+        grants: list[Grant] = []
+        num_groups = 0
+        while len(grants) < free:
+            heads = (group for group, _ in self._waiting_for(node) if group.is_evaluation)
+            group = next(heads, None)
+            if group is None or not held.issuperset(
+                (version.policy, version.incarnation, version.number)
+                for version in self._pinned_by(group)
+            ):
+                break
+            most = min(free - len(grants), self._evaluation_room(node))
+            if most <= 0:
+                break
+            record = self._grant(node, group, request_id, most, now)
+            grants += self._describe(group, record, record.slots, num_groups)
+            num_groups += not group.num_waiting
         return grants
 
     def _grant(
@@ -454,7 +554,7 @@ class Partition:
         self._end_lease(group, index, slot, end, now, why)
         slot.attempt += 1
         slot.reasons += (_abbreviate(f"{end}: {why}"),)
-        if slot.attempt < self.max_attempts:
+        if slot.attempt < self._attempts_of(group):
             self._requeue(group, index, slot, now)
             return
         self._give_up(group, index, slot, "", now)
@@ -463,6 +563,13 @@ class Partition:
     @property
     def max_attempts(self) -> int:
         return 1 if self._closing.kind is ClosingKind.DROP else self._terms.max_attempts
+
+    def _attempts_of(self, group: OpenGroup) -> int:
+        return self._terms.max_attempts if group.is_evaluation else self.max_attempts
+
+    def _closing_of(self, group: OpenGroup) -> ClosingPolicy:
+        """Of an evaluation every question counts, with its failed attempts."""
+        return EVALUATION_CLOSING if group.is_evaluation else self._closing
 
     def _give_up(self, group: OpenGroup, index: int, slot: Slot, why: str, now: float) -> None:
         """The slot becomes a dead letter with all its reasons."""
@@ -487,7 +594,8 @@ class Partition:
         slot.move(SlotState.WAITING)
         if not group.num_waiting:
             group.waiting_since = now
-            self._timers.start_wait_timer(group.record.group_id, now)
+            if not group.is_evaluation:
+                self._timers.start_wait_timer(group.record.group_id, now)
         group.retry_slots.append(index)
         self._add_waiting(group, 1)
         self.num_enqueued += 1
@@ -535,7 +643,7 @@ class Partition:
         if group.record.group_id not in self.groups:
             return  # it ended while several of its slots were given up
         num_dead = group.count(SlotState.DEAD)
-        if num_dead and self._closing.kind is not ClosingKind.SURVIVORS:
+        if num_dead and self._closing_of(group).kind is not ClosingKind.SURVIVORS:
             self._truncate(group, LeaseEnd.CANCELLED, now)
             self._end_group(group, GroupState.DROPPED, DropReason.FAILED_SLOTS, now)
         elif num_dead + group.count(SlotState.DONE) == group.record.num_slots:
@@ -545,7 +653,8 @@ class Partition:
         """Every slot is terminal: the closing policy decides. `reason` is recorded if it drops the
         group."""
         num_good = group.count(SlotState.DONE)
-        if self._closing.accepts(num_good, group.record.num_slots - num_good):
+        num_lost = group.record.num_slots - num_good
+        if self._closing_of(group).accepts(num_good, num_lost):
             self._end_group(group, GroupState.CLOSED, None, now)
         else:
             self._end_group(group, GroupState.DROPPED, reason, now)
@@ -556,6 +665,7 @@ class Partition:
         assert state in GROUP_TRANSITIONS[GroupState(group.record.state)]
         self._journal(replace(group.record, state=state, reason=reason or "", ended_at=now))
         del self.groups[group.record.group_id]
+        self._evaluations.pop(group.record.group_id, None)
         self._send(
             GroupEnded(
                 group_id=group.record.group_id,
@@ -565,6 +675,7 @@ class Partition:
                 num_failed=sum(slot.attempt for slot in group.known_slots.values()),
                 cause=group.last_cause,
                 is_excused=group.is_excused,
+                failures=group.failures if group.is_evaluation else {},
             )
         )
 
@@ -622,7 +733,7 @@ class Partition:
             slot.attempt += 1
             slot.reasons += (f"{lease.ended}: {lease.detail}",)
             slot.is_excused |= self.node_registry.is_untrusted(lease.node_id)
-            if slot.attempt >= self.max_attempts:
+            if slot.attempt >= self._attempts_of(self.groups[lease.group_id]):
                 slot.state = SlotState.DEAD
 
     def _restore_running(self, grant: GrantRecord, slots: Sequence[int], now: float) -> None:
@@ -636,6 +747,16 @@ class Partition:
         assert node is not None, "a running lease names a registered node"
         self.node_registry.add_leases(node, grant, len(slots))
         self._timers.start_slot_timers(grant, now, is_session=self._is_session(group))
+
+
+def encode_pins(pins: Mapping[PolicyName, tuple[int, int]]) -> str:
+    """`why` of a group of an evaluation."""
+    return msgspec.json.encode({"pins": pins}).decode()
+
+
+def decode_pins(why: str) -> dict[PolicyName, tuple[int, int]]:
+    """Incarnation and number of the versions that answer, by policy."""
+    return _pins.decode(why)["pins"]
 
 
 def _abbreviate(why: str) -> str:

@@ -20,6 +20,7 @@ from penstock.dataflow.core.messages import (
     Quarantined,
     RowForgotten,
     ToPartition,
+    TrainingEnded,
 )
 from penstock.dataflow.core.names import TRAIN
 from penstock.dataflow.core.partition import Partition
@@ -74,6 +75,8 @@ class PartitionRuntime:
                 self._freed(message, now)
             case RowForgotten():
                 self._forget(message.row_id, now)
+            case TrainingEnded():
+                self.partition.has_training_ended = message.has_ended
             case Quarantined():
                 self.partition.quarantine(subject_of_node(message.node_id), now)
             case IncarnationStarted() | Committed() | Published():

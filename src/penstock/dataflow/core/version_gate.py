@@ -81,16 +81,13 @@ class VersionGate:
         newest = tuple(version for version in found if version is not None)
         if newest != self._newest:  # called at every command, so cached
             self._newest = newest
-            self._targets = tuple(
-                PublishedVersion(
-                    policy=version.policy,
-                    incarnation=version.incarnation,
-                    number=version.number,
-                    manifest_digest=version.manifest_digest,
-                )
-                for version in newest
-            )
+            self._targets = tuple(map(_published, newest))
         return self._targets
+
+    def published(self, pins: Mapping[PolicyName, tuple[int, int]]) -> tuple[PublishedVersion, ...]:
+        """These versions, given as (incarnation, number) by policy."""
+        found = [self.lineages[policy].version(*pin) for policy, pin in pins.items()]
+        return tuple(_published(version) for version in found if version is not None)
 
     def _newest_of_all(self) -> Iterator[VersionRecord | None]:
         yield from (lineage.newest for lineage in self.lineages.values())
@@ -136,3 +133,12 @@ class VersionGate:
             return self.max_staleness[policy]
         horizon = max(self.horizon.get(policy, 0), lineage.number)
         return min(numbers) + self.max_staleness[policy] - horizon
+
+
+def _published(version: VersionRecord) -> PublishedVersion:
+    return PublishedVersion(
+        policy=version.policy,
+        incarnation=version.incarnation,
+        number=version.number,
+        manifest_digest=version.manifest_digest,
+    )

@@ -77,6 +77,9 @@ class Lineage:
         """All published versions, oldest first."""
         yield from (self._versions[key] for key in sorted(self._versions))
 
+    def version(self, incarnation: int, number: int) -> VersionRecord | None:
+        return self._versions.get((incarnation, number))
+
     def has(self, incarnation: int, number: int) -> bool:
         return (incarnation, number) in self._versions
 

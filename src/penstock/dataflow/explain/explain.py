@@ -38,8 +38,8 @@ MIN_PREFIX = 4
 """Minimum length of a task key prefix; the prefix must be unique."""
 MAX_LOOK_BACK = 1000
 """Batches searched for earlier uses of a group."""
-_ROW = re.compile(r"(p[0-9]+-[0-9]+)\.([0-9]+)\.([0-9]+)", re.ASCII)
-_GROUP = re.compile(r"p[0-9]+-[0-9]+", re.ASCII)
+_GROUP = re.compile(r"p[0-9]+-(?:e[0-9]+-[0-9]+-)?[0-9]+", re.ASCII)
+_ROW = re.compile(rf"({_GROUP.pattern})\.([0-9]+)\.([0-9]+)", re.ASCII)
 _VERSION = re.compile(r"(.+)@(?:([0-9]+)\.)?([0-9]+)", re.ASCII)
 _BATCH = re.compile(r"(.+)\.([0-9]+)", re.ASCII)
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.dataflow.core.evaluations import suite_name
+from penstock.dataflow.core.ids import is_evaluation
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import (
     BatchRecord,
@@ -71,6 +73,11 @@ class ExplainStep:
 
 def issued(record: GroupRecord, skipped: Sequence[DecisionRecord]) -> ExplainStep:
     why = json.loads(record.why or "{}")
+    if is_evaluation(record.group_id):
+        pins = ", ".join(f"{p}@{inc}.{number}" for p, (inc, number) in why["pins"].items())
+        text = f"asked as group {record.group_id}: question {record.ordinal} of suite "
+        text += f"{suite_name(record.source)}, to be answered by {pins}"
+        return ExplainStep(at=record.issued_at, what="issued", text=text, facts=why)
     text = (
         f"issued as group {record.group_id}: task {record.task_key}, number {record.ordinal} of "
         f"source {record.source}, chosen by mix rule {why.get('mix', '?')}"
@@ -320,6 +327,8 @@ def group_summary(group: GroupRecord, fates: Sequence[FateRecord]) -> str:
     if not fates:
         is_open = group.state == "open"
         state = "is still running" if is_open else "has ended and is not judged yet"
+        if is_evaluation(group.group_id) and not is_open:
+            state = "is a question of an evaluation and has its answers; it trains no policy"
         return f"group {group.group_id} {state}"
     return f"group {group.group_id} " + ", ".join(_end(fate) for fate in fates)
 
@@ -340,6 +349,8 @@ def row_summary(lease: LeaseRecord, row: RowRecord | None, fates: Sequence[FateR
         why = lease.detail.strip(": ")
         return f"row {name} has no result: {end}" + (f" ({why})" if why else "")
     ends = ", ".join(_end(fate) for fate in fates) or "is not judged yet"
+    if is_evaluation(lease.group_id):
+        ends = "is a question of an evaluation, which trains no policy"
     return f"row {name} was delivered; its group {ends}"
 
 

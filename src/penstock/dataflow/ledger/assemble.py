@@ -13,6 +13,7 @@ from functools import partial
 from penstock.dataflow.core.completion import Completion, RequiredColumns
 from penstock.dataflow.core.consumers import PolicySpec
 from penstock.dataflow.core.coordinator import Coordinator, IssueSpec, PartitionState
+from penstock.dataflow.core.evaluations import EvaluationSpec
 from penstock.dataflow.core.groups import ClosingPolicy, LeaseSpec
 from penstock.dataflow.core.links import Link, link_to_coordinator, link_to_partition
 from penstock.dataflow.core.manifests import ManifestCache
@@ -78,9 +79,18 @@ def build_coordinator_core(
     now: float,
     *,
     has_partition: bool = True,
+    evaluation: EvaluationSpec | None = None,
 ) -> CoordinatorCore:
     """Restore the coordinator from its ledger, with partition 0 in this process if there is one."""
-    core = begin_coordinator_core(terms, sources, tables, journal, now, has_partition=has_partition)
+    core = begin_coordinator_core(
+        terms,
+        sources,
+        tables,
+        journal,
+        now,
+        has_partition=has_partition,
+        evaluation=evaluation,
+    )
     finish_coordinator_restore(core, restore_ready_groups(core.coordinator, tables), now)
     return core
 
@@ -94,6 +104,7 @@ def begin_coordinator_core(
     row_window: RowReaders | None = None,
     *,
     has_partition: bool = True,
+    evaluation: EvaluationSpec | None = None,
 ) -> CoordinatorCore:
     """As `build_coordinator_core`, but without the groups that wait for a batch: the partition
     can lease, but the coordinator must not act before `restore_ready_groups` and
@@ -115,6 +126,7 @@ def begin_coordinator_core(
         terms.issue,
         journal,
         router.to_partition,
+        evaluation,
     )
     host = None
     if has_partition:

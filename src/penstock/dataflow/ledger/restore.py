@@ -19,6 +19,7 @@ from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.core.completion import ColumnCompleted, Stage
 from penstock.dataflow.core.consumers import Consumer, yield_key
 from penstock.dataflow.core.coordinator import Coordinator
+from penstock.dataflow.core.evaluations import Evaluations
 from penstock.dataflow.core.failure_limit import FAILURES_KEY
 from penstock.dataflow.core.links import Link
 from penstock.dataflow.core.partition import Partition
@@ -34,6 +35,8 @@ from penstock.dataflow.records import (
     CommitRecord,
     CompletionRecord,
     DeadSlotRecord,
+    EvaluatedRecord,
+    EvaluationRecord,
     FateRecord,
     FateState,
     GrantRecord,
@@ -166,7 +169,33 @@ def restore_coordinator(coordinator: Coordinator, tables: Tables, now: float) ->
         coordinator.spot_checks.restore(kept)
     for kept in tables.read(MetaRecord, "key = :key", key=FAILURES_KEY):
         coordinator.failure_limit.restore(kept.value, now)
+    if coordinator.evaluations is not None:
+        _restore_evaluations(coordinator.evaluations, tables)
     coordinator.waste.tokens = {record.reason: record.tokens for record in tables.read(WasteRecord)}
+
+
+def _restore_evaluations(evaluations: Evaluations, tables: Tables) -> None:
+    def issued(one: EvaluationRecord) -> list[GroupRecord]:
+        named = f"p%-e{one.incarnation}-{one.number}-%"
+        return tables.read(GroupRecord, "group_id LIKE :named", named=named)
+
+    evaluations.restore(
+        tables.read(EvaluationRecord), issued, lambda one: read_evaluated(tables, one)
+    )
+
+
+def read_evaluated(tables: Tables, one: EvaluationRecord) -> list[EvaluatedRecord]:
+    """The ended questions of an evaluation, in the order of its suites."""
+    where = "policy = :policy AND incarnation = :incarnation AND number = :number"
+    found = tables.read(
+        EvaluatedRecord,
+        where,
+        policy=one.policy,
+        incarnation=one.incarnation,
+        number=one.number,
+    )
+    suites = [*one.suites]
+    return sorted(found, key=lambda record: (suites.index(record.suite), record.ordinal))
 
 
 def _read_open_groups(

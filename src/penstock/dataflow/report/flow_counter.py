@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
+from penstock.dataflow.core.ids import is_evaluation
 from penstock.dataflow.core.manifests import ManifestCache
+from penstock.dataflow.core.names import EVAL
 from penstock.dataflow.records import (
     BatchRecord,
     FateRecord,
@@ -146,6 +148,8 @@ class FlowCounter:
         return counters
 
     def _row(self, row: RowRecord) -> None:
+        if row.space == EVAL:
+            return  # not a part of training
         sampled = row.summary.sampled
         is_scored = row.summary.outcome in SCORED
         for policy, tokens in sampled.items():
@@ -163,7 +167,7 @@ class FlowCounter:
             members.append((row.node_id, sampled))
 
     def _group(self, record: GroupRecord) -> None:
-        if record.state is GroupState.OPEN:
+        if record.state is GroupState.OPEN and not is_evaluation(record.group_id):
             self._issued_since_start[record.group_id] = _due.decode(record.due).keys()
 
     def _judged(self, fate: FateRecord) -> None:

@@ -13,7 +13,7 @@ from penstock.dataflow.report.figures import REFUSAL_REASONS, Flow
 from penstock.dataflow.report.shape import ZERO, Amount
 
 REFUSED = frozenset(str(reason) for reason in REFUSAL_REASONS)
-ROWS = "SELECT group_id, outcome, sampled FROM rows"
+ROWS = "SELECT group_id, outcome, sampled FROM rows WHERE space = 'train'"
 FATES = "SELECT consumer, group_id, state, reason, tokens, uses FROM fates"
 
 

@@ -30,6 +30,12 @@ from penstock.dataflow.ledger.segments import segment_bytes
 from penstock.dataflow.ledger.store import Ledger, OnFailure, ignore_failure
 from penstock.dataflow.records import CommandJournal
 from penstock.dataflow.service.build_environments import environment_info
+from penstock.dataflow.service.build_evaluations import (
+    evaluation_calls,
+    evaluation_share,
+    evaluation_sources,
+    evaluation_spec,
+)
 from penstock.dataflow.service.build_sources import build_source, workflow_text
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.nodes.messages import (
@@ -73,7 +79,15 @@ def build_partly_restored(
     service = DataflowService(
         partial(Process, ledger, journal, clock, _bounds(config)),
         partial(_rows, config, ledger_folder),
-        partial(begin_coordinator_core, spec, sources, ledger.tables, journal, clock()),
+        partial(
+            begin_coordinator_core,
+            spec,
+            sources,
+            ledger.tables,
+            journal,
+            clock(),
+            evaluation=evaluation_spec(config),
+        ),
         run=config.name,
         stages=dict.fromkeys(map(PolicyName, config.trained), _required(config)),
         report=balance_settings(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
@@ -110,7 +124,9 @@ def build_partition(
         url=url,
         epoch=int(epoch.value),
     )
-    service.nodes.trajectories = int(ledger.tables.scalar("SELECT count(*) FROM rows") or 0)
+    service.nodes.trajectories = int(
+        ledger.tables.scalar("SELECT count(*) FROM rows WHERE space = 'train'") or 0
+    )
     service.nodes.intake.limits = _model_limits(config)
     service.nodes.intake.roles = frozenset(config.roles)
     service.nodes.intake.sampling = LeaseSampling.of(run_info(config))
@@ -197,6 +213,7 @@ def core_spec(config: RunConfig) -> CoreSpec:
             session_source="" if session is None else session.name,
             session_start_to_close_s=_session_s(config),
             policies=_called(config),
+            evaluation_share=evaluation_share(config),
         ),
         workflow=workflow_text(config.workflow),
         seed=config.seed,
@@ -208,6 +225,7 @@ def core_spec(config: RunConfig) -> CoreSpec:
 def _called(config: RunConfig) -> dict[str, frozenset[PolicyName]]:
     """Policies by source, of the sources that do not call all of the run."""
     found = {s.name: frozenset(map(PolicyName, config.policies_of(s))) for s in config.sources}
+    found |= evaluation_calls(config)
     return {name: called for name, called in found.items() if len(called) < len(config.models)}
 
 
@@ -346,6 +364,7 @@ def _own_settings(config: RunConfig) -> Iterator[SourceInfo]:
                 env=environment_info(source.env),
                 policies=tuple(map(PolicyName, config.policies_of(source))),
             )
+    yield from evaluation_sources(config)
 
 
 def _shared_bases(config: RunConfig) -> Iterator[SharedBaseModel]:

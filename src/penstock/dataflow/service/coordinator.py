@@ -18,9 +18,15 @@ from penstock.dataflow.core.partition_runtime import RowReaders
 from penstock.dataflow.explain.starvation import is_starving, starvation, unserved
 from penstock.dataflow.ledger.assemble import CoordinatorCore, finish_coordinator_restore
 from penstock.dataflow.ledger.compaction import Compactor
-from penstock.dataflow.ledger.restore import restore_ready_groups
+from penstock.dataflow.ledger.restore import read_evaluated, restore_ready_groups
 from penstock.dataflow.ledger.store import Ledger
-from penstock.dataflow.records import Deletion, Record
+from penstock.dataflow.records import (
+    Deletion,
+    EvaluatedRecord,
+    EvaluationRecord,
+    EvaluationState,
+    Record,
+)
 from penstock.dataflow.report.figures import BalanceSettings
 from penstock.dataflow.report.flow_counter import SCORED
 from penstock.dataflow.service.nodes.handlers import NodeHandlers
@@ -32,10 +38,14 @@ from penstock.dataflow.service.row_payloads import RowPayloads
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.dataflow.service.trainers.handlers import TrainerHandlers
 from penstock.errors import StoreError
-from penstock.types import GroupId, OutcomeKind, PolicyName
+from penstock.types import GroupId, OutcomeKind, PolicyName, PublishedVersion
 
 log = structlog.get_logger(__name__)
 
+EvaluationWriter = Callable[
+    [EvaluationRecord, Sequence[EvaluatedRecord], EvaluationRecord | None], None
+]
+"""Stores a done evaluation, given its answers and the best one so far."""
 TICK_S = 0.5
 SWEEP_S = 3600.0
 STALL_S = 1.0
@@ -90,6 +100,12 @@ class DataflowService:
         """Error raised by a user's source at its last request for a task."""
         self._has_failed = False
         """Too many failures in a row were logged."""
+        self.evaluation_writer: EvaluationWriter | None = None
+        """Stores the results of evaluations; None: they stay in the ledger."""
+        self._written: set[tuple[int, int]] = set()
+        """Evaluations whose results it has stored, by incarnation and number."""
+        if coordinator.evaluations is not None:
+            self.nodes.pinned_versions = self._pinned_versions
         self._unserved: set[str] = set()
         """What sources without a node waited for at the last tick."""
         self._may_issue = True
@@ -100,13 +116,54 @@ class DataflowService:
     def _may_nodes_leave(self) -> bool:
         return self.coordinator.may_nodes_leave(self.process.clock())
 
+    def _pinned_versions(self) -> tuple[PublishedVersion, ...]:
+        """Of the evaluation in progress, in whichever partition its questions are."""
+        evaluations = self.coordinator.evaluations
+        if evaluations is None or evaluations.current is None:
+            return ()
+        return self.host.gate.published(evaluations.current.pins)
+
+    @property
+    def is_finished(self) -> bool:
+        """The run is finished, and the results of its evaluations are stored."""
+        return self.coordinator.is_finished and not self._unwritten()
+
+    def _unwritten(self) -> list[EvaluationRecord]:
+        """Done evaluations whose results are not stored; of each number only the newest, since a
+        result is named by its number."""
+        evaluations = self.coordinator.evaluations
+        if evaluations is None or self.evaluation_writer is None:
+            return []
+        done = {
+            number: one
+            for (_, number), one in sorted(evaluations.records.items())
+            if one.state == EvaluationState.DONE
+        }
+        return [one for one in done.values() if (one.incarnation, one.number) not in self._written]
+
+    async def _write_evaluations(self) -> None:
+        """Store what evaluations found. A full disk must not end the service: tried again."""
+        evaluations, writer = self.coordinator.evaluations, self.evaluation_writer
+        for one in self._unwritten():
+            assert evaluations is not None and writer is not None
+            answers = read_evaluated(self.process.ledger.tables, one)
+            try:
+                await asyncio.to_thread(writer, one, answers, evaluations.best)
+            except OSError as error:
+                log.warning("evaluation not stored", number=one.number, error=str(error))
+                return
+            log.info("evaluated", policy=one.policy, number=one.number, **one.scores)
+            self._written.add((one.incarnation, one.number))
+
     def restore(self) -> list[GroupId]:
         """Load groups that wait for a batch, and the report's counts, from the ledger. Blocks;
         for any thread, before `complete`, which takes the result."""
         tables = self.process.ledger.tables
         freed = restore_ready_groups(self.coordinator, tables)
         self.balance.flow_counter.restore(tables)
-        self.nodes.trajectories = int(tables.scalar("SELECT count(*) FROM rows") or 0)
+        self.nodes.trajectories = int(
+            tables.scalar("SELECT count(*) FROM rows WHERE space = 'train'") or 0
+        )
         totals = [counters.flow for counters in self.balance.flow_counter.policies.values()]
         self.nodes.sampled_tokens = sum(flow.produced.tokens for flow in totals)
         self.nodes.failed_tokens = sum(
@@ -132,10 +189,10 @@ class DataflowService:
         if not self.router.run(now) and not self._may_issue:
             return  # no group ended and no policy advanced, so the room is unchanged
         self._may_issue = False
-        if self.coordinator.is_finished:
+        if self.coordinator.is_trained:
             self.coordinator.drop_open_groups()
             self.router.run(now)
-        else:
+        if not self.coordinator.is_finished:
             self.process.defer(partial(self._issue, now))
 
     def _on_wake(self) -> None:
@@ -185,6 +242,7 @@ class DataflowService:
         self.partitions.tick()
         self.balance.look(observe_service(self.coordinator, self.host), self.process.clock())
         await self.process.make_durable()
+        await self._write_evaluations()
         self.nodes.tick()
         await self.rows.tick()
 

@@ -22,7 +22,7 @@ from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.sealed_batches import partition_folder
 from penstock.dataflow.report.shape import BalanceReport
 from penstock.dataflow.service.build import build_partition, build_partly_restored, run_info
-from penstock.dataflow.service.coordinator import DataflowService
+from penstock.dataflow.service.coordinator import DataflowService, EvaluationWriter
 from penstock.dataflow.service.nodes.eviction import evict_denied
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.dataflow.service.nodes.routes import node_routes
@@ -264,14 +264,17 @@ async def serve_dataflow(
     verifier: Verifier,
     partition_urls: Mapping[int, str],
     tls: Tls | None = None,
+    evaluation_writer: EvaluationWriter | None = None,
 ) -> None:
     """Serve one run until stopped; raises StoreError when storage failed.
 
-    partition_urls: the addresses of its own partitions, by number."""
+    partition_urls: the addresses of its own partitions, by number · evaluation_writer: stores the
+    results of evaluations."""
     require_tls_off_loopback(host, tls)  # before the ledger is opened and the log says it serves
     failures = _StorageFailures()
     service = build_partly_restored(config, run_dir / "ledger", on_failure=failures)
     service.partitions.own_urls = partition_urls
+    service.evaluation_writer = evaluation_writer
     routes = surface(service, config, weights_url)
     app = build_server(
         routes,

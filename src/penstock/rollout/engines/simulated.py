@@ -3,14 +3,16 @@
 For load and scheduling tests.
 
 All random draws are hashes of (engine seed, request seed), so a run is repeatable except for its
-timing. Tokens are uniform over the vocabulary. A token belongs to the version that was live when it
-would have been sampled.
+timing. Tokens are uniform over the vocabulary; at temperature 0 they follow from the prompt. A
+token belongs to the version that was live when it would have been sampled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import zlib
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,11 +67,14 @@ class SimulatedEngine:
         assert self._snapshot is not None
         max_tokens, on_chunk = request.sampling.max_tokens, request.on_chunk
         seed = derive(self._seed, request.sampling.seed)
-        num_tokens = self._num_tokens(seed, max_tokens)
+        answer = seed
+        if not request.sampling.temperature:  # greedy: a function of the prompt
+            answer = derive(0, zlib.crc32(array("i", request.prompt_ids).tobytes()))
+        num_tokens = self._num_tokens(answer, max_tokens)
         delay_s = self._lognormal(self._load.first_token_s, derive(seed, 0))
         first_at = asyncio.get_running_loop().time() + delay_s
         vocab_size = self._snapshot.vocab_size
-        ids = [int(_unit(derive(seed, 3 + at)) * vocab_size) for at in range(num_tokens)]
+        ids = [int(_unit(derive(answer, 3 + at)) * vocab_size) for at in range(num_tokens)]
         if on_chunk is None:
             await self._sleep_until(first_at + self._load.token_s * (num_tokens - 1))
             spans = self._spans(first_at, num_tokens)

@@ -14,7 +14,7 @@ import structlog
 
 from penstock.dataflow.core.groups import Node
 from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, RegisterRequest
-from penstock.dataflow.core.names import REWARD, TURNS
+from penstock.dataflow.core.names import EVAL, REWARD, TURNS
 from penstock.dataflow.core.partition_runtime import PartitionRuntime
 from penstock.dataflow.service.nodes.intake import DeliveryIntake, IntakeResult
 from penstock.dataflow.service.nodes.messages import (
@@ -42,6 +42,8 @@ MAX_ROW_BYTES = 256 << 20
 """Limit for one trajectory; 100,000 tokens are about 1 MB."""
 RATE_WINDOW_S = 10.0
 RECHECKS_PER_TURN = 64
+_Versions = tuple[tuple[PublishedVersion, ...], tuple[PublishedVersion, ...]]
+"""Those that a node should load: the newest ones, and the pinned ones."""
 CatchUpWithCoordinator = Callable[[], Awaitable[bool]]
 """Receive everything the coordinator has sent so far; False when it is unreachable."""
 
@@ -75,25 +77,38 @@ class NodeHandlers:
             is_scored=host.completion.is_scored,
         )
         self.turns = TurnHandlers(host.partition)
-        self._sent_versions: dict[NodeId, tuple[PublishedVersion, ...]] = {}
+        self.pinned_versions: Callable[[], tuple[PublishedVersion, ...]] = lambda: (
+            host.partition.pinned_versions
+        )
+        """Versions of the evaluation in progress; only the coordinator knows of all."""
+        self._sent_versions: dict[NodeId, _Versions] = {}
         self._polls = PollQueue()
         self._session_polls = PollQueue()
         """Polls of nodes that serve external agents; they lease other slots."""
         self._num_offered = 0
         """Slots on offer when polls were last woken."""
-        self._last_orders: tuple[tuple[PublishedVersion, ...], bool] = ((), False)
-        """Target versions, and whether the run is finished, when polls were last woken."""
+        self._last_orders: tuple[_Versions, bool] = (((), ()), False)
+        """Versions to load, and whether the run is finished, when polls were last woken."""
 
     # --- membership ---------------------------------------------------------------------------
 
     def node(self, node_id: NodeId) -> Node | None:
         return self.partition.nodes.get(node_id)
 
+    def _versions_for(self, node_id: NodeId) -> _Versions:
+        node = self.partition.nodes.get(node_id)
+        targets = self._host.partition.target_versions
+        if node is None:
+            return targets, ()
+        pinned = self.pinned_versions() if self.partition.may_evaluate(node) else ()
+        return () if node.is_evaluator else targets, pinned
+
     def orders(self, node_id: NodeId) -> NodeDirectives:
-        self._sent_versions[node_id] = self._host.partition.target_versions
+        wanted, pinned = self._sent_versions[node_id] = self._versions_for(node_id)
         finished = self._is_finished()
         return NodeDirectives(
-            wanted=self._sent_versions[node_id],
+            wanted=wanted,
+            pinned=pinned,
             drain=finished,
             finished=finished,
             stop=self.partition.node_registry.revoked(node_id),
@@ -108,7 +123,12 @@ class NodeHandlers:
 
     async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> NodeDirectives:
         is_new = self.partition.heartbeat(
-            node_id, body.boot_id, self.process.clock(), state=body.state, live=body.live
+            node_id,
+            body.boot_id,
+            self.process.clock(),
+            state=body.state,
+            live=body.live,
+            pinned=body.pinned,
         )
         if is_new:
             self._call(node_id)
@@ -153,7 +173,7 @@ class NodeHandlers:
                     return answer
                 if answer.orders.drain or answer.orders.stop:
                     return answer
-                if self._sent_versions.get(body.node_id) != self._host.partition.target_versions:
+                if self._sent_versions.get(body.node_id) != self._versions_for(body.node_id):
                     return replace(answer, orders=self.orders(body.node_id))
                 now = process.clock()
                 if now >= give_up_at:
@@ -170,7 +190,8 @@ class NodeHandlers:
 
     def on_wake(self) -> None:
         """Wake the polls that a command may affect."""
-        orders = (self._host.partition.target_versions, self._is_finished())
+        versions = (self._host.partition.target_versions, self.pinned_versions())
+        orders = (versions, self._is_finished())
         if orders != self._last_orders:
             self._last_orders = orders
             self._polls.wake_all()
@@ -193,7 +214,10 @@ class NodeHandlers:
         partition = self.partition
         num_sessions = partition.num_waiting_sessions
         for polls, num_waiting in (
-            (self._polls, partition.num_waiting - num_sessions),
+            (
+                self._polls,
+                partition.num_waiting + partition.num_waiting_evaluations - num_sessions,
+            ),
             (self._session_polls, num_sessions),
         ):
             if len(polls) and num_waiting and self.process.has_room:
@@ -214,6 +238,7 @@ class NodeHandlers:
             body.max_slots if process.has_room else 0,
             self._live_now(body),
             process.clock(),
+            self._pinned_now(body),
         )
         groups = dict.fromkeys(grant.group_id for grant in grants)
         tasks = tuple(self.partition.groups[group_id].task for group_id in groups)
@@ -227,8 +252,14 @@ class NodeHandlers:
             grants=tuple(self.turns.with_num_recorded(grants)),
             orders=self.orders(body.node_id)
             if wanted is None or finished
-            else NodeDirectives(wanted=wanted),
+            else NodeDirectives(wanted=wanted[0], pinned=wanted[1]),
         )
+
+    def _pinned_now(self, body: LeaseRequest) -> tuple[LiveVersion, ...]:
+        """Pinned versions by its latest report. An evaluation has one version, so a request that
+        names another one is out of date."""
+        node = self.partition.nodes.get(body.node_id)
+        return body.pinned if node is None or not node.pinned else node.pinned
 
     def _live_now(self, body: LeaseRequest) -> tuple[LiveVersion, ...]:
         """Versions the node serves by its latest report: a heartbeat may overtake a held
@@ -327,6 +358,8 @@ class NodeHandlers:
         if row.blob:
             self._rows.upload_quotas.release(subject_of_node(row.node_id), row.blob)
         self.turns.on_delivery(row, outcome)
+        if row.space == EVAL:
+            return  # not a part of training
         tokens = sum(row.summary.sampled.values())
         if outcome.has_reward:
             columns = (TURNS,) if row.summary.reward is None else (TURNS, REWARD)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
+from penstock.dataflow.core.ids import is_evaluation
 from penstock.dataflow.core.leasing import DeliveryStatus
+from penstock.dataflow.core.names import EVAL, NUM_TOKENS, NUM_TURNS, TRAIN
 from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.store import Ledger
@@ -94,16 +96,19 @@ class DeliveryIntake:
         is_untrusted = self._partition.nodes[node_id].is_untrusted
         if is_untrusted and (wrong := self._sampling_problem(trajectory)):
             return wrong
+        is_question = is_evaluation(trajectory.group_id)
         digest = blake3(delivery.payload).hexdigest()
         summary = validate.summarise(
             trajectory,
             digest,
             self._is_published,
-            is_scored=self._is_scored and not is_untrusted,
+            is_scored=(self._is_scored or is_question) and not is_untrusted,
             limits=self.limits,
             roles=self.roles,
         )
-        return summary if isinstance(summary, str) else (trajectory, summary)
+        if isinstance(summary, str):
+            return summary
+        return trajectory, _with_counts(summary, trajectory) if is_question else summary
 
     def _sampling_problem(self, trajectory: Trajectory) -> str:
         task, slot = self._partition.groups[trajectory.group_id].task, trajectory.slot
@@ -128,6 +133,7 @@ class DeliveryIntake:
             length=location.length,
             delivered_at=now,
             arrival=self._next_arrival(),
+            space=EVAL if is_evaluation(trajectory.group_id) else TRAIN,
             blob=delivery.blob,
         )
         status = self._partition.deliver(row, _shown(trajectory.outcome), now)
@@ -165,6 +171,13 @@ def _shown(outcome: Outcome) -> Outcome:
     if not outcome.reason and not outcome.detail:
         return outcome
     return replace(outcome, reason=for_people(outcome.reason), detail=for_people(outcome.detail))
+
+
+def _with_counts(summary: RowSummary, trajectory: Trajectory) -> RowSummary:
+    """The summary of an answer in an evaluation: greedy tokens are not trainable, and count."""
+    num_tokens = sum(len(turn.sampled_ids) // 4 for turn in trajectory.turns)
+    values = {NUM_TURNS: float(len(trajectory.turns)), NUM_TOKENS: float(num_tokens)}
+    return replace(summary, values={**summary.values, **values})
 
 
 def _refused(delivery: Delivery, status: DeliveryStatus, detail: str = "") -> IntakeResult:

@@ -118,6 +118,8 @@ class SourceInfo:
     """What its workflow plays against; None if nothing."""
     policies: tuple[PolicyName, ...] = ()
     """Those that its workflow may call; empty: all of the run."""
+    is_evaluation: bool = False
+    """Its tasks are questions of an evaluation: the pinned versions answer them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,9 @@ class NodeDirectives:
     """The run is complete."""
     stop: tuple[RowId, ...] = ()
     """Leases of this node that have ended: stop that work, its results would be refused."""
+    pinned: tuple[PublishedVersion, ...] = ()
+    """Versions of the evaluation in progress, to be loaded beside the others; from the coordinator,
+    empty means that none is in progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +214,8 @@ class Heartbeat:
     num_held: Count = 0
     secret: Id = ""
     """The boot secret from the registration."""
+    pinned: LiveVersions = ()
+    """Versions that are loaded for an evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +241,8 @@ class LeaseRequest:
     live: LiveVersions
     secret: Id = ""
     """The boot secret from the registration."""
+    pinned: LiveVersions = ()
+    """Versions that are loaded for an evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

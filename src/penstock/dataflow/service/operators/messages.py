@@ -130,6 +130,24 @@ class WaitStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationStatus:
+    """Evaluations of one policy."""
+
+    policy: PolicyName
+    last: int | None
+    """The version that was evaluated last; None before the first."""
+    scores: dict[str, float]
+    """Its mean score by suite; failed attempts count as 0."""
+    best: int | None
+    """The best version so far, by the score of `eval.best`."""
+    running: int | None
+    """The version that is evaluated now."""
+    num_answered: int
+    """Questions that it has answered."""
+    num_questions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """`GET /v1/status`."""
 
@@ -154,5 +172,7 @@ class Status:
     """Policies that get no batch, or wait long for one, with the reason."""
     checks: dict[str, CheckCounts] = field(default_factory=dict[str, CheckCounts])
     """Rows of untrusted credentials that were generated again, by subject, and what it cost."""
+    evaluation: EvaluationStatus | None = None
+    """None without `eval`."""
     failed: str = ""
     """Why the run has to end: all its groups fail. No new work starts; empty otherwise."""

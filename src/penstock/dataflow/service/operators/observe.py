@@ -49,9 +49,11 @@ def make_monitor(
 
 
 def observe_service(coordinator: Coordinator, host: PartitionRuntime) -> Observation:
+    """Nodes that only evaluate are left out: training needs no more or fewer of them."""
     wanted = {version.policy: version for version in host.partition.target_versions}
+    nodes = [node for node in host.partition.nodes.values() if not node.is_evaluator]
     return Observation(
-        nodes=tuple(observe_nodes(host.partition.nodes.values(), wanted)),
+        nodes=tuple(observe_nodes(nodes, wanted)),
         policies={
             policy: PolicyObservation(
                 issued=consumer.num_undecided,

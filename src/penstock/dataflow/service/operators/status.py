@@ -10,10 +10,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from penstock.dataflow.core.consumers import Consumer
+from penstock.dataflow.core.evaluations import Evaluations
 from penstock.dataflow.core.groups import Node
 from penstock.dataflow.explain.starvation import is_starving, starvation, unserved
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.operators.messages import (
+    EvaluationStatus,
     NodeStatus,
     PartStatus,
     PolicyStatus,
@@ -36,7 +38,7 @@ def status(service: DataflowService, run: str) -> Status:
     return Status(
         run=run,
         uptime_s=now - service.process.started_at,
-        finished=service.coordinator.is_finished,
+        finished=service.is_finished,
         policies=tuple(map(_policy, consumers)),
         nodes=tuple(_nodes(service, now)),
         waiting=tuple(_waiting(service, now)),
@@ -54,6 +56,22 @@ def status(service: DataflowService, run: str) -> Status:
         ),
         checks=dict(service.coordinator.spot_checks.counts),
         failed=service.coordinator.failure_limit.cause(now),
+        evaluation=_evaluation(service.coordinator.evaluations),
+    )
+
+
+def _evaluation(found: Evaluations | None) -> EvaluationStatus | None:
+    if found is None:
+        return None
+    last, best, running = found.last, found.best, found.current
+    return EvaluationStatus(
+        policy=found.spec.policy,
+        last=None if last is None else last.number,
+        scores={} if last is None else dict(last.scores),
+        best=None if best is None else best.number,
+        running=None if running is None else running.number,
+        num_answered=0 if running is None else len(found.ended),
+        num_questions=found.spec.num_questions,
     )
 
 
@@ -137,7 +155,7 @@ def _waiting(service: DataflowService, now: float) -> Iterator[WaitStatus]:
         if not consumer.has_trained_all and now - seen > TRAINER_SILENT_S:
             yield wait("dataflow", f"trainer {policy}", seen)
     yield from (wait("dataflow", text, now) for text in unserved(service.partition))
-    nodes = service.partition.nodes.values()
+    nodes = [node for node in service.partition.nodes.values() if not node.is_evaluator]
     if not any(node.state == "live" and not node.is_expired for node in nodes):
         yield wait("dataflow", "a live rollout node", _last_live_at(service))
 
@@ -151,6 +169,8 @@ def _blocker(service: DataflowService, who: str) -> str:
         return (
             "nothing: its credential is in quarantine; check its engine, then join with a new token"
         )
+    if node is not None and node.is_evaluator:
+        return "a version to evaluate"
     if node is not None and partition.has_waiting_for(node):
         return "a newer version to load"
     return _issue_blocker(service, node)

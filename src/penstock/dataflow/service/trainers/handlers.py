@@ -352,6 +352,10 @@ class TrainerHandlers:
     def versions_in_use(self, live: Collection[LiveVersion]) -> VersionsInUse:
         """live: versions that nodes serve."""
         retained = retained_checkpoints(self._process.ledger.tables)
+        evaluations = self._coordinator.evaluations
+        evaluated = (
+            set[tuple[PolicyName, int, int]]() if evaluations is None else evaluations.in_use()
+        )
         bounds = {p: found.terms.max_staleness for p, found in self._coordinator.consumers.items()}
         found = (
             versions_in_use(
@@ -359,6 +363,7 @@ class TrainerHandlers:
                 live=live,
                 retained=retained.get(policy, NO_CHECKPOINT),
                 max_staleness=bounds.get(policy, 0),
+                evaluated=evaluated,
             )
             for policy, lineage in self._coordinator.lineages.items()
         )

@@ -165,6 +165,8 @@ class VersionUser(StrEnum):
     CHECKPOINT = "checkpoint"
     ROWS = "rows"
     """Rows that may be trained, or trained again, were sampled from it."""
+    EVALUATION = "evaluation"
+    """It is or will be evaluated, or it is the best so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
+from penstock.dataflow.core.evaluations import in_use_by_evaluations
 from penstock.dataflow.core.leasing import LiveVersion
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.restore import restore_lineage
 from penstock.dataflow.ledger.tables import Tables
-from penstock.dataflow.records import CheckpointRecord
+from penstock.dataflow.records import CheckpointRecord, EvaluationRecord
 from penstock.dataflow.service.trainers.messages import VersionInUse, VersionUser
 from penstock.types import PolicyName
 
@@ -26,9 +27,10 @@ def versions_in_use(
     live: Collection[LiveVersion],
     retained: Sequence[tuple[int, int]],
     max_staleness: int,
+    evaluated: Collection[tuple[PolicyName, int, int]] = (),
 ) -> Iterator[VersionInUse]:
     """Oldest first. live: versions that nodes serve · retained: (number, seq) of the trainer's
-    checkpoints.
+    checkpoints · evaluated: versions that evaluations need, as (policy, incarnation, number).
 
     Rows after the oldest checkpoint may be trained again; each was sampled at most max_staleness
     versions before the version it trains."""
@@ -46,6 +48,8 @@ def versions_in_use(
             by = VersionUser.CHECKPOINT
         elif record.number >= oldest:
             by = VersionUser.ROWS
+        elif (record.policy, record.incarnation, record.number) in evaluated:
+            by = VersionUser.EVALUATION
         else:
             continue
         yield VersionInUse(
@@ -70,8 +74,14 @@ def versions_in_use_on_disk(
 ) -> Iterator[VersionInUse]:
     """Versions in use of a run without a running service: no node serves any."""
     retained = retained_checkpoints(recorded.coordinator)
+    evaluated = in_use_by_evaluations(recorded.coordinator.read(EvaluationRecord))
     for policy, bound in max_staleness.items():
         lineage = Lineage(policy)
         restore_lineage(lineage, recorded.coordinator)
-        checkpoints = retained.get(policy, NO_CHECKPOINT)
-        yield from versions_in_use(lineage, live=(), retained=checkpoints, max_staleness=bound)
+        yield from versions_in_use(
+            lineage,
+            live=(),
+            retained=retained.get(policy, NO_CHECKPOINT),
+            max_staleness=bound,
+            evaluated=evaluated,
+        )

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluations of a run, as its folder has them: who writes them, and what the newest and the best
+one found. Computes no figure besides the mean score."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.config import RunConfig
+from penstock.dataflow.service.build_evaluations import best_suite, open_suites
+from penstock.evals.recording import BEST_FILE, FOLDER, ResultFiles, mean_score
+from penstock.evals.results import Evaluation
+
+
+def result_files(config: RunConfig, run_dir: Path) -> ResultFiles | None:
+    """What stores the results of this run; None if it has no evaluations."""
+    if config.eval is None:
+        return None
+    scorers = {suite.name: suite.scorer for suite in open_suites(config)}
+    return ResultFiles(run_dir, config.name, scorers=scorers, best=best_suite(config))
+
+
+def read_best(run_dir: Path) -> dict[str, Any] | None:
+    """The best version so far, as `evaluations/best.json` names it; None without evaluations."""
+    path = run_dir / FOLDER / BEST_FILE
+    return msgspec.json.decode(path.read_bytes()) if path.exists() else None
+
+
+def read_evaluations(run_dir: Path) -> Iterator[str]:
+    """A line about the newest evaluation and one about the best; none without evaluations."""
+    found = [
+        msgspec.json.decode(path.read_bytes(), type=Evaluation)
+        for path in (run_dir / FOLDER).glob("*@*.json")
+    ]
+    if found:
+        last = max(found, key=lambda one: one.step)
+        scores = ", ".join(f"{one.suite} {mean_score(one):.3f}" for one in last.suites)
+        yield f"evaluated at step {last.step}: {scores}"
+    if (best := read_best(run_dir)) is not None:
+        yield f"best at step {best['step']}: {best['suite']} {best['score']:.3f}"
