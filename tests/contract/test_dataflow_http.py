@@ -200,15 +200,21 @@ async def test_a_heartbeat_overtakes_a_held_request(tmp_path: Path) -> None:
         await node.client.close()
 
 
+async def let_it_arrive() -> None:
+    """In pieces: a stall ends one of them early, not the whole wait."""
+    for _ in range(40):
+        await asyncio.sleep(0.01)
+
+
 async def test_a_request_nobody_waits_for_is_granted_nothing(tmp_path: Path) -> None:
     """Its connection broke unnoticed and the node asked anew: the old call must not take slots."""
     with dataflow(tmp_path, small_config()) as running:
         node = SmallNode(running)
         await node.join()
         old = asyncio.create_task(node.client.lease(node.request(4, wait_s=20)))
-        await asyncio.sleep(0.2)
+        await let_it_arrive()
         new = asyncio.create_task(node.client.lease(node.request(4, wait_s=20)))
-        await asyncio.sleep(0.2)
+        await let_it_arrive()
         await asyncio.to_thread(FakeTrainer, running)
         await node.beat()
         answers = [await asyncio.wait_for(call, 60) for call in (old, new)]

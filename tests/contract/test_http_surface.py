@@ -101,9 +101,9 @@ def test_every_route_requires_a_valid_token(service: Service) -> None:
     bad = {
         "none": "",
         "rubbish": "penstock1.abc.def",
-        "other key": service.stranger.mint(Role.ADMIN, [service.audience], ttl_s=60),
-        "other run": service.other_run.mint(Role.ADMIN, [service.audience], ttl_s=60),
-        "other audience": service.signer.mint(Role.ADMIN, [other], ttl_s=60),
+        "other key": service.stranger.mint(Role.ADMIN, [service.audience], ttl_s=3600),
+        "other run": service.other_run.mint(Role.ADMIN, [service.audience], ttl_s=3600),
+        "other audience": service.signer.mint(Role.ADMIN, [other], ttl_s=3600),
         "expired": service.token(ttl_s=-1),
     }
     checked = 0

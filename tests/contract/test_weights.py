@@ -101,20 +101,22 @@ async def test_pruning_keeps_kept_versions_and_shared_blobs(
 async def test_pruning_deletes_nothing_under_a_running_pull(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first, second = put(tmp_path, 0, 0), put(tmp_path, 1, 1)
-    is_slow = False
+    is_slow, is_asked, may_answer = False, asyncio.Event(), asyncio.Event()
 
     async def slow(request: Request, data: bytes) -> bytes:
         if is_slow and "/blobs/" in request.url.path:
-            await asyncio.sleep(0.2)
+            is_asked.set()
+            await may_answer.wait()
         return data
 
     async with tampering_server(tmp_path / "store", slow) as caller:
         folder = await Puller(cache).pull([caller], first)
         is_slow = True
         running = asyncio.create_task(Puller(cache).pull([caller], second))
-        await asyncio.sleep(0.1)
+        await asyncio.wait_for(is_asked.wait(), 60)
         Puller(cache).prune(set())
         assert folder.exists()
+        may_answer.set()
         assert contents(await running) == contents(tmp_path / "hf-1")
     Puller(cache).prune({second.manifest_digest})
     assert not folder.exists()

@@ -167,7 +167,7 @@ async def test_an_adapter_transfers_at_most_its_size(tmp_path: Path, site: Site)
     versions[2] = site.put(folders[2], 2, base=base, after=versions[0])
     size = sum(path.stat().st_size for path in folders[0].glob("adapter_*"))
     signer = Signer.create(tmp_path / "keys", "run")
-    token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=60)
+    token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=3600)
     app = build(Origin(DirectoryStore(site.root)), signer.verifier(Audience.WEIGHTS))
     moved: list[int] = []
     puller = Puller(tmp_path / "cache")

@@ -144,7 +144,7 @@ async def test_a_server_over_a_bucket_serves_nodes(
     for version in made.versions:
         ObjectMirror(url).upload(store, version.manifest_digest)
     signer = Signer.create(tmp_path / "keys", "run")
-    token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=60)
+    token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=3600)
     app = build(ObjectSource(url), signer.verifier(Audience.WEIGHTS))
     cache = tmp_path / "cache"
     async with listening(app) as address, connect(address, token) as caller:

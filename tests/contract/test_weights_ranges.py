@@ -9,6 +9,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -115,7 +116,7 @@ async def test_another_process_resumes_where_one_was_killed(tmp_path: Path) -> N
     async def stall(request: Request, data: bytes) -> bytes:
         data = await asked.note(request, data)
         if is_stalling and request.headers.get("range", "").startswith(f"bytes={3 * PIECE}-"):
-            await asyncio.sleep(30)
+            await asyncio.sleep(300)
         return data
 
     num_pieces = -(-file.bytes // PIECE)
@@ -308,16 +309,19 @@ async def test_measured_speeds_choose_deltas_or_full_files(
 
 
 async def test_a_cancelled_writer_finishes_before_releasing_its_lock() -> None:
-    is_done = False
+    is_done, has_begun, may_end = False, threading.Event(), threading.Event()
 
     def write() -> None:
         nonlocal is_done
-        time.sleep(0.2)
+        has_begun.set()
+        may_end.wait(60)
         is_done = True
 
     task = asyncio.create_task(run_uncancelled(write))
-    await asyncio.sleep(0.05)
+    await asyncio.to_thread(has_begun.wait, 60)
     task.cancel()
+    await asyncio.sleep(0.05)
+    may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert is_done

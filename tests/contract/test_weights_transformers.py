@@ -51,7 +51,7 @@ async def test_a_saved_model_is_pulled_bit_equal(tmp_path: Path) -> None:
         policy=policy, incarnation=1, number=0, manifest_digest=stored.manifest_digest
     )
     signer = Signer.create(tmp_path / "keys", "run")
-    token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=60)
+    token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=3600)
     app = build(Origin(DirectoryStore(tmp_path / "store")), signer.verifier(Audience.WEIGHTS))
     async with listening(app) as url, connect(url, token) as caller:
         folder = await Puller(tmp_path / "cache").pull([caller], wanted)

@@ -80,7 +80,7 @@ def test_each_mistake_at_the_start_has_a_message(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    token = folder.token(RUN, Role.RELAY, ttl_s=60)
+    token = folder.token(RUN, Role.RELAY, ttl_s=3600)
     key = f"--public-key={folder.public_key()}"
     rest = ("--cache", tmp_path / "cache", "--port", 18999)
 
@@ -94,7 +94,7 @@ def test_each_mistake_at_the_start_has_a_message(
     assert "penstock token RUN --role relay --out" in error_of(capsys, "relay", AWAY, key, *rest)
     assert "not a URL" in start("127.0.0.1:1", key, *rest)
     assert "is not a run's public key" in start(AWAY, "--public-key=nonsense", *rest)
-    other = Signer.create(tmp_path / "other", RUN).mint(Role.RELAY, [Audience.RELAY], ttl_s=60)
+    other = Signer.create(tmp_path / "other", RUN).mint(Role.RELAY, [Audience.RELAY], ttl_s=3600)
     assert "does not match this run's key" in start(AWAY, key, *rest, shown=other)
     expired = folder.token(RUN, Role.RELAY, ttl_s=-1)
     assert "has expired" in start(AWAY, key, *rest, shown=expired)
@@ -119,7 +119,7 @@ def test_a_node_needs_its_own_token_for_a_relay(
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder.path))
 
     def start(*words: object) -> str:
-        (folder.path / "token").write_text(folder.token(RUN, Role.ROLLOUT, ttl_s=60))
+        (folder.path / "token").write_text(folder.token(RUN, Role.ROLLOUT, ttl_s=3600))
         monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(folder.path / "token"))
         return error_of(capsys, "join", AWAY, *words)
 

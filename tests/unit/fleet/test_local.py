@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def launch(tmp_path: Path, exits: list[ServiceExit]) -> Iterator[Launch]:
         launcher.kill()
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 300.0) -> None:
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at, "did not happen in time"
@@ -129,7 +130,7 @@ def test_back_off_doubles_and_ends_with_the_last_log_lines(
         poll_for_ever()
     assert "no such model" in str(e.value)
     assert [death.delay_s for death in exits] == [0.2, *[0.3] * 6]
-    assert "node-0 exited with code 1 after 0." in str(exits[0])
+    assert re.search(r"node-0 exited with code 1 after [\d.]+ ", str(exits[0]))
     assert ": no such model; restarting in 0.2 s (log: " in str(exits[0])
 
 
@@ -143,7 +144,7 @@ def test_failures_with_progress_between_them_never_end_the_run(
         launcher.poll()
         return len(exits) >= local.MAX_FAILURES + 4
 
-    wait_until(has_restarted_repeatedly, timeout_s=30.0)
+    wait_until(has_restarted_repeatedly, timeout_s=300.0)
 
 
 def test_a_trainer_that_exits_with_0_is_done_and_one_that_fails_is_not(launch: Launch) -> None:
@@ -201,7 +202,7 @@ def test_a_run_that_only_goes_back_and_forth_makes_no_progress(
         return len(exits) > local.MAX_FAILURES
 
     with pytest.raises(LaunchError, match="8 failures without progress"):
-        wait_until(has_exited_repeatedly, timeout_s=30.0)
+        wait_until(has_exited_repeatedly, timeout_s=300.0)
 
 
 def test_nodes_that_exit_are_restarted_before_the_end_and_not_after_it(

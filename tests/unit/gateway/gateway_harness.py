@@ -180,8 +180,15 @@ async def running_gateway(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
+    for _ in range(12_000):
         if condition():
             return
         await asyncio.sleep(0.005)
-    raise AssertionError("waited ten seconds in vain")
+    raise AssertionError("waited a minute in vain")
+
+
+async def let_the_server_notice() -> None:
+    """Turns of the loop, not only time: after a stall, a sleep ends before the loop has looked at
+    its sockets."""
+    for _ in range(20):
+        await asyncio.sleep(0.005)

@@ -21,6 +21,7 @@ from tests.unit.gateway.gateway_harness import (
     ON_FIRE,
     POLICY,
     GatewayHarness,
+    let_the_server_notice,
     running_gateway,
     until,
 )
@@ -319,7 +320,7 @@ async def test_an_answer_without_a_reader_never_reached_its_agent(
         call.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await call
-    await asyncio.sleep(0.05)
+    await let_the_server_notice()
     harness.engine.gate.set()
     await until(lambda: len(harness.session.turns()) > 0)
     await until(lambda: not harness.session.turns()[0].reached_agent)
@@ -357,7 +358,7 @@ async def test_an_agent_that_leaves_in_mid_stream_was_not_reached(
         async for line in answer.aiter_lines():
             if '"a' in line:
                 break
-    await asyncio.sleep(0.05)
+    await let_the_server_notice()
     harness.engine.gate.set()
     await until(lambda: len(harness.session.turns()) > 0)
     await until(lambda: not harness.session.turns()[0].reached_agent)
@@ -371,7 +372,7 @@ async def test_a_failed_choice_leaves_its_siblings_unreached(
 
     async def second_fails(request: GenerationRequest) -> Completion:
         if harness.engine.num_started == 1:
-            await asyncio.sleep(0.05)
+            await let_the_server_notice()
             raise EngineError("one of them failed")
         return await original(request)
 

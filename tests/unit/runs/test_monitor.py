@@ -75,7 +75,7 @@ def test_the_poller_recovers_when_the_dataflow_restarts(
     port = free_port()
 
     def make_reader() -> StatusClient:
-        token = signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=60.0)
+        token = signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=3600)
         return StatusClient(f"http://{LOOPBACK}:{port}", token, patience_s=0.1)
 
     with StatusPoller("reverse", make_reader) as watch:

@@ -284,7 +284,7 @@ async def test_a_node_with_the_version_before_fetches_the_adapter_alone(
     dataflow = MemoryDataflow(batches=BATCHES[:2])
     run(dataflow, tmp_path, config(model_folder))
     signer = Signer.create(tmp_path / "keys", "run")
-    token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=60)
+    token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=3600)
     origin = Origin(DirectoryStore(tmp_path / "weights"))
     app = Counted(build(origin, signer.verifier(Audience.WEIGHTS)))
     puller, moved, folder = Puller(tmp_path / "cache"), list[int](), tmp_path

@@ -48,7 +48,7 @@ async def listening(app: Starlette) -> AsyncGenerator[str]:
 async def running_weight_server(tmp_path: Path) -> AsyncGenerator[AsyncServiceClient]:
     """A client with a rollout token for a server over `tmp_path / "store"`."""
     signer = Signer.create(tmp_path / "keys", "run")
-    token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=60)
+    token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=3600)
     app = build(Origin(DirectoryStore(tmp_path / "store")), signer.verifier(Audience.WEIGHTS))
     async with listening(app) as url, connect(url, token) as caller:
         yield caller

@@ -63,7 +63,7 @@ def flaky_service(
         response=Echo,
     )
     with serving(build_app([route], signer.verifier(Audience.DATAFLOW), title="flaky")) as url:
-        yield handler, url, signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=60)
+        yield handler, url, signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=3600)
 
 
 def test_transient_errors_are_retried(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ async def send_request(
 
 
 def auth_headers(signer: Signer, role: Role = Role.ROLLOUT) -> list[tuple[bytes, bytes]]:
-    token = signer.mint(role, [Audience.DATAFLOW], ttl_s=60)
+    token = signer.mint(role, [Audience.DATAFLOW], ttl_s=3600)
     return [(b"authorization", f"Bearer {token}".encode()), (b"accept", MSGPACK.encode())]
 
 

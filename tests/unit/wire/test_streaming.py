@@ -27,7 +27,7 @@ def signer(tmp_path: Path) -> Signer:
 
 
 def token(signer: Signer) -> str:
-    return signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=60)
+    return signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=3600)
 
 
 @pytest.mark.parametrize("is_announced", [False, True])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clean-up that a cancellation does not cut short: what is half closed would stay open for ever."""
+"""Clean-up that a cancellation does not cut short: what is half closed would stay open."""
 
 from __future__ import annotations
 
