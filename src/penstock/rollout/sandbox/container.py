@@ -103,8 +103,9 @@ class ContainerSandbox(FolderSandbox):
         most = {"nofile": MAX_OPEN_FILES, "nproc": limits.num_processes + 2}
         words += [f"--ulimit={name}={number}:{number}" for name, number in most.items()]
         words += [f"--tmpfs=/tmp:size={limits.disk_mb}m", f"--volume={self.path}/work:{WORK_DIR}"]
-        for name in ("secrets", "sockets"):
-            words.append(f"--volume={self.path}/{name}:/run/{name}:ro")
+        words.append(f"--volume={self.path}/secrets:/run/secrets:ro")
+        for name, socket in self.spec.grants.sockets.items():  # a link would lead nowhere inside
+            words.append(f"--volume={socket}:/run/sockets/{name}:ro")
         for folder in self.spec.grants.folders:
             words.append(f"--volume={folder}:{folder}:ro")
             for hidden in hidden_within(self.spec.grants, folder.resolve()):
