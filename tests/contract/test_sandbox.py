@@ -86,7 +86,7 @@ async def test_the_environment_is_clean(sandbox: Sandbox, monkeypatch: pytest.Mo
     names = {line.split("=")[0] for line in done.stdout.decode().splitlines()}
     assert "COLOUR" in names
     allowed = {"PATH", "HOME", "LANG", "PENSTOCK_SECRETS", "PENSTOCK_SOCKETS", "COLOUR", "PWD"}
-    assert names <= allowed | {"HOSTNAME", "container"}  # what engines of containers add
+    assert names <= allowed | {"HOSTNAME", "TERM", "container"}  # what engines add
 
 
 async def test_files_go_in_and_come_out(sandbox: Sandbox) -> None:

@@ -25,6 +25,7 @@ from penstock.rollout.sandbox.types import WORK_DIR, Level, SandboxSpec
 from penstock.rollout.sandbox.walls import (
     HOST_PATH,
     INNER_ENV,
+    MAX_OPEN_FILES,
     START_S,
     command_line,
     end_child,
@@ -98,9 +99,13 @@ class ContainerSandbox(FolderSandbox):
         words = ["--network=none", "--read-only", "--cap-drop=ALL", f"--user={user}:{user}"]
         words += ["--security-opt=no-new-privileges", f"--memory={limits.memory_mb}m"]
         words += [f"--pids-limit={limits.num_processes + 2}", f"--workdir={WORK_DIR}"]
+        # The defaults of engines may be beyond what this process may ask for.
+        most = {"nofile": MAX_OPEN_FILES, "nproc": limits.num_processes + 2}
+        words += [f"--ulimit={name}={number}:{number}" for name, number in most.items()]
         words += [f"--tmpfs=/tmp:size={limits.disk_mb}m", f"--volume={self.path}/work:{WORK_DIR}"]
-        for name in ("secrets", "sockets"):
-            words.append(f"--volume={self.path}/{name}:/run/{name}:ro")
+        words.append(f"--volume={self.path}/secrets:/run/secrets:ro")
+        for name, socket in self.spec.grants.sockets.items():  # a link would lead nowhere inside
+            words.append(f"--volume={socket}:/run/sockets/{name}:ro")
         for folder in self.spec.grants.folders:
             words.append(f"--volume={folder}:{folder}:ro")
             for hidden in hidden_within(self.spec.grants, folder.resolve()):

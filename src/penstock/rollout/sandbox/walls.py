@@ -31,7 +31,7 @@ INNER_ENV = {
     "PENSTOCK_SOCKETS": "/run/sockets",
 }
 NO_NAMESPACES = "allow user namespaces on this host, or choose another back end"
-_MAX_OPEN_FILES = 1024
+MAX_OPEN_FILES = 1024
 _MAX_LINE_BYTES = 2 << 20
 """Of a command and its environment; the kernel takes no more."""
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -113,7 +113,7 @@ def limit_commands(limits: Limits, *, has_memory_group: bool) -> str:
     cpu_s, processes = max(1, round(limits.cpu_s)), limits.num_processes + 1
     commands = [
         "ulimit -c 0",
-        f"ulimit -n {_MAX_OPEN_FILES}",
+        f"ulimit -n {MAX_OPEN_FILES}",
         f"ulimit -f {limits.disk_mb * 2048}",
         f"ulimit -S -t {cpu_s}",
         f"ulimit -H -t {cpu_s + 1}",

@@ -22,6 +22,8 @@ WALLS = {
     "--security-opt=no-new-privileges",
     "--memory=100m",
     "--pids-limit=12",
+    "--ulimit=nofile=1024:1024",
+    "--ulimit=nproc=12:12",
 }
 
 
@@ -36,7 +38,8 @@ def engine(tmp_path: Path) -> Path:
 
 
 async def test_a_program_runs_behind_the_walls_that_the_engine_offers(engine: Path) -> None:
-    grants = Grants(folders=(engine.parent,))
+    socket = engine.parent / "socket"
+    grants = Grants(folders=(engine.parent,), sockets={"gateway": socket})
     spec = SandboxSpec(limits=Limits(memory_mb=100, num_processes=10), grants=grants)
     sandbox = ContainerBackend("the-image", str(engine)).create(spec)
     await sandbox.start()
@@ -47,6 +50,7 @@ async def test_a_program_runs_behind_the_walls_that_the_engine_offers(engine: Pa
     assert (done.stdout, done.exit.code) == (b"words", 3)
     assert set(called["options"]) >= WALLS
     assert f"--volume={engine.parent}:{engine.parent}:ro" in called["options"]
+    assert f"--volume={socket}:/run/sockets/gateway:ro" in called["options"]
     assert not sandbox.path.exists()
 
 
