@@ -109,14 +109,18 @@ def _steps(record: Trajectory, plain: Plain, texts: TrajectoryTexts) -> Iterator
     if texts.system:
         yield atif.Step(step_id=1, source="system", message=texts.system)
     for at, turn in enumerate(plain["turns"]):
-        parent: list[int] = contexts[turn["parent"]] if turn["parent"] >= 0 else []
-        prompt = [*parent, *turn["prompt_ids"]]
-        contexts.append([*prompt, *turn["sampled_ids"]])
+        parent: int = turn["parent"]
+        prompt = [*(contexts[parent] if parent >= 0 else ()), *_ids(turn["prompt_ids"])]
+        contexts.append([*prompt, *_ids(turn["sampled_ids"])])
         asked = texts.prompts[at].rest if texts.prompts else ""
-        if asked and not any(use.turn == turn["parent"] >= 0 for use in record.tool_uses):
+        if asked and not any(use.turn == parent >= 0 for use in record.tool_uses):
             yield atif.Step(step_id=1, source="user", message=asked)
         uses = [use for use in record.tool_uses if use.turn == at]
         yield _agent_step(turn, at, prompt, texts, uses)
+
+
+def _ids(values: Any) -> list[int]:
+    return values
 
 
 def _agent_step(

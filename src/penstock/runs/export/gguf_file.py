@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from penstock.runs.export.merged_model import model_files
 from penstock.runs.export.tensor_files import Array, Precision, StoredTensor, tensors_of
 
 try:
-    import gguf
+    gguf: Any = import_module("gguf")
 except ModuleNotFoundError:
     raise ConfigError(
         "GGUF needs the package gguf, which is not installed; pip install 'penstock-rl[export]'"

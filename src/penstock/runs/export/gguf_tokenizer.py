@@ -78,17 +78,17 @@ def _merges(model: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _family(tokenizer: dict[str, Any], model: dict[str, Any], folder: Path) -> str:
-    before = tokenizer.get("pre_tokenizer") or {}
+    before = _part(tokenizer, "pre_tokenizer")
     kind = model.get("type")
     if kind == "WordLevel" and _is_by_character(before, tokenizer, model):
         return "gpt-2"
-    normalizer = (tokenizer.get("normalizer") or {}).get("type")
+    normalizer = _part(tokenizer, "normalizer").get("type")
     is_plain = not any(model.get(key) for key in ("byte_fallback", "dropout")) and normalizer in (
         None,
         "NFC",
     )
     if kind == "BPE" and is_plain:
-        parts = before.get("pretokenizers", [before])
+        parts: list[dict[str, Any]] = before.get("pretokenizers", [before])
         if (family := _FAMILIES.get(tuple(map(_step, parts)))) is not None:
             return family
     raise WeightsError(
@@ -98,13 +98,18 @@ def _family(tokenizer: dict[str, Any], model: dict[str, Any], folder: Path) -> s
     )
 
 
+def _part(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """A part of the file; empty if it is missing or null."""
+    return values.get(name) or {}
+
+
 def _step(part: dict[str, Any]) -> str:
     if part.get("type") == "ByteLevel" and not part.get("add_prefix_space"):
         return "ByteLevel" if part.get("use_regex", True) else "bytes"
     if part.get("type") == "Digits" and part.get("individual_digits"):
         return "Digits"
     if part.get("type") == "Split" and part.get("behavior") == "Isolated":
-        return str((part.get("pattern") or {}).get("Regex", ""))
+        return str(_part(part, "pattern").get("Regex", ""))
     return json.dumps(part)
 
 

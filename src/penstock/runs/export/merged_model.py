@@ -8,6 +8,7 @@ add the adapter in float32 too, and rounding to fewer bits can swallow what was 
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ INDEX = "model.safetensors.index.json"
 
 def merge_adapter(folder: Path) -> None:
     """Replace the model and the adapter in this folder by the merged model."""
-    from safetensors.numpy import save_file
-
+    save: Any = import_module("safetensors.numpy").save_file
     settings: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text())
     if why := unsupported_setting(settings):
         raise WeightsError(f"{folder / ADAPTER_CONFIG} cannot be merged: {why}")
@@ -42,7 +42,7 @@ def merge_adapter(folder: Path) -> None:
                 a, b = (factors[f"{ADAPTER_PREFIX}{layer}{part}"].read() for part in (A, B))
                 merged[tensor.name] += scale * (b @ a)
         num_bytes += sum(weight.nbytes for weight in merged.values())
-        save_file(merged, path.with_suffix(".merged"), metadata={"format": "pt"})
+        save(merged, path.with_suffix(".merged"), metadata={"format": "pt"})
         path.with_suffix(".merged").replace(path)
     if layers:
         raise WeightsError(

@@ -9,6 +9,7 @@ run's keys. What it creates is private unless asked otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,14 @@ def push(
     if not is_repository(repository):
         raise ConfigError(f"{repository!r} names no repository; write OWNER/NAME")
     try:
-        import httpx2
-        from huggingface_hub import HfApi, errors
+        library: Any = import_module("huggingface_hub")
+        errors: Any = import_module("huggingface_hub.errors")
+        transport_error: Any = import_module("httpx2").HTTPError
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"a push needs {error.name}, which is not installed; pip install 'penstock-rl[train]'"
         ) from None
-    api: Any = HfApi()
+    api: Any = library.HfApi()
     kind = "dataset" if dataset else "model"
     try:
         made = api.create_repo(repository, repo_type=kind, private=not public, exist_ok=True)
@@ -71,7 +73,7 @@ def push(
             revision=branch,
             commit_message=message or f"Upload {source.name} with penstock",
         )
-    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, httpx2.HTTPError, OSError) as error:
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, transport_error, OSError) as error:
         raise ConfigError(_explain(repository, error)) from error
     return Pushed(url=str(made), commit=str(done.oid))
 

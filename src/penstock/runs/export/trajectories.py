@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -255,10 +256,8 @@ def _read_documents(path: Path) -> Iterator[Trajectory]:
 
 def _arrow() -> tuple[Any, Any]:
     try:
-        import pyarrow
-        import pyarrow.parquet as parquet
+        return import_module("pyarrow"), import_module("pyarrow.parquet")
     except ModuleNotFoundError:
         raise ConfigError(
             "Parquet needs pyarrow, which is not installed; pip install 'penstock-rl[data]'"
         ) from None
-    return pyarrow, parquet

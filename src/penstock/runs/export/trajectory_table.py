@@ -7,16 +7,14 @@ the engine reported them, and their text beside them. Only types that `datasets`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
 from penstock.runs.export.flat_trajectory import Plain, from_plain, to_plain
 from penstock.runs.export.prompt_parts import TrajectoryTexts
 from penstock.runs.recorded_trajectory import RecordedTrajectory
 from penstock.types import Trajectory
 from penstock.wire.codec import encode_json
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _RECORD = (
     "row_id",
@@ -38,10 +36,9 @@ _RECORD = (
 _TURN_TEXTS = ("prompt", "answer", "reasoning", "tool_calls")
 
 
-def table_schema() -> pa.Schema:
-    """The columns. Needs `penstock-rl[data]`."""
-    import pyarrow as pa
-
+def table_schema() -> Any:
+    """The columns, as a `pyarrow.Schema`. Needs `penstock-rl[data]`."""
+    pa: Any = import_module("pyarrow")
     text, number, whole = pa.string(), pa.float64(), pa.int64()
     span = [("start", whole), ("end", whole), ("incarnation", whole), ("number", whole)]
     call = pa.struct([("name", text), ("arguments", text)])

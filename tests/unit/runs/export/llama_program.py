@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from typing import Any
 
 F32 = 0
 
 
 def answer(path: str, asked: dict[str, Any]) -> dict[str, Any]:
-    import llama_cpp
     import numpy as np
 
+    llama_cpp: Any = import_module("llama_cpp")  # only the other environment has it
     model: Any = llama_cpp.Llama(
         path, n_ctx=256, logits_all=True, verbose=False, type_k=F32, type_v=F32, n_threads=1
     )

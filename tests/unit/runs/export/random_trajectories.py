@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from typing import cast
 
 from penstock.fleet.run_folder import RunFolder
 from penstock.runs.decoded import Decoder
@@ -121,7 +120,7 @@ def recorded(payload: Trajectory, folder: RunFolder) -> RecordedTrajectory:
         num_tokens=3,
         delivered_at=5.0,
         uses=(use,),
-        columns=cast(dict[str, float | bytes], {"quality": 0.5, "advantages": b"\x00"}),
+        columns={"quality": 0.5, "advantages": b"\x00"},
         state=PayloadState.STORED,
         detail="",
         payload=payload,

@@ -18,7 +18,7 @@ from penstock.trainer.model_folders import init_model
 from penstock.types import PolicyName
 from penstock.weights.lora import PLAIN_LORA_CONFIG, A, B
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
-from penstock.weights.publish import put_snapshot
+from penstock.weights.publish import StoredVersion, put_snapshot
 
 POLICY = PolicyName("policy")
 RANK, ALPHA = 4, 6
@@ -52,7 +52,7 @@ def store_run(
     policy = config.models[POLICY].model_copy(update={"init": str(model), **settings})
     found.write_config(config.model_copy(update={"models": {POLICY: policy}, "name": folder.name}))
     found.allocate_endpoints(folder.parent, ())
-    versions = []
+    versions: list[StoredVersion] = []
     for number in range(NUM_VERSIONS):
         change(model, number)
         versions.append(put_snapshot(found.weights, model, policy=POLICY, number=number))
