@@ -77,7 +77,7 @@ def ending_lines(ended: Trajectory, *, has_answer: bool) -> Iterator[str]:
     facts = [
         pluralise(len(ended.turns), "turn"),
         pluralise(len(ended.tool_uses), "tool call") if ended.tool_uses else "",
-        pluralise(tokens, "token"),
+        pluralise(tokens, "token") if tokens else "",
         format_duration(ended.ended_at - ended.started_at),
         "no reward" if ended.reward is None else f"reward {ended.reward:.4g}",
     ]

@@ -100,7 +100,7 @@ def _policy(run: RunTarget, policy: str | None) -> str:
     trained = list(run.config.trained)
     if policy is None and len(trained) == 1:
         return trained[0]
-    if policy not in run.config.models:
+    if policy is None or policy not in run.config.models:
         names = ", ".join(run.config.models)
         raise ConfigError(
             f"run {run.config.name} has the policies {names}; choose one with --policy"

@@ -94,7 +94,9 @@ class _Watched(LoggedSession):
             for new, old in zip(sent, self._seen, strict=False)
         )
         for message in sent[len(self._seen) :] if is_longer else sent:
-            self._show(EventKind.MESSAGE, str(message["role"]), str(message.get("content", "")))
+            self._show(
+                EventKind.MESSAGE, str(message["role"]), str(message.get("content", "")).rstrip()
+            )
 
     def _show(self, kind: EventKind, who: str, text: str) -> None:
         if text:

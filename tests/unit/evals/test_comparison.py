@@ -32,7 +32,7 @@ def test_several_samples_use_the_paired_t_test() -> None:
     rng = random.Random(3)
     before = {f"q{i}": [float(rng.random() < i / 40) for _ in range(4)] for i in range(40)}
     after = {q: [float(score or rng.random() < 0.1) for score in v] for q, v in before.items()}
-    found = compare_suites(result_of(dict(before)), result_of(dict(after)))
+    found = compare_suites(result_of(before), result_of(after))
     means = [[sum(v) / 4 for v in side.values()] for side in (after, before)]
     assert found.test == "paired t"
     assert found.p_value == pytest.approx(scipy_stats.ttest_rel(*means).pvalue, rel=1e-9)

@@ -30,8 +30,8 @@ def _single(num_questions: int) -> tuple[tuple[float, float], ...]:
 def _exact_coverage(num_questions: int, rate: float) -> float:
     chances = binom.pmf(np.arange(num_questions + 1), num_questions, rate)  # pyright: ignore
     intervals = _single(num_questions)
-    pairs = zip(chances, intervals, strict=True)  # pyright: ignore
-    return sum(float(chance) for chance, (low, high) in pairs if low <= rate <= high)  # pyright: ignore
+    pairs = zip(chances, intervals, strict=True)
+    return sum(float(chance) for chance, (low, high) in pairs if low <= rate <= high)
 
 
 def _draw(

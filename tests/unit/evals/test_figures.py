@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures against enumeration and scipy."""
 
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from penstock.evals.results import Answer, SuiteResult
 scipy_stats = cast("Any", stats)
 
 
-def result_of(scores: dict[str, list[float | None]], digest: str = "d") -> SuiteResult:
+def result_of(scores: Mapping[str, Sequence[float | None]], digest: str = "d") -> SuiteResult:
     return SuiteResult(
         suite="s",
         scorer="exact",

@@ -19,8 +19,11 @@ from tests.unit.runs.broken_cases import edited
 from penstock.runs.result_files import read_results, run_results
 from penstock.trainer.model_folders import init_model
 
-REWARD = "def reward(completions, **columns):\n    answers = columns['answer']\n"
-REWARD += "    return [float(c == a) for c, a in zip(completions, answers)]\n"
+REWARD = """
+def reward(completions, **columns):
+    return [float(c == a) for c, a in zip(completions, columns["answer"])]
+
+"""
 QUESTIONS = [{"question": f"q{i}", "prompt": f"say {i}", "answer": str(i)} for i in range(4)]
 
 
