@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round of shorter runs")
     parser.add_argument("--dir", type=Path, help="where to write; default: the system's folder")
     args = parser.parse_args()
-    num_rounds, steps, groups = (1, 10, 16) if args.quick else (3, 40, 64)
+    num_rounds, steps, groups = (1, 20, 32) if args.quick else (3, 60, 64)
     rounds: list[dict[str, float]] = []
     with scratch(args.dir) as folder:
         for index in range(num_rounds):

@@ -123,8 +123,10 @@ async def test_it_never_changes_under_a_running_attempt(snapshot: Path) -> None:
         with desk.pinned.in_use():
             desk.order(4, 2)
             await desk.until(4, 1)
+            desk.order(5, 2)
+            await desk.until(5, 1)  # a later round of the loader has ended
             assert await sampled_by(desk.pinned.gateway) == 1
-        await desk.until(4, 2)
+        await desk.until(5, 2)
 
 
 @pytest.mark.usefixtures("is_quick")
