@@ -15,6 +15,7 @@ from penstock.dataflow.core.names import NUM_TOKENS, NUM_TURNS
 from penstock.dataflow.records import EvaluatedRecord, EvaluationRecord
 from penstock.dataflow.sources import slot_seeds
 from penstock.durable import write_durably
+from penstock.evals.figures import figures
 from penstock.evals.results import Answer, Evaluation, SuiteResult
 from penstock.observe.metrics import MetricsFile
 
@@ -72,17 +73,12 @@ class ResultFiles:
         return None
 
     def _append_metrics(self, done: EvaluationRecord, found: Evaluation) -> None:
-        values = {f"eval/{one.suite}/avg": mean_score(one) for one in found.suites}
+        values = {f"eval/{one.suite}/avg": figures(one).avg for one in found.suites}
         metrics = MetricsFile(self._run_dir / "metrics.jsonl")
         try:
             metrics.append({"policy": str(done.policy), "number": done.number, **values})
         finally:
             metrics.close()
-
-
-def mean_score(result: SuiteResult) -> float:
-    """Mean over all attempts; one that failed counts as 0."""
-    return sum(answer.score or 0.0 for answer in result.answers) / max(1, len(result.answers))
 
 
 def evaluation(

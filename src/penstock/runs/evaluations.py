@@ -12,7 +12,8 @@ import msgspec
 
 from penstock.config import RunConfig
 from penstock.dataflow.service.build_evaluations import best_suite, open_suites
-from penstock.evals.recording import BEST_FILE, FOLDER, ResultFiles, mean_score
+from penstock.evals.figures import figures
+from penstock.evals.recording import BEST_FILE, FOLDER, ResultFiles
 from penstock.evals.results import Evaluation
 
 
@@ -38,7 +39,7 @@ def read_evaluations(run_dir: Path) -> Iterator[str]:
     ]
     if found:
         last = max(found, key=lambda one: one.step)
-        scores = ", ".join(f"{one.suite} {mean_score(one):.3f}" for one in last.suites)
+        scores = ", ".join(f"{one.suite} {figures(one).avg:.3f}" for one in last.suites)
         yield f"evaluated at step {last.step}: {scores}"
     if (best := read_best(run_dir)) is not None:
         yield f"best at step {best['step']}: {best['suite']} {best['score']:.3f}"

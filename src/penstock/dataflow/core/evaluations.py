@@ -33,7 +33,7 @@ from penstock.types import DropReason, GroupId, PolicyName, RowSummary, Task
 
 MAX_OPEN = 256
 """Questions that are open at a time; the others wait in the suite."""
-LAST_VERSION_S = 30.0
+LAST_VERSION_S = 600.0
 """How long a finished policy may take to publish its last version; then it is not evaluated."""
 SOURCE_PREFIX = "eval."
 

@@ -6,10 +6,9 @@ A file that cannot be read is left out: an export must not fail because of an ol
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
+from penstock.evals.figures import SuiteFigures, figures
 from penstock.evals.results import Evaluation, SuiteResult
 from penstock.fleet.run_folder import RunFolder
 
@@ -27,21 +26,9 @@ class BestVersion(msgspec.Struct, frozen=True, kw_only=True):
     score: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SuiteScore:
-    suite: str
-    scorer: str
-    mean: float
-    """Over all answers; a failed one counts as 0."""
-    num_questions: int
-    samples: int
-    num_failed: int
-    temperature: float
-
-
-def scores_of(run: RunFolder, policy: str, number: int) -> list[SuiteScore]:
+def scores_of(run: RunFolder, policy: str, number: int) -> list[tuple[SuiteResult, SuiteFigures]]:
     """Of each suite, in order of its name; of several evaluations, the one written last."""
-    found: dict[str, SuiteScore] = {}
+    found: dict[str, tuple[SuiteResult, SuiteFigures]] = {}
     files = sorted((run.path / FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime)
     for path in files:
         if path.name == BEST:
@@ -52,18 +39,5 @@ def scores_of(run: RunFolder, policy: str, number: int) -> list[SuiteScore]:
             continue
         for result in evaluation.suites:
             if (result.policy, result.version) == (policy, number) and result.answers:
-                found[result.suite] = _score(result)
+                found[result.suite] = (result, figures(result))
     return [found[name] for name in sorted(found)]
-
-
-def _score(result: SuiteResult) -> SuiteScore:
-    scores = [answer.score for answer in result.answers]
-    return SuiteScore(
-        suite=result.suite,
-        scorer=result.scorer,
-        mean=sum(score or 0.0 for score in scores) / len(scores),
-        num_questions=len({answer.question for answer in result.answers}),
-        samples=result.samples,
-        num_failed=scores.count(None),
-        temperature=result.temperature,
-    )

@@ -126,12 +126,17 @@ def _algorithm(config: RunConfig, policy: str) -> Iterator[str]:
 def _evaluation(run: RunFolder, version: VersionRecord) -> Iterator[str]:
     scores = scores_of(run, version.policy, version.number)
     if scores:
-        yield "| suite | scorer | score | questions | answers each | failed | temperature |"
-        yield "|---|---|---|---|---|---|---|"
-        for one in scores:
+        yield (
+            "| suite | scorer | score | 95 % interval | questions | samples | failed "
+            "| temperature |"
+        )
+        yield "|---|---|---|---|---|---|---|---|"
+        for one, found in scores:
+            low, high = found.interval
             yield (
-                f"| {_cell(one.suite)} | {_cell(one.scorer)} | {one.mean:.3f} | "
-                f"{one.num_questions} | {one.samples} | {one.num_failed} | {one.temperature:g} |"
+                f"| {_cell(one.suite)} | {_cell(one.scorer)} | {found.avg:.3f} | "
+                f"{low:.3f} to {high:.3f} | {found.questions} | {found.samples} | "
+                f"{found.failed} | {one.temperature:g} |"
             )
         yield "\nThe score is the mean over all answers; a failed one counts as 0."
     else:
