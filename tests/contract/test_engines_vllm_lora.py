@@ -169,6 +169,7 @@ async def test_an_answer_keeps_its_adapter_which_goes_with_the_last_answer(site:
 async def test_a_server_that_died_comes_back_with_all_adapters(site: Site) -> None:
     await site.solver.load(site.folders[0], version(0))
     await site.judge.load(site.folders[3], version(7, JUDGE))
+    site.double.token_s = 0.1  # the answer outlasts the second until the engine looks
     running = asyncio.create_task(ask(site.judge, JUDGE, num_tokens=400))
     await asyncio.sleep(0.05)
     site.is_running = False
