@@ -35,7 +35,8 @@ from benchmarks.lagged_training import (
     make_batch,
 )
 from benchmarks.local_run import quiet
-from benchmarks.plot import Bar, bars
+from benchmarks.plot import Curve as Line
+from benchmarks.plot import Point, curves
 from benchmarks.staleness_sweep import Setting as LearnerSetting
 from benchmarks.staleness_sweep import new_learner
 from penstock.trainer.model_folders import TINY_QWEN3, init_model, load_model
@@ -249,10 +250,10 @@ Curves = dict[tuple[str, str], list[Curve]]
 def study(setting: Setting, parent: Path | None, runs: Path | None) -> Curves:
     found: Curves = {(name, arm): [] for name in WORKFLOWS for arm in ARMS}
     for seed in range(setting.seeds):  # interleaved, so that fewer seeds are a study too
-        for (name, label), curves in found.items():
+        for (name, label), made in found.items():
             with scratch(parent) as folder:
                 curve = train(WORKFLOWS[name](), ARMS[label], seed, setting, folder)
-            curves.append(curve)
+            made.append(curve)
             log_line(
                 f"seed {seed}, {name}, {label}: {fmean(curve.first[-last(setting) :]):.3f}, "
                 f"{fmean(curve.second[-last(setting) :]):.3f}; all steps {curve.both():.3f}"
@@ -282,7 +283,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three seeds of ten steps")
     parser.add_argument("--folder", type=Path, help="where models are written")
     parser.add_argument("--runs", type=Path, help="append the curves of each run there")
-    parser.add_argument("--plot", type=Path, help="write the figure there, as SVG")
+    parser.add_argument("--plot", type=Path, help="folder for the figures, as SVG")
     options = parser.parse_args()
     quiet()
     torch.set_num_threads(1)  # so small a model is slower with more
@@ -291,7 +292,8 @@ def main() -> None:
     values: dict[str, Callable[[Curve], float]] = {
         "final": lambda curve: curve.both(-last(setting)),
         "all": lambda curve: curve.both(),
-        "final_second": lambda curve: fmean(curve.second[-last(setting) :]),
+        "first": lambda curve: fmean(curve.first[-last(setting) :]),
+        "second": lambda curve: fmean(curve.second[-last(setting) :]),
     }
     figures: dict[str, float] = {}
     for workflow in WORKFLOWS:
@@ -301,24 +303,28 @@ def main() -> None:
                 log_line(f"{workflow}, {key}, {name}: {one.mean:+.3f} ± {one.half_width:.3f}")
                 figures[f"{workflow}_{key}_{name}"] = one.mean
                 figures[f"{workflow}_{key}_{name}_half_width"] = one.half_width
-    if options.plot:
-        options.plot.write_text(_figure(found, setting))
+    for workflow in WORKFLOWS if options.plot else ():
+        (options.plot / f"roles-{workflow}.svg").write_text(_figure(found, workflow))
     result(seeds=setting.seeds, **figures)
 
 
-def _figure(found: Curves, setting: Setting) -> str:
-    summaries = {
-        key: Summary.of([100 * curve.both(-last(setting)) for curve in curves])
-        for key, curves in found.items()
-    }
-    return bars(
-        "Reward of both roles in the last tenth of the steps",
+def _figure(found: Curves, workflow: str) -> str:
+    """The first role's reward by step, an interval over seeds at every fifth."""
+    return curves(
+        f"{workflow}: reward of the solver",
         [
-            Bar(label=f"{name}: {arm}", value=one.mean, half_width=one.half_width)
-            for (name, arm), one in summaries.items()
+            Line(label=arm, points=_points([curve.first for curve in found[workflow, arm]]))
+            for arm in ARMS
         ],
-        unit="percent, mean and 95 % confidence interval over seeds",
+        unit="mean and 95 % confidence interval over seeds",
+        x_label="step",
     )
+
+
+def _points(by_seed: Sequence[Sequence[float]]) -> list[Point]:
+    steps = range(0, len(by_seed[0]), 5)
+    summaries = {step: Summary.of([values[step] for values in by_seed]) for step in steps}
+    return [Point(x=at, y=one.mean, half_width=one.half_width) for at, one in summaries.items()]
 
 
 if __name__ == "__main__":
