@@ -257,8 +257,8 @@ def _find_lease(reader: Reader, claim: Claim) -> RowLease | None:
 
 
 def _is_version(name: str, reader: Reader) -> bool:
-    """Whether it is a column of this reader with the version of its writer, like `score@7`. Nobody
-    waits for such a column."""
+    """Whether it is a column of this reader with the version of its writer, like `score@7`. No
+    reader waits for such a column."""
     column, _, version = name.partition("@")
     return bool(version) and column in reader.output_bits
 

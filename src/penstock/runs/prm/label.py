@@ -2,7 +2,7 @@
 """Labels the steps of traces, by a judge or a program: a number from 0 to 1 each.
 
 Owns resuming (rows that are labelled are not labelled again) and what becomes of a step without a
-label: malformed ones get 0 and are shown to nobody; a step that a judge rates twice without a
+label: malformed ones get 0 unseen; a step that a judge rates twice without a
 number stays unlabelled, and is counted."""
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _NO_TOOL = "there is no tool "
 def steps_of(
     trajectory: Trajectory, decoder: Decoder, policies: Collection[str]
 ) -> tuple[Step, ...]:
-    """All its turns; those of `policies` that reached their agent are scored."""
+    """All its turns; a turn of one of `policies` that reached its agent is scored."""
     turns = decoder.turns(trajectory)
     uses = trajectory.tool_uses
     return tuple(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A language model with a regression head: texts in, one score per text out.
 
-Owns how a text becomes tokens, and which of them the head reads: the last. The files are those of
-an ordinary sequence classification model with one label; the score is its logit and an offset,
+Owns how a text becomes tokens, and which of them the head reads: the last. The files are an
+ordinary sequence classification model with one label; the score is its logit and an offset,
 between 0 and 1. Trains nothing: `training` does.
 
 N = texts, L = tokens of the longest, D = hidden size."""

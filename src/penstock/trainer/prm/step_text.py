@@ -64,7 +64,8 @@ def text_digest() -> str:
 
 
 def require_digest(digest: str, what: str, again: str) -> None:
-    """ConfigError if `what` was made with the texts of another function; `again` makes it anew."""
+    """ConfigError if `what` was made with the texts of another function; `again` says
+    what to do."""
     if digest != text_digest():
         raise ConfigError(
             f"{what} was made with step texts of another form (digest {digest[:12] or 'none'}, "

@@ -2,7 +2,7 @@
 """The versions of a process reward model: numbered folders, 1, 2, 3, … in one folder.
 
 Owns their numbers and what is recorded with each. A version appears complete, under a new number,
-and never changes; so whoever scores can look for a newer one at any time. Imports no torch."""
+and never changes; so a scorer can look for a newer one at any time. Imports no torch."""
 
 from __future__ import annotations
 

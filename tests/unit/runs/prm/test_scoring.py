@@ -117,9 +117,7 @@ def test_each_token_has_the_score_of_its_turn(base: Path, tmp_path: Path) -> Non
 
 
 def test_an_all_malformed_row_gets_zeros_without_the_model(base: Path, tmp_path: Path) -> None:
-    add_version(
-        tmp_path / "prm", base, offset=0.5, weight=math.nan
-    )  # whatever it is shown comes out wrong
+    add_version(tmp_path / "prm", base, offset=0.5, weight=math.nan)
     empty = decoded(" ")
     assert not any(scorer_of(tmp_path / "prm", empty, empty)(row(1, 2))["step_scores"])
     with pytest.raises(ValueError, match="not finite"):
