@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from penstock.rollout.engine import Engine, EngineSettings
     from penstock.rollout.rewards.decorator import reward
     from penstock.rollout.workflow import Workflow
+    from penstock.runs.compare import compare
     from penstock.runs.control_client import ControlClient
     from penstock.runs.export.model import export_gguf, export_model
     from penstock.runs.export.push import push
     from penstock.runs.export.trajectories import export_trajectories, read_trajectories
     from penstock.runs.history import open_run
     from penstock.runs.public import check, fork, load_config, replay, run
+    from penstock.scorers.judge import judged
     from penstock.trainer.client import VersionsClient
     from penstock.trainer.losses.tokens import TokenLoss, Tokens
     from penstock.trainer.model_folders import init_model
@@ -71,11 +73,13 @@ __all__ = [
     "Workflow",
     "__version__",
     "check",
+    "compare",
     "export_gguf",
     "export_model",
     "export_trajectories",
     "fork",
     "init_model",
+    "judged",
     "load_config",
     "open_run",
     "push",
@@ -97,12 +101,14 @@ _HOMES = {
     "penstock.rollout.engine": ("Engine", "EngineSettings"),
     "penstock.rollout.rewards.decorator": ("reward",),
     "penstock.rollout.workflow": ("Workflow",),
+    "penstock.runs.compare": ("compare",),
     "penstock.runs.control_client": ("ControlClient",),
     "penstock.runs.export.model": ("export_gguf", "export_model"),
     "penstock.runs.export.push": ("push",),
     "penstock.runs.export.trajectories": ("export_trajectories", "read_trajectories"),
     "penstock.runs.history": ("open_run",),
     "penstock.runs.public": ("check", "fork", "load_config", "replay", "run"),
+    "penstock.scorers.judge": ("judged",),
     "penstock.trainer.client": ("VersionsClient",),
     "penstock.trainer.losses.tokens": ("TokenLoss", "Tokens"),
     "penstock.trainer.model_folders": ("init_model",),

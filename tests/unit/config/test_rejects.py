@@ -174,7 +174,7 @@ CHOICES = [
 
 NOT_SUPPORTED = [
     case("launcher: local", "launcher: ray #@", "launcher", "is not supported yet; use local"),
-    case("eval: null", "eval: {every: 10} #@", "eval.suites", "equired"),
+    case("eval: null", "eval: {every: 10} #@", "eval.suites", "required"),
     case("eval: null", "eval: {every: 5, suites: [a, a]} #@", "eval.suites", "called a"),
     case("eval: null", "eval: {every: 5, suites: [a], best: b} #@", "eval.best", "use one"),
     case("eval: null", "eval: {every: 5, suites: [a], policy: b} #@", "eval.policy", "unknown"),
