@@ -7,10 +7,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,8 +179,26 @@ def running_run(folder: Path, config: RunConfig) -> Generator[RunningDataflow]:
 
 
 @contextmanager
+def process_scores(folder: Path, running: RunningDataflow, config: RunConfig) -> Generator[None]:
+    """`penstock prm serve RUN` as a process, from when it scores rows."""
+    command = [sys.executable, "-m", "penstock.cli.main", "prm", "serve", str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stderr is not None
+        try:
+            seen: list[str] = []
+            while not (line := process.stderr.readline()).startswith("stage prm: running model"):
+                assert line, "".join(seen)
+                seen.append(line)
+            yield
+        finally:
+            process.terminate()
+            process.communicate(timeout=300)
+        assert process.returncode == 0
+
+
+@contextmanager
 def thread_scores(folder: Path, running: RunningDataflow, config: RunConfig) -> Generator[None]:
-    """What `penstock prm serve` runs, in a thread."""
+    """What the command runs, in a thread."""
     found, terms = find_service_stage(config, "prm")
     scorer = model_scorer(config, found, RunFolder(folder))
     token = running.token(Role.STAGE, subject=stage_subject("prm"))
@@ -215,13 +236,20 @@ def make_model(folder: Path, said: Callable[[], dict[str, Any]]) -> None:
     assert report["held_out"]["mae"] < 0.3 < report["held_out"]["constant_mae"]
 
 
-def test_the_four_commands_on_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "scores", [thread_scores, pytest.param(process_scores, marks=pytest.mark.slow)]
+)
+def test_the_four_commands_on_one_run(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    scores: Callable[..., AbstractContextManager[None]],
+) -> None:
     init_model(TINY_QWEN3, tmp_path / "model", seed=0)
     with running_run(tmp_path, run_config(tmp_path, with_prm=False)) as running:
         train_batch(running, FakeTrainer(running))
     make_model(tmp_path, lambda: json.loads(capsys.readouterr().out.splitlines()[-1]))
     config = run_config(tmp_path, with_prm=True)
-    with running_run(tmp_path, config) as running, thread_scores(tmp_path, running, config):
+    with running_run(tmp_path, config) as running, scores(tmp_path, running, config):
         batch = train_batch(running, FakeTrainer(running))
     credit = bind(chain_of(config, POLICY).stages[0])(batch)
     assert isinstance(credit, Batch)
