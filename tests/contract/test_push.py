@@ -56,7 +56,7 @@ def test_an_export_arrives_whole_and_private(tmp_path: Path) -> None:
 
 def test_what_is_no_export_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
     (tmp_path / "run" / "keys").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="is a run folder and holds the run's keys"):
+    with pytest.raises(ConfigError, match="run folder, with the run's keys"):
         push(tmp_path / "run", "me/x")
     (tmp_path / "other").mkdir()
     with pytest.raises(ConfigError, match="does not hold a model"):

@@ -66,13 +66,11 @@ def parse_steps(text: str) -> tuple[int | None, int | None] | None:
     """Step N, or the steps N:M; None for no text."""
     from penstock.errors import ConfigError
 
-    if not text:
-        return None
     first, colon, last = text.partition(":")
-    if not re.fullmatch(r"\d+(:\d*)?|:\d+", text):
+    if not re.fullmatch(r"(\d+(:\d*)?|:\d+)?", text):
         raise ConfigError(f"--step {text}: write one step (12) or a range (1:5, 100:)")
-    low = int(first) if first else None
-    return low, (int(last) if last else None) if colon else low
+    low, high = (int(part) if part else None for part in (first, last))
+    return (low, high if colon else low) if text else None
 
 
 def _choose(

@@ -53,6 +53,7 @@ from penstock.rollout.rewards.scorer import NO_REWARD, Failed, RewardScorer, Sco
 from penstock.rollout.tools.servers import ToolServers
 from penstock.rollout.user_errors import shorten, user_traceback
 from penstock.rollout.workflows import find_workflow
+from penstock.scorers import BUILT_IN_PREFIX, SCORER_COLUMNS
 from penstock.types import (
     FailureKind,
     FinishReason,
@@ -181,13 +182,23 @@ class AttemptRunner:
             role_rewards=ctx.role_rewards if is_rewarded else {},
         )
 
+    def _without_key(self, task: Task) -> Task:
+        """The task as a program gets it: without what only a built-in scorer reads. A model that
+        runs commands in it would find the right answer."""
+        own = {source.name: source.reward for source in self._run_info.sources}
+        if not (own.get(task.source) or self._run_info.reward).startswith(BUILT_IN_PREFIX):
+            return task
+        shown = {key: value for key, value in task.payload.items() if key not in SCORER_COLUMNS}
+        return replace(task, payload=shown)
+
     async def _run_workflow(self, task: Task, ctx: Context) -> tuple[str | None, Outcome]:
         """The completion (None: use the last answer's text) and the workflow's outcome."""
         limit = asyncio.timeout(workflow_timeout_s(self._run_info.start_to_close_s))
         try:
-            workflow = find_workflow(task.workflow or self._run_info.workflow)
+            name = task.workflow or self._run_info.workflow
+            shown = self._without_key(task) if name.startswith("[") else task
             async with limit:
-                returned: Any = await workflow(task, ctx)
+                returned: Any = await find_workflow(name)(shown, ctx)
             return _completion(returned, ctx), COMPLETED
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():

@@ -83,7 +83,19 @@ def has_same_tokens(trajectory: Trajectory, again: Trajectory) -> bool:
     """Whether both consist of the same calls with the same prompts and answers."""
 
     def tokens(one: Trajectory) -> list[tuple[object, ...]]:
-        return [(t.policy, t.parent, t.prompt_ids, t.sampled_ids, t.finish) for t in one.turns]
+        return [
+            (
+                t.policy,
+                t.role,
+                t.agent,
+                t.parent,
+                t.prompt_ids,
+                t.sampled_ids,
+                t.finish,
+                t.reached_agent,
+            )
+            for t in one.turns
+        ]
 
     return tokens(trajectory) == tokens(again)
 
@@ -193,7 +205,8 @@ class SpotChecker:
         is_comparable = self._is_reproducible and versions_of(again) == versions_of(trajectory)
         same = has_same_tokens(trajectory, again) if is_comparable else None
         subject = subject_of_node(trajectory.node_id)
-        self._chooser.checked(subject, agrees=same is not False)
+        if same is not None or not self._is_reproducible:  # what cannot be compared clears nobody
+            self._chooser.checked(subject, agrees=same is not False)
         report = SpotCheck(
             has_same_tokens=same,
             reward_change=check.reward - again.reward,

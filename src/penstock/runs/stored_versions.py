@@ -13,9 +13,11 @@ from pathlib import Path
 from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.ledger.sealed_batches import SealedBatches
 from penstock.dataflow.records import VersionRecord
+from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.types import PolicyName
 from penstock.weights.catalog import CatalogVersion, deletion_paused, full_file, read_catalog
+from penstock.weights.manifest import file_digest
 from penstock.weights.store import DirectoryStore
 
 
@@ -43,4 +45,9 @@ def write_version(run: RunFolder, version: CatalogVersion, folder: Path) -> Path
         for kept in version.files:
             with full_file(store, kept.entry.blob, folder) as path:
                 shutil.copyfile(path, folder / kept.entry.name)
+            if file_digest(folder / kept.entry.name) != kept.entry.blob:
+                raise ConfigError(
+                    f"{kept.entry.name} of {version.name} in {run.path} is damaged; "
+                    f"`penstock weights verify {run.path}` shows what is, and how to repair it"
+                )
     return folder

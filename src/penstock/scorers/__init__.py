@@ -7,8 +7,11 @@ when they are first needed."""
 
 SCORERS = ("math", "choice", "exact", "code", "judge")
 """Names for `scorer:` of a suite."""
+BUILT_IN_PREFIX = "penstock.scorers."
+SCORER_COLUMNS = frozenset({"answer", "tests"})
+"""Columns of a task that only scorers read: programs that attempt it do not get them."""
 
 
 def reward_of(scorer: str) -> str:
     """The reward function of a scorer, as the run file names it."""
-    return f"penstock.scorers.{scorer}:reward"
+    return f"{BUILT_IN_PREFIX}{scorer}:reward"

@@ -50,7 +50,7 @@ def program_of(answer: str, *, entry_point: str = "", starter: str = "") -> str:
     blocks = [code for language, code in _BLOCK.findall(text) if language.lower() in _PYTHON]
     program = blocks[-1] if blocks else text
     is_defined = re.search(
-        rf"^\s*(?:async\s+)?(?:def|class)\s+{re.escape(entry_point)}\b", program, re.M
+        rf"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+{re.escape(entry_point)}\b", program, re.M
     )
     return f"{starter}{program}" if starter and entry_point and not is_defined else program
 

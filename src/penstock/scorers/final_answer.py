@@ -12,13 +12,15 @@ MAX_CHARS = 200_000
 """Only the end of a longer text is read."""
 MAX_ANSWER_CHARS = 4_000
 """A longer final answer is none: it lists, or explains."""
+MAX_BOXES = 64
+"""Only so many at the end are read: each unclosed one costs a search for its brace."""
 _THINK_END = "</think>"
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.IGNORECASE | re.DOTALL)
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _HASHES = re.compile(r"^#{4}[ \t]*(\S.*)$", re.MULTILINE)
 _SAID = re.compile(
     r"\b(?:final\s+answer|correct\s+(?:answer|option|choice)|answer|solution)\b\W{0,6}?"
-    r"(?:is|are|was|would be|=|:|：)(?:[ \t]*:)?[ \t]*\**[ \t]*(?P<rest>\S[^\n]*|\n+[^\n]+)",
+    r"(?:is|are|was|would be|=|:|：)[ \t:*]*(?P<rest>\S[^\n]*|\n+[^\n]+)",
     re.IGNORECASE,
 )
 
@@ -32,7 +34,8 @@ def without_thinking(text: str) -> str:
 
 def boxed_answers(text: str) -> list[str]:
     """The content of every `\\boxed{}` with matching braces, in order; the outer one of two."""
-    found, at = list[str](), 0
+    found = list[str]()
+    at = next(iter([match.start() for match in _BOXED.finditer(text)][-MAX_BOXES:]), len(text))
     while match := _BOXED.search(text, at):
         end = _closing_brace(text, match.end())
         if end is None:

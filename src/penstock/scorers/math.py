@@ -30,7 +30,9 @@ MAX_CPU_S = 5.0
 """CPU time of one comparison. Only a main thread can be interrupted; reward processes call their
 function there."""
 
-_REASON = re.compile(r"[,;.]?\s+(?:since|because|as|which|where|so that|when)\b.*", re.I | re.S)
+_REASON = re.compile(
+    r"[,;.]?(?<!\s)\s+(?:since|because|as|which|where|so that|when)\b.*", re.I | re.S
+)
 _ALTERNATIVE = re.compile(r"\b(?:or|either|maybe|perhaps)\b", re.I)
 _VALUE = re.compile(r"\$[^$]+\$|\\\(.+?\\\)|-?\d[\d,]*(?:\.\d+)?(?:/\d+)?(?:\s?\\?%)?")
 _FALSE_EQUATION = re.compile(r"\s*(-?[\d.]+)\s*=\s*(-?[\d.]+)\s*")

@@ -82,6 +82,21 @@ async def test_an_unchanged_agent_is_recorded_over_http(
     assert scorer.seen == [task().payload["answer"]]
 
 
+SEES_KEY = AGENT.replace("print(text)", "print('answer' in task or 'answer' in os.environ)")
+
+
+@pytest.mark.parametrize(
+    ("reward", "sees"), [("penstock.scorers.exact:reward", "False"), ("own:reward", "True")]
+)
+async def test_an_agent_does_not_get_what_only_a_built_in_scorer_reads(
+    tmp_path: Path, snapshot: Path, reward: str, sees: str
+) -> None:
+    """A model that runs commands there would read the right answer."""
+    scorer = DirectScorer()
+    row = await attempt(snapshot, agent(tmp_path, text=SEES_KEY), scorer=scorer, reward=reward)
+    assert scorer.seen == [sees], row.outcome.detail
+
+
 async def test_an_agent_of_the_other_kind_finds_its_session_too(
     tmp_path: Path, snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,8 @@ class GradedScorer:
     async def score(self, completion: str, task: Task) -> float | Failed:
         where = f"scorer code, task {task.key}"
         try:
-            source, tests = solution_of(completion, task.payload), tests_of(task.payload)
+            source = await asyncio.to_thread(solution_of, completion, task.payload)
+            tests = tests_of(task.payload)
             ids = test_ids(tests)
         except ConfigError as error:
             return Failed(kind=FailureKind.REWARD, detail=shorten(f"{where}: {error}"))

@@ -81,11 +81,13 @@ def push(
 def _ensure_pushable(folder: Path, *, dataset: bool) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; name one that `penstock export` wrote")
-    if (folder / "keys").exists() or (folder / "ledger").exists():
+    if any(path.name in ("keys", "ledger") and path.is_dir() for path in folder.rglob("*")):
         raise ConfigError(
-            f"{folder} is a run folder and holds the run's keys; export a model or trajectories "
-            "first: penstock export --help"
+            f"{folder} is or holds a run folder, with the run's keys; export a model or "
+            "trajectories first: penstock export --help"
         )
+    if link := next((path for path in folder.rglob("*") if path.is_symlink()), None):
+        raise ConfigError(f"{link} is a link, whose target would be uploaded; remove it")
     has_data = any(folder.rglob("*.parquet")) or any(folder.rglob("*.json*"))
     has_model = any(any(folder.glob(pattern)) for pattern in _MODEL_FILES)
     if not (has_data if dataset else has_model):

@@ -161,3 +161,14 @@ def test_only_who_gives_the_reward_gives_rewards_of_roles_and_turns(own: dict[st
     record = replace(trajectory(turn(role="a"), reward=None), **own)
     verdict = summarise(record, "d", is_published, is_scored=False)
     assert isinstance(verdict, str) and "deliver it without rewards" in verdict
+
+
+def test_a_turn_without_tokens_cannot_name_a_policy_that_the_run_lacks() -> None:
+    """It has no span that would name the version; whoever decodes the row looks up the policy."""
+    empty = turn(policy=PolicyName("zzz"), sampled_ids=b"", logprobs=b"", spans=(), parent=0)
+    verdict = summarise(trajectory(turn(), empty), "d", is_published, policies={POLICY})
+    assert verdict == "turn 1: the run has no policy 'zzz'"
+    same = replace(empty, policy=POLICY)
+    assert not isinstance(
+        summarise(trajectory(turn(), same), "d", is_published, policies={POLICY}), str
+    )

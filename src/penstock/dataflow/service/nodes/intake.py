@@ -105,6 +105,7 @@ class DeliveryIntake:
             is_scored=(self._is_scored or is_question) and not is_untrusted,
             limits=self.limits,
             roles=self.roles,
+            policies=self._partition.gate.lineages.keys(),
         )
         if isinstance(summary, str):
             return summary

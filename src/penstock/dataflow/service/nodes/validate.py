@@ -49,11 +49,12 @@ def summarise(
     is_scored: bool = True,
     limits: ModelLimits = NO_LIMITS,
     roles: Collection[str] = (),
+    policies: Collection[PolicyName] | None = None,
 ) -> RowSummary | str:
     """The summary of a valid trajectory, or the reason it is invalid.
 
-    digest: BLAKE3 of its payload. is_scored: the node gives the rewards, not a stage. roles: those
-    that the run file names."""
+    digest: BLAKE3 of its payload. is_scored: the node gives the rewards, not a stage. roles and
+    policies: those of the run; None: any policy."""
     turns = trajectory.turns
     if (
         wrong := _check_outcome(trajectory, is_scored)
@@ -72,6 +73,8 @@ def summarise(
                 name = f"{turn.policy}@{span.incarnation}.{span.number}"
                 return UnknownVersion(f"turn {index}: {name} was never published")
             known.add(version)
+        if policies is not None and turn.policy not in policies:
+            return f"turn {index}: the run has no policy {turn.policy!r}"
         if turn.sampled_ids and is_usable(turn):
             sampled[turn.policy] = sampled.get(turn.policy, 0) + len(turn.sampled_ids) // 4
             made_by = versions.setdefault(turn.policy, set())
