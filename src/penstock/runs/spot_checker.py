@@ -205,7 +205,7 @@ class SpotChecker:
         is_comparable = self._is_reproducible and versions_of(again) == versions_of(trajectory)
         same = has_same_tokens(trajectory, again) if is_comparable else None
         subject = subject_of_node(trajectory.node_id)
-        if same is not None or not self._is_reproducible:  # what cannot be compared clears nobody
+        if same is not None or not self._is_reproducible:  # an incomparable row clears no one
             self._chooser.checked(subject, agrees=same is not False)
         report = SpotCheck(
             has_same_tokens=same,

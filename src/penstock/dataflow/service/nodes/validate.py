@@ -54,7 +54,7 @@ def summarise(
     """The summary of a valid trajectory, or the reason it is invalid.
 
     digest: BLAKE3 of its payload. is_scored: the node gives the rewards, not a stage. roles and
-    policies: those of the run; None: any policy."""
+    policies: what the run file names; None: any policy."""
     turns = trajectory.turns
     if (
         wrong := _check_outcome(trajectory, is_scored)
