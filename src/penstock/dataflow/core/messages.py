@@ -13,7 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
-from penstock.bounds import Count, Text
+from penstock.bounds import Count, Label, Text
 from penstock.dataflow.records import (
     CommitRecord,
     GroupRecord,
@@ -139,7 +139,9 @@ class GroupEnded(Struct, frozen=True, kw_only=True, tag=True):
     """Why the last of its slots ran out of attempts, if one did."""
     is_excused: bool = False
     """It failed by the word of untrusted nodes, which says nothing about the run."""
-    failures: Mapping[str, Text] = field(default_factory=dict[str, str])
+    failures: Annotated[Mapping[Label, Text], Meta(max_length=100_000)] = field(
+        default_factory=dict[str, str]
+    )
     """Of an evaluation: why a slot has no result, by slot."""
 
 
