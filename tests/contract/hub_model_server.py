@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 Files = dict[str, bytes]
@@ -99,10 +99,17 @@ def _entry(path: str, content: bytes) -> dict[str, object]:
 @contextmanager
 def hub_server() -> Generator[HubServer]:
     server = HubServer()
+    with in_thread(server):
+        yield server
+
+
+@contextmanager
+def in_thread(server: HTTPServer) -> Generator[None]:
+    """It answers while the context is open."""
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield server
+        yield
     finally:
         server.shutdown()
         server.server_close()

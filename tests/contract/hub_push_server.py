@@ -6,12 +6,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.contract.hub_model_server import in_thread
 
 TOKEN = "hf_" + "t" * 20
 LARGE = (".safetensors", ".gguf", ".parquet")
@@ -125,11 +126,5 @@ def _mode(file: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def push_server() -> Generator[PushServer]:
     server = PushServer()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with in_thread(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

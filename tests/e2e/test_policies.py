@@ -59,13 +59,18 @@ def until_number(system: System, policy: str, number: int) -> None:
     until(reached, timeout_s=600.0, what=f"{policy} at {number}")
 
 
+def start_trio(folder: Path, text: str) -> System:
+    (folder / "run.yaml").write_text(text)
+    (folder / "trio.py").write_text(TRIO)
+    system = System(folder / "trio")
+    words = ("run", "run.yaml", f"output_dir={folder}", "--headless")
+    with (folder / "trio.out").open("wb") as out:
+        system.launcher = subprocess.Popen([*PENSTOCK, *words], cwd=folder, stdout=out, stderr=-2)
+    return system
+
+
 def test_a_trainer_that_stands_still_or_dies_holds_up_no_other(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(RUN)
-    (tmp_path / "trio.py").write_text(TRIO)
-    system = System(tmp_path / "trio")
-    words = ("run", "run.yaml", f"output_dir={tmp_path}", "--headless")
-    with (tmp_path / "trio.out").open("wb") as out:
-        system.launcher = subprocess.Popen([*PENSTOCK, *words], cwd=tmp_path, stdout=out, stderr=-2)
+    system = start_trio(tmp_path, RUN)
     try:
         until(system.folder.config_file.exists, timeout_s=300.0, what="the run folder")
         until(lambda: "trainer-stuck" in system.pids(), timeout_s=300.0, what="the trainers")
@@ -113,12 +118,7 @@ def test_a_trainer_that_stands_still_for_ever_costs_the_other_no_work(tmp_path: 
     """Nodes are the bottleneck, so the step rate of the other is the nodes' speed over the work for
     each step. The work is counted: a clock would measure what else this machine does."""
     text = RUN.replace("steps: 8, max_staleness: 1", "steps: 500, max_staleness: 2")
-    (tmp_path / "run.yaml").write_text(text)
-    (tmp_path / "trio.py").write_text(TRIO)
-    system = System(tmp_path / "trio")
-    words = ("run", "run.yaml", f"output_dir={tmp_path}", "--headless")
-    with (tmp_path / "trio.out").open("wb") as out:
-        system.launcher = subprocess.Popen([*PENSTOCK, *words], cwd=tmp_path, stdout=out, stderr=-2)
+    system = start_trio(tmp_path, text)
     try:
         until(system.folder.config_file.exists, timeout_s=300.0, what="the run folder")
         until_number(system, "stuck", 1)

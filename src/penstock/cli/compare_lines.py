@@ -51,7 +51,7 @@ def _scores(found: Comparison, suite: SuiteComparison) -> Rows:
     headers = [printable(suite.suite), "version", "score", "95 % interval", "pass@k"]
     headers += ["failed", "turns", "tokens"]
     sides = (("A", found.a, suite.a), ("B", found.b, suite.b))
-    rows = [[name, side.version(suite.suite), *_cells(one)] for name, side, one in sides]
+    rows = [[name, printable(side.version(suite.suite)), *_cells(one)] for name, side, one in sides]
     return headers, rows
 
 

@@ -65,7 +65,8 @@ def failure_lines(result: SuiteResult, most: int) -> Iterator[str]:
         return
     kinds = Counter(answer.failure for answer in failed)
     why = ", ".join(f"{number:,} {printable(kind)}" for kind, number in kinds.most_common())
-    yield f"\n{result.suite}: {pluralise(len(failed), 'attempt')} failed and count as wrong: {why}"
+    attempts = pluralise(len(failed), "attempt")
+    yield f"\n{printable(result.suite)}: {attempts} failed and count as wrong: {why}"
     for answer in failed[:most]:
         yield f"  {printable(answer.question)}, sample {answer.sample}: {printable(answer.failure)}"
     if len(failed) > most:

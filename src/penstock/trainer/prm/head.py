@@ -144,6 +144,7 @@ def load_classifier(folder: Path, **options: Any) -> tuple[Any, set[str]]:
             dtype=torch.float32,
             use_safetensors=True,
             local_files_only=True,
+            trust_remote_code=False,  # otherwise a terminal is asked, and may say yes
             output_loading_info=True,
             **options,
         )
