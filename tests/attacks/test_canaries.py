@@ -143,16 +143,9 @@ class Sink(io.StringIO):
         return self._is_terminal
 
 
-@pytest.fixture
-def configured() -> Generator[Callable[[TextIO], None]]:
-    """Logs as services write them; as before, afterwards."""
-    root = logging.getLogger()
-    before, handlers, level = structlog.get_config(), [*root.handlers], root.level
-    yield lambda stream: logs.configure("node", stream=stream)
-    structlog.configure(**before)
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.captureWarnings(False)
+def configure(stream: TextIO) -> None:
+    """Logs as services write them; the fixture of every test puts them back."""
+    logs.configure("node", stream=stream)
 
 
 def _hold(local: str, text: str) -> None:
@@ -167,12 +160,11 @@ def _hold(local: str, text: str) -> None:
 def test_no_log_line_shows_a_secret(
     is_terminal: bool,
     canaries: dict[str, tuple[str, str]],
-    configured: Callable[[TextIO], None],
 ) -> None:
     """As the message, a field, an exception with its cause, a local variable of a traceback, a
     library's log, a warning."""
     sink = Sink(is_terminal=is_terminal)
-    configured(sink)
+    configure(sink)
     log = structlog.get_logger("penstock.test")
     for name, (secret, text) in canaries.items():
         log.info(f"said {text}")
@@ -268,11 +260,12 @@ async def in_process(app: Starlette) -> AsyncGenerator[httpx2.AsyncClient]:
 
 
 async def test_no_error_body_of_a_service_shows_a_secret(
-    canaries: dict[str, tuple[str, str]], tmp_path: Path, configured: Callable[[TextIO], None]
+    canaries: dict[str, tuple[str, str]],
+    tmp_path: Path,
 ) -> None:
     """Refusals and crashes of handlers; and tokens that are wrong, in the header, the path and the
     query, are not said again."""
-    configured(sink := Sink())
+    configure(sink := Sink())
     signer = Signer.create(tmp_path, "run")
     token = signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=60, subject="me")
     errors: dict[str, Callable[[str], Exception]] = {
@@ -312,10 +305,11 @@ async def test_no_error_body_of_a_service_shows_a_secret(
 
 
 async def test_no_error_body_of_the_gateway_shows_a_secret(
-    canaries: dict[str, tuple[str, str]], tmp_path: Path, configured: Callable[[TextIO], None]
+    canaries: dict[str, tuple[str, str]],
+    tmp_path: Path,
 ) -> None:
     """An agent, and so a model, reads what the engine's client said, such as its headers."""
-    configured(sink := Sink())
+    configure(sink := Sink())
     thrown: list[Exception] = []
 
     async def engine(request: GenerationRequest) -> Completion:

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pty
 import subprocess
 import sys
-from collections.abc import Iterator
 from io import StringIO
 
-import pytest
 import structlog
 
 from penstock.observe import logs
@@ -30,18 +27,6 @@ try:
 except ZeroDivisionError:
     structlog.get_logger("x").exception("broke")
 """
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    logging.captureWarnings(False)
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
 
 
 def test_every_line_is_json_with_service_and_level() -> None:
