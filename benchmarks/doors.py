@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import select
 import socket
 import statistics
@@ -39,7 +40,9 @@ LINE, DRIP = b"GET / HTTP/1.1\r\nhost: x\r\n", b"x: y\r\n"
 
 def flood(host: str, port: int, number: int, num_idle: int, num_dripping: int) -> None:
     """Open all connections, say so, then drip one byte into each of the dripping ones for ever;
-    what the service closes is opened again."""
+    what the service closes is opened again. Attackers have machines of their own: here they take no
+    core from the caller or the service."""
+    os.nice(19)
     sources = [f"127.{10 + number}.{block}.{last}" for block in range(4) for last in range(1, 251)]
 
     def connect(index: int) -> socket.socket:
@@ -110,22 +113,33 @@ class Caller:
         latencies: list[float] = []
         with socket.create_connection(self.address, 60) as kept:
             kept.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._call(kept)  # known from now on
             for number in range(num_calls):
                 began_at = time.perf_counter()
                 if number % 10:
                     self._call(kept)
                 else:
-                    with socket.create_connection(self.address, 60) as fresh:
-                        self._call(fresh)
+                    self._call_anew()
                 latencies.append(time.perf_counter() - began_at)
                 time.sleep(0.001)
         return sorted(latencies)[int(0.99 * num_calls)]
+
+    def _call_anew(self) -> None:
+        """Over a new connection; another if it was closed, as every client does."""
+        while True:
+            try:
+                with socket.create_connection(self.address, 60) as fresh:
+                    return self._call(fresh)
+            except ConnectionError:
+                continue
 
     def _call(self, caller: socket.socket) -> None:
         caller.sendall(self.request)
         answer = b""
         while b"\r\n\r\n" not in answer:
-            answer += caller.recv(1 << 16)
+            if not (more := caller.recv(1 << 16)):
+                raise ConnectionError("closed without an answer")
+            answer += more
         head, _, body = answer.partition(b"\r\n\r\n")
         assert b" 200 " in head.splitlines()[0], head
         length = int(head.lower().split(b"content-length:")[1].split()[0])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 import subprocess
@@ -56,8 +57,8 @@ class Service:
         caller.settimeout(PATIENCE_S)
         return caller
 
-    def answers(self, caller: socket.socket) -> bool:
-        caller.sendall(HEAD + self.authorization + b"\r\n")
+    def answers(self, caller: socket.socket, *, head: bytes = HEAD) -> bool:
+        caller.sendall(head + self.authorization + b"\r\n")
         return one_answer(caller).startswith(b"HTTP/1.1 200")
 
 
@@ -242,6 +243,40 @@ def test_slow_callers_are_cut_off(
             except ConnectionError:
                 return
     pytest.fail("the service waited for ever")
+
+
+def test_drips_of_a_stranger_wake_the_service_at_its_own_pace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read once, and again at the next look; the calls of others are answered meanwhile."""
+    num_reads: dict[int, int] = {}
+    read = GuardedConnection.data_received
+
+    def counted(connection: GuardedConnection, data: bytes) -> None:
+        num_reads[id(connection)] = num_reads.get(id(connection), 0) + 1
+        read(connection, data)
+
+    monkeypatch.setattr(GuardedConnection, "data_received", counted)
+    monkeypatch.setattr(doors, "SWEEP_S", 3600.0)
+    with running(tmp_path) as service, service.connect() as dripping, service.connect() as known:
+        dripping.sendall(HEAD)
+        while not num_reads:
+            time.sleep(0.001)
+        for _ in range(50):
+            dripping.sendall(b"x: y\r\n")
+            assert service.answers(known)
+        assert sorted(num_reads.values()) == [1, 50]
+
+
+def test_headers_in_two_parts_are_answered_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An honest caller on a bad line waits, and is not refused."""
+    monkeypatch.setattr(doors, "SWEEP_S", 0.05)
+    with running(tmp_path) as service, service.connect() as caller:
+        caller.sendall(HEAD)
+        assert not select.select([caller], [], [], 0.02)[0]
+        assert service.answers(caller, head=b"")
 
 
 def test_silent_tls_handshakes_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

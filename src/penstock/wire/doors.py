@@ -3,8 +3,9 @@
 
 A connection is a stranger until one of its requests is authorised. Strangers are limited per
 address and in total; the oldest one leaves when another arrives, so that a healthy caller always
-gets in. Every request has a deadline for its headers and a lowest rate for its body. Owns accepting
-and closing; knows nothing of routes.
+gets in. Every request has a deadline for its headers and a lowest rate for its body. Work that
+strangers cause is done in small portions, so that a flood of them delays no known caller. Owns
+accepting and closing; knows nothing of routes.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import logging
 import resource
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import structlog
@@ -38,8 +40,12 @@ MAX_STRANGERS = 2048
 MAX_STRANGERS_PER_ADDRESS = 256
 RESERVED_FILES = 512
 """Descriptors that connections leave to the service itself."""
+DRIP_BYTES = 1024
+"""Of a stranger's headers: after fewer than these, it is read again at the next look at it."""
 SWEEP_S = 1.0
-ACCEPTS_PER_WAKE = 64
+"""Between two looks at one connection."""
+LOOKS_PER_WAKE = 16
+ACCEPTS_PER_WAKE = 8
 BACKLOG = 2048
 ACCEPT_PAUSE_S = 0.05
 
@@ -150,12 +156,18 @@ class Door:
             self._evict(oldest)
         return oldest is not None
 
-    def sweep(self, now: float) -> None:
-        """Close what is overdue."""
-        for connection in [c for c in self._all if c.is_overdue(now)]:
-            self.counts.overdue += 1
-            self.leave(connection)
-            connection.abort()
+    def sweep(self, now: float) -> Generator[None]:
+        """Close what is overdue, and read on from strangers; one connection at a time."""
+        for connection in [*self._all]:
+            if connection not in self._all:
+                continue  # it left meanwhile
+            if connection.is_overdue(now):
+                self.counts.overdue += 1
+                self.leave(connection)
+                connection.abort()
+            else:
+                connection.read_on()
+            yield
 
     def _is_full(self) -> bool:
         return len(self._strangers) >= self.max_strangers or len(self) >= self.max_connections
@@ -234,6 +246,11 @@ class GuardedConnection(HttpToolsProtocol):
             case _Phase.ANSWERING:
                 return False
 
+    def read_on(self) -> None:
+        """Read what a stranger sent since the last look."""
+        if self._phase is _Phase.HEAD and not self._is_known:
+            self.flow.resume_reading()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._door.leave(self)
         super().connection_lost(exc)
@@ -245,6 +262,8 @@ class GuardedConnection(HttpToolsProtocol):
             self.send_400_response("trailers are not supported")
         elif self._num_other_bytes > MAX_HEADER_BYTES:
             self.send_400_response(f"request headers exceed {MAX_HEADER_BYTES} bytes")
+        elif self._phase is _Phase.HEAD and not self._is_known and len(data) < DRIP_BYTES:
+            self.flow.pause_reading()
 
     def on_message_begin(self) -> None:
         self._enter(_Phase.HEAD)
@@ -305,6 +324,7 @@ class Listener:
         listener.setblocking(False)
         listener.listen(BACKLOG)
         self._loop.add_reader(listener, self._accept)
+        self._looks = door.sweep(self._loop.time())
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 
     def close(self) -> None:
@@ -366,18 +386,24 @@ class Listener:
             caller.close()
 
     def _sweep(self) -> None:
-        self._door.sweep(self._loop.time())
+        """Look at the next few connections; at all of them in SWEEP_S."""
+        num_looks = sum(1 for _ in islice(self._looks, LOOKS_PER_WAKE))
+        if num_looks < LOOKS_PER_WAKE:
+            self._report()
+            self._looks = self._door.sweep(self._loop.time())
+        pause_s = SWEEP_S * min(1.0, LOOKS_PER_WAKE / max(1, len(self._door)))
+        self._sweeper = self._loop.call_later(pause_s, self._sweep)
+
+    def _report(self) -> None:
         counts = self._door.counts
-        if counts != self._reported:
-            log.warning(
-                "closed connections without a credential, or slow ones",
-                evicted=counts.evicted - self._reported.evicted,
-                slow=counts.overdue - self._reported.overdue,
-                turned_away=counts.turned_away - self._reported.turned_away,
-                strangers=self._door.num_strangers,
-                open=len(self._door),
-            )
-            self._reported = DoorCounts(
-                evicted=counts.evicted, overdue=counts.overdue, turned_away=counts.turned_away
-            )
-        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+        if counts == self._reported:
+            return
+        log.warning(
+            "closed connections without a credential, or slow ones",
+            evicted=counts.evicted - self._reported.evicted,
+            slow=counts.overdue - self._reported.overdue,
+            turned_away=counts.turned_away - self._reported.turned_away,
+            strangers=self._door.num_strangers,
+            open=len(self._door),
+        )
+        self._reported = replace(counts)
