@@ -8,6 +8,7 @@ import functools
 import io
 import os
 import shutil
+import subprocess
 import socket
 import tarfile
 import tempfile
@@ -49,7 +50,15 @@ def make_backend(kind: str) -> Backend:
     pytest.skip(f"{kind} is not to be had here")
 
 
-cached_engine = functools.cache(find_engine)
+@functools.cache
+def cached_engine() -> str:
+    """The engine of containers that has the image; a machine may have one without it."""
+    engine = find_engine()
+    look = [engine, "image", "inspect", IMAGE]
+    has_image = engine and subprocess.run(look, capture_output=True, check=False).returncode == 0
+    return engine if has_image else ""
+
+
 KINDS = ("bubblewrap", "limits", "none", pytest.param("runsc", marks=pytest.mark.slow), "container")
 
 
