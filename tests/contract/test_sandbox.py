@@ -8,8 +8,8 @@ import functools
 import io
 import os
 import shutil
-import subprocess
 import socket
+import subprocess
 import tarfile
 import tempfile
 from collections.abc import AsyncGenerator, Callable
