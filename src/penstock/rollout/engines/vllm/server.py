@@ -5,8 +5,9 @@ The child runs in vLLM's virtual environment, in a separate process group that d
 It listens on a unix socket in a folder of the node's user only, never on a port: its routes load
 weights and call workers without a credential. Where bubblewrap works it also has a separate
 network, because its workers talk to each other over ports. It gets none of the node's credentials.
-It starts with the first snapshot as its model. The user's options follow ours on the command line,
-so they take precedence, except for where it listens.
+It starts with the first snapshot as its model. On a machine with GPUs it computes in bfloat16 with
+CUDA graphs, on others eagerly, in the model's own type. The user's options follow ours on the
+command line, so they take precedence, except for where it listens.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Protocol
 
 import structlog
 
+from penstock.devices import VISIBLE_ENV, visible_devices
 from penstock.errors import EngineError
 from penstock.rollout.engines.vllm.control import REQUIRED_OPTIONS, Control
 from penstock.rollout.http_client import HttpClient
@@ -106,6 +108,8 @@ class ChildServer:
     _environment: Path
     _options: Sequence[str] = ()
     _: KW_ONLY
+    devices: Sequence[str] = ()
+    """GPUs that it may use, as in CUDA_VISIBLE_DEVICES; empty: those of this process."""
     state_dir: Path | None = None
     """Folder for the server's log; by default a temporary one."""
     start_s: float = START_S
@@ -143,7 +147,8 @@ class ChildServer:
             model = _base_of(folder, self._scratch / "base")
             more = _for_adapters(self.num_policies, self.adapter_rank)
         listens = ("--uds", str(socket_path))
-        argv = [str(program), *_arguments(model), *more, *self._options, *listens]
+        is_cuda = bool(await asyncio.to_thread(visible_devices))
+        argv = [str(program), *_arguments(model, is_cuda=is_cuda), *more, *self._options, *listens]
         argv = [*await _own_network(), *argv]
         log.info("starting vLLM", command=shlex.join(argv), log=str(log_path))
         with log_path.open("ab") as out:
@@ -152,7 +157,7 @@ class ChildServer:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=out,
                 stderr=out,
-                env=_environment(folder, self._scratch),
+                env=_environment(folder, self._scratch, self.devices),
                 start_new_session=True,
             )
         url = f"unix:{socket_path}"
@@ -220,11 +225,14 @@ async def _own_network() -> tuple[str, ...]:
     return ()
 
 
-def _arguments(folder: Path) -> list[str]:
+def _arguments(folder: Path, *, is_cuda: bool) -> list[str]:
+    """On a GPU, eager decoding is 1.5 to 3 times slower than CUDA graphs."""
+    precision = ("--dtype", "bfloat16", "--enable-prefix-caching") if is_cuda else ()
     return [
         *("serve", str(folder)),
         *("--served-model-name", "policy", "--generation-config", "vllm"),
-        *("--enforce-eager", "--disable-uvicorn-access-log"),
+        *(precision or ("--enforce-eager",)),
+        "--disable-uvicorn-access-log",
         *("--structured-outputs-config", COMPACT_JSON),
         *REQUIRED_OPTIONS,
     ]
@@ -248,8 +256,10 @@ def _for_adapters(num_policies: int, adapter_rank: int) -> tuple[str, ...]:
     )
 
 
-def _environment(folder: Path, scratch: Path) -> dict[str, str]:
+def _environment(folder: Path, scratch: Path, devices: Sequence[str]) -> dict[str, str]:
     inherited = inherited_env()
+    if devices:
+        inherited[VISIBLE_ENV] = ",".join(devices)
     if PLUGINS_VARIABLE in inherited:
         inherited[PLUGINS_VARIABLE] += ",penstock"
     return {
