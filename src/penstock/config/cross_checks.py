@@ -20,6 +20,7 @@ from penstock.config.pipeline_cross_checks import (
     row_stages,
 )
 from penstock.config.policy_checks import policy_contradictions
+from penstock.config.rank_hosts import rank_host_contradictions
 from penstock.config.roles import role_contradictions
 from penstock.config.rules import RuleConfig
 from penstock.config.run_sections import PolicyConfig, RunSections
@@ -41,6 +42,7 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from role_contradictions(config.roles, config.models)
     yield from policy_contradictions(config)
     yield from host_contradictions(config)
+    yield from rank_host_contradictions(config)
     yield from _temperatures(config)
     yield from row_stage_checks(config)
     yield from dict.fromkeys(_groups_too_small(config))

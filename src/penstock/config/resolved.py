@@ -108,6 +108,11 @@ MUTABLE_ON_RESUME: tuple[tuple[str, ...], ...] = (
     ("weights",),
     ("sandbox",),
     ("launcher",),
+    ("trainer",),
+    ("training", "port"),
+    ("training", "rank_timeout_s"),
+    ("models", "*", "training", "port"),
+    ("models", "*", "training", "rank_timeout_s"),
     ("report_to",),
 )
 """Keys that may change on resume without confirmation: duration, scale, time limits and retention;

@@ -77,6 +77,11 @@ class TrainingConfig(Section):
     devices: Annotated[tuple[NonNegativeInt, ...], Field(strict=False), non_empty()] | None = None
     """Devices of its ranks on each of these hosts, like [0, 1, 2, 3]; null: the first that no other
     process of the run names."""
+    port: int = Field(default=29500, ge=1024, le=65535)
+    """Where ranks on several hosts meet: a port of the first host. Neither this nor what ranks send
+    each other is encrypted: it belongs in a private network."""
+    rank_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that ranks wait for one of them; then all start again from the last checkpoint."""
     checkpoint_every: PositiveInt = 20
     """Steps between two checkpoints."""
     weight_decay: float = Field(default=0.01, ge=0, lt=10)

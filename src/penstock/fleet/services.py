@@ -117,7 +117,8 @@ def local_services(
         args = ("trainer", *run_dir, "--policy", policy)
         name = f"publisher-{policy}" if model.frozen else f"trainer-{policy}"
         threads = model.torch_threads
-        services.append(service(name, trainer, *args, role=Role.TRAINER, threads=threads))
+        if model.frozen or config.trainer == "local":
+            services.append(service(name, trainer, *args, role=Role.TRAINER, threads=threads))
         own = (one for one in nodes if one.policy == policy and not one.evaluates_only)
         services += map(node_service, own)
     services += (node_service(one) for one in nodes if one.evaluates_only)
