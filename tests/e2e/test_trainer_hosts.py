@@ -56,7 +56,11 @@ def test_a_host_of_the_trainer_is_cut_off_and_comes_back(
     )
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     with here.running(*run) as launcher:
-        until(lambda: (folder.path / "run" / "endpoints.json").exists(), timeout_s=LONG_S, what="the services")
+        until(
+            lambda: (folder.path / "run" / "endpoints.json").exists(),
+            timeout_s=LONG_S,
+            what="the services",
+        )
         url = folder.endpoints().dataflow
         trainer = ("trainer", "--run-dir", str(folder.path), "--url", url, "--host")
         guest = ("--token-file", token(folder, "rollout", "--name", "guest"))

@@ -28,15 +28,17 @@ def rank_host_contradictions(config: RunSections) -> Iterator[Contradiction]:
         if len(names) < 2 or any(name not in config.all_hosts for name in names):
             continue
         at = ("models", policy, "training") if model.training is not None else ("training",)
-        devices = config.for_policy(policy).training.devices
+        num_ranks, devices = config.num_ranks_of(policy), config.for_policy(policy).training.devices
+        num_devices = sum(config.all_hosts[name].devices for name in names)
         if config.trainer == "local":
             text = f"the trainer of {policy} has {len(names)} hosts, and the launcher starts it on "
             text += "one; set trainer: external and start `penstock trainer --host NAME` on each"
             yield Contradiction(text=text, keys=((*at, "hosts"), at))
-        elif devices is None and any(config.all_hosts[name].devices for name in names):
-            text = "a trainer on several hosts names its devices, the same on each: add "
-            yield Contradiction(text=f"{text}devices: [0, 1]", keys=((*at, "hosts"), at))
-        elif (num_ranks := config.num_ranks_of(policy)) % len(names):
+        elif devices is None and num_devices not in (0, num_ranks):
+            text = f"the {len(names)} hosts of the trainer of {policy} have {num_devices} devices "
+            text += f"for {num_ranks} ranks; name some, the same on each host, like devices: [0, 1]"
+            yield Contradiction(text=text, keys=((*at, "hosts"), at))
+        elif num_ranks % len(names):
             text = f"{num_ranks} ranks cannot be dealt evenly to {len(names)} hosts: "
             text += f"{num_ranks % len(names)} left over; change parallel, or name other hosts"
             yield Contradiction(text=text, keys=((*at, "hosts"), at))

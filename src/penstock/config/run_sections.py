@@ -78,8 +78,7 @@ class RunSections(Section):
     launcher: Annotated[Literal["local"], BeforeValidator(_launcher)] = "local"
     """What starts the processes."""
     trainer: Literal["local", "external"] = "local"
-    """Who starts trainers: the launcher, or somebody else, who starts `penstock trainer` on their
-    hosts."""
+    """What starts trainers: the launcher, or `penstock trainer` on each of their hosts."""
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seeds everything random in the run."""
     deterministic: bool = False

@@ -45,6 +45,8 @@ from penstock.runs.user_code import record_code
 from penstock.wire.auth import Signer
 
 REDRAW_S = 0.5
+LAST_CHECKPOINT_S = 30.0
+"""After the last step, for trainers that were started elsewhere to publish and save."""
 NODE_EXIT_TIMEOUT_S = 5.0
 """Maximum wait for nodes to exit by themselves after the run is complete."""
 OTHER_NODES_TIMEOUT_S = 30.0
@@ -243,6 +245,7 @@ def _supervise(
         work_dir=Path(folder.endpoints().work_dir),
         on_exit=notify,
         monitor=poller,
+        trains=config.trainer == "local",
     )
 
     def record() -> None:
@@ -303,7 +306,11 @@ def _supervise_loop(
         if launcher.poll():
             record()
         now = time.monotonic()
-        if launcher.has_finished_training():
+        if not launcher.trains and poller.is_finished():
+            trained_at = trained_at or now
+            if now - trained_at > LAST_CHECKPOINT_S:
+                return
+        elif launcher.has_finished_training():
             trained_at = trained_at or now
             if poller.is_finished():
                 return

@@ -48,7 +48,7 @@ def ranks_here(config: RunConfig, policy: str, host: str | None) -> HostRanks:
 
 
 def visible_devices(config: RunConfig, policy: str) -> Mapping[str, str]:
-    """The environment that shows the ranks of a host their devices."""
+    """The environment that shows the ranks of a host their devices; without names, all of them."""
     devices = config.for_policy(policy).training.devices
     if not host_of_each_rank(config, policy) or devices is None:
         return {}

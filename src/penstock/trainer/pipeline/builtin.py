@@ -12,6 +12,7 @@ from penstock.config.algorithms import StageEntry, stage_entry
 from penstock.config.device_layout import lay_out
 from penstock.config.hosts import Place
 from penstock.config.pipeline import ParallelConfig, PipelineConfig, PipelineStageConfig
+from penstock.config.rank_hosts import host_of_each_rank
 from penstock.trainer.pipeline.plan import Chain, Plan, PolicyToPlan, make_plan
 
 Stages = tuple[PipelineStageConfig, ...]
@@ -39,7 +40,7 @@ def plan_of(config: RunConfig, host: str | None = None) -> Plan:
             init=model.init,
             stages=pipeline_of(config, name),
             lora=model.lora,
-            places=layout.ranks.get(name, ()),
+            places=tuple(map(str, layout.ranks.get(name, ()))) or host_of_each_rank(config, name),
         )
         for name, model in config.trained.items()
     }

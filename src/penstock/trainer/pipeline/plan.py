@@ -7,6 +7,7 @@ is known in advance. Owns placement and its refusal, with the number that is sho
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -70,8 +71,8 @@ class PolicyToPlan:
     stages: Stages
     lora: LoraConfig | None = None
     """The adapter that learns instead of them."""
-    places: tuple[Place, ...] = ()
-    """The devices that its ranks were dealt; empty: any with the tag `train`."""
+    places: tuple[str, ...] = ()
+    """The device, or the machine without devices, of each rank; empty: any with the tag `train`."""
 
 
 @dataclass(slots=True)
@@ -95,18 +96,15 @@ class _HostPool:
         tags: Sequence[str],
         num_ranks: int,
         each_bytes: int,
-        places: Sequence[Place] = (),
+        places: Sequence[str] = (),
     ) -> list[str]:
-        """`places`: where it goes, whatever the tags; empty: where the tags are."""
+        """`places`: where each rank goes, whatever the tags; empty: where the tags are."""
         if not self.rooms:
             return []
-        named = {str(place) for place in places}
-        fitting = [
-            room
-            for room in self.rooms
-            if (room.label in named if named else set(tags) <= room.tags)
-        ]
-        need = f"{who} needs {_places(num_ranks)}" + ("" if named else f" tagged {', '.join(tags)}")
+        if places:
+            return self._take(who, each_bytes, places)
+        fitting = [room for room in self.rooms if set(tags) <= room.tags]
+        need = f"{who} needs {_places(num_ranks)} tagged {', '.join(tags)}"
         if len(fitting) < num_ranks:
             short = num_ranks - len(fitting)
             raise ConfigError(
@@ -126,6 +124,21 @@ class _HostPool:
         for room in roomy:
             room.free_bytes -= each_bytes
         return [room.label for room in roomy]
+
+    def _take(self, who: str, each_bytes: int, places: Sequence[str]) -> list[str]:
+        """Room on each of these; a machine without devices may hold several ranks."""
+        num_ranks = Counter(places)
+        for room in self.rooms:
+            needed = each_bytes * num_ranks[room.label]
+            if needed > room.free_bytes:
+                short = size_text(needed - room.free_bytes)
+                raise ConfigError(
+                    f"{who} needs {size_text(needed)} on {room.label} for its models, and "
+                    f"{size_text(room.free_bytes)} are free: {short} short; raise parallel.dp, "
+                    "place a stage elsewhere, or use larger hosts"
+                )
+            room.free_bytes -= needed
+        return list(places)
 
 
 def make_plan(

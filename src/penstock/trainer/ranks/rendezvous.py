@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, cast
 
 import structlog
 import torch.distributed as dist
@@ -106,7 +107,7 @@ def meet(
             _log.info("waiting for ranks", missing=_named(missing, hosts), rank=rank_env.rank)
         time.sleep(POLL_S)
     if rank_env.rank == 0:
-        store.set(_BEGUN, b"1")
+        store.set(_BEGUN, "1")
 
 
 def _missing(store: Store, rank_env: RankEnv) -> list[int]:
@@ -134,18 +135,18 @@ def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def is_of_collective(error: RuntimeError) -> bool:
-    """Whether a collective failed, not the work between two of them. Gloo raises no type of its
-    own, and names its source files."""
+    """Whether a collective failed, not the work between two of them. Gloo raises plain
+    RuntimeErrors that name its source files."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 class RankWatch:
-    """Tells rank 0's store every BEAT_S where this rank is, from a thread of its own."""
+    """Tells rank 0's store every BEAT_S where this rank is, from a separate thread."""
 
     def __init__(self, store: Store, rank_env: RankEnv, hosts: Sequence[str] = ()) -> None:
         self._store, self._hosts = store, hosts
         self._rank, self._num_ranks = rank_env.rank, rank_env.num_ranks
-        self._beats = store.clone()  # one connection for each thread
+        self._beats: Store = cast(Any, store).clone()  # one connection for each thread
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._tell, name="rank-watch", daemon=True)
         self._thread.start()
@@ -186,7 +187,7 @@ class RankWatch:
                     return
 
     def _look_twice(self) -> tuple[Mapping[int, str], Mapping[int, str]] | None:
-        """What each rank told, now and some beats later; None without the store."""
+        """What each rank reported, now and some beats later; None without the store."""
         try:
             before = self._look()
             time.sleep(3 * BEAT_S)

@@ -43,8 +43,8 @@ MAX_FAST_FAILURES = 5
 
 
 EXIT_NOT_MET = 75
-"""A rank's exit code: not all ranks came together. It is no failure of this host, so it is tried
-again without end."""
+"""A rank's exit code: not all ranks came together. This host did not fail, so it tries again
+without end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
