@@ -49,10 +49,11 @@ def _start_ranks(num_ranks: int) -> int:
     """Run this command once per rank; rank 0 prints the result."""
     from penstock.cli.service_options import run_per_rank
     from penstock.observe import logs
+    from penstock.trainer.ranks.supervisor import HostRanks
 
     logs.configure("replay")  # on stderr; the last line of stdout is for programs
     any_failure = range(1, 256)
-    return run_per_rank(num_ranks, final_codes=any_failure)
+    return run_per_rank(HostRanks.one_host(num_ranks), final_codes=any_failure)
 
 
 def _print_result(found: ReplayComparison | None, *, json: bool) -> int:

@@ -12,13 +12,16 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from penstock.config.network import NetworkConfig
 from penstock.errors import ConfigError
 from penstock.runs.service_process import pop_token_file
 from penstock.wire.held_token import HeldToken
 from penstock.wire.serving import Tls
+
+if TYPE_CHECKING:
+    from penstock.trainer.ranks.supervisor import HostRanks
 
 
 def require_token(option: Path | None, *, role: str) -> HeldToken:
@@ -105,13 +108,13 @@ def exit_now(code: int) -> NoReturn:
 
 
 def run_per_rank(
-    num_ranks: int,
+    ranks: HostRanks,
     *,
     final_codes: Collection[int],
     is_stopping: Callable[[], bool] = lambda: False,
     env: Mapping[str, str] | None = None,
 ) -> int:
-    """Execute this command again in `num_ranks` processes; returns the exit code.
+    """Execute this command again in a process for each rank of this host; returns the exit code.
 
     final_codes: exit codes after which the ranks are not restarted.
     env: added to the environment of every rank."""
@@ -119,7 +122,7 @@ def run_per_rank(
 
     return run_ranks(
         [sys.executable, "-m", "penstock.cli.main", *sys.argv[1:]],
-        num_ranks,
+        ranks,
         env={**os.environ, **(env or {})},
         is_stopping=is_stopping,
         final_codes=final_codes,

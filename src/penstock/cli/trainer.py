@@ -16,6 +16,7 @@ def trainer(
     run_dir: Path,
     policy: str | None = None,
     url: str | None = None,
+    host: str | None = None,
     accept_changes: bool = False,
 ) -> int:
     """Train one policy until its last step; exit code 0 means that training is complete. A frozen
@@ -27,6 +28,8 @@ def trainer(
         run_dir: Run folder.
         policy: Policy to train; optional if the run has only one.
         url: URL of the dataflow service, if this host reaches it at another one than the run's.
+        host: This machine's name under `hosts`, for a trainer on several hosts; start it on each of
+            them, with the run folder on a file system that they share.
         accept_changes: Resume from a checkpoint even if the config has changed since it was saved.
     """
     from penstock.cli.service_options import check_url, exit_now, run_per_rank
@@ -35,7 +38,7 @@ def trainer(
     from penstock.fleet.launchers.local import EXIT_FENCED, EXIT_RESUME_REJECTED
     from penstock.fleet.service_tokens import TOKEN_FILE_ENV
     from penstock.runs.service_process import enter_run, resolve_policy, service_token
-    from penstock.trainer.pipeline.builtin import chain_of
+    from penstock.runs.trainer_host import ranks_here, visible_devices
     from penstock.trainer.ranks.supervisor import read_rank_env
     from penstock.wire.auth import Role
     from penstock.wire.serving import refuse_clear_text
@@ -64,13 +67,13 @@ def trainer(
         )
         exit_now(0)
     rank_env = read_rank_env(os.environ)
-    num_ranks = chain_of(config, name).num_ranks
-    if rank_env is None and num_ranks > 1:
+    if rank_env is None and (ranks := ranks_here(config, name, host)).num_ranks > 1:
+        own = {TOKEN_FILE_ENV: token_file} if token_file else {}
         code = run_per_rank(
-            num_ranks,
+            ranks,
             final_codes=(EXIT_FENCED, EXIT_RESUME_REJECTED),
             is_stopping=stopping.is_set,
-            env={TOKEN_FILE_ENV: token_file} if token_file else {},
+            env={**own, **visible_devices(config, name)},
         )
         exit_now(code)
     from penstock.trainer.service import run_trainer  # torch loads here

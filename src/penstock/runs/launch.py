@@ -21,7 +21,9 @@ from typing import Protocol
 from penstock.config import RunConfig, config_changes
 from penstock.dataflow.service.read_prompts import with_prompts
 from penstock.dataflow.sources import preferred_digest
+from penstock.devices import visible_devices
 from penstock.errors import ConfigError, LaunchError, PenstockError
+from penstock.fleet.device_plan import deal_devices
 from penstock.fleet.launchers.local import POLL_S, LocalLauncher
 from penstock.fleet.ports import wait_for_port
 from penstock.fleet.run_folder import (
@@ -43,6 +45,8 @@ from penstock.runs.user_code import record_code
 from penstock.wire.auth import Signer
 
 REDRAW_S = 0.5
+LAST_CHECKPOINT_S = 30.0
+"""After the last step, for trainers that were started elsewhere to publish and save."""
 NODE_EXIT_TIMEOUT_S = 5.0
 """Maximum wait for nodes to exit by themselves after the run is complete."""
 OTHER_NODES_TIMEOUT_S = 30.0
@@ -236,11 +240,12 @@ def _supervise(
         (log_dir / "launcher.log").write_text(line + "\n")
 
     launcher = LocalLauncher(
-        local_services(config, folder),
+        local_services(config, folder, deal_devices(config, len(visible_devices()))),
         log_dir=log_dir,
         work_dir=Path(folder.endpoints().work_dir),
         on_exit=notify,
         monitor=poller,
+        trains=config.trainer == "local",
     )
 
     def record() -> None:
@@ -301,7 +306,11 @@ def _supervise_loop(
         if launcher.poll():
             record()
         now = time.monotonic()
-        if launcher.has_finished_training():
+        if not launcher.trains and poller.is_finished():
+            trained_at = trained_at or now
+            if now - trained_at > LAST_CHECKPOINT_S:
+                return
+        elif launcher.has_finished_training():
             trained_at = trained_at or now
             if poller.is_finished():
                 return

@@ -58,7 +58,7 @@ def replay_and_compare(
 
     rank_env: needed if the policy was trained by several ranks; call this once in each of them."""
     from penstock.trainer.device import select_device
-    from penstock.trainer.service import join_ranks, replay_step
+    from penstock.trainer.service import joined_ranks, replay_step
 
     config = folder.read_config()
     name = resolve_policy(config, policy)
@@ -72,8 +72,10 @@ def replay_and_compare(
                 raise _not_published_error(batches, name, step)
             return None
         device = select_device(rank_env.local_rank if rank_env else 0)
-        ranks = join_ranks(config, name, rank_env, device)
-        with tempfile.TemporaryDirectory(prefix="penstock-replay-") as scratch:
+        with (
+            joined_ranks(config, name, rank_env, device) as ranks,
+            tempfile.TemporaryDirectory(prefix="penstock-replay-") as scratch,
+        ):
             replayed = replay_step(
                 config,
                 name,

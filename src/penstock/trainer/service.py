@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import structlog
 import torch
 
 from penstock.config import RunConfig, identity
+from penstock.config.rank_hosts import host_of_each_rank
 from penstock.dataflow.client.dataflow import TrainerClient
 from penstock.errors import Fenced, Unreachable
 from penstock.observe.metrics import MetricsFile
@@ -27,8 +29,9 @@ from penstock.trainer.model_folders import init_model, set_config_dtype
 from penstock.trainer.models import Models
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.ranks.group import Ranks, SingleRank, init_process_group, make_ranks
+from penstock.trainer.ranks.rendezvous import RanksNotMet, is_of_collective
 from penstock.trainer.ranks.row_fetch import fetch_rows
-from penstock.trainer.ranks.supervisor import RankEnv
+from penstock.trainer.ranks.supervisor import EXIT_NOT_MET, RankEnv
 from penstock.trainer.ranks.worker_loop import num_ranks, worker_loop
 from penstock.trainer.replay import (
     RecordedRows,
@@ -66,14 +69,42 @@ def run_trainer(
 ) -> int:
     """Train until the dataflow reports the end or the caller stops it; return the exit code.
 
-    member: which rank this process is. accepts_changes: resume from a checkpoint that was saved
+    rank_env: which rank this process is. accepts_changes: resume from a checkpoint that was saved
     under another config."""
-    client = TrainerClient(url, token, is_stopping=is_stopping)
-    metrics = MetricsFile(run_dir / "metrics.jsonl")
     torch.set_num_threads(config.for_policy(policy).model.torch_threads)
     checkpoints = make_checkpoints(config, policy, run_dir, accepts_changes=accepts_changes)
     device = select_device(rank_env.local_rank if rank_env else 0)
-    ranks = join_ranks(config, policy, rank_env, device)
+    try:
+        with joined_ranks(config, policy, rank_env, device, is_stopping) as ranks:
+            return _run_rank(
+                config,
+                policy,
+                ranks,
+                device,
+                checkpoints=checkpoints,
+                client=TrainerClient(url, token, is_stopping=is_stopping),
+                metrics=MetricsFile(run_dir / "metrics.jsonl"),
+                store_root=store_root,
+                is_stopping=is_stopping,
+            )
+    except RanksNotMet as error:
+        _log.warning("ranks did not meet", why=str(error))
+        return EXIT_NOT_MET
+
+
+def _run_rank(
+    config: RunConfig,
+    policy: str,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    checkpoints: Checkpoints,
+    client: TrainerClient,
+    metrics: MetricsFile,
+    store_root: Path,
+    is_stopping: Callable[[], bool],
+) -> int:
+    """Do the work of one rank; returns its exit code."""
     models, checkpoint = restore_models(config, policy, checkpoints, ranks, device)
     if not ranks.position.is_rank0:
         worker_loop(PolicyName(policy), models, client, ranks, checkpoints.root)
@@ -225,11 +256,31 @@ def save_initial_checkpoint(
     )
 
 
-def join_ranks(
-    config: RunConfig, policy: str, rank_env: RankEnv | None, device: torch.device
-) -> Ranks:
-    """The ranks that this process belongs to, or a single rank."""
+@contextmanager
+def joined_ranks(
+    config: RunConfig,
+    policy: str,
+    rank_env: RankEnv | None,
+    device: torch.device,
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> Generator[Ranks]:
+    """The ranks that this process belongs to, or a single rank; says who is missing if they can go
+    on no longer."""
     if rank_env is None:
-        return SingleRank()
-    init_process_group(rank_env, device=device.type)
-    return make_ranks(parallel_layouts(chain_of(config, policy).stages), device=device.type)
+        yield SingleRank()
+        return
+    watch = init_process_group(
+        rank_env,
+        device=device.type,
+        timeout_s=config.for_policy(policy).training.rank_timeout_s,
+        hosts=host_of_each_rank(config, policy),
+        is_stopping=is_stopping,
+    )
+    try:
+        yield make_ranks(parallel_layouts(chain_of(config, policy).stages), device=device.type)
+    except RuntimeError as error:
+        if is_of_collective(error):
+            watch.explain(error)
+        raise
+    finally:
+        watch.close()

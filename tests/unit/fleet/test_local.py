@@ -355,3 +355,22 @@ def test_the_parent_death_signal_alone_ends_a_service(tmp_path: Path) -> None:
 )
 def test_exit_codes_are_described(code: int, text: str) -> None:
     assert describe_exit(code) == text
+
+
+def test_a_run_whose_trainers_are_started_elsewhere_is_not_over_when_its_publisher_exits(
+    tmp_path: Path,
+) -> None:
+    for trains in (True, False):
+        launcher = LocalLauncher(
+            [fake_service("publisher-judge", "pass", kind=ServiceKind.TRAINER)],
+            log_dir=tmp_path,
+            on_exit=lambda _: None,
+            monitor=FakeMonitor(),
+            trains=trains,
+        )
+        launcher.start()
+        try:
+            wait_until(launcher.poll)
+            assert launcher.has_finished_training() is trains
+        finally:
+            launcher.kill()

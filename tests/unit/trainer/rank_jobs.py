@@ -30,7 +30,13 @@ from penstock.fleet.processes import exit_with_parent
 from penstock.trainer.ranks.group import RankGroup, Ranks, init_process_group, make_rank_group
 from penstock.trainer.ranks.repartition import RowPlacement, repartition
 from penstock.trainer.ranks.row_fetch import fetch_rows
-from penstock.trainer.ranks.supervisor import LOOPBACK, RankEnv, read_rank_env, run_ranks
+from penstock.trainer.ranks.supervisor import (
+    LOOPBACK,
+    HostRanks,
+    RankEnv,
+    read_rank_env,
+    run_ranks,
+)
 from penstock.types import (
     GroupId,
     Manifest,
@@ -432,7 +438,7 @@ def supervised(job: str, num_ranks: int, folder: Path) -> list[dict[str, Any]]:
     """Run a job on ranks as a trainer starts them; what each of them found."""
     code = run_ranks(
         [sys.executable, "-m", "tests.unit.trainer.rank_jobs", job, str(folder)],
-        num_ranks,
+        HostRanks.one_host(num_ranks),
         env=_environ(),
         is_stopping=lambda: False,
         final_codes=(1,),

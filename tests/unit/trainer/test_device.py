@@ -52,8 +52,13 @@ def test_ranks_with_gpus_meet_and_spread_over_them(
 ) -> None:
     asked: list[str] = []
 
-    def init_process_group(rank_env: RankEnv, *, device: str) -> None:
+    class Watch:
+        def close(self) -> None:
+            pass
+
+    def init_process_group(rank_env: RankEnv, *, device: str, **rest: object) -> Watch:
         asked.append(device)
+        return Watch()
 
     def make_ranks(parallels: list[ParallelConfig], *, device: str) -> Ranks:
         asked.append(device)
@@ -63,5 +68,6 @@ def test_ranks_with_gpus_meet_and_spread_over_them(
     monkeypatch.setattr(service, "make_ranks", make_ranks)
     rank_env = RankEnv(rank=1, num_ranks=2, local_rank=1, host="", port=0)
     device = torch.device("cuda", 1)
-    service.join_ranks(settings(model_folder, "grpo"), POLICY, rank_env, device)
+    with service.joined_ranks(settings(model_folder, "grpo"), POLICY, rank_env, device):
+        pass
     assert asked == ["cuda", "cuda"]

@@ -107,7 +107,10 @@ class LocalLauncher:
         work_dir: Path | None = None,
         on_exit: Callable[[ServiceExit], None],
         monitor: RunMonitor,
+        trains: bool = True,
     ) -> None:
+        """trains: whether trainers are among the services, or started elsewhere."""
+        self.trains = trains
         self._supervised = [
             _Supervised(service, log_dir / f"{service.name}.log") for service in services
         ]
@@ -145,8 +148,8 @@ class LocalLauncher:
         return changed
 
     def has_finished_training(self) -> bool:
-        """Every trainer exited with code 0."""
-        return all(entry.is_done for entry in self._of_kind(ServiceKind.TRAINER))
+        """Every trainer exited with code 0; False if they are started elsewhere."""
+        return self.trains and all(entry.is_done for entry in self._of_kind(ServiceKind.TRAINER))
 
     def pids(self) -> dict[str, int]:
         return {e.service.name: e.child.pid for e in self._supervised if e.child is not None}

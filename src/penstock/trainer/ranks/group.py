@@ -11,7 +11,7 @@ P = data-parallel parts.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -22,10 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.config.stages import ParallelConfig
 from penstock.trainer.arrays import Floats
+from penstock.trainer.ranks.rendezvous import RankWatch, meet, open_store, progress
 from penstock.trainer.ranks.supervisor import RankEnv
 from penstock.trainer.ranks.topology import RankPosition
 
-TIMEOUT_S = 3600.0
+TIMEOUT_S = 600.0
 """For a rank that hangs; a rank that exits is noticed by its supervisor."""
 
 
@@ -86,6 +87,7 @@ class _WorldBroadcasts:
     """Broadcasts to every rank, including ranks that are idle in a stage."""
 
     def broadcast_from_rank0(self, numbers: Sequence[int]) -> list[int]:
+        progress.enter("orders of rank 0")
         said = torch.tensor(list(numbers), dtype=torch.int64)
         dist.broadcast(said, src=0)
         return said.tolist()
@@ -136,6 +138,7 @@ class RankGroup(_WorldBroadcasts):
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         """The parts' tensors in the order of parts."""
+        progress.enter("sums over parts")
         found = [torch.empty_like(tensor) for _ in range(self.position.parallel.dp)]
         dist.all_gather(found, tensor, group=self._dp_group)
         return found
@@ -184,18 +187,19 @@ class StagedRanks(_WorldBroadcasts):
 
 
 def init_process_group(
-    rank_env: RankEnv, *, device: str = "cpu", timeout_s: float = TIMEOUT_S
-) -> None:
-    """Join the other ranks at rank 0's store; returns when all have joined."""
+    rank_env: RankEnv,
+    *,
+    device: str = "cpu",
+    timeout_s: float = TIMEOUT_S,
+    hosts: Sequence[str] = (),
+    is_stopping: Callable[[], bool] = lambda: False,
+) -> RankWatch:
+    """Join the other ranks at rank 0's store; returns when all have joined.
+
+    timeout_s: of each collective. hosts: of each rank, for messages."""
     timeout = datetime.timedelta(seconds=timeout_s)
-    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        rank_env.host,
-        rank_env.port,
-        rank_env.num_ranks,
-        is_master=rank_env.rank == 0,
-        timeout=timeout,
-        master_listen_fd=rank_env.listener,
-    )
+    store = open_store(rank_env, timeout_s=timeout_s, is_stopping=is_stopping)
+    meet(store, rank_env, hosts=hosts, is_stopping=is_stopping)
     dist.init_process_group(
         "gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl",
         store=store,
@@ -203,6 +207,7 @@ def init_process_group(
         world_size=rank_env.num_ranks,
         timeout=timeout,
     )
+    return RankWatch(store, rank_env, hosts)
 
 
 def make_ranks(parallels: Sequence[ParallelConfig], *, device: str = "cpu") -> Ranks:

@@ -6,6 +6,9 @@ command also runs under torchrun or a custom launcher on other hosts. If a rank 
 cannot continue: they are killed, and all restart from the last checkpoint. SIGTERM reaches every
 rank; a supervisor that is killed takes its ranks with it.
 
+On several hosts each has a supervisor of its own ranks. They do not talk: a rank whose peers are
+gone fails, its supervisor starts its ranks again, and they wait for the others at rank 0's store.
+
 Owns processes and their exit codes. Imports no torch: it must respond while ranks compute.
 """
 
@@ -17,7 +20,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import structlog
@@ -37,6 +40,33 @@ HEALTHY_UPTIME_S = 60.0
 """Ranks that ran this long do not count as a fast failure."""
 MAX_FAST_FAILURES = 5
 """Consecutive; after that the process that started the supervisor decides."""
+
+
+EXIT_NOT_MET = 75
+"""A rank's exit code: not all ranks came together. This host did not fail, so it tries again
+without end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRanks:
+    """The ranks that one host starts, and where all ranks meet."""
+
+    num_ranks: int
+    """Of all hosts."""
+    num_local: int
+    """Of this host."""
+    first: int = 0
+    """Its first rank."""
+    address: str = LOOPBACK
+    """Of the host of rank 0."""
+    port: int = 0
+    """There; 0: any free one, if no other host has to know it."""
+    interface: str = "lo"
+    """Of this host's own address, which the ranks talk through."""
+
+    @classmethod
+    def one_host(cls, num_ranks: int) -> HostRanks:
+        return cls(num_ranks=num_ranks, num_local=num_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +105,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
 
 def run_ranks(
     command: Sequence[str],
-    num_ranks: int,
+    ranks: HostRanks,
     *,
     env: Mapping[str, str],
     is_stopping: Callable[[], bool],
@@ -88,10 +118,10 @@ def run_ranks(
     num_fast_failures = 0
     while True:
         began_at = time.monotonic()
-        code = _run_once(command, num_ranks, env=env, is_stopping=is_stopping)
+        code = _run_once(command, ranks, env=env, is_stopping=is_stopping)
         if code == 0 or code in final_codes or is_stopping():
             return code
-        was_healthy = time.monotonic() - began_at > HEALTHY_UPTIME_S
+        was_healthy = time.monotonic() - began_at > HEALTHY_UPTIME_S or code == EXIT_NOT_MET
         num_fast_failures = 1 if was_healthy else num_fast_failures + 1
         if num_fast_failures >= MAX_FAST_FAILURES:
             _log.error(
@@ -107,13 +137,13 @@ def run_ranks(
 
 def _run_once(
     command: Sequence[str],
-    num_ranks: int,
+    here: HostRanks,
     *,
     env: Mapping[str, str],
     is_stopping: Callable[[], bool],
 ) -> int:
     """0 if every rank ended with 0, else the code of the first that did not."""
-    with _started(command, num_ranks, env) as ranks:
+    with _started(command, here, env) as ranks:
         is_terminated = False
         while True:
             if is_stopping() and not is_terminated:
@@ -121,7 +151,7 @@ def _run_once(
                 for rank in ranks:
                     rank.terminate()
             codes = [rank.poll() for rank in ranks]
-            failed = [(number, code) for number, code in enumerate(codes) if code]
+            failed = [(rank, code) for rank, code in enumerate(codes, here.first) if code]
             if failed and not (is_terminated and _is_shutting_down(codes)):
                 return _report(*failed[0])
             if None not in codes:
@@ -144,14 +174,15 @@ def _report(failed: int, code: int) -> int:
 
 @contextmanager
 def _started(
-    command: Sequence[str], num_ranks: int, env: Mapping[str, str]
+    command: Sequence[str], here: HostRanks, env: Mapping[str, str]
 ) -> Generator[list[subprocess.Popen[bytes]]]:
-    """All ranks of one start; none is left when the block ends."""
+    """All ranks of one start on this host; none is left when the block ends."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        with socket.create_server((LOOPBACK, 0), backlog=4 * num_ranks) as listener:
-            for rank in range(num_ranks):
-                ranks.append(_start(command, rank, num_ranks, env, listener))
+        with ExitStack() as stack:
+            listener = stack.enter_context(_listen(here)) if here.first == 0 else None
+            for local_rank in range(here.num_local):
+                ranks.append(_start(command, local_rank, here, env, listener))
         yield ranks
     finally:
         for process in ranks:
@@ -160,28 +191,38 @@ def _started(
             process.wait()
 
 
+def _listen(here: HostRanks) -> socket.socket:
+    """The socket of rank 0's store."""
+    family = socket.AF_INET6 if ":" in here.address else socket.AF_INET
+    return socket.create_server(
+        (here.address, here.port), family=family, backlog=4 * here.num_ranks
+    )
+
+
 def _start(
     command: Sequence[str],
-    rank: int,
-    num_ranks: int,
+    local_rank: int,
+    here: HostRanks,
     env: Mapping[str, str],
-    listener: socket.socket,
+    listener: socket.socket | None,
 ) -> subprocess.Popen[bytes]:
+    """listener: on the host of rank 0."""
     own = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(listener.getsockname()[1]),
+        "RANK": str(here.first + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(here.num_ranks),
+        "MASTER_ADDR": here.address,
+        "MASTER_PORT": str(listener.getsockname()[1] if listener else here.port),
         PARENT_PID_ENV: str(os.getpid()),
     }
-    if rank == 0:
+    inherited: tuple[int, ...] = ()
+    if listener is not None and local_rank == 0:
         own[LISTENER] = str(listener.fileno())
-    return subprocess.Popen(
-        command,
-        env={"GLOO_SOCKET_IFNAME": "lo", **env, **own},
-        pass_fds=(listener.fileno(),) if rank == 0 else (),
-    )
+        inherited = (listener.fileno(),)
+    interfaces = {"GLOO_SOCKET_IFNAME": here.interface}
+    if here.num_local < here.num_ranks:
+        interfaces["NCCL_SOCKET_IFNAME"] = here.interface
+    return subprocess.Popen(command, env={**interfaces, **env, **own}, pass_fds=inherited)
 
 
 def _sleep(seconds: float, is_stopping: Callable[[], bool]) -> None:

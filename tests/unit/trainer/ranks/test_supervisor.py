@@ -15,7 +15,7 @@ import pytest
 
 from penstock.fleet import processes
 from penstock.trainer.ranks import supervisor as ranks
-from penstock.trainer.ranks.supervisor import RankEnv, read_rank_env, run_ranks
+from penstock.trainer.ranks.supervisor import HostRanks, RankEnv, read_rank_env, run_ranks
 
 RANK = """
 import os, signal, sys, time
@@ -42,7 +42,7 @@ def _run(
 ) -> int:
     return run_ranks(
         [sys.executable, "-c", RANK + body, str(folder)],
-        num_ranks,
+        HostRanks.one_host(num_ranks),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         is_stopping=is_stopping or (lambda: False),
         final_codes=(3,),
@@ -119,9 +119,9 @@ def test_no_rank_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
             sys.executable,
             "-c",
             "import os, sys\n"
-            "from penstock.trainer.ranks.supervisor import run_ranks\n"
-            "run_ranks([sys.executable, '-c', sys.argv[2], sys.argv[1]], 2, env=os.environ,"
-            " is_stopping=lambda: False)",
+            "from penstock.trainer.ranks.supervisor import HostRanks, run_ranks\n"
+            "run_ranks([sys.executable, '-c', sys.argv[2], sys.argv[1]], HostRanks.one_host(2),"
+            " env=os.environ, is_stopping=lambda: False)",
             str(tmp_path),
             body,
         ],

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two hosts: network namespaces with one cable between them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from tests.e2e.system import PENSTOCK
+
+NEEDS_NAMESPACES = [
+    pytest.mark.root,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("ip") is None, reason="makes network namespaces"
+    ),
+]
+HERE, THERE = "10.77.19.1", "10.77.19.2"
+LONG_S = 300.0
+
+
+class Host:
+    """One network namespace."""
+
+    def __init__(self, name: str, cable: str, log: Path) -> None:
+        self.name, self.log, self._cable = name, log, cable
+
+    @contextmanager
+    def cut_off(self) -> Generator[None]:
+        """Without its cable, until the block ends."""
+        ip("-n", self.name, "link", "set", self._cable, "down")
+        try:
+            yield
+        finally:
+            ip("-n", self.name, "link", "set", self._cable, "up")
+
+    def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self._inside(*words), capture_output=True, text=True, timeout=LONG_S, env=_env(env)
+        )
+
+    @contextmanager
+    def running(self, *words: str, **env: str) -> Generator[subprocess.Popen[bytes]]:
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                self._inside(*words), stdout=log, stderr=log, env=_env(env), cwd=self.log.parent
+            )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _inside(self, *words: str) -> list[str]:
+        return ["ip", "netns", "exec", self.name, *PENSTOCK, *words]
+
+
+def _env(more: dict[str, str]) -> dict[str, str]:
+    """What this process trusts by now is not for its children."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    return {**own, "OMP_NUM_THREADS": "1", **more}
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Generator[tuple[Host, Host]]:
+    names = [f"penstock-{os.getpid()}-{letter}" for letter in "ab"]
+    cables = [f"ps{os.getpid()}{letter}" for letter in "ab"]
+    with ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "delete", name)
+        ip("link", "add", cables[0], "type", "veth", "peer", "name", cables[1])
+        for name, cable, address in zip(names, cables, (HERE, THERE), strict=True):
+            ip("link", "set", cable, "netns", name)
+            ip("-n", name, "address", "add", f"{address}/24", "dev", cable)
+            ip("-n", name, "link", "set", cable, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        logs = (tmp_path / "here.log", tmp_path / "there.log")
+        yield Host(names[0], cables[0], logs[0]), Host(names[1], cables[1], logs[1])
