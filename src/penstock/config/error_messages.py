@@ -182,7 +182,9 @@ def _unknown_inside(path: KeyPath, value: object) -> ConfigProblem:
 def _unknown_key(path: KeyPath, here: Sequence[str]) -> ConfigProblem:
     word, sections_by_key = str(path[-1]), _sections_by_key()
     suggested_key: KeyPath | None = None
-    if closest := did_you_mean(word, here):
+    if word in sections_by_key:  # the key of another section, not a misspelt one of this
+        fix = f'did you mean "{sections_by_key[word]}"?'
+    elif closest := did_you_mean(word, here):
         fix, suggested_key = f'did you mean "{closest}"?', (*path[:-1], closest)
     elif closest := did_you_mean(word, tuple(sections_by_key)):
         fix = f'did you mean "{sections_by_key[closest]}"?'
