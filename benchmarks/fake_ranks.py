@@ -29,6 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+FORWARD, BACKWARD, ROOT_BACKWARD, UPDATE = "forward", "backward", "root backward", "update"
+"""The phases of a step. Within each, memory is linear in the number of layers."""
+_aten = torch.ops.aten
+_EMBEDDING_BACKWARD = _aten.embedding_dense_backward.default
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -54,7 +59,9 @@ class Ledger:
     """What ran, and what was alive."""
 
     live_bytes: int = 0
-    peak_bytes: int = 0
+    peaks: dict[str, int] = field(default_factory=dict[str, int])
+    """Most bytes alive at a time, by phase."""
+    phase: str = FORWARD
     wire_bytes: Counter[str] = field(default_factory=Counter[str])
     """Sent by this rank, by collective and type."""
     num_collectives: Counter[str] = field(default_factory=Counter[str])
@@ -64,6 +71,14 @@ class Ledger:
     compute_s: float = 0.0
     """Each operation as long as its products or its bytes take, whichever is longer."""
     wire_s: float = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peaks.values())
+
+    def add(self, num_bytes: int) -> None:
+        self.live_bytes += num_bytes
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.live_bytes)
 
 
 @contextlib.contextmanager
@@ -115,8 +130,7 @@ class MemoryLedger(TorchDispatchMode):
 
     def restart(self) -> None:
         """Count anew; what is alive stays."""
-        live_bytes = self.ledger.live_bytes
-        self.ledger = Ledger(live_bytes=live_bytes, peak_bytes=live_bytes)
+        self.ledger = Ledger(live_bytes=self.ledger.live_bytes)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -124,6 +138,8 @@ class MemoryLedger(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again, as what its local tensors do
         kwargs = kwargs or {}
+        if func is _EMBEDDING_BACKWARD:
+            self.ledger.phase = ROOT_BACKWARD
         out = func(*args, **kwargs)
         if self._is_paused:
             return out
@@ -139,9 +155,7 @@ class MemoryLedger(TorchDispatchMode):
         key, size = id(storage), storage.nbytes()
         if key not in self._alive:
             self._alive[key] = weakref.ref(storage, lambda _: self._gone(key))
-        ledger = self.ledger
-        ledger.live_bytes += size - self._sizes.get(key, 0)
-        ledger.peak_bytes = max(ledger.peak_bytes, ledger.live_bytes)
+        self.ledger.add(size - self._sizes.get(key, 0))
         self._sizes[key] = size
 
     def _gone(self, key: int) -> None:
@@ -162,10 +176,8 @@ class MemoryLedger(TorchDispatchMode):
         self.ledger.wire_s += size / self._device.link_bytes_s(num_ranks)
 
     def _count_work(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
-        formula = cast(dict[Any, Callable[..., float]], flop_registry).get(func.overloadpacket)
-        flops = 0.0
-        if formula is not None:
-            flops = formula(*args, **kwargs, out_val=out)
+        flops = _flops(func, args, kwargs, out)
+        if flops:
             self.ledger.matmuls[f"{func.overloadpacket.__name__} {args[0].dtype}"] += 1
         self.ledger.flops += flops
         if func.is_view:
@@ -173,6 +185,22 @@ class MemoryLedger(TorchDispatchMode):
         moved = sum(tensor.nbytes for tensor in _tensors((args, kwargs, out)))
         device = self._device
         self.ledger.compute_s += max(flops / device.tflops / 1e12, moved / device.hbm_tb_s / 1e12)
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> float:
+    """Of matrix products; of causal attention the half that is not masked."""
+    packet = func.overloadpacket
+    if packet is _aten._grouped_mm:  # each row of a meets one of the matrices b
+        a, b = args[0], args[1]
+        return 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
+    if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
+        query = args[0]
+        return 2.0 * query.numel() * query.shape[2]
+    if packet is _aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        query = args[1]
+        return 5.0 * query.numel() * query.shape[2]  # five products, and two forward
+    formula = cast(dict[Any, Callable[..., float]], flop_registry).get(packet)
+    return 0.0 if formula is None else formula(*args, **kwargs, out_val=out)
 
 
 class _Pause:

@@ -8,26 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A Qwen3, dense or a mixture of experts."""
+    """A model by the figures of its config.json."""
 
     name: str
     num_layers: int
     sizes: Mapping[str, int]
     vocab_size: int = 151936
-
-    @property
-    def is_moe(self) -> bool:
-        return "num_experts" in self.sizes
+    family: str = "qwen3"
 
     def config(self, num_layers: int) -> dict[str, Any]:
         """As in config.json, with this many layers."""
         return {
-            "model_type": "qwen3_moe" if self.is_moe else "qwen3",
+            "model_type": self.family,
             "vocab_size": self.vocab_size,
             "head_dim": 128,
             "max_position_embeddings": 40960,
@@ -59,6 +56,7 @@ QWEN3_32B = Shape(
 )
 QWEN3_30B_A3B = Shape(
     name="moe",
+    family="qwen3_moe",
     num_layers=48,
     sizes={
         "hidden_size": 2048,
@@ -74,10 +72,7 @@ QWEN3_30B_A3B = Shape(
 
 def meta_model(shape: Shape, num_layers: int) -> PreTrainedModel:
     """With shapes and no content, so of any size."""
-    settings = shape.config(num_layers)
-    kind: Any = Qwen3MoeConfig if shape.is_moe else Qwen3Config
     maker: Any = AutoModelForCausalLM
+    config: Any = AutoConfig.for_model(**shape.config(num_layers))
     with torch.device("meta"):
-        return maker.from_config(
-            kind(**{k: v for k, v in settings.items() if k != "model_type"}), dtype=torch.float32
-        )
+        return maker.from_config(config, dtype=torch.float32)
