@@ -110,7 +110,7 @@ async def _node(
         ack_log=ack_log,
         dataflow=client,
         make_fetcher=lambda facts: Folder(folder / "snapshot"),
-        make_engine=lambda facts, policy: engine,
+        make_engine=lambda facts, policy, seat: engine,
     )
     try:
         async with build(deps, node_id=NodeId(name), capacity=capacity) as node:

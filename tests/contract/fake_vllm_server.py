@@ -25,20 +25,24 @@ from starlette.routing import Route
 
 VOCAB = 11
 PROGRAM = """#!{python}
-import os, subprocess, sys
+import json, os, subprocess, sys
 sys.path[:0] = {path!r}
 from pathlib import Path
 import uvicorn
 from starlette.responses import PlainTextResponse
+from penstock.devices import visible_devices
 from tests.contract.fake_vllm_server import VllmDouble
 words = sys.argv[1:]
 assert words[0] == "serve", words
-assert words[-4:-2] == ["--dtype", "float32"] and "--enforce-eager" in words
+assert words[-4:-2] == ["--dtype", "float32"]
+assert ("--enforce-eager" in words) is not bool(visible_devices()), words
 assert words[-2] == "--uds", words
 assert os.environ["VLLM_SERVER_DEV_MODE"] == "1" and "PENSTOCK_TOKEN" not in os.environ
 assert os.environ.get("VLLM_PLUGINS", "penstock").endswith("penstock")
 helper = subprocess.Popen(["sleep", "1000"])
 Path({pids!r}).write_text(f"{{os.getpid()}} {{helper.pid}}")
+seen = {{"devices": os.environ.get("CUDA_VISIBLE_DEVICES"), "words": words}}
+Path({pids!r} + f".{{os.getpid()}}.json").write_text(json.dumps(seen))
 double = VllmDouble(Path(words[1]), root=Path(os.environ["PENSTOCK_WEIGHTS_ROOT"]))
 app = double.app()
 app.add_route("/canary", lambda request: PlainTextResponse({pids!r}))
@@ -47,8 +51,9 @@ uvicorn.run(app, uds=words[-1])
 
 
 def write_environment(folder: Path, pids: Path) -> Path:
-    """A virtual environment whose `vllm` is this server; it writes its process ids to a file, and
-    answers /canary with that file's name."""
+    """A virtual environment whose `vllm` is this server; it writes its process ids to a file, its
+    devices and arguments to another one beside it, and answers /canary with the first file's
+    name."""
     program = folder / "bin" / "vllm"
     program.parent.mkdir(parents=True)
     path = [p for p in sys.path if p] + [str(Path(__file__).parents[2])]

@@ -188,7 +188,7 @@ async def gateway(
         ack_log=ack_log,
         dataflow=client,
         make_fetcher=lambda facts: fetch,
-        make_engine=lambda facts, policy: make_engine(),
+        make_engine=lambda facts, policy, seat: make_engine(),
     )
     tokens = running.signer.verifier(Audience.GATEWAY)
     try:

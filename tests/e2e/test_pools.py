@@ -130,7 +130,7 @@ async def node(
         ack_log=ack_log,
         dataflow=client,
         make_fetcher=lambda facts: Folder(folder / "snapshot"),
-        make_engine=lambda facts, policy: SimulatedEngine(load),
+        make_engine=lambda facts, policy, seat: SimulatedEngine(load),
         policies=(policy,),
     )
     try:

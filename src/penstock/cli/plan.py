@@ -25,11 +25,12 @@ def plan(target: Path, /, *overrides: str, svg: Path | None = None, json: bool =
         svg: Also draw the pipeline into this SVG file.
         json: Print one JSON object as the last line.
     """
+    from penstock.fleet.device_plan import this_host
     from penstock.runs.target import read_target
     from penstock.trainer.pipeline.builtin import plan_of
 
     config = read_target(target, overrides).config
-    found = plan_of(config)
+    found = plan_of(config, this_host(config.all_hosts))
     names = {name: config.for_policy(name).algorithm.name for name in config.trained}
     is_custom = config.pipeline is not None and bool(config.pipeline.stages)
     kind = "custom pipeline" if is_custom else ", ".join(dict.fromkeys(names.values()))

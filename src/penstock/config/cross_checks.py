@@ -11,6 +11,7 @@ from penstock.config.base import repeated_names
 from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.dataflow import SurvivorsClosing
 from penstock.config.evaluation_checks import evaluation_checks
+from penstock.config.host_checks import host_contradictions
 from penstock.config.models import is_reproducible, serves_adapters
 from penstock.config.pipeline_cross_checks import (
     group_comparer,
@@ -39,6 +40,7 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from repeated_names("source", [source.name for source in config.sources], "sources")
     yield from role_contradictions(config.roles, config.models)
     yield from policy_contradictions(config)
+    yield from host_contradictions(config)
     yield from _temperatures(config)
     yield from row_stage_checks(config)
     yield from dict.fromkeys(_groups_too_small(config))

@@ -44,7 +44,7 @@ def _engines(config: RunSections) -> Iterator[Contradiction]:
     """An evaluation loads its version beside the newest one."""
     assert config.eval is not None
     for name, model in config.models.items():
-        if model.engine_url:
+        if model.engine_urls:
             text = f"the engine server of {name} holds one version, and an evaluation needs one "
             text += "beside the newest; let penstock start the engine, or remove eval"
             yield Contradiction(text=text, keys=(("eval",), ("models", name)))

@@ -5,10 +5,17 @@ Owns the shape of one entry under `models`. Loads no model and starts no engine;
 have an adapter is checked when a model is loaded."""
 
 import re
-from collections.abc import Iterator
-from typing import Annotated, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Protocol, cast
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
 
 from penstock.config.algorithms import AlgorithmConfig
 from penstock.config.base import Section, is_custom, matching, non_blank
@@ -79,12 +86,26 @@ def _init(value: str) -> str:
     return non_blank(value)
 
 
-class VllmConfig(Section):
-    """Where vLLM is, for `engine: vllm`."""
+_Urls = Annotated[tuple[str, ...], Field(strict=False), non_empty()]
+MAX_MEMORY_SHARE = 0.95
+"""CUDA itself needs the rest of a device."""
 
-    url: str | None = None
-    """A running server, like unix:/run/vllm/http.sock or http://127.0.0.1:8000; null starts one
-    inside each node, on a unix socket that only the node reaches."""
+
+class VllmConfig(Section):
+    """Where vLLM is, for `engine: vllm`, and what each engine gets of the machine."""
+
+    url: str | _Urls | None = None
+    """A running server, like unix:/run/vllm/http.sock or http://127.0.0.1:8000, or a list of them,
+    one for each engine; null starts one inside each node, on a unix socket that only the node
+    reaches."""
+    tensor_parallel: PositiveInt = 1
+    """Devices over which each engine spreads its model."""
+    devices: Annotated[tuple[NonNegativeInt, ...], Field(strict=False), non_empty()] | None = None
+    """Devices of this machine for the engines, dealt in order, `tensor_parallel` to each; null: the
+    first that no other process of the run names."""
+    memory_share: float | None = Field(default=None, gt=0, le=MAX_MEMORY_SHARE)
+    """Share of each device's memory that an engine takes, so that a trainer or another engine can
+    use the rest; null: the engine has its devices to itself."""
     environment: str | None = None
     """Virtual environment with vLLM; null for the one that `make setup-engine` creates."""
     options: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -94,8 +115,8 @@ class VllmConfig(Section):
 class SglangConfig(Section):
     """Where SGLang is, for `engine: sglang`; untested on a real server."""
 
-    url: str | None = None
-    """The server, like http://127.0.0.1:30000."""
+    url: str | _Urls | None = None
+    """The server, like http://127.0.0.1:30000, or a list of them, one for each engine."""
 
 
 _MODULE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -142,7 +163,8 @@ class ModelConfig(Section):
     capacity: PositiveInt = 256
     """Slots that one node works on concurrently."""
     engines: PositiveInt = 1
-    """Engines inside each node; requests of a lost one continue on the others."""
+    """Engines inside each node; requests of a lost one continue on the others. With a list of
+    `url`s, as many as there are."""
     max_paused: float = Field(default=0.25, gt=0, le=1)
     """Share of a node's engines that may load new weights at the same time; always at least one."""
     torch_threads: PositiveInt = 1
@@ -158,9 +180,8 @@ class ModelConfig(Section):
         if self.engine == "sglang" and not self.sglang.url:
             text = "engine sglang needs a running server; set sglang: {url: ...}"
             yield Contradiction(text=text, keys=((),))
-        if self.engine_url and self.replicas * self.engines > 1:
-            text = f"{self.engine}.url names one server, and each engine needs a separate one; "
-            yield Contradiction(text=f"{text}set replicas: 1 and engines: 1", keys=((),))
+        yield from self._server_contradictions()
+        yield from self._device_contradictions()
         if own_version(self.init) and not self.frozen:
             text = f"{self.init} is a version of this run, from which no trained policy can start; "
             text += "set frozen: true, or continue from it with `penstock fork`"
@@ -170,8 +191,60 @@ class ModelConfig(Section):
                 text = f"{key} has no effect on a frozen policy; remove it, or set frozen: false"
                 yield Contradiction(text=text, keys=((key,), ("frozen",)))
 
+    @model_validator(mode="before")
+    @classmethod
+    def _count_servers(cls, data: Any) -> Any:
+        """A list of servers is one engine each, if the file does not say how many."""
+        if not isinstance(data, Mapping):
+            return data
+        written = cast(Mapping[str, Any], data)
+        section: object = written.get(str(written.get("engine")))
+        urls: object = section.get("url") if isinstance(section, Mapping) else None  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
+        if "engines" in written or not isinstance(urls, list | tuple) or not urls:
+            return written
+        return {**written, "engines": len(cast(list[Any], urls))}
+
+    def _server_contradictions(self) -> Iterator[Contradiction]:
+        urls, num_engines = self.engine_urls, self.replicas * self.engines
+        if urls and self.replicas and num_engines != len(urls):
+            servers = "1 server" if len(urls) == 1 else f"{len(urls)} servers"
+            text = f"{self.engine}.url names {servers}, and {self.replicas} replicas × "
+            text += f"{self.engines} engines need {num_engines}, one each; list {num_engines} "
+            text += f"urls, or set replicas: 1 and engines: {len(urls)}"
+            yield Contradiction(text=text, keys=((self.engine, "url"), ()))
+        if len(set(urls)) < len(urls):
+            text = f"{self.engine}.url names a server twice, and each engine needs a separate one"
+            yield Contradiction(text=f"{text}; remove it", keys=((self.engine, "url"),))
+
+    def _device_contradictions(self) -> Iterator[Contradiction]:
+        written = {
+            "devices": self.vllm.devices is not None,
+            "tensor_parallel": self.vllm.tensor_parallel > 1,
+            "memory_share": self.vllm.memory_share is not None,
+        }
+        for key, is_written in written.items():
+            if is_written and self.engine == "vllm" and self.vllm.url:
+                text = "vllm.url names a server that runs already, on its own devices; start it "
+                text += f"with what it needs, and remove {key}"
+                yield Contradiction(text=text, keys=(("vllm", key), ("vllm", "url")))
+
     @property
-    def engine_url(self) -> str:
-        """URL of the engine's running server; empty if penstock starts it."""
-        urls = {"vllm": self.vllm.url, "sglang": self.sglang.url}
-        return urls.get(self.engine) or ""
+    def engine_urls(self) -> tuple[str, ...]:
+        """URLs of the engine's running servers, one per engine; empty if penstock starts them."""
+        urls = {"vllm": self.vllm.url, "sglang": self.sglang.url}.get(self.engine)
+        return (urls,) if isinstance(urls, str) else urls or ()
+
+    @property
+    def devices_per_engine(self) -> int:
+        """Devices of each engine that a node starts, on a machine with devices."""
+        return self.vllm.tensor_parallel if self.engine == "vllm" else 0
+
+    @property
+    def engine_options(self) -> tuple[str, ...]:
+        """Arguments of an engine that is a separate program."""
+        own, vllm = list[str](), self.vllm
+        if self.engine == "vllm" and vllm.tensor_parallel > 1:
+            own += ["--tensor-parallel-size", str(vllm.tensor_parallel)]
+        if self.engine == "vllm" and vllm.memory_share is not None:
+            own += ["--gpu-memory-utilization", f"{vllm.memory_share:g}"]
+        return (*own, *vllm.options)

@@ -8,34 +8,21 @@ exists and accepts what its stage passes."""
 from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from penstock.config.base import Section
 from penstock.config.pipeline_checks import pipeline_contradictions
-from penstock.config.stages import ParallelConfig, PipelineStageConfig, Tags
+from penstock.config.stages import ParallelConfig, PipelineStageConfig
 from penstock.options import Contradiction
 
-__all__ = ["HostConfig", "ParallelConfig", "PipelineConfig", "PipelineStageConfig"]
-
-
-class HostConfig(Section):
-    """A place for stages: one device, or one machine without devices."""
-
-    tags: Tags
-    """Tags that stages can request; trainers go to hosts with `train`."""
-    memory_gb: float = Field(gt=0)
-    """Memory for models, in GB (10^9 bytes)."""
-    count: PositiveInt = 1
-    """Number of identical hosts."""
+__all__ = ["ParallelConfig", "PipelineConfig", "PipelineStageConfig"]
 
 
 class PipelineConfig(Section):
-    """Stages of training, and the hosts to place them on."""
+    """Stages of training."""
 
     stages: Annotated[tuple[PipelineStageConfig, ...], Field(strict=False)] = ()
     """The graph; empty: the algorithm's graph."""
-    hosts: Annotated[tuple[HostConfig, ...], Field(strict=False)] = ()
-    """Hosts for stages; empty: plans are not checked for tags and memory."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         return pipeline_contradictions(self.stages)

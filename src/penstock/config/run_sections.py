@@ -15,6 +15,7 @@ from penstock.config.base import NAME, Name, Section, non_blank, only_supported
 from penstock.config.dataflow import DataflowConfig
 from penstock.config.evaluation import EvalConfig
 from penstock.config.harbor import harbor_workflow
+from penstock.config.hosts import HostConfig, HostName, expanded
 from penstock.config.models import ModelConfig
 from penstock.config.network import NetworkConfig
 from penstock.config.pipeline import PipelineConfig
@@ -109,6 +110,9 @@ class RunSections(Section):
     """How weights reach the nodes."""
     network: NetworkConfig = NetworkConfig()
     """Where the services listen, and how other hosts reach them."""
+    hosts: Mapping[HostName, HostConfig] = Field(default_factory=dict[str, HostConfig])
+    """Machines by name, such as {"gpu[0-7]": {devices: 8, memory_gb: 80}}; empty: this one, with
+    the devices it has, and plans are not checked for tags and memory."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where rewards, workflow commands and tools run, and what they may reach."""
     tools: Mapping[Name, ToolServerConfig] = Field(default_factory=dict[str, ToolServerConfig])
@@ -152,6 +156,17 @@ class RunSections(Section):
     def trained(self) -> Mapping[str, ModelConfig]:
         """The policies that have a trainer."""
         return {name: model for name, model in self.models.items() if not model.frozen}
+
+    @property
+    def all_hosts(self) -> Mapping[str, HostConfig]:
+        """Each host under its own name, ranges written out, in the order of the file."""
+        return expanded(self.hosts)
+
+    def num_ranks_of(self, policy: str) -> int:
+        """Ranks of the trainer of this policy."""
+        own = self.pipeline.of_policy(policy) if self.pipeline else ()
+        ranks = [stage.parallel.num_ranks for stage in own if not stage.is_service]
+        return max(ranks, default=self.for_policy(policy).training.parallel.num_ranks)
 
     def policies_of(self, source: SourceConfig) -> tuple[str, ...]:
         """Policies that the workflow of this source may call."""

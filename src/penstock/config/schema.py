@@ -97,6 +97,7 @@ def _add_patterns(sections: Mapping[str, Schema]) -> None:
     run["name"] |= {"pattern": rf"^{part}(\.{part})*$", "maxLength": 100}
     run["output_dir"]["pattern"] = r"\S"
     run["models"] |= {"propertyNames": _full(NAME), "minProperties": 1}
+    run["hosts"]["propertyNames"] = {"pattern": r"^[A-Za-z0-9][\w-]*(\[[0-9,-]+\][\w-]*)?$"}
     run["roles"] |= {"propertyNames": _full(NAME), "additionalProperties": _full(NAME)}
     for name in ("SourceConfig", "SpaceConfig", "StageConfig"):
         sections[name]["properties"]["name"] |= _full(NAME)

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from penstock.config.base import Section
+from penstock.config.hosts import HostName
 from penstock.config.pipeline import ParallelConfig
-from penstock.options import Contradiction
+from penstock.options import Contradiction, non_empty
 from penstock.types import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 Recompute = Literal["none", "layer", "selective"]
@@ -71,6 +72,12 @@ class TrainingConfig(Section):
     """Versions a row may be older than the one it trains; 0 is fully synchronous."""
     parallel: ParallelConfig = ParallelConfig()
     """Ranks of the trainer under the algorithm's own graph; stages of a pipeline have their own."""
+    hosts: Annotated[tuple[HostName, ...], Field(strict=False), non_empty()] | None = None
+    """Hosts of its ranks, like ["gpu[0-3]"], one after another; null: those with the tag `train`,
+    or this machine if the file has no hosts."""
+    devices: Annotated[tuple[NonNegativeInt, ...], Field(strict=False), non_empty()] | None = None
+    """Devices of its ranks on each of these hosts, like [0, 1, 2, 3]; null: the first that no other
+    process of the run names."""
     checkpoint_every: PositiveInt = 20
     """Steps between two checkpoints."""
     weight_decay: float = Field(default=0.01, ge=0, lt=10)

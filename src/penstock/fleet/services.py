@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from penstock.config import RunConfig
+from penstock.config.device_layout import LaunchedNode, launched_nodes
 from penstock.config.stages import stage_subject
 from penstock.config.store_password import PASSWORD_ENV, password_in
 from penstock.config.trust import SCORE_STAGE
+from penstock.devices import VISIBLE_ENV
 from penstock.fleet.run_folder import RunFolder
 from penstock.fleet.service_tokens import TOKEN_FILE_ENV, write_token
 from penstock.wire.auth import Role
@@ -54,10 +56,14 @@ class ServiceSpec:
     """Called at intervals while it runs."""
 
 
-def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, ...]:
+def local_services(
+    config: RunConfig, folder: RunFolder, devices: Mapping[str, str] | None = None
+) -> tuple[ServiceSpec, ...]:
     """Every service of a run on this machine: dataflow and its partitions, weight server, a worker
     for each pipeline stage outside the trainer, and per policy one trainer and `replicas` nodes. A
-    frozen policy has, in place of a trainer, a process that publishes it and exits."""
+    frozen policy has, in place of a trainer, a process that publishes it and exits.
+
+    `devices`: CUDA_VISIBLE_DEVICES by service; with any, services that are not listed see none."""
     server, node, trainer = ServiceKind.SERVER, ServiceKind.NODE, ServiceKind.TRAINER
     run_dir = ("--run-dir", str(folder.path))
 
@@ -78,6 +84,8 @@ def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, .
         def build_env() -> Mapping[str, str]:
             renew_token()
             found = {**_env(threads), **(_store_env(config) if with_store else {})}
+            if devices:
+                found[VISIBLE_ENV] = devices.get(name, "")
             return found if role is None else {**found, TOKEN_FILE_ENV: str(token_file)}
 
         command = (sys.executable, "-m", "penstock.cli.main", *args)
@@ -97,22 +105,22 @@ def local_services(config: RunConfig, folder: RunFolder) -> tuple[ServiceSpec, .
         threads = next(iter(config.models.values())).torch_threads
         args, name = ("stage", str(folder.path), SCORE_STAGE), stage_subject(SCORE_STAGE)
         services.append(service(name, server, *args, role=Role.STAGE, threads=threads))
+    nodes = tuple(launched_nodes(config))
+
+    def node_service(one: LaunchedNode) -> ServiceSpec:
+        args = ("rollout", *run_dir, "--name", one.name, "--policy", one.policy)
+        args += ("--evaluates-only",) if one.evaluates_only else ()
+        threads = config.models[one.policy].torch_threads
+        return service(one.name, node, *args, role=Role.ROLLOUT, threads=threads)
+
     for policy, model in config.models.items():
-        threads = model.torch_threads
         args = ("trainer", *run_dir, "--policy", policy)
         name = f"publisher-{policy}" if model.frozen else f"trainer-{policy}"
+        threads = model.torch_threads
         services.append(service(name, trainer, *args, role=Role.TRAINER, threads=threads))
-        prefix = "node" if len(config.models) == 1 else f"{policy}-node"
-        for name in (f"{prefix}-{replica}" for replica in range(model.replicas)):
-            args = ("rollout", *run_dir, "--name", name, "--policy", policy)
-            services.append(service(name, node, *args, role=Role.ROLLOUT, threads=threads))
-    if config.eval is not None and config.evaluated is not None:
-        threads = config.models[config.evaluated].torch_threads
-        for index in range(config.eval.nodes):
-            name = f"eval-node-{index}"
-            args = ("rollout", *run_dir, "--name", name, "--policy", config.evaluated)
-            args = (*args, "--evaluates-only")
-            services.append(service(name, node, *args, role=Role.ROLLOUT, threads=threads))
+        own = (one for one in nodes if one.policy == policy and not one.evaluates_only)
+        services += map(node_service, own)
+    services += (node_service(one) for one in nodes if one.evaluates_only)
     return tuple(services)
 
 

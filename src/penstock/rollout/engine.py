@@ -57,6 +57,8 @@ class EngineSettings:
     """Virtual environment of the engine server; empty: the one from `make setup-engine`."""
     options: Sequence[str] = ()
     """Additional arguments of the engine server."""
+    devices: Sequence[str] = ()
+    """Devices of the engine server, as in CUDA_VISIBLE_DEVICES; empty: what this process sees."""
     state_dir: Path | None = None
     """Folder for the log of the engine server."""
     num_policies: int = 1

@@ -18,14 +18,14 @@ import zlib
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol, Required, TypedDict, Unpack, cast
 
 import structlog
 
 from penstock.dataflow.client.partitioned import PartitionedNodeClient
-from penstock.dataflow.service.nodes.messages import EngineInfo, RunInfo
+from penstock.dataflow.service.nodes.messages import RunInfo
+from penstock.devices import visible_devices
 from penstock.errors import ConfigError
 from penstock.gateway.gateway import MAX_RUNNING, Gateway
 from penstock.plugins import unknown
@@ -34,6 +34,13 @@ from penstock.rollout.delivery_queue import AckLog, DeliveryApi, DeliveryQueue
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engine import Engine, EngineSettings
 from penstock.rollout.engine_pool import MAX_PAUSED, EnginePools
+from penstock.rollout.engine_seats import (
+    EngineGroup,
+    EngineSeat,
+    engine_info,
+    policy_groups,
+    seat_engines,
+)
 from penstock.rollout.engines import find_engine
 from penstock.rollout.isolation import Isolation, IsolationSettings, Use
 from penstock.rollout.membership import Membership, MembershipApi, NodeOrders
@@ -117,7 +124,7 @@ class NodeDeps:
     dataflow: DataflowApi
     ack_log: AckLog
     make_fetcher: Callable[[RunInfo], WeightFetcher]
-    make_engine: Callable[[RunInfo, PolicyName], Engine]
+    make_engine: Callable[[RunInfo, PolicyName, EngineSeat], Engine]
     num_engines: int | None = None
     """Engines per policy; None: as many as the run says."""
     max_paused: float = MAX_PAUSED
@@ -126,6 +133,10 @@ class NodeDeps:
     isolation: IsolationSettings = field(default_factory=IsolationSettings)
     evaluates_only: bool = False
     """The node does nothing but evaluate."""
+    visible: Sequence[str] = ()
+    """Devices that the node may use, as in CUDA_VISIBLE_DEVICES."""
+    engine_urls: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    """Running servers of its engines, by policy."""
     can_pin: bool = True
     """Engines for evaluations can be made; not if a server of the user holds the only copy."""
 
@@ -138,26 +149,45 @@ class NodeDeps:
         """Engines of the policies that this node serves, or of these; adapters of one model share
         theirs."""
         served = tuple(policies) or require_known(self.policies, run_info.policies)
-        num_engines = num_engines or self.num_engines
-        shared = [tuple(p for p in one.policies if p in served) for one in run_info.adapters]
-        alone = [(policy,) for policy in served if not any(policy in one for one in shared)]
-        pools = EnginePools((), lambda: self.make_engine(run_info, served[0]))
-        for policies in (*filter(None, shared), *alone):
+        seats = self._seats(run_info)
+        pools = EnginePools((), _no_engine)
+        for policies in policy_groups(run_info, served):
             pools.add(
                 EnginePools(
                     policies,
-                    partial(self.make_engine, run_info, policies[0]),
-                    num_engines=num_engines or engine_info(run_info, policies[0]).num_engines,
+                    self._maker(run_info, policies[0], seats[policies[0]]),
+                    num_engines=num_engines or self._num_engines(run_info, policies[0]),
                     max_paused=self.max_paused,
                     sharing=[policies],
                 )
             )
         return pools
 
+    def _maker(
+        self, run_info: RunInfo, policy: PolicyName, seats: Sequence[EngineSeat]
+    ) -> Callable[[], Engine]:
+        """Makes one engine after another, each in its seat. An engine without weights may be made
+        once more for each policy that shares it, and needs no seat."""
+        left = itertools.chain(seats, itertools.repeat(EngineSeat()))
+        return lambda: self.make_engine(run_info, policy, next(left))
 
-def engine_info(run_info: RunInfo, policy: PolicyName) -> EngineInfo:
-    default = EngineInfo(kind=run_info.engine, options=run_info.engine_options)
-    return run_info.engines.get(policy, default)
+    def _num_engines(self, run_info: RunInfo, policy: PolicyName) -> int:
+        if self.evaluates_only:
+            return 1
+        return self.num_engines or engine_info(run_info, policy).num_engines
+
+    def _seats(self, run_info: RunInfo) -> dict[PolicyName, list[EngineSeat]]:
+        """What each engine of this node gets, whichever of them are built now."""
+        served = require_known(self.policies, run_info.policies)
+        groups = [
+            EngineGroup(
+                policies=policies,
+                num_engines=self._num_engines(run_info, policies[0]),
+                num_devices=engine_info(run_info, policies[0]).num_devices,
+            )
+            for policies in policy_groups(run_info, served)
+        ]
+        return seat_engines(groups, self.visible, self.engine_urls)
 
 
 def require_known(
@@ -174,20 +204,21 @@ def require_known(
 
 def engine_maker(
     node_id: NodeId, **options: Unpack[NodeOptions]
-) -> Callable[[RunInfo, PolicyName], Engine]:
+) -> Callable[[RunInfo, PolicyName, EngineSeat], Engine]:
     """A factory for engines, each with a different seed."""
     seeds = itertools.count(zlib.crc32(node_id.encode()))
 
-    def make(run_info: RunInfo, policy: PolicyName) -> Engine:
+    def make(run_info: RunInfo, policy: PolicyName, seat: EngineSeat) -> Engine:
         info, servers = engine_info(run_info, policy), options.get("engine_servers", {})
-        url, environment = servers.get(policy, ("", ""))
+        _, environment = servers.get(policy, ((), ""))
         settings = EngineSettings(
             seed=next(seeds),
             torch_threads=run_info.torch_threads,
             is_deterministic=run_info.is_deterministic,
-            url=url,
+            url=seat.url,
             environment=environment,
             options=info.options,
+            devices=seat.devices,
             state_dir=options["state_dir"],
             num_policies=max((len(s.policies) for s in run_info.adapters), default=1),
             adapter_rank=max((s.rank for s in run_info.adapters), default=1),
@@ -313,7 +344,7 @@ class NodeOptions(TypedDict, total=False):
 
     state_dir: Required[Path]
     acks: Path
-    engine_servers: Mapping[str, tuple[str, str]]
+    engine_servers: Mapping[str, tuple[Sequence[str], str]]
     num_engines: int | None
     max_paused: float
     policies: tuple[PolicyName, ...]
@@ -333,7 +364,8 @@ async def connect(
     """Clients and factories of a node of the run at `url`.
 
     - `acks`: file for acknowledged row ids; default `state_dir/acks.txt`.
-    - `engine_servers`: URL of the server of an engine, or the environment to start one, by policy.
+    - `engine_servers`: URLs of the servers of its engines, and the environment to start others, by
+      policy.
     - `num_engines`: engines per policy, if not as many as the run says; at most the share
       `max_paused` of them swaps weights at the same time.
     - `policies`: those that it serves, and is leased work of; default: all of the run.
@@ -342,6 +374,8 @@ async def connect(
     """
     client = PartitionedNodeClient(url, token)
     ack_log = AckLog(options.get("acks") or options["state_dir"] / "acks.txt")
+    servers = options.get("engine_servers", {})
+    urls = {policy: own for policy, (own, _) in servers.items() if own}
     try:
         yield NodeDeps(
             dataflow=client,
@@ -353,7 +387,9 @@ async def connect(
             policies=options.get("policies", ()),
             isolation=options.get("isolation", IsolationSettings()),
             evaluates_only=options.get("evaluates_only", False),
-            can_pin=not any(url for url, _ in options.get("engine_servers", {}).values()),
+            visible=[device.id for device in await asyncio.to_thread(visible_devices)],
+            engine_urls=urls,
+            can_pin=not urls,
         )
     finally:
         ack_log.close()

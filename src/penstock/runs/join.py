@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.bounds import is_safe_name
-from penstock.config import RunConfig
+from penstock.config import ModelConfig, RunConfig
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.types import (
@@ -49,13 +49,21 @@ def local_node_options(folder: RunFolder, config: RunConfig, policy: str, node: 
         "state_dir": folder.nodes / require_safe(node),
         "acks": folder.acks / f"{node}.txt",
         "engine_servers": {
-            name: (other.engine_url, other.vllm.environment or "")
+            name: (_urls_of(other, node), other.vllm.environment or "")
             for name, other in config.models.items()
         },
         "max_paused": model.max_paused,
         "policies": tuple(map(PolicyName, config.served_with(policy))),
         "isolation": isolation_settings(config, folder.path),
     }
+
+
+def _urls_of(model: ModelConfig, node: str) -> tuple[str, ...]:
+    """The running servers of the engines of this node: each replica has its own part of the list,
+    by the number at the end of its name."""
+    replica = node.rpartition("-")[2]
+    start = int(replica) * model.engines if replica.isdecimal() else 0
+    return model.engine_urls[start : start + model.engines] or model.engine_urls[: model.engines]
 
 
 def check_reachable(url: str, token: Token) -> None:

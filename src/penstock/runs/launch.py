@@ -21,7 +21,9 @@ from typing import Protocol
 from penstock.config import RunConfig, config_changes
 from penstock.dataflow.service.read_prompts import with_prompts
 from penstock.dataflow.sources import preferred_digest
+from penstock.devices import visible_devices
 from penstock.errors import ConfigError, LaunchError, PenstockError
+from penstock.fleet.device_plan import deal_devices
 from penstock.fleet.launchers.local import POLL_S, LocalLauncher
 from penstock.fleet.ports import wait_for_port
 from penstock.fleet.run_folder import (
@@ -236,7 +238,7 @@ def _supervise(
         (log_dir / "launcher.log").write_text(line + "\n")
 
     launcher = LocalLauncher(
-        local_services(config, folder),
+        local_services(config, folder, deal_devices(config, len(visible_devices()))),
         log_dir=log_dir,
         work_dir=Path(folder.endpoints().work_dir),
         on_exit=notify,

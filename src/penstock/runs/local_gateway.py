@@ -115,7 +115,7 @@ def _make_engine(config: RunConfig, info: RunInfo, scratch: Path) -> Engine:
         seed=config.seed,
         torch_threads=info.torch_threads,
         is_deterministic=info.is_deterministic,
-        url=first.engine_url,
+        url=next(iter(first.engine_urls), ""),
         environment=first.vllm.environment or "",
         options=info.engine_options,
         state_dir=scratch,

@@ -2,25 +2,26 @@
 """What this machine cannot do for a run: ranks, devices, memory, context window, disk.
 
 Owns the comparison of what the config asks for with what is here, each with the figure that is
-short. Imports no torch: GPUs are counted by `nvidia-smi`."""
+short; `device_check` compares devices. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from penstock.config import RunConfig
+from penstock.devices import visible_devices
 from penstock.errors import ConfigError
+from penstock.fleet.device_plan import layout_here, this_host
 from penstock.fleet.run_folder import free_bytes
 from penstock.gateway.sampling import MAX_ANSWER_TOKENS
 from penstock.gateway.tokenizer_files import find_window
 from penstock.runs.check_problem import CheckProblem
+from penstock.runs.device_check import device_problems
 from penstock.trainer.model_folders import initial_folder
 from penstock.trainer.pipeline.builtin import plan_of
 from penstock.trainer.pipeline.memory_estimate import (
@@ -38,7 +39,6 @@ RANKS_PER_CORE = 2
 minutes."""
 DISK_BYTES_PER_PARAMETER = 2 * (12 + WEIGHT_BYTES)
 """Two checkpoints, with AdamW's state, and two versions."""
-NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,9 @@ class Machine:
 
 def this_machine() -> Machine:
     return Machine(
-        num_cores=len(os.sched_getaffinity(0)), memory_bytes=_available_memory(), gpus=_gpus()
+        num_cores=len(os.sched_getaffinity(0)),
+        memory_bytes=_available_memory(),
+        gpus=tuple(device.free_bytes for device in visible_devices()),
     )
 
 
@@ -72,34 +74,18 @@ def _available_memory() -> int:
     return found if limit == "max" else min(found, int(limit) - used)
 
 
-def _gpus() -> tuple[int, ...]:
-    program = shutil.which("nvidia-smi")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if program is None or visible == "":
-        return ()
-    query = [program, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
-        )
-        free = tuple(int(line) << 20 for line in done.stdout.split())
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return ()
-    return free[: len(visible.split(","))] if visible else free
-
-
 def machine_problems(config: RunConfig, folder: Path, machine: Machine) -> Iterator[CheckProblem]:
     """Everything that does not fit this machine."""
     yield from _token_limits(config)
     yield from _lora_problems(config)
     try:
-        plan = plan_of(config)
+        plan = plan_of(config, this_host(config.all_hosts))
     except ConfigError as error:
         yield CheckProblem(key="pipeline", text=str(error))
         return
-    for chain in plan.chains:
-        yield from _rank_problems(config, chain, machine)
-    yield from _memory_problems(config, plan, machine)
+    yield from device_problems(config, plan, machine.gpus)
+    if not machine.gpus:
+        yield from _cpu_problems(config, plan, machine)
     yield from _disk_problems(config, folder)
 
 
@@ -152,42 +138,31 @@ def _parallel_key(config: RunConfig, chain: Chain) -> str:
     return f"models.{chain.policy}.training.parallel" if is_own else "training.parallel"
 
 
-def _rank_problems(config: RunConfig, chain: Chain, machine: Machine) -> Iterator[CheckProblem]:
-    if chain.num_ranks == 1:
-        return
-    key, policy = _parallel_key(config, chain), chain.policy
-    if machine.gpus and chain.num_ranks > len(machine.gpus):
-        yield CheckProblem(
-            key=key,
-            text=f"the trainer of {policy} has {chain.num_ranks} ranks and this machine "
-            f"{len(machine.gpus)} GPUs, one for each rank; lower dp × tp to {len(machine.gpus)}, "
-            "or show more GPUs in CUDA_VISIBLE_DEVICES (empty: train on the CPU)",
-        )
-    most = RANKS_PER_CORE * machine.num_cores
-    if not machine.gpus and chain.num_ranks > most:
-        yield CheckProblem(
-            key=key,
-            text=f"the trainer of {policy} has {chain.num_ranks} ranks and this machine "
-            f"{machine.num_cores} cores and 0 GPUs, enough for at most {most} ranks; lower "
-            f"dp × tp to {machine.num_cores}",
-        )
-
-
-def _memory_problems(config: RunConfig, plan: Plan, machine: Machine) -> Iterator[CheckProblem]:
-    if machine.gpus:
-        for chain in plan.chains:
-            free = min(machine.gpus[: chain.num_ranks])
-            if chain.memory.total_bytes > free:
-                yield _short(chain, chain.memory.total_bytes, f"a GPU here has {size_text(free)}")
-        return
-    nodes = _node_bytes(config)
-    needs = {c.policy: c.memory.total_bytes * c.num_ranks for c in plan.chains}
-    total = sum(needs.values()) + nodes
-    if total > machine.memory_bytes:
-        largest = max(plan.chains, key=lambda chain: needs[chain.policy])
+def _cpu_problems(config: RunConfig, plan: Plan, machine: Machine) -> Iterator[CheckProblem]:
+    """Ranks and memory of what computes on the CPU of this machine; trainers that have devices of
+    other hosts do not."""
+    elsewhere = layout_here(config, 0).ranks
+    chains = [chain for chain in plan.chains if chain.policy not in elsewhere]
+    for chain in chains:
+        yield from _rank_problems(config, chain, machine)
+    needs = {c.policy: c.memory.total_bytes * c.num_ranks for c in chains}
+    total = sum(needs.values()) + _node_bytes(config)
+    if chains and total > machine.memory_bytes:
+        largest = max(chains, key=lambda chain: needs[chain.policy])
         free = f"the trainers and nodes together {size_text(total)}; this machine has"
         yield _short(
             largest, needs[largest.policy], f"{free} {size_text(machine.memory_bytes)} available"
+        )
+
+
+def _rank_problems(config: RunConfig, chain: Chain, machine: Machine) -> Iterator[CheckProblem]:
+    most = RANKS_PER_CORE * machine.num_cores
+    if chain.num_ranks > max(1, most):
+        yield CheckProblem(
+            key=_parallel_key(config, chain),
+            text=f"the trainer of {chain.policy} has {chain.num_ranks} ranks and this machine "
+            f"{machine.num_cores} cores and 0 GPUs, enough for at most {most} ranks; lower "
+            f"dp × tp to {machine.num_cores}",
         )
 
 

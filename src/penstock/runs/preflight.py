@@ -18,11 +18,13 @@ from pathlib import Path
 from penstock.config import CommandWorkflow, RunConfig
 from penstock.config.models import BUILTIN_MODELS
 from penstock.dataflow.service.read_prompts import read_prompt, with_prompts
+from penstock.devices import visible_devices
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.hub import check_hub_model, parse_hub_model
 from penstock.runs.check_problem import CheckProblem, located
 from penstock.runs.data_check import data_problems
+from penstock.runs.device_check import device_notes
 from penstock.runs.environment_check import environment_problems
 from penstock.runs.initial_versions import find, is_version, linked_versions
 from penstock.runs.isolation_check import isolation_notes, isolation_problems
@@ -115,7 +117,8 @@ def _check_run(
     walls = isolation_notes(target.config, target.folder.path)
     suites = target.config.eval.suites if target.config.eval else ()
     leaks = leakage_notes(target.config, suites, leak_bounds)
-    notes = [*walls, *tools.notes, *probed.notes, *leaks]
+    devices = device_notes(target.config, len(visible_devices()))
+    notes = [*walls, *tools.notes, *probed.notes, *leaks, *devices]
     if target.folder.finish() is not None:
         notes.append(f"{target.folder.path} is already finished; raise training.steps to go on")
     return CheckReport(
@@ -183,7 +186,7 @@ def _missing_engines(config: RunConfig) -> Iterator[CheckProblem]:
     from penstock.rollout.engines.vllm.server import default_environment
 
     for name, model in config.models.items():
-        if model.engine != "vllm" or model.vllm.url or not model.replicas:
+        if model.engine != "vllm" or model.engine_urls or not model.replicas:
             continue
         own = model.vllm.environment
         program = (Path(own).expanduser() if own else default_environment()) / "bin" / "vllm"

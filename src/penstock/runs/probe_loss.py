@@ -125,12 +125,13 @@ def with_tiny_models(config: RunConfig) -> RunConfig:
     for section in (values, *values["models"].values()):
         if section.get("training"):
             section["training"] |= {"parallel": one_rank, "minibatches": 1, "epochs": 1}
+            section["training"] |= {"hosts": None, "devices": None}
         if section.get("algorithm") and section["algorithm"].get("teacher"):
             section["algorithm"]["teacher"] = TINY_QWEN3
     for model in values["models"].values():
         model |= {"init": TINY_QWEN3, "lora": None}
+    values["hosts"] = {}
     if pipeline := values["pipeline"]:
-        pipeline["hosts"] = []
         for stage in pipeline["stages"]:
             stage["parallel"] = one_rank
             if stage["model"] and not stage["place"]:

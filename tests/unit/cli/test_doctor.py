@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.fake_gpus import MB_80_GB, fake_gpus
 
 from penstock import __version__
 from penstock.cli.doctor import check_distribution, check_vllm, doctor
@@ -64,3 +66,44 @@ def test_what_is_missing_comes_with_the_steps_to_get_it(
     by_name = {finding["name"]: finding for finding in findings}
     assert not by_name["vllm"]["is_present"] and by_name["vllm"]["fix"]
     assert by_name["python"]["is_present"]
+
+
+def machine(capsys: pytest.CaptureFixture[str], folder: Path) -> tuple[str, dict[str, Any]]:
+    """What it prints, and its JSON."""
+    doctor(environment=folder / "none")
+    text = capsys.readouterr().out
+    doctor(environment=folder / "none", json=True)
+    return text, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_devices_links_memory_and_disk_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_gpus(monkeypatch, tmp_path)
+    text, found = machine(capsys, tmp_path)
+    assert "+ devices      8 × NVIDIA H100 80GB HBM3 with 85.5 GB, driver 570.86.15" in text
+    assert "+ links        NV18 between 28 pairs" in text
+    assert "+ memory " in text and f"free in {Path.cwd()}" in text
+    assert [one["id"] for one in found["devices"]] == [str(index) for index in range(8)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-00000002-aa,9,1")
+    _, found = machine(capsys, tmp_path)
+    assert [one["id"] for one in found["devices"]] == ["5", "2"], "CUDA stops at an unknown one"
+
+
+def test_a_device_that_another_program_uses_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_gpus(monkeypatch, tmp_path)
+    listed = tmp_path / "devices.csv"
+    listed.write_text(listed.read_text().replace(f"{MB_80_GB}, 570", "1000, 570", 1))
+    text, _ = machine(capsys, tmp_path)
+    assert "- devices      device 0 has 1.05 GB free" in text
+
+
+def test_a_machine_without_devices_says_how_to_get_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_gpus(monkeypatch, tmp_path, free_mb=(), visible="")
+    text, found = machine(capsys, tmp_path)
+    assert "- devices      no GPU found" in text and found["devices"] == []
+    assert "install NVIDIA's driver" in text and "links" not in text

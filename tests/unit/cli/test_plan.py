@@ -91,7 +91,7 @@ def test_the_plan_of_every_algorithm(
 def test_a_plan_that_does_not_fit_is_refused(
     capsys: pytest.CaptureFixture[str], run_file: Path
 ) -> None:
-    hosts = "pipeline.hosts=[{tags: [train], memory_gb: 0.001}, {tags: [gpu], memory_gb: 1}]"
+    hosts = "hosts={a: {memory_gb: 0.001}, b: {tags: [gpu], memory_gb: 1}}"
     code, _, err = run_main(capsys, "plan", str(run_file), hosts)
     assert code == 1 and "613 kB short" in err
 

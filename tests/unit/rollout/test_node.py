@@ -98,7 +98,7 @@ async def bench(
             ack_log=ack_log,
             dataflow=client,
             make_fetcher=lambda facts: fetch,
-            make_engine=lambda facts, policy: make_engine(),
+            make_engine=lambda facts, policy, seat: make_engine(),
         )
         async with build(deps, node_id=NODE, capacity=capacity, grace_s=grace_s) as node:
             desk = Bench(dataflow, fetch, node, acks)

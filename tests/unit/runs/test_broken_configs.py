@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from tests.fake_gpus import fake_gpus
 from tests.unit.runs.broken_cases import BASE, BROKEN_CONFIGS, PAGE, BrokenConfig, with_tables
 
 from penstock.errors import ConfigError
@@ -98,7 +99,8 @@ def test_a_cpu_takes_two_ranks_per_core(folder: Path) -> None:
 def test_a_rank_needs_a_gpu_where_there_are_any(folder: Path) -> None:
     assert limits(folder, SERVER, "training.parallel.dp=2") == []
     [found] = limits(folder, SERVER, "training.parallel.dp=4")
-    assert "has 4 ranks and this machine 2 GPUs" in found
+    assert "needs 4 devices (4 ranks, one device each), and 2 of the 2 of this machine" in found
+    assert "2 short; lower training.parallel" in found
 
 
 def test_memory_is_compared_on_the_device_that_trains(folder: Path) -> None:
@@ -110,14 +112,10 @@ def test_memory_is_compared_on_the_device_that_trains(folder: Path) -> None:
 
 
 def test_gpus_are_counted_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nprintf '1024\\n2048\\n'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake_gpus(monkeypatch, tmp_path, free_mb=(1024, 2048))
     assert this_machine().gpus == (1 << 30, 2 << 30)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert this_machine().gpus == (1 << 30,)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert this_machine().gpus == (2 << 30,)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert this_machine().gpus == ()
 

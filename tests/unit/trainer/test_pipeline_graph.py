@@ -9,7 +9,7 @@ import json
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 from xml.etree import ElementTree
@@ -43,7 +43,7 @@ BUILTINS = tuple(builtin_algorithms())
 
 def plan_for(
     stages: Sequence[PipelineStageConfig],
-    hosts: Sequence[HostConfig] = (),
+    hosts: Mapping[str, HostConfig] | None = None,
     num_parameters: int | None = 1_000_000_000,
 ) -> Plan:
     policies = {"policy": PolicyToPlan(init="model", stages=stages)}
@@ -301,19 +301,22 @@ def test_under_an_adapter_that_alone_learns_and_the_reference_takes_no_room() ->
     assert num_parameters and chain.memory.weights_bytes == 4 * (num_parameters + num_adapter)
 
 
-def hosts(*kinds: tuple[str, float, int]) -> list[HostConfig]:
-    return [
-        HostConfig(tags=tuple(tags.split()), memory_gb=size, count=count)
-        for tags, size, count in kinds
-    ]
+def hosts(*kinds: tuple[str, float, int]) -> dict[str, HostConfig]:
+    """Machines h0, h1, ..., each with tags, GB and a number of devices."""
+    return {
+        f"h{index}": HostConfig(tags=tuple(tags.split()), memory_gb=size, devices=devices)
+        for index, (tags, size, devices) in enumerate(kinds)
+    }
 
 
 def test_a_plan_that_does_not_fit_says_by_how_much() -> None:
     grpo = of("grpo")
     fitting = plan_for(grpo, hosts(("rollout", 80, 1), ("train h100", 16, 2)))
-    assert fitting.chains[0].hosts == ("host 1.0",)
+    assert fitting.chains[0].hosts == ("h1:0",)
+    cpu = plan_for(grpo, hosts(("rollout", 80, 0), ("train", 16, 0)))
+    assert cpu.chains[0].hosts == ("h1",)
     with pytest.raises(
-        ConfigError, match=r"needs 1 host tagged train, and 0 of the 3 hosts .*1 short"
+        ConfigError, match=r"needs 1 place tagged train, .* 0 of the 3 places .*1 short"
     ):
         plan_for(grpo, hosts(("rollout", 80, 3)))
     with pytest.raises(ConfigError, match=r"16 GB free on each .* has 12\.5 GB: 3\.5 GB short"):
@@ -322,7 +325,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much() -> None:
         one.model_copy(update={"parallel": one.parallel.model_copy(update={"dp": 2})})
         for one in grpo
     ]
-    with pytest.raises(ConfigError, match=r"needs 2 hosts tagged train, and 1 of .*1 short"):
+    with pytest.raises(ConfigError, match=r"needs 2 places tagged train, .* 1 of .*1 short"):
         plan_for(both, hosts(("train", 80, 1), ("gpu", 80, 1)))
 
 
@@ -332,10 +335,10 @@ def test_services_go_where_their_tags_are_and_share_what_is_left() -> None:
     )
     stages = (score, *of("grpo"))
     plan = plan_for(stages, hosts(("train gpu", 21, 1)))
-    assert plan.services[0].hosts == plan.chains[0].hosts == ("host 0",)
+    assert plan.services[0].hosts == plan.chains[0].hosts == ("h0:0",)
     with pytest.raises(ConfigError, match=r"service score needs .* 4 GB .* has 3 GB: 1 GB short"):
         plan_for(stages, hosts(("train gpu", 19, 1)))
-    with pytest.raises(ConfigError, match="service score needs 1 host tagged gpu, and 0 of"):
+    with pytest.raises(ConfigError, match=r"service score needs 1 place tagged gpu, .* 0 of"):
         plan_for(stages, hosts(("train", 21, 1)))
 
 

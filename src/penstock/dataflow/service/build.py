@@ -312,7 +312,7 @@ def run_info(config: RunConfig) -> RunInfo:
         reward=config.reward_function or "",
         sampling=SamplingSpec(**config.sampling.model_dump()),
         engine=first.engine,
-        engine_options=first.vllm.options,
+        engine_options=first.engine_options,
         torch_threads=first.torch_threads,
         start_to_close_s=config.dataflow.lease.start_to_close_s,
         transfer=config.weights.transfer,
@@ -324,7 +324,10 @@ def run_info(config: RunConfig) -> RunInfo:
         accepts_untrusted=config.trust.accept_untrusted,
         engines={
             PolicyName(name): EngineInfo(
-                kind=model.engine, num_engines=model.engines, options=model.vllm.options
+                kind=model.engine,
+                num_engines=model.engines,
+                options=model.engine_options,
+                num_devices=model.devices_per_engine,
             )
             for name, model in config.models.items()
         },

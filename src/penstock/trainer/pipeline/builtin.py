@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from penstock.config import AlgorithmConfig, RunConfig
 from penstock.config.algorithms import StageEntry, stage_entry
+from penstock.config.device_layout import lay_out
+from penstock.config.hosts import Place
 from penstock.config.pipeline import ParallelConfig, PipelineConfig, PipelineStageConfig
 from penstock.trainer.pipeline.plan import Chain, Plan, PolicyToPlan, make_plan
 
@@ -26,13 +28,23 @@ def pipeline_of(config: RunConfig, policy: str) -> Stages:
     )
 
 
-def plan_of(config: RunConfig) -> Plan:
-    """The plan of a run; ConfigError if it does not fit."""
+def plan_of(config: RunConfig, host: str | None = None) -> Plan:
+    """The plan of a run; ConfigError if it does not fit. `host`: the machine that starts it, by its
+    name under `hosts`; None: the only one there."""
+    hosts = config.all_hosts
+    here = next(iter(hosts)) if host is None and len(hosts) == 1 else host
+    layout = lay_out(config, host=here, num_devices=0)
     policies = {
-        name: PolicyToPlan(init=model.init, stages=pipeline_of(config, name), lora=model.lora)
+        name: PolicyToPlan(
+            init=model.init,
+            stages=pipeline_of(config, name),
+            lora=model.lora,
+            places=layout.ranks.get(name, ()),
+        )
         for name, model in config.trained.items()
     }
-    return make_plan(policies, config.pipeline.hosts if config.pipeline else ())
+    shares = {Place(here, device): share for device, share in layout.engine_shares.items() if here}
+    return make_plan(policies, hosts, engine_shares=shares)
 
 
 def chain_of(config: RunConfig, policy: str) -> Chain:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.config import LoraConfig
-from penstock.config.pipeline import HostConfig, PipelineStageConfig
+from penstock.config.hosts import TRAIN, HostConfig, Place
+from penstock.config.pipeline import PipelineStageConfig
 from penstock.errors import ConfigError
 from penstock.trainer.pipeline.graph import topological_order
 from penstock.trainer.pipeline.memory_estimate import (
@@ -23,8 +24,6 @@ from penstock.trainer.pipeline.memory_estimate import (
 )
 
 ACTOR = "actor"
-TRAIN = "train"
-"""The tag of hosts that trainers are placed on."""
 GB = 10**9
 
 Stages = Sequence[PipelineStageConfig]
@@ -40,7 +39,7 @@ class Chain:
     memory: MemoryEstimate
     """Of the rank that holds the most."""
     hosts: tuple[str, ...]
-    """One per rank; empty if the plan has no hosts."""
+    """One per rank, like gpu0:3 for a device; empty if the plan has no hosts."""
     unknown_models: tuple[str, ...]
     """Models of unknown size, which are not in `memory`."""
 
@@ -71,10 +70,14 @@ class PolicyToPlan:
     stages: Stages
     lora: LoraConfig | None = None
     """The adapter that learns instead of them."""
+    places: tuple[Place, ...] = ()
+    """The devices that its ranks were dealt; empty: any with the tag `train`."""
 
 
 @dataclass(slots=True)
-class _Host:
+class _Room:
+    """One device, or one machine without devices."""
+
     label: str
     tags: frozenset[str]
     free_bytes: int
@@ -82,43 +85,59 @@ class _Host:
 
 @dataclass(slots=True)
 class _HostPool:
-    """Free memory of each host during placement: first fit, in the order of the list."""
+    """Free memory of each place during placement: first fit, in the order of the file."""
 
-    hosts: list[_Host] = field(default_factory=list[_Host])
+    rooms: list[_Room] = field(default_factory=list[_Room])
 
-    def allocate(self, who: str, tags: Sequence[str], num_ranks: int, each_bytes: int) -> list[str]:
-        if not self.hosts:
+    def allocate(
+        self,
+        who: str,
+        tags: Sequence[str],
+        num_ranks: int,
+        each_bytes: int,
+        places: Sequence[Place] = (),
+    ) -> list[str]:
+        """`places`: where it goes, whatever the tags; empty: where the tags are."""
+        if not self.rooms:
             return []
-        fitting = [host for host in self.hosts if set(tags) <= host.tags]
-        need = f"{who} needs {_hosts(num_ranks)} tagged {', '.join(tags)}"
+        named = {str(place) for place in places}
+        fitting = [
+            room
+            for room in self.rooms
+            if (room.label in named if named else set(tags) <= room.tags)
+        ]
+        need = f"{who} needs {_places(num_ranks)}" + ("" if named else f" tagged {', '.join(tags)}")
         if len(fitting) < num_ranks:
             short = num_ranks - len(fitting)
             raise ConfigError(
-                f"{need}, and {len(fitting)} of the {_hosts(len(self.hosts))} have these tags: "
-                f"{short} short; tag more under pipeline.hosts, or lower parallel"
+                f"{need}, a device or a machine without devices each, and {len(fitting)} of the "
+                f"{_places(len(self.rooms))} under hosts have these tags: {short} short; tag more "
+                "hosts, or lower parallel"
             )
-        roomy = [host for host in fitting if host.free_bytes >= each_bytes][:num_ranks]
+        roomy = [room for room in fitting if room.free_bytes >= each_bytes][:num_ranks]
         if len(roomy) < num_ranks:
-            most = sorted((host.free_bytes for host in fitting), reverse=True)[num_ranks - 1]
+            most = sorted((room.free_bytes for room in fitting), reverse=True)[num_ranks - 1]
             needed, short = size_text(each_bytes), size_text(each_bytes - most)
             raise ConfigError(
                 f"{need} with {needed} free on each for its models, and the last of these has "
                 f"{size_text(most)}: {short} short; raise parallel.dp, place a stage elsewhere, "
                 "or use larger hosts"
             )
-        for host in roomy:
-            host.free_bytes -= each_bytes
-        return [host.label for host in roomy]
+        for room in roomy:
+            room.free_bytes -= each_bytes
+        return [room.label for room in roomy]
 
 
 def make_plan(
     policies: Mapping[str, PolicyToPlan],
-    hosts: Sequence[HostConfig] = (),
+    hosts: Mapping[str, HostConfig] | None = None,
     *,
+    engine_shares: Mapping[Place, float] | None = None,
     count: Callable[[str], int | None] = count_parameters,
 ) -> Plan:
-    """The plan of a run; ConfigError if it does not fit."""
-    room = _HostPool(_expanded(hosts))
+    """The plan of a run; ConfigError if it does not fit. `engine_shares`: of the memory of devices
+    that engines use."""
+    room = _HostPool(_rooms(hosts or {}, engine_shares or {}))
     chains: list[Chain] = []
     services: dict[str, Service] = {}
     for policy, trained in policies.items():
@@ -167,7 +186,7 @@ def _chain(
         stages=stages,
         num_ranks=num_ranks,
         memory=memory,
-        hosts=tuple(room.allocate(who, [TRAIN], num_ranks, memory.total_bytes)),
+        hosts=tuple(room.allocate(who, [TRAIN], num_ranks, memory.total_bytes, trained.places)),
         unknown_models=tuple(dict.fromkeys(unknown_models)),
     )
 
@@ -194,14 +213,18 @@ def _service(
     return Service(stage=stage, memory=memory, hosts=tuple(hosts), unknown_models=unknown)
 
 
-def _expanded(hosts: Sequence[HostConfig]) -> list[_Host]:
-    return [
-        _Host(f"host {index}" + (f".{copy}" if host.count > 1 else ""), frozenset(host.tags), size)
-        for index, host in enumerate(hosts)
-        for size in (round(host.memory_gb * GB),)
-        for copy in range(host.count)
-    ]
+def _rooms(hosts: Mapping[str, HostConfig], shares: Mapping[Place, float]) -> list[_Room]:
+    """One per device, or one per machine without devices."""
+    rooms: list[_Room] = []
+    for name, host in hosts.items():
+        tags, size = frozenset(host.tags), round(host.memory_gb * GB)
+        if not host.devices:
+            rooms.append(_Room(name, tags, size))
+        for place in (Place(name, device) for device in range(host.devices)):
+            left = max(0.0, 1.0 - shares.get(place, 0.0))
+            rooms.append(_Room(str(place), tags, round(size * left)))
+    return rooms
 
 
-def _hosts(count: int) -> str:
-    return f"{count} host{'' if count == 1 else 's'}"
+def _places(count: int) -> str:
+    return f"{count} place{'' if count == 1 else 's'}"

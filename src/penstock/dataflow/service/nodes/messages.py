@@ -102,6 +102,8 @@ class EngineInfo:
     num_engines: int = 1
     options: tuple[str, ...] = ()
     """Additional arguments for an engine that is a separate program."""
+    num_devices: int = 0
+    """Devices of each engine, on a machine with devices; 0 for an engine that uses none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ def _build(settings: EngineSettings) -> VllmEngine:
     server = ChildServer(
         environment or default_environment(),
         settings.options,
+        devices=settings.devices,
         state_dir=settings.state_dir,
         num_policies=settings.num_policies,
         adapter_rank=settings.adapter_rank,

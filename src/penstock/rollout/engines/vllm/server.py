@@ -5,8 +5,9 @@ The child runs in vLLM's virtual environment, in a separate process group that d
 It listens on a unix socket in a folder of the node's user only, never on a port: its routes load
 weights and call workers without a credential. Where bubblewrap works it also has a separate
 network, because its workers talk to each other over ports. It gets none of the node's credentials.
-It starts with the first snapshot as its model. The user's options follow ours on the command line,
-so they take precedence, except for where it listens.
+It starts with the first snapshot as its model. On a machine with GPUs it computes with CUDA graphs,
+in the precision of the trainer; on others eagerly. The user's options follow ours on the
+command line, so they take precedence, except for where it listens.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import structlog
 
+from penstock.devices import VISIBLE_ENV, visible_devices
 from penstock.errors import EngineError
 from penstock.rollout.engines.vllm.control import REQUIRED_OPTIONS, Control
 from penstock.rollout.http_client import HttpClient
@@ -47,6 +50,9 @@ OWN_NETWORK = ("bwrap", "--dev-bind", "/", "/", "--unshare-net", "--")
 """Runs a program with all files, and with a loopback that no other process has."""
 SELF_TEST_S = 20.0
 BWRAP_FIX = "install bubblewrap, and allow user namespaces if the node is not root"
+ON_CPU = ("--enforce-eager",)
+"""There are no CUDA graphs on a CPU."""
+DTYPES = ("float32", "bfloat16", "float16")
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The LoRA ranks vLLM supports."""
 MAX_ADAPTERS = 16
@@ -57,6 +63,13 @@ log = structlog.get_logger(__name__)
 def default_environment() -> Path:
     """The environment that `make setup-engine` creates."""
     return Path(os.environ.get("PENSTOCK_CACHE", "~/.cache/penstock")).expanduser() / "vllm"
+
+
+class _ModelConfig(msgspec.Struct, gc=False):
+    """The precision of a snapshot, under either of its names."""
+
+    dtype: str | None = None
+    torch_dtype: str | None = None
 
 
 class Server(Protocol):
@@ -106,6 +119,8 @@ class ChildServer:
     _environment: Path
     _options: Sequence[str] = ()
     _: KW_ONLY
+    devices: Sequence[str] = ()
+    """GPUs that it may use, as in CUDA_VISIBLE_DEVICES; empty: those of this process."""
     state_dir: Path | None = None
     """Folder for the server's log; by default a temporary one."""
     start_s: float = START_S
@@ -143,7 +158,9 @@ class ChildServer:
             model = _base_of(folder, self._scratch / "base")
             more = _for_adapters(self.num_policies, self.adapter_rank)
         listens = ("--uds", str(socket_path))
-        argv = [str(program), *_arguments(model), *more, *self._options, *listens]
+        is_cuda = bool(await asyncio.to_thread(visible_devices))
+        ours = _arguments(model, _on_cuda(folder) if is_cuda else ON_CPU)
+        argv = [str(program), *ours, *more, *self._options, *listens]
         argv = [*await _own_network(), *argv]
         log.info("starting vLLM", command=shlex.join(argv), log=str(log_path))
         with log_path.open("ab") as out:
@@ -152,7 +169,7 @@ class ChildServer:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=out,
                 stderr=out,
-                env=_environment(folder, self._scratch),
+                env=_environment(folder, self._scratch, self.devices),
                 start_new_session=True,
             )
         url = f"unix:{socket_path}"
@@ -220,11 +237,19 @@ async def _own_network() -> tuple[str, ...]:
     return ()
 
 
-def _arguments(folder: Path) -> list[str]:
+def _on_cuda(folder: Path) -> tuple[str, ...]:
+    """CUDA graphs, and the precision that the trainer wrote into config.json. vLLM itself would
+    compute float32 weights in half precision on a GPU."""
+    config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_ModelConfig)
+    dtype = config.dtype or config.torch_dtype
+    return ("--dtype", dtype if dtype in DTYPES else "bfloat16", "--enable-prefix-caching")
+
+
+def _arguments(folder: Path, decoding: Sequence[str]) -> list[str]:
     return [
         *("serve", str(folder)),
         *("--served-model-name", "policy", "--generation-config", "vllm"),
-        *("--enforce-eager", "--disable-uvicorn-access-log"),
+        *(*decoding, "--disable-uvicorn-access-log"),
         *("--structured-outputs-config", COMPACT_JSON),
         *REQUIRED_OPTIONS,
     ]
@@ -248,8 +273,10 @@ def _for_adapters(num_policies: int, adapter_rank: int) -> tuple[str, ...]:
     )
 
 
-def _environment(folder: Path, scratch: Path) -> dict[str, str]:
+def _environment(folder: Path, scratch: Path, devices: Sequence[str]) -> dict[str, str]:
     inherited = inherited_env()
+    if devices:
+        inherited[VISIBLE_ENV] = ",".join(devices)
     if PLUGINS_VARIABLE in inherited:
         inherited[PLUGINS_VARIABLE] += ",penstock"
     return {

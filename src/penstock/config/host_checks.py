@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contradictions of `hosts` with themselves and with the sections that name a host.
+
+Changes no value. Whether devices suffice is decided in `device_layout`, memory in the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.config.hosts import expand, names_of
+from penstock.config.run_sections import RunSections
+from penstock.options import Contradiction, KeyPath
+from penstock.plugins import unknown
+
+
+def host_contradictions(config: RunSections) -> Iterator[Contradiction]:
+    yield from _repeated_hosts(config)
+    yield from _addresses(config)
+    yield from _unknown_hosts(config)
+
+
+def _repeated_hosts(config: RunSections) -> Iterator[Contradiction]:
+    seen: dict[str, str] = {}
+    for written in config.hosts:
+        for name in expand(written):
+            if name in seen:
+                text = f"host {name} is in {seen[name]} and in {written}; write each host once"
+                yield Contradiction(text=text, keys=(("hosts", written),))
+                break
+            seen[name] = written
+
+
+def _addresses(config: RunSections) -> Iterator[Contradiction]:
+    for written, host in config.hosts.items():
+        names = expand(written)
+        addresses = expand(host.address) if host.address else names
+        if len(addresses) != len(names):
+            text = f"{written} are {len(names)} hosts and {host.address} {len(addresses)} "
+            text += "addresses; write a range of the same length, like 10.0.0.[10-17]"
+            yield Contradiction(text=text, keys=(("hosts", written, "address"),))
+
+
+def _unknown_hosts(config: RunSections) -> Iterator[Contradiction]:
+    sections: dict[KeyPath, tuple[str, ...] | None] = {("training",): config.training.hosts}
+    for name, model in config.models.items():
+        if model.training is not None and model.training.hosts != config.training.hosts:
+            sections[("models", name, "training")] = model.training.hosts
+    for at, written in sections.items():
+        names = names_of(written or ())
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        missing = next((name for name in names if name not in config.all_hosts), None)
+        if missing is not None:
+            none = "declare it under hosts"
+            text = unknown("host", missing, config.all_hosts, none=none)
+            yield Contradiction(text=text, keys=((*at, "hosts"), at))
+        elif repeated is not None:
+            text = f"host {repeated} is named twice; its ranks are as many as its devices"
+            yield Contradiction(text=f"{text}: name it once", keys=((*at, "hosts"), at))
