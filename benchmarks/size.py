@@ -2,10 +2,11 @@
 """What one rank needs at real size: 8B, 32B and a mixture of experts on 8 and 64 fake ranks.
 
 The trainer's own actor, sharding, forward pass and loss run one micro-batch of one sample and one
-update at full depth, on tensors without content (`fake_ranks`). Slopes per token and per layer come
-from runs of 1 and 3 layers. Peaks are of rank 0, which has the largest shard of each tensor, and
-include one more gathered layer: CUDA gathers the next layer while one computes, a fake rank does
-not. What kernels take for themselves and what an allocator wastes is not seen; hence 72 of 80 GB.
+update, on tensors without content (`fake_ranks`). `--quick` runs 2 and 4 layers and extrapolates
+each phase of a step by its slope; the full run also has every layer of every case. Peaks are of
+rank 0, which has the largest shard of each tensor, and include one more gathered layer: CUDA
+gathers the next layer while one computes, a fake rank does not. What kernels take for themselves
+and what an allocator wastes is not seen; hence 72 of 80 GB.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import argparse
 import gc
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +27,6 @@ from benchmarks.fake_ranks import (
     BACKWARD,
     UPDATE,
     Device,
-    Ledger,
     MemoryLedger,
     fake_process_group,
 )
@@ -48,7 +49,6 @@ GB = 1e9
 LIMIT_GB = 72.0
 MAX_UNSHARDED_GB = 0.1
 LONG, SHORT = 32768, 4096
-SLOPE_TOKENS = 4096
 BEFORE_COMMIT = "170a7984"
 BEFORE: Mapping[str, float] = {
     "peak_gb_8b": 351.1,
@@ -85,13 +85,19 @@ class Case:
 class Measure:
     """Of one rank."""
 
-    state_bytes: int
-    """Its shard of weights and AdamW's state."""
-    saved_bytes: int
+    state_bytes: float
+    """Its shard of weights, gradients and AdamW's state."""
+    saved_bytes: float
     """Made in the forward pass and alive at its end."""
     peaks: Mapping[str, float]
     """By phase."""
-    work: Ledger
+    wire_bytes: Mapping[str, float]
+    """Sent, by collective and type."""
+    num_collectives: Mapping[str, float]
+    matmuls: Mapping[str, float]
+    """By operation and type."""
+    compute_s: float
+    wire_s: float
 
     @property
     def peak_bytes(self) -> float:
@@ -105,7 +111,8 @@ def one_sample(num_tokens: int, vocab_size: int) -> Batch:
 
 
 def measure(case: Case) -> Measure:
-    """One micro-batch and one update of rank 0, with AdamW's state from an update before."""
+    """The second micro-batch of an update of rank 0, and the update: gradients and AdamW's state
+    are there already."""
     with fake_process_group(case.parallel.num_ranks):
         model = meta_model(case.shape, case.layers)
         layer_bytes = case.precision.itemsize * sum(
@@ -138,7 +145,16 @@ def _step(actor: Actor, ledger: MemoryLedger, batch: Batch, layer_bytes: int) ->
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     peaks = {phase: float(peak + layer_bytes) for phase, peak in work.peaks.items()}
-    return Measure(state_bytes=state_bytes, saved_bytes=saved_bytes, peaks=peaks, work=work)
+    return Measure(
+        state_bytes=state_bytes,
+        saved_bytes=saved_bytes,
+        peaks=peaks,
+        wire_bytes=dict(work.wire_bytes),
+        num_collectives=dict(work.num_collectives),
+        matmuls=dict(work.matmuls),
+        compute_s=work.compute_s,
+        wire_s=work.wire_s,
+    )
 
 
 def _optimizer_with_state(actor: Actor) -> torch.optim.AdamW:
@@ -146,8 +162,36 @@ def _optimizer_with_state(actor: Actor) -> torch.optim.AdamW:
     for parameter in actor.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     return optimizer
+
+
+FEW, MORE = 2, 4
+"""Layers of the two runs from which deeper models are extrapolated."""
+
+
+def extrapolate(case: Case) -> tuple[Measure, Measure]:
+    """(the measure at full depth, what one more layer adds), from runs of a few layers: within each
+    phase everything is linear in the number of layers, and the full run of this benchmark shows
+    it."""
+    few, more = (measure(replace(case, num_layers=n)) for n in (FEW, MORE))
+    per_layer = _combine(more, few, lambda a, b: (a - b) / (MORE - FEW))
+    return _combine(few, per_layer, lambda a, b: a + b * (case.layers - FEW)), per_layer
+
+
+def _combine(a: Measure, b: Measure, function: Callable[[float, float], float]) -> Measure:
+    def counters(one: Mapping[str, float], two: Mapping[str, float]) -> dict[str, float]:
+        return {name: function(value, two.get(name, 0)) for name, value in one.items()}
+
+    return Measure(
+        state_bytes=function(a.state_bytes, b.state_bytes),
+        saved_bytes=function(a.saved_bytes, b.saved_bytes),
+        peaks=counters(a.peaks, b.peaks),
+        wire_bytes=counters(a.wire_bytes, b.wire_bytes),
+        num_collectives=counters(a.num_collectives, b.num_collectives),
+        matmuls=counters(a.matmuls, b.matmuls),
+        compute_s=function(a.compute_s, b.compute_s),
+        wire_s=function(a.wire_s, b.wire_s),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,16 +203,11 @@ class Slopes:
     """Whatever the length of the sample: gathered weights that outlive their layer."""
 
 
-def slopes(case: Case) -> Slopes:
-    """From 1 and 3 layers with half and all of the tokens."""
-    lengths = (case.num_tokens // 2, case.num_tokens)
-    per_layer = [(_saved(case, 3, length) - _saved(case, 1, length)) / 2 for length in lengths]
-    by_token = (per_layer[1] - per_layer[0]) / (lengths[1] - lengths[0])
-    return Slopes(bytes_per_token=by_token, unsharded_bytes=per_layer[0] - by_token * lengths[0])
-
-
-def _saved(case: Case, num_layers: int, num_tokens: int) -> int:
-    return measure(replace(case, num_layers=num_layers, num_tokens=num_tokens)).saved_bytes
+def slopes(case: Case, saved_bytes: float) -> Slopes:
+    """saved_bytes: what one more layer saves of this case's tokens; a short sample has the rest."""
+    short = extrapolate(replace(case, num_tokens=SHORT))[1].saved_bytes
+    by_token = (saved_bytes - short) / (case.num_tokens - SHORT)
+    return Slopes(bytes_per_token=by_token, unsharded_bytes=short - by_token * SHORT)
 
 
 QUICK = (
@@ -180,19 +219,15 @@ QUICK = (
 
 
 def grid() -> Iterator[Case]:
-    """Every shape, mesh and length, the promises first."""
-    yield from QUICK
-    for first, dp, num_tokens in itertools.product(QUICK, (8, 64), (SHORT, LONG)):
-        case = replace(first, parallel=ParallelConfig(dp=dp), num_tokens=num_tokens)
-        if case not in QUICK:
-            yield case
+    """Every shape, mesh and length."""
+    for case, dp, num_tokens in itertools.product(QUICK, (8, 64), (SHORT, LONG)):
+        yield replace(case, parallel=ParallelConfig(dp=dp), num_tokens=num_tokens)
 
 
-def describe(case: Case, found: Measure, per_layer: Slopes) -> Iterator[str]:
+def describe(case: Case, found: Measure) -> Iterator[str]:
     """Of one case, for people."""
-    work, device = found.work, case.device
-    update_s = found.state_bytes * 2 / device.hbm_tb_s / 1e12
-    bound_s = max(work.compute_s, work.wire_s) + update_s
+    update_s = found.state_bytes * 2 / case.device.hbm_tb_s / 1e12
+    bound_s = max(found.compute_s, found.wire_s) + update_s
     fits = "fits" if found.peak_bytes <= LIMIT_GB * GB else "does NOT fit"
     yield (
         f"{case.shape.name}, {case.layers} layers, {case.mesh}, {case.num_tokens:,} tokens, "
@@ -201,36 +236,43 @@ def describe(case: Case, found: Measure, per_layer: Slopes) -> Iterator[str]:
     )
     yield "  peaks: " + ", ".join(f"{name} {size / GB:.1f}" for name, size in found.peaks.items())
     yield (
-        f"  shard with AdamW's state {found.state_bytes / GB:.2f} GB, saved for the backward pass "
-        f"{found.saved_bytes / GB:.2f} GB: {per_layer.bytes_per_token / 1e3:.1f} kB a token and "
-        f"layer, {per_layer.unsharded_bytes / 1e6:.1f} MB of gathered weights a layer"
+        f"  shard of weights, gradients and AdamW's state {found.state_bytes / GB:.2f} GB, saved "
+        f"for the backward pass {found.saved_bytes / GB:.2f} GB"
     )
-    for name, size in work.wire_bytes.items():
-        yield f"  {work.num_collectives[name]} x {name}: {size / GB:.2f} GB sent"
-    yield f"  products: {dict(work.matmuls)}"
+    for name, size in found.wire_bytes.items():
+        yield f"  {found.num_collectives[name]:.0f} x {name}: {size / GB:.2f} GB sent"
+    yield "  products: " + ", ".join(f"{n:.0f} x {name}" for name, n in found.matmuls.items())
     yield (
-        f"  at best {bound_s:.2f} s a micro-batch and update: compute {work.compute_s:.2f} s, "
-        f"links {work.wire_s:.2f} s, AdamW {update_s:.2f} s"
+        f"  at best {bound_s:.2f} s a micro-batch and update: compute {found.compute_s:.2f} s, "
+        f"links {found.wire_s:.2f} s, AdamW {update_s:.2f} s"
     )
 
 
-def run(cases: Sequence[Case]) -> dict[str, float]:
-    """The figures of the promises; prints each case as it is done."""
-    figures, slopes_of = dict[str, float](), dict[str, Slopes]()
-    for index, case in enumerate(cases):
+def promises(cases: Sequence[Case]) -> dict[str, float]:
+    """The figures of the three cases; prints each as it is done."""
+    figures = {"unsharded_gb": 0.0}
+    for case in cases:
         started = time.perf_counter()
-        name = case.shape.name
-        if name not in slopes_of:
-            slopes_of[name] = slopes(replace(case, num_tokens=SLOPE_TOKENS))
-        found = measure(case)
-        for line in describe(case, found, slopes_of[name]):
+        found, per_layer = extrapolate(case)
+        kept = slopes(case, per_layer.saved_bytes)
+        for line in describe(case, found):
             log_line(line)
-        log_line(f"  measured in {time.perf_counter() - started:.0f} s")
-        if index < len(QUICK):
-            figures[f"peak_gb_{name}"] = round(found.peak_bytes / GB, 1)
-            unsharded_gb = slopes_of[name].unsharded_bytes * case.layers / GB
-            figures["unsharded_gb"] = max(figures.get("unsharded_gb", 0.0), round(unsharded_gb, 3))
+        log_line(
+            f"  {kept.bytes_per_token / 1e3:.1f} kB a token and layer and "
+            f"{kept.unsharded_bytes / 1e6:.1f} MB of gathered weights a layer are kept; from "
+            f"{FEW} and {MORE} layers, in {time.perf_counter() - started:.0f} s"
+        )
+        figures[f"peak_gb_{case.shape.name}"] = round(found.peak_bytes / GB, 1)
+        unsharded_gb = round(kept.unsharded_bytes * case.layers / GB, 3)
+        figures["unsharded_gb"] = max(figures["unsharded_gb"], unsharded_gb)
     return figures
+
+
+def full_depth(cases: Sequence[Case]) -> None:
+    """The rest of the grid, with every layer: no extrapolation."""
+    for case in cases:
+        for line in describe(case, measure(case)):
+            log_line(line)
 
 
 def main() -> None:
@@ -253,11 +295,10 @@ def main() -> None:
         host_link_gb_s=words.host_link_gb_s,
         network_gb_s=words.network_gb_s,
     )
-    chosen = [
-        replace(case, recompute=words.recompute, device=device)
-        for case in (QUICK if words.quick else grid())
-    ]
-    figures = run(chosen)
+    settings: dict[str, Any] = {"recompute": words.recompute, "device": device}
+    figures = promises([replace(case, **settings) for case in QUICK])
+    if not words.quick:
+        full_depth([replace(case, **settings) for case in grid()])
     result(
         benchmark="size",
         **figures,
