@@ -92,6 +92,10 @@ class TrainingConfig(Section):
     """What a backward pass computes again instead of keeping it: nothing (none), each layer whole
     (layer: least memory, about a third more compute), or all of it but matmuls and attention
     (selective). null: layer on GPUs, none on the CPU. Does not change the gradient."""
+    offload: Literal["none", "optimizer"] = "none"
+    """optimizer: AdamW's two moments are in host memory between updates, and on the device one
+    parameter at a time. Saves 8 bytes per parameter of a rank's share of the model, and does not
+    change the result."""
     micro_batch_tokens: PositiveInt = 4096
     """Most tokens in one forward pass, or one longer sample; affects memory, not the gradient."""
 

@@ -290,6 +290,7 @@ class _Builder:
             weight_decay=training.weight_decay,
             max_grad_norm=training.max_grad_norm,
             epochs=training.epochs,
+            is_offloaded=training.offload == "optimizer",
         )
 
 

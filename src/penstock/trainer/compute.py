@@ -135,19 +135,24 @@ class _View:
 def _dropped(masters: list[Tensor], copies: list[Tensor]) -> AbstractContextManager[Any]:
     """Autograd saves the master weight where it would save a copy, or a view of one."""
     sources = {
-        copy.untyped_storage().data_ptr(): master
+        _storage_id(copy): master
         for master, copy in zip(masters, copies, strict=True)
         if copy is not master and copy.numel() and master.is_contiguous()
     }
 
     def pack(tensor: Tensor) -> Tensor | _View:
-        master = sources.get(tensor.untyped_storage().data_ptr())
+        master = sources.get(_storage_id(tensor))
         if master is None:
             return tensor
-        like = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        like = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return _View(master, like, tensor.dtype)
 
     return saved_tensors_hooks(pack, lambda kept: kept.cast() if isinstance(kept, _View) else kept)
+
+
+def _storage_id(tensor: Tensor) -> int:
+    """Of the memory that it is a view of; a fake tensor has one too."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 # --- recomputation --------------------------------------------------------------------------------
