@@ -2,7 +2,7 @@
 """What one rank needs at real size: 8B, 32B and a mixture of experts on 8 and 64 fake ranks.
 
 The trainer's own actor, sharding, forward pass and loss run one micro-batch of one sample and one
-update, on tensors without content (`fake_ranks`). `--quick` runs 2 and 4 layers and extrapolates
+update, on tensors without content (`fake_ranks`). `--quick` runs 3 and 5 layers and extrapolates
 each phase of a step by its slope; the full run also has every layer of every case. Peaks are of
 rank 0, which has the largest shard of each tensor, and include one more gathered layer: CUDA
 gathers the next layer while one computes, a fake rank does not. What kernels take for themselves
@@ -165,7 +165,7 @@ def _optimizer_with_state(actor: Actor) -> torch.optim.AdamW:
     return optimizer
 
 
-FEW, MORE = 2, 4
+FEW, MORE = 3, 5
 """Layers of the two runs from which deeper models are extrapolated."""
 
 

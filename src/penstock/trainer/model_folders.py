@@ -168,7 +168,7 @@ def _write_tiny_qwen3(folder: Path, seed: int) -> None:
     from safetensors.numpy import save_file
 
     texts: dict[str, object] = {
-        "config.json": _tiny_config(),
+        "config.json": tiny_config(),
         "generation_config.json": {"do_sample": True, "eos_token_id": _EOS, "pad_token_id": _PAD},
         "tokenizer.json": character_tokenizer(_VOCABULARY, (*_SPECIAL, *_RESERVED)),
         "tokenizer_config.json": {
@@ -221,7 +221,7 @@ def _tiny_weights(seed: int) -> dict[str, npt.NDArray[np.float32]]:
     return weights
 
 
-def _tiny_config() -> dict[str, Any]:
+def tiny_config() -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -11,7 +11,7 @@ Sizes are of one rank and one micro-batch, in bytes; e = bytes of a number in th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from penstock.config.stages import ParallelConfig
@@ -71,6 +71,16 @@ class ModelShape:
             return None
 
     @property
+    def visits(self) -> int:
+        """Numbers of the states that one token brings to its experts, a copy for each."""
+        return self.experts_per_token * self.hidden
+
+    @property
+    def mlp_output(self) -> int:
+        """Numbers that the last products of an MLP return for one token."""
+        return self.visits or self.hidden
+
+    @property
     def num_root_parameters(self) -> int:
         """Embedding and head: what FSDP gathers with the root, for the complete pass."""
         return self.vocab * self.hidden * (1 if self.is_tied else 2) + self.hidden
@@ -80,13 +90,15 @@ class ModelShape:
 class PassSpec:
     """How a model's passes are made."""
 
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     num_tokens: int = 4096
     """Of the largest micro-batch."""
     precision: Literal["float32", "bfloat16"] = "float32"
     recompute: Recompute = "none"
-    prefetches: bool = False
-    """Whether the next layer is gathered while one computes, as on GPUs."""
+    is_on_gpu: bool = False
+    """Then the next layer is gathered while one computes."""
+    is_offloaded: bool = False
+    """Whether AdamW's moments are in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +116,10 @@ class PassMemory:
 
 
 def pass_memory(shape: ModelShape, num_parameters: int, spec: PassSpec) -> PassMemory:
-    """The worst moment of a training pass: in the last layers' backward pass, in that of the head,
-    or when the gradients of embedding and head are reduced."""
+    """The worst moment of a training pass: in the last layers' backward pass, when the gradients of
+    a layer are reduced, in the head, or when the gradients of embedding and head are reduced."""
     moments = _Moments(shape, num_parameters, spec)
-    found = (moments.in_layers(), moments.in_head(), moments.in_root())
+    found = (moments.in_layers(), moments.in_reduce(), moments.in_head(), moments.in_root())
     return max(found, key=lambda moment: moment.total_bytes)
 
 
@@ -132,10 +144,18 @@ class _Moments:
         """One layer's backward pass, its weights and those of the next one gathered; the gradients
         of the layer before are being reduced."""
         reduced = FLOAT32 * self._layer_parameters if self._is_sharded else 0.0
-        num_gathered = 2 + self._spec.prefetches if self._is_sharded else 1
+        num_gathered = 2 + self._spec.is_on_gpu if self._is_sharded else 1
         gathered = self._root + self._head_gradient + num_gathered * self._layer + reduced
         work = self._spec.num_tokens * work_per_token(self._shape, self._spec)
         return _pass_memory(gathered, self._kept + work, 0.0)
+
+    def in_reduce(self) -> PassMemory:
+        """A layer's gradients and their copy in float32, next to its weights and the next ones."""
+        if not self._is_sharded:
+            return _pass_memory(0.0, 0.0, 0.0)
+        layer = (3 + self._spec.is_on_gpu) * self._layer + FLOAT32 * self._layer_parameters
+        gathered = self._root + self._head_gradient + layer
+        return _pass_memory(gathered, self._kept + self._ends, 0.0)
 
     def in_head(self) -> PassMemory:
         """One chunk of logits, or the sum of two chunks' gradients of the head."""
@@ -144,16 +164,14 @@ class _Moments:
         is_chunked = self._spec.num_tokens > size
         sums = 2 * self._head_gradient if is_chunked else 0.0
         logits = max(_LOGITS_COPIES * chunk, sums)
-        gathered = self._root + self._layer * (1 + self._spec.prefetches)
-        return _pass_memory(
-            gathered + self._head_gradient, self._kept + self._ends, logits
-        )
+        gathered = self._root + self._layer * (1 + self._spec.is_on_gpu)
+        return _pass_memory(gathered + self._head_gradient, self._kept + self._ends, logits)
 
     def in_root(self) -> PassMemory:
         """The gradients of embedding and head, and their copy in float32 that is reduced."""
         gradients = self._e * self._root_parameters
         reduced = FLOAT32 * self._root_parameters if self._is_sharded else 0.0
-        prefetched = self._layer * self._spec.prefetches
+        prefetched = self._layer * self._spec.is_on_gpu
         return _pass_memory(gradients + reduced + prefetched, 0.0, 0.0)
 
 
@@ -171,9 +189,10 @@ def kept_per_token(shape: ModelShape, spec: PassSpec) -> float:
     match spec.recompute:
         case "layer":
             return e * shape.hidden
-        case "selective":
+        case "selective":  # its input, and what matrix products and attention return
             heads = e * (2 * shape.attention + 2 * shape.key_value) + FLOAT32 * shape.num_heads
-            return e * 3 * shape.hidden + (heads + e * 2 * shape.mlp) / tp
+            mlp = e * (2 * shape.mlp + shape.num_experts)
+            return e * (2 * shape.hidden + shape.mlp_output) + (heads + mlp) / tp
         case "none":
             return _all_of_a_layer(shape, e, tp)
 
@@ -181,22 +200,22 @@ def kept_per_token(shape: ModelShape, spec: PassSpec) -> float:
 def work_per_token(shape: ModelShape, spec: PassSpec) -> float:
     """What the backward pass of one layer takes besides: what it computes again, and gradients."""
     e, tp = PRECISION_BYTES[spec.precision], spec.parallel.tp
-    gradients = e * (2 * shape.mlp / tp + shape.hidden)
+    gradients = e * (max(2 * shape.mlp / tp, 3 * shape.visits) + shape.hidden)
     match spec.recompute:
         case "none":
             return gradients
         case "layer":
             return gradients + _all_of_a_layer(shape, e, tp)
         case "selective":
-            again = _all_of_a_layer(shape, e, tp) - e * (shape.attention + 2 * shape.mlp) / tp
-            return gradients + again
+            kept = e * (shape.attention + 2 * shape.mlp) / tp + e * shape.visits
+            return gradients + _all_of_a_layer(shape, e, tp) - kept
 
 
 def _all_of_a_layer(shape: ModelShape, e: int, tp: int) -> float:
-    """Norms keep their input in float32; rotary embedding, the layout of rows and attention keep
-    queries and keys once each."""
-    exact = FLOAT32 if e != FLOAT32 else 0
-    heads = 4 * e * shape.attention + 3 * e * shape.key_value + 2 * FLOAT32 * shape.num_heads
+    """Norms keep their input in float32 and their result; the layout of rows and attention keep
+    queries, keys, values and results; the MLP keeps both of its factors, one of them twice."""
+    heads = 3 * e * shape.attention + 2 * e * shape.key_value + FLOAT32 * shape.num_heads
     if shape.has_head_norms:
-        heads += exact * (shape.attention + shape.key_value)
-    return (2 * exact + 4 * e) * shape.hidden + (heads + e * 4 * shape.mlp) / tp
+        heads += (e + FLOAT32) * (shape.attention + shape.key_value)
+    experts = 2 * e * shape.visits + FLOAT32 * shape.num_experts
+    return (4 * e + 2 * FLOAT32) * shape.hidden + (heads + 4 * e * shape.mlp) / tp + experts
