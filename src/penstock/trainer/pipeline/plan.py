@@ -189,7 +189,7 @@ def _chain(
             continue
         is_adapted = trained.lora is not None and role == ACTOR
         is_trained, passes = role in learning, replace(trained.passes, parallel=parallel)
-        own = passes if is_trained and not is_adapted else replace(passes, precision="float32")
+        own = replace(passes, precision="float32") if is_adapted else passes
         found = estimate(num_parameters, is_trained=is_trained and not is_adapted, passes=own)
         if trained.lora and is_adapted:
             adapter = count_adapter(model, trained.lora) or 0
