@@ -88,8 +88,8 @@ class Operations(TorchDispatchMode):
             self.num_matmuls += is_matmul
             found = {str(one.dtype).removeprefix("torch.") for one in args[:2]}
             self.dtypes.setdefault(name, set()).update(found)
-            if is_matmul and found == {"float32"}:
-                self.float32_widths.add(min(size for one in args[-2:] for size in one.shape))
+            if name in MATMULS and found == {"float32"}:
+                self.float32_widths.add(min(size for one in args[:2] for size in one.shape))
         return func(*args, **(kwargs or {}))
 
 
