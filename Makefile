@@ -16,6 +16,7 @@
 #   make constraints    refresh constraints/*.txt, their hashes and the bill of materials, from fresh environments
 #   make audit          known vulnerabilities of the pinned versions, as far as the index answers
 #   make bench          the promises about speed, measured             BENCH_ARGS=--quick
+#   make gpu            what needs GPUs, with a report to send       GPUS=1, GPUS=8 or, on two hosts at once, GPUS=hosts
 #   make setup-engine   vLLM for CPUs, a small real model and traces of its training, in ~/.cache/penstock (15 to 50 minutes)
 #   make setup-envs     virtual environments of gymnasium, OpenEnv, verifiers and reasoning-gym, in ~/.cache/penstock/envs (minutes)
 #   make setup-llama    llama-cpp-python, built from source in ~/.cache/penstock/llama (10 to 60 minutes)
@@ -23,7 +24,7 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := check
-.PHONY: setup check test e2e e2e-long sim mutants bench chaos chaos-quick attacks attacks-quick audit docs setup-engine setup-envs setup-llama constraints
+.PHONY: gpu setup check test e2e e2e-long sim mutants bench chaos chaos-quick attacks attacks-quick audit docs setup-engine setup-envs setup-llama constraints
 
 PYTHON ?= python3
 VENV := .venv
@@ -62,6 +63,7 @@ SWAPS ?= 200
 ENGINE_KILLS ?= 20
 VLLM_SESSIONS ?= 200
 ONLINE_S ?= 600
+GPUS ?= 1
 # Tests on PostgreSQL run wherever a server is installed, so always in CI.
 HAS_POSTGRES = $(shell ls -d /usr/lib/postgresql/*/bin/postgres 2>/dev/null)
 # Campaigns on a real engine run where one is installed.
@@ -195,3 +197,10 @@ constraints:
 	done
 	@$(BIN)/python scripts/supply.py
 	@rm -rf .cache/constraints
+
+# What needs GPUs; prints a report to send and writes gpu-report.json and gpu-report.txt. See docs/how-to/large-models.md.
+GPU_TESTS_1 = tests/gpu/test_one_gpu.py
+GPU_TESTS_8 = $(GPU_TESTS_1) tests/gpu/test_eight_gpus.py
+GPU_TESTS_hosts = tests/gpu/test_two_hosts.py
+gpu:
+	$(PYTEST) --timeout 3600 -m gpu $(GPU_TESTS_$(GPUS)) $(PYTEST_ARGS)

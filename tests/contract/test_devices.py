@@ -20,6 +20,7 @@ from tests.contract.test_engines_vllm import version, write_folder
 from tests.e2e.document_blocks import ROOT, blocks_of
 from tests.fake_gpus import fake_gpus
 
+from penstock.cli.plan import plan
 from penstock.config import RunConfig
 from penstock.config.loader import parse
 from penstock.dataflow.service.build import run_info
@@ -212,3 +213,39 @@ async def test_every_engine_has_a_server_of_the_list(tmp_path: Path) -> None:
     async with node(**options) as deps:
         seats = await seats_of(deps, config)
     assert [seat.url for seat in seats] == ["http://10.0.0.5:8000", "http://10.0.0.6:8000"]
+
+
+def test_training_on_gpus_is_in_bfloat16_unless_the_file_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.yaml"
+    text = next(block.text for block in blocks_of(PAGE) if block.file == "eight-devices.yaml")
+    file.write_text(text.replace("  precision: bfloat16\n", ""))
+    own = "models.policy.training={epochs: 2}"
+
+    def precisions(*overrides: str) -> tuple[str, str]:
+        config = read_target(file, overrides).config
+        return config.training.precision, config.for_policy("policy").training.precision
+
+    cpu = ("hosts={}", "training.devices=null", "models.policy.vllm={tensor_parallel: 2}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert precisions(*cpu) == ("float32", "float32")
+    fake_gpus(monkeypatch, tmp_path / "bin")
+    assert precisions() == precisions(*cpu) == ("bfloat16", "bfloat16")
+    assert precisions(own)[1] == "bfloat16"
+    assert precisions("training.precision=float32", own) == ("float32", "float32")
+    alike = ("models.policy.engine=hf", "models.policy.vllm={}", "deterministic=true")
+    assert precisions(*alike) == ("float32", "float32")
+
+
+def test_the_plan_shows_the_devices_of_ranks_and_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_gpus(monkeypatch, tmp_path / "bin")
+    example = Example("eight-devices.yaml", tmp_path)
+    assert plan(example.file, *example.overrides) == 0
+    text = capsys.readouterr().out
+    assert "4 ranks, on gpu0:0, 1, 2, 3" in text and "node-0: 4, 5, 6, 7" in text
+    assert plan(example.file, *example.overrides, json=True) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["engine_devices"] == {"node-0": [4, 5, 6, 7]}

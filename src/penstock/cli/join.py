@@ -15,6 +15,7 @@ def join(
     name: str | None = None,
     capacity: int | None = None,
     engines: int | None = None,
+    vllm_environment: Path | None = None,
     policies: str | None = None,
     relay: str | None = None,
     relay_token_file: Path | None = None,
@@ -36,6 +37,8 @@ def join(
             four random characters.
         capacity: Number of tasks to run in parallel.
         engines: Number of inference engines per policy in this node; by default as the run says.
+        vllm_environment: Virtual environment with vLLM on this machine; by default the one that
+            `make setup-engine` creates.
         policies: Policies to serve, separated by commas; by default all of the run. The node gets
             only work of sources that call no others.
         relay: URL of a relay to fetch weights from before the run's weight server; needs
@@ -107,6 +110,7 @@ def join(
         state_dir=state_dir,
         capacity=capacity,
         num_engines=engines,
+        environment="" if vllm_environment is None else str(vllm_environment),
         policies=split_policies(policies),
         relay=read_relay_token(relay, relay_token_file),
         sharing=sharing,

@@ -26,22 +26,32 @@ def plan(target: Path, /, *overrides: str, svg: Path | None = None, json: bool =
         json: Print one JSON object as the last line.
     """
     from penstock.devices import visible_devices
-    from penstock.fleet.device_plan import this_host
+    from penstock.fleet.device_plan import layout_here, this_host
     from penstock.runs.target import read_target
     from penstock.trainer.pipeline.builtin import plan_of
 
     config = read_target(target, overrides).config
-    found = plan_of(config, this_host(config.all_hosts), has_gpus=bool(visible_devices()))
+    num_devices = len(visible_devices())
+    found = plan_of(config, this_host(config.all_hosts), has_gpus=num_devices > 0)
     names = {name: config.for_policy(name).algorithm.name for name in config.trained}
     is_custom = config.pipeline is not None and bool(config.pipeline.stages)
     kind = "custom pipeline" if is_custom else ", ".join(dict.fromkeys(names.values()))
     if svg is not None:
         _write_svg(found, f"{config.name}: {kind}", svg)
+    engines = layout_here(config, num_devices).engines
     if json:
-        print_json({"run": config.name, "svg": None if svg is None else str(svg), **as_json(found)})
+        body = {"run": config.name, "svg": None if svg is None else str(svg), **as_json(found)}
+        print_json({**body, "engine_devices": engines})
     else:
-        print("\n".join([f"{config.name}: {kind}", *lines(found)]))
+        print("\n".join([f"{config.name}: {kind}", *lines(found), *_engine_lines(engines)]))
     return 0
+
+
+def _engine_lines(engines: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    if engines:
+        yield ""
+        yield "devices of engines, dealt in order"
+        yield from (f"  {name}: {', '.join(map(str, dealt))}" for name, dealt in engines.items())
 
 
 def _write_svg(plan: Plan, title: str, path: Path) -> None:
@@ -85,7 +95,13 @@ def _table(stages: Mapping[str, PipelineStageConfig]) -> Iterator[str]:
 
 
 def _on(placed: Chain | Service) -> str:
-    return f", on {', '.join(placed.hosts)}" if placed.hosts else ""
+    """Where it is, like `gpu0:0, 1, 2, 3; gpu1:0, 1`."""
+    devices: dict[str, list[str]] = {}
+    for label in placed.hosts:
+        host, _, device = label.partition(":")
+        devices.setdefault(host, []).extend([device] if device else [])
+    shown = (f"{host}:{', '.join(own)}" if own else host for host, own in devices.items())
+    return f", on {'; '.join(shown)}" if devices else ""
 
 
 def _memory(

@@ -84,7 +84,7 @@ class HostConfig(Section):
     tags: Tags = (TRAIN,)
     """Labels that stages request with `place`; trainers go to hosts with `train`."""
     address: Annotated[str, AfterValidator(_address)] | None = None
-    """Name or address at which the other hosts reach it, or a range as long as that of the names,
+    """Name or address at which the other hosts reach it, or a range of the same length,
     like 10.0.0.[10-17]; null: its name."""
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each engine of a node gets: the URL of a running server, or devices to start one on.
 
-Owns the order, which is that of the launcher: policies as the run lists them, one engine after
+Owns the order, which is the launcher's: policies as the run lists them, one engine after
 another. Builds no engine.
 """
 

@@ -155,7 +155,7 @@ class NodeDeps:
             pools.add(
                 EnginePools(
                     policies,
-                    self._maker(run_info, policies[0], seats[policies[0]]),
+                    self._maker(run_info, policies[0], seats.get(policies[0], ())),
                     num_engines=num_engines or self._num_engines(run_info, policies[0]),
                     max_paused=self.max_paused,
                     sharing=[policies],
@@ -210,7 +210,7 @@ def engine_maker(
 
     def make(run_info: RunInfo, policy: PolicyName, seat: EngineSeat) -> Engine:
         info, servers = engine_info(run_info, policy), options.get("engine_servers", {})
-        _, environment = servers.get(policy, ((), ""))
+        _, environment = servers.get(policy, ((), options.get("environment", "")))
         settings = EngineSettings(
             seed=next(seeds),
             torch_threads=run_info.torch_threads,
@@ -345,6 +345,7 @@ class NodeOptions(TypedDict, total=False):
     state_dir: Required[Path]
     acks: Path
     engine_servers: Mapping[str, tuple[Sequence[str], str]]
+    environment: str
     num_engines: int | None
     max_paused: float
     policies: tuple[PolicyName, ...]
@@ -366,6 +367,7 @@ async def connect(
     - `acks`: file for acknowledged row ids; default `state_dir/acks.txt`.
     - `engine_servers`: URLs of the servers of its engines, and the environment to start others, by
       policy.
+    - `environment`: the environment to start engines of policies without an entry there.
     - `num_engines`: engines per policy, if not as many as the run says; at most the share
       `max_paused` of them swaps weights at the same time.
     - `policies`: those that it serves, and is leased work of; default: all of the run.

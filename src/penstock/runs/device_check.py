@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the devices of a run suffice: for its trainers, its engines, and what they hold.
 
-Owns the part of `penstock check` about devices: the figures of `config.device_layout` against those
-of this machine. Deals nothing itself, and starts nothing."""
+Owns the part of `penstock check` about devices: the figures of `config.device_layout` against
+this machine's. Deals nothing itself, and starts nothing."""
 
 from __future__ import annotations
 

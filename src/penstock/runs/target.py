@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.config import RunConfig, load, run_dir
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
+from penstock.runs.device_defaults import with_device_defaults
 from penstock.runs.user_code import missing_modules
 
 
@@ -43,7 +44,7 @@ def read_target(
             config_file=folder.config_file,
             overrides=tuple(overrides),
         )
-    config = load(path, overrides)
+    config = with_device_defaults(load(path, overrides))
     folder = RunFolder(run_dir(config))
     found = given or (str(path.absolute().parent),)
     return RunTarget(

@@ -156,7 +156,7 @@ def service_that(does: str) -> ServiceSpec:
 def start_only(monkeypatch: pytest.MonkeyPatch, service: ServiceSpec) -> None:
     """A launch starts this service and no other."""
 
-    def services(config: RunConfig, folder: RunFolder) -> Sequence[ServiceSpec]:
+    def services(config: RunConfig, folder: RunFolder, devices: object) -> Sequence[ServiceSpec]:
         return [service]
 
     monkeypatch.setattr("penstock.runs.launch.local_services", services)

@@ -24,7 +24,7 @@ from penstock.errors import LaunchError
 from penstock.fleet.run_folder import RunFolder
 from penstock.fleet.services import ServiceKind, ServiceSpec
 
-def services(config, folder):
+def services(config, folder, devices):
     command = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
     kind = ServiceKind.SERVER
     return [ServiceSpec(name="dataflow", kind=kind, command=command, build_env=dict)]

@@ -94,7 +94,7 @@ def test_run_takes_a_mapping_and_remembers_where_your_modules_are(
 ) -> None:
     """With one service that only sleeps; whole runs are in tests/e2e."""
 
-    def services(config: RunConfig, folder: RunFolder) -> list[ServiceSpec]:
+    def services(config: RunConfig, folder: RunFolder, devices: object) -> list[ServiceSpec]:
         command = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
         server = ServiceKind.SERVER
         return [ServiceSpec(name="dataflow", kind=server, command=command, build_env=dict)]

@@ -120,7 +120,7 @@ class ChildServer:
     _options: Sequence[str] = ()
     _: KW_ONLY
     devices: Sequence[str] = ()
-    """GPUs that it may use, as in CUDA_VISIBLE_DEVICES; empty: those of this process."""
+    """GPUs that it may use, as in CUDA_VISIBLE_DEVICES; empty: all that this process sees."""
     state_dir: Path | None = None
     """Folder for the server's log; by default a temporary one."""
     start_s: float = START_S
