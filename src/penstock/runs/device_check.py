@@ -66,7 +66,7 @@ def _trainer_memory(
             shared = " beside its engines" if any(n in layout.engine_shares for n in own) else ""
             yield CheckProblem(
                 key=f"models.{chain.policy}.init",
-                text=f"training {chain.policy} needs {need} on each GPU, and one here has "
+                text=f"training {chain.policy} needs {need} on each GPU, and a GPU here has "
                 f"{size_text(min(rooms))}{shared}: "
                 f"{size_text(chain.memory.total_bytes - min(rooms))} short; {SMALLER}, choose a "
                 "smaller model, train an adapter (lora: {rank: 16}), or use larger GPUs",
