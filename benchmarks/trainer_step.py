@@ -23,12 +23,14 @@ from benchmarks.harness import MIN_PAIRS, log_line, result
 from penstock.trainer.actor import Actor
 from penstock.trainer.attention import make_attention_layout
 from penstock.trainer.batches import Batch, Roles
+from penstock.trainer.compute import ComputeSpec
 from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.inputs import make_inputs, split
 from penstock.trainer.learner import Learner, Optimizer
 from penstock.trainer.losses.clipped import ClippedLoss
 from penstock.trainer.model_folders import load_model
 from penstock.trainer.ranks.group import SingleRank
+from penstock.trainer.ranks.sharding import shard
 from penstock.trainer.samples import Samples
 from penstock.trainer.schedules import Schedule
 from penstock.trainer.updates import UpdateSpec, plan_updates
@@ -101,14 +103,14 @@ def packed(batch: Batch) -> list[Packed]:
 
 
 def our_side(folder: Path, precision: torch.dtype) -> Learner:
+    actor = Actor(load_model(folder))
+    compute = ComputeSpec(precision=precision)
     return Learner(
-        Actor(load_model(folder)),
+        shard(actor, actor.model, SingleRank(), compute=compute),
         ClippedLoss(),
         Optimizer(schedule=Schedule(peak=RATE)),
         update_spec=UpdateSpec(),
-        forward_pass=ForwardPass(
-            ranks=SingleRank(), micro_batch_tokens=MICRO_BATCH_TOKENS, precision=precision
-        ),
+        forward_pass=ForwardPass(ranks=SingleRank(), micro_batch_tokens=MICRO_BATCH_TOKENS),
     )
 
 

@@ -31,13 +31,14 @@ def plan(target: Path, /, *overrides: str, svg: Path | None = None, json: bool =
     from penstock.trainer.pipeline.builtin import plan_of
 
     config = read_target(target, overrides).config
-    found = plan_of(config, this_host(config.all_hosts))
+    num_devices = len(visible_devices())
+    found = plan_of(config, this_host(config.all_hosts), has_gpus=num_devices > 0)
     names = {name: config.for_policy(name).algorithm.name for name in config.trained}
     is_custom = config.pipeline is not None and bool(config.pipeline.stages)
     kind = "custom pipeline" if is_custom else ", ".join(dict.fromkeys(names.values()))
     if svg is not None:
         _write_svg(found, f"{config.name}: {kind}", svg)
-    engines = layout_here(config, len(visible_devices())).engines
+    engines = layout_here(config, num_devices).engines
     if json:
         body = {"run": config.name, "svg": None if svg is None else str(svg), **as_json(found)}
         print_json({**body, "engine_devices": engines})
@@ -72,7 +73,8 @@ def lines(plan: Plan) -> Iterator[str]:
         yield ""
         yield f"trainer for {chain.policy}: {pluralise(chain.num_ranks, 'rank')}" + _on(chain)
         yield from _table({f"{n}. {stage.id}": stage for n, stage in enumerate(chain.stages, 1)})
-        yield f"  memory per rank: {_memory(chain.memory, chain.unknown_models)}"
+        memory = _memory(chain.memory, chain.unknown_models, chain.unknown_passes)
+        yield f"  peak memory per rank: {memory}"
     if plan.services:
         yield ""
         yield "stages outside the trainers (`penstock stage RUN ID` runs a worker)"
@@ -102,17 +104,12 @@ def _on(placed: Chain | Service) -> str:
     return f", on {'; '.join(shown)}" if devices else ""
 
 
-def _memory(memory: MemoryEstimate, unknown_models: tuple[str, ...]) -> str:
-    from penstock.trainer.pipeline.memory_estimate import size_text
-
-    parts = {
-        "weights": memory.weights_bytes,
-        "gradients": memory.gradients_bytes,
-        "AdamW": memory.optimizer_bytes,
-    }
-    named = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
-    text = f"{size_text(memory.total_bytes)} ({named})" if named else "no model"
-    return text + "".join(f"; size of {model} unknown" for model in unknown_models)
+def _memory(
+    memory: MemoryEstimate, unknown_models: tuple[str, ...], unknown_passes: tuple[str, ...] = ()
+) -> str:
+    text = memory.text or "no model"
+    text += "".join(f"; size of {model} unknown" for model in unknown_models)
+    return text + "".join(f"; without the passes of {model}" for model in unknown_passes)
 
 
 def as_json(plan: Plan) -> dict[str, object]:
@@ -124,6 +121,7 @@ def as_json(plan: Plan) -> dict[str, object]:
                 "stages": [stage.model_dump(mode="json") for stage in chain.stages],
                 "ranks": chain.num_ranks,
                 "memory_bytes": chain.memory.total_bytes,
+                "memory": chain.memory.parts,
                 "hosts": chain.hosts,
                 "uncounted": chain.unknown_models,
             }

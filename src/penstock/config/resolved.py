@@ -80,8 +80,12 @@ def _matches(path: KeyPath, pattern: tuple[str, ...]) -> bool:
 MUTABLE_ON_RESUME: tuple[tuple[str, ...], ...] = (
     ("training", "steps"),
     ("training", "checkpoint_every"),
+    ("training", "recompute"),
+    ("training", "offload"),
     ("models", "*", "training", "steps"),
     ("models", "*", "training", "checkpoint_every"),
+    ("models", "*", "training", "recompute"),
+    ("models", "*", "training", "offload"),
     ("models", "*", "replicas"),
     ("models", "*", "capacity"),
     ("models", "*", "engines"),

@@ -15,6 +15,7 @@ from penstock.config.pipeline import ParallelConfig
 from penstock.options import Contradiction, non_empty
 from penstock.types import MAX_TEMPERATURE, MIN_TEMPERATURE
 
+Recompute = Literal["none", "layer", "selective"]
 STALENESS_BY_MODE: Mapping[str, int] = {"sync": 0, "one_step": 1, "async": 8}
 """`max_staleness` of each mode; of async only where the file gives none."""
 
@@ -89,8 +90,17 @@ class TrainingConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Of activations; weights and optimizer stay in float32. bfloat16 is faster where the processor
-    has instructions for it, and on others slower."""
+    """Of weights and activations in a pass; the weights that the optimizer updates, and its state,
+    stay in float32. bfloat16 is faster where the processor has instructions for it, and on others
+    slower."""
+    recompute: Recompute | None = None
+    """What a backward pass computes again instead of keeping it: nothing (none), each layer whole
+    (layer: least memory, about a third more compute), or all of it but matmuls and attention
+    (selective). null: layer on GPUs, none on the CPU. Does not change the gradient."""
+    offload: Literal["none", "optimizer"] = "none"
+    """optimizer: AdamW's two moments are in host memory between updates, and on the device one
+    parameter at a time. Saves 8 bytes per parameter of a rank's share of the model, and does not
+    change the result."""
     micro_batch_tokens: PositiveInt = 4096
     """Most tokens in one forward pass, or one longer sample; affects memory, not the gradient."""
 

@@ -13,7 +13,7 @@ from penstock.config.device_layout import HERE, DeviceLayout
 from penstock.fleet.device_plan import layout_here, this_host
 from penstock.runs.check_problem import CheckProblem
 from penstock.trainer.pipeline.memory_estimate import count_parameters, size_text
-from penstock.trainer.pipeline.plan import Plan
+from penstock.trainer.pipeline.plan import SMALLER, Plan
 
 ENGINE_BYTES = 2
 """Of one parameter, in bfloat16."""
@@ -62,14 +62,14 @@ def _trainer_memory(
         own = [p.device for p in layout.ranks.get(chain.policy, ()) if p.host == here]
         rooms = [round(gpus[n] * (1 - layout.engine_shares.get(n, 0.0))) for n in own]
         if rooms and chain.memory.total_bytes > min(rooms):
-            need = size_text(chain.memory.total_bytes)
+            need = chain.memory.text
             shared = " beside its engines" if any(n in layout.engine_shares for n in own) else ""
             yield CheckProblem(
                 key=f"models.{chain.policy}.init",
-                text=f"training {chain.policy} needs {need} of memory for weights, gradients "
-                f"and AdamW's state, without activations, and a GPU here has "
-                f"{size_text(min(rooms))}{shared}; choose a smaller model, raise "
-                "training.parallel.dp, train an adapter (lora: {rank: 16}), or use larger GPUs",
+                text=f"training {chain.policy} needs {need} on each GPU, and a GPU here has "
+                f"{size_text(min(rooms))}{shared}: "
+                f"{size_text(chain.memory.total_bytes - min(rooms))} short; {SMALLER}, choose a "
+                "smaller model, train an adapter (lora: {rank: 16}), or use larger GPUs",
             )
 
 

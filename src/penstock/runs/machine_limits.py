@@ -79,7 +79,7 @@ def machine_problems(config: RunConfig, folder: Path, machine: Machine) -> Itera
     yield from _token_limits(config)
     yield from _lora_problems(config)
     try:
-        plan = plan_of(config, this_host(config.all_hosts))
+        plan = plan_of(config, this_host(config.all_hosts), has_gpus=bool(machine.gpus))
     except ConfigError as error:
         yield CheckProblem(key="pipeline", text=str(error))
         return
@@ -169,9 +169,10 @@ def _rank_problems(config: RunConfig, chain: Chain, machine: Machine) -> Iterato
 def _short(chain: Chain, need: int, have: str) -> CheckProblem:
     return CheckProblem(
         key=f"models.{chain.policy}.init",
-        text=f"training {chain.policy} needs {size_text(need)} of memory for weights, gradients "
-        f"and AdamW's state, without activations, and {have}; choose a smaller model, train an "
-        "adapter (lora: {rank: 16}), or use a larger machine",
+        text=f"training {chain.policy} needs {size_text(need)} of memory, each rank "
+        f"{chain.memory.text}, and {have}; choose a smaller model, train an adapter "
+        "(lora: {rank: 16}), set training.recompute: layer, lower training.micro_batch_tokens, or "
+        "use a larger machine",
     )
 
 

@@ -116,14 +116,25 @@ def _attend(
     return rows_out.index_select(0, rows.unbucket_P)[None], None
 
 
+def repeats_heads(q: Tensor, *, has_mask: bool) -> bool:
+    """Whether keys and values are repeated for every head of a query that shares them. On GPUs only
+    flash attention shares them itself, in half precision and without a mask; else torch would
+    multiply everything out, with a number for every pair of tokens."""
+    return q.is_cuda and (q.dtype is torch.float32 or has_mask)
+
+
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     """Each token over itself and those before it, N×H×L×D; with a window, over at most that many.
 
     With a window, blocks of queries as long as the window meet only the keys they may see, so the
     cost grows with the length and not with its square."""
     length = q.shape[2]
-    attend = partial(scaled_dot_product_attention, scale=scale, enable_gqa=True)
-    if window is None or length <= window:
+    is_windowed = window is not None and length > window
+    is_repeated = repeats_heads(q, has_mask=is_windowed)
+    if is_repeated:
+        k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
+    attend = partial(scaled_dot_product_attention, scale=scale, enable_gqa=not is_repeated)
+    if window is None or not is_windowed:
         return attend(q, k, v, is_causal=True)
     parts: list[Tensor] = []
     at_L = torch.arange(length, device=q.device)

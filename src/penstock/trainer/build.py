@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from penstock.config import PolicyConfig, RunConfig
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.config.stages import ParallelConfig
+from penstock.config.trainer import Recompute, TrainingConfig
 from penstock.errors import ConfigError
 from penstock.trainer.actor import Actor
 from penstock.trainer.advantages.gae import ValueLoss
@@ -27,6 +28,7 @@ from penstock.trainer.build_objective import (
     loss_weights_of,
     objective_of,
 )
+from penstock.trainer.compute import ComputeSpec
 from penstock.trainer.critic import Critic
 from penstock.trainer.device import CPU
 from penstock.trainer.forward_pass import ForwardPass
@@ -112,13 +114,22 @@ def load_policy(settings: PolicyConfig, folder: Path, *, is_rank0: bool = True) 
     return model
 
 
-def _load(folder: Path, is_rank0: bool) -> PreTrainedModel:
-    """The full model on rank 0, which also checks that it can be packed."""
+def _load(folder: Path, is_rank0: bool, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The full model on rank 0, which also checks that it can be packed. dtype: that its weights
+    are kept in; float32 if they are trained."""
     if not is_rank0:
-        return load_meta_model(folder)
-    model = load_model(folder)
+        return load_meta_model(folder, dtype)
+    model = load_model(folder, dtype)
     require_packable(model)
     return model
+
+
+def compute_spec(training: TrainingConfig, device: torch.device) -> ComputeSpec:
+    """How the models of a trainer on this device compute."""
+    default: Recompute = "none" if device.type == "cpu" else "layer"
+    return ComputeSpec(
+        precision=PRECISIONS[training.precision], recompute=training.recompute or default
+    )
 
 
 def parallel_layouts(stages: Sequence[PipelineStageConfig]) -> list[ParallelConfig]:
@@ -152,6 +163,7 @@ class _Builder:
         self._seed = seed
         self._ranks = ranks
         self._device = device
+        self._compute = compute_spec(settings.training, device)
 
     def learners(self, folder: Path, stages: tuple[PipelineStageConfig, ...]) -> dict[str, Learner]:
         """The learners that this rank holds a shard of, the actor first."""
@@ -195,12 +207,8 @@ class _Builder:
         return self._ranks.groups[stage.parallel]
 
     def _forward_pass(self, ranks: Ranks) -> ForwardPass:
-        training = self._settings.training
-        return ForwardPass(
-            ranks=ranks,
-            micro_batch_tokens=training.micro_batch_tokens,
-            precision=PRECISIONS[training.precision],
-        )
+        tokens = self._settings.training.micro_batch_tokens
+        return ForwardPass(ranks=ranks, micro_batch_tokens=tokens)
 
     def _actor(self, folder: Path, stage: PipelineStageConfig | None, ranks: Ranks) -> Learner:
         algorithm = self._settings.algorithm
@@ -248,19 +256,25 @@ class _Builder:
             return partial(_infer, column, _learner_for(stage, learners).infer)
         if self._settings.model.lora is not None and stage.model is None:
             return partial(_infer, column, partial(_infer_without_adapter, learners[ACTOR]))
-        frozen = self._initial(stage, ranks, _frozen)
+        frozen = self._initial(stage, ranks, _frozen, dtype=self._compute.precision)
         return partial(_infer, column, partial(self._forward_pass(ranks).infer, frozen))
 
-    def _initial(self, stage: PipelineStageConfig, ranks: Ranks, make: Callable[..., S]) -> S:
+    def _initial(
+        self,
+        stage: PipelineStageConfig,
+        ranks: Ranks,
+        make: Callable[..., S],
+        dtype: torch.dtype = torch.float32,
+    ) -> S:
         """The model that the stage names, or the one its policy started from."""
         init = stage.model or self._settings.model.init
         with initial_folder(init, self._seed) as folder:
-            scorer = make(_load(folder, self._ranks.position.is_rank0))
+            scorer = make(_load(folder, self._ranks.position.is_rank0, dtype))
             return self._shard(scorer, folder, ranks)
 
     def _shard(self, scorer: S, folder: Path, ranks: Ranks) -> S:
         """Shard it; ranks other than 0 read their shards from the folder."""
-        shard(scorer, scorer.model, ranks, self._device)
+        shard(scorer, scorer.model, ranks, self._device, self._compute)
         load_weight_slices(scorer, scorer.model, folder, ranks, self._device)
         return scorer
 
@@ -276,6 +290,7 @@ class _Builder:
             weight_decay=training.weight_decay,
             max_grad_norm=training.max_grad_norm,
             epochs=training.epochs,
+            is_offloaded=training.offload == "optimizer",
         )
 
 

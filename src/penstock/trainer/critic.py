@@ -24,6 +24,8 @@ from penstock.trainer.losses.tokens import Tokens
 
 class Critic(nn.Module):
     gives_logprobs = False
+    exact_modules = ("head",)
+    """In float32 whatever the precision: returns have many digits."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -36,8 +38,7 @@ class Critic(nn.Module):
 
     def forward(self, inputs: Inputs) -> Tokens:
         hidden_KD = last_hidden(self.model, inputs)
-        with torch.autocast(hidden_KD.device.type, enabled=False):  # returns have many digits
-            values_K = self.head(hidden_KD.to(self.head.weight.dtype)).squeeze(1)
+        values_K = self.head(hidden_KD.to(self.head.weight.dtype)).squeeze(1)
         nothing_K = torch.zeros_like(values_K)
         return inputs.tokens(nothing_K, nothing_K, **{NEW_VALUES: values_K})
 

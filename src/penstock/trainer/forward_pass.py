@@ -34,8 +34,6 @@ class ForwardPass:
     ranks: RankReductions
     micro_batch_tokens: int = 4096
     """Most tokens in one; a longer sample is a micro-batch by itself."""
-    precision: torch.dtype = torch.float32
-    """Of activations; weights and optimizer stay in float32."""
 
     def run(
         self, scorer: Scorer, batch: Batch, samples: Ints, weights_T: Floats | None = None
@@ -46,10 +44,7 @@ class ForwardPass:
         for index in range(self.ranks.max_over_ranks(len(parts))):
             chosen = parts[index] if index < len(parts) else samples[:0]
             inputs = make_inputs(batch, chosen, weights_T).to(device)
-            is_mixed = self.precision is not torch.float32
-            with torch.autocast(device.type, self.precision, enabled=is_mixed):
-                tokens = scorer(inputs)
-            yield inputs, tokens
+            yield inputs, scorer(inputs)
 
     @torch.no_grad()
     def infer(self, scorer: Scorer, batch: Batch) -> Floats:

@@ -30,6 +30,7 @@ from penstock.trainer.arrays import Bools, Floats
 from penstock.trainer.attention import vocab_size
 from penstock.trainer.batches import Batch
 from penstock.trainer.forward_pass import ForwardPass, Scorer
+from penstock.trainer.host_moments import MOMENTS, HostMoments
 from penstock.trainer.inputs import Inputs, advantages_of
 from penstock.trainer.losses.ratios import k3, log_ratio
 from penstock.trainer.losses.tokens import BudgetedObjective, Objective, TokenLoss, Tokens
@@ -70,6 +71,8 @@ class Optimizer:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     epochs: int = 1
+    is_offloaded: bool = False
+    """Whether its moments are in host memory between updates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +118,7 @@ class Learner:
             weight_decay=optimizer.weight_decay,
             fused=True,
         )
+        self._host_moments = HostMoments(self._optimizer) if optimizer.is_offloaded else None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -248,7 +252,7 @@ class Learner:
         while True:
             norm = clip(self._parameters.values(), self._spec.max_grad_norm)
             if math.isfinite(norm):
-                self._optimizer.step()
+                (self._host_moments or self._optimizer).step()
             self._optimizer.zero_grad(set_to_none=True)
             smaller = None if math.isfinite(norm) else self._without_bad(update, batch, is_bad_T)
             if smaller is None:
@@ -329,19 +333,24 @@ class Learner:
 
     def restore(self, tensors: Mapping[str, Tensor], *, with_weights: bool = False) -> None:
         """Continue bit for bit, given the same weights; or with the weights passed here."""
-        by_parameter: dict[int, dict[str, Tensor]] = {}
-        for index, (name, parameter) in enumerate(self._parameters.items()):
+        self._optimizer.state.clear()
+        for name, parameter in self._parameters.items():
             if f"{name}.step" in tensors:
-                moments = {
-                    key: load_shard(tensors, f"{name}.{key}", parameter.data)
-                    for key in ("exp_avg", "exp_avg_sq")
-                }
-                by_parameter[index] = {"step": tensors[f"{name}.step"], **moments}
+                self._restore_moments(tensors, name, parameter)
             if with_weights:
                 parameter.data.copy_(load_shard(tensors, f"{_WEIGHTS}{name}", parameter.data))
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": by_parameter, "param_groups": groups})
         torch.set_rng_state(tensors[_RANDOM])
+
+    def _restore_moments(
+        self, tensors: Mapping[str, Tensor], name: str, parameter: torch.nn.Parameter
+    ) -> None:
+        """The state of one parameter; with offloading, only of one at a time on the device."""
+        self._optimizer.state[parameter] = {
+            "step": tensors[f"{name}.step"].to(parameter.device, copy=True),
+            **{key: load_shard(tensors, f"{name}.{key}", parameter.data) for key in MOMENTS},
+        }
+        if self._host_moments is not None:
+            self._host_moments.store(parameter)
 
 
 _RANDOM = "random_generator"

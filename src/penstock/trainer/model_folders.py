@@ -26,6 +26,7 @@ from penstock.hub import TINY_QWEN3, TINY_WINDOW, model_folder, other_files, par
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 WEIGHTS = "model.safetensors"
@@ -132,13 +133,14 @@ def _without_adapter(folder: Path) -> Generator[Path]:
         yield Path(temporary)
 
 
-def load_model(folder: Path) -> PreTrainedModel:
-    """The model in float32, every weight read from the folder; an adapter there is ignored."""
+def load_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model in float32 or as `dtype` says, every weight read from the folder; an adapter there
+    is ignored."""
     with _without_adapter(folder) as plain:
-        return _load(plain)
+        return _load(plain, dtype)
 
 
-def _load(folder: Path) -> PreTrainedModel:
+def _load(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -146,7 +148,7 @@ def _load(folder: Path) -> PreTrainedModel:
     logging.disable_progress_bar()
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
-        dtype=torch.float32,
+        dtype=dtype or torch.float32,
         attn_implementation="sdpa",
         use_safetensors=True,
         local_files_only=True,
@@ -166,7 +168,7 @@ def _write_tiny_qwen3(folder: Path, seed: int) -> None:
     from safetensors.numpy import save_file
 
     texts: dict[str, object] = {
-        "config.json": _tiny_config(),
+        "config.json": tiny_config(),
         "generation_config.json": {"do_sample": True, "eos_token_id": _EOS, "pad_token_id": _PAD},
         "tokenizer.json": character_tokenizer(_VOCABULARY, (*_SPECIAL, *_RESERVED)),
         "tokenizer_config.json": {
@@ -219,7 +221,7 @@ def _tiny_weights(seed: int) -> dict[str, npt.NDArray[np.float32]]:
     return weights
 
 
-def _tiny_config() -> dict[str, Any]:
+def tiny_config() -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -91,9 +91,12 @@ def test_the_plan_of_every_algorithm(
 def test_a_plan_that_does_not_fit_is_refused(
     capsys: pytest.CaptureFixture[str], run_file: Path
 ) -> None:
-    hosts = "hosts={a: {memory_gb: 0.001}, b: {tags: [gpu], memory_gb: 1}}"
+    hosts = "hosts={a: {memory_gb: 0.05}, b: {tags: [gpu], memory_gb: 1}}"
     code, _, err = run_main(capsys, "plan", str(run_file), hosts)
-    assert code == 1 and "613 kB short" in err
+    assert code == 1 and "needs 1 place tagged train with 65.7 MB" in err
+    assert "15.7 MB short; raise training.parallel.dp, set training.recompute: layer" in err
+    for smaller in ("training.micro_batch_tokens=2048", "training.recompute=layer"):
+        assert run_main(capsys, "plan", str(run_file), hosts, smaller)[0] == 0
 
 
 def test_check_looks_at_the_functions_of_stages(

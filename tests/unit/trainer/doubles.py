@@ -82,11 +82,17 @@ def make_learner(
     ranks: RankReductions | None = None,
     bounds: tuple[float, float] | None = None,
     weights: LossWeights | None = None,
+    is_offloaded: bool = False,
 ) -> Learner:
     return Learner(
         Actor(model, learns_entropy=True),
         objective,
-        Optimizer(schedule=Schedule(peak=rate), weight_decay=weight_decay, epochs=epochs),
+        Optimizer(
+            schedule=Schedule(peak=rate),
+            weight_decay=weight_decay,
+            epochs=epochs,
+            is_offloaded=is_offloaded,
+        ),
         update_spec=UpdateSpec(minibatches=minibatches, weights=weights or LossWeights()),
         forward_pass=ForwardPass(
             ranks=ranks or SingleRank(), micro_batch_tokens=micro_batch_tokens

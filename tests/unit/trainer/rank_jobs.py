@@ -174,7 +174,7 @@ def learned(
     return curve, models.weights()
 
 
-def _forbidden(folder: Path) -> Any:
+def _forbidden(folder: Path, dtype: torch.dtype | None = None) -> Any:
     raise AssertionError(f"only the first rank reads {folder} whole")
 
 

@@ -227,9 +227,9 @@ def test_a_reference_needs_no_second_model_under_an_adapter(
     """The built-in graph of an algorithm with beta > 0."""
     loaded: list[Path] = []
 
-    def load(found: Path) -> PreTrainedModel:
+    def load(found: Path, dtype: torch.dtype) -> PreTrainedModel:
         loaded.append(found)
-        return load_model(found)
+        return load_model(found, dtype)
 
     monkeypatch.setattr(build, "load_model", load)
     chosen = settings(folder, "rloo", lora=lora, minibatches=1)

@@ -13,6 +13,7 @@ from penstock.config.device_layout import lay_out
 from penstock.config.hosts import Place
 from penstock.config.pipeline import ParallelConfig, PipelineConfig, PipelineStageConfig
 from penstock.config.rank_hosts import host_of_each_rank
+from penstock.trainer.pipeline.pass_memory import PassSpec
 from penstock.trainer.pipeline.plan import Chain, Plan, PolicyToPlan, make_plan
 
 Stages = tuple[PipelineStageConfig, ...]
@@ -29,9 +30,9 @@ def pipeline_of(config: RunConfig, policy: str) -> Stages:
     )
 
 
-def plan_of(config: RunConfig, host: str | None = None) -> Plan:
+def plan_of(config: RunConfig, host: str | None = None, *, has_gpus: bool = False) -> Plan:
     """The plan of a run; ConfigError if it does not fit. `host`: the machine that starts it, by its
-    name under `hosts`; None: the only one there."""
+    name under `hosts`; None: the only one there. has_gpus: trainers without places use GPUs."""
     hosts = config.all_hosts
     here = next(iter(hosts)) if host is None and len(hosts) == 1 else host
     layout = lay_out(config, host=here, num_devices=0)
@@ -41,11 +42,25 @@ def plan_of(config: RunConfig, host: str | None = None) -> Plan:
             stages=pipeline_of(config, name),
             lora=model.lora,
             places=tuple(map(str, layout.ranks.get(name, ()))) or host_of_each_rank(config, name),
+            passes=pass_spec(config, name, is_on_gpu=has_gpus or name in layout.ranks),
         )
         for name, model in config.trained.items()
     }
     shares = {Place(here, device): share for device, share in layout.engine_shares.items() if here}
     return make_plan(policies, hosts, engine_shares=shares)
+
+
+def pass_spec(config: RunConfig, policy: str, *, is_on_gpu: bool) -> PassSpec:
+    """How a policy's passes are made. A sample longer than a micro-batch is one by itself: at
+    least the longest answer is expected."""
+    training = config.for_policy(policy).training
+    return PassSpec(
+        num_tokens=max(training.micro_batch_tokens, config.sampling.max_tokens),
+        precision=training.precision,
+        recompute=training.recompute or ("layer" if is_on_gpu else "none"),
+        is_on_gpu=is_on_gpu,
+        is_offloaded=training.offload == "optimizer" and is_on_gpu,
+    )
 
 
 def chain_of(config: RunConfig, policy: str) -> Chain:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a stage's model takes: parameters times bytes.
+"""How much memory a rank takes at its peak: its shards of models, and its largest pass.
 
-Owns the estimate and the counting of parameters from a model folder's headers. Activations are not
-in it: micro-batches are bounded by tokens, and what they take is reported by the learner.
+Owns the estimate, its words, and the counting of parameters from a model folder's headers. The
+formulas of a pass are in `pass_memory`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.config import LoraConfig
 from penstock.hub import TINY_QWEN3, find_folder
-from penstock.trainer.model_folders import tiny_shapes
+from penstock.trainer.model_folders import tiny_config, tiny_shapes
+from penstock.trainer.pipeline.pass_memory import (
+    FLOAT32,
+    PRECISION_BYTES,
+    ModelShape,
+    PassSpec,
+    pass_memory,
+)
 
-WEIGHT_BYTES = 4
-"""float32 is what the optimizer updates, whatever precision a forward pass computes in; a frozen
-reference must agree with the policy it was copied from."""
+WEIGHT_BYTES = FLOAT32
+"""float32 is what the optimizer updates, whatever precision a forward pass computes in."""
 ADAMW_BYTES = 8
 """Two moments in float32."""
 MAX_HEADER_BYTES = 100_000_000
@@ -28,15 +35,32 @@ MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one model, or of one rank's shard of it."""
+    """Bytes of one model, or of one rank at its peak."""
 
     weights_bytes: int = 0
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
+    gathered_bytes: int = 0
+    """Of a pass: weights that it gathers, and their gradients until they are reduced."""
+    activation_bytes: int = 0
+    """Of a pass: what it keeps or recomputes for its backward pass."""
+    logits_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         return sum(astuple(self))
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What it is made of, by words for people; empty parts are left out."""
+        words = ("weights", "gradients", "AdamW", "gathered weights", "activations", "logits")
+        return {word: size for word, size in zip(words, astuple(self), strict=True) if size}
+
+    @property
+    def text(self) -> str:
+        """`80 GB (weights 20 GB, …)`; empty if there is no model."""
+        named = ", ".join(f"{word} {size_text(size)}" for word, size in self.parts.items())
+        return f"{size_text(self.total_bytes)} ({named})" if named else ""
 
     def per_rank(self, num_ranks: int) -> MemoryEstimate:
         """One rank's shard, rounded up."""
@@ -46,12 +70,42 @@ class MemoryEstimate:
         return MemoryEstimate(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
-def estimate(num_parameters: int, *, is_trained: bool) -> MemoryEstimate:
-    """Of a full model: its weights and, if it is trained, gradients and AdamW's state."""
-    weights_bytes = WEIGHT_BYTES * num_parameters
+def estimate(
+    num_parameters: int, *, is_trained: bool, passes: PassSpec | None = None
+) -> MemoryEstimate:
+    """Of a full model: its weights and, if it is trained, gradients and AdamW's state. A frozen
+    model is kept in the precision of its passes; moments may be in host memory."""
     if not is_trained:
-        return MemoryEstimate(weights_bytes)
-    return MemoryEstimate(weights_bytes, weights_bytes, ADAMW_BYTES * num_parameters)
+        each = PRECISION_BYTES[passes.precision] if passes else WEIGHT_BYTES
+        return MemoryEstimate(each * num_parameters)
+    moments = 0 if passes and passes.is_offloaded else ADAMW_BYTES
+    weights_bytes = WEIGHT_BYTES * num_parameters
+    return MemoryEstimate(weights_bytes, weights_bytes, moments * num_parameters)
+
+
+def estimate_pass(init: str, num_parameters: int, passes: PassSpec) -> MemoryEstimate | None:
+    """Of the largest training pass of one rank; None if the model's shape is unknown."""
+    if (shape := shape_of(init)) is None:
+        return None
+    found = pass_memory(shape, num_parameters, passes)
+    return MemoryEstimate(
+        gathered_bytes=found.gathered_bytes,
+        activation_bytes=found.activation_bytes,
+        logits_bytes=found.logits_bytes,
+    )
+
+
+def shape_of(init: str) -> ModelShape | None:
+    """Of the model that `init` names; None if its config.json is missing, or of another kind."""
+    if init == TINY_QWEN3:
+        return ModelShape.read(tiny_config())
+    if (folder := find_folder(init)) is None:
+        return None
+    try:
+        config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return ModelShape.read(config) if isinstance(config, dict) else None
 
 
 def count_parameters(init: str) -> int | None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.config import LoraConfig
 from penstock.config.hosts import TRAIN, HostConfig, Place
-from penstock.config.pipeline import PipelineStageConfig
+from penstock.config.pipeline import ParallelConfig, PipelineStageConfig
 from penstock.errors import ConfigError
 from penstock.trainer.pipeline.graph import topological_order
 from penstock.trainer.pipeline.memory_estimate import (
@@ -21,10 +21,17 @@ from penstock.trainer.pipeline.memory_estimate import (
     count_adapter,
     count_parameters,
     estimate,
+    estimate_pass,
     size_text,
 )
+from penstock.trainer.pipeline.pass_memory import PassSpec
 
 ACTOR = "actor"
+SMALLER = (
+    "raise training.parallel.dp, set training.recompute: layer or training.offload: optimizer, "
+    "lower training.micro_batch_tokens"
+)
+"""What makes a rank need less memory."""
 GB = 10**9
 
 Stages = Sequence[PipelineStageConfig]
@@ -38,11 +45,13 @@ class Chain:
     stages: tuple[PipelineStageConfig, ...]
     num_ranks: int
     memory: MemoryEstimate
-    """Of the rank that holds the most."""
+    """Of the rank that holds the most, at its peak."""
     hosts: tuple[str, ...]
     """One per rank, like gpu0:3 for a device; empty if the plan has no hosts."""
     unknown_models: tuple[str, ...]
     """Models of unknown size, which are not in `memory`."""
+    unknown_passes: tuple[str, ...] = ()
+    """Trained models of unknown shape, whose passes are not in `memory`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +82,8 @@ class PolicyToPlan:
     """The adapter that learns instead of them."""
     places: tuple[str, ...] = ()
     """The device, or the machine without devices, of each rank; empty: any with the tag `train`."""
+    passes: PassSpec = field(default_factory=PassSpec)
+    """How its passes are made; each stage has its own `parallel`."""
 
 
 @dataclass(slots=True)
@@ -117,9 +128,9 @@ class _HostPool:
             most = sorted((room.free_bytes for room in fitting), reverse=True)[num_ranks - 1]
             needed, short = size_text(each_bytes), size_text(each_bytes - most)
             raise ConfigError(
-                f"{need} with {needed} free on each for its models, and the last of these has "
-                f"{size_text(most)}: {short} short; raise parallel.dp, place a stage elsewhere, "
-                "or use larger hosts"
+                f"{need} with {needed} free on each for its models and their passes, and the last "
+                f"of these has {size_text(most)}: {short} short; {SMALLER}, place a stage "
+                "elsewhere, or use larger hosts"
             )
         for room in roomy:
             room.free_bytes -= each_bytes
@@ -173,7 +184,7 @@ def _chain(
     """Count each model once: a role has the same model in all stages, and it is trained if any
     stage trains it. With an adapter, roles that stay as initialized use the policy's base model."""
     learning = {stage.role: stage for stage in stages if stage.type == "train"}
-    models: dict[tuple[str, str], int] = {}
+    models: dict[tuple[str, str], ParallelConfig] = {}
     for stage in stages:
         if stage.type != "compute" and (stage.fn is None or stage.type == "train" or stage.model):
             is_bare = trained.lora and not stage.model and stage.role not in learning
@@ -181,17 +192,27 @@ def _chain(
             trains = learning.get(role)
             _check_same_parallel(stage, trains)
             key = (role, stage.model or (trains and trains.model) or trained.init)
-            models[key] = max(models.get(key, 1), stage.parallel.num_ranks)
+            known = models.setdefault(key, stage.parallel)
+            models[key] = max(known, stage.parallel, key=lambda each: each.num_ranks)
     memory, unknown_models = MemoryEstimate(), list[str]()
-    for (role, model), num_ranks in models.items():
+    largest, unknown_passes = MemoryEstimate(), list[str]()
+    for (role, model), parallel in models.items():
         if (num_parameters := count(model)) is None:
             unknown_models.append(model)
             continue
         is_adapted = trained.lora is not None and role == ACTOR
-        found = estimate(num_parameters, is_trained=role in learning and not is_adapted)
+        is_trained, passes = role in learning, replace(trained.passes, parallel=parallel)
+        own = replace(passes, precision="float32") if is_adapted else passes
+        found = estimate(num_parameters, is_trained=is_trained and not is_adapted, passes=own)
         if trained.lora and is_adapted:
-            found += estimate(count_adapter(model, trained.lora) or 0, is_trained=True)
-        memory += found.per_rank(num_ranks)
+            adapter = count_adapter(model, trained.lora) or 0
+            found += estimate(adapter, is_trained=True, passes=passes)
+        memory += found.per_rank(parallel.num_ranks)
+        if is_trained and (one := estimate_pass(model, num_parameters, passes)) is not None:
+            largest = max(largest, one, key=lambda each: each.total_bytes)
+        elif is_trained:
+            unknown_passes.append(model)
+    memory += largest  # stages run one after another: only one pass at a time
     num_ranks = max((stage.parallel.num_ranks for stage in stages), default=1)
     who = f"the trainer for policy {policy}"
     return Chain(
@@ -201,6 +222,7 @@ def _chain(
         memory=memory,
         hosts=tuple(room.allocate(who, [TRAIN], num_ranks, memory.total_bytes, trained.places)),
         unknown_models=tuple(dict.fromkeys(unknown_models)),
+        unknown_passes=tuple(dict.fromkeys(unknown_passes)),
     )
 
 

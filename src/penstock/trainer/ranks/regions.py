@@ -74,7 +74,10 @@ def is_owner(tensor: Tensor) -> bool:
     """Whether this rank is the first of those with the same region; false if that is empty."""
     if not isinstance(tensor, DTensor):
         return True
-    at = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
+    mesh = tensor.device_mesh
+    if int(mesh.mesh.flatten()[0]):  # tp leaves this tensor whole; the ranks of rank 0's mesh write
+        return False
+    at = zip(mesh.get_coordinate() or (), tensor.placements, strict=True)
     is_rank0 = all(part == 0 for part, placement in at if placement.is_replicate())
     return is_rank0 and tensor.to_local().numel() > 0
 

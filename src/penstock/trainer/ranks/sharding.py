@@ -28,30 +28,57 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
+from penstock.trainer.compute import (
+    ComputeSpec,
+    decoder_layers,
+    exact_modules,
+    use_precision,
+    use_recomputation,
+)
 from penstock.trainer.device import CPU
 from penstock.trainer.ranks.group import RankGroup, Ranks
 
 M = TypeVar("M", bound=torch.nn.Module)
 
+PLAIN = ComputeSpec()
 _HEAD_DIM = 2
 """In batch × tokens × heads × width: the dimension that tensor parallelism cuts."""
 
 
-def shard(root: M, model: PreTrainedModel, ranks: Ranks, device: torch.device = CPU) -> M:
+def shard(
+    root: M,
+    model: PreTrainedModel,
+    ranks: Ranks,
+    device: torch.device = CPU,
+    compute: ComputeSpec = PLAIN,
+) -> M:
     """Keep this rank's shard of every parameter, on its device; the modules are changed in place.
 
     `root` is what is called in a forward pass: the model, or a module around it. With several
     ranks, layer after layer is moved to the device and cut there, so the device never holds the
-    full model. Nothing is sent between ranks: each cuts its own copy."""
+    full model. Nothing is sent between ranks: each cuts its own copy. `compute`: how passes of
+    what is left are made."""
     if not isinstance(ranks, RankGroup):
-        return root.to(device)
+        root.to(device)
+        use_precision(root, model, compute)
+        use_recomputation(model, compute.recompute)
+        return root
     if ranks.position.parallel.tp > 1:
         styles = _styles(model, ranks.position.parallel.tp)
         parallelize_module(model, ranks.mesh["tp"], styles, src_data_rank=None)
+    use_recomputation(model, compute.recompute)
     over_parts = ranks.mesh["dp"]
-    for layer in _decoder_layers(model):
-        fully_shard(layer, mesh=over_parts)
-    fully_shard(root, mesh=over_parts)
+    for module in exact_modules(root) if compute.is_mixed else ():
+        fully_shard(module, mesh=over_parts)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=over_parts, mp_policy=compute.policy)
+    is_frozen = not any(parameter.requires_grad for parameter in root.parameters())
+    fully_shard(
+        root,
+        mesh=over_parts,
+        mp_policy=compute.policy,
+        reshard_after_forward=True if is_frozen else None,  # no backward pass frees them
+    )
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -104,12 +131,6 @@ def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
 
 def _full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Modules that the architecture declares as never cut: its decoder layers."""
-    names = set(model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _styles(model: PreTrainedModel, tp: int) -> dict[str, ParallelStyle]:

@@ -25,20 +25,20 @@ from penstock.trainer.ranks.group import RankGroup, Ranks
 from penstock.trainer.ranks.regions import TensorRegion, local, region_of
 
 
-def make_meta_model(folder: Path) -> PreTrainedModel:
+def make_meta_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a folder without its content."""
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     maker: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        return maker.from_config(config, dtype=torch.float32)
+        return maker.from_config(config, dtype=dtype)
 
 
-def load_meta_model(folder: Path) -> PreTrainedModel:
+def load_meta_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The same, but loaded in full if its files use other tensor names."""
-    meta_model = make_meta_model(folder)
+    meta_model = make_meta_model(folder, dtype)
     stored = {name: file.get_slice(name).get_shape() for name, file in _files(folder).items()}
     is_known = all(stored.get(name) == [*p.shape] for name, p in meta_model.named_parameters())
-    return meta_model if is_known else load_model(folder)
+    return meta_model if is_known else load_model(folder, dtype)
 
 
 def load_weight_slices(
