@@ -110,7 +110,7 @@ def _attend(
             line.index_select(0, run_NL.flatten()).unflatten(0, run_NL.shape).transpose(1, 2)
             for line in lines
         )
-        out = _causal_attention(q, k, v, scaling, sliding_window)
+        out = causal_attention(q, k, v, scaling, sliding_window)
         attended.append(out.transpose(1, 2).flatten(0, 1))
     rows_out = attended[0] if len(attended) == 1 else torch.cat(attended)
     return rows_out.index_select(0, rows.unbucket_P)[None], None
@@ -123,7 +123,7 @@ def repeats_heads(q: Tensor, *, has_mask: bool) -> bool:
     return q.is_cuda and (q.dtype is torch.float32 or has_mask)
 
 
-def _causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
     """Each token over itself and those before it, N×H×L×D; with a window, over at most that many.
 
     With a window, blocks of queries as long as the window meet only the keys they may see, so the

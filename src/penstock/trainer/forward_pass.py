@@ -22,6 +22,7 @@ from penstock.trainer.critic import Critic
 from penstock.trainer.inputs import Inputs, make_inputs, split
 from penstock.trainer.losses.tokens import Tokens
 from penstock.trainer.ranks.group import RankReductions
+from penstock.trainer.ranks.sharding import free_gathered
 
 Scorer = Actor | Critic
 """A model with an output per trained token."""
@@ -52,4 +53,5 @@ class ForwardPass:
         scores_T = np.zeros(batch.samples.ids_T.shape)
         for inputs, tokens in self.run(scorer, batch, np.arange(batch.samples.starts_S.size)):
             scores_T[inputs.token_K.cpu()] = scorer.scores(tokens).double().cpu()
+        free_gathered(scorer)  # only a backward pass would
         return scores_T

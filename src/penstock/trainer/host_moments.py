@@ -2,9 +2,9 @@
 """AdamW whose moments are in host memory between updates.
 
 An update takes one parameter after another: its moments go to the device, the optimizer updates it
-there, and they come back. So the device holds the moments of one parameter at a time, and the bits
-are those of an update of all at once. Where the device is the CPU itself the copies are made all
-the same, and save nothing.
+there, and they come back. So the device holds the moments of one parameter at a time, and the
+result is bit for bit the one of the optimizer alone. Where the device is the CPU itself, the copies
+are made all the same, and save nothing.
 
 Owns where moments are, not what they are; the counter of steps, one number, stays on the device.
 """

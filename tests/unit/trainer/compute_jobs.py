@@ -20,12 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from penstock.config.stages import ParallelConfig
+from penstock.trainer.actor import Actor
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.build import build_models
+from penstock.trainer.compute import ComputeSpec
+from penstock.trainer.forward_pass import ForwardPass
+from penstock.trainer.model_folders import load_model
 from penstock.trainer.models import Models
 from penstock.trainer.ranks.group import Ranks, make_rank_group
 from penstock.trainer.ranks.regions import local
-from penstock.trainer.ranks.sharding import gather
+from penstock.trainer.ranks.sharding import gather, shard
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {"dense": ("qwen3", {}), "moe": ("qwen3_moe", MOE)}
@@ -143,9 +147,18 @@ def ranks_of(folder: Path) -> dict[str, Any]:
     """All ranks of the world, in parts."""
     ranks = make_rank_group(ParallelConfig(dp=torch.distributed.get_world_size()))
     assert ranks is not None
-    return {
-        kind: {name: train(folder, kind, name, ranks) for name in NAMES[kind]} for kind in KINDS
-    }
+    found: dict[str, Any] = {"share_after_inference": share_after_inference(folder, ranks)}
+    for kind, names in NAMES.items():
+        found[kind] = {name: train(folder, kind, name, ranks) for name in names}
+    return found
+
+
+def share_after_inference(folder: Path, ranks: Ranks) -> float:
+    """Of a model's weights, what this rank still has when a pass without a backward pass ended."""
+    actor = Actor(load_model(folder / "dense"))
+    shard(actor, actor.model, ranks, compute=ComputeSpec(precision=torch.bfloat16))
+    ForwardPass(ranks=ranks).infer(actor, batch(1, ranks))
+    return _share(actor.parameters())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.trainer import actor as actors
 from penstock.trainer.actor import Actor
-from penstock.trainer.attention import make_attention_layout, repeats_heads
+from penstock.trainer.attention import causal_attention, make_attention_layout, repeats_heads
 from penstock.trainer.build import compute_spec
 from penstock.trainer.compute import (
     ComputeSpec,
@@ -212,6 +212,23 @@ def test_keys_are_repeated_only_where_a_gpus_flash_attention_cannot_share_them()
     asked: Any = [(half, False), (half, True), (full, False), (full, True)]
     assert [repeats_heads(q, has_mask=mask) for q, mask in asked] == [False, True, True, True]
     assert not repeats_heads(torch.zeros(1), has_mask=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 2048])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_on_a_gpu_takes_memory_by_token(dtype: torch.dtype, window: int | None) -> None:
+    """A number for each pair of tokens, or of each window, and head would be gigabytes."""
+    length = 16_384
+    q, k, v = (
+        torch.randn(1, heads, length, 64, device="cuda", dtype=dtype, requires_grad=True)
+        for heads in (8, 2, 2)
+    )
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    causal_attention(q, k, v, 0.125, window).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 1e9
 
 
 def test_a_critics_head_stays_in_float32(work: Path) -> None:

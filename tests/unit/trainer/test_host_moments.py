@@ -39,7 +39,7 @@ def optimizers() -> tuple[list[torch.nn.Parameter], torch.optim.AdamW]:
 def give_gradients(weights: list[torch.nn.Parameter], seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     for weight in weights:
-        weight.grad = torch.randn(weight.shape, generator=draw)
+        weight.grad = torch.randn(weight.shape, generator=draw).to(weight.device)
 
 
 def test_moves_are_counted_and_there_are_no_others() -> None:
@@ -81,6 +81,23 @@ def test_updates_are_those_of_the_optimizer_alone() -> None:
         assert all(
             torch.equal(plain.state[one][key], offloaded.state[other][key]) for key in MOMENTS
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_moments_are_in_pinned_memory_of_the_host() -> None:
+    found: list[list[Tensor]] = []
+    for is_offloaded in (False, True):
+        weights = [torch.nn.Parameter(weight.detach().cuda()) for weight in optimizers()[0]]
+        optimizer = torch.optim.AdamW(weights, lr=0.1, fused=True)
+        moments = HostMoments(optimizer)
+        for seed in range(3):
+            give_gradients(weights, seed)
+            (moments if is_offloaded else optimizer).step()
+        kept = [optimizer.state[weight][key] for weight in weights for key in MOMENTS]
+        assert all(one.is_pinned() == is_offloaded for one in kept)
+        found.append([one.detach().cpu() for one in (*weights, *kept)])
+    assert all(map(torch.equal, *found))
 
 
 def steps(learner: Learner, numbers: range) -> dict[str, Tensor]:

@@ -72,18 +72,19 @@ def shard(
         fully_shard(module, mesh=over_parts)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=over_parts, mp_policy=compute.policy)
-    is_frozen = not any(parameter.requires_grad for parameter in root.parameters())
-    fully_shard(
-        root,
-        mesh=over_parts,
-        mp_policy=compute.policy,
-        reshard_after_forward=True if is_frozen else None,  # no backward pass frees them
-    )
+    fully_shard(root, mesh=over_parts, mp_policy=compute.policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def free_gathered(root: torch.nn.Module) -> None:
+    """Keep only this rank's shard of what `root` gathered for its own forward pass: embeddings and
+    output layer."""
+    if isinstance(root, FSDPModule):
+        root.reshard()
 
 
 def gather(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:

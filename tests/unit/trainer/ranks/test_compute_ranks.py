@@ -101,6 +101,12 @@ def test_weights_gradients_and_moments_are_sharded_and_in_float32(
         )
 
 
+def test_nothing_that_was_gathered_outlives_a_pass_without_a_backward_pass(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [rank["share_after_inference"] for rank in ranks] == pytest.approx([0.5] * 2, abs=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_four_ranks_are_near_two(work: Path, ranks: list[dict[str, Any]], kind: str) -> None:
