@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from safetensors.torch import save_file
-from torch import Tensor
 
 from penstock.config import identity_changes
 from penstock.durable import sync
@@ -38,6 +36,7 @@ from penstock.trainer.checkpoint_manifest import (
     write_cursor,
 )
 from penstock.trainer.durable_files import (
+    KnownFile,
     digest,
     move_damaged,
     new_token,
@@ -56,6 +55,7 @@ from penstock.trainer.state_shards import (
     write_shard,
     write_state,
 )
+from penstock.trainer.weight_shares import WeightShare, create_file, fill_file
 
 NUM_KEPT = 2
 _NAME = re.compile(r"step_(\d+)")
@@ -144,7 +144,7 @@ class Checkpoints:
         self,
         cursor: Cursor,
         *,
-        weights: Mapping[str, Tensor],
+        weights: WeightShare | KnownFile,
         state: StateShard,
         static: Sequence[Path],
         num_ranks: int = 1,
@@ -153,8 +153,9 @@ class Checkpoints:
     ) -> Checkpoint:
         """Make this state durable; complete when this returns, never half visible.
 
-        num_ranks, token: other ranks write their shards of the state into the hidden folder with
-        this token, and are waited for.
+        weights: rank 0's share; or a file that has them already, which is linked.
+        num_ranks, token: other ranks write their shards of the state, and their shares of weights
+        that are not linked, into the hidden folder with this token, and are waited for.
         static: files that stay as they are. With an adapter's config among them, `weights` are the
         adapter's, and the files of its base model are hard-linked from one checkpoint to the next.
         Raises Fenced if a trainer of a higher incarnation has saved here."""
@@ -164,13 +165,12 @@ class Checkpoints:
             carry = link_or_copy if path.suffix == ".safetensors" else shutil.copyfile
             carry(path, partial / path.name)
         name = weights_name(path.name for path in static)
-        save_file(dict(weights), partial / name, metadata={"format": "pt"})
-        known = dict[str, str]()
+        known = _put_weights(partial / name, weights)
         if num_ranks == 1:
             write_state(partial / OPTIMIZER, state)
         else:
             write_shard(partial, 0, num_ranks, state)
-            known = wait_for_shards(partial, num_ranks)
+            known |= wait_for_shards(partial, num_ranks)
         return self._make_visible(
             partial, cursor, num_ranks=num_ranks, known=known, monitor_state=monitor_state
         )
@@ -310,6 +310,16 @@ class Checkpoints:
             )
         if changes:
             _log.warning("config changed on resume", folder=str(found.folder), changes=changes)
+
+
+def _put_weights(path: Path, weights: WeightShare | KnownFile) -> dict[str, str]:
+    """Write or link the weights; the digest by name of a file that is durable already."""
+    if not isinstance(weights, KnownFile):
+        create_file(path, weights.layout)
+        fill_file(path, weights)
+        return {}
+    link_or_copy(weights.path, path)
+    return {path.name: weights.digest} if path.samefile(weights.path) else {}
 
 
 def _pruned_error(folder: Path) -> StoreError:

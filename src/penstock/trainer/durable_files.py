@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -24,6 +25,14 @@ REPLACED = ".replaced-"
 """The old folder during a replacement."""
 
 _log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownFile:
+    """A file that is on disk and does not change."""
+
+    path: Path
+    digest: str
 
 
 def new_token() -> int:

@@ -57,15 +57,19 @@ def put_snapshot(
     after: StoredVersion | None = None,
     base: str = "",
     unchanged: Collection[str] = (),
+    incoming: Mapping[str, Path] | None = None,
 ) -> StoredVersion:
     """Store a Hugging Face folder. Durable when this returns, but not yet published.
 
     Stores the allowed files at its top level: weights, config, tokenizer, template. `after` is the
     version most nodes have; deltas from it are stored too. Files named in `unchanged` are identical
-    to its files and are not read or copied again. A PEFT adapter needs `base`, the weights
-    digest of its base model, or that model in the same folder.
+    to its files and are not read or copied again. Files in `incoming` (by name) were written to an
+    `incoming_path` of this store: they are linked, not copied. A PEFT adapter needs `base`, the
+    weights digest of its base model, or that model in the same folder.
     """
-    names = sorted(entry.name for entry in folder.iterdir() if is_file_name(entry.name))
+    incoming = incoming or {}
+    names = sorted({*incoming, *(path.name for path in folder.iterdir())})
+    names = [name for name in names if is_file_name(name)]
     if not any(name.endswith(".safetensors") for name in names):
         raise WeightsError(f"no .safetensors file in {folder}; save the model there first")
     _check_folder_base(folder, names, base)
@@ -74,7 +78,7 @@ def put_snapshot(
         store = DirectoryStore(store_root)
         store.prepare()
         with store.writing():
-            scans = _put_files(store, folder, names, known)
+            scans = _put_files(store, folder, names, known, incoming)
             manifest = _manifest(policy, number, scans, base)
             if after is not None:
                 _put_deltas(store, after.manifest_digest, manifest)
@@ -82,6 +86,24 @@ def put_snapshot(
     return StoredVersion(
         manifest_digest=digest, weights_digest=manifest.weights_digest, scans=scans
     )
+
+
+def incoming_path(store_root: Path, token: int) -> Path:
+    """Where ranks write a file together, before it belongs to a version; no reader looks there."""
+    return DirectoryStore(store_root).incoming_path(f"{token:016x}")
+
+
+def prepare_store(store_root: Path) -> None:
+    """Create the folders of the store; files that dead writers left are removed after a day."""
+    DirectoryStore(store_root).prepare()
+
+
+def link_file(store_root: Path, stored: StoredVersion, name: str, target: Path) -> str:
+    """Hard-link a file of a stored version to a path of the same file system; its digest."""
+    digest = stored.scans[name].blob
+    with wrap_errors(WeightsError, f"linking {name} of the weight store {store_root} to {target}"):
+        target.hardlink_to(DirectoryStore(store_root).blob_path(digest))
+    return digest
 
 
 def delete_unreferenced(
@@ -159,15 +181,21 @@ def _manifest(
 
 
 def _put_files(
-    store: DirectoryStore, folder: Path, names: Sequence[str], known: Mapping[str, Scan]
+    store: DirectoryStore,
+    folder: Path,
+    names: Sequence[str],
+    known: Mapping[str, Scan],
+    incoming: Mapping[str, Path],
 ) -> dict[str, Scan]:
     """Store the files; durable when this returns. Known files still in the store are not copied."""
-    scans = {
-        name: known[name]
-        if name in known and store.has_blob(known[name].blob)
-        else _put_file(store, folder / name)
-        for name in names
-    }
+    scans: dict[str, Scan] = {}
+    for name in names:
+        if name in incoming:
+            scans[name] = store.put_incoming(incoming[name], name)
+        elif name in known and store.has_blob(known[name].blob):
+            scans[name] = known[name]
+        else:
+            scans[name] = _put_file(store, folder / name)
     store.sync_blobs()
     return scans
 

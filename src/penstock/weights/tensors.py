@@ -26,6 +26,12 @@ ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
 """Item size of every dtype allowed in a snapshot, by safetensors name."""
+_FILE_ORDER = (
+    *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "I16", "U16", "F16", "BF16"),
+    *("I32", "U32", "F32", "F64", "I64", "U64"),
+)
+"""Files start with tensors of the last of these dtypes; inside one dtype, names are sorted."""
+_HEADER_ALIGNMENT = 8
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors format."""
 MAX_TENSORS = 1_000_000
@@ -77,6 +83,11 @@ class Layout:
     byte_ranges: Mapping[str, TensorRange]
 
     @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return max((found.end for found in self.byte_ranges.values()), default=len(self.head))
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Size in bytes of each tensor."""
         return {name: found.end - found.start for name, found in self.byte_ranges.items()}
@@ -102,6 +113,31 @@ def check_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
             f"tensor {name}: invalid shape {str(shape)[:80]} (at most {MAX_DIMS} dimensions)"
         )
     return math.prod(shape) * ITEM_BYTES[dtype]
+
+
+def make_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Layout:
+    """The layout of a file with these tensors (dtype and shape by name), as `safetensors` writes
+    it: known before any weight is, so that several processes can fill one file."""
+    entries: dict[str, object] = {METADATA: {"format": "pt"}}
+    ranges: dict[str, tuple[str, int, int]] = {}
+    at = 0
+    for name, (dtype, shape) in sorted(
+        tensors.items(), key=lambda item: (-_FILE_ORDER.index(item[1][0]), item[0])
+    ):
+        end = at + check_tensor(name, dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, end)}
+        ranges[name] = (dtype, at, end)
+        at = end
+    header = msgspec.json.encode(entries)
+    header += b" " * (-len(header) % _HEADER_ALIGNMENT)
+    head = len(header).to_bytes(8, "little") + header
+    return Layout(
+        head=head,
+        byte_ranges={
+            name: TensorRange(dtype=dtype, start=len(head) + start, end=len(head) + end)
+            for name, (dtype, start, end) in ranges.items()
+        },
+    )
 
 
 def read_layout(source: BinaryIO, name: str) -> Layout:

@@ -36,6 +36,7 @@ from penstock.trainer.replay import RecordedCommit
 from penstock.trainer.service import make_checkpoints, replay_step, restore_models
 from penstock.trainer.snapshots import Snapshots, unchanged_files
 from penstock.trainer.state_shards import StateShard
+from penstock.trainer.weight_shares import ShareBuffers
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
 from penstock.weights.manifest import SnapshotManifest, parse_manifest
@@ -169,7 +170,7 @@ def test_a_model_in_several_files_keeps_them(model_folder: Path, tmp_path: Path)
 
     def save(number: int) -> Path:
         cursor = Cursor(number=number, seq=number, incarnation=0)
-        weights, static = load_file(folder / FILE), unchanged_files(folder)
+        weights, static = ShareBuffers().copy(load_file(folder / FILE)), unchanged_files(folder)
         return checkpoints.save(
             cursor, weights=weights, state=StateShard(tensors={}), static=static
         ).folder
