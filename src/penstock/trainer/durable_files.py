@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from blake3 import blake3
 
 from penstock.durable import sync
+from penstock.weights.manifest import file_digest
 
 PARTIAL = ".partial-"
 """Being written or being removed: the next save clears it away."""
@@ -87,4 +87,5 @@ def move_damaged(folder: Path, why: str) -> None:
 
 
 def digest(path: Path) -> str:
-    return blake3().update_mmap(path).hexdigest()
+    """Hashed with all cores."""
+    return file_digest(path)

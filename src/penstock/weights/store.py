@@ -91,16 +91,12 @@ class DirectoryStore:
         """For a file that others write, before it is a blob."""
         return self._incoming / name
 
-    def put_incoming(self, path: Path, name: str) -> Scan:
-        """Turn a complete file at an `incoming_path` into a blob, without copying it. Durable only
-        after `sync_blobs`."""
-        with open_regular(path) as file:
-            found = scan(file, name)
-            os.fsync(file.fileno())
+    def put_incoming(self, path: Path, digest: str) -> None:
+        """Turn a durable file at an `incoming_path`, which has this digest, into a blob without
+        copying it. The blob is durable only after `sync_blobs`."""
         path.chmod(0o444)  # nodes hard-link such files into the folders that engines open
-        self._link(path, self._blobs / found.blob)
+        self._link(path, self.blob_path(digest))
         path.unlink(missing_ok=True)
-        return found
 
     def sync_blobs(self) -> None:
         sync(self._blobs)
