@@ -100,7 +100,7 @@ class Checkpoints:
         None means that there are no checkpoints at all: starting at number 0 next to checkpoints
         that cannot be read would throw them away."""
         recover_replaced(self.root)
-        self._complete, unusable = self.scan()
+        self._complete, unusable = self.scan(is_lazy=True)
         if unusable and not self._complete:
             raise StoreError(
                 f"{self.root} has checkpoints, but none that could be restored:\n"
@@ -114,18 +114,20 @@ class Checkpoints:
             move_damaged(folder, why)
         return self._complete[-1] if self._complete else None
 
-    def scan(self) -> tuple[list[Checkpoint], dict[Path, str]]:
+    def scan(self, *, is_lazy: bool = False) -> tuple[list[Checkpoint], dict[Path, str]]:
         """(usable checkpoints, oldest first; what is wrong with the others, by folder). For
-        readers: moves nothing."""
+        readers: moves nothing.
+
+        is_lazy: older files than those of the newest usable checkpoint are looked for, not read."""
         complete: list[Checkpoint] = []
         unusable: dict[Path, str] = {}
-        for _, folder in sorted(_numbered(self.root)):
+        for _, folder in sorted(_numbered(self.root), reverse=True):
             try:
-                complete.append(self._read(folder))
+                complete.append(self._read(folder, is_hashed=not (is_lazy and complete)))
             except UnusableCheckpoint as error:
                 if folder.exists():  # else its trainer pruned it meanwhile
                     unusable[folder] = str(error)
-        return complete, unusable
+        return complete[::-1], dict(reversed(unusable.items()))
 
     def read_step(self, number: int) -> Checkpoint:
         """The checkpoint of this number; another rank has just checked its digests."""
@@ -286,12 +288,13 @@ class Checkpoints:
             move_damaged(folder, why)
         self._complete = [one for one in self._complete if one.folder not in unreadable]
 
-    def _read(self, folder: Path) -> Checkpoint:
+    def _read(self, folder: Path, *, is_hashed: bool) -> Checkpoint:
         state = read_checkpoint_manifest(folder)
         needed = [weights_name(state.files), *state_names(state.num_ranks)]
         for name, expected in {**dict.fromkeys(needed, ""), **state.files}.items():
             try:
-                is_whole = digest(folder / name) == expected
+                path = folder / name
+                is_whole = (digest(path) == expected) if is_hashed else path.is_file()
             except OSError as error:
                 raise UnusableCheckpoint(f"{name}: {error}") from error
             if not is_whole:
