@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from tests.unit.trainer.doubles import POLICY
 from torch import Tensor
 
-from penstock.trainer import weight_shares
+import penstock
+from penstock.trainer import background_worker, weight_shares
 from penstock.trainer.model_folders import WEIGHTS
 from penstock.trainer.publisher import Publisher, ShareWriter
 from penstock.trainer.ranks.regions import TensorRegion
@@ -24,6 +29,7 @@ from penstock.weights.manifest import parse_manifest
 from penstock.weights.publish import StoredVersion, incoming_path
 from penstock.weights.store import DirectoryStore
 
+SOURCE = str(Path(penstock.__file__).parents[1])
 SHAPES: dict[str, tuple[int, ...]] = {
     "cut.rows": (5, 6),
     "cut.columns": (3, 8),
@@ -224,3 +230,42 @@ def test_a_version_is_stored_with_its_delta_in_one_pass(
     assert two.publisher.flush(timeout_s=60)
     first, second = (two.weights(stored).name for _, stored in two.announced)
     assert [entry.base for entry in two.store.deltas_to(second)] == [first]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import penstock
+from penstock.trainer import background_worker, weight_shares
+left = int(sys.argv[2])
+real = os.pwrite
+def deadly(*args):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    return real(*args)
+os.pwrite = deadly
+weights = {"a": torch.ones(4, 4), "b": torch.ones(4, 4)}
+share = weight_shares.ShareBuffers().copy(weights)
+weight_shares.write_share_of_rank(Path(sys.argv[1]), share, rank=1, is_cancelled=lambda: False)
+"""
+
+
+def test_a_rank_killed_while_it_writes_its_share_leaves_no_version(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_worker, "CLOSE_TIMEOUT_S", 0.05)
+    two = TwoRanks(tmp_path, model_folder)
+    path = incoming_path(two.root, 1)
+    two.publisher.submit({"a": torch.zeros(4, 4), "b": torch.zeros(4, 4)}, 0, token=1)
+    command = [sys.executable, "-c", KILLED, str(path), "1"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": SOURCE}, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert path.exists(), "rank 0 still waits; its supervisor ends it"
+    assert not two.publisher.flush(timeout_s=0.1) and two.announced == []
+    assert not list(two.store.manifests()) and not list(two.store.blobs())
+    path.with_name(f"{path.name}.written-by-rank-1").touch()  # ends the thread of this test
+    assert two.publisher.flush(timeout_s=60)
+    two.close()
