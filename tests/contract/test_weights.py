@@ -13,6 +13,7 @@ from starlette.requests import Request
 from tests.unit.weights.snapshot_folders import contents
 from tests.unit.weights.weight_servers import put, running_weight_server, tampering_server
 
+from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
 from penstock.weights.pulling import partial as module
 from penstock.wire.client import AsyncServiceClient
@@ -131,3 +132,46 @@ async def test_a_partial_worth_resuming_survives_pruning(tmp_path: Path) -> None
     Puller(tmp_path).prune(set())
     assert fresh.exists()
     assert not old.exists()
+
+
+async def test_on_one_machine_files_are_linked_and_verified_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def note(request: Request, data: bytes) -> bytes:
+        asked.append(request.url.path.split("/")[2])
+        return data
+
+    scans: list[str] = []
+    real = module.scan
+    monkeypatch.setattr(module, "scan", lambda *a, **k: scans.append(a[1]) or real(*a, **k))
+    wanted, store = put(tmp_path), tmp_path / "store"
+    puller = Puller(tmp_path / "cache", store_root=store)
+    async with tampering_server(store, note) as caller:
+        folder = await puller.pull([caller], wanted)
+    assert asked == ["manifests"]
+    assert contents(folder) == contents(tmp_path / "hf-0")
+    assert sorted(scans) == sorted(contents(folder))
+    assert all(path.stat().st_nlink == 3 for path in folder.iterdir()), "store, cache and version"
+    puller.prune(set())
+    assert not list((tmp_path / "cache" / "blobs").iterdir()), "other links do not keep it"
+
+
+async def test_a_damaged_file_is_not_linked(tmp_path: Path) -> None:
+    wanted, store = put(tmp_path), tmp_path / "store"
+    good = put_in(tmp_path / "other")
+    assert good.manifest_digest == wanted.manifest_digest
+    largest = max((store / "blobs").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[-1] ^= 1
+    largest.unlink()
+    largest.write_bytes(content)
+    async with running_weight_server(tmp_path / "other") as caller:
+        folder = await Puller(tmp_path / "cache", store_root=store).pull([caller], wanted)
+    assert contents(folder) == contents(tmp_path / "hf-0")
+
+
+def put_in(folder: Path) -> PublishedVersion:
+    folder.mkdir()
+    return put(folder)

@@ -81,6 +81,7 @@ def rollout(
             capacity=capacity or config.models[served].capacity,
             relay=to_relay,
             sharing=sharing,
+            store_root=folder.weights,
             **node_options,
         )
     )

@@ -406,6 +406,7 @@ async def run_node(
     capacity: int | None = None,
     relay: tuple[str, Token] | None = None,
     sharing: PeerRelayConfig | None = None,
+    store_root: Path | None = None,
     **options: Unpack[NodeOptions],
 ) -> None:
     """Join the run at `url` and work until the run ends, the node is drained, or SIGTERM or SIGINT
@@ -413,6 +414,8 @@ async def run_node(
 
     - `relay`: URL and token of a relay to try before the run's weight server.
     - `sharing`: makes this node a relay for others.
+    - `store_root`: the run's weight store on this machine, whose files are linked. It is not used
+      with a relay, with `sharing`, or if the run names a kind of transfer.
 
     Returns after a graceful leave; otherwise raises the error that ended the node.
     """
@@ -423,7 +426,14 @@ async def run_node(
         transfer = run_info.transfer
         if sharing is not None:
             return PeerRelayFetcher(token, state_dir, sharing, relay=relay, transfer=transfer)
-        return WeightServerFetcher(token, state_dir / "weights", relay=relay, transfer=transfer)
+        can_link = relay is None and transfer == "auto"
+        return WeightServerFetcher(
+            token,
+            state_dir / "weights",
+            relay=relay,
+            transfer=transfer,
+            store_root=store_root if can_link else None,
+        )
 
     async with (
         connect(url, token, fetch, node_id=node_id, **options) as deps,

@@ -70,10 +70,11 @@ class WeightServerFetcher:
         *,
         relay: tuple[str, Token] | None = None,
         transfer: Transfer = "auto",
+        store_root: Path | None = None,
     ) -> None:
-        """`relay` is a URL and the token to use there."""
+        """`relay` is a URL and the token to use there; `store_root` as in `Puller`."""
         self._token = token
-        self._puller = Puller(cache, transfer=transfer)
+        self._puller = Puller(cache, transfer=transfer, store_root=store_root)
         self._caller: AsyncServiceClient | None = None
         self._relays = [] if relay is None else [AsyncServiceClient(*relay)]
 

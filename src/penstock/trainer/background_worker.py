@@ -49,6 +49,12 @@ class BackgroundWorker(Generic[T]):
             self._changed.notify_all()
             return replaced
 
+    def take_back(self) -> T | None:
+        """Remove the waiting item, if any, and return it."""
+        with self._changed:
+            self._raise_error()
+            return self._waiting.pop() if self._waiting else None
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait for all submitted work, at most `timeout_s`; return whether it finished."""
         with self._changed:
@@ -64,6 +70,11 @@ class BackgroundWorker(Generic[T]):
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(CLOSE_TIMEOUT_S)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether work that waits for others should give up."""
+        return self._is_closed
 
     @property
     def _has_work(self) -> bool:

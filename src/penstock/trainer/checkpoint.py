@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from safetensors.torch import save_file
-from torch import Tensor
 
 from penstock.config import identity_changes
 from penstock.durable import sync
@@ -38,6 +36,7 @@ from penstock.trainer.checkpoint_manifest import (
     write_cursor,
 )
 from penstock.trainer.durable_files import (
+    KnownFile,
     digest,
     move_damaged,
     new_token,
@@ -56,6 +55,7 @@ from penstock.trainer.state_shards import (
     write_shard,
     write_state,
 )
+from penstock.trainer.weight_shares import WeightShare, create_file, fill_file
 
 NUM_KEPT = 2
 _NAME = re.compile(r"step_(\d+)")
@@ -100,7 +100,7 @@ class Checkpoints:
         None means that there are no checkpoints at all: starting at number 0 next to checkpoints
         that cannot be read would throw them away."""
         recover_replaced(self.root)
-        self._complete, unusable = self.scan()
+        self._complete, unusable = self.scan(is_lazy=True)
         if unusable and not self._complete:
             raise StoreError(
                 f"{self.root} has checkpoints, but none that could be restored:\n"
@@ -114,18 +114,20 @@ class Checkpoints:
             move_damaged(folder, why)
         return self._complete[-1] if self._complete else None
 
-    def scan(self) -> tuple[list[Checkpoint], dict[Path, str]]:
+    def scan(self, *, is_lazy: bool = False) -> tuple[list[Checkpoint], dict[Path, str]]:
         """(usable checkpoints, oldest first; what is wrong with the others, by folder). For
-        readers: moves nothing."""
+        readers: moves nothing.
+
+        is_lazy: older files than those of the newest usable checkpoint are looked for, not read."""
         complete: list[Checkpoint] = []
         unusable: dict[Path, str] = {}
-        for _, folder in sorted(_numbered(self.root)):
+        for _, folder in sorted(_numbered(self.root), reverse=True):
             try:
-                complete.append(self._read(folder))
+                complete.append(self._read(folder, is_hashed=not (is_lazy and complete)))
             except UnusableCheckpoint as error:
                 if folder.exists():  # else its trainer pruned it meanwhile
                     unusable[folder] = str(error)
-        return complete, unusable
+        return complete[::-1], dict(reversed(unusable.items()))
 
     def read_step(self, number: int) -> Checkpoint:
         """The checkpoint of this number; another rank has just checked its digests."""
@@ -144,7 +146,7 @@ class Checkpoints:
         self,
         cursor: Cursor,
         *,
-        weights: Mapping[str, Tensor],
+        weights: WeightShare | KnownFile,
         state: StateShard,
         static: Sequence[Path],
         num_ranks: int = 1,
@@ -153,8 +155,9 @@ class Checkpoints:
     ) -> Checkpoint:
         """Make this state durable; complete when this returns, never half visible.
 
-        num_ranks, token: other ranks write their shards of the state into the hidden folder with
-        this token, and are waited for.
+        weights: rank 0's share; or a file that has them already, which is linked.
+        num_ranks, token: other ranks write their shards of the state, and their shares of weights
+        that are not linked, into the hidden folder with this token, and are waited for.
         static: files that stay as they are. With an adapter's config among them, `weights` are the
         adapter's, and the files of its base model are hard-linked from one checkpoint to the next.
         Raises Fenced if a trainer of a higher incarnation has saved here."""
@@ -164,13 +167,12 @@ class Checkpoints:
             carry = link_or_copy if path.suffix == ".safetensors" else shutil.copyfile
             carry(path, partial / path.name)
         name = weights_name(path.name for path in static)
-        save_file(dict(weights), partial / name, metadata={"format": "pt"})
-        known = dict[str, str]()
+        known = _put_weights(partial / name, weights)
         if num_ranks == 1:
             write_state(partial / OPTIMIZER, state)
         else:
             write_shard(partial, 0, num_ranks, state)
-            known = wait_for_shards(partial, num_ranks)
+            known |= wait_for_shards(partial, num_ranks)
         return self._make_visible(
             partial, cursor, num_ranks=num_ranks, known=known, monitor_state=monitor_state
         )
@@ -286,12 +288,13 @@ class Checkpoints:
             move_damaged(folder, why)
         self._complete = [one for one in self._complete if one.folder not in unreadable]
 
-    def _read(self, folder: Path) -> Checkpoint:
+    def _read(self, folder: Path, *, is_hashed: bool) -> Checkpoint:
         state = read_checkpoint_manifest(folder)
         needed = [weights_name(state.files), *state_names(state.num_ranks)]
         for name, expected in {**dict.fromkeys(needed, ""), **state.files}.items():
             try:
-                is_whole = digest(folder / name) == expected
+                path = folder / name
+                is_whole = (digest(path) == expected) if is_hashed else path.is_file()
             except OSError as error:
                 raise UnusableCheckpoint(f"{name}: {error}") from error
             if not is_whole:
@@ -310,6 +313,16 @@ class Checkpoints:
             )
         if changes:
             _log.warning("config changed on resume", folder=str(found.folder), changes=changes)
+
+
+def _put_weights(path: Path, weights: WeightShare | KnownFile) -> dict[str, str]:
+    """Write or link the weights; the digest by name of a file that is durable already."""
+    if not isinstance(weights, KnownFile):
+        create_file(path, weights.layout)
+        fill_file(path, weights)
+        return {}
+    link_or_copy(weights.path, path)
+    return {path.name: weights.digest} if path.samefile(weights.path) else {}
 
 
 def _pruned_error(folder: Path) -> StoreError:

@@ -5,12 +5,14 @@ The trainer pays for one copy of its state and continues; a second copy is not m
 is on disk, so memory holds at most one. The ledger learns of a checkpoint only when it is complete.
 An error here ends the trainer at its next call.
 
-Every rank writes its shard of the state in the background, too.
+Every rank writes its shard of the state in the background, too, and its share of the weights unless
+the published version has the same bits: then its file is linked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,10 @@ from torch import Tensor
 
 from penstock.trainer.background_worker import BackgroundWorker
 from penstock.trainer.checkpoint import Checkpoints, Cursor
-from penstock.trainer.durable_files import partial_name
-from penstock.trainer.state_shards import copy_shard, write_shard
+from penstock.trainer.durable_files import KnownFile, partial_name
+from penstock.trainer.model_folders import WEIGHTS
+from penstock.trainer.state_shards import StateShard, copy_shard, write_shard
+from penstock.trainer.weight_shares import ShareBuffers, WeightShare, await_file, fill_file
 
 Save = Callable[[], object]
 """Writes what was copied, which no later step changes."""
@@ -54,7 +58,7 @@ class Saver(BackgroundWorker[Save]):
         self,
         cursor: Cursor,
         *,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor] | Future[KnownFile],
         state: Mapping[str, Tensor],
         static: Sequence[Path],
         monitor_state: Mapping[str, Any],
@@ -62,19 +66,22 @@ class Saver(BackgroundWorker[Save]):
     ) -> None:
         """Copy this state once the previous copy is written; the rest happens in the background.
 
+        weights: what rank 0 holds of them; or the file that will have them, which is linked.
         token: the one the other ranks were given for their shards of the state."""
         self.flush()
         save = partial(
             self._checkpoints.save,
             cursor,
-            weights={name: value.detach().clone() for name, value in weights.items()},
             state=copy_shard(state),
             static=static,
             num_ranks=self._num_ranks,
             token=token,
             monitor_state=monitor_state,
         )
-        self.put(save)
+        if isinstance(weights, Future):
+            self.put(lambda: save(weights=weights.result()))
+        else:
+            self.put(partial(save, weights=ShareBuffers().copy(weights)))
 
     def advance_cursor(self, cursor: Cursor, monitor_state: Mapping[str, Any]) -> None:
         """Save only a new cursor: the last state is also the state at this one."""
@@ -90,7 +97,7 @@ class Saver(BackgroundWorker[Save]):
 
 
 class ShardSaver(BackgroundWorker[Save]):
-    """Writes the shards of ranks other than 0; rank 0 decides when a checkpoint is complete."""
+    """Writes what ranks other than 0 hold; rank 0 decides when a checkpoint is complete."""
 
     def __init__(self, root: Path, *, rank: int, num_ranks: int) -> None:
         self._root = root
@@ -98,11 +105,17 @@ class ShardSaver(BackgroundWorker[Save]):
         self._num_ranks = num_ranks
         super().__init__("saver", self._write)
 
-    def submit(self, token: int, state: Mapping[str, Tensor]) -> None:
-        """Copy this rank's shard of the state; it is written in the background."""
+    def submit(
+        self,
+        token: int,
+        state: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Copy this rank's shard of the state; it is written in the background. weights: what this
+        rank holds of them, if the ranks write them, too."""
         self.flush()
-        folder = self._root / partial_name(token)
-        self.put(partial(write_shard, folder, self._rank, self._num_ranks, copy_shard(state)))
+        share = ShareBuffers().copy(weights or {}, is_rank0=False)
+        self.put(partial(self._write_all, token, share, copy_shard(state)))
 
     def raise_if_failed(self) -> None:
         """Raise an error of the thread: rank 0 would wait for a file that never comes."""
@@ -110,3 +123,12 @@ class ShardSaver(BackgroundWorker[Save]):
 
     def _write(self, write: Save) -> None:
         write()
+
+    def _write_all(self, token: int, share: WeightShare, shard: StateShard) -> None:
+        """In the thread. The receipt of the shard comes last, and is for both."""
+        folder = self._root / partial_name(token)
+        if share.tensors:
+            if not await_file(folder / WEIGHTS, lambda: self.is_closed):
+                return
+            fill_file(folder / WEIGHTS, share)
+        write_shard(folder, self._rank, self._num_ranks, shard)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from blake3 import blake3
 
 from penstock.durable import sync
+from penstock.weights.manifest import file_digest
 
 PARTIAL = ".partial-"
 """Being written or being removed: the next save clears it away."""
@@ -24,6 +25,14 @@ REPLACED = ".replaced-"
 """The old folder during a replacement."""
 
 _log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownFile:
+    """A file that is on disk and does not change."""
+
+    path: Path
+    digest: str
 
 
 def new_token() -> int:
@@ -78,4 +87,5 @@ def move_damaged(folder: Path, why: str) -> None:
 
 
 def digest(path: Path) -> str:
-    return blake3().update_mmap(path).hexdigest()
+    """Hashed with all cores."""
+    return file_digest(path)

@@ -106,7 +106,12 @@ class Trainer:
         self._ranks = ranks or SingleRank()
         self._dataflow = dataflow
         self._snapshots = snapshots
-        self._publisher = Publisher(snapshots, self._announce, self._versions_in_use)
+        self._publisher = Publisher(
+            snapshots,
+            self._announce,
+            self._versions_in_use,
+            num_ranks=num_ranks(self._ranks),
+        )
         self._checkpoints = checkpoints
         self._saver = Saver(
             checkpoints,
@@ -136,16 +141,16 @@ class Trainer:
         try:
             self._take_over()
             self._publish()
-            self._publisher.flush()
+            self._flush(self._publisher)
             for seq, stats in self._steps():
                 self._commit(seq, stats)
                 if stats.skipped is None:
                     self._publish()
                 if self._saver.is_due(self._cursor):
                     self._save()
-            self._publisher.flush()
+            self._flush(self._publisher)
             self._save()
-            self._flush_saver()
+            self._flush(self._saver)
             broadcast_order(self._ranks, RankOrder.EXIT)
         finally:
             self._publisher.close()
@@ -305,10 +310,13 @@ class Trainer:
 
     def _publish(self) -> None:
         started = time.perf_counter()
-        broadcast_order(self._ranks, RankOrder.WEIGHTS)
-        self._publisher.submit(self._models.weights(), self._cursor.number)
+        if self._publisher.is_keeping:
+            self._flush(self._publisher)
+        token = new_token()
+        broadcast_order(self._ranks, RankOrder.WEIGHTS, token, self._publisher.drop_waiting())
+        self._publisher.submit(self._models.weights(), self._cursor.number, token=token)
         if self._publishes_all:
-            self._publisher.flush()
+            self._flush(self._publisher)
         self._seconds["publish"] = time.perf_counter() - started
 
     def _announce(self, number: int, stored: StoredVersion) -> None:
@@ -329,7 +337,7 @@ class Trainer:
         """Hand over a copy of everything the next step depends on, one shard per rank; if nothing
         but the cursor has changed since the last time, only the cursor."""
         started = time.perf_counter()
-        self._flush_saver()
+        self._flush(self._saver)
         last = self._checkpoints.last.cursor
         if last == self._cursor:
             return
@@ -341,9 +349,10 @@ class Trainer:
 
     def _save_all(self) -> None:
         token = new_token()
-        broadcast_order(self._ranks, RankOrder.WEIGHTS)
-        weights = self._models.weights()
-        broadcast_order(self._ranks, RankOrder.STATE, token)
+        is_linked = self._models.dtypes == {self._snapshots.dtype}
+        broadcast_order(self._ranks, RankOrder.STATE, token, int(not is_linked))
+        number = self._cursor.number
+        weights = self._publisher.keep(number) if is_linked else self._models.weights()
         state = self._models.state_tensors()
         self._saver.submit(
             self._cursor,
@@ -355,10 +364,10 @@ class Trainer:
         )
         self._other_models_updated = False
 
-    def _flush_saver(self) -> None:
-        """Wait for the checkpoint being written; send keepalives meanwhile, so that a rank whose
-        write failed can raise."""
-        while not self._saver.flush(KEEPALIVE_S):
+    def _flush(self, worker: Publisher | Saver) -> None:
+        """Wait for what is being written; send keepalives meanwhile, so that a rank whose write
+        failed can raise."""
+        while not worker.flush(KEEPALIVE_S):
             broadcast_order(self._ranks, RankOrder.WAIT)
 
     def _check_not_replaced(self) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,7 +21,7 @@ from penstock.trainer.lora import adapter_tensors
 from penstock.trainer.pipeline.run import ACTOR, Pipeline
 from penstock.trainer.ranks.group import Ranks, SingleRank
 from penstock.trainer.ranks.sharding import gather
-from penstock.trainer.snapshots import weights_of
+from penstock.trainer.snapshots import names_in_files, weights_of
 from penstock.trainer.state_shards import ShardedState, with_prefix
 from penstock.trainer.streaming import StreamedStep
 
@@ -88,17 +90,31 @@ class Models:
             self._actor, self._stream.columns, num_sequences=self._stream.num_sequences
         )
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Mapping[str, Tensor]:
         """The actor's tensors that change, by the names in its files: all, or the adapter's. With
-        several ranks, all call it together and rank 0 gets them."""
+        several ranks, what this rank holds of them, without communication.
+
+        Of a model whose files hold other tensors than the model does (fused experts), all ranks
+        call it together and rank 0 gets them complete."""
         if self._actor is None:
             return {}
         if adapter := adapter_tensors(self.model):
-            return gather(adapter, self._ranks)
-        if isinstance(self._ranks, SingleRank):
-            return weights_of(self.model)
+            return adapter
+        if self._names_in_files is not None:
+            state = self.model.state_dict(keep_vars=True)
+            return {name: state[own].detach() for name, own in self._names_in_files.items()}
         gathered = gather(self.model.state_dict(keep_vars=True), self._ranks)
         return weights_of(self.model, gathered) if gathered else {}
+
+    @cached_property
+    def _names_in_files(self) -> dict[str, str] | None:
+        return names_in_files(self.model)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of the actor's parameters that change, as this rank holds them."""
+        changing = adapter_tensors(self.model).values() or self.model.parameters()
+        return {parameter.dtype for parameter in changing}
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What the next step depends on in addition to the actor's weights; with several ranks,

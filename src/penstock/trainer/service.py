@@ -28,9 +28,11 @@ from penstock.trainer.lora import adapter_tensors, init_adapter
 from penstock.trainer.model_folders import init_model, set_config_dtype
 from penstock.trainer.models import Models
 from penstock.trainer.pipeline.builtin import chain_of
+from penstock.trainer.publisher import ShareWriter
 from penstock.trainer.ranks.group import Ranks, SingleRank, init_process_group, make_ranks
 from penstock.trainer.ranks.rendezvous import RanksNotMet, is_of_collective
 from penstock.trainer.ranks.row_fetch import fetch_rows
+from penstock.trainer.ranks.sharding import gather
 from penstock.trainer.ranks.supervisor import EXIT_NOT_MET, RankEnv
 from penstock.trainer.ranks.worker_loop import num_ranks, worker_loop
 from penstock.trainer.replay import (
@@ -43,6 +45,7 @@ from penstock.trainer.replay import (
 )
 from penstock.trainer.snapshots import Snapshots, unchanged_files, weights_of
 from penstock.trainer.state_shards import StateShard
+from penstock.trainer.weight_shares import ShareBuffers
 from penstock.types import Manifest, PolicyName
 from penstock.wire.held_token import Token
 
@@ -107,7 +110,8 @@ def _run_rank(
     """Do the work of one rank; returns its exit code."""
     models, checkpoint = restore_models(config, policy, checkpoints, ranks, device)
     if not ranks.position.is_rank0:
-        worker_loop(PolicyName(policy), models, client, ranks, checkpoints.root)
+        writer = ShareWriter(store_root, checkpoint.folder, rank=ranks.position.rank)
+        worker_loop(PolicyName(policy), models, client, ranks, checkpoints.root, writer)
         return 0
     snapshots = Snapshots(
         store_root, PolicyName(policy), checkpoint.folder, anchor_every=config.weights.anchor_every
@@ -180,7 +184,7 @@ def replay_step(
         return replace(stats, skipped=SkipReason.NO_TOKENS)  # for a rank that sat the actor out
 
     cursor, differences = replay(record, checkpoint.cursor, number, step=step)
-    weights = models.weights()
+    weights = gather(models.weights(), ranks)
     if not ranks.position.is_rank0:
         return None
     snapshots = Snapshots(scratch / "weights", PolicyName(policy), checkpoint.folder)
@@ -250,7 +254,7 @@ def save_initial_checkpoint(
     adapter = {name: tensor.detach() for name, tensor in adapter_tensors(model).items()}
     return checkpoints.save(
         Cursor(number=0, seq=0, incarnation=0),
-        weights=adapter or weights_of(model),
+        weights=ShareBuffers().copy(adapter or weights_of(model)),
         state=StateShard(tensors=initial_state()),
         static=unchanged_files(folder),
     )

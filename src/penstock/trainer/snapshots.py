@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The learner's weights as an ordinary Hugging Face folder, fast enough to write after every step.
 
-Owns one folder of this process next to the weight store: the static files are linked into it once,
-and the weights are a new file each time, because a reader must never see a file change. For a
-policy that trains an adapter only the adapter is written; its model is linked as a static file.
+Owns one folder of this process next to the weight store, into which the static files are linked
+once. The weights are written straight into the store, each time as a new file, because a reader
+must never see a file change. For a policy that trains an adapter only the adapter is written; its
+model is linked as a static file.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from penstock.errors import WeightsError, wrap_errors
+from penstock.trainer.durable_files import KnownFile, new_token
 from penstock.trainer.model_folders import (
     WEIGHTS,
     has_adapter,
@@ -27,11 +29,20 @@ from penstock.trainer.model_folders import (
     static_files,
     weight_files,
 )
+from penstock.trainer.weight_shares import ShareBuffers, WeightShare, write_share
 from penstock.types import PolicyName
 from penstock.weights.manifest import ADAPTER_WEIGHTS
-from penstock.weights.publish import StoredVersion, delete_unreferenced, put_snapshot
+from penstock.weights.publish import (
+    StoredVersion,
+    delete_unreferenced,
+    incoming_path,
+    link_file,
+    prepare_store,
+    put_snapshot,
+)
 
 _PREFIX = ".snapshot-"
+_LINK = ".linked-"
 
 
 def weights_of(
@@ -48,6 +59,25 @@ def weights_of(
             seen.add(tensor.data_ptr())
             weights[name] = tensor.detach().cpu().contiguous()
     return weights
+
+
+def names_in_files(model: PreTrainedModel) -> dict[str, str] | None:
+    """The name in the model of each tensor of its files, by the name there; None if the files hold
+    other tensors, which are computed from the model's. A tensor with several names is under its
+    parameter's name, as usual."""
+    own = {name for name, _ in model.named_parameters()}
+    seen: set[int] = set()
+    outlines: dict[str, Tensor] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in sorted(state.items(), key=lambda item: item[0] not in own):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            outlines[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    names = {id(outline): name for name, outline in outlines.items()}
+    found = revert_weight_conversion(model, dict(outlines))
+    if sorted(map(id, found.values())) != sorted(names):
+        return None
+    return {name: names[id(found[name])] for name in sorted(found)}  # every rank has one order
 
 
 class Snapshots:
@@ -67,7 +97,8 @@ class Snapshots:
             if path.name != "trainer.json":  # a checkpoint's own file, which no engine needs
                 link_or_copy(path, self._folder / path.name)
         self._weights_name = ADAPTER_WEIGHTS if has_adapter(model_folder) else WEIGHTS
-        self._dtype = torch.float32 if has_adapter(model_folder) else _dtype(model_folder)
+        self.dtype = dtype_of_versions(model_folder)
+        self._buffers = ShareBuffers(self.dtype)
         self._last: StoredVersion | None = None
 
     @property
@@ -75,28 +106,49 @@ class Snapshots:
         """Files that every folder of this policy's weights carries unchanged."""
         return unchanged_files(self._folder)
 
-    def copy(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def copy(self, weights: Mapping[str, Tensor]) -> WeightShare:
         """These weights as they are now, in the precision that config.json names; an adapter's in
-        float32."""
-        return {
-            name: tensor.to(self._dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
-            for name, tensor in weights.items()
-        }
+        float32. Of sharded ones, what rank 0 writes."""
+        return self._buffers.copy(weights)
 
-    def put(self, weights: Mapping[str, Tensor], number: int) -> StoredVersion:
-        """Store such a copy as a version; the ledger publishes it."""
-        temporary = self._folder / f".{self._weights_name}"
-        save_file(dict(weights), temporary, metadata={"format": "pt"})
-        temporary.replace(self._folder / self._weights_name)
-        self._last = put_snapshot(
-            self._store_root,
-            self._folder,
-            policy=self._policy,
-            number=number,
-            after=self._last,
-            unchanged=[path.name for path in _frozen_files(self._folder)],
-        )
+    def release(self, share: WeightShare) -> None:
+        """This copy will not be stored."""
+        self._buffers.release(share)
+
+    def put(
+        self, share: WeightShare, number: int, *, token: int | None = None, num_ranks: int = 1
+    ) -> StoredVersion:
+        """Store such a copy as a version, and release it; the ledger publishes the version.
+
+        num_ranks, token: other ranks write their shares into the file with this token, and are
+        waited for."""
+        path = incoming_path(self._store_root, new_token() if token is None else token)
+        try:
+            with wrap_errors(WeightsError, f"writing a version to {path}"):
+                prepare_store(self._store_root)
+                write_share(path, share, num_ranks=num_ranks)
+            self._buffers.release(share)
+            self._last = put_snapshot(
+                self._store_root,
+                self._folder,
+                policy=self._policy,
+                number=number,
+                after=self._last,
+                unchanged=[path.name for path in _frozen_files(self._folder)],
+                incoming={self._weights_name: path},
+            )
+        finally:
+            path.unlink(missing_ok=True)
         return self._last
+
+    def link_weights(self, stored: StoredVersion) -> KnownFile:
+        """Another name for the weights of a stored version, which stays when the version is
+        deleted; the one before is removed."""
+        for path in self._folder.glob(f"{_LINK}*"):
+            path.unlink()
+        path = self._folder / f"{_LINK}{stored.weights_digest}"
+        digest = link_file(self._store_root, stored, self._weights_name, path)
+        return KnownFile(path=path, digest=digest)
 
     def collect_garbage(self, in_use: Collection[str], newest: Collection[str]) -> None:
         """Delete versions from the store, except the ones that these manifests reference."""
@@ -121,7 +173,11 @@ def _frozen_files(folder: Path) -> list[Path]:
     return weight_files(folder) if has_adapter(folder) else []
 
 
-def _dtype(model_folder: Path) -> torch.dtype:
+def dtype_of_versions(model_folder: Path) -> torch.dtype:
+    """What versions of this policy are written in: an adapter in float32, a model in the precision
+    that its config.json names."""
+    if has_adapter(model_folder):
+        return torch.float32
     config = json.loads((model_folder / "config.json").read_text())
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(name), None)

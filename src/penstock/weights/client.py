@@ -38,6 +38,7 @@ from penstock.weights.pulling.links import (
     weight_server_clients,
 )
 from penstock.weights.pulling.partial import ByteRange, Partial
+from penstock.weights.store import DirectoryStore
 from penstock.weights.tensors import Scan, TensorEntry
 from penstock.wire.client import AsyncServiceClient
 
@@ -57,9 +58,17 @@ class Puller:
     """Pulls versions into one folder, and measures the speed of links and of this machine."""
 
     def __init__(
-        self, cache: Path, *, transfer: Transfer = "auto", num_ranges: int = NUM_RANGES
+        self,
+        cache: Path,
+        *,
+        transfer: Transfer = "auto",
+        num_ranges: int = NUM_RANGES,
+        store_root: Path | None = None,
     ) -> None:
+        """store_root: the run's weight store, if it is on this machine. Its files are verified and
+        linked; what cannot be linked comes from the weight servers."""
         self._cache = cache
+        self._store = None if store_root is None else DirectoryStore(store_root)
         self._mtimes_ns: dict[Path, dict[str, int]] = {}
         """For each staged version, the mtime of each file before it was verified."""
         self._transfer: Transfer = transfer
@@ -87,7 +96,15 @@ class Puller:
                 )
                 slots = asyncio.Semaphore(self._num_ranges)
                 tensors = {tensor.name: tensor for tensor in manifest.tensors}
-                pull = _Pull(blobs, clients, tensors, slots, self._rebuild_speed, self._transfer)
+                pull = _Pull(
+                    blobs,
+                    clients,
+                    tensors,
+                    slots,
+                    self._rebuild_speed,
+                    self._transfer,
+                    self._store,
+                )
                 scans = await pull.fetch_all(manifest.files)
                 _check_scans(manifest, tensors, scans)
                 folder = await asyncio.to_thread(blobs.stage, target.manifest_digest, manifest)
@@ -181,6 +198,7 @@ class _Pull:
     slots: asyncio.Semaphore
     rebuild_speed: Throughput
     transfer: Transfer
+    store: DirectoryStore | None
 
     async def fetch_all(self, files: Iterable[FileEntry]) -> list[Scan]:
         file_slots = asyncio.Semaphore(NUM_FILES)
@@ -192,10 +210,14 @@ class _Pull:
         return await _gather(map(fetch, files))
 
     async def _fetch(self, file: FileEntry) -> Scan:
-        """Put the verified blob into the cache: already there, rebuilt from deltas, or fetched in
-        full."""
+        """Put the verified blob into the cache: already there, linked, rebuilt from deltas, or
+        fetched in full."""
         if (found := await asyncio.to_thread(self.blobs.check, file)) is not None:
             return found
+        if self.store is not None:
+            found = await asyncio.to_thread(self.blobs.link, file, self.store)
+            if found is not None:
+                return found
         try:
             if (found := await self._fetch_deltas(file)) is not None:
                 return found

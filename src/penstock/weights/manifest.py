@@ -19,7 +19,7 @@ from penstock.bounds import is_digest, is_safe_name
 from penstock.errors import WeightsError
 from penstock.types import PolicyName
 from penstock.weights.deltas.chain import MAX_FILE_BYTES
-from penstock.weights.tensors import MAX_TENSORS, TensorEntry, check_tensor
+from penstock.weights.tensors import MAX_TENSORS, TensorEntry, check_tensor, new_hash
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 256 << 20
@@ -70,7 +70,7 @@ def digest_of(data: bytes) -> str:
 
 def file_digest(path: Path) -> str:
     """Digest of a file, hashed with all cores."""
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+    return new_hash(path.stat().st_size).update_mmap(path).hexdigest()
 
 
 def is_file_name(name: str) -> bool:

@@ -9,16 +9,25 @@ adds only the adapter's bytes.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from typing import IO
 
 import structlog
 
 from penstock.errors import WeightsError, wrap_errors
 from penstock.types import PolicyName
-from penstock.weights.deltas.file_delta import has_same_layout, make_delta
+from penstock.weights.deltas.delta import Writable, write_delta_header
+from penstock.weights.deltas.file_delta import (
+    ScannedPair,
+    has_same_layout,
+    make_delta,
+    scan_and_diff,
+)
 from penstock.weights.manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -32,10 +41,13 @@ from penstock.weights.manifest import (
     parse_manifest,
 )
 from penstock.weights.retention import execute_plan, plan_deletion
-from penstock.weights.store import DirectoryStore, open_regular
-from penstock.weights.tensors import Scan
+from penstock.weights.store import DigestingWriter, DirectoryStore, open_regular
+from penstock.weights.tensors import PIECE_BYTES, Scan, scan
 
 log = structlog.get_logger(__name__)
+
+MAX_FRAMES_IN_MEMORY = 256 << 20
+"""A delta's frames wait for the digest of the file that they lead to; larger ones on disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +69,19 @@ def put_snapshot(
     after: StoredVersion | None = None,
     base: str = "",
     unchanged: Collection[str] = (),
+    incoming: Mapping[str, Path] | None = None,
 ) -> StoredVersion:
     """Store a Hugging Face folder. Durable when this returns, but not yet published.
 
     Stores the allowed files at its top level: weights, config, tokenizer, template. `after` is the
     version most nodes have; deltas from it are stored too. Files named in `unchanged` are identical
-    to its files and are not read or copied again. A PEFT adapter needs `base`, the weights
-    digest of its base model, or that model in the same folder.
+    to its files and are not read or copied again. Files in `incoming` (by name) were written to an
+    `incoming_path` of this store: they are linked, not copied. A PEFT adapter needs `base`, the
+    weights digest of its base model, or that model in the same folder.
     """
-    names = sorted(entry.name for entry in folder.iterdir() if is_file_name(entry.name))
+    incoming = incoming or {}
+    names = sorted({*incoming, *(path.name for path in folder.iterdir())})
+    names = [name for name in names if is_file_name(name)]
     if not any(name.endswith(".safetensors") for name in names):
         raise WeightsError(f"no .safetensors file in {folder}; save the model there first")
     _check_folder_base(folder, names, base)
@@ -74,14 +90,36 @@ def put_snapshot(
         store = DirectoryStore(store_root)
         store.prepare()
         with store.writing():
-            scans = _put_files(store, folder, names, known)
+            scans = {
+                name: _put_incoming(store, path, name, after) for name, path in incoming.items()
+            }
+            others = [name for name in names if name not in incoming]
+            scans |= _put_files(store, folder, others, known)
             manifest = _manifest(policy, number, scans, base)
             if after is not None:
-                _put_deltas(store, after.manifest_digest, manifest)
+                _put_deltas(store, after.manifest_digest, manifest, others)
             digest = store.put_manifest(encode_manifest(manifest))
     return StoredVersion(
         manifest_digest=digest, weights_digest=manifest.weights_digest, scans=scans
     )
+
+
+def incoming_path(store_root: Path, token: int) -> Path:
+    """Where ranks write a file together, before it belongs to a version; no reader looks there."""
+    return DirectoryStore(store_root).incoming_path(f"{token:016x}")
+
+
+def prepare_store(store_root: Path) -> None:
+    """Create the folders of the store; files that dead writers left are removed after a day."""
+    DirectoryStore(store_root).prepare()
+
+
+def link_file(store_root: Path, stored: StoredVersion, name: str, target: Path) -> str:
+    """Hard-link a file of a stored version to a path of the same file system; its digest."""
+    digest = stored.scans[name].blob
+    with wrap_errors(WeightsError, f"linking {name} of the weight store {store_root} to {target}"):
+        target.hardlink_to(DirectoryStore(store_root).blob_path(digest))
+    return digest
 
 
 def delete_unreferenced(
@@ -112,9 +150,11 @@ def _check_folder_base(folder: Path, names: Sequence[str], base: str) -> None:
         )
 
 
-def _put_deltas(store: DirectoryStore, after: str, new: SnapshotManifest) -> None:
-    """Store deltas between files of the same name and layout. Errors are only logged: a delta saves
-    bandwidth, and nodes fetch the full file without it."""
+def _put_deltas(
+    store: DirectoryStore, after: str, new: SnapshotManifest, names: Collection[str]
+) -> None:
+    """Store deltas between files of these names that have the same layout. Errors are only logged:
+    a delta saves bandwidth, and nodes fetch the full file without it."""
     try:
         old = parse_manifest(store.read_manifest(after))
     except Exception as error:
@@ -123,7 +163,8 @@ def _put_deltas(store: DirectoryStore, after: str, new: SnapshotManifest) -> Non
     bases = {file.name: file for file in old.files if file.name.endswith(".safetensors")}
     for file in new.files:
         base = bases.get(file.name)
-        if base is None or base.bytes != file.bytes or base.blob == file.blob:
+        is_new = file.name in names and base is not None and base.blob != file.blob
+        if base is None or not is_new or base.bytes != file.bytes:
             continue
         try:
             _put_delta(store, base, file)
@@ -145,6 +186,55 @@ def _put_delta(store: DirectoryStore, base: FileEntry, file: FileEntry) -> None:
         store.put_delta(base.blob, file.blob, make)
 
 
+def _put_incoming(
+    store: DirectoryStore, path: Path, name: str, after: StoredVersion | None
+) -> Scan:
+    """Turn an incoming file into a blob, with a delta from the previous version. Each of the two
+    files is read once. Errors of the delta are only logged."""
+    base = after.scans.get(name) if after else None
+    with SpooledTemporaryFile(MAX_FRAMES_IN_MEMORY, dir=path.parent) as frames:
+        pair = None if base is None else _scan_and_diff(store, path, base, frames)
+        if pair is None:
+            with open_regular(path) as file:
+                found = scan(file, name, num_bytes=path.stat().st_size)
+        else:
+            found = pair.new
+        store.put_incoming(path, found.blob)
+        if pair is not None and pair.base_blob != found.blob:
+            frames.seek(0)
+            _put_frames(store, pair, frames)
+    return found
+
+
+def _scan_and_diff(
+    store: DirectoryStore, path: Path, base: Scan, frames: Writable
+) -> ScannedPair | None:
+    """None if there can be no delta. The base is verified on the way: full files may be deleted
+    because a delta exists, and one from a damaged base is useless."""
+    try:
+        if base.num_bytes != path.stat().st_size:
+            return None
+        known = store.blob_path(base.blob)
+        pair = scan_and_diff(known, path, frames)
+        if pair is not None and pair.base_blob != base.blob:
+            raise WeightsError(f"{known} is damaged (its digest is {pair.base_blob}); delete it")
+        return pair
+    except Exception as error:
+        log.warning("no delta, nodes will fetch the full file", file=path.name, error=str(error))
+        return None
+
+
+def _put_frames(store: DirectoryStore, pair: ScannedPair, frames: IO[bytes]) -> None:
+    def write(out: DigestingWriter) -> None:
+        write_delta_header(out, pair.base_blob, pair.new.blob)
+        shutil.copyfileobj(frames, out, PIECE_BYTES)
+
+    try:
+        store.put_delta(pair.base_blob, pair.new.blob, write)
+    except Exception as error:
+        log.warning("no delta, nodes will fetch the full file", error=str(error))
+
+
 def _manifest(
     policy: PolicyName, number: int, scans: Mapping[str, Scan], base: str
 ) -> SnapshotManifest:
@@ -159,7 +249,10 @@ def _manifest(
 
 
 def _put_files(
-    store: DirectoryStore, folder: Path, names: Sequence[str], known: Mapping[str, Scan]
+    store: DirectoryStore,
+    folder: Path,
+    names: Sequence[str],
+    known: Mapping[str, Scan],
 ) -> dict[str, Scan]:
     """Store the files; durable when this returns. Known files still in the store are not copied."""
     scans = {

@@ -87,6 +87,17 @@ class DirectoryStore:
             lambda sink: scan(source, name, sink), lambda found: self._blobs / found.blob
         )
 
+    def incoming_path(self, name: str) -> Path:
+        """For a file that others write, before it is a blob."""
+        return self._incoming / name
+
+    def put_incoming(self, path: Path, digest: str) -> None:
+        """Turn a durable file at an `incoming_path`, which has this digest, into a blob without
+        copying it. The blob is durable only after `sync_blobs`."""
+        path.chmod(0o444)  # nodes hard-link such files into the folders that engines open
+        self._link(path, self.blob_path(digest))
+        path.unlink(missing_ok=True)
+
     def sync_blobs(self) -> None:
         sync(self._blobs)
 
@@ -240,15 +251,19 @@ class DirectoryStore:
                 if _is_same(temporary, final):
                     return filled
                 os.fsync(file.fileno())
-            try:
-                os.link(temporary, final)
-            except FileExistsError:
-                if not _is_same(temporary, final):
-                    log.error("replacing a damaged file in the store", path=str(final))
-                    temporary.rename(final)
+            self._link(temporary, final)
             return filled
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _link(self, made: Path, final: Path) -> None:
+        """Give a durable file its final name; a damaged one of this name is replaced."""
+        try:
+            os.link(made, final)
+        except FileExistsError:
+            if not _is_same(made, final):
+                log.error("replacing a damaged file in the store", path=str(final))
+                made.rename(final)
 
 
 class DigestingWriter:

@@ -9,6 +9,7 @@ where the bytes come from.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,11 +27,22 @@ ITEM_BYTES: Mapping[str, int] = {
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
 """Item size of every dtype allowed in a snapshot, by safetensors name."""
+_FILE_ORDER = (
+    *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "I16", "U16", "F16", "BF16"),
+    *("I32", "U32", "F32", "F64", "I64", "U64"),
+)
+"""Files start with tensors of the last of these dtypes; inside one dtype, names are sorted."""
+_HEADER_ALIGNMENT = 8
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors format."""
 MAX_TENSORS = 1_000_000
 MAX_DIMS = 16
 PIECE_BYTES = 4 << 20
+NUM_THREADS = min(len(os.sched_getaffinity(0)), 16)
+"""Of one hash or one search for changes of a large file: the cores of this process. More than 16
+wait for memory."""
+MIN_THREADED_BYTES = 16 << 20
+"""Below this size one thread finishes before others would start."""
 TENSOR_NAME = re.compile(r"[\x21-\x7e]{1,256}")
 """Printable without spaces, so that the lines of `weights_digest` are unambiguous."""
 METADATA = "__metadata__"
@@ -64,6 +76,7 @@ class TensorRange:
     """Byte range of a tensor in its file."""
 
     dtype: str
+    shape: tuple[int, ...]
     start: int
     end: int
 
@@ -75,6 +88,11 @@ class Layout:
     head: bytes
     """All bytes before the first tensor."""
     byte_ranges: Mapping[str, TensorRange]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return max((found.end for found in self.byte_ranges.values()), default=len(self.head))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -104,22 +122,59 @@ def check_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
+def make_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Layout:
+    """The layout of a file with these tensors (dtype and shape by name), as `safetensors` writes
+    it: known before any weight is, so that several processes can fill one file."""
+    entries: dict[str, object] = {METADATA: {"format": "pt"}}
+    ranges: list[tuple[str, str, tuple[int, ...], int, int]] = []
+    at = 0
+    for name, (dtype, shape) in sorted(
+        tensors.items(), key=lambda item: (-_FILE_ORDER.index(item[1][0]), item[0])
+    ):
+        end = at + check_tensor(name, dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, end)}
+        ranges.append((name, dtype, shape, at, end))
+        at = end
+    header = msgspec.json.encode(entries)
+    header += b" " * (-len(header) % _HEADER_ALIGNMENT)
+    head = len(header).to_bytes(8, "little") + header
+    return Layout(
+        head=head,
+        byte_ranges={
+            name: TensorRange(
+                dtype=dtype, shape=shape, start=len(head) + start, end=len(head) + end
+            )
+            for name, dtype, shape, start, end in ranges
+        },
+    )
+
+
 def read_layout(source: BinaryIO, name: str) -> Layout:
     """Read the header of a file, without its weights."""
     reader = _DigestingReader(source, name)
     length, header = _read_header(reader)
     head = length + header
     byte_ranges = {
-        tensor: TensorRange(dtype=found.dtype, start=len(head) + start, end=len(head) + end)
+        tensor: TensorRange(
+            dtype=found.dtype, shape=found.shape, start=len(head) + start, end=len(head) + end
+        )
         for tensor, found in parse_header(header, name)
         for start, end in [found.data_offsets]
     }
     return Layout(head=head, byte_ranges=byte_ranges)
 
 
-def scan(source: BinaryIO, name: str, sink: Sink | None = None) -> Scan:
-    """Hash the file, and its tensors if it has any; `sink` gets exactly the hashed bytes."""
-    reader = _DigestingReader(source, name, sink)
+def new_hash(num_bytes: int) -> blake3:
+    """For so many bytes. The number of threads is explicit, so RAYON_NUM_THREADS does not count:
+    it keeps other libraries from taking all cores."""
+    return blake3(max_threads=NUM_THREADS if num_bytes >= MIN_THREADED_BYTES else 1)
+
+
+def scan(source: BinaryIO, name: str, sink: Sink | None = None, *, num_bytes: int = 0) -> Scan:
+    """Hash the file, and its tensors if it has any; `sink` gets exactly the hashed bytes.
+
+    num_bytes: its size, if known; a large one is hashed with all cores."""
+    reader = _DigestingReader(source, name, sink, num_bytes)
     tensors = _scan_tensors(reader) if name.endswith(".safetensors") else ()
     while reader.read_up_to(PIECE_BYTES):
         pass
@@ -129,10 +184,13 @@ def scan(source: BinaryIO, name: str, sink: Sink | None = None) -> Scan:
 class _DigestingReader:
     """One pass over a file: each piece goes to the hash, the sink and the caller."""
 
-    def __init__(self, source: BinaryIO, name: str, sink: Sink | None = None) -> None:
+    def __init__(
+        self, source: BinaryIO, name: str, sink: Sink | None = None, num_bytes: int = 0
+    ) -> None:
+        """num_bytes: size of the file, if known."""
         self.name = name
         self.num_bytes = 0
-        self.hash = blake3()
+        self.hash = new_hash(num_bytes)
         self._source = source
         self._sink = sink
 
@@ -178,7 +236,7 @@ def _scan_tensors(reader: _DigestingReader) -> tuple[TensorEntry, ...]:
 
 def _digest_tensor(reader: _DigestingReader, name: str, found: _HeaderEntry) -> TensorEntry:
     start, end = found.data_offsets
-    digest = blake3()
+    digest = new_hash(end - start)
     for piece in reader.pieces(end - start, f"inside tensor {name}"):
         digest.update(piece)
     return TensorEntry(name=name, dtype=found.dtype, shape=found.shape, digest=digest.hexdigest())

@@ -25,6 +25,7 @@ from penstock.trainer.ranks.group import SingleRank
 from penstock.trainer.service import make_checkpoints, restore_models
 from penstock.trainer.snapshots import Snapshots
 from penstock.trainer.state_shards import StateShard
+from penstock.trainer.weight_shares import ShareBuffers
 from penstock.weights.publish import StoredVersion
 
 NUM_STEPS = 2
@@ -59,7 +60,7 @@ def parent(tmp_path: Path) -> RunFolder:
         versions.append(snapshots.put(snapshots.copy(models.weights()), number))
     checkpoints.save(
         Cursor(number=NUM_STEPS, seq=NUM_STEPS, incarnation=1),
-        weights=models.weights(),
+        weights=ShareBuffers().copy(models.weights()),
         state=StateShard(tensors=models.state_tensors()),
         static=snapshots.static,
     )

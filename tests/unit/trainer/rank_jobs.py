@@ -149,6 +149,7 @@ def learned(
     from penstock.trainer import build
     from penstock.trainer.batches import assemble
     from penstock.trainer.ranks import weight_loading
+    from penstock.trainer.ranks.sharding import gather
 
     algorithm, _, where = name.partition("+")
     lora = LORA if where == "adapted" else None
@@ -171,7 +172,7 @@ def learned(
         values = models.step(batch).values
         assert values["tokens/trained"] == sum(batch.row_columns["length"])
         curve.append((values["loss"], values["grad_norm"]))
-    return curve, models.weights()
+    return curve, gather(models.weights(), ranks)
 
 
 def _forbidden(folder: Path, dtype: torch.dtype | None = None) -> Any:

@@ -37,6 +37,7 @@ from penstock.trainer.checkpoint import Checkpoints, Cursor
 from penstock.trainer.checkpoint_saver import Saver
 from penstock.trainer.loop import Trainer
 from penstock.trainer.models import Models
+from penstock.trainer.publisher import ShareWriter
 from penstock.trainer.ranks.group import RankGroup, Ranks, SingleRank, make_rank_group
 from penstock.trainer.ranks.worker_loop import worker_loop
 from penstock.trainer.replay import RecordedCommit
@@ -105,7 +106,8 @@ def lived(folder: Path, name: str, ranks: Ranks) -> list[list[float]]:
     dataflow = MemoryDataflow(batches=BATCHES, number=cursor.number, seq=cursor.seq)
     if not ranks.position.is_rank0:
         dataflow.incarnation = 1
-        worker_loop(POLICY, models, dataflow, ranks, checkpoints.root)
+        writer = ShareWriter(folder / name / "weights", checkpoint.folder, rank=ranks.position.rank)
+        worker_loop(POLICY, models, dataflow, ranks, checkpoints.root, writer)
         return []
     lead(dataflow, models, checkpoints, ranks, folder / name)
     (folder / name / "commits.json").write_bytes(encode_json(dataflow.commits))
@@ -183,6 +185,9 @@ def _state_of(folder: Path, ranks: RankGroup) -> dict[str, Any]:
     """Bytes that pass between ranks while they keep their state and while they restore it."""
     from torch.distributed.tensor.debug import CommDebugMode
 
+    from penstock.trainer.ranks.sharding import gather
+    from penstock.trainer.weight_shares import ShareBuffers
+
     models, checkpoint = restore_models(
         configured(folder, ranks), POLICY, opened(folder, "straight", ranks), ranks
     )
@@ -191,11 +196,14 @@ def _state_of(folder: Path, ranks: RankGroup) -> dict[str, Any]:
     with CommDebugMode() as restoring:
         models.restore(checkpoint.read_state())
     with CommDebugMode() as publishing:
-        models.weights()
+        ShareBuffers().copy(models.weights(), is_rank0=ranks.position.is_rank0)
+    with CommDebugMode() as gathering:
+        gather(models.weights(), ranks)
     return {
         "saving": saving.get_total_counts(),
         "restoring": restoring.get_total_counts(),
         "publishing": publishing.get_total_counts(),
+        "gathering": gathering.get_total_counts(),
         "kept": sum(tensor.nbytes for name, tensor in kept.tensors.items() if name in kept.regions),
     }
 

@@ -30,6 +30,7 @@ from penstock.trainer.signals.mismatch import Mismatch, NodeMismatches
 from penstock.trainer.signals.monitor import MonitorState, from_json, to_json
 from penstock.trainer.snapshots import weights_of
 from penstock.trainer.state_shards import StateShard
+from penstock.trainer.weight_shares import ShareBuffers
 
 NewModel = Callable[[], PreTrainedModel]
 
@@ -48,7 +49,7 @@ def save(
 ) -> Checkpoint:
     return checkpoints.save(
         cursor,
-        weights=weights_of(learner.model),
+        weights=ShareBuffers().copy(weights_of(learner.model)),
         state=StateShard(tensors=learner.state_tensors()),
         static=static_files(model_folder),
     )
@@ -423,7 +424,8 @@ def test_what_is_remembered_of_batches_is_part_of_the_checkpoint(
         divergence=DivergenceStreak().updated(0.7, 1.0),
     )
     checkpoints = open_checkpoints(tmp_path)
-    weights, state = weights_of(learner.model), StateShard(tensors=learner.state_tensors())
+    weights = ShareBuffers().copy(weights_of(learner.model))
+    state = StateShard(tensors=learner.state_tensors())
     static = static_files(model_folder)
     checkpoints.save(
         at(2), weights=weights, state=state, static=static, monitor_state=to_json(monitor_state)

@@ -21,6 +21,7 @@ from penstock.trainer.checkpoint_manifest import STATE
 from penstock.trainer.checkpoint_saver import Saver
 from penstock.trainer.model_folders import WEIGHTS, static_files
 from penstock.trainer.state_shards import StateShard
+from penstock.trainer.weight_shares import ShareBuffers
 
 
 class SlowCheckpoints(Checkpoints):
@@ -61,9 +62,8 @@ class World:
 
     def save_now(self, number: int) -> None:
         state = StateShard(tensors=tensors(number))
-        self.checkpoints.save(
-            cursor(number), weights=tensors(number), state=state, static=self.static
-        )
+        weights = ShareBuffers().copy(tensors(number))
+        self.checkpoints.save(cursor(number), weights=weights, state=state, static=self.static)
 
     def submit(self, number: int) -> dict[str, Tensor]:
         live = tensors(number)

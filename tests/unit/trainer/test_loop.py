@@ -50,8 +50,10 @@ def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that calls have one order; `test_publisher` and `test_saving` are about the other ones."""
     submit, save, move = Publisher.submit, Saver.submit, Saver.advance_cursor
 
-    def at_once(publisher: Publisher, weights: Mapping[str, Tensor], number: int) -> None:
-        submit(publisher, weights, number)
+    def at_once(
+        publisher: Publisher, weights: Mapping[str, Tensor], number: int, *, token: int
+    ) -> None:
+        submit(publisher, weights, number, token=token)
         publisher.flush()
 
     def saved(saver: Saver, cursor: Cursor, **copied: Any) -> None:

@@ -36,6 +36,7 @@ from penstock.trainer.replay import RecordedCommit
 from penstock.trainer.service import make_checkpoints, replay_step, restore_models
 from penstock.trainer.snapshots import Snapshots, unchanged_files
 from penstock.trainer.state_shards import StateShard
+from penstock.trainer.weight_shares import ShareBuffers
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
 from penstock.weights.manifest import SnapshotManifest, parse_manifest
@@ -169,7 +170,7 @@ def test_a_model_in_several_files_keeps_them(model_folder: Path, tmp_path: Path)
 
     def save(number: int) -> Path:
         cursor = Cursor(number=number, seq=number, incarnation=0)
-        weights, static = load_file(folder / FILE), unchanged_files(folder)
+        weights, static = ShareBuffers().copy(load_file(folder / FILE)), unchanged_files(folder)
         return checkpoints.save(
             cursor, weights=weights, state=StateShard(tensors={}), static=static
         ).folder
@@ -259,7 +260,7 @@ def test_an_adapter_is_published_in_float32_whatever_its_model_is(
     tensors = load_file(folder / FILE)
     copied = snapshots.copy(tensors)
     snapshots.close()
-    assert all(torch.equal(copied[name], value) for name, value in tensors.items())
+    assert all(torch.equal(copied.tensors[name], value) for name, value in tensors.items())
     assert {tensor.dtype for tensor in copied.values()} == {torch.float32}
 
 

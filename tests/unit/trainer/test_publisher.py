@@ -141,7 +141,7 @@ def test_an_error_ends_the_trainer(snapshots: Snapshots, ending: str) -> None:
 def test_a_store_that_cannot_be_written_ends_the_trainer(
     snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> StoredVersion:
+    def full(*_: object, **__: object) -> StoredVersion:
         raise WeightsError("no space left on device")
 
     monkeypatch.setattr(snapshots, "put", full)

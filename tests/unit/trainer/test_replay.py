@@ -20,6 +20,7 @@ from penstock.trainer.ranks.group import SingleRank
 from penstock.trainer.replay import RecordedCommit, ReplayResult, choose_start_checkpoint
 from penstock.trainer.service import replay_step
 from penstock.trainer.state_shards import StateShard
+from penstock.trainer.weight_shares import ShareBuffers
 from penstock.types import Manifest, RowPayload
 
 BATCHES = [random_batch(0, seq=1), random_batch(0, seq=2), equal_rewards(3), random_batch(0, seq=4)]
@@ -173,7 +174,9 @@ def test_steps_are_of_the_config_of_the_life_that_saved_the_next_checkpoint(tmp_
 def save_little(checkpoints: Checkpoints, number: int) -> None:
     cursor = Cursor(number=number, seq=number, incarnation=1)
     one = {"one": torch.ones(1)}
-    checkpoints.save(cursor, weights=one, state=StateShard(tensors=one), static=[])
+    checkpoints.save(
+        cursor, weights=ShareBuffers().copy(one), state=StateShard(tensors=one), static=[]
+    )
 
 
 def with_training(settings: RunConfig, **values: object) -> RunConfig:

@@ -5,9 +5,11 @@ import io
 import struct
 
 import pytest
+import torch
 from blake3 import blake3
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 from tests.unit.weights.snapshot_folders import TENSORS, safetensors_bytes, weights_bytes
 
 from penstock.errors import WeightsError
@@ -101,3 +103,40 @@ def test_a_hostile_file_is_refused(data: bytes) -> None:
 def test_random_bytes_are_refused_by_name_of_the_error(noise: bytes) -> None:
     with pytest.raises(WeightsError):
         scan_bytes(struct.pack("<Q", max(0, len(noise) - 8)) + noise)
+
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+
+
+@settings(max_examples=50)
+@given(
+    st.dictionaries(
+        st.text('ab."\\0', min_size=1, max_size=6),
+        st.tuples(st.sampled_from(list(DTYPES)), st.lists(st.integers(0, 3), max_size=3)),
+        max_size=6,
+    )
+)
+def test_the_layout_is_the_one_that_safetensors_writes(
+    shapes: dict[str, tuple[str, list[int]]],
+) -> None:
+    made = tensors.make_layout({n: (dtype, tuple(shape)) for n, (dtype, shape) in shapes.items()})
+    content = {n: torch.zeros(shape, dtype=DTYPES[dtype]) for n, (dtype, shape) in shapes.items()}
+    data = save(content, {"format": "pt"})
+    assert data.startswith(made.head) and len(data) == made.num_bytes
+    assert made == tensors.read_layout(io.BytesIO(data), "model.safetensors")

@@ -18,6 +18,7 @@ from penstock.errors import StoreError
 from penstock.trainer.batches import assemble
 from penstock.trainer.checkpoint_saver import ShardSaver
 from penstock.trainer.models import Models
+from penstock.trainer.publisher import ShareWriter
 from penstock.trainer.ranks.group import Ranks, SingleRank
 from penstock.trainer.ranks.row_fetch import RowSource, fetch_rows
 from penstock.types import PolicyName
@@ -28,9 +29,10 @@ class RankOrder(IntEnum):
     """Keepalive: prevents a collective timeout."""
     TRAIN = 1
     WEIGHTS = 2
-    """Gather the weights on rank 0."""
+    """Write your share of a version; the numbers name its file, and a file that will not be."""
     STATE = 3
-    """Write your shard of the rest of the state; the number names the folder."""
+    """Write your shard of the rest of the state, and, if the second number is 1, your share of the
+    weights; the first number names the folder."""
     EXIT = 4
 
 
@@ -45,35 +47,45 @@ def num_ranks(ranks: Ranks) -> int:
     return 1 if isinstance(ranks, SingleRank) else dist.get_world_size()
 
 
-def broadcast_order(ranks: Ranks, order: RankOrder, number: int = 0, incarnation: int = 0) -> None:
-    """From rank 0 to all others. number: of the batch, or of a checkpoint's folder."""
-    ranks.broadcast_from_rank0([order, number, incarnation])
+def broadcast_order(ranks: Ranks, order: RankOrder, number: int = 0, second: int = 0) -> None:
+    """From rank 0 to all others. number: of the batch, or the token of a file or folder. second:
+    the incarnation of a batch, or what the order says."""
+    ranks.broadcast_from_rank0([order, number, second])
 
 
 def worker_loop(
-    policy: PolicyName, models: Models, dataflow: BatchSource, ranks: Ranks, checkpoints: Path
+    policy: PolicyName,
+    models: Models,
+    dataflow: BatchSource,
+    ranks: Ranks,
+    checkpoints: Path,
+    writer: ShareWriter,
 ) -> None:
-    """consumes: orders, and its own rows of each batch · produces: its part of every step, and its
-    shard of every checkpoint in that folder · waits for: rank 0's next order
+    """consumes: orders, and its own rows of each batch · produces: its part of every step, its
+    share of every version, and its shard of every checkpoint in that folder · waits for: rank 0's
+    next order
     ends: on the order to leave, when a rank is lost, or when its shard could not be written"""
     saver = ShardSaver(checkpoints, rank=ranks.position.rank, num_ranks=num_ranks(ranks))
     try:
         while True:
-            order, number, incarnation = ranks.broadcast_from_rank0([0, 0, 0])
+            order, number, second = ranks.broadcast_from_rank0([0, 0, 0])
             saver.raise_if_failed()
+            writer.raise_if_failed()
             match RankOrder(order):
                 case RankOrder.WAIT:
                     pass
                 case RankOrder.TRAIN:
-                    _train(policy, models, dataflow, ranks, number, incarnation)
+                    _train(policy, models, dataflow, ranks, number, second)
                 case RankOrder.WEIGHTS:
-                    models.weights()
+                    writer.submit(number, models.weights(), dropped=second)
                 case RankOrder.STATE:
-                    saver.submit(number, models.state_tensors())
+                    weights = models.weights() if second else None
+                    saver.submit(number, models.state_tensors(), weights)
                 case RankOrder.EXIT:
                     return
     finally:
         saver.close()
+        writer.close()
 
 
 def _train(

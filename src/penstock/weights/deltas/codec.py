@@ -48,8 +48,8 @@ from penstock.weights.deltas.sparse import (
     unpack_changes,
     unpack_positions,
 )
+from penstock.weights.tensors import NUM_THREADS
 
-NUM_THREADS = 2
 RARE_RATIO = 16
 """Changes smaller than this fraction of their tensor count as rare."""
 SKIP_FULL_RATIO = 4

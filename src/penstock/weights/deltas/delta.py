@@ -27,7 +27,6 @@ import msgspec
 from penstock.bounds import is_digest
 from penstock.errors import WeightsError
 from penstock.weights.deltas.codec import (
-    NUM_THREADS,
     TensorDiff,
     diff_tensor,
     encode_diffs,
@@ -35,6 +34,7 @@ from penstock.weights.deltas.codec import (
 )
 from penstock.weights.deltas.numpy_kernels import BITS
 from penstock.weights.deltas.payload import Kind, Payload, Role, Stream, compress, decompress
+from penstock.weights.tensors import NUM_THREADS
 
 MAGIC = b"penstock-delta\r\n"
 FORMAT = 1
@@ -108,10 +108,20 @@ def write_delta(
     out: Writable, base_digest: str, target_digest: str, tensors: Iterable[Tensor]
 ) -> None:
     """Write a delta. `tensors` yields every tensor of the target once; few are held at a time."""
+    write_delta_header(out, base_digest, target_digest)
+    write_frames(out, tensors)
+
+
+def write_delta_header(out: Writable, base_digest: str, target_digest: str) -> None:
+    """The part before the frames."""
     header = msgspec.json.encode(
         DeltaHeader(format=FORMAT, base=base_digest, target=target_digest), order="sorted"
     )
     out.write(MAGIC + _LENGTH.pack(len(header)) + header)
+
+
+def write_frames(out: Writable, tensors: Iterable[Tensor]) -> None:
+    """The rest: it does not depend on digests, so both files may be hashed meanwhile."""
     shared = {item_bytes: _SharedFrame() for item_bytes in BITS}
     for (name, item_bytes, base, new), found in _diff_ahead(tensors):
         if found is not None and found.is_rare:

@@ -12,14 +12,29 @@ import mmap
 import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from penstock.errors import WeightsError
 from penstock.weights.deltas.codec import apply_payload
-from penstock.weights.deltas.delta import Tensor, Writable, read_delta, write_delta
+from penstock.weights.deltas.delta import (
+    Tensor,
+    Writable,
+    read_delta,
+    write_delta,
+    write_frames,
+)
 from penstock.weights.store import open_regular
-from penstock.weights.tensors import ITEM_BYTES, Layout, read_layout
+from penstock.weights.tensors import (
+    ITEM_BYTES,
+    Layout,
+    Scan,
+    TensorEntry,
+    TensorRange,
+    new_hash,
+    read_layout,
+)
 
 
 def layout_of(path: Path) -> Layout:
@@ -36,6 +51,44 @@ def make_delta(base: Path, new: Path, out: Writable, *, base_blob: str, target_b
     layout = layout_of(new)
     with _mapped(base) as old, _mapped(new) as now:
         write_delta(out, base_blob, target_blob, _tensors(layout, old, now))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScannedPair:
+    """What one pass over two files found."""
+
+    new: Scan
+    base_blob: str
+
+
+def scan_and_diff(base: Path, new: Path, out: Writable) -> ScannedPair | None:
+    """Hash both files and write the frames of the delta between them, in one pass over each; None
+    if they have different layouts."""
+    layout = layout_of(new)
+    if layout_of(base) != layout:
+        return None
+    hashes = [new_hash(layout.num_bytes) for _ in range(2)]
+    tensors: list[TensorEntry] = []
+    with _mapped(base) as old, _mapped(new) as now:
+        for digest in hashes:
+            digest.update(layout.head)
+
+        def hashed() -> Iterator[Tensor]:
+            for name, item_bytes, before, after in _tensors(layout, old, now):
+                assert before is not None, "both files have this tensor"
+                for digest, content in zip(hashes, (before, after), strict=True):
+                    digest.update(content)
+                tensors.append(_entry(name, layout.byte_ranges[name], after))
+                yield name, item_bytes, before, after
+
+        write_frames(out, hashed())
+    scan = Scan(blob=hashes[1].hexdigest(), num_bytes=layout.num_bytes, tensors=tuple(tensors))
+    return ScannedPair(new=scan, base_blob=hashes[0].hexdigest())
+
+
+def _entry(name: str, found: TensorRange, content: memoryview) -> TensorEntry:
+    digest = new_hash(len(content)).update(content).hexdigest()
+    return TensorEntry(name=name, dtype=found.dtype, shape=found.shape, digest=digest)
 
 
 def _tensors(layout: Layout, old: memoryview, now: memoryview) -> Iterator[Tensor]:

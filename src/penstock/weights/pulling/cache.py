@@ -25,7 +25,7 @@ from penstock.weights.deltas.chain import MAX_BASES, DeltaEntry
 from penstock.weights.manifest import FileEntry, SnapshotManifest
 from penstock.weights.pulling.partial import Partial, verify
 from penstock.weights.rebuild import apply_chain
-from penstock.weights.store import try_lock
+from penstock.weights.store import DirectoryStore, try_lock
 from penstock.weights.tensors import Scan, TensorEntry
 
 LOCK_POLL_S = 0.02
@@ -64,6 +64,21 @@ class BlobCache:
         except FileNotFoundError:
             return None
         return found
+
+    def link(self, file: FileEntry, store: DirectoryStore) -> Scan | None:
+        """Verify the blob of a store on this file system and link it instead of copying it; None if
+        it is not there, not whole, or on another file system."""
+        linked = self._blobs / f"{secrets.token_hex(8)}{PARTIAL}"
+        try:
+            os.link(store.blob_path(file.blob), linked, follow_symlinks=False)
+            found = verify(linked, file)
+            if found is not None:
+                linked.rename(self._path(file.blob))
+            return found
+        except OSError:
+            return None
+        finally:
+            linked.unlink(missing_ok=True)
 
     def possible_bases(self, file: FileEntry) -> list[str]:
         """Cached blobs that may be the base of a delta to this one: weights of the same size."""
@@ -132,10 +147,12 @@ class BlobCache:
             for folder in self._versions.iterdir():
                 if folder.name not in keep:
                     shutil.rmtree(folder, ignore_errors=True)
+            staged = {path.stat().st_ino for path in self._versions.glob("*/*")}
             for blob in self._blobs.iterdir():
                 found = blob.stat()
                 is_resumable = time.time() - found.st_mtime < RESUME_WINDOW_S
-                if found.st_nlink == 1 and not (blob.suffix == PARTIAL and is_resumable):
+                is_partial = blob.suffix == PARTIAL and is_resumable
+                if found.st_ino not in staged and not is_partial:
                     blob.unlink()
 
     def _damaged_path(self, file: FileEntry) -> Path:

@@ -138,7 +138,8 @@ def verify(path: Path, file: FileEntry) -> Scan | None:
     try:
         with open_regular(path) as blob:
             mtime_ns = os.fstat(blob.fileno()).st_mtime_ns
-            found = replace(scan(blob, file.name), mtime_ns=mtime_ns)
+            found = scan(blob, file.name, num_bytes=file.bytes)
+            found = replace(found, mtime_ns=mtime_ns)
     except WeightsError:
         with open_regular(path) as blob:
             if scan(blob, "").blob == file.blob:

@@ -38,10 +38,12 @@ from penstock.trainer.checkpoint_manifest import (
 from penstock.trainer.checkpoint_saver import Saver, ShardSaver
 from penstock.trainer.model_folders import WEIGHTS, static_files
 from penstock.trainer.models import Models
+from penstock.trainer.publisher import ShareWriter
 from penstock.trainer.ranks.group import SingleRank
 from penstock.trainer.ranks.regions import TensorRegion
 from penstock.trainer.ranks.worker_loop import RankOrder, worker_loop
 from penstock.trainer.state_shards import StateShard, open_state, state_names, write_shard
+from penstock.trainer.weight_shares import ShareBuffers
 from penstock.types import PolicyName
 
 LAST = f"step_{NUM_STEPS}"
@@ -84,7 +86,8 @@ def test_each_rank_writes_its_own_share_and_nothing_passes_between_them(
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     for rank in ranks:
         assert rank["state"]["saving"] == rank["state"]["restoring"] == 0
-        assert rank["state"]["publishing"] > 0, "the counter counts"
+        assert rank["state"]["publishing"] == 0
+        assert rank["state"]["gathering"] > 0, "the counter counts"
     sizes = [rank["state"]["kept"] for rank in ranks]
     assert max(sizes) / sum(sizes) < 0.55
     AutoModelForCausalLM.from_pretrained(folder)
@@ -267,7 +270,7 @@ class Pair:
         write_shard(self.root / f".partial-{token:016x}", 1, 2, second)
         return self.checkpoints.save(
             at(number),
-            weights={"w": torch.full((2,), float(number))},
+            weights=ShareBuffers().copy({"w": torch.full((2,), float(number))}),
             state=first,
             static=self.static,
             num_ranks=2,
@@ -401,7 +404,7 @@ class Stateful(Models):
 
 
 def test_a_rank_that_cannot_write_its_share_ends_at_the_next_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError("no space left on device")
@@ -409,5 +412,6 @@ def test_a_rank_that_cannot_write_its_share_ends_at_the_next_word(
     monkeypatch.setattr(checkpoint_saver, "write_shard", full)
     words = [RankOrder.STATE, *[RankOrder.WAIT] * 100_000]
     dataflow: Any = None
+    writer = ShareWriter(tmp_path / "weights", model_folder, rank=1)
     with pytest.raises(OSError, match="no space left"):
-        worker_loop(PolicyName("policy"), Stateful(), dataflow, Scripted(*words), tmp_path)
+        worker_loop(PolicyName("policy"), Stateful(), dataflow, Scripted(*words), tmp_path, writer)

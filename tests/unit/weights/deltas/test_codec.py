@@ -28,7 +28,6 @@ from tests.unit.weights.tensor_pairs import (
 
 from penstock.weights.deltas import codec, numpy_kernels, sparse
 from penstock.weights.deltas.codec import (
-    NUM_THREADS,
     apply_payload,
     best_kernels,
     diff_tensor,
@@ -44,6 +43,7 @@ from penstock.weights.deltas.numpy_kernels import (
     unchanged,
 )
 from penstock.weights.deltas.payload import Kind, Payload, Role, pack, pack_pieces, unpack
+from penstock.weights.tensors import NUM_THREADS
 
 BOTH = pytest.mark.parametrize("kernels", [NUMPY, COMPILED], ids=["numpy", "compiled"])
 

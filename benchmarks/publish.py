@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Publishing off the critical path: a model on four gloo ranks publishes versions in bfloat16, and
+a node on the same machine makes them live.
+
+How long a step is blocked, over a bare copy of the rank's share; passes over a version's bytes at
+both ends (`/proc/*/io`, and files that are mapped); the time from the step to a version that is
+live; what a checkpoint writes, and how long a start takes to verify it. With `--before PATH`, a
+checkout of another commit, the same is measured there in turn.
+
+The folder should be on a fast disk, or in /dev/shm: syncing costs the same in any design.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.harness import ROOT, log_line, result, scratch
+
+NUM_RANKS = 4
+NUM_VERSIONS = 6
+MILLIONS, QUICK_MILLIONS = 1000, 100
+BFLOAT16_BYTES = 2
+
+
+def measure(folder: Path, millions: int, checkout: Path) -> dict[str, float]:
+    """All processes once, with the sources of this checkout."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(checkout / "src"), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+    def start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+        return subprocess.Popen(command, cwd=ROOT, env=env)
+
+    ranks = [
+        start("publish_ranks", str(folder), str(rank), str(NUM_RANKS), str(millions))
+        for rank in range(NUM_RANKS)
+    ]
+    with ExitStack() as stack:
+        others = [
+            start("publish_node", "serve", str(folder)),
+            start("publish_node", "pull", str(folder), str(NUM_VERSIONS)),
+        ]
+        for child in (*ranks, *others):
+            stack.callback(_end, child)
+        for child in ranks:
+            if child.wait() != 0:
+                raise RuntimeError("a rank ended with an error; see its messages above")
+    return _figures(folder)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.terminate()
+    child.wait()
+
+
+def _figures(folder: Path) -> dict[str, float]:
+    """Medians over the versions after the first two, which have versions before them and memory
+    that is in use already; of ranks, the slowest."""
+    ranks: list[dict[str, Any]] = [
+        json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(NUM_RANKS)
+    ]
+    num_bytes = ranks[0]["elements"][0] * BFLOAT16_BYTES
+    versions = range(2, NUM_VERSIONS)
+    live = [json.loads((folder / f"live-{number}.json").read_text()) for number in versions]
+    started = [json.loads((folder / f"started-{number}.json").read_text()) for number in versions]
+    blocked_s = [max(rank["blocked_s"][number] for rank in ranks) for number in versions]
+    bare_s = [max(rank["bare_s"][number] for rank in ranks) for number in versions]
+    passed = [sum(rank["passed"][number] for rank in ranks) for number in versions]
+    since = list(zip(live, started, strict=True))
+    checkpoint = [path for path in (folder / "checkpoints").rglob("*") if path.is_file()]
+    return {
+        "gb": num_bytes / 1e9,
+        "blocked_s": median(blocked_s),
+        "bare_s": median(bare_s),
+        "blocked_ratio": median(b / c for b, c in zip(blocked_s, bare_s, strict=True)),
+        "trainer_passes": max(passed) / num_bytes,
+        "node_passes": max(found["passed"] for found in live) / num_bytes,
+        "stored_s": median(found["stored_at"] - at for found, at in since),
+        "live_s": median(found["at"] - at for found, at in since),
+        "checkpoint_gb": sum(path.stat().st_size for path in checkpoint) / 1e9,
+        "checkpoint_blocked_s": max(rank["checkpoint_blocked_s"][0] for rank in ranks),
+        "checkpoint_s": max(rank["checkpoint_s"][0] for rank in ranks),
+        "restart_s": ranks[0]["restart_s"][0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the size")
+    parser.add_argument("--folder", type=Path, help="where versions are written")
+    parser.add_argument("--millions", type=int, help="parameters, instead of 1000 (quick: 100)")
+    parser.add_argument("--before", type=Path, help="a checkout of the commit to compare with")
+    args = parser.parse_args()
+    millions = args.millions or (QUICK_MILLIONS if args.quick else MILLIONS)
+    found: dict[str, dict[str, float]] = {}
+    sides = {"before": args.before, "ours": ROOT}
+    for name, checkout in sides.items():
+        if checkout is not None:
+            with scratch(args.folder) as folder:
+                found[name] = measure(folder, millions, checkout.resolve())
+            log_line(f"{name}: " + ", ".join(f"{k} {v:.3f}" for k, v in found[name].items()))
+    ours, before = found["ours"], found.get("before", {})
+    result(
+        millions=millions,
+        **ours,
+        **{f"before_{key}": value for key, value in before.items()},
+        **({"live_speedup": before["live_s"] / ours["live_s"]} if before else {}),
+    )
+
+
+if __name__ == "__main__":
+    main()
