@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header with an API key, for every client of a model that somebody else serves.
+"""The header with an API key, for every client of a model on a foreign server.
 
 Owns one rule: a key does not cross a network in clear text. Reads no environment: the caller says
 which variable the key is from."""

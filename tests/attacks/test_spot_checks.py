@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def version(incarnation: int, number: int = 0, policy: PolicyName = POLICY) -> V
 class _Files:
     """The weights, without a server of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *_: object) -> None:
         self._folder = folder
 
     async def __call__(self, weights_url: str, target: PublishedVersion) -> Path:
@@ -78,7 +79,7 @@ def _two_versions(tmp_path: Path) -> Generator[RunningDataflow]:
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = write_snapshot(tmp_path / "snapshot")
-    monkeypatch.setattr("penstock.runs.spot_checker.WeightServerFetcher", lambda *_: _Files(folder))
+    monkeypatch.setattr("penstock.runs.spot_checker.WeightServerFetcher", partial(_Files, folder))
     return folder
 
 
@@ -99,7 +100,7 @@ async def _checking(running: RunningDataflow, tmp_path: Path) -> AsyncGenerator[
     checker = SpotChecker(facts(), ScriptedEngine, Isolation(), share=1.0, is_reproducible=True)
     token = running.token(Role.STAGE, subject=stage_subject(SCORE_STAGE))
     working = asyncio.create_task(
-        checker.run(running.url, "", token, tmp_path / "cache", DirectScorer())  # type: ignore[arg-type]
+        checker.run(running.url, "", token, tmp_path / "cache", DirectScorer())
     )
     try:
         yield checker

@@ -30,7 +30,7 @@ _WALLS = {
 
 _PER_FILE = (
     "disk_mb holds for each file, not for all together, because containers of a node that is not "
-    "root have no file system of their own; use bubblewrap, or start the node as root"
+    "root have no separate file system; use bubblewrap, or start the node as root"
 )
 
 

@@ -215,7 +215,9 @@ class SpotChecker:
         }
         loaded = {policy: self._loaded.get(policy) for policy in sorted(self._engines.policies)}
         chosen = choose_versions(versions_of(check.trajectory), digests, loaded)
-        for version in [] if chosen is None else chosen.values():
+        if chosen is None:
+            return None
+        for version in chosen.values():
             if self._loaded.get(version.policy) != version:
                 target = PublishedVersion(
                     policy=version.policy,

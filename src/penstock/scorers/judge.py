@@ -87,9 +87,10 @@ def read_reply(reply: str, nonce: str) -> dict[str, Any] | None:
         found: Any = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or found.get("id") != nonce:
+    fields = cast(dict[str, Any], found) if isinstance(found, dict) else {}
+    if fields.get("id") != nonce:
         return None
-    return {key: value for key, value in cast(dict[str, Any], found).items() if key != "id"}
+    return {key: value for key, value in fields.items() if key != "id"}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

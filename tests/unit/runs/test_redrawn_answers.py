@@ -12,7 +12,7 @@ from tests.unit.rollout.engines.test_hf import version
 from tests.unit.rollout.engines.tiny_qwen3 import VOCAB_SIZE, write_snapshot
 
 from penstock.gateway.generation import Completion, GenerationRequest
-from penstock.rollout.decoding.batch import Batch, Row
+from penstock.rollout.decoding.batch import Batch, Result, Row
 from penstock.rollout.decoding.hf_decoder import HfDecoder
 from penstock.rollout.engine import SpanLog
 from penstock.rollout.engines.hf import HfEngine
@@ -48,7 +48,7 @@ REQUEST = GenerationRequest(
 
 def _drawn(models: list[Path], loop: asyncio.AbstractEventLoop) -> Completion:
     """An answer during which the weights changed."""
-    decoder = HfDecoder(torch_threads=1)
+    decoder, done = HfDecoder(torch_threads=1), list[Result]()
     batch, row = Batch(decoder), Row(REQUEST, loop.create_future(), SpanLog(version(0)))
     for number, folder in enumerate(models):
         staged = decoder.stage(folder)
@@ -58,7 +58,7 @@ def _drawn(models: list[Path], loop: asyncio.AbstractEventLoop) -> Completion:
         if not number:
             assert batch.admit(row, version(0)) is None
         for step in range((SWAP_AT, NUM_TOKENS - SWAP_AT)[number]):
-            done = batch.step([] if number or step else [row])
+            done += batch.step([] if number or step else [row])
     [(_, answer)] = done
     assert isinstance(answer, Completion)
     return answer

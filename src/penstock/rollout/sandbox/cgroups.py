@@ -127,7 +127,7 @@ def _settings(
 
 
 def group_of(pid: int, proc: Path = Path("/proc")) -> Group:
-    """The control group in which somebody else put a process: to read, not to remove."""
+    """The control group of a process that another program started: to read, not to remove."""
     try:
         lines = (proc / str(pid) / "cgroup").read_text().splitlines()
         mountinfo = (proc / "self" / "mountinfo").read_text()

@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.cgroups import Group, group_of
-from penstock.rollout.sandbox.child import start_child
+from penstock.rollout.sandbox.child import Child, start_child
 from penstock.rollout.sandbox.folders import FolderSandbox, remove_stale_folders
 from penstock.rollout.sandbox.mounts import hidden_within
 from penstock.rollout.sandbox.namespaces import draw_uid
@@ -98,7 +99,7 @@ class ContainerSandbox(FolderSandbox):
             _child=child,
             _limits=self.spec.limits,
             _group=group,
-            _kill=lambda: self._kill_container(name),
+            _kill=lambda: self._end_program(name, child),
             _wait_gone=_already_gone,
         )
         self._programs.append(program)
@@ -142,6 +143,11 @@ class ContainerSandbox(FolderSandbox):
         done = subprocess.run(command, check=False, capture_output=True, timeout=START_S)
         pid = done.stdout.strip()
         return group_of(int(pid)) if done.returncode == 0 and pid.isdigit() else Group()
+
+    def _end_program(self, name: str, child: Child) -> None:
+        """Ends the engine's own process too: it would hang as it writes output that is not read."""
+        self._kill_container(name)
+        child.send(signal.SIGKILL)
 
     def _kill_container(self, name: str) -> None:
         command = [self.engine, "rm", "--force", name]

@@ -97,5 +97,6 @@ def _content(response: httpx2.Response) -> str:
 def parse_score(reply: str, nonce: str) -> float | None:
     """The score in a reply, a number from 0 to 1; None otherwise."""
     score = (read_reply(reply, nonce) or {}).get("score")
-    is_number = isinstance(score, int | float) and not isinstance(score, bool)
-    return float(score) if is_number and 0 <= score <= 1 else None
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        return None
+    return float(score) if 0 <= score <= 1 else None

@@ -21,11 +21,11 @@ def _is_refused(profile: dict[str, Any], name: str, *args: int) -> bool:
 
 
 def _holds(test: dict[str, Any], args: tuple[int, ...]) -> bool:
-    given = args[test["index"]]
+    index, value = int(test["index"]), int(test["value"])
     if test["op"] == "SCMP_CMP_GT":
-        return given > test["value"]
+        return args[index] > value
     assert test["op"] == "SCMP_CMP_MASKED_EQ"
-    return given & test["value"] == test["valueTwo"]
+    return args[index] & value == int(test["valueTwo"])
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
