@@ -23,7 +23,7 @@ from penstock.errors import SandboxError
 from penstock.rollout.sandbox.cgroups import Group, group_of
 from penstock.rollout.sandbox.child import Child, start_child
 from penstock.rollout.sandbox.folders import FolderSandbox, remove_stale_folders
-from penstock.rollout.sandbox.mounts import hidden_within
+from penstock.rollout.sandbox.mounts import disk_options, hidden_within
 from penstock.rollout.sandbox.namespaces import draw_uid
 from penstock.rollout.sandbox.owners import new_name
 from penstock.rollout.sandbox.program import Program
@@ -133,7 +133,7 @@ class ContainerSandbox(FolderSandbox):
     def _make_root(self) -> None:
         self.path.mkdir()
         if os.geteuid() == 0:
-            options = f"size={self.spec.limits.disk_mb}m,nosuid,nodev"
+            options = disk_options(self.spec.limits.disk_mb)
             command = ["mount", "-t", "tmpfs", "-o", options, "penstock", str(self.path)]
             subprocess.run(command, check=False, capture_output=True, timeout=START_S)
 
