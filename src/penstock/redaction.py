@@ -76,6 +76,13 @@ def printable(text: str) -> str:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
+def one_line(text: str) -> str:
+    """A name that others chose, for a page or a picture: one line of printable characters, of which
+    none turns the direction of the text."""
+    shown = " ".join(text.split())
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in shown)
+
+
 def for_people(text: str) -> str:
     """Text of others, safe to record and to show: without secrets and control characters."""
     return printable(hide_secrets(text))

@@ -4,14 +4,19 @@ lines and unclosed boxes. Limits are CPU time; the quadratic expressions of befo
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from penstock.errors import ConfigError
 from penstock.scorers import choice, exact, math
 from penstock.scorers.code import program_of
 from penstock.scorers.final_answer import MAX_CHARS, boxed_answers
+from penstock.trainer.prm.step_text import scored_texts, step_text
+from penstock.trainer.prm.traces import Step, Trace, read_lines
 
 CPU_S = 20.0
 ANSWERS = {
@@ -39,6 +44,36 @@ def test_empty_lines_do_not_hold_up_the_search_for_a_function() -> None:
     began = time.process_time()
     program_of("x" + "\n" * (MAX_CHARS - 10) + "y", entry_point="solve", starter="def solve():\n")
     assert time.process_time() - began < CPU_S
+
+
+@pytest.mark.parametrize("text", ["```" + " " * MAX_CHARS, "``` a" + "\t " * (MAX_CHARS // 3)])
+def test_blanks_do_not_hold_up_the_search_for_a_program(text: str) -> None:
+    """The node itself searches: it would serve no other attempt meanwhile."""
+    began = time.process_time()
+    assert program_of(text[:MAX_CHARS]).startswith("```")
+    assert time.process_time() - began < CPU_S
+
+
+def test_many_turns_do_not_hold_up_the_texts_of_steps() -> None:
+    """A node delivers as many turns as a row may have, one after the other: the stage that rates
+    them goes on."""
+    num_turns = 2_000
+    steps = [Step(prompt="p" * 20, action="a" * 20, parent=at - 1) for at in range(num_turns)]
+    began = time.process_time()
+    texts = scored_texts(steps)
+    assert time.process_time() - began < CPU_S
+    assert len(texts) == num_turns and texts[1] == step_text(steps[:2], 1)
+
+
+@pytest.mark.parametrize("parent", [1, 0, 5, -2])
+def test_a_trace_cannot_lead_in_a_circle(tmp_path: Path, parent: int) -> None:
+    """Traces are files that people share; the context of a step is found by its parents."""
+    path = tmp_path / "traces.jsonl"
+    step = {"prompt": "p", "action": "a", "parent": parent}
+    trace = {"row": "r", "group": "g", "task": {}, "outcome": "completed", "reward": 1.0}
+    path.write_text(json.dumps({**trace, "steps": [step, step]}))
+    with pytest.raises(ConfigError, match=r"line 1: .*parent"):
+        list(read_lines(path, Trace))
 
 
 def test_the_last_boxes_are_read() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from penstock.cli.eval_lines import interval, markdown_table, percent
+from penstock.cli.eval_lines import interval, markdown_table, markdown_text, percent
 from penstock.cli.output import format_duration, pluralise, printable, table
 from penstock.runs.compare_plot import label, p_text
 
@@ -35,12 +35,13 @@ def comparison_lines(found: Comparison, most: int) -> Iterator[str]:
 
 
 def comparison_markdown(found: Comparison) -> str:
-    parts = [f"# {label(found.a)} and {label(found.b)}", ""]
+    names = [markdown_text(label(side)) for side in (found.a, found.b)]
+    parts = [f"# {names[0]} and {names[1]}", ""]
     if found.suites:
         parts += [markdown_table(*_summary(found)), ""]
         for suite in found.suites:
             flips = f"{len(suite.gained)} gained, {len(suite.lost)} lost"
-            parts += [f"{suite.suite}: {flips} ({suite.test}).", ""]
+            parts += [f"{markdown_text(suite.suite)}: {flips} ({suite.test}).", ""]
     headers, rows = _training(found)
     if rows:
         parts += [markdown_table(headers, rows)]

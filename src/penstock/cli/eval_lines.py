@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from typing import TYPE_CHECKING
 
 from penstock.cli.output import pluralise, printable, table
+from penstock.redaction import one_line
 
 if TYPE_CHECKING:
     from penstock.evals.figures import SuiteFigures
@@ -74,8 +77,16 @@ def failure_lines(result: SuiteResult, most: int) -> Iterator[str]:
     yield ""
 
 
+_MARKUP = re.compile(r"([\\`*_\[\]|#~!])")
+
+
+def markdown_text(text: str) -> str:
+    """Text of others in Markdown: neither markup nor HTML in it counts."""
+    return _MARKUP.sub(r"\\\1", escape(one_line(text), quote=False))
+
+
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in (headers, *rows)]
+    cells = [[markdown_text(cell) for cell in row] for row in (headers, *rows)]
     lines = ["| " + " | ".join(row) + " |" for row in cells]
     lines.insert(1, "|" + "---|" * len(headers))
     return "\n".join(lines)

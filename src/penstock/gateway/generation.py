@@ -76,6 +76,10 @@ class GenerationRequest:
     """Requests of one session share a growing prefix; see `rollout.routing`."""
     on_chunk: ChunkCallback | None = None
     """An engine that cannot stream never calls it."""
+    given: Sequence[int] = ()
+    """The first tokens of the answer: the engine continues after them, with the random numbers that
+    it would have used there. The completion begins with them, with log-probs of 0. Only engines
+    that are reproducible can do it, and only `runs.redrawn_answers` asks for it."""
 
 
 class Generate(Protocol):

@@ -36,7 +36,8 @@ class PartialCompletion:
 
     @property
     def is_stateless(self) -> bool:
-        return not self._sampling.stop and not self._sampling.json_schema
+        sampling = self._sampling
+        return not (sampling.stop or sampling.json_schema or self._request.given)
 
     def next_request(self, on_chunk: ChunkCallback) -> GenerationRequest:
         """The request for the next engine."""
@@ -84,7 +85,7 @@ class PartialCompletion:
         """The answer if it is already complete: an engine may die after its last token but before
         its final event."""
         room = model.window - len(self._request.prompt_ids)
-        if self._spans is None:
+        if self._spans is None or self._request.given:
             return None
         if self._sampled[-1] in model.stop_ids:
             return self._spans.complete(self._sampled, self._logprobs, FinishReason.STOP)

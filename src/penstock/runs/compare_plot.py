@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
+from penstock.redaction import one_line
 from penstock.runs.compare import Comparison, Side
 from penstock.runs.curves import REWARD
 from penstock.runs.plots import COLOURS, STYLE, TITLES, missing_library
@@ -18,6 +19,7 @@ WIDTH_INCHES = 8.0
 SUITE_INCHES = 0.75
 CURVE_INCHES = 3.4
 GREY = "#666666"
+MAX_NAME_CHARS = 60
 
 
 def write_comparison(found: Comparison, path: Path) -> None:
@@ -71,7 +73,7 @@ def _draw_scores(axes: Any, found: Comparison) -> None:
             color="black" if suite.is_significant else GREY,
             fontweight=weight,
         )
-    names = [f"{suite.suite}\n{suite.a.questions:,} questions" for suite in found.suites]
+    names = [f"{_drawn(suite.suite)}\n{suite.a.questions:,} questions" for suite in found.suites]
     axes.set_yticks(range(len(found.suites)), names, fontsize=11)
     axes.set_ylim(len(found.suites) - 0.5, -0.5)
     axes.set_xlim(0, 100)
@@ -97,12 +99,19 @@ def _draw_legend(figure: Any, found: Comparison) -> None:
     from matplotlib.lines import Line2D
 
     line: Any = Line2D
-    names = [label(found.a), label(found.b)]
+    names = [_drawn(label(found.a)), _drawn(label(found.b))]
     handles = [
         line([], [], color=colour, marker="o", markersize=7, linewidth=2.2)
         for colour in COLOURS[:2]
     ]
     figure.legend(handles, names, loc="outside upper left", ncols=2, frameon=False)
+
+
+def _drawn(name: str) -> str:
+    """A name as it is drawn: a dollar sign would begin a formula."""
+    shown = one_line(name)
+    cut = shown if len(shown) <= MAX_NAME_CHARS else f"{shown[: MAX_NAME_CHARS - 1]}…"
+    return cut.replace("\\", "\N{SET MINUS}").replace("$", r"\$")
 
 
 def label(side: Side) -> str:

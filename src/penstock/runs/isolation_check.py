@@ -7,6 +7,7 @@ limits is a note."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,11 @@ _WALLS = {
     Level.NAMESPACES: "namespaces: own files, processes, user and network",
     Level.GVISOR: "gvisor: own files, processes, user, network and kernel",
 }
+
+_PER_FILE = (
+    "disk_mb holds for each file, not for all together, because containers of a node that is not "
+    "root have no separate file system; use bubblewrap, or start the node as root"
+)
 
 
 def isolation_problems(config: RunConfig, folder: Path) -> Iterator[CheckProblem]:
@@ -49,6 +55,8 @@ def isolation_notes(config: RunConfig, folder: Path) -> Iterator[str]:
         found = _backend(settings.backend, settings.image, settings.demand, use)
         if not isinstance(found, str):
             yield f"isolation of {_WHAT[use]}: {found.name}, level {_WALLS[found.level]}"
+            if found.name == "container" and os.geteuid() != 0:
+                yield f"isolation of {_WHAT[use]}: {_PER_FILE}"
 
 
 _WHAT = {

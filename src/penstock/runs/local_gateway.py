@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import httpx2
 
+from penstock.api_keys import key_headers
 from penstock.config import RunConfig
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.errors import PenstockError
@@ -76,6 +77,7 @@ async def open_gateway(
         async with _engine_gateway(target, info, weights or {}, sessions.engine) as gateway:
             yield gateway
         return
+    key_headers(server.base_url, server.api_key, "OPENAI_API_KEY")  # refused before any work
     async with httpx2.AsyncClient() as http:
         text_server = TextServer(
             base_url=server.base_url, model=server.model, api_key=server.api_key, http=http

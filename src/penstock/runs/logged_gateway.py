@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import httpx2
 
+from penstock.api_keys import key_headers
 from penstock.errors import BadRequest, EngineError
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Completion, Generate, GenerationRequest
@@ -94,7 +95,7 @@ class TextServer:
 
     async def post(self, path: str, body: JsonObject) -> JsonObject:
         url = f"{self.base_url.rstrip('/')}/{path}"
-        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        headers = key_headers(url, self.api_key, "OPENAI_API_KEY")
         try:
             reply = await self.http.post(
                 url, json={"model": self.model, **body}, headers=headers, timeout=REQUEST_TIMEOUT_S

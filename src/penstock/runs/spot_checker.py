@@ -3,15 +3,16 @@
 reports whether tokens and reward agree.
 
 Owns the choice of rows, which a node cannot predict, and a separate engine. The dataflow decides
-what a disagreement means. A row whose version is gone, or that waits behind too many others, is not
-checked."""
+what a disagreement means. Of a row of several versions, one that it names by lot is checked. A row
+whose versions are all gone, which is too stale to be trained, and a row that waits behind too many
+others are not checked."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +33,15 @@ from penstock.rollout.isolation import Isolation
 from penstock.rollout.rewards.scorer import RewardScorer
 from penstock.rollout.weight_loader import WeightServerFetcher
 from penstock.runs.local_rollouts import Rollout, local_rollouts
-from penstock.types import PublishedVersion, Trajectory, Version, subject_of_node
+from penstock.runs.redrawn_answers import RedrawnAnswers, version_of_span
+from penstock.types import (
+    PolicyName,
+    PublishedVersion,
+    ToolUse,
+    Trajectory,
+    Version,
+    subject_of_node,
+)
 from penstock.wire.client import AsyncServiceClient
 from penstock.wire.held_token import Token
 
@@ -40,6 +49,7 @@ MAX_WAITING = 256
 """Rows that wait for their check; more are not checked."""
 CLEAR_AFTER = 10
 """Rows in a row that must agree before a credential is checked by share again."""
+_random = random.SystemRandom()
 _log = structlog.get_logger(__name__)
 
 
@@ -48,7 +58,7 @@ class CheckChooser:
     """Which rows are checked: a share, and all after one that differs."""
 
     share: float
-    draw: Callable[[], float] = field(default_factory=lambda: random.SystemRandom().random)
+    draw: Callable[[], float] = field(default_factory=lambda: _random.random)
     _suspects: dict[str, int] = field(default_factory=dict[str, int])
 
     def is_chosen(self, subject: str) -> bool:
@@ -71,18 +81,16 @@ class _Check:
 
 
 def versions_of(trajectory: Trajectory) -> set[Version]:
-    """Every version that sampled a token of it."""
-    return {
-        Version(policy=turn.policy, incarnation=span.incarnation, number=span.number)
-        for turn in trajectory.turns
-        for span in turn.spans
-    }
+    """Every version that sampled a token of it, as its node says."""
+    turns = trajectory.turns
+    return {version_of_span(turn.policy, span) for turn in turns for span in turn.spans}
 
 
 def has_same_tokens(trajectory: Trajectory, again: Trajectory) -> bool:
-    """Whether both consist of the same calls with the same prompts and answers."""
+    """Whether both ended alike, after the same calls with the same prompts and answers, and the
+    same uses of tools. The time and the price of a tool may differ."""
 
-    def tokens(one: Trajectory) -> list[tuple[object, ...]]:
+    def calls(one: Trajectory) -> list[tuple[object, ...]]:
         return [
             (
                 t.policy,
@@ -97,7 +105,36 @@ def has_same_tokens(trajectory: Trajectory, again: Trajectory) -> bool:
             for t in one.turns
         ]
 
-    return tokens(trajectory) == tokens(again)
+    def uses(one: Trajectory) -> list[ToolUse]:
+        return [replace(use, seconds=0.0, cost=0.0) for use in one.tool_uses]
+
+    return (
+        trajectory.outcome.kind is again.outcome.kind
+        and calls(trajectory) == calls(again)
+        and uses(trajectory) == uses(again)
+    )
+
+
+def choose_versions(
+    named: Collection[Version],
+    in_use: Collection[Version],
+    loaded: Mapping[PolicyName, Version | None],
+    choose: Callable[[Sequence[Version]], Version] = _random.choice,
+) -> dict[PolicyName, Version] | None:
+    """The version of each policy to check: of those that the row named, by lot, so that every lie
+    about a version may meet its check. The repetition may call a policy that the row did not name;
+    then any version does. None if all that it named of a policy are gone. `loaded`: what the engine
+    of each policy serves."""
+    chosen: dict[PolicyName, Version] = {}
+    for policy, live in loaded.items():
+        claimed = sorted(version for version in named if version.policy == policy)
+        usable = [version for version in claimed if version in in_use or version == live]
+        others = sorted(version for version in in_use if version.policy == policy)
+        if claimed and not usable:
+            return None
+        if any_of := usable or ([live] if live else others[-1:]):
+            chosen[policy] = choose(any_of)
+    return chosen
 
 
 class SpotChecker:
@@ -113,12 +150,13 @@ class SpotChecker:
         """`is_reproducible`: the engine gives the same tokens for the same seed."""
         self._info = info
         self._engines = EnginePools(info.policies, make_engine)
-        self._gateway = Gateway(self._engines)
+        self._answers = RedrawnAnswers(self._engines)
+        self._gateway = Gateway(self._answers if is_reproducible else self._engines)
         self._isolation = isolation
         self._is_reproducible = is_reproducible
         self._chooser = CheckChooser(share=share)
         self._waiting = asyncio.Queue[_Check](MAX_WAITING)
-        self._loaded: dict[str, Version] = {}
+        self._loaded: dict[PolicyName, Version] = {}
 
     def offer(self, trajectory: Trajectory, origin: RowOrigin, reward: float) -> None:
         """Check this row, if it is chosen and there is room."""
@@ -139,7 +177,9 @@ class SpotChecker:
                 while True:
                     check = await self._waiting.get()
                     try:
-                        if await self._load(check, caller, fetch, weights_url):
+                        checked = await self._load(check, caller, fetch, weights_url)
+                        if checked is not None:
+                            self._answers.expect(check.trajectory, checked)
                             await self._repeat(check, rollout, caller)
                     except (EngineError, WeightsError, WireError) as error:
                         row = check.trajectory.row_id
@@ -163,14 +203,9 @@ class SpotChecker:
         caller: AsyncServiceClient,
         fetch: WeightServerFetcher,
         weights_url: str,
-    ) -> bool:
-        """Serve the newest version of each policy that sampled the row; False if one is gone."""
-        newest: dict[str, Version] = {}
-        for version in sorted(versions_of(check.trajectory)):
-            newest[version.policy] = version
-        wanted = [one for policy, one in newest.items() if self._loaded.get(policy) != one]
-        if not wanted:
-            return True
+    ) -> dict[PolicyName, Version] | None:
+        """Serve a version of every policy, one that sampled the row where there is any; None if all
+        that a policy named are gone."""
         answer = await caller.call("GET", "/v1/versions", None, VersionsInUse)
         digests = {
             Version(policy=one.policy, incarnation=one.incarnation, number=one.number): (
@@ -178,23 +213,28 @@ class SpotChecker:
             )
             for one in answer.versions
         }
-        for version in wanted:
-            if version not in digests:
-                return False
-            target = PublishedVersion(
-                policy=version.policy,
-                incarnation=version.incarnation,
-                number=version.number,
-                manifest_digest=digests[version],
-            )
-            folder = await fetch(weights_url, target)
-            if version.policy not in self._loaded:
-                renderer = await asyncio.to_thread(Renderer.load, folder)
-                self._gateway.set_renderer(version.policy, renderer)
-            await self._engines.load(folder, version)
-            self._loaded[version.policy] = version
-            await asyncio.to_thread(fetch.prune_except, [target.manifest_digest])
-        return True
+        loaded = {policy: self._loaded.get(policy) for policy in sorted(self._engines.policies)}
+        chosen = choose_versions(versions_of(check.trajectory), digests, loaded)
+        if chosen is None:
+            return None
+        for version in chosen.values():
+            if self._loaded.get(version.policy) != version:
+                target = PublishedVersion(
+                    policy=version.policy,
+                    incarnation=version.incarnation,
+                    number=version.number,
+                    manifest_digest=digests[version],
+                )
+                await self._serve(await fetch(weights_url, target), version)
+                await asyncio.to_thread(fetch.prune_except, [target.manifest_digest])
+        return chosen
+
+    async def _serve(self, folder: Path, version: Version) -> None:
+        if version.policy not in self._loaded:
+            renderer = await asyncio.to_thread(Renderer.load, folder)
+            self._gateway.set_renderer(version.policy, renderer)
+        await self._engines.load(folder, version)
+        self._loaded[version.policy] = version
 
     async def _repeat(self, check: _Check, rollout: Rollout, caller: AsyncServiceClient) -> None:
         trajectory, started = check.trajectory, time.perf_counter()
@@ -202,11 +242,9 @@ class SpotChecker:
         if again.reward is None:
             _log.warning("row not checked", row=trajectory.row_id, why=again.outcome.detail)
             return
-        is_comparable = self._is_reproducible and versions_of(again) == versions_of(trajectory)
-        same = has_same_tokens(trajectory, again) if is_comparable else None
+        same = has_same_tokens(trajectory, again) if self._is_reproducible else None
         subject = subject_of_node(trajectory.node_id)
-        if same is not None or not self._is_reproducible:  # an incomparable row clears no one
-            self._chooser.checked(subject, agrees=same is not False)
+        self._chooser.checked(subject, agrees=same is not False)
         report = SpotCheck(
             has_same_tokens=same,
             reward_change=check.reward - again.reward,

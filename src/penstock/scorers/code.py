@@ -20,7 +20,8 @@ from penstock.errors import ConfigError, RewardError
 from penstock.scorers.final_answer import without_thinking
 
 REWARD = "penstock.scorers.code:reward"
-_BLOCK = re.compile(r"```[ \t]*(\w*)[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+_BLOCK = re.compile(r"```[ \t]*+(\w*+)[ \t]*+\n(.*?)(?:\n```|\Z)", re.DOTALL)
+"""Nothing is tried twice (`*+`): a run of blanks would take time in its square."""
 _CALL = """
 
 def penstock_call(path, arguments):

@@ -89,7 +89,7 @@ def count_leftovers(node: int | None = None) -> Leftovers:
         str(path) for parent in find_parents().folders.values() for path in parent.glob(f"{own}*")
     )
     folders = frozenset(path.name for path in Path(tempfile.gettempdir()).glob(f"{own}*"))
-    mounts = sum("penstock" in line for line in _lines("/proc/self/mountinfo"))
+    mounts = sum(own in line for line in _lines("/proc/self/mountinfo"))
     return Leftovers(
         processes=frozenset(_processes_below(node or os.getpid())),
         mounts=mounts,

@@ -104,9 +104,18 @@ class FakeNode:
     num_requests: int = 0
     explain: Callable[[Grant], str] = lambda grant: ""
     """Why an attempt failed."""
+    tags: tuple[str, ...] = ()
+    role: Callable[[], str] = lambda: ""
+    """Of the next turn."""
 
     async def join(self) -> None:
-        body = RegisterRequest(node_id=self.node_id, boot_id=self.boot_id, capacity=64, policies=())
+        body = RegisterRequest(
+            node_id=self.node_id,
+            boot_id=self.boot_id,
+            capacity=64,
+            policies=(),
+            tags=self.tags,
+        )
         await self.service.nodes.register(body)
         self.held.clear()
         await self.load()
@@ -195,6 +204,7 @@ class FakeNode:
             ),
             sampling=SamplingSpec(max_tokens=NUM_TOKENS),
             finish=FinishReason.LENGTH,
+            role=self.role(),
         )
         aborted = replace(turn, finish=FinishReason.ABORT)
         return Trajectory(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -92,6 +93,25 @@ def test_markdown_and_picture(runs: Path, capsys: pytest.CaptureFixture[str]) ->
     assert page[0] == "# old and new"
     assert page[4].startswith("| aime | 20.0 % (")
     assert "| +50.0 points (+" in page[4]
+
+
+HOSTILE = "a\x1b]0;owned\x07\n# <script>alert(1)</script> [x](http://evil) `|` $\\frac$ \u202e"
+
+
+def test_names_in_foreign_files_are_text_in_pages_and_pictures(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write_results(runs / "$a$<b>.json", scored(5, suite=HOSTILE))
+    b = write_results(runs / "b.json", scored(6, suite=HOSTILE))
+    words = ("--svg", "c.svg", "--markdown", "c.md")
+    assert run_main(capsys, "compare", str(a), str(b), *words)[0] == 0
+    page, picture = Path("c.md").read_text(), Path("c.svg").read_text()
+    [*_] = ElementTree.fromstring(picture).iter()
+    for text in (page, picture):
+        assert "<script" not in text and "<b>" not in text
+        assert not [char for char in text if char not in "\n\t" and not char.isprintable()]
+    assert "\\[x\\](" in page and "\\`\\|\\`" in page
+    assert [line for line in page.splitlines() if line.startswith("#")] == [page.splitlines()[0]]
 
 
 def test_what_cannot_be_compared_says_what_to_do(runs: Path) -> None:

@@ -69,6 +69,11 @@ class ClosedGroup:
         )
 
 
+MAX_PARTS = 256
+"""Pairs of source and role that are counted apart: a node may name any role."""
+OTHER_ROLES = "(others)"
+
+
 @dataclass(slots=True, kw_only=True)
 class PartCount:
     """What one role of a policy did in the groups of one source."""
@@ -109,4 +114,7 @@ class PartCounts:
             self._part(group.source, role).dropped[reason] += 1
 
     def _part(self, source: str, role: str) -> PartCount:
-        return self.counts.setdefault((source, role), PartCount())
+        key = (source, role)
+        if key not in self.counts and len(self.counts) >= MAX_PARTS:
+            key = (source, OTHER_ROLES)
+        return self.counts.setdefault(key, PartCount())

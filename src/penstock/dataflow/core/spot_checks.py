@@ -31,7 +31,7 @@ class SpotCheck:
     """One row that was generated again."""
 
     has_same_tokens: bool | None
-    """None where the engine does not repeat itself, or another version answered."""
+    """None where the engine does not repeat itself."""
     reward_change: Finite
     """Reward of the row minus the reward of its repetition."""
     num_tokens: Count

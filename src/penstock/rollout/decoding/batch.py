@@ -103,6 +103,7 @@ class Batch:
                 "this engine does not support JSON schemas; set engine: vllm, or remove the schema"
             )
         row.limit = min(sampling.max_tokens, self.snapshot.window - len(prompt_ids))
+        row.sampled, row.logprobs = list(row.request.given), [0.0] * len(row.request.given)
         row.spans.switch(0, version)
         return None
 
@@ -131,8 +132,7 @@ class Batch:
         self._decoder.clear()
         self._logits = None
         if self.rows:
-            contexts = [[*row.request.prompt_ids, *row.sampled] for row in self.rows]
-            self._logits = self._decoder.join(contexts)
+            self._logits = self._decoder.join([_context(row) for row in self.rows])
             for row in self.rows:
                 row.spans.switch(len(row.sampled), version)
 
@@ -148,7 +148,7 @@ class Batch:
         if not rows:
             return
         self.rows.extend(rows)
-        logits = self._decoder.join([row.request.prompt_ids for row in rows])
+        logits = self._decoder.join([_context(row) for row in rows])
         self._specs = self._specs.join(SpecColumns.of([row.request.sampling for row in rows]))
         self._logits = logits if self._logits is None else np.concatenate((self._logits, logits))
 
@@ -179,3 +179,7 @@ class Batch:
         tail = 4 * max(map(len, stops)) + 8
         text = self.tokenizer.decode(row.sampled[-tail:], skip_special_tokens=True)
         return any(stop in text for stop in stops)
+
+
+def _context(row: Row) -> Sequence[int]:
+    return [*row.request.prompt_ids, *row.sampled] if row.sampled else row.request.prompt_ids

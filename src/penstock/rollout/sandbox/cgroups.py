@@ -126,6 +126,28 @@ def _settings(
         yield folders["unified"] / "pids.max", num_pids
 
 
+def group_of(pid: int, proc: Path = Path("/proc")) -> Group:
+    """The control group of a process that another program started: to read, not to remove."""
+    try:
+        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
+        mountinfo = (proc / "self" / "mountinfo").read_text()
+    except OSError:  # it has ended
+        return Group()
+    own = dict[str, str]()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        own |= dict.fromkeys(controllers.split(",") if controllers else ["unified"], path)
+    found = dict[str, Path]()
+    for mount, kinds in _mounts(mountinfo):
+        for kind in {"memory", "cpuacct", "unified"} & kinds & own.keys():
+            folder = mount / own[kind].lstrip("/")
+            if kind != "unified" or (folder / "cpu.stat").exists():
+                found[kind] = folder
+    if "memory" in found:
+        found.pop("unified", None)
+    return Group(found)
+
+
 def find_parents(proc: Path = Path("/proc/self")) -> Parents:
     """Where this process may make groups, tried out; prefers v1 controllers where they are used."""
     own = dict[str, str]()

@@ -2,25 +2,32 @@
 """A back end for hosts with podman or docker: each program in a container without network.
 
 Uses the command line of either, and an image that has `/bin/sh`. Files lie in a folder of this
-host, so the engine must run here too, and the disk limit holds per file. The engine
-builds the walls: without a user namespace where docker runs as root.
+host, so the engine must run here too. As root, that folder is a file system of the size of the disk
+limit; else the limit holds per file. The engine builds the walls, without a user namespace where
+docker runs as root, and the control group of each program, whose processor time is watched.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from penstock.errors import SandboxError
-from penstock.rollout.sandbox.child import start_child
+from penstock.rollout.sandbox.cgroups import Group, group_of
+from penstock.rollout.sandbox.child import Child, start_child
 from penstock.rollout.sandbox.folders import FolderSandbox, remove_stale_folders
-from penstock.rollout.sandbox.mounts import hidden_within
+from penstock.rollout.sandbox.mounts import disk_options, hidden_within
 from penstock.rollout.sandbox.namespaces import draw_uid
 from penstock.rollout.sandbox.owners import new_name
 from penstock.rollout.sandbox.program import Program
+from penstock.rollout.sandbox.seccomp import build_profile
 from penstock.rollout.sandbox.types import WORK_DIR, Level, SandboxSpec
 from penstock.rollout.sandbox.walls import (
     HOST_PATH,
@@ -33,6 +40,8 @@ from penstock.rollout.sandbox.walls import (
     launcher,
 )
 
+_PROFILE = "seccomp.json"
+"""In the folder of a sandbox, where its programs see nothing."""
 _FIX = "pull an image that has /bin/sh, and name it in the section `sandbox` of the run file"
 
 
@@ -69,6 +78,7 @@ class ContainerBackend:
 class ContainerSandbox(FolderSandbox):
     engine: str
     image: str
+    _more_folders: tuple[str, ...] = ("tmp", "shm")
 
     async def exec(self, argv: Sequence[str], *, env: Mapping[str, str] = {}) -> Program:
         line = command_line(argv, {**INNER_ENV, **self.spec.env, **env})
@@ -83,12 +93,13 @@ class ContainerSandbox(FolderSandbox):
             self._kill_container(name)
             await end_child(child)
             raise
+        group = await asyncio.to_thread(self._group_of, name)
         child.stdin.write(line)
         program = Program(
             _child=child,
             _limits=self.spec.limits,
-            _group=self._group,
-            _kill=lambda: self._kill_container(name),
+            _group=group,
+            _kill=lambda: self._end_program(name, child),
             _wait_gone=_already_gone,
         )
         self._programs.append(program)
@@ -97,12 +108,19 @@ class ContainerSandbox(FolderSandbox):
     def _walls(self) -> list[str]:
         limits, user = self.spec.limits, self.owner if self.owner >= 0 else 1000
         words = ["--network=none", "--read-only", "--cap-drop=ALL", f"--user={user}:{user}"]
+        words.append("--stop-timeout=0")  # programs that are ended get no time to object
         words += ["--security-opt=no-new-privileges", f"--memory={limits.memory_mb}m"]
+        if profile := build_profile():
+            (self.path / _PROFILE).write_text(json.dumps(profile))
+            words.append(f"--security-opt=seccomp={self.path / _PROFILE}")
         words += [f"--pids-limit={limits.num_processes + 2}", f"--workdir={WORK_DIR}"]
         # The defaults of engines may be beyond what this process may ask for.
         most = {"nofile": MAX_OPEN_FILES, "nproc": limits.num_processes + 2}
         words += [f"--ulimit={name}={number}:{number}" for name, number in most.items()]
-        words += [f"--tmpfs=/tmp:size={limits.disk_mb}m", f"--volume={self.path}/work:{WORK_DIR}"]
+        words += [f"--volume={self.path}/{inside}" for inside in ("work:/work", "tmp:/tmp")]
+        words.append(f"--volume={self.path}/shm:/dev/shm")
+        if Path(self.engine).name == "podman":  # which adds file systems without a limit
+            words.append("--read-only-tmpfs=false")
         words.append(f"--volume={self.path}/secrets:/run/secrets:ro")
         for name, socket in self.spec.grants.sockets.items():  # a link would lead nowhere inside
             words.append(f"--volume={socket}:/run/sockets/{name}:ro")
@@ -111,6 +129,25 @@ class ContainerSandbox(FolderSandbox):
             for hidden in hidden_within(self.spec.grants, folder.resolve()):
                 words.append(f"--tmpfs={folder / hidden}:ro,size=4k,mode=0555")
         return words
+
+    def _make_root(self) -> None:
+        self.path.mkdir()
+        if os.geteuid() == 0:
+            options = disk_options(self.spec.limits.disk_mb)
+            command = ["mount", "-t", "tmpfs", "-o", options, "penstock", str(self.path)]
+            subprocess.run(command, check=False, capture_output=True, timeout=START_S)
+
+    def _group_of(self, name: str) -> Group:
+        """The control group that the engine made for this container."""
+        command = [self.engine, "inspect", "--format", "{{.State.Pid}}", name]
+        done = subprocess.run(command, check=False, capture_output=True, timeout=START_S)
+        pid = done.stdout.strip()
+        return group_of(int(pid)) if done.returncode == 0 and pid.isdigit() else Group()
+
+    def _end_program(self, name: str, child: Child) -> None:
+        """Ends the engine's own process too: it would hang as it writes output that is not read."""
+        self._kill_container(name)
+        child.send(signal.SIGKILL)
 
     def _kill_container(self, name: str) -> None:
         command = [self.engine, "rm", "--force", name]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the back ends without a file system of their own share: a plain folder on this host.
 
-Owns the folder and its removal, also after a killed node. The disk limit holds per file only.
+Owns the folder and its removal, also after a killed node. The disk limit holds per file only,
+unless a back end mounts a file system of that size there.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class FolderSandbox(ABC):
     _folder_fd: int = -1
     _group: Group = field(default_factory=Group)
     _programs: list[Program] = field(default_factory=list[Program])
+    _more_folders: tuple[str, ...] = ()
 
     @abstractmethod
     async def exec(self, argv: Sequence[str], *, env: Mapping[str, str] = {}) -> Program: ...
@@ -82,13 +84,16 @@ class FolderSandbox(ABC):
         await asyncio.to_thread(self._group.remove)
         await asyncio.to_thread(_remove, self.path)
 
+    def _make_root(self) -> None:
+        self.path.mkdir()
+
     async def _at_folder(self, action: Callable[[WorkFolder], T]) -> T:
         return await at_folder(self._folder_fd, self.owner, action)
 
     def _make_folders(self) -> None:
-        self.path.mkdir()
+        self._make_root()
         self.path.chmod(0o711)  # whatever the umask
-        for name in ("work", "secrets", "sockets"):
+        for name in ("work", "secrets", "sockets", *self._more_folders):
             (self.path / name).mkdir(mode=0o700)
             os.chown(self.path / name, self.owner, self.owner)
         for name, source in self.spec.grants.secrets.items():
@@ -102,6 +107,8 @@ class FolderSandbox(ABC):
 
 def _remove(path: Path) -> None:
     """By `rm`: a program may have made folders deeper than Python can follow."""
+    if path.is_mount():
+        subprocess.run(["umount", "--lazy", str(path)], check=False, capture_output=True)
     if path.exists():
         if os.geteuid() != 0:
             subprocess.run(["chmod", "-R", "u+rwX", str(path)], check=False, capture_output=True)

@@ -71,6 +71,11 @@ def mount_point() -> str:
     return str(path)
 
 
+def disk_options(disk_mb: int) -> str:
+    """Options of the file system on which the files of a sandbox lie."""
+    return f"size={disk_mb}m,nr_inodes={1024 + 128 * disk_mb},mode=0711,nosuid,nodev"
+
+
 @dataclass(slots=True, kw_only=True)
 class Mounts:
     """What one sandbox may write, and what is granted to it, below `path` in the namespace of
@@ -95,7 +100,7 @@ class Mounts:
 
     async def open(self) -> None:
         disk_mb = self.spec.limits.disk_mb
-        options = f"size={disk_mb}m,nr_inodes={1024 + 128 * disk_mb},mode=0711,nosuid,nodev"
+        options = disk_options(disk_mb)
         user = [] if self.owner >= 0 else ["--user", "--map-root-user"]
         argv = ["unshare", "--mount", "--propagation", "private", *user, "--"]
         argv += ["sh", "-c", _SCRIPT, options, self.path]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seccomp filter of a sandbox, as the program that bubblewrap loads.
+"""The seccomp filter of a sandbox: as the program that bubblewrap loads, and as the profile that
+the engines of containers read.
 
 Owns the list of refused system calls. A refused call fails with EPERM, so that programs can go on;
 `clone3` is "not implemented", so that libraries fall back to `clone`, whose flags can be judged.
@@ -12,6 +13,7 @@ import errno
 import platform
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 from penstock.errors import SandboxError
 
@@ -70,6 +72,9 @@ _REFUSED = {
 """Number on x86_64 and on aarch64."""
 _CLONE, _CLONE3, _SOCKET, _IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_NAMES_IN_PROFILES = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}
+_LOW_HALF = 0xFFFFFFFF
+"""The kernel reads 32 bits of a flag, a family or a request; a program may set the others."""
 _NEW_NAMESPACES = 0x7E020000
 """Every CLONE_NEW… flag."""
 _TERMINAL_IOCTLS = (0x5412, 0x541C)
@@ -100,6 +105,34 @@ def _judge_argument(number: int, argument: int, tests: Sequence[bytes], otherwis
     Every path of it returns."""
     body = _op(_LOAD, _ARGUMENTS + 8 * argument) + b"".join(tests) + otherwise
     return _op(_JUMP_EQUAL, number, 0, len(body) // 8) + body
+
+
+def build_profile(machine: str | None = None) -> dict[str, Any]:
+    """The same rules for podman and docker. Their own profiles let a container make namespaces, or
+    use io_uring. Elsewhere than on a known architecture the engine's own profile counts: empty."""
+    arch = _NAMES_IN_PROFILES.get(machine or platform.machine())
+    if arch is None:
+        return {}
+    bits = [1 << at for at in range(32) if _NEW_NAMESPACES & (1 << at)]
+    families = [one for one in range(max(_SOCKET_FAMILIES)) if one not in _SOCKET_FAMILIES]
+    beyond = {"index": 0, "value": max(_SOCKET_FAMILIES), "op": "SCMP_CMP_GT"}
+    rules = [
+        _rule(sorted(_REFUSED), errno.EPERM),
+        _rule(["clone3"], errno.ENOSYS),
+        *(_rule(["clone"], errno.EPERM, _masked(0, bit, bit)) for bit in bits),
+        *(_rule(["ioctl"], errno.EPERM, _masked(1, _LOW_HALF, one)) for one in _TERMINAL_IOCTLS),
+        *(_rule(["socket"], errno.EAFNOSUPPORT, _masked(0, _LOW_HALF, one)) for one in families),
+        _rule(["socket"], errno.EAFNOSUPPORT, beyond),
+    ]
+    return {"defaultAction": "SCMP_ACT_ALLOW", "architectures": [arch], "syscalls": rules}
+
+
+def _rule(names: Sequence[str], code: int, *args: dict[str, Any]) -> dict[str, Any]:
+    return {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": code, "args": args}
+
+
+def _masked(index: int, mask: int, value: int) -> dict[str, Any]:
+    return {"index": index, "value": mask, "valueTwo": value, "op": "SCMP_CMP_MASKED_EQ"}
 
 
 def build_filter(machine: str | None = None) -> bytes:

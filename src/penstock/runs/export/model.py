@@ -22,10 +22,9 @@ from penstock.dataflow.records import VersionRecord
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.hub import TINY_QWEN3, parse_hub_model
-from penstock.runs.decoded import initial_model_folder
 from penstock.runs.export.evaluations import BEST, BestVersion
 from penstock.runs.export.merged_model import merge_adapter
-from penstock.runs.export.model_card import ModelKind, model_card
+from penstock.runs.export.model_card import ModelKind, model_card, public_name
 from penstock.runs.export.tensor_files import Precision
 from penstock.runs.export.trajectories import ensure_new, staged
 from penstock.runs.stored_versions import published_version, stored_versions, write_version
@@ -228,7 +227,7 @@ def _keep_adapter(folder: Path, chosen: _Choice) -> None:
         )
     settings = json.loads((folder / ADAPTER_CONFIG).read_text())
     hub = parse_hub_model(init)
-    base = str(initial_model_folder(chosen.run, chosen.record.policy)) if hub is None else hub.id
+    base = public_name(init) if hub is None else hub.id
     settings |= {"base_model_name_or_path": base, "revision": hub.revision or None if hub else None}
     (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     kept = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)

@@ -160,9 +160,8 @@ def _evaluation(run: RunFolder, version: VersionRecord) -> Iterator[str]:
 
 def _lineage(run: RunFolder, config: RunConfig, version: VersionRecord) -> Iterator[str]:
     init = config.models[version.policy].init
-    is_named = parse_hub_model(init) is not None or init.startswith("builtin:")
     facts = {
-        "base model": f"`{init if is_named else Path(init).name}`",
+        "base model": f"`{public_name(init)}`",
         "run": f"`{config.name}`, seed {config.seed}",
         "policy": f"`{version.policy}`",
         "version": f"`{version.policy}@{version.incarnation}.{version.number}` "
@@ -178,6 +177,12 @@ def _lineage(run: RunFolder, config: RunConfig, version: VersionRecord) -> Itera
         yield "- digests of the user's code: " + ", ".join(
             f"`{Path(module).name}` `{digest[:16]}`" for module, digest in sorted(code.items())
         )
+
+
+def public_name(init: str) -> str:
+    """A model as others may read it: of a folder of this machine, the last part of its path."""
+    is_named = parse_hub_model(init) is not None or init.startswith("builtin:")
+    return init if is_named else Path(init).name
 
 
 def _cell(text: str) -> str:

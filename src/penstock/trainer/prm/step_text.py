@@ -26,12 +26,12 @@ _CUT = "\n[…]\n"
 def step_text(steps: Sequence[Step], index: int) -> str:
     """The text of `steps[index]`."""
     step = steps[index]
-    context = step.prompt
-    parent = step.parent
+    backwards, parent = [step.prompt], step.parent
     while parent >= 0:
         before = steps[parent]
-        context = before.prompt + before.action + context
+        backwards += (before.action, before.prompt)
         parent = before.parent
+    context = "".join(reversed(backwards))
     return (
         CONTEXT_MARK
         + _shortened(context, MAX_CONTEXT_CHARS)

@@ -45,6 +45,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[Step, ...]
     """All turns, in order."""
 
+    def __post_init__(self) -> None:
+        for index, step in enumerate(self.steps):
+            if not -1 <= step.parent < index:
+                raise ValueError(f"step {index}: its parent {step.parent} does not come before it")
+
 
 class LabelledTrace(msgspec.Struct, frozen=True, kw_only=True):
     """A trace and the value of each of its steps."""

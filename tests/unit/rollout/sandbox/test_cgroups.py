@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from penstock.rollout.sandbox.cgroups import Parents, find_parents
+from penstock.rollout.sandbox.cgroups import Parents, find_parents, group_of
 from penstock.rollout.sandbox.owners import is_stale, new_name, prefix_of
 from penstock.rollout.sandbox.types import Limits
 
@@ -47,6 +47,25 @@ def test_a_read_only_hierarchy_is_not_used(tmp_path: Path) -> None:
         f"32 22 0:27 / {missing} ro - cgroup cgroup rw,memory\n"
     )
     assert find_parents(tmp_path).folders == {}
+
+
+def test_the_group_that_an_engine_made_is_read(tmp_path: Path) -> None:
+    """The processor time of a container, of all its processes together: v1 and v2."""
+    for kind, line in (
+        ("cpuacct", "2:cpu,cpuacct:/pod/x\n1:memory:/pod/x"),
+        ("unified", "0::/pod/x"),
+    ):
+        proc, mount = tmp_path / kind, tmp_path / f"{kind}-mount"
+        (proc / "7").mkdir(parents=True)
+        (proc / "self").mkdir()
+        (mount / "pod/x").mkdir(parents=True)
+        (proc / "7" / "cgroup").write_text(line + "\n")
+        name = "cgroup2 cgroup2 rw" if kind == "unified" else "cgroup cgroup rw,cpu,cpuacct"
+        (proc / "self" / "mountinfo").write_text(f"31 22 0:26 / {mount} rw - {name}\n")
+        (mount / "pod/x/cpuacct.usage").write_text("2500000000\n")
+        (mount / "pod/x/cpu.stat").write_text("usage_usec 2500000\n")
+        assert group_of(7, proc).cpu_used_s() == 2.5, kind
+        assert group_of(8, proc).cpu_used_s() is None, "it has ended"
 
 
 def test_only_names_of_dead_processes_are_stale() -> None:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +14,9 @@ import pytest
 
 from penstock.errors import SandboxError
 from penstock.rollout.sandbox.container import ContainerBackend
+from penstock.rollout.sandbox.folders import _remove  # pyright: ignore[reportPrivateUsage]
 from penstock.rollout.sandbox.run import run
+from penstock.rollout.sandbox.seccomp import build_profile
 from penstock.rollout.sandbox.types import Grants, Limits, SandboxSpec
 
 WALLS = {
@@ -24,6 +28,8 @@ WALLS = {
     "--pids-limit=12",
     "--ulimit=nofile=1024:1024",
     "--ulimit=nproc=12:12",
+    "--stop-timeout=0",
+    "--read-only-tmpfs=false",
 }
 
 
@@ -49,9 +55,57 @@ async def test_a_program_runs_behind_the_walls_that_the_engine_offers(engine: Pa
     await sandbox.kill()
     assert (done.stdout, done.exit.code) == (b"words", 3)
     assert set(called["options"]) >= WALLS
+    folder = sandbox.path
+    files = {f"--volume={folder}/work:/work", f"--volume={folder}/tmp:/tmp"}
+    assert set(called["options"]) >= {*files, f"--volume={folder}/shm:/dev/shm"}
+    assert not [one for one in called["options"] if one.startswith("--tmpfs=")]
     assert f"--volume={engine.parent}:{engine.parent}:ro" in called["options"]
     assert f"--volume={socket}:/run/sockets/gateway:ro" in called["options"]
     assert not sandbox.path.exists()
+
+
+async def test_the_engine_gets_our_filter_of_system_calls(engine: Path) -> None:
+    sandbox = ContainerBackend("the-image", str(engine)).create(SandboxSpec())
+    await sandbox.start()
+    await run(sandbox, ["true"])
+    called = json.loads((engine.parent / "called.json").read_text())
+    start = "--security-opt=seccomp="
+    [word] = [one for one in called["options"] if one.startswith(start)]
+    path = sandbox.path / "seccomp.json"  # not below /work
+    assert word == f"{start}{path}"
+    profile = json.loads(path.read_text())
+    await sandbox.kill()
+    assert profile == json.loads(json.dumps(build_profile()))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a file system")
+async def test_all_files_together_keep_the_limit_of_the_disk(engine: Path) -> None:
+    sandbox = ContainerBackend("the-image", str(engine)).create(
+        SandboxSpec(limits=Limits(disk_mb=2))
+    )
+    await sandbox.start()
+    if not sandbox.path.is_mount():
+        await sandbox.kill()
+        pytest.skip("this root may not mount")
+    for name in ("a", "b"):
+        (sandbox.path / "work" / name).write_bytes(bytes(900 << 10))
+    with pytest.raises(OSError, match="No space left"):
+        (sandbox.path / "tmp" / "c").write_bytes(bytes(900 << 10))
+    await sandbox.kill()
+    assert not sandbox.path.exists()
+    assert not sandbox.path.is_mount()
+
+
+def test_the_mount_of_a_dead_node_is_removed(tmp_path: Path) -> None:
+    """`remove_stale_folders` finds the folder; what is mounted there goes first."""
+    folder = tmp_path / "stale"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "penstock", str(folder)]
+    if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("only root mounts a file system")
+    (folder / "left").touch()
+    _remove(folder)
+    assert not folder.exists()
 
 
 async def test_kill_removes_the_container(engine: Path) -> None:

@@ -94,6 +94,10 @@ async def test_a_program_that_fails_says_where(
         await label_traces(traces, tmp_path / "out", program_rater(f"{OWN}:{name}"), "program:x")
 
 
+def nonce_of(asked: dict[str, Any]) -> str:
+    return asked["messages"][1]["content"].split()[1]
+
+
 @contextmanager
 def judge(*replies: object) -> Generator[tuple[str, list[dict[str, Any]]]]:
     """An endpoint that gives these replies in turn, and what it was asked."""
@@ -105,6 +109,8 @@ def judge(*replies: object) -> Generator[tuple[str, list[dict[str, Any]]]]:
         reply = remaining.pop(0)
         if isinstance(reply, int):
             return JSONResponse({"error": "no"}, status_code=reply)
+        if isinstance(reply, str):
+            reply = reply.replace("NONCE", nonce_of(asked[-1]))
         return JSONResponse({"choices": [{"message": {"content": reply}}]})
 
     with serving(
@@ -115,13 +121,16 @@ def judge(*replies: object) -> Generator[tuple[str, list[dict[str, Any]]]]:
 
 async def test_labels_by_a_judge(traces: Path, tmp_path: Path) -> None:
     out = tmp_path / "labels.jsonl"
-    with judge('{"score": 0.75}', "I refuse", "Still no.") as (url, asked):
+    said = '{"id": "NONCE", "score": 0.75}'
+    with judge(said, "I refuse", '{"score": 1}') as (url, asked):
         async with judge_rater(url, "m", "key") as rate:
             found = await label_traces(traces, out, rate, "judge:m", concurrency=1)
     assert labels_of(out) == {"r0": (0.75, 0.0, None), "r1": (None,)}
     assert found.num_unlabelled == 1 and len(asked) == 3, "a reply without a score is asked again"
     assert asked[0]["model"] == "m" and asked[0]["temperature"] == 0.0
-    assert asked[0]["messages"][1]["content"].endswith("[step]\ngood")
+    lines = asked[0]["messages"][1]["content"].splitlines()
+    assert lines[-3:] == ["[step]", "good", lines[0]] and nonce_of(asked[0]) in lines[0]
+    assert len({nonce_of(one) for one in asked}) == 3, "fresh for each question"
     assert "another policy" not in json.dumps(asked)
 
 
@@ -138,19 +147,22 @@ async def test_a_judge_that_refuses_requests_ends_the_command(traces: Path, tmp_
 @pytest.mark.parametrize(
     ("reply", "score"),
     [
-        ('{"score": 0.5}', 0.5),
-        ('Here: ```json\n{"score": 1}\n``` done', 1.0),
-        ('{"score": 0}', 0.0),
+        ('{"id": "n", "score": 0.5}', 0.5),
+        ('```json\n{"id": "n", "score": 1}\n```', 1.0),
+        ('<think>{"score": 1}</think>{"id": "n", "score": 0}', 0.0),
         ("0.7", None),
-        ('{"score": "high"}', None),
-        ('{"score": true}', None),
-        ('{"score": 1.5}', None),
-        ('{"score": NaN}', None),
-        ('{"score": 0.1} or rather {"score": 0.9}', None),
-        ('{"score": 0.1', None),
+        ('{"score": 0.5}', None),
+        ('{"id": "m", "score": 0.5}', None),
+        ('Here: {"id": "n", "score": 0.5}', None),
+        ('{"id": "n", "score": "high"}', None),
+        ('{"id": "n", "score": true}', None),
+        ('{"id": "n", "score": 1.5}', None),
+        ('{"id": "n", "score": NaN}', None),
+        ('{"id": "n", "score": 0.1, "score": 0.9}', None),
+        ('{"id": "n", "score": 0.1', None),
         ("[0.5]", None),
         ("", None),
     ],
 )
 def test_only_one_score_counts(reply: str, score: float | None) -> None:
-    assert parse_score(reply) == score
+    assert parse_score(reply, "n") == score

@@ -5,11 +5,13 @@ a node sends."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from penstock.bounds import MAX_REWARD, MAX_ROLE_CHARS, MAX_TURNS
 from penstock.dataflow.service.nodes.model_limits import MAX_TOKEN_ID, ModelLimits
+from penstock.redaction import hide_secrets
 from penstock.types import (
     MIN_TEMPERATURE,
     ROLE_REWARD,
@@ -223,6 +225,8 @@ def _check_shape(turn: Turn, index: int) -> str:
         return f"parent {turn.parent} does not come before it"
     if len(turn.role) > MAX_ROLE_CHARS:
         return f"its role has {len(turn.role)} characters; at most {MAX_ROLE_CHARS}"
+    if turn.role and not _is_plain(turn.role):
+        return "its role has control characters, or the form of a secret"
     if 0 < turn.sampling.temperature < MIN_TEMPERATURE:
         return f"temperature {turn.sampling.temperature:g}: use 0, or at least {MIN_TEMPERATURE:g}"
     if len(turn.sampled_ids) % 4 or len(turn.prompt_ids) % 4:
@@ -237,6 +241,12 @@ def _check_shape(turn: Turn, index: int) -> str:
     if position != len(turn.sampled_ids) // 4:
         return f"spans cover {position} of {len(turn.sampled_ids) // 4} sampled tokens"
     return ""
+
+
+@lru_cache(maxsize=1024)
+def _is_plain(role: str) -> bool:
+    """Whether it can stand in status and metrics as it is."""
+    return role.isprintable() and role == hide_secrets(role)
 
 
 def _check_values(turns: Sequence[Turn], max_id: int) -> str:
