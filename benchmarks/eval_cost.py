@@ -48,7 +48,43 @@ class Kind:
     own_nodes: int = 0
     """Nodes that only evaluate."""
 
-    def measure(folder: Path, words: Sequence[str]) -> Measured:
+    def overrides(self) -> list[str]:
+        words = [
+            f"training.steps={self.steps}",
+            f"training.groups_per_batch={self.groups}",
+            "training.lr_scheduler_type=constant",
+            f"algorithm.num_generations={GROUP_SIZE}",
+        ]
+        if self.num_answers:
+            limit = self.num_answers // SAMPLES
+            suite = f"{{name: held_out, task: penstock.tasks.reverse, limit: {limit}}}"
+            settings = f"every: {EVERY}, samples: {SAMPLES}, nodes: {self.own_nodes}"
+            words.append(f"eval={{{settings}, suites: [{suite}]}}")
+        return words
+
+
+def kinds(steps: int, groups: int) -> dict[str, Kind]:
+    num_answers = SLOWER * groups * GROUP_SIZE
+    num_evaluations = steps // EVERY + 1  # also before the first step
+    alone = num_answers * num_evaluations // ONE_STEP_EVALUATIONS
+    return {
+        "training": Kind(steps=steps, groups=groups),
+        "own_node": Kind(steps=steps, groups=groups, num_answers=num_answers, own_nodes=1),
+        "both": Kind(steps=steps, groups=groups, num_answers=num_answers),
+        "one_step": Kind(steps=1, groups=groups),
+        "one_step_evaluated": Kind(steps=1, groups=groups, num_answers=alone),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    cpu_s: float
+    """Of all processes of the run."""
+    wait_s: float
+    """The trainer's wait for batches."""
+
+
+def measure(folder: Path, words: Sequence[str]) -> Measured:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "penstock.cli.main", "demo", "--dir", str(folder), *words]
     done = subprocess.run([*command, "--headless"], capture_output=True, text=True, check=False)
