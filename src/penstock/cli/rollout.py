@@ -28,8 +28,7 @@ def rollout(
         policy: Policy whose engine settings to use, and which it serves with those that share a
             source with it; optional if the run has only one.
         capacity: Number of tasks to run in parallel; by default the config's value.
-        evaluates_only: Do nothing but evaluate, for a run with `eval`; at a low priority, so that
-            training on the same machine comes first.
+        evaluates_only: Do nothing but evaluate, for a run with `eval`.
         relay: URL of a relay to fetch weights from before the run's weight server.
         relay_token_file: File with a token for the relay; by default the node makes its own.
         serve_weights: HOST:PORT on which this node serves weights to other nodes; off loopback only
@@ -42,7 +41,6 @@ def rollout(
 
     from penstock.cli.relay_options import RELAY_EXAMPLE, parse_sharing, read_relay_token
     from penstock.cli.service_options import check_url, exit_now, make_tls
-    from penstock.fleet.processes import yield_cpu
     from penstock.runs.join import local_node_options
     from penstock.runs.service_process import (
         enter_run,
@@ -63,8 +61,6 @@ def rollout(
     served = resolve_policy(config, policy)
     node_options = local_node_options(folder, config, served, name)
     node_options["evaluates_only"] = evaluates_only
-    if evaluates_only:
-        yield_cpu()  # training comes first on a machine that they share
     subject = subject_of_node(NodeId(name))
     if relay is not None and to_relay is None:
         to_relay = (

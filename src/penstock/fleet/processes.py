@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups on Linux: start, reap, signal, give way, and die with the parent.
+"""Process groups on Linux: start, reap, signal, and die with the parent.
 
 Owns the system calls. The launcher decides what to start, restart or stop.
 """
@@ -21,10 +21,6 @@ from penstock.fleet import orphan_reaper
 PARENT_PID_ENV = "PENSTOCK_PARENT_PID"
 """Set by a launcher for its children: the process whose death ends them."""
 _PR_SET_PDEATHSIG = 1
-LOW_PRIORITY = 10
-"""Niceness of a process that may wait: it gets a tenth of a busy core."""
-_AUTOGROUP = Path("/proc/self/autogroup")
-"""The priority of a session, on kernels that divide the time among sessions first."""
 
 
 def exit_with_parent() -> None:
@@ -38,15 +34,6 @@ def exit_with_parent() -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):  # the parent died before prctl
         os._exit(1)
-
-
-def yield_cpu() -> None:
-    """Let other processes of this machine go first. Changes this process only, and those that it
-    starts: never the session of a terminal that started it."""
-    os.nice(LOW_PRIORITY)
-    if os.getsid(0) == os.getpid():  # a session of its own competes as a whole
-        with suppress(OSError):  # a kernel without groups of sessions
-            _AUTOGROUP.write_text(str(LOW_PRIORITY))
 
 
 def start(

@@ -39,6 +39,7 @@ from penstock.rollout.isolation import Isolation, IsolationSettings, Use
 from penstock.rollout.membership import Membership, MembershipApi, NodeOrders
 from penstock.rollout.peer_relay import PeerRelayConfig, PeerRelayFetcher
 from penstock.rollout.pinned_engines import Attempts, AttemptsByKind, PinnedEngines
+from penstock.rollout.priority import give_way
 from penstock.rollout.recorder import Recorder, TurnApi
 from penstock.rollout.rewards.scorer import SourceScorers
 from penstock.rollout.slots import LeaseApi, SlotRunner
@@ -126,6 +127,8 @@ class NodeDeps:
     isolation: IsolationSettings = field(default_factory=IsolationSettings)
     evaluates_only: bool = False
     """The node does nothing but evaluate."""
+    on_first_pinned: Callable[[], None] | None = None
+    """Called once, when the node is ready for its first evaluation."""
     can_pin: bool = True
     """Engines for evaluations can be made; not if a server of the user holds the only copy."""
 
@@ -242,7 +245,15 @@ async def build(
         yield Node(
             orders=orders,
             membership=membership,
-            loader=Loader(orders, membership, engines, gateway, fetch, pinned),
+            loader=Loader(
+                orders,
+                membership,
+                engines,
+                gateway,
+                fetch,
+                pinned,
+                deps.on_first_pinned,
+            ),
             endpoints=[endpoint for endpoint, _ in runners],
             recorder=recorder,
             scorer=scorer,
@@ -353,6 +364,8 @@ async def connect(
             policies=options.get("policies", ()),
             isolation=options.get("isolation", IsolationSettings()),
             evaluates_only=options.get("evaluates_only", False),
+            # Once it is ready, training on the same machine comes first.
+            on_first_pinned=give_way if options.get("evaluates_only") else None,
             can_pin=not any(url for url, _ in options.get("engine_servers", {}).values()),
         )
     finally:
