@@ -3,8 +3,13 @@
 how much longer the trainer waits for data when another node evaluates.
 
 Real runs of the demo, with all their processes; an evaluation answers five times as many prompts
-as a step. The CPU time of an evaluation alone is the difference between two runs of one step, with
-evaluations and without. Starting the processes costs CPU time too, the same in every run."""
+as a step. Each round has one run of every kind, and the ratios are of medians over the rounds, so
+that a busy minute of the machine hits all kinds alike.
+
+The CPU time of the evaluations alone is the difference between two runs of one step, with
+evaluations and without: as many answers as in the long run, so that the noise of the difference is
+not multiplied. Starting the processes costs CPU time too. It is the same in all runs without a
+node of its own for evaluations; the run with that node counts for the wait only."""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ import resource
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +30,50 @@ SLOWER = 5
 """An evaluation answers this many times the prompts of a step."""
 SAMPLES = 4
 GROUP_SIZE = 16
+ONE_STEP_EVALUATIONS = 2
+"""Evaluations of a run of one step: before and after it."""
 WARM_UP = 2
 """Steps whose wait is not counted: nodes are starting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A run that is measured."""
+
+    steps: int
+    groups: int
+    """Of a batch."""
+    num_answers: int = 0
+    """Of each evaluation; 0: no evaluations."""
+    own_nodes: int = 0
+    """Nodes that only evaluate."""
+
+    def overrides(self) -> list[str]:
+        words = [
+            f"training.steps={self.steps}",
+            f"training.groups_per_batch={self.groups}",
+            "training.lr_scheduler_type=constant",
+            f"algorithm.num_generations={GROUP_SIZE}",
+        ]
+        if self.num_answers:
+            limit = self.num_answers // SAMPLES
+            suite = f"{{name: held_out, task: penstock.tasks.reverse, limit: {limit}}}"
+            settings = f"every: {EVERY}, samples: {SAMPLES}, nodes: {self.own_nodes}"
+            words.append(f"eval={{{settings}, suites: [{suite}]}}")
+        return words
+
+
+def kinds(steps: int, groups: int) -> dict[str, Kind]:
+    num_answers = SLOWER * groups * GROUP_SIZE
+    num_evaluations = steps // EVERY + 1  # also before the first step
+    alone = num_answers * num_evaluations // ONE_STEP_EVALUATIONS
+    return {
+        "training": Kind(steps=steps, groups=groups),
+        "own_node": Kind(steps=steps, groups=groups, num_answers=num_answers, own_nodes=1),
+        "both": Kind(steps=steps, groups=groups, num_answers=num_answers),
+        "one_step": Kind(steps=1, groups=groups),
+        "one_step_evaluated": Kind(steps=1, groups=groups, num_answers=alone),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +82,6 @@ class Measured:
     """Of all processes of the run."""
     wait_s: float
     """The trainer's wait for batches."""
-    num_evaluations: int
-
-
-def overrides(steps: int, groups: int, *, evaluates: bool, nodes: int) -> list[str]:
-    words = [
-        f"training.steps={steps}",
-        f"training.groups_per_batch={groups}",
-        "training.lr_scheduler_type=constant",
-        f"algorithm.num_generations={GROUP_SIZE}",
-    ]
-    if evaluates:
-        limit = SLOWER * groups * GROUP_SIZE // SAMPLES
-        suite = f"{{name: held_out, task: penstock.tasks.reverse, limit: {limit}}}"
-        words.append(
-            f"eval={{every: {EVERY}, samples: {SAMPLES}, nodes: {nodes}, suites: [{suite}]}}"
-        )
-    return words
 
 
 def measure(folder: Path, words: Sequence[str]) -> Measured:
@@ -66,46 +96,45 @@ def measure(folder: Path, words: Sequence[str]) -> Measured:
     return Measured(
         cpu_s=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         wait_s=sum(waits[WARM_UP:]),
-        num_evaluations=len([*(folder / "evaluations").glob("*@*.json")]),
     )
 
 
-def measure_round(folder: Path, steps: int, groups: int) -> dict[str, float]:
-    """One run of each kind."""
-    found: dict[str, Measured] = {}
-    for name, num_steps, evaluates, nodes in (
-        ("training", steps, False, 0),
-        ("both", steps, True, 0),
-        ("one_step", 1, False, 0),
-        ("one_step_evaluated", 1, True, 0),
-        ("own_node", steps, True, 1),
-    ):
-        words = overrides(num_steps, groups, evaluates=evaluates, nodes=nodes)
-        found[name] = measure(folder / name, words)
-        log_line(f"{name}: {found[name]}")
-    alone = found["one_step_evaluated"].cpu_s - found["one_step"].cpu_s
-    per_evaluation_s = alone / found["one_step_evaluated"].num_evaluations
-    both, training = found["both"], found["training"]
-    expected_s = training.cpu_s + both.num_evaluations * per_evaluation_s
+def summarise(rounds: Sequence[Mapping[str, Measured]]) -> dict[str, float]:
+    def cpu_s(name: str) -> float:
+        return statistics.median(one[name].cpu_s for one in rounds)
+
+    def wait_s(name: str) -> float:
+        return statistics.median(one[name].wait_s for one in rounds)
+
+    alone_s = cpu_s("one_step_evaluated") - cpu_s("one_step")
     return {
-        "cpu_ratio": both.cpu_s / expected_s,
-        "blocked_ratio": found["own_node"].wait_s / training.wait_s,
-        "evaluation_cpu_s": per_evaluation_s,
-        "evaluations": both.num_evaluations,
+        "cpu_ratio": cpu_s("both") / (cpu_s("training") + alone_s),
+        "blocked_ratio": wait_s("own_node") / wait_s("training"),
+        "training_cpu_s": cpu_s("training"),
+        "both_cpu_s": cpu_s("both"),
+        "evaluations_cpu_s": alone_s,
+        "start_cpu_s": cpu_s("one_step"),
+        "wait_s": wait_s("training"),
+        "own_node_wait_s": wait_s("own_node"),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one round of shorter runs")
+    parser.add_argument("--quick", action="store_true", help="shorter runs")
+    parser.add_argument("--rounds", type=int, help="how many; default: 1 quick, 5 full")
     parser.add_argument("--dir", type=Path, help="where to write; default: the system's folder")
     args = parser.parse_args()
-    num_rounds, steps, groups = (1, 20, 32) if args.quick else (3, 60, 64)
-    rounds: list[dict[str, float]] = []
+    num_rounds, steps, groups = (1, 20, 32) if args.quick else (5, 60, 64)
+    rounds: list[dict[str, Measured]] = []
     with scratch(args.dir) as folder:
-        for index in range(num_rounds):
-            rounds.append(measure_round(folder / f"round-{index}", steps, groups))
-    result(**{name: statistics.median(one[name] for one in rounds) for name in rounds[0]})
+        for index in range(args.rounds or num_rounds):
+            found: dict[str, Measured] = {}
+            for name, kind in kinds(steps, groups).items():
+                found[name] = measure(folder / f"round-{index}" / name, kind.overrides())
+                log_line(f"round {index + 1}, {name}: {found[name]}")
+            rounds.append(found)
+    result(**summarise(rounds))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ not apply any more, or its tests do not pass without it. Changes nothing in the 
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,9 +105,18 @@ def run_mutant(mutant: Mutant) -> Result:
     return Result(mutant=mutant, verdict=verdict, seconds=time.monotonic() - began_at)
 
 
+def choose(words: Sequence[str]) -> list[Mutant]:
+    """Those whose name or file contains one of the words; all without words."""
+    found = [m for m in read_table() if not words or any(w in m.name or w in m.file for w in words)]
+    if not found:
+        raise SystemExit(f"mutants: no name or file in {TABLE} contains {' or '.join(words)}")
+    return found
+
+
 def main() -> int:
-    wanted = sys.argv[1:]
-    mutants = [m for m in read_table() if not wanted or any(word in m.name for word in wanted)]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="only mutants whose name or file contains one")
+    mutants = choose(parser.parse_args().words)
     tests = tuple(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
     if run_tests(tests, ROOT / "src", is_baseline=True) != PASSED:
         print("mutants: the named tests do not pass without any mutant", file=sys.stderr)
@@ -117,7 +128,7 @@ def main() -> int:
             results.append(result)
     num_caught = sum(result.verdict == "caught" for result in results)
     print(f"{num_caught} of {len(mutants)} caught")
-    return 0 if num_caught == len(mutants) > 0 else 1
+    return 0 if num_caught == len(mutants) else 1
 
 
 if __name__ == "__main__":

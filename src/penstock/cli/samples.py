@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +27,7 @@ def samples(
     best: int = 0,
     worst: int = 0,
     failed: bool = False,
+    eval: bool = False,
     number: Annotated[int, Parameter(name=["--number", "-n"])] = DEFAULT_COUNT,
     follow: bool = False,
     html: Path | None = None,
@@ -38,6 +41,7 @@ def samples(
         best: Show the N trajectories with the highest rewards.
         worst: Show the N trajectories with the lowest rewards.
         failed: Only failed rollouts, with the reason.
+        eval: Answers to questions of evaluations, instead of training.
         number: How many to show; the newest first.
         follow: Show new ones as they arrive, until the run ends.
         html: Write one self-contained HTML file instead.
@@ -45,6 +49,7 @@ def samples(
     """
     from penstock.errors import ConfigError
     from penstock.runs.history import open_run
+    from penstock.runs.samples import choose
     from penstock.types import OutcomeKind
 
     outcome = OutcomeKind.FAILED if failed else None
@@ -53,12 +58,15 @@ def samples(
         raise ConfigError(
             "--follow shows what arrives from now on; remove --step, --best, --worst and --html"
         )
+    if eval and (steps or follow):
+        raise ConfigError("--eval shows answers that no step trained; remove --step and --follow")
     if min(number, best + 1, worst + 1) < 1:
         raise ConfigError("-n, --best and --worst are numbers of samples; use 1 or more")
     with open_run(run) as opened:
         if follow:
             return _follow(opened, number, outcome, json=json)
-        found = _choose(opened, steps, outcome, number, best=best, worst=worst)
+        select = partial(choose, opened, steps=steps, outcome=outcome, evaluations=eval)
+        found = _choose(select, number, best=best, worst=worst)
         return _show(opened, found, html, json=json)
 
 
@@ -73,24 +81,16 @@ def parse_steps(text: str) -> tuple[int | None, int | None] | None:
     return (low, high if colon else low) if text else None
 
 
-def _choose(
-    run: Run,
-    steps: tuple[int | None, int | None] | None,
-    kind: OutcomeKind | None,
-    number: int,
-    *,
-    best: int,
-    worst: int,
-) -> SampleList:
-    from penstock.runs.samples import SampleList, choose
+def _choose(select: Callable[..., SampleList], number: int, *, best: int, worst: int) -> SampleList:
+    from penstock.runs.samples import SampleList
 
     if not best and not worst:
-        return choose(run, count=number, steps=steps, outcome=kind)
-    parts: list[SampleList] = []
-    if best:
-        parts.append(choose(run, count=best, steps=steps, outcome=kind, order="best"))
-    if worst:
-        parts.append(choose(run, count=worst, steps=steps, outcome=kind, order="worst"))
+        return select(count=number)
+    parts = [
+        select(count=count, order=order)
+        for count, order in ((best, "best"), (worst, "worst"))
+        if count
+    ]
     return SampleList(
         samples=tuple(sample for part in parts for sample in part.samples),
         num_without_text=sum(part.num_without_text for part in parts),

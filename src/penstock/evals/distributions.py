@@ -56,6 +56,13 @@ def t_tails(t: float, degrees: float) -> float:
     return beta_cdf(degrees / (degrees + t * t), degrees / 2, 0.5)
 
 
+def binomial_tails(right: int, num: int, rate: float) -> tuple[float, float]:
+    """Probability of at most, and of at least, this many of `num` at a rate between 0 and 1."""
+    at_most = 1.0 - beta_cdf(rate, right + 1, num - right) if right < num else 1.0
+    at_least = beta_cdf(rate, right, num - right + 1) if right > 0 else 1.0
+    return at_most, at_least
+
+
 @lru_cache(maxsize=256)
 def t_quantile(share: float, degrees: int) -> float:
     """Where Student's t reaches this share, which is above one half."""

@@ -5,11 +5,13 @@ Owns every formula about one version. A failed attempt counts as wrong, never as
 are the unit of chance: samples of one question are alike, so an interval over samples would be too
 narrow.
 
-The interval is Wilson's, with the number of independent questions that would have the observed
-variance between questions in place of the sample size. Where fewer than `FEW` questions' worth of
-answers are right (or wrong), it is Korn and Graubard's: the exact binomial interval for that
-number; below `SCARCE` that number is at most the number of questions, because the questions that
-would show the variance may all be missing. Measured coverage: tests/unit/evals/test_coverage.py."""
+Where every question is right or wrong in all its samples, the interval is that of a binomial rate
+(see `binomial`). Otherwise it is Wilson's, with the number of independent questions that would have
+the observed variance between questions in place of the sample size. Where fewer than `FEW`
+questions' worth of answers are right (or wrong), it is Korn and Graubard's: the exact binomial
+interval for that number; below `SCARCE` that number is at most the number of questions, because the
+questions that would show the variance may all be missing. Measured coverage:
+tests/unit/evals/test_coverage.py."""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from statistics import NormalDist, fmean, variance
 
 import msgspec
 
+from penstock.evals.binomial import binomial_interval
 from penstock.evals.distributions import beta_quantile, t_quantile
 from penstock.evals.results import Answer, SuiteResult
 
@@ -106,6 +109,8 @@ def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, flo
     num_questions = len(means)
     if num_questions < 2:
         return 0.0, 1.0
+    if all(mean in (0.0, 1.0) for mean in means):
+        return binomial_interval(round(sum(means)), num_questions)
     mean = min(1.0, max(0.0, fmean(means)))
     size = _effective_size(means, mean, samples)
     student = t_quantile(_UPPER, num_questions - 1)
@@ -114,8 +119,8 @@ def clustered_interval(means: Sequence[float], samples: int) -> tuple[float, flo
         size = min(size, float(num_questions))
     if rarer < FEW:
         return _exact(mean, size * (_Z / student) ** 2)
-    # At its bounds the size is known: questions all right or wrong, or samples that are
-    # independent. Between them it is estimated, hence t.
+    # At its bounds the size is known: questions that differ as much as they can, or samples that
+    # are independent. Between them it is estimated, hence t.
     is_estimated = num_questions < size < num_questions * samples
     return _wilson(mean, size, student if is_estimated else _Z)
 
@@ -124,7 +129,7 @@ def _effective_size(means: Sequence[float], mean: float, samples: int) -> float:
     """The number of independent right-or-wrong questions with the variance of these means."""
     spread = variance(means, mean)
     if spread <= 1e-12:
-        return float(len(means) * (samples if 0.0 < mean < 1.0 else 1))
+        return float(len(means) * samples)
     return min(len(means) * mean * (1.0 - mean) / spread, float(len(means) * samples))
 
 

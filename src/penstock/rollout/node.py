@@ -46,6 +46,7 @@ from penstock.rollout.isolation import Isolation, IsolationSettings, Use
 from penstock.rollout.membership import Membership, MembershipApi, NodeOrders
 from penstock.rollout.peer_relay import PeerRelayConfig, PeerRelayFetcher
 from penstock.rollout.pinned_engines import Attempts, AttemptsByKind, PinnedEngines
+from penstock.rollout.priority import give_way
 from penstock.rollout.recorder import Recorder, TurnApi
 from penstock.rollout.rewards.scorer import SourceScorers
 from penstock.rollout.slots import LeaseApi, SlotRunner
@@ -137,6 +138,8 @@ class NodeDeps:
     """Devices that the node may use, as in CUDA_VISIBLE_DEVICES."""
     engine_urls: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     """Running servers of its engines, by policy."""
+    on_first_pinned: Callable[[], None] | None = None
+    """Called once, when the node is ready for its first evaluation."""
     can_pin: bool = True
     """Engines for evaluations can be made; not if a server of the user holds the only copy."""
 
@@ -273,7 +276,15 @@ async def build(
         yield Node(
             orders=orders,
             membership=membership,
-            loader=Loader(orders, membership, engines, gateway, fetch, pinned),
+            loader=Loader(
+                orders,
+                membership,
+                engines,
+                gateway,
+                fetch,
+                pinned,
+                deps.on_first_pinned,
+            ),
             endpoints=[endpoint for endpoint, _ in runners],
             recorder=recorder,
             scorer=scorer,
@@ -391,6 +402,8 @@ async def connect(
             evaluates_only=options.get("evaluates_only", False),
             visible=[device.id for device in await asyncio.to_thread(visible_devices)],
             engine_urls=urls,
+            # Once it is ready, training on the same machine comes first.
+            on_first_pinned=give_way if options.get("evaluates_only") else None,
             can_pin=not urls,
         )
     finally:

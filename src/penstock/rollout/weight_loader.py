@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +109,8 @@ class Loader:
     _fetch: WeightFetcher
     _pinned: PinnedEngines | None = None
     """Engines for evaluations; None if this node does none."""
+    _on_first_pinned: Callable[[], None] | None = None
+    """Called once, when the engines of the first evaluation answer."""
     _loaded: _Versions = field(default_factory=_Versions)
     _attempted: _Versions = field(default_factory=_Versions)
     _probes: dict[PolicyName, Sequence[int]] = field(
@@ -196,6 +198,9 @@ class Loader:
             await self._prune_cache()
         if (live := pinned.live()) != self._membership.pinned:
             self._membership.announce_pinned(live)
+            if self._on_first_pinned is not None:
+                self._on_first_pinned()
+                self._on_first_pinned = None
 
     async def _prune_cache(self) -> None:
         """Delete all cached weights except the loaded ones."""

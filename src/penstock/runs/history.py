@@ -20,6 +20,7 @@ import msgspec
 
 from penstock.config import RunConfig
 from penstock.config.dataflow import sample_share
+from penstock.dataflow.core.names import EVAL, TRAIN
 from penstock.dataflow.ledger.compaction import IS_READ
 from penstock.dataflow.ledger.keeping import RELEASED, KeepSpec, current_kept
 from penstock.dataflow.ledger.recorded import RecordedRun, open_recorded_run
@@ -164,12 +165,14 @@ class Run:
         outcome: OutcomeKind | str | None = None,
         group: str | None = None,
         order: Order = OLDEST,
+        evaluations: bool = False,
     ) -> Trajectories:
         """Every delivered trajectory, also those that were dropped or failed.
 
         policy: only those with tokens of this policy · steps: only those that this step trained, or
         the steps of an inclusive range (None: open) · outcome: completed, truncated, failed or
-        cancelled · group: one group id · order: by arrival, or by reward
+        cancelled · group: one group id · order: by arrival, or by reward · evaluations: instead of
+        training, answers to questions of evaluations, which no step trained
         """
         self._policies(policy)  # raises for an unknown one
         first, last = (steps, steps) if isinstance(steps, int) else steps or (None, None)
@@ -180,6 +183,7 @@ class Run:
             outcome=None if outcome is None else OutcomeKind(outcome),
             group=group,
             order=order,
+            space=EVAL if evaluations else TRAIN,
         )
         return Trajectories(self, selection)
 

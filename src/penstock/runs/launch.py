@@ -52,7 +52,21 @@ NODE_EXIT_TIMEOUT_S = 5.0
 OTHER_NODES_TIMEOUT_S = 30.0
 """Maximum wait for gateways and joined nodes to leave after the run is complete."""
 FINISH_TIMEOUT_S = 60.0
-"""Maximum wait for the dataflow to report `finished` after the last trainer exits."""
+"""Maximum wait for the dataflow to report `finished` after the last trainer exits and the last
+evaluation ends."""
+
+
+@dataclass(slots=True)
+class FinishTimer:
+    """How long the end of a run may take once its trainers have exited. An evaluation in progress
+    may take as long as it needs: its questions have limits of their own."""
+
+    _since: float | None = None
+
+    def is_overdue(self, now: float, *, is_evaluating: bool) -> bool:
+        if self._since is None or is_evaluating:
+            self._since = now
+        return now - self._since > FINISH_TIMEOUT_S
 
 
 class Display(Protocol):
@@ -301,7 +315,7 @@ def _supervise_loop(
     waits for: the next POLL_S · woken by: nothing; ends on a stop request, after the last step,
     or when every group fails"""
     redraw_at = 0.0
-    trained_at: float | None = None
+    finish = FinishTimer()
     while not stop.number and not poller.failure():
         if launcher.poll():
             record()
@@ -311,10 +325,9 @@ def _supervise_loop(
             if now - trained_at > LAST_CHECKPOINT_S:
                 return
         elif launcher.has_finished_training():
-            trained_at = trained_at or now
             if poller.is_finished():
                 return
-            if now - trained_at > FINISH_TIMEOUT_S:
+            if finish.is_overdue(now, is_evaluating=poller.is_evaluating()):
                 raise LaunchError(
                     "every trainer exited with code 0, but the dataflow did not report the run as "
                     f"finished within {FINISH_TIMEOUT_S:.0f} s; see {launcher.logs()['dataflow']}"

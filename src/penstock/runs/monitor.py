@@ -157,6 +157,11 @@ class StatusPoller:
     def is_finished(self) -> bool:
         return self._status is not None and self._status.finished
 
+    def is_evaluating(self) -> bool:
+        """Is an evaluation in progress? Each of its questions has a time limit of its own."""
+        found = None if self._status is None else self._status.evaluation
+        return found is not None and found.running is not None
+
     def live_nodes(self) -> set[str]:
         """Nodes that have joined, not left, and are not silent."""
         nodes = () if self._status is None else self._status.nodes

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
+from penstock.dataflow.core.ids import is_evaluation
 from penstock.errors import PenstockError
 from penstock.runs.decoded import DecodedTurn
 from penstock.runs.history import Order, Run
 from penstock.runs.recorded_trajectory import PayloadState, RecordedTrajectory
 from penstock.runs.trajectories import NEWEST, Selection
-from penstock.types import JsonObject, OutcomeKind, ToolUse
+from penstock.types import GroupId, JsonObject, OutcomeKind, ToolUse
 
 FOLLOW_S = 1.0
 """Seconds between two looks at a running run."""
@@ -39,7 +40,7 @@ class Sample:
     steps: tuple[int, ...]
     """The steps that trained it."""
     fate: str
-    """What became of its group: `trained`, `dropped: REASON`, `waits`."""
+    """What became of its group: `trained`, `dropped: REASON`, `waits`, `evaluation`."""
     versions: tuple[str, ...]
     node: str
     delivered_at: float
@@ -67,11 +68,12 @@ def choose(
     steps: tuple[int | None, int | None] | None = None,
     outcome: OutcomeKind | None = None,
     order: Order = NEWEST,
+    evaluations: bool = False,
 ) -> SampleList:
-    """The first `count` readable trajectories in this order."""
+    """The first `count` readable trajectories in this order, of training or of evaluations."""
     found: list[Sample] = []
     num_without_text = 0
-    matching = run.trajectories(steps=steps, outcome=outcome, order=order)
+    matching = run.trajectories(steps=steps, outcome=outcome, order=order, evaluations=evaluations)
     for one in islice(matching, MAX_SCANNED):
         if one.state is not PayloadState.STORED:
             num_without_text += 1
@@ -141,6 +143,8 @@ def as_sample(one: RecordedTrajectory) -> Sample:
 def _fate(one: RecordedTrajectory) -> str:
     if one.steps:
         return "trained"
+    if is_evaluation(GroupId(one.group_id)):
+        return "evaluation"
     dropped = [use for use in one.uses if use.fate == "dropped"]
     if dropped:
         return f"dropped: {dropped[0].reason}"

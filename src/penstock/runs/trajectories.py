@@ -69,6 +69,8 @@ class Selection:
     outcome: OutcomeKind | None = None
     group: str | None = None
     order: str = OLDEST
+    space: str = TRAIN
+    """TRAIN, or EVAL for answers to questions of evaluations."""
 
     @property
     def has_steps(self) -> bool:
@@ -76,7 +78,7 @@ class Selection:
 
     def condition(self) -> tuple[str, dict[str, Any]]:
         """As SQL over `rows`."""
-        where, values = "space = :space", dict[str, Any](space=TRAIN)
+        where, values = "space = :space", dict[str, Any](space=self.space)
         if self.outcome is not None:
             where += " AND outcome = :outcome"
             values["outcome"] = self.outcome.value

@@ -141,6 +141,7 @@ class FakeNode:
                 max_slots=num_slots,
                 wait_s=0.0,
                 live=self.live,
+                pinned=self.live,
             )
         )
         self.held += answer.grants

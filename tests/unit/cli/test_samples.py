@@ -21,6 +21,7 @@ from penstock.cli.explain import explain
 from penstock.cli.sample_lines import print_samples, tree_lines
 from penstock.cli.samples import samples
 from penstock.config import RunConfig, dump
+from penstock.config.evaluation import EvalConfig, SuiteConfig
 from penstock.errors import ConfigError
 from penstock.runs.agent_tree import agent_tree
 from penstock.runs.decoded import DecodedToolCall, DecodedTurn
@@ -85,6 +86,28 @@ def test_steps_best_worst_and_failed(show: Show, finished: Path) -> None:
     assert found["freed"] == 0 and found["trajectories"] > 24
     text = show(failed=True, number=50)
     assert len(heads(text)) >= 3 and "no reward  failed" in text and "completed" not in text
+
+
+async def test_answers_of_evaluations_are_shown_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = SuiteConfig(name="held_out", task="penstock.tasks.reverse", limit=2)
+    evaluation = EvalConfig(every=5, samples=1, suites=(suite,))
+    config = small_config().model_copy(update={"eval": evaluation})
+    service = ServiceRun(tmp_path, config)
+    await service.start()
+    await service.step()
+    service.close()
+    (tmp_path / "config.yaml").write_text(dump(with_tokenizer(tmp_path, config)))
+    assert samples(tmp_path, eval=True, number=50) == 0
+    text = capsys.readouterr().out
+    assert len(re.findall(r"^p0-e1-0-[01]\.0\.1 .* evaluation", text, re.MULTILINE)) == 2
+    assert "held_out-1" in text and "  policy  " in text and not heads(text)
+    assert samples(tmp_path, number=500) == 0
+    text = capsys.readouterr().out
+    assert heads(text) and "p0-e1" not in text
+    with pytest.raises(ConfigError, match="no step trained; remove --step"):
+        samples(tmp_path, eval=True, step="1")
 
 
 def test_wrong_requests_say_what_to_write(finished: Path) -> None:

@@ -13,8 +13,9 @@ from penstock.evals.figures import clustered_interval
 
 Scores = NDArray[np.float64]
 NUM_SIMULATIONS = 2000
-NOISE = 0.01
-"""More than two standard errors of a share of 95 % in 2,000 simulations."""
+MANY = 20_000
+NOISE = 0.003
+"""Two standard errors of a share of 95 % in `MANY` simulations."""
 
 
 @cache
@@ -45,28 +46,43 @@ def _draw(
     return rng.binomial(samples, own) / samples
 
 
-def _simulated_coverage(num_questions: int, rate: float, alike: float, samples: int) -> float:
+def _simulated_coverage(
+    num_questions: int,
+    rate: float,
+    alike: float,
+    samples: int,
+    num_simulations: int = NUM_SIMULATIONS,
+) -> float:
     rng = np.random.default_rng([num_questions, int(rate * 1000), int(alike * 10), samples])
-    scores = _draw(rng, (NUM_SIMULATIONS, num_questions), rate, alike, samples)
+    scores = _draw(rng, (num_simulations, num_questions), rate, alike, samples)
     moments = np.stack([scores.sum(1), (scores**2).sum(1)], axis=1).round(6)
     _, firsts, counts = np.unique(moments, axis=0, return_index=True, return_counts=True)
     covered = 0
     for first, count in zip(firsts, counts, strict=True):  # rows alike have the same interval
         low, high = clustered_interval(scores[first].tolist(), samples)
         covered += int(count) if low <= rate <= high else 0
-    return covered / NUM_SIMULATIONS
+    return covered / num_simulations
 
 
-@pytest.mark.parametrize("num_questions", [50, 100, 200])
+@pytest.mark.parametrize("num_questions", [50, 100])
 def test_coverage_for_one_sample_is_exactly_that(num_questions: int) -> None:
-    for rate in np.linspace(0.1, 0.9, 33):
-        assert 0.93 <= round(_exact_coverage(num_questions, float(rate)), 3) <= 0.9705, rate
+    for rate in np.linspace(0.1, 0.9, 321):
+        assert 0.93 <= _exact_coverage(num_questions, float(rate)) <= 0.97, rate
 
 
-@pytest.mark.parametrize("num_questions", [5, 12, 30, 50])
+@pytest.mark.parametrize("num_questions", [2, 5, 12, 20, 50])
 def test_coverage_at_few_questions_and_extreme_rates(num_questions: int) -> None:
-    for rate in (0.003, 0.01, 0.02, 0.03, 0.05, 0.08, 0.92, 0.97, 0.995):
-        assert _exact_coverage(num_questions, rate) >= 0.93, rate
+    for rate in np.linspace(0.001, 0.999, 500):
+        assert _exact_coverage(num_questions, float(rate)) >= 0.93, rate
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_questions", [*range(2, 81, 3), 100, 150, 200, 300])
+def test_exact_coverage_everywhere(num_questions: int) -> None:
+    for rate in np.linspace(0.001, 0.999, 1997):
+        covered = _exact_coverage(num_questions, float(rate))
+        is_bounded = num_questions >= 50 and 0.1 <= rate <= 0.9
+        assert covered >= 0.93 and (covered <= 0.97 or not is_bounded), rate
 
 
 @pytest.mark.parametrize(
@@ -83,14 +99,15 @@ def test_coverage_for_several_samples_elsewhere(num_questions: int, rate: float)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", [1, 4, 16])
-@pytest.mark.parametrize("num_questions", [5, 20, 50, 100, 300])
+@pytest.mark.parametrize("samples", [4, 16])
+@pytest.mark.parametrize("num_questions", [5, 20, 50, 100, 200])
 @pytest.mark.parametrize("alike", [0.0, 0.5, 2.0, 10.0])
 def test_coverage_everywhere(num_questions: int, alike: float, samples: int) -> None:
+    """The seeds are fixed, so chance cannot fail it; `NOISE` is what 20,000 simulations leave."""
     for rate in (0.01, 0.03, 0.1, 0.2, 0.5, 0.8, 0.9, 0.99):
-        found = _simulated_coverage(num_questions, rate, alike, samples)
+        found = _simulated_coverage(num_questions, rate, alike, samples, MANY)
         is_bounded = num_questions >= 50 and 0.1 <= rate <= 0.9
-        assert 0.93 - NOISE / 2 <= found <= (0.97 + NOISE / 2 if is_bounded else 1.0), rate
+        assert 0.93 - NOISE <= found <= (0.97 + NOISE if is_bounded else 1.0), rate
 
 
 @pytest.mark.parametrize(("before", "gain"), [(0.2, 0.0), (0.5, 0.2), (0.9, 0.05)])

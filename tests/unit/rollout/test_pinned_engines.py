@@ -63,7 +63,10 @@ class Desk:
             self.gateway,
             AnyFolder(snapshot),
             self.pinned,
+            lambda: self.first_pinned.append(self.announced.numbers),
         )
+        self.first_pinned: list[tuple[int | None, list[int]]] = []
+        """What was live when the first evaluation could begin."""
 
     def order(self, newest: int, *pinned: int) -> None:
         directives = NodeDirectives(wanted=(wanted(newest),), pinned=tuple(map(wanted, pinned)))
@@ -113,6 +116,7 @@ async def test_the_pinned_version_stays_while_the_newest_moves_and_is_freed(snap
         desk.order(5, 4)
         await desk.until(5, 4)
         assert await sampled_by(desk.pinned.gateway) == 4
+        assert desk.first_pinned == [(3, [1])], "called once, and not before it can evaluate"
 
 
 @pytest.mark.usefixtures("is_quick")

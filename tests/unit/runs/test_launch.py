@@ -21,7 +21,13 @@ from penstock.errors import ConfigError, LaunchError
 from penstock.fleet.launchers.local import EXIT_FENCED
 from penstock.fleet.run_folder import EndRecord, FinishRecord, LauncherRecord, RunFolder
 from penstock.fleet.services import ServiceKind, ServiceSpec
-from penstock.runs.launch import LaunchResult, StopRequest, launch
+from penstock.runs.launch import (
+    FINISH_TIMEOUT_S,
+    FinishTimer,
+    LaunchResult,
+    StopRequest,
+    launch,
+)
 from penstock.runs.monitor import RunView, StatusPoller
 from penstock.wire.auth import Signer
 
@@ -32,6 +38,15 @@ class Started(Exception):
 
 def start(folder: RunFolder, config: RunConfig, *, accept_changes: bool = False) -> LaunchResult:
     return launch(config, folder, accept_changes=accept_changes)
+
+
+def test_an_evaluation_after_the_last_step_may_take_as_long_as_it_needs() -> None:
+    timer = FinishTimer()
+    for now in range(0, 10 * int(FINISH_TIMEOUT_S), 30):
+        assert not timer.is_overdue(now, is_evaluating=True)
+    ended_at = now
+    assert not timer.is_overdue(ended_at + FINISH_TIMEOUT_S, is_evaluating=False)
+    assert timer.is_overdue(ended_at + FINISH_TIMEOUT_S + 1, is_evaluating=False)
 
 
 @pytest.mark.parametrize("moment", ["clear_finish", "write_config"])

@@ -18,11 +18,12 @@ from tests.unit.cli.sample_statuses import policy_status, status, view
 
 from penstock.cli.live_panel import draw
 from penstock.dataflow.client.dataflow import StatusClient
-from penstock.dataflow.service.operators.messages import Status
+from penstock.dataflow.service.operators.messages import EvaluationStatus, Status
 from penstock.fleet.ports import LOOPBACK, free_port
 from penstock.runs import monitor
 from penstock.runs.monitor import ErrorTail, RewardCurve, StatusPoller, resume_note
 from penstock.trainer.signals.alarms import ALARM_AFTER, Cause, NoSignalStreak
+from penstock.types import PolicyName
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.routes import Call, Route
 from penstock.wire.server import build_app
@@ -87,8 +88,22 @@ def test_the_poller_recovers_when_the_dataflow_restarts(
         first.stop()
         until(lambda: watch.view().unreachable_s > 0.5)
         second = FakeDataflow(signer, port)
-        second.status = status(policy_status(number=5, reward=0.7), finished=True)
+        assert not watch.is_evaluating()
+        evaluation = EvaluationStatus(
+            policy=PolicyName("policy"),
+            last=0,
+            scores={"held_out": 0.5},
+            best=0,
+            running=5,
+            num_answered=2,
+            num_questions=6,
+        )
+        ended = status(policy_status(number=5, reward=0.7))
+        second.status = replace(ended, evaluation=evaluation)
+        until(watch.is_evaluating)
+        second.status = replace(ended, evaluation=replace(evaluation, running=None), finished=True)
         until(watch.is_finished)
+        assert not watch.is_evaluating()
         assert watch.progress() == before + 5
         assert watch.view().curves == {"policy": [0.7]}
         until(lambda: watch.view().unreachable_s < 0.5)

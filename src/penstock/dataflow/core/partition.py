@@ -147,11 +147,15 @@ class Partition:
         return node.is_evaluator or self._terms.evaluation_share > 0
 
     def _evaluation_room(self, node: Node) -> int:
-        """Slots of evaluations that this node may still take."""
+        """Slots of evaluations that this node may take now. None until a quarter of its share is
+        free, or enough for all that wait: a pass through the model costs much the same for one
+        answer as for many."""
         capacity = node.record.capacity
         if node.is_evaluator or self.has_training_ended:
             return capacity
-        return max(1, int(self._terms.evaluation_share * capacity)) - node.num_evaluations
+        share = max(1, int(self._terms.evaluation_share * capacity))
+        room = share - node.num_evaluations
+        return room if room >= min(share // 4, self.num_waiting_evaluations) else 0
 
     @property
     def nodes(self) -> dict[NodeId, Node]:
@@ -406,6 +410,7 @@ class Partition:
         held = {(version.policy, version.incarnation, version.number) for version in pinned}
         grants: list[Grant] = []
         num_groups = 0
+        free = min(free, self._evaluation_room(node))
         while len(grants) < free:
             heads = (group for group, _ in self._waiting_for(node) if group.is_evaluation)
             group = next(heads, None)
@@ -414,10 +419,7 @@ class Partition:
                 for version in self._pinned_by(group)
             ):
                 break
-            most = min(free - len(grants), self._evaluation_room(node))
-            if most <= 0:
-                break
-            record = self._grant(node, group, request_id, most, now)
+            record = self._grant(node, group, request_id, free - len(grants), now)
             grants += self._describe(group, record, record.slots, num_groups)
             num_groups += not group.num_waiting
         return grants

@@ -62,11 +62,13 @@ def _whole(found: Any, split: str | None, folder: Path) -> Any:
 
 
 def open_hub(
-    repo: str, *, name: str | None, split: str | None, revision: str | None
+    repo: str, *, name: str | None, split: str | None, revision: str | None, path_key: str
 ) -> DatasetRows:
-    """A data set of the Hub, from its cache if the Hub cannot be reached."""
+    """A data set of the Hub, from its cache if the Hub cannot be reached. `path_key`: where users
+    name it."""
     datasets = import_data_package("datasets", repo)
-    return DatasetRows(_load(datasets, repo, name, split, revision, label=repo), repo)
+    found = _load(datasets, repo, name, split, revision, label=repo, path_key=path_key)
+    return DatasetRows(found, repo)
 
 
 def _load(
@@ -77,17 +79,19 @@ def _load(
     revision: str | None,
     *,
     label: str,
+    path_key: str = "data.path",
 ) -> Any:
     try:
         return datasets.load_dataset(path, name, split=split or DEFAULT_SPLIT, revision=revision)
     except datasets.exceptions.DatasetNotFoundError as error:
+        keys = f"{path_key} and data.revision" if revision else path_key
         raise ConfigError(
-            f"{label}: {_one_line(error)}; check the spelling of data.path and data.revision, and "
+            f"{label}: {_one_line(error)}; check the spelling of {keys}, and "
             "for a private or gated data set log in with `hf auth login`"
         ) from None
     except Exception as error:  # errors of requests, of files and of conversion share no base
         if _is_offline(error):
-            raise ConfigError(_offline_text(label, revision)) from None
+            raise ConfigError(_offline_text(label, revision, path_key)) from None
         raise ConfigError(
             f"{label} cannot be loaded: {_one_line(error)}; see data.name and data.split"
         ) from None
@@ -100,7 +104,7 @@ def _is_offline(error: BaseException) -> bool:
     return bool(names & {"TransportError", "LocalEntryNotFoundError", "OfflineModeIsEnabled"})
 
 
-def _offline_text(repo: str, revision: str | None) -> str:
+def _offline_text(repo: str, revision: str | None, path_key: str) -> str:
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         why, fix = "HF_HUB_OFFLINE is set", "; or unset HF_HUB_OFFLINE"
     else:
@@ -111,7 +115,7 @@ def _offline_text(repo: str, revision: str | None) -> str:
     return (
         f"{repo}: the data set is not in the cache of this machine, and {why}; run "
         f"`hf download {repo} --repo-type dataset{pinned} --local-dir {folder}` on a machine with "
-        f"a network, copy the folder here, and set data.path: ./{folder}{fix}"
+        f"a network, copy the folder here, and set {path_key}: ./{folder}{fix}"
     )
 
 

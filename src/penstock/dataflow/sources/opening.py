@@ -49,6 +49,8 @@ class DataSpec:
     max_prompt_tokens: int | None = None
     has_prompt: bool = False
     """Each row must have a valid prompt."""
+    path_key: str = "data.path"
+    """The key that users set, for messages."""
 
 
 class Rows(Protocol):
@@ -201,7 +203,13 @@ def _open_rows(spec: DataSpec) -> Rows:
 
     if path.is_dir() or spec.path.startswith(LOCAL_PREFIXES):
         return open_folder(path, name=spec.name, split=spec.split)
-    return open_hub(spec.path, name=spec.name, split=spec.split, revision=spec.revision)
+    return open_hub(
+        spec.path,
+        name=spec.name,
+        split=spec.split,
+        revision=spec.revision,
+        path_key=spec.path_key,
+    )
 
 
 def open_data(name: str, spec: DataSpec) -> DataSet:

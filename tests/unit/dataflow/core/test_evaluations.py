@@ -134,6 +134,24 @@ def test_training_gets_what_evaluations_leave_of_a_node() -> None:
     assert len(plain.lease(other)) == 12
 
 
+def test_a_node_takes_questions_a_quarter_of_its_share_at_a_time() -> None:
+    """Each lease costs the node a pass through the model, and small passes cost most."""
+    source = open_source("eval.held_out", "penstock.tasks.reverse", limit=11)
+    spec = replace(SPEC, suites=((source, "digest"),))
+    world, node = begin(replace(SETTINGS, evaluation=spec), capacity=64)
+    held = of_evaluations(world.lease(node))
+    assert len(held) == 16
+    answer(world, node, held[:3])
+    assert not of_evaluations(world.lease(node)), "three free slots are no quarter of 16"
+    answer(world, node, held[3:4])
+    more = of_evaluations(world.lease(node))
+    assert len(more) == 4
+    answer(world, node, held[4:5])
+    assert not of_evaluations(world.lease(node)), "one of the two that are left"
+    answer(world, node, held[5:6])
+    assert len(of_evaluations(world.lease(node))) == 2, "the last ones do not wait"
+
+
 def test_a_node_without_the_version_gets_training_only() -> None:
     world, node = begin()
     world.pinned[node] = ()

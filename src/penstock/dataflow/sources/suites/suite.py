@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blake3 import blake3
@@ -106,6 +106,7 @@ def _scoring(suite: SuiteConfig) -> tuple[str, str]:
     return scorer, reward_of(scorer)
 
 
+PATH_KEY = "the suite's file (or --suite)"
 Placed = tuple[JsonObject, str]
 """A payload, and where it comes from."""
 
@@ -165,20 +166,20 @@ def _known_spec(suite: SuiteConfig, known: KnownSuite, folder: Path) -> DataSpec
         if is_file or is_saved:
             return spec
         config = known.config if spec.path == known.hub or not is_dict else None
-        return DataSpec(path=spec.path, name=config, split=known.split)
+        return replace(spec, name=config, split=known.split)
     if not known.hub:
         raise ConfigError(
             "its data set on the Hub needs a script that `datasets` no longer runs; download its "
             ".jsonl file and name it under file"
         )
-    return DataSpec(path=known.hub, name=known.config, split=known.split)
+    return DataSpec(path=known.hub, name=known.config, split=known.split, path_key=PATH_KEY)
 
 
 def _file_spec(file: str, folder: Path) -> DataSpec:
     """A file or folder, relative to `folder`; else a data set of the Hub."""
     local = folder / Path(file).expanduser()
     is_local = file.endswith(DATA_FILES) or file.startswith(LOCAL_PREFIXES) or local.is_dir()
-    return DataSpec(path=str(local.absolute()) if is_local else file)
+    return DataSpec(path=str(local.absolute()) if is_local else file, path_key=PATH_KEY)
 
 
 def _checked(tasks: Iterator[Placed], scorer: str) -> Iterator[JsonObject]:

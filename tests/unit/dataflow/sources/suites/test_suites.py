@@ -187,3 +187,19 @@ def test_packed_tests_of_another_kind_are_refused(tmp_path: Path) -> None:
     (tmp_path / "lcb.jsonl").write_text(json.dumps(row))
     with pytest.raises(ConfigError, match=r"private_test_cases cannot be read: .*download"):
         open_suite(SuiteConfig(name="livecodebench", file="lcb.jsonl"), tmp_path)
+
+
+def test_a_suite_that_is_not_here_says_which_key_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a network, and without the data set in its cache."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def load_dataset(*args: object, **options: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(import_datasets(), "load_dataset", load_dataset)
+    for suite in (SuiteConfig(name="gsm8k"), SuiteConfig(name="own", file="a/b", scorer="exact")):
+        with pytest.raises(ConfigError) as caught:
+            open_suite(suite, Path())
+        folder = "b" if suite.file else "gsm8k"
+        assert f"and set the suite's file (or --suite): ./{folder}" in str(caught.value)
+        assert "data.path" not in str(caught.value)
