@@ -35,10 +35,10 @@ from benchmarks.plot import Point, curves
 from benchmarks.step_workload import (
     Attempt,
     Player,
-    letter_shown,
     make_batch,
     make_tasks,
     make_trace,
+    one_letter,
 )
 from penstock.runs.prm.label import label_traces, program_rater
 from penstock.trainer.actor import Actor
@@ -94,8 +94,8 @@ HONEST = tuple(name for name, arm in ARMS.items() if arm.labels == "right_letter
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     seeds: int = 5
-    warm_up: int = 30
-    steps: int = 30
+    warm_up: int = 25
+    steps: int = 40
     num_groups: int = 16
     num_traces: int = 800
     prm_epochs: int = 6
@@ -159,7 +159,8 @@ def train(
 def _step(
     learner: Learner, attempts: Sequence[Attempt], scores: Scores, arm: Arm, number: int
 ) -> Any:
-    """One training step; what the trainer reports of it."""
+    """One training step; what the trainer reports of it. A run on the outcome alone has no stage
+    that scores steps, so its scores are for the study only."""
     batch = make_batch(attempts, GROUP_SIZE, number)
     scores_T = np.array(scores)[batch.rows_T, batch.samples.turns_T]
     credit = step_advantage(
@@ -170,7 +171,8 @@ def _step(
         share=arm.share,
         by_depth=arm.by_depth,
     )
-    return learner.step(batch.with_columns(token_columns={STEP_SCORES: scores_T, **credit}))
+    columns = credit if arm.how == "outcome" else {STEP_SCORES: scores_T, **credit}
+    return learner.step(batch.with_columns(token_columns=columns))
 
 
 def new_learner(folder: Path) -> Learner:
@@ -180,14 +182,15 @@ def new_learner(folder: Path) -> Learner:
         Optimizer(schedule=Schedule(peak=LEARNING_RATE), weight_decay=0.0),
         update_spec=UpdateSpec(minibatches=2),
         forward_pass=ForwardPass(ranks=SingleRank(), micro_batch_tokens=1 << 15),
+        bounds=(0.8, 1.2),
     )
 
 
 def program_scores(traces: Sequence[Trace]) -> Scores:
-    """Of the warm-up: any letter shown is right."""
+    """Of the warm-up: any single letter is right."""
     return [
         [
-            0.0 if step.malformed else letter_shown("", trace=trace, step=index)
+            0.0 if step.malformed else one_letter("", trace=trace, step=index)
             for index, step in enumerate(trace.steps)
         ]
         for trace in traces
@@ -269,7 +272,7 @@ def run_seed(setting: Setting, seed: int, folder: Path) -> SeedResult:
     began_at = time.process_time()
     start, traces, warm = warm_up(setting, seed, folder)
     log_line(
-        f"seed {seed}, warm-up: one of the letters shown {warm.scores[-1]:.3f}, outcome "
+        f"seed {seed}, warm-up: a single letter {warm.scores[-1]:.3f}, outcome "
         f"{warm.outcomes[-1]:.3f}"
     )
     versions: dict[str, ModelVersion] = {}
@@ -325,7 +328,7 @@ def describe(found: Sequence[SeedResult], setting: Setting) -> dict[str, Any]:
     }
     by_arm = {name: [one.curves[name] for one in found] for name in ARMS}
     return {
-        "seeds": setting.seeds,
+        "seeds": len(found),
         "steps": setting.steps,
         "cpu_s": round(sum(one.cpu_s for one in found)),
         "arms": {

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A task of several steps with a reward only at the end, for studies of process rewards.
 
-Each of four turns shows three letters, in a context of its own, and asks for the one in the middle;
-the outcome is 1 if all four answers are right, else 0. Owns the attempts: records as nodes deliver
-them, cut into samples by the trainer's own code, and traces as `penstock prm collect` writes them.
-Trains nothing.
+Each of three turns shows a letter, in a context of its own, and asks for the next one: b after a, a
+after the last. The outcome is 1 if all three answers are right, else 0. Owns the attempts: records
+as nodes deliver them, cut into samples by the trainer's own code, and traces as `penstock prm
+collect` writes them. Trains nothing.
 
 R = attempts, V = vocabulary."""
 
@@ -41,13 +41,14 @@ from penstock.types import (
 )
 
 POLICY = PolicyName("policy")
-LETTERS = "abcde"
-NUM_STEPS = 4
+LETTERS = "abcd"
+NUM_STEPS = 3
 MAX_TOKENS = 3
 """Of a turn: a letter and the end, or two letters and the end; three letters are cut off."""
 END = 1
+NODE = "study"
 Task = tuple[str, ...]
-"""The letters that each turn shows."""
+"""The letter that each turn shows."""
 Answer = tuple[list[int], list[float]]
 """Ids and log-probs of a turn."""
 
@@ -67,7 +68,7 @@ class Attempt:
     @property
     def reward(self) -> float:
         is_whole = not any(step.malformed for step in self.steps)
-        return float(is_whole and self.actions == [triple[1] for triple in self.task])
+        return float(is_whole and self.actions == [next_letter(shown) for shown in self.task])
 
     @property
     def num_tokens(self) -> int:
@@ -75,14 +76,16 @@ class Attempt:
 
 
 def make_tasks(rng: random.Random, count: int) -> list[Task]:
-    return [
-        tuple("".join(rng.choices(LETTERS, k=3)) for _ in range(NUM_STEPS)) for _ in range(count)
-    ]
+    return [tuple(rng.choices(LETTERS, k=NUM_STEPS)) for _ in range(count)]
+
+
+def next_letter(shown: str) -> str:
+    return LETTERS[(LETTERS.index(shown) + 1) % len(LETTERS)]
 
 
 def right_letter(text: str, *, trace: Trace, step: int) -> float:
     """Labels a step: 1 for the letter that is asked for, else 0."""
-    return float(trace.steps[step].action == trace.task["shown"][step][1])
+    return float(trace.steps[step].action == next_letter(trace.task["shown"][step]))
 
 
 def long_step(text: str, *, trace: Trace, step: int) -> float:
@@ -90,10 +93,10 @@ def long_step(text: str, *, trace: Trace, step: int) -> float:
     return 0.5 * min(len(trace.steps[step].action), 2)
 
 
-def letter_shown(text: str, *, trace: Trace, step: int) -> float:
-    """Labels a step: 1 for one of the letters shown, whichever."""
+def one_letter(text: str, *, trace: Trace, step: int) -> float:
+    """Labels a step: 1 for one letter, whichever."""
     action = trace.steps[step].action
-    return float(len(action) == 1 and action in trace.task["shown"][step])
+    return float(len(action) == 1 and action in LETTERS)
 
 
 class Player:
@@ -110,7 +113,7 @@ class Player:
     def play(self, tasks: Sequence[Task], number: int) -> list[Attempt]:
         """One attempt at each, by the weights as they are, of version `number`. No turn depends on
         another, so all are answered at once."""
-        prompts = [f">{letters}" for task in tasks for letters in task]
+        prompts = [f">{shown}" for task in tasks for shown in task]
         encoded = [self._tokenizer.encode(prompt).ids for prompt in prompts]
         answers = self._answer(encoded)
         turns = [_turn(ids, *answer, number) for ids, answer in zip(encoded, answers, strict=True)]
@@ -185,6 +188,7 @@ def make_batch(attempts: Sequence[Attempt], group_size: int, number: int) -> Bat
         row_columns={"reward": np.array([one.reward for one in attempts])},
         longest_R=np.full(num_rows, MAX_TOKENS),
         roles=Roles.unnamed(num_rows),
+        subjects=dict.fromkeys(range(num_rows), NODE),
     )
 
 
@@ -196,7 +200,7 @@ def _trajectory(attempt: Attempt, row: int, group_size: int) -> Trajectory:
         slot=slot,
         epoch=1,
         attempt=1,
-        node_id=NodeId("study"),
+        node_id=NodeId(NODE),
         turns=attempt.turns,
         reward=attempt.reward,
         outcome=Outcome(kind=OutcomeKind.COMPLETED),

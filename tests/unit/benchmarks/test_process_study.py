@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +23,11 @@ from benchmarks.step_workload import (
     NUM_STEPS,
     Attempt,
     Player,
-    letter_shown,
     long_step,
     make_batch,
     make_tasks,
     make_trace,
+    one_letter,
     right_letter,
 )
 
@@ -37,28 +38,27 @@ TINY = Setting(seeds=3, warm_up=2, steps=3, num_groups=2, num_traces=40, prm_epo
 
 
 def attempt(*actions: str, malformed: str = "") -> Attempt:
-    shown = ("abc", "bcd", "cde", "eda")
+    shown = ("a", "b", "d")
     steps = [Step(prompt=f">{s}", action=a) for s, a in zip(shown, actions, strict=True)]
-    steps[-1] = Step(prompt=">eda", action=actions[-1], malformed=malformed)
+    steps[-1] = Step(prompt=">d", action=actions[-1], malformed=malformed)
     return Attempt(task=shown, turns=(), steps=tuple(steps))
 
 
-def test_only_four_right_answers_earn_the_outcome() -> None:
-    assert attempt("b", "c", "d", "d").reward == 1
-    assert attempt("b", "c", "d", "a").reward == 0
-    assert attempt("b", "c", "d", "d", malformed="cut off").reward == 0
+def test_only_right_answers_throughout_earn_the_outcome() -> None:
+    assert attempt("b", "c", "a").reward == 1
+    assert attempt("b", "c", "d").reward == 0
+    assert attempt("b", "c", "a", malformed="cut off").reward == 0
 
 
 def test_labels_of_steps() -> None:
-    trace = make_trace(attempt("b", "b", "dd", ">"), "1.0")
+    trace = make_trace(attempt("b", "b", "aa"), "1.0")
 
-    def labels(fn: object) -> list[float]:
-        assert callable(fn)
+    def labels(fn: Callable[..., float]) -> list[float]:
         return [fn("", trace=trace, step=step) for step in range(NUM_STEPS)]
 
-    assert labels(right_letter) == [1.0, 0.0, 0.0, 0.0]
-    assert labels(letter_shown) == [1.0, 1.0, 0.0, 0.0]
-    assert labels(long_step) == [0.5, 0.5, 1.0, 0.5]
+    assert labels(right_letter) == [1.0, 0.0, 0.0]
+    assert labels(one_letter) == [1.0, 1.0, 0.0]
+    assert labels(long_step) == [0.5, 0.5, 1.0]
 
 
 def test_a_batch_holds_every_sampled_token_once(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_seed_trains_every_arm_and_its_figures_are_reported(tmp_path: Path) ->
     assert {len(curve.outcomes) for curve in found.curves.values()} == {TINY.steps}
     first = {curve.tokens[0] for curve in found.curves.values()}
     assert len(first) == 1, "the arms do not begin with the same attempts"
-    assert any("process/score" in one for one in found.curves["hacking"].metrics)
+    assert all("process/score" in one for one in found.curves["process"].metrics)
     assert set(found.agreements) == {"right_letter", "long_step"}
 
 
