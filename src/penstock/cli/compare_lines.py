@@ -28,7 +28,7 @@ def comparison_lines(found: Comparison, most: int) -> Iterator[str]:
         yield from table(*_scores(found, suite))
         yield from _verdict(suite)
         yield from _flips(suite, most)
-    headers, rows = _training(found)
+    headers, rows = _training(("A", found.a), ("B", found.b))
     if rows:
         yield ""
         yield from table(headers, rows, num_left_aligned=2)
@@ -42,7 +42,7 @@ def comparison_markdown(found: Comparison) -> str:
         for suite in found.suites:
             flips = f"{len(suite.gained)} gained, {len(suite.lost)} lost"
             parts += [f"{markdown_text(suite.suite)}: {flips} ({suite.test}).", ""]
-    headers, rows = _training(found)
+    headers, rows = _training((label(found.a), found.a), (label(found.b), found.b))
     if rows:
         parts += [markdown_table(headers, rows)]
     return "\n".join(parts).rstrip()
@@ -84,7 +84,7 @@ def _flips(suite: SuiteComparison, most: int) -> Iterator[str]:
         if questions:
             shown = ", ".join(map(printable, questions[:most]))
             more = f", … {len(questions) - most:,} more" if len(questions) > most else ""
-            yield f"{name:<5}  {pluralise(len(questions), 'question')}: {shown}{more}"
+            yield f"{name:<6}  {pluralise(len(questions), 'question')}: {shown}{more}"
 
 
 def _summary(found: Comparison) -> Rows:
@@ -106,9 +106,9 @@ def _summary(found: Comparison) -> Rows:
     return headers, rows
 
 
-def _training(found: Comparison) -> Rows:
+def _training(*sides: tuple[str, Side]) -> Rows:
     headers = ["training", "policy", "steps", "first reward", "last reward", "time per step"]
-    return headers, [*_training_rows("A", found.a), *_training_rows("B", found.b)]
+    return headers, [row for name, side in sides for row in _training_rows(name, side)]
 
 
 def _training_rows(name: str, side: Side) -> Iterator[list[str]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from penstock.cli.output import format_duration, pluralise, printable
-from penstock.types import FailureKind, OutcomeKind, Trajectory, view_ids
+from penstock.types import FailureKind, FinishReason, OutcomeKind, Trajectory, view_ids
 
 if TYPE_CHECKING:
     from penstock.runs.solve import SolveEvent
@@ -85,15 +85,20 @@ def ending_lines(ended: Trajectory, *, has_answer: bool) -> Iterator[str]:
         mark = "failed" if use.is_error else "ok"
         yield printable(f"  {use.name}: {mark}, {use.seconds:.2f} s")
     is_bad = is_failure(ended, has_answer=has_answer)
-    kind = ended.outcome.kind.value
-    if not is_bad and kind == "failed":
-        kind = "completed"
-    why = f" ({ended.outcome.reason})" if is_bad or kind == "truncated" else ""
-    yield f"--- {kind}{why}: {', '.join(filter(None, facts))}"
+    yield f"--- {_ending(ended, is_bad=is_bad)}: {', '.join(filter(None, facts))}"
     if is_bad:
         yield from (f"  ! {line}" for line in printable(ended.outcome.detail).splitlines())
     elif ended.reward is None and not has_answer:
         yield "    not scored; give the expected answer with --answer"
+
+
+def _ending(ended: Trajectory, *, is_bad: bool) -> str:
+    """As if it had been scored, where only the expected answer is missing."""
+    outcome = ended.outcome
+    if is_bad or outcome.kind is not OutcomeKind.FAILED:
+        return outcome.kind.value + (f" ({outcome.reason})" if outcome.reason else "")
+    is_cut_off = bool(ended.turns) and ended.turns[-1].finish is FinishReason.LENGTH
+    return "truncated (length)" if is_cut_off else "completed"
 
 
 def is_failure(ended: Trajectory, *, has_answer: bool) -> bool:

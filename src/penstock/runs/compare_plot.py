@@ -18,6 +18,7 @@ SUFFIXES = (".svg", ".png")
 WIDTH_INCHES = 8.0
 SUITE_INCHES = 0.75
 CURVE_INCHES = 3.4
+MARGIN_INCHES = 0.12
 GREY = "#666666"
 MAX_NAME_CHARS = 60
 
@@ -37,6 +38,7 @@ def write_comparison(found: Comparison, path: Path) -> None:
     with library.rc_context(STYLE):
         size = (WIDTH_INCHES, sum(heights) + 0.3)
         figure: Any = Figure(figsize=size, facecolor="white", layout="constrained")
+        figure.get_layout_engine().set(w_pad=MARGIN_INCHES, h_pad=MARGIN_INCHES)
         FigureCanvasAgg(figure)
         grid: Any = figure.add_gridspec(len(heights), 1, height_ratios=heights)
         if found.suites:

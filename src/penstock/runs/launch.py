@@ -315,14 +315,14 @@ def _supervise_loop(
     waits for: the next POLL_S · woken by: nothing; ends on a stop request, after the last step,
     or when every group fails"""
     redraw_at = 0.0
-    finish = FinishTimer()
+    finish, finished_at = FinishTimer(), None
     while not stop.number and not poller.failure():
         if launcher.poll():
             record()
         now = time.monotonic()
         if not launcher.trains and poller.is_finished():
-            trained_at = trained_at or now
-            if now - trained_at > LAST_CHECKPOINT_S:
+            finished_at = finished_at or now
+            if now - finished_at > LAST_CHECKPOINT_S:
                 return
         elif launcher.has_finished_training():
             if poller.is_finished():

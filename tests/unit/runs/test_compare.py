@@ -13,6 +13,7 @@ from tests.unit.cli.test_commands import run_main
 from tests.unit.evals.test_figures import result_of
 from tests.unit.runs.metrics_files import run_with_metrics
 
+from penstock.cli.compare_lines import comparison_lines
 from penstock.errors import ConfigError
 from penstock.evals.results import Evaluation, SuiteResult
 from penstock.runs.compare import compare
@@ -78,6 +79,8 @@ def test_two_files_of_results(runs: Path) -> None:
     found = compare(str(a), str(b))
     assert found.only_one == ("only",)
     assert found.suites[0].gained == ("q14",)
+    [lost] = [line for line in comparison_lines(compare(str(b), str(a)), 9) if "q14" in line]
+    assert lost == "lost    1 question: q14", "as wide as `gained`"
     assert not found.suites[0].is_significant
 
 
@@ -93,6 +96,7 @@ def test_markdown_and_picture(runs: Path, capsys: pytest.CaptureFixture[str]) ->
     assert page[0] == "# old and new"
     assert page[4].startswith("| aime | 20.0 % (")
     assert "| +50.0 points (+" in page[4]
+    assert [line.split(" | ")[0] for line in page[-2:]] == ["| old", "| new"], "no A and B here"
 
 
 HOSTILE = "a\x1b]0;owned\x07\n# <script>alert(1)</script> [x](http://evil) `|` $\\frac$ \u202e"

@@ -100,6 +100,16 @@ def test_without_the_expected_answer_there_is_no_reward(
     assert "--answer" in out.splitlines()[-1]
 
 
+def test_an_answer_that_was_cut_off_says_so_with_a_reward_and_without(
+    capsys: pytest.CaptureFixture[str], run_file: Path
+) -> None:
+    run_file.write_text(run_file.read_text().replace("max_tokens: 3", "max_tokens: 1"))
+    for words in ((), ("--answer", "ba")):
+        code, out, _ = run_main(capsys, "solve", "ab", "--run", str(run_file), *words)
+        assert code == 0, out
+        assert "--- truncated (length): 2 turns" in out
+
+
 def test_json_is_one_object(capsys: pytest.CaptureFixture[str], run_file: Path) -> None:
     words = ("solve", "ab", "--run", str(run_file), "--answer", "no", "--json")
     code, out, _ = run_main(capsys, *words)

@@ -300,7 +300,7 @@ def returns_of(how: str, scores: Credit, share: float, discount: float) -> list[
                     for k in s
                 ],
                 "shaping": lambda q=q, o=outcome, s=steps: [
-                    discount ** (len(q) - 1 - k) * o - q[k] for k in s
+                    discount ** (len(q) - 1 - k) * o - (q[k - 1] if k else 0.0) for k in s
                 ],
                 "min": lambda q=q, o=outcome: [min(q) + 0 * o for _ in q],
                 "outcome": lambda q=q, o=outcome: [o for _ in q],

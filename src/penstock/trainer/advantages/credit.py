@@ -28,8 +28,9 @@ class Combine(StrEnum):
     RETURN = "return"
     """Discounted scores from this turn on, + share · O."""
     SHAPING = "shaping"
-    """O discounted to this turn, less q: what potential-based shaping by q leaves of the return. It
-    does not change which policy is best."""
+    """O discounted to this turn, less the q of the turn before: what potential-based shaping leaves
+    of the return. The potential is of the state that a turn finds, so it does not change which
+    policy is best; a first turn finds 0."""
     MIN = "min"
     """The worst score of the row."""
     OUTCOME = "outcome"
@@ -148,9 +149,11 @@ def spread_to_tokens(
 
 
 def _shaped(outcomes_Q: Floats, scores_Q: Floats, turns: Turns, discount: float) -> Floats:
-    """discount · (next score) - score, and the outcome on the last turn; no score after it."""
-    next_Q = np.where(turns.is_last_Q, 0.0, np.append(scores_Q[1:], 0.0))
-    return discount * next_Q - scores_Q + np.where(turns.is_last_Q, outcomes_Q, 0.0)
+    """discount · (potential after the turn) - (potential before it), and the outcome on the last
+    turn. The score of a turn is the potential of the state that it leaves; the last leaves 0."""
+    before_Q = np.where(turns.depths_Q == 0, 0.0, np.roll(scores_Q, 1))
+    after_Q = np.where(turns.is_last_Q, 0.0, scores_Q)
+    return discount * after_Q - before_Q + np.where(turns.is_last_Q, outcomes_Q, 0.0)
 
 
 def _sets(groups_R: Ints, turns: Turns, is_by_depth: bool) -> tuple[Ints, Ints]:

@@ -57,12 +57,28 @@ def test_outcome_and_scores_combined() -> None:
     assert got(Combine.WEIGHTED, share=1.0) == got(Combine.OUTCOME)
 
 
+BEFORE = [0.0, 0.1, 0.9, 0.0, 0.0, 0.2]
+"""The score of the turn before in the same row; 0 for the first."""
+
+
 @pytest.mark.parametrize("discount", [1.0, 0.8])
 def test_shaping_telescopes(discount: float) -> None:
-    """From any turn on, shaping takes off the return exactly that turn's score."""
+    """From any turn on, shaping takes off the return exactly the score of the turn before."""
     got = combine_returns(OUTCOMES, SCORES, TURNS, Combine.SHAPING, discount=discount)
     plain = discounted(last_turn(OUTCOMES, TURNS), TURNS, discount)
-    assert (plain - got).tolist() == pytest.approx(SCORES.tolist())
+    assert (plain - got).tolist() == pytest.approx(BEFORE)
+
+
+def test_shaping_does_not_hold_the_score_of_a_turn_against_it() -> None:
+    """A potential is of the state that a turn finds, or a better turn would earn less."""
+    for turn in range(SCORES.size):
+        better = SCORES.copy()
+        better[turn] = 1.0
+        one, other = (
+            combine_returns(OUTCOMES, scores, TURNS, Combine.SHAPING)[turn]
+            for scores in (SCORES, better)
+        )
+        assert one == pytest.approx(other)
 
 
 def test_a_turn_without_a_score_counts_as_zero_and_a_row_without_an_outcome_as_nothing() -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,6 +74,21 @@ def test_an_all_solved_run_has_no_correlation() -> None:
         return batch_values(0.5, 1.0) | solved
 
     assert not alarms(values)
+
+
+def recorded(name: str) -> list[dict[str, float]]:
+    """Metrics of each step of a real training: seed 0 of `python -m benchmarks.process_study`."""
+    found = json.loads(Path(__file__).with_name("recorded_process_scores.json").read_text())
+    return [GOOD | dict(zip(found["columns"], row, strict=True)) for row in found[name]]
+
+
+def test_a_recorded_run_that_hacked_its_model_trips_the_alarm_and_an_honest_one_does_not() -> None:
+    hacked, honest = recorded("hacking"), recorded("process")
+    assert hacked[-1]["process/score"] > 0.9 > hacked[0]["process/score"], "the score rose"
+    assert hacked[-1]["process/outcome"] == 0 < hacked[0]["process/outcome"], "the outcome fell"
+    first, *_ = alarms(lambda at: hacked[round(at * len(hacked)) - 1], len(hacked))
+    assert "hacking the process reward model" in first
+    assert not alarms(lambda at: honest[round(at * len(honest)) - 1], len(honest))
 
 
 def scored_batch() -> Batch:
