@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""recipes/smollm2_counting without its model: tasks, rewards, held-out questions, config."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recipes.smollm2_counting import counting
+
+from penstock.config import load
+from penstock.config.evaluation import SuiteConfig
+from penstock.dataflow.sources.suites import open_suite
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2_counting"
+
+
+def test_no_task_is_made_of_a_held_out_start() -> None:
+    num = len(counting.TRAINED)
+    prompts = [counting.make_task(ordinal, 3)["prompt"] for ordinal in range(2 * num)]
+    assert {counting.prompt_of(first) for first in counting.HELD_OUT}.isdisjoint(prompts)
+    assert len(set(prompts[:num])) == num, "every start once in a lap"
+    assert prompts[:num] != prompts[num:], "in another order in the next"
+    assert len(counting.HELD_OUT) == 128 and num == 761
+    assert counting.make_task(5, 3) == counting.make_task(5, 3) != counting.make_task(5, 4)
+
+
+def test_every_answer_has_the_tokens_that_the_run_samples() -> None:
+    """The model's tokens here: one for each digit, comma and space."""
+    config = load(RECIPE / "run.yaml")
+    for first in counting.TRAINED + counting.HELD_OUT:
+        assert len(f" {counting.answer_of(first)}") == config.sampling.max_tokens >= 32
+
+
+def test_the_suite_is_the_held_out_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["counting.py", str(tmp_path / "made.jsonl")])
+    counting.main()
+    assert (RECIPE / "held_out.jsonl").read_bytes() == (tmp_path / "made.jsonl").read_bytes()
+    suite = SuiteConfig(name="held_out", file="held_out.jsonl", reward="counting:is_right")
+    assert len(open_suite(suite, RECIPE).tasks) == 128
+
+
+@pytest.mark.parametrize(
+    ("text", "num_right"),
+    [
+        (" 104, 105, 106, 107, 108, 109, 110, 111", 8),
+        (" 104, 105, 106, 107, 108, 109, 110, 112", 7),
+        (" 104, 105, 106, 107", 4),
+        (" 104, 106, 106, 107, 108, 109, 110, 111", 1),
+        (" 104,105, 106, 107, 108, 109, 110, 111", 1),
+        (" 104\n105", 0),
+        ("104, 105", 0),
+        (" 105, 106", 0),
+        ("", 0),
+    ],
+)
+def test_numbers_count_up_to_the_first_wrong_one(text: str, num_right: int) -> None:
+    answer = [counting.answer_of(101)]
+    assert counting.reward([text], answer) == [num_right / 8]
+    assert counting.is_right([text], answer) == [float(num_right == 8)]
+
+
+def test_the_config_passes_check_where_neither_model_nor_vllm_are() -> None:
+    words = ["models.policy.engine=scripted", "models.policy.init=builtin:tiny-qwen3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", "check", "run.yaml", *words],
+        cwd=RECIPE,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "an empty completion scores 0" in done.stdout
