@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counting on in numbers of three digits: tasks, workflow, reward, and the held-out questions.
 
-The model goes on with a text that counts, after an example. An answer is eight numbers: 39 tokens,
-one for each digit, comma and space. The run samples as many. Some starts are held out, and no task
-is ever made of them: `counting.py FILE` writes them as a suite.
+The model goes on with a text that counts. An answer is seven numbers: 34 tokens, one for each
+digit, comma and space. The run samples as many. Some starts are held out, and no task is ever made
+of them: `counting.py FILE` writes them as a suite.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any
 
 SMALLEST, LARGEST = 100, 999
-NUM_SHOWN = 3
-NUM_ASKED = 8
+NUM_SHOWN = 4
+NUM_ASKED = 7
 NUM_HELD_OUT = 128
 SEPARATOR = ", "
-EXAMPLE = 475
-"""Every prompt begins with a count from here, as long as the one that is asked."""
+BEGINNING = "numbers = ["
+"""Of every prompt. Without it, the untrained model soon turns to another text than numbers."""
 
 
 def prompt_of(first: int) -> str:
-    example = _text(EXAMPLE, NUM_SHOWN + NUM_ASKED)
-    return f"{example}\n{_text(first, NUM_SHOWN)}{SEPARATOR.rstrip()}"
+    return f"{BEGINNING}{_text(first, NUM_SHOWN)}{SEPARATOR.rstrip()}"
 
 
 def answer_of(first: int) -> str:
@@ -39,8 +38,7 @@ def _text(first: int, num: int) -> str:
 
 def split() -> tuple[list[int], list[int]]:
     """First numbers to train on, and those held out; the same for ever."""
-    last = LARGEST - NUM_SHOWN - NUM_ASKED + 1
-    firsts = [first for first in range(SMALLEST, last + 1) if first != EXAMPLE]
+    firsts = list(range(SMALLEST, LARGEST - NUM_SHOWN - NUM_ASKED + 2))
     random.Random("smollm2-counting").shuffle(firsts)
     return firsts[NUM_HELD_OUT:], firsts[:NUM_HELD_OUT]
 
