@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from recipes.smollm2_counting import counting
+from recipes.smollm2_counting import counting, curve, table
+from tests.unit.runs.metrics_files import run_with_metrics
+from tests.unit.runs.test_compare import scored, write_results
 
 from penstock.config import load
 from penstock.config.evaluation import SuiteConfig
@@ -73,3 +77,27 @@ def test_the_config_passes_check_where_neither_model_nor_vllm_are() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "an empty completion scores 0" in done.stdout
+
+
+def test_the_table_has_both_versions_of_a_run(tmp_path: Path) -> None:
+    run = run_with_metrics(tmp_path / "smollm2-counting-1", [(1, 1, 0.5)]).path
+    write_results(run / "evaluations" / "local" / "policy@0.json", scored(4))
+    write_results(run / "evaluations" / "local" / "policy@20.json", scored(14, 20))
+    name, before, after, difference, _, flips, _ = table.row_of(run)
+    assert (name, before[:5], after[:5]) == ("smollm2-counting-1", "0.200", "0.700")
+    assert (difference[:7], flips) == ("+0.500 ", "10, 0")
+
+
+def test_the_curve_counts_whole_answers(tmp_path: Path) -> None:
+    run = tmp_path / "smollm2-counting-2"
+    (run / "ledger").mkdir(parents=True)
+    ledger = sqlite3.connect(run / "ledger" / "ledger.db")
+    ledger.execute("CREATE TABLE rows (versions TEXT, reward FLOAT)")
+    rows = [(0, 6 / 7), (4, 1.0), (5, 1.0)]
+    told = [(json.dumps({"policy": [[1, number]]}), reward) for number, reward in rows]
+    ledger.executemany("INSERT INTO rows VALUES (?, ?)", told)
+    ledger.commit()
+    ledger.close()
+    found = curve.curve_of(run)
+    assert found.label == "seed 2"
+    assert [(point.x, point.y) for point in found.points] == [(0, 0.5), (5, 1.0)]
