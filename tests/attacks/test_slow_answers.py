@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,13 @@ def test_a_trace_cannot_lead_in_a_circle(tmp_path: Path, parent: int) -> None:
     """Traces are files that people share; the context of a step is found by its parents."""
     path = tmp_path / "traces.jsonl"
     step = {"prompt": "p", "action": "a", "parent": parent}
-    trace = {"row": "r", "group": "g", "task": {}, "outcome": "completed", "reward": 1.0}
+    trace: dict[str, Any] = {
+        "row": "r",
+        "group": "g",
+        "task": {},
+        "outcome": "completed",
+        "reward": 1.0,
+    }
     path.write_text(json.dumps({**trace, "steps": [step, step]}))
     with pytest.raises(ConfigError, match=r"line 1: .*parent"):
         list(read_lines(path, Trace))
