@@ -27,11 +27,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from benchmarks.data_algorithms import Summary
 from benchmarks.harness import log_line, scratch
 from benchmarks.local_run import quiet
 from benchmarks.plot import Curve as Line
 from benchmarks.plot import Point, curves
+from benchmarks.staleness_sweep import half_width
 from benchmarks.step_workload import (
     Attempt,
     Player,
@@ -353,8 +353,7 @@ def _pairs(found: Sequence[SeedResult], name: str) -> list[tuple[Curve, Curve]]:
 
 
 def _summary(values: Sequence[float]) -> dict[str, float]:
-    one = Summary.of(values)
-    return {"mean": round(one.mean, 4), "half_width": round(one.half_width, 4)}
+    return {"mean": round(fmean(values), 4), "half_width": round(half_width(values), 4)}
 
 
 def _model_figures(found: Sequence[SeedResult], labels: str) -> dict[str, Any]:
@@ -421,8 +420,8 @@ def _figure(title: str, lines: Sequence[Line]) -> str:
 
 def _drawn(label: str, by_seed: Sequence[Sequence[float]]) -> Line:
     steps = range(0, len(by_seed[0]), 5)
-    summaries = {step: Summary.of([values[step] for values in by_seed]) for step in steps}
-    points = [Point(x=at, y=one.mean, half_width=one.half_width) for at, one in summaries.items()]
+    found = {step: [values[step] for values in by_seed] for step in steps}
+    points = [Point(x=at, y=fmean(y), half_width=half_width(y)) for at, y in found.items()]
     return Line(label=label, points=points)
 
 
