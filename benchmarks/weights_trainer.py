@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks.weights_messages import Burst, Published, log_to_stderr
 from penstock.trainer.publisher import Publisher
 from penstock.trainer.snapshots import Snapshots
+from penstock.trainer.weight_shares import WeightShare
 from penstock.types import PolicyName
 from penstock.weights.publish import StoredVersion
 
@@ -42,7 +43,7 @@ class TimedSnapshots(Snapshots):
 
     copy_s = 0.0
 
-    def copy(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def copy(self, weights: Mapping[str, Tensor]) -> WeightShare:
         began_at = time.perf_counter()
         copied = super().copy(weights)
         self.copy_s = time.perf_counter() - began_at

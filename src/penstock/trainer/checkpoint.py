@@ -118,7 +118,7 @@ class Checkpoints:
         """(usable checkpoints, oldest first; what is wrong with the others, by folder). For
         readers: moves nothing.
 
-        is_lazy: older files than those of the newest usable checkpoint are looked for, not read."""
+        is_lazy: only the newest usable checkpoint is hashed; the files of older ones must exist."""
         complete: list[Checkpoint] = []
         unusable: dict[Path, str] = {}
         for _, folder in sorted(_numbered(self.root), reverse=True):

@@ -154,7 +154,7 @@ def fill_file(path: Path, share: WeightShare) -> None:
     try:
         for name, tensor in share.tensors.items():
             place = share.layout.byte_ranges[name]
-            content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            content = tensor.reshape(-1).view(torch.uint8).numpy().data
             at = 0
             for start, num_bytes in _runs(share.regions[name], ITEM_BYTES[place.dtype]):
                 _write_at(descriptor, content[at : at + num_bytes], place.start + start)

@@ -192,7 +192,7 @@ def _put_incoming(
     """Turn an incoming file into a blob, with a delta from the previous version. Each of the two
     files is read once. Errors of the delta are only logged."""
     base = after.scans.get(name) if after else None
-    with SpooledTemporaryFile(MAX_FRAMES_IN_MEMORY, dir=path.parent) as frames:
+    with SpooledTemporaryFile(MAX_FRAMES_IN_MEMORY, dir=str(path.parent)) as frames:
         pair = None if base is None else _scan_and_diff(store, path, base, frames)
         if pair is None:
             with open_regular(path) as file:

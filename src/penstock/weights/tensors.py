@@ -165,8 +165,8 @@ def read_layout(source: BinaryIO, name: str) -> Layout:
 
 
 def new_hash(num_bytes: int) -> blake3:
-    """For so many bytes. The number of threads is explicit, so RAYON_NUM_THREADS does not count:
-    it keeps other libraries from taking all cores."""
+    """A hash for `num_bytes` bytes. The number of threads is explicit, so RAYON_NUM_THREADS does
+    not count: it keeps other libraries from taking all cores."""
     return blake3(max_threads=NUM_THREADS if num_bytes >= MIN_THREADED_BYTES else 1)
 
 

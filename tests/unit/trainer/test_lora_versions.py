@@ -261,7 +261,7 @@ def test_an_adapter_is_published_in_float32_whatever_its_model_is(
     copied = snapshots.copy(tensors)
     snapshots.close()
     assert all(torch.equal(copied.tensors[name], value) for name, value in tensors.items())
-    assert {tensor.dtype for tensor in copied.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in copied.tensors.values()} == {torch.float32}
 
 
 class Counted:
