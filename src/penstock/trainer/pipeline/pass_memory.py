@@ -48,7 +48,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self | None:
-        """Of a config.json; None if it is no decoder of the usual kind."""
+        """Of a config.json; None if it is not a decoder of the usual kind."""
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
             width = int(config.get("head_dim") or hidden // heads)
@@ -143,7 +143,7 @@ class _Moments:
         """What the last norm keeps, and the states from which logits are computed."""
 
     def in_layers(self) -> PassMemory:
-        """One layer's backward pass, its weights and those of the next one gathered; the gradients
+        """One layer's backward pass, its weights and the next one gathered; the gradients
         of the layer before are being reduced."""
         reduced = FLOAT32 * self._layer_parameters if self._is_sharded else 0.0
         num_gathered = 2 + self._spec.is_on_gpu if self._is_sharded else 1
