@@ -100,7 +100,7 @@ class MemoryLedger(TorchDispatchMode):
     """Counts while it is entered. Enter it inside `FakeTensorMode`."""
 
     def __init__(self, device: Device | None = None) -> None:
-        super().__init__()
+        cast(Any, super()).__init__()
         self.ledger = Ledger()
         self._device = device or Device()
         self._sizes: dict[int, int] = {}
@@ -123,7 +123,7 @@ class MemoryLedger(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         cast(Any, torch.UntypedStorage).resize_ = self._resize
         cast(Any, ShardingPropagator)._fake_mode_lock = contextlib.nullcontext()
-        super().__exit__(*error)
+        cast(Any, super()).__exit__(*error)
 
     def pause(self, is_paused: bool) -> None:
         self._is_paused = is_paused

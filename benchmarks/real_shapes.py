@@ -72,7 +72,8 @@ QWEN3_30B_A3B = Shape(
 
 def meta_model(shape: Shape, num_layers: int) -> PreTrainedModel:
     """With shapes and no content, so of any size."""
+    configs: Any = AutoConfig
     maker: Any = AutoModelForCausalLM
-    config: Any = AutoConfig.for_model(**shape.config(num_layers))
+    config = configs.for_model(**shape.config(num_layers))
     with torch.device("meta"):
         return maker.from_config(config, dtype=torch.float32)

@@ -140,8 +140,9 @@ def _step(actor: Actor, ledger: MemoryLedger, batch: Batch, layer_bytes: int) ->
     [(inputs, tokens)] = ForwardPass(ranks=SingleRank()).run(actor, batch, np.arange(1))
     saved_bytes = work.live_bytes - state_bytes
     work.phase = BACKWARD
-    weighted_sum(ClippedLoss()(tokens), inputs).backward()
-    del inputs, tokens
+    loss: Any = weighted_sum(ClippedLoss()(tokens), inputs)
+    loss.backward()
+    del inputs, tokens, loss
     work.phase = UPDATE
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -158,8 +159,8 @@ def _step(actor: Actor, ledger: MemoryLedger, batch: Batch, layer_bytes: int) ->
     )
 
 
-def _optimizer_with_state(actor: Actor) -> torch.optim.AdamW:
-    optimizer = torch.optim.AdamW(actor.parameters(), fused=True)
+def _optimizer_with_state(actor: Actor) -> Any:
+    optimizer: Any = torch.optim.AdamW(actor.parameters(), fused=True)
     for parameter in actor.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

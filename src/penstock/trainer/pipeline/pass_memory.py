@@ -48,7 +48,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self | None:
-        """Of a config.json; None if it is no decoder of the usual kind."""
+        """Of a config.json; None if it is not a decoder of the usual kind."""
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
             width = int(config.get("head_dim") or hidden // heads)
@@ -137,11 +137,13 @@ class _Moments:
         self._layer = e * layer if has_copies else 0.0
         self._head_gradient = e * shape.vocab * shape.hidden
         self._kept = spec.num_tokens * shape.num_layers * kept_per_token(shape, spec)
+        self._num_copies = 0 if not self._is_sharded else 1 if spec.is_on_gpu else 2
+        """Of what is reduced: gloo takes one for itself."""
         self._ends = spec.num_tokens * e * 2 * shape.hidden
         """What the last norm keeps, and the states from which logits are computed."""
 
     def in_layers(self) -> PassMemory:
-        """One layer's backward pass, its weights and those of the next one gathered; the gradients
+        """One layer's backward pass, its weights and the next one gathered; the gradients
         of the layer before are being reduced."""
         reduced = FLOAT32 * self._layer_parameters if self._is_sharded else 0.0
         num_gathered = 2 + self._spec.is_on_gpu if self._is_sharded else 1
@@ -153,7 +155,8 @@ class _Moments:
         """A layer's gradients and their copy in float32, next to its weights and the next ones."""
         if not self._is_sharded:
             return _pass_memory(0.0, 0.0, 0.0)
-        layer = (3 + self._spec.is_on_gpu) * self._layer + FLOAT32 * self._layer_parameters
+        reduced = self._num_copies * FLOAT32 * self._layer_parameters
+        layer = (3 + self._spec.is_on_gpu) * self._layer + reduced
         gathered = self._root + self._head_gradient + layer
         return _pass_memory(gathered, self._kept + self._ends, 0.0)
 
@@ -170,7 +173,7 @@ class _Moments:
     def in_root(self) -> PassMemory:
         """The gradients of embedding and head, and their copy in float32 that is reduced."""
         gradients = self._e * self._root_parameters
-        reduced = FLOAT32 * self._root_parameters if self._is_sharded else 0.0
+        reduced = self._num_copies * FLOAT32 * self._root_parameters
         prefetched = self._layer * self._spec.is_on_gpu
         return _pass_memory(gradients + reduced + prefetched, 0.0, 0.0)
 
