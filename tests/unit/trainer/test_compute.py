@@ -181,9 +181,16 @@ class Sizes(TorchDispatchMode):
 
 
 def _long_model() -> PreTrainedModel:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 32}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    return Qwen3ForCausalLM(config)
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer"])
