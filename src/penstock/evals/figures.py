@@ -6,11 +6,11 @@ are the unit of chance: samples of one question are alike, so an interval over s
 narrow.
 
 Where every question is right or wrong in all its samples, the count of right ones is binomial, and
-`binomial` has its interval. Otherwise it is Wilson's, with the number of independent questions that would have
-the observed variance between questions in place of the sample size. Where fewer than `FEW`
-questions' worth of answers are right (or wrong), it is Korn and Graubard's: the exact binomial
-interval for that number; below `SCARCE` that number is at most the number of questions, because the
-questions that would show the variance may all be missing. Measured coverage:
+`binomial` has its interval. Otherwise it is Wilson's, with the number of independent questions that
+would have the observed variance between questions in place of the sample size. Where fewer than
+`FEW` questions' worth of answers are right (or wrong), it is Korn and Graubard's: the exact
+binomial interval for that number; below `SCARCE` that number is at most the number of questions,
+because the questions that would show the variance may all be missing. Measured coverage:
 tests/unit/evals/test_coverage.py."""
 
 from __future__ import annotations
