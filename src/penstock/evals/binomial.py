@@ -69,4 +69,4 @@ def _bisect(is_in: Callable[[float], bool], outside: float, inside: float) -> fl
     while inside - outside > RESOLUTION:
         middle = (outside + inside) / 2
         outside, inside = (outside, middle) if is_in(middle) else (middle, inside)
-    return inside
+    return outside  # a bound at exactly one half, where two tails are equal, is inside
