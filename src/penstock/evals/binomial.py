@@ -2,11 +2,11 @@
 """The 95 % confidence interval of a rate, from a number of right answers. Pure functions.
 
 A rate is in the interval unless the number of right answers would be rare at that rate. Blaker's
-order says how rare: the smaller tail, plus the largest tail on the other side that is no larger.
-Counts jump, so no rule contains 95 % of the truths at every rate. The observed number itself counts
-half, which makes it 95 % on average; it counts fully where half would give less than `FLOOR`.
-Exact coverage: 93.7 to 96.7 % at 50 questions or more and rates of 0.1 to 0.9, at least `FLOOR`
-anywhere (tests/unit/evals/test_coverage.py). Wilson's interval has 84 % at small rates."""
+order says how rare: the smaller tail, plus the largest tail on the other side that does not exceed
+it. Counts jump, so no rule contains 95 % of the truths at every rate. The observed number itself
+counts half, which makes it 95 % on average; it counts fully where half would give less than
+`FLOOR`. Exact coverage: 93.7 to 96.7 % at 50 questions or more and rates of 0.1 to 0.9, at least
+`FLOOR` anywhere (tests/unit/evals/test_coverage.py). Wilson's interval has 84 % at small rates."""
 
 from __future__ import annotations
 
@@ -69,4 +69,4 @@ def _bisect(is_in: Callable[[float], bool], outside: float, inside: float) -> fl
     while inside - outside > RESOLUTION:
         middle = (outside + inside) / 2
         outside, inside = (outside, middle) if is_in(middle) else (middle, inside)
-    return inside
+    return outside  # a bound at exactly one half, where two tails are equal, is inside

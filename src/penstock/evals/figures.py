@@ -5,12 +5,12 @@ Owns every formula about one version. A failed attempt counts as wrong, never as
 are the unit of chance: samples of one question are alike, so an interval over samples would be too
 narrow.
 
-Where every question is right or wrong in all its samples, the interval is that of a binomial rate
-(see `binomial`). Otherwise it is Wilson's, with the number of independent questions that would have
-the observed variance between questions in place of the sample size. Where fewer than `FEW`
-questions' worth of answers are right (or wrong), it is Korn and Graubard's: the exact binomial
-interval for that number; below `SCARCE` that number is at most the number of questions, because the
-questions that would show the variance may all be missing. Measured coverage:
+Where every question is right or wrong in all its samples, the count of right ones is binomial, and
+`binomial` has its interval. Otherwise it is Wilson's, with the number of independent questions that
+would have the observed variance between questions in place of the sample size. Where fewer than
+`FEW` questions' worth of answers are right (or wrong), it is Korn and Graubard's: the exact
+binomial interval for that number; below `SCARCE` that number is at most the number of questions,
+because the questions that would show the variance may all be missing. Measured coverage:
 tests/unit/evals/test_coverage.py."""
 
 from __future__ import annotations

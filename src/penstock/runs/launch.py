@@ -59,7 +59,7 @@ evaluation ends."""
 @dataclass(slots=True)
 class FinishTimer:
     """How long the end of a run may take once its trainers have exited. An evaluation in progress
-    may take as long as it needs: its questions have limits of their own."""
+    may take as long as it needs: each question has a time limit."""
 
     _since: float | None = None
 

@@ -158,7 +158,7 @@ class StatusPoller:
         return self._status is not None and self._status.finished
 
     def is_evaluating(self) -> bool:
-        """Is an evaluation in progress? Each of its questions has a time limit of its own."""
+        """Is an evaluation in progress? Each of its questions has a time limit."""
         found = None if self._status is None else self._status.evaluation
         return found is not None and found.running is not None
 
