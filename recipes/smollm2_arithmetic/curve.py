@@ -34,11 +34,13 @@ def _first_version(versions: str) -> int:
     return min(number for _, number in numbers)
 
 
-def points_of(rewards: Iterable[tuple[int, float]]) -> list[Point]:
+def points_of(
+    rewards: Iterable[tuple[int, float]], versions_per_point: int = VERSIONS_PER_POINT
+) -> list[Point]:
     """Some versions to a point, at the first of them."""
     parts: defaultdict[int, list[float]] = defaultdict(list)
     for number, reward in rewards:
-        parts[number // VERSIONS_PER_POINT * VERSIONS_PER_POINT].append(reward)
+        parts[number // versions_per_point * versions_per_point].append(reward)
     return [_point(number, values) for number, values in sorted(parts.items())]
 
 

@@ -93,11 +93,11 @@ def test_the_curve_counts_whole_answers(tmp_path: Path) -> None:
     (run / "ledger").mkdir(parents=True)
     ledger = sqlite3.connect(run / "ledger" / "ledger.db")
     ledger.execute("CREATE TABLE rows (versions TEXT, reward FLOAT)")
-    rows = [(0, 6 / 7), (4, 1.0), (5, 1.0)]
+    rows = [(0, 6 / 7), (0, 1.0), (1, 1.0)]
     told = [(json.dumps({"policy": [[1, number]]}), reward) for number, reward in rows]
     ledger.executemany("INSERT INTO rows VALUES (?, ?)", told)
     ledger.commit()
     ledger.close()
     found = curve.curve_of(run)
     assert found.label == "seed 2"
-    assert [(point.x, point.y) for point in found.points] == [(0, 0.5), (5, 1.0)]
+    assert [(point.x, point.y) for point in found.points] == [(0, 0.5), (1, 1.0)]
