@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -235,7 +235,7 @@ def warm_up(setting: Setting, seed: int, folder: Path) -> tuple[Path, Path, Curv
         steps=setting.warm_up,
         on_step=seen.extend,
     )
-    learner.model.save_pretrained(start)
+    cast(Any, learner.model).save_pretrained(start)
     for path in static_files(random_init):
         (start / path.name).write_bytes(path.read_bytes())
     chosen = random.Random(seed).sample(seen, min(setting.num_traces, len(seen)))

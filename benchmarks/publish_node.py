@@ -12,8 +12,9 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from benchmarks.publish_ranks import POLICY, passed_bytes
 from benchmarks.weights_messages import log_to_stderr
@@ -46,7 +47,7 @@ def serve_store(folder: Path) -> None:
 async def pull(folder: Path, num_versions: int) -> None:
     server = json.loads(_await(folder / "server.json").read_text())
     can_link = "store_root" in inspect.signature(Puller).parameters
-    options = {"store_root": folder / "store"} if can_link else {}
+    options: dict[str, Any] = {"store_root": folder / "store"} if can_link else {}
     puller = Puller(folder / "cache", **options)
     caller = AsyncServiceClient(server["url"], server["token"])
     mapped = [0]

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -141,6 +141,7 @@ class Rank:
         if is_before:
             gathered = gather(state, self.ranks)
             return snapshots_module.weights_of(self.model, gathered) if gathered else {}
+        assert self.names is not None
         return {name: state[own].detach() for name, own in self.names.items()}
 
     def change(self, number: int) -> None:
@@ -229,7 +230,7 @@ class Rank:
 
 def main(folder: Path, rank: int, num_ranks: int, millions: int) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "rendezvous"), num_ranks)
+    store = cast(Any, dist).FileStore(str(folder / "rendezvous"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     one = Rank(folder, rank, num_ranks, millions)
     for number in range(NUM_VERSIONS):

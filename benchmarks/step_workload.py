@@ -14,7 +14,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -137,8 +137,9 @@ class Player:
                 break
             now_RV = self._predict([[*contexts[row], *answers[row][0]] for row in open_rows])
             drawn_R1 = torch.multinomial(now_RV.exp(), 1, generator=self._generator)
-            chances = now_RV.gather(1, drawn_R1)[:, 0].tolist()
-            for row, id, chance in zip(open_rows, drawn_R1[:, 0].tolist(), chances, strict=True):
+            chances: list[float] = cast(Any, now_RV.gather(1, drawn_R1)[:, 0]).tolist()
+            drawn: list[int] = cast(Any, drawn_R1[:, 0]).tolist()
+            for row, id, chance in zip(open_rows, drawn, chances, strict=True):
                 answers[row][0].append(id)
                 answers[row][1].append(chance)
         return answers

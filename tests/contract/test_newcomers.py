@@ -30,6 +30,7 @@ from penstock.gateway.renderer import Renderer
 from penstock.rollout.attempt import AttemptRunner
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engine_pool import EnginePool
+from penstock.rollout.engine_seats import EngineSeat
 from penstock.rollout.node import engine_maker
 from penstock.rollout.recorder import Recorder
 from penstock.rollout.rewards.scorer import RewardScorer, Scorer
@@ -258,7 +259,7 @@ async def test_an_engine(newcomer: Newcomer, tmp_path: Path) -> None:
     config = config_with(models={"policy": {"init": "builtin:tiny-qwen3", "engine": engine}})
     snapshot = write_snapshot(tmp_path / "snapshot")
     make = engine_maker(NodeId("n"), state_dir=tmp_path)
-    pool = EnginePool([make(run_info(config), POLICY)])
+    pool = EnginePool([make(run_info(config), POLICY, EngineSeat())])
     await pool.load(snapshot, penstock.Version(policy=POLICY, incarnation=1, number=4))
     row = await attempt(snapshot, "single_turn", scorer=None, generate=pool)
     await pool.close()

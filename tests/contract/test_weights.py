@@ -7,6 +7,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 from starlette.requests import Request
@@ -16,6 +17,7 @@ from tests.unit.weights.weight_servers import put, running_weight_server, tamper
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
 from penstock.weights.pulling import partial as module
+from penstock.weights.tensors import Scan
 from penstock.wire.client import AsyncServiceClient
 
 
@@ -145,7 +147,12 @@ async def test_on_one_machine_files_are_linked_and_verified_once(
 
     scans: list[str] = []
     real = module.scan
-    monkeypatch.setattr(module, "scan", lambda *a, **k: scans.append(a[1]) or real(*a, **k))
+
+    def counted(source: BinaryIO, name: str, *more: Any, **options: Any) -> Scan:
+        scans.append(name)
+        return real(source, name, *more, **options)
+
+    monkeypatch.setattr(module, "scan", counted)
     wanted, store = put(tmp_path), tmp_path / "store"
     puller = Puller(tmp_path / "cache", store_root=store)
     async with tampering_server(store, note) as caller:

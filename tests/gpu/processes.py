@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.trainer.ranks.supervisor import run_ranks
+from penstock.trainer.ranks.supervisor import HostRanks, run_ranks
 
 JOB_TIMEOUT_S = 1800.0
 MODULE = "tests.gpu.training_jobs"
@@ -33,7 +33,11 @@ def run_together(job: str, folder: Path, num_ranks: int) -> list[dict[str, Any]]
     """What each rank saw."""
     command = [sys.executable, "-m", MODULE, job, str(folder)]
     code = run_ranks(
-        command, num_ranks, env=environment(), is_stopping=lambda: False, final_codes=(1,)
+        command,
+        HostRanks.one_host(num_ranks),
+        env=environment(),
+        is_stopping=lambda: False,
+        final_codes=(1,),
     )
     assert code == 0, f"a rank of {job} failed; its messages are above"
     return [json.loads((folder / f"{job}.{r}.json").read_text()) for r in range(num_ranks)]

@@ -25,8 +25,9 @@ from penstock.trainer.batches import assemble
 from penstock.trainer.build import build_models
 from penstock.trainer.device import select_device
 from penstock.trainer.pipeline.builtin import chain_of
+from penstock.trainer.ranks.group import Ranks
 from penstock.trainer.ranks.supervisor import RankEnv, read_rank_env
-from penstock.trainer.service import join_ranks
+from penstock.trainer.service import joined_ranks
 
 NUM_STEPS = 3
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
@@ -90,7 +91,11 @@ def train(folder: Path, job: str, rank_env: RankEnv | None) -> dict[str, Any]:
     """Losses and gradient norms of each step, dtypes of matrix products, memory."""
     config = job_config(folder, job, rank_env.num_ranks if rank_env else 1)
     device = select_device(rank_env.local_rank if rank_env else 0)
-    ranks = join_ranks(config, POLICY, rank_env, device)
+    with joined_ranks(config, POLICY, rank_env, device) as ranks:
+        return train_on(config, folder, ranks, device)
+
+
+def train_on(config: RunConfig, folder: Path, ranks: Ranks, device: torch.device) -> dict[str, Any]:
     models = build_models(config, POLICY, folder / "model", ranks, device)
     position = ranks.position
     curve: list[tuple[float, float]] = []

@@ -28,6 +28,7 @@ from penstock.config import RunConfig
 from penstock.config.pipeline import PipelineStageConfig
 from penstock.config.stages import ParallelConfig
 from penstock.trainer.batches import Batch, assemble
+from penstock.trainer.publisher import ShareWriter
 from penstock.trainer.ranks import batch_repartition
 from penstock.trainer.ranks.group import Ranks, StagedRanks, make_ranks
 from penstock.trainer.ranks.row_fetch import fetch_rows
@@ -79,9 +80,11 @@ def live(
 ) -> list[dict[str, float]]:
     """One life of a trainer, up to the end of these batches; what it committed."""
     checkpoints = make_checkpoints(config, POLICY, folder)
-    models, _ = restore_models(config, POLICY, checkpoints, ranks)
+    models, checkpoint = restore_models(config, POLICY, checkpoints, ranks)
     if not ranks.position.is_rank0:
-        worker_loop(POLICY, models, Heard(batches=batches(num_batches)), ranks, checkpoints.root)
+        dataflow = Heard(batches=batches(num_batches))
+        writer = ShareWriter(folder / "weights", checkpoint.folder, rank=ranks.position.rank)
+        worker_loop(POLICY, models, dataflow, ranks, checkpoints.root, writer)
         return []
     dataflow = MemoryDataflow(
         batches=batches(num_batches), incarnation=int(begun > 0), number=begun, seq=begun
