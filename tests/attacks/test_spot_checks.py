@@ -212,6 +212,11 @@ def test_a_policy_that_a_row_leaves_out_can_answer() -> None:
         OTHER: of_other[1],
     }
     assert choose_versions([], in_use, {OTHER: of_other[0]}) == {OTHER: of_other[0]}
+    gone = replace(of_other[0], number=99)
+    assert choose_versions([version(1), gone], in_use, loaded) == {
+        POLICY: version(1),
+        OTHER: of_other[1],
+    }, "a version of one policy that is gone does not keep the other's tokens from their check"
 
 
 # --- who is checked ---------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_a_host_of_the_trainer_is_cut_off_and_comes_back(
         *("demo", "--dir", str(folder.path), "--headless", *COMMON),
         f"network={{host: 0.0.0.0, advertise: {HERE}, tls: {tls}}}",
         f"hosts={{a: {{memory_gb: 4, address: {HERE}}}, b: {{memory_gb: 4, address: {THERE}}}}}",
-        *("training.hosts=[a, b]", "training.rank_timeout_s=20", "trainer=external"),
+        *("training.hosts=[a, b]", "training.rank_timeout_s=20", "training.external=true"),
     )
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     with here.running(*run) as launcher:

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, distributions
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock import __version__
-
-if TYPE_CHECKING:
-    from penstock.devices import Device
+from penstock.requirements import Requirement
 
 VLLM = "0.32"
 """The vLLM version that penstock supports."""
@@ -31,22 +27,11 @@ REINSTALL = (
     "pip uninstall -y penstock penstock-rl",
     "pip install penstock-rl",
 )
-MOSTLY_FREE = 0.9
-"""Less free memory than this share means that another program uses a device."""
 SETUP = (
     "make setup-engine   # for CPUs, from a checkout of penstock; or:",
     "python3 -m venv {folder}",
     "{folder}/bin/pip install 'vllm=={vllm}.*'   # for GPUs; scripts/setup_engine.py for CPUs",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Requirement:
-    name: str
-    is_present: bool
-    detail: str
-    needed_for: str
-    fix: tuple[str, ...] = ()
 
 
 def doctor(*, environment: Path | None = None, json: bool = False) -> int:
@@ -61,6 +46,7 @@ def doctor(*, environment: Path | None = None, json: bool = False) -> int:
     from penstock.cli.output import print_json
     from penstock.devices import visible_devices
     from penstock.rollout.engines.vllm.server import default_environment
+    from penstock.runs.machine_requirements import check_machine
 
     devices = visible_devices()
     folder = environment or default_environment()
@@ -87,46 +73,6 @@ def doctor(*, environment: Path | None = None, json: bool = False) -> int:
         for line in finding.fix:
             print(f"      {line}")
     return 0
-
-
-def check_machine(devices: Sequence[Device]) -> Iterator[Requirement]:
-    """Devices with their drivers and links, memory and disk."""
-    from penstock.fleet.run_folder import free_bytes
-    from penstock.runs.machine_limits import this_machine
-    from penstock.trainer.pipeline.memory_estimate import size_text
-
-    needed_for = "training and vLLM on GPUs"
-    if not devices:
-        fix = ("runs compute on the CPU; for GPUs install NVIDIA's driver, which has nvidia-smi,",)
-        fix += ("and show them in CUDA_VISIBLE_DEVICES",)
-        yield Requirement("devices", False, "no GPU found", needed_for, fix)
-    kinds = Counter((one.name, one.memory_bytes, one.driver) for one in devices)
-    for (name, size, driver), count in kinds.items():
-        detail = f"{count} × {name} with {size_text(size)}, driver {driver}"
-        yield Requirement("devices", True, detail, needed_for)
-    for one in devices:
-        if one.free_bytes < MOSTLY_FREE * one.memory_bytes:
-            detail = f"device {one.id} has {size_text(one.free_bytes)} free"
-            fix = ("another program uses it: `nvidia-smi` shows which",)
-            yield Requirement("devices", False, detail, needed_for, fix)
-    if len(devices) > 1:
-        yield _links()
-    memory = f"{size_text(this_machine().memory_bytes)} available"
-    yield Requirement("memory", True, memory, "everything")
-    disk = f"{size_text(free_bytes(Path.cwd()))} free in {Path.cwd()}"
-    yield Requirement("disk", True, disk, "checkpoints and versions")
-
-
-def _links() -> Requirement:
-    """How GPUs reach each other: NV18 is 18 NVLinks, SYS the slowest way through two sockets."""
-    from penstock.devices import links
-
-    rows = [line.split() for line in links()]
-    kinds = Counter(kind for row in rows for kind in row[1 : len(rows) + 1] if kind != "X")
-    total = ", ".join(f"{kind} between {count // 2} pairs" for kind, count in kinds.items())
-    fix = tuple(" ".join(row[: len(rows) + 1]) for row in rows) if len(kinds) > 1 else ()
-    needed_for = "training on several GPUs"
-    return Requirement("links", bool(kinds), total or "unknown", needed_for, fix)
 
 
 def check_distribution(paths: Sequence[str] | None = None) -> Requirement:

@@ -28,13 +28,13 @@ def rank_host_contradictions(config: RunSections) -> Iterator[Contradiction]:
         if len(names) < 2 or any(name not in config.all_hosts for name in names):
             continue
         at = ("models", policy, "training") if model.training is not None else ("training",)
-        num_ranks, devices = config.num_ranks_of(policy), config.for_policy(policy).training.devices
+        num_ranks, training = config.num_ranks_of(policy), config.for_policy(policy).training
         num_devices = sum(config.all_hosts[name].devices for name in names)
-        if config.trainer == "local":
+        if not training.external:
             text = f"the trainer of {policy} has {len(names)} hosts, and the launcher starts it on "
-            text += "one; set trainer: external and start `penstock trainer --host NAME` on each"
+            text += "one; set external: true and start `penstock trainer --host NAME` on each"
             yield Contradiction(text=text, keys=((*at, "hosts"), at))
-        elif devices is None and num_devices not in (0, num_ranks):
+        elif training.devices is None and num_devices not in (0, num_ranks):
             text = f"the {len(names)} hosts of the trainer of {policy} have {num_devices} devices "
             text += f"for {num_ranks} ranks; name some, the same on each host, like devices: [0, 1]"
             yield Contradiction(text=text, keys=((*at, "hosts"), at))

@@ -77,8 +77,6 @@ class RunSections(Section):
     """Folder of the run folders; relative to the working directory."""
     launcher: Annotated[Literal["local"], BeforeValidator(_launcher)] = "local"
     """What starts the processes."""
-    trainer: Literal["local", "external"] = "local"
-    """What starts trainers: the launcher, or `penstock trainer` on each of their hosts."""
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seeds everything random in the run."""
     deterministic: bool = False

@@ -78,6 +78,8 @@ class TrainingConfig(Section):
     devices: Annotated[tuple[NonNegativeInt, ...], Field(strict=False), non_empty()] | None = None
     """Devices of its ranks on each of these hosts, like [0, 1, 2, 3]; null: the first that no other
     process of the run names."""
+    external: bool = False
+    """The launcher starts no trainer: `penstock trainer` is started on its hosts."""
     port: int = Field(default=29500, ge=1024, le=65535)
     """Where ranks on several hosts meet: a port of the first host. Neither this nor what ranks send
     each other is encrypted: it belongs in a private network."""

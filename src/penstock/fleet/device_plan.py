@@ -63,7 +63,9 @@ def deal_devices(
     visible = (os.environ if environ is None else environ).get(VISIBLE_ENV)
     names = visible.split(",") if visible else []
     devices = {name: list(dealt) for name, dealt in layout.engines.items()}
-    for policy, places in layout.ranks.items() if config.trainer == "local" else ():
+    for policy, places in layout.ranks.items():
+        if config.for_policy(policy).training.external:
+            continue
         _refuse_other_hosts(policy, places, here)
         devices[f"trainer-{policy}"] = [place.device for place in places]
     return {
@@ -78,6 +80,6 @@ def _refuse_other_hosts(policy: str, places: tuple[Place, ...], here: str) -> No
         shown = ", ".join(others[:4]) + (", …" if len(others) > 4 else "")
         raise LaunchError(
             f"{len(others)} of the hosts of the trainer of {policy} are other machines ({shown}), "
-            f"and the launcher starts ranks on its own only ({here}); set trainer: external and "
-            "start `penstock trainer --host NAME` on each, or name it alone as training.hosts"
+            f"and the launcher starts ranks on its own only ({here}); set training.external: true "
+            "and start `penstock trainer --host NAME` on each, or name it alone as training.hosts"
         )

@@ -117,7 +117,7 @@ def local_services(
         args = ("trainer", *run_dir, "--policy", policy)
         name = f"publisher-{policy}" if model.frozen else f"trainer-{policy}"
         threads = model.torch_threads
-        if model.frozen or config.trainer == "local":
+        if model.frozen or not config.for_policy(policy).training.external:
             services.append(service(name, trainer, *args, role=Role.TRAINER, threads=threads))
         own = (one for one in nodes if one.policy == policy and not one.evaluates_only)
         services += map(node_service, own)

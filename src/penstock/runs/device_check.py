@@ -48,7 +48,7 @@ def device_notes(config: RunConfig, num_devices: int) -> Iterator[str]:
         yield "this machine is none of hosts: their devices were not compared with real ones"
     for policy, places in layout_here(config, num_devices).ranks.items():
         others = dict.fromkeys(place.host for place in places if place.host != here)
-        if others:
+        if others and not config.for_policy(policy).training.external:
             yield (
                 f"the trainer of {policy} has ranks on {', '.join(others)}; `penstock run` starts "
                 "ranks on its own host only, and refuses this run there"

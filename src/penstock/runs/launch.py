@@ -259,7 +259,7 @@ def _supervise(
         work_dir=Path(folder.endpoints().work_dir),
         on_exit=notify,
         monitor=poller,
-        trains=config.trainer == "local",
+        trains=not any(config.for_policy(name).training.external for name in config.trained),
     )
 
     def record() -> None:

@@ -9,12 +9,16 @@ from the row."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.gateway.generation import Completion, Generate, GenerationRequest
 from penstock.gateway.salvaged_answers import SalvagedAnswers
 from penstock.types import PolicyName, Trajectory, Version, VersionSpan, view_ids
+
+MAX_PIECES = 4
+"""Of one version in one answer. An honest node interrupts an answer a few times, so an answer of
+more pieces is drawn again as a whole: its check costs no more than another's."""
 
 
 def version_of_span(policy: PolicyName, span: VersionSpan) -> Version:
@@ -43,9 +47,14 @@ class RedrawnAnswers:
 
     async def _redraw(self, request: GenerationRequest, recorded: Completion) -> Completion:
         ids = view_ids(recorded.sampled_ids).tolist()
-        for span in recorded.spans:
-            if version_of_span(request.policy, span) != self._checked.get(request.policy):
-                continue
+        pieces = [
+            span
+            for span in merged(recorded.spans)
+            if version_of_span(request.policy, span) == self._checked.get(request.policy)
+        ]
+        if len(pieces) > MAX_PIECES:
+            return await self._generate(request)
+        for span in pieces:
             given = ids[: span.start]
             again = await self._generate(replace(request, given=given, on_chunk=None))
             drawn, is_last = view_ids(again.sampled_ids).tolist(), span.end == len(ids)
@@ -53,4 +62,16 @@ class RedrawnAnswers:
                 return again
             if is_last and (len(drawn), again.finish) != (len(ids), recorded.finish):
                 return again
+            if not is_last and len(drawn) == span.end:
+                return again  # the engine ended the answer here, and the row goes on
         return recorded
+
+
+def merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    """The same tokens, with neighbours of one version as one span."""
+    found: list[VersionSpan] = []
+    for span in spans:
+        if found and replace(found[-1], start=span.start, end=span.end) == span:
+            span = replace(found.pop(), end=span.end)
+        found.append(span)
+    return found

@@ -122,19 +122,18 @@ def choose_versions(
     choose: Callable[[Sequence[Version]], Version] = _random.choice,
 ) -> dict[PolicyName, Version] | None:
     """The version of each policy to check: of those that the row named, by lot, so that every lie
-    about a version may meet its check. The repetition may call a policy that the row did not name;
-    then any version does. None if all that it named of a policy are gone. `loaded`: what the engine
-    of each policy serves."""
+    about a version may meet its check. A policy that the row did not name may be called by the
+    repetition, and one whose named versions are all gone is taken from the row: any version does.
+    None if all versions that the row named are gone. `loaded`: what the engine of each policy
+    serves."""
     chosen: dict[PolicyName, Version] = {}
     for policy, live in loaded.items():
         claimed = sorted(version for version in named if version.policy == policy)
         usable = [version for version in claimed if version in in_use or version == live]
         others = sorted(version for version in in_use if version.policy == policy)
-        if claimed and not usable:
-            return None
         if any_of := usable or ([live] if live else others[-1:]):
             chosen[policy] = choose(any_of)
-    return chosen
+    return chosen if not named or any(version in named for version in chosen.values()) else None
 
 
 class SpotChecker:
@@ -181,7 +180,9 @@ class SpotChecker:
                         if checked is not None:
                             self._answers.expect(check.trajectory, checked)
                             await self._repeat(check, rollout, caller)
-                    except (EngineError, WeightsError, WireError) as error:
+                    except EngineError as error:  # perhaps of this row, so it clears nobody
+                        self._not_checked(check, str(error))
+                    except (WeightsError, WireError) as error:
                         row = check.trajectory.row_id
                         _log.warning("row not checked", row=row, why=str(error))
 
@@ -236,11 +237,16 @@ class SpotChecker:
         await self._engines.load(folder, version)
         self._loaded[version.policy] = version
 
+    def _not_checked(self, check: _Check, why: str) -> None:
+        """Its repetition failed: more rows of its credential are checked from now on."""
+        self._chooser.checked(subject_of_node(check.trajectory.node_id), agrees=False)
+        _log.warning("row not checked", row=check.trajectory.row_id, why=why)
+
     async def _repeat(self, check: _Check, rollout: Rollout, caller: AsyncServiceClient) -> None:
         trajectory, started = check.trajectory, time.perf_counter()
         again = await rollout(check.origin.task, trajectory.slot)
         if again.reward is None:
-            _log.warning("row not checked", row=trajectory.row_id, why=again.outcome.detail)
+            self._not_checked(check, again.outcome.detail)
             return
         same = has_same_tokens(trajectory, again) if self._is_reproducible else None
         subject = subject_of_node(trajectory.node_id)

@@ -102,7 +102,7 @@ def test_ranks_fill_one_host_after_another() -> None:
         "hosts={'gpu[0-3]': {devices: 8, memory_gb: 80}, head: {memory_gb: 8, tags: [head]}}",
         "training.parallel={dp: 4, tp: 4}",
         "training.hosts=['gpu[1-2]']",
-        "trainer=external",
+        "training.external=true",
         "models.policy.replicas=0",
     )
     assert not found.problems

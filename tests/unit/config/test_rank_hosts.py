@@ -9,7 +9,7 @@ from penstock.config import RunConfig, demo_config
 from penstock.config.rank_hosts import host_of_each_rank
 from penstock.errors import ConfigError
 
-TWO = ("hosts={'h[0-1]': {memory_gb: 8}}", "training.hosts=['h[0-1]']", "trainer=external")
+TWO = ("hosts={'h[0-1]': {memory_gb: 8}}", "training.hosts=['h[0-1]']", "training.external=true")
 GPUS = ("hosts={'h[0-1]': {devices: 4, memory_gb: 8}}", *TWO[1:])
 
 
@@ -33,7 +33,7 @@ def test_all_devices_or_named_ones() -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ((*TWO[:2], "training.parallel.dp=2"), "set trainer: external"),
+        ((*TWO[:2], "training.parallel.dp=2"), "set external: true"),
         ((*TWO, "training.parallel.dp=3"), "1 left over"),
         ((*GPUS, "training.parallel.dp=4"), "8 devices for 4 ranks"),
     ],

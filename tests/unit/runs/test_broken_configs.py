@@ -73,7 +73,7 @@ def test_a_broken_config_is_refused(case: BrokenConfig, folder: Path) -> None:
 
 def test_an_override_is_named_instead_of_a_line(folder: Path) -> None:
     (folder / "run.yaml").write_text(BASE)
-    [found] = messages(Path("run.yaml"), "training.parallel.dp=4096")
+    found, *_ = messages(Path("run.yaml"), "training.parallel.dp=4096")
     assert found.startswith('override "training.parallel.dp=4096": training.parallel: the trainer')
 
 

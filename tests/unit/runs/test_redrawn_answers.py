@@ -27,6 +27,7 @@ from penstock.types import (
     SamplingSpec,
     Trajectory,
     Turn,
+    VersionSpan,
     token_ids,
     view_ids,
 )
@@ -109,3 +110,45 @@ async def test_tokens_after_a_swap_are_drawn_again_from_where_it_was(models: lis
                 is_other_version = (changed_at >= SWAP_AT) != (number == 1)
                 assert is_same == (changed_at < 0 or is_other_version), (number, changed_at)
         await engine.close()
+
+
+def _spans(*pieces: tuple[int, int, int]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(start=a, end=b, incarnation=1, number=n) for a, b, n in pieces)
+
+
+async def test_an_answer_in_many_pieces_costs_one_generation() -> None:
+    """A span per token would be a generation per token, and the check would never end."""
+    calls: list[int] = []
+    ids = list(range(40))
+
+    async def generate(request: GenerationRequest) -> Completion:
+        calls.append(len(request.given))
+        return Completion.of(ids, [-0.5] * len(ids), version(0), is_cut=True)
+
+    for pieces, num_calls in (
+        ([(at, at + 1, 0) for at in range(40)], 1),  # neighbours of one version are one piece
+        ([(at, at + 1, at % 2) for at in range(40)], 1),
+        ([(0, 10, 0), (10, 20, 1), (20, 40, 0)], 2),
+    ):
+        answer = await generate(REQUEST)
+        said = replace(answer, spans=_spans(*pieces))
+        again = RedrawnAnswers(generate)
+        again.expect(_row(said), {POLICY: version(0)})
+        calls.clear()
+        assert (await again(REQUEST)).sampled_ids == answer.sampled_ids
+        assert len(calls) == num_calls, pieces
+
+
+async def test_an_answer_that_goes_on_after_the_engine_ended_it_differs() -> None:
+    """A cut behind the end token would hide that the engine stopped there."""
+
+    async def generate(request: GenerationRequest) -> Completion:
+        ids = [5, 6, 7] if len(request.given) < 3 else [5, 6, 7, 8, 9]
+        return Completion.of(ids, [-0.5] * len(ids), version(0), is_cut=False)
+
+    longer = Completion.of([5, 6, 7, 8, 9], [-0.5] * 5, version(0), is_cut=False)
+    for pieces in ([(0, 3, 0), (3, 5, 0)], [(0, 3, 0), (3, 5, 1)]):
+        again = RedrawnAnswers(generate)
+        said = replace(longer, spans=_spans(*pieces))
+        again.expect(_row(said), {POLICY: version(0)})
+        assert (await again(REQUEST)).sampled_ids != said.sampled_ids, pieces

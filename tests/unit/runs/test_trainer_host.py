@@ -11,7 +11,7 @@ from penstock.runs.trainer_host import ranks_here, visible_devices
 from penstock.trainer.ranks.supervisor import HostRanks
 
 LOCAL = "hosts={a: {memory_gb: 8, address: 127.0.0.1}, b: {memory_gb: 8, address: 192.0.2.1}}"
-TWO = (LOCAL, "training.hosts=[a, b]", "trainer=external", "training.parallel.dp=4")
+TWO = (LOCAL, "training.hosts=[a, b]", "training.external=true", "training.parallel.dp=4")
 
 
 def config_of(*overrides: str) -> RunConfig:

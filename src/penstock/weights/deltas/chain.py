@@ -6,6 +6,7 @@ Entries are hints and not trusted: the caller verifies the result."""
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -50,10 +51,11 @@ def cheapest_chain(
 ) -> tuple[DeltaEntry, ...]:
     """Deltas from an available file to the target, in order of application; empty if no chain takes
     fewer bytes than `below`."""
-    waiting: list[tuple[int, int, str, tuple[DeltaEntry, ...]]] = [(0, 0, target, ())]
+    waiting: list[tuple[int, int, str, int, tuple[DeltaEntry, ...]]] = [(0, 0, target, 0, ())]
+    order = itertools.count(1)  # of equal ones the first found: entries have no order
     done: set[str] = set()
     while waiting:
-        cost, num_steps, file, chain = heapq.heappop(waiting)
+        cost, num_steps, file, _, chain = heapq.heappop(waiting)
         if chain and has_blob(file):
             return chain
         if file in done or num_steps == MAX_STEPS:
@@ -61,7 +63,8 @@ def cheapest_chain(
         done.add(file)
         for step in steps_to(file):
             if cost + step.bytes < below:
-                found = (cost + step.bytes, num_steps + 1, step.base, (step, *chain))
+                size = cost + step.bytes
+                found = (size, num_steps + 1, step.base, next(order), (step, *chain))
                 heapq.heappush(waiting, found)
     return ()
 
