@@ -99,7 +99,7 @@ class System:
     def status(self) -> Status | None:
         """Asked over HTTP: starting a command takes longer than some of the answers live."""
         token = self.folder.token(self.folder.read_config().name, Role.READER, ttl_s=60.0)
-        reader = StatusClient(self.folder.endpoints().dataflow, token, patience_s=0.5)
+        reader = StatusClient(self.folder.endpoints().dataflow, token, patience_s=5.0)
         try:
             return reader.status()
         except WireError:

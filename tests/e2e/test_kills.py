@@ -97,7 +97,8 @@ def test_a_killed_node_loses_no_finished_turn(tmp_path: Path) -> None:
         def has_gone_on() -> bool:
             status = system.status()
             saved.append(0 if status is None else status.salvaged_tokens)
-            return saved[-1] > 0
+            is_over = system.launcher is not None and system.launcher.poll() is not None
+            return saved[-1] > 0 or is_over  # a busy machine may miss the answers in between
 
         until(has_gone_on, timeout_s=300.0, what="turns are served again")
         assert system.wait() == 0, (tmp_path / "out.txt").read_text()

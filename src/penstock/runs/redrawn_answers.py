@@ -68,7 +68,7 @@ class RedrawnAnswers:
 
 
 def merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
-    """The same tokens, with neighbours of one version as one span."""
+    """The same tokens, with adjacent spans of one version as one."""
     found: list[VersionSpan] = []
     for span in spans:
         if found and replace(found[-1], start=span.start, end=span.end) == span:

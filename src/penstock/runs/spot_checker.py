@@ -180,7 +180,7 @@ class SpotChecker:
                         if checked is not None:
                             self._answers.expect(check.trajectory, checked)
                             await self._repeat(check, rollout, caller)
-                    except EngineError as error:  # perhaps of this row, so it clears nobody
+                    except EngineError as error:  # perhaps the fault of this row
                         self._not_checked(check, str(error))
                     except (WeightsError, WireError) as error:
                         row = check.trajectory.row_id

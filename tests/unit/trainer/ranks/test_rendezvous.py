@@ -95,10 +95,9 @@ from penstock.trainer.ranks import rendezvous
 from penstock.trainer.ranks.group import init_process_group, make_rank_group
 from penstock.trainer.ranks.supervisor import read_rank_env
 from penstock.config.stages import ParallelConfig
-rendezvous.BEAT_S = 0.2
 rank_env = read_rank_env(os.environ)
 logs.configure("rank", stream=open(sys.argv[1] + f"/{rank_env.rank}.log", "w", buffering=1))
-watch = init_process_group(rank_env, timeout_s=3.0, hosts=("a", "b"))
+watch = init_process_group(rank_env, timeout_s=15.0, hosts=("a", "b"))
 group = make_rank_group(ParallelConfig(dp=2))
 if rank_env.rank == 1:
     time.sleep(1000)  # alive, and never at the collective
