@@ -110,8 +110,7 @@ class ContainerSandbox(FolderSandbox):
         words = ["--network=none", "--read-only", "--cap-drop=ALL", f"--user={user}:{user}"]
         words.append("--stop-timeout=0")  # programs that are ended get no time to object
         words += ["--security-opt=no-new-privileges", f"--memory={limits.memory_mb}m"]
-        if profile := build_profile():
-            (self.path / _PROFILE).write_text(json.dumps(profile))
+        if build_profile():
             words.append(f"--security-opt=seccomp={self.path / _PROFILE}")
         words += [f"--pids-limit={limits.num_processes + 2}", f"--workdir={WORK_DIR}"]
         # The defaults of engines may be beyond what this process may ask for.
@@ -136,6 +135,8 @@ class ContainerSandbox(FolderSandbox):
             options = disk_options(self.spec.limits.disk_mb)
             command = ["mount", "-t", "tmpfs", "-o", options, "penstock", str(self.path)]
             subprocess.run(command, check=False, capture_output=True, timeout=START_S)
+        if profile := build_profile():
+            (self.path / _PROFILE).write_text(json.dumps(profile))
 
     def _group_of(self, name: str) -> Group:
         """The control group that the engine made for this container."""
