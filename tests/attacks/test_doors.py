@@ -245,6 +245,19 @@ def test_slow_callers_are_cut_off(
     pytest.fail("the service waited for ever")
 
 
+def test_a_stranger_that_was_refused_before_its_body_came_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is idle again once its body is complete, and a silent stranger has a deadline."""
+    for name, value in (("HEAD_S", 0.3), ("SWEEP_S", 0.05)):
+        monkeypatch.setattr(doors, name, value)
+    with running(tmp_path) as service, service.connect() as caller:
+        caller.sendall(POST + b"content-length: 2\r\n\r\n")
+        assert b" 401 " in one_answer(caller)
+        caller.sendall(b"{}")
+        assert everything(caller) == b""  # a connection that stays open ends in a TimeoutError
+
+
 def test_drips_of_a_stranger_wake_the_service_at_its_own_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

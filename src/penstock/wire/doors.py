@@ -291,6 +291,8 @@ class GuardedConnection(HttpToolsProtocol):
         self._phase = _Phase.ANSWERING
         self._num_other_bytes = 0
         super().on_message_complete()
+        if self.cycle is not None and self.cycle.response_complete and not self.pipeline:
+            self._enter(_Phase.IDLE)  # it was answered, say refused, before its body was here
 
     def on_response_complete(self) -> None:
         if self._phase is _Phase.ANSWERING and not self.pipeline:
@@ -387,12 +389,12 @@ class Listener:
 
     def _sweep(self) -> None:
         """Look at the next few connections; at all of them in SWEEP_S."""
+        pause_s = SWEEP_S * min(1.0, LOOKS_PER_WAKE / max(1, len(self._door)))
+        self._sweeper = self._loop.call_later(pause_s, self._sweep)  # first: the log may fail
         num_looks = sum(1 for _ in islice(self._looks, LOOKS_PER_WAKE))
         if num_looks < LOOKS_PER_WAKE:
-            self._report()
             self._looks = self._door.sweep(self._loop.time())
-        pause_s = SWEEP_S * min(1.0, LOOKS_PER_WAKE / max(1, len(self._door)))
-        self._sweeper = self._loop.call_later(pause_s, self._sweep)
+            self._report()
 
     def _report(self) -> None:
         counts = self._door.counts
