@@ -25,7 +25,7 @@ from penstock.config.stages import stage_subject
 from penstock.config.trust import SCORE_STAGE
 from penstock.dataflow.client.dataflow import NodeClient
 from penstock.dataflow.columns.origins import RowOrigin
-from penstock.dataflow.core.leasing import NodeState, RegisterRequest
+from penstock.dataflow.core.leasing import DeliveryStatus, NodeState, RegisterRequest
 from penstock.dataflow.core.names import ORIGIN, TRAIN
 from penstock.dataflow.core.spot_checks import SpotCheck
 from penstock.dataflow.service.build import build
@@ -40,12 +40,13 @@ from penstock.dataflow.service.nodes.messages import (
 )
 from penstock.dataflow.service.operators.status import metrics, status
 from penstock.dataflow.service.rows.messages import GetRequest
+from penstock.dataflow.service.trainers.messages import IncarnationRequest, PublishRequest
 from penstock.errors import Forbidden, SandboxError
 from penstock.fleet.run_folder import Endpoints, RunFolder
 from penstock.rollout.isolation import IsolationSettings
 from penstock.runs.scoring import run_score_stage
 from penstock.runs.spot_checker import SpotChecker
-from penstock.types import UNTRUSTED_TAG, NodeId
+from penstock.types import UNTRUSTED_TAG, NodeId, VersionSpan
 from penstock.wire.auth import Audience, Role
 from penstock.wire.client import ServiceClient
 from penstock.wire.codec import encode
@@ -292,6 +293,76 @@ async def test_turns_of_an_untrusted_node_are_not_delivered_by_a_trusted_one(
     assert (again.group_id, again.slot) == (grant.group_id, grant.slot)
     assert again.num_recorded == 0
     assert service.nodes.turns.offer(good, again.row_id).turns == ()
+    service.close()
+
+
+OLD = VersionSpan(start=0, end=1, incarnation=1, number=0)
+NEW = VersionSpan(start=1, end=2, incarnation=2, number=0)
+
+
+@pytest.mark.parametrize(
+    ("spans", "is_taken"),
+    [
+        ((OLD, NEW), True),
+        ((replace(NEW, start=0),), True),
+        ((replace(NEW, start=0, end=1), replace(OLD, start=1, end=2)), False),
+    ],
+)
+@pytest.mark.parametrize("had_new", [False, True])
+async def test_an_untrusted_node_does_not_choose_its_version_afterwards(
+    tmp_path: Path, spans: tuple[VersionSpan, ...], is_taken: bool, had_new: bool
+) -> None:
+    """It could draw one answer with each version in use and name the one that it likes: every draw
+    passes its check. So it names none older than it served when it got its lease."""
+    config = untrusted_config()
+    service = build(config, tmp_path)
+    await start(service)
+    request = IncarnationRequest(request_id="s", expected=1, number=0, seq=0)
+    await service.trainers.incarnate(POLICY, request)
+    published = PublishRequest(
+        incarnation=2, number=0, manifest_digest="c" * 64, weights_digest="d" * 64
+    )
+    await service.trainers.publish(POLICY, published)
+    if had_new:
+        now = Heartbeat(boot_id="s", state=NodeState.LIVE, live=(replace(LIVE, incarnation=2),))
+        await service.nodes.heartbeat(EVIL, now)
+    [grant] = await lease(service, 1)
+    row = honest_row(grant, config)
+    row = replace(row, turns=(replace(row.turns[0], spans=spans),))
+    delivery = Delivery(row_id=grant.row_id, payload=memoryview(encode(row)))
+    body = DeliveryRequest(node_id=EVIL, boot_id="s", deliveries=(delivery,))
+    [result] = (await service.nodes.deliver(body)).results
+    is_older = had_new and OLD in spans
+    assert (result.status is DeliveryStatus.STORED) == (is_taken and not is_older), result.detail
+    if result.detail:
+        assert "when its node served policy@2.0" in result.detail
+    service.close()
+
+
+async def test_turns_of_an_earlier_holder_are_not_offered_to_an_untrusted_node(
+    tmp_path: Path,
+) -> None:
+    """It answers for the versions that it served itself, so it generates every turn."""
+    config = untrusted_config()
+    service = build(config, tmp_path)
+    await start(service)
+    good = NodeId("good")
+    await service.nodes.register(registration(node_id=good, boot_id="g"))
+    await service.nodes.heartbeat(good, Heartbeat(boot_id="g", state=NodeState.LIVE, live=(LIVE,)))
+    ask = LeaseRequest(
+        request_id="b", node_id=good, boot_id="g", max_slots=1, wait_s=0, live=(LIVE,)
+    )
+    [grant] = (await service.nodes.lease(ask)).grants
+    turn = RecordedTurn(row_id=grant.row_id, index=0, turn=honest_row(grant, config).turns[0])
+    service.nodes.turns.record(RecordRequest(node_id=good, turns=(turn,)))
+    body = DeliveryRequest(
+        node_id=good, boot_id="g", deliveries=(), released={grant.row_id: grant.secret}
+    )
+    await service.nodes.deliver(body)
+    [again] = await lease(service, 1)
+    assert (again.group_id, again.slot) == (grant.group_id, grant.slot)
+    assert again.num_recorded == 0
+    assert service.nodes.turns.offer(EVIL, again.row_id).turns == ()
     service.close()
 
 

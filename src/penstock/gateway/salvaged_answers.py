@@ -16,7 +16,7 @@ from dataclasses import replace
 from blake3 import blake3
 
 from penstock.gateway.generation import Completion
-from penstock.types import FinishReason, PolicyName, SamplingSpec, TokenIds, Turn, token_ids
+from penstock.types import FinishReason, PolicyName, SamplingSpec, Turn, token_ids
 
 Key = tuple[str, PolicyName, SamplingSpec, bytes]
 
@@ -24,15 +24,16 @@ Key = tuple[str, PolicyName, SamplingSpec, bytes]
 class SalvagedAnswers:
     def __init__(self, turns: Sequence[Turn] = ()) -> None:
         self._answers: defaultdict[Key, deque[Turn]] = defaultdict(deque)
-        contexts: list[bytes] = []
-        """Full context of each turn, including its answer."""
+        hashes: list[blake3] = []
+        """Of each turn's full context, including its answer. The contexts themselves would grow
+        with the square of a conversation."""
         for turn in turns:
-            before = contexts[turn.parent] if turn.parent >= 0 else b""
-            prompt = before + turn.prompt_ids
-            contexts.append(prompt + turn.sampled_ids)
+            context = hashes[turn.parent].copy() if turn.parent >= 0 else blake3()
+            context.update(turn.prompt_ids)
             if turn.finish is not FinishReason.ABORT:
-                key = _key(turn.agent, turn.policy, turn.sampling, TokenIds(prompt))
+                key = _key(turn.agent, turn.policy, turn.sampling, context)
                 self._answers[key].append(turn)
+            hashes.append(context.update(turn.sampled_ids))
 
     def pop(
         self,
@@ -44,7 +45,7 @@ class SalvagedAnswers:
         """An unused answer to this call, or None."""
         if not self._answers:
             return None
-        key = _key(agent, policy, sampling, token_ids(context_ids))
+        key = _key(agent, policy, sampling, blake3(token_ids(context_ids)))
         waiting = self._answers.get(key)
         if not waiting:
             return None
@@ -59,5 +60,5 @@ class SalvagedAnswers:
         )
 
 
-def _key(agent: str, policy: PolicyName, sampling: SamplingSpec, context: TokenIds) -> Key:
-    return agent, policy, replace(sampling, seed=0), blake3(context).digest()
+def _key(agent: str, policy: PolicyName, sampling: SamplingSpec, context: blake3) -> Key:
+    return agent, policy, replace(sampling, seed=0), context.digest()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 from penstock.gateway.salvaged_answers import SalvagedAnswers
@@ -58,6 +59,19 @@ def test_a_turn_is_found_by_its_full_context() -> None:
     assert taken(salvaged, [2]) is None
     assert taken(salvaged, [1, 5, 2]) == [6]
     assert taken(salvaged, [1]) == [5]
+
+
+def test_a_long_conversation_costs_what_it_has_and_not_its_square() -> None:
+    """A node of strangers names the turns that its repetition looks up."""
+    turns = [turn([1] * 2_000, [5], parent=index - 1) for index in range(500)]
+    tracemalloc.start()
+    try:
+        salvaged = SalvagedAnswers(turns)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 8 << 20  # all contexts together are a gigabyte
+    assert taken(salvaged, ([1] * 2_000 + [5]) * 2 + [1] * 2_000) == [5]
 
 
 def test_another_spec_or_policy_is_another_call() -> None:

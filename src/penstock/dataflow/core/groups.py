@@ -215,6 +215,8 @@ class HeldLeases:
     """Grants that had running leases when they were added."""
     num_running: int = 0
     """How many of these leases are running."""
+    live: tuple[LiveVersion, ...] = ()
+    """Versions that the node served then; unknown after a restart."""
 
 
 @dataclass(slots=True)

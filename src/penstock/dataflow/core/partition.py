@@ -395,7 +395,17 @@ class Partition:
                 record = self._grant(node, group, request_id, free - len(grants), now)
                 grants += self._describe(group, record, record.slots, num_groups)
             num_groups += 1
+        if grants:
+            node.granted[request_id].live = tuple(live)
         return grants
+
+    def live_at_lease(self, node_id: NodeId, group_id: GroupId, slot: int) -> Sequence[LiveVersion]:
+        """What the holder of this slot served when it got it; nothing for an evaluation, which has
+        its own versions, and after a restart."""
+        group = self.groups[group_id]
+        grant = group.slot(slot).grant
+        held = None if grant is None else self.nodes[node_id].granted.get(grant.request_id)
+        return () if held is None or group.is_evaluation else held.live
 
     def _lease_evaluations(
         self,

@@ -94,7 +94,7 @@ class Batch:
         """Prepare a row for `step`, or return why it cannot be decoded."""
         assert self.snapshot is not None
         prompt_ids, sampling = row.request.prompt_ids, row.request.sampling
-        if (why := prompt_problem(prompt_ids, self.snapshot)) is not None:
+        if (why := prompt_problem([*prompt_ids, *row.request.given], self.snapshot)) is not None:
             return RequestRejected(why)
         if sampling.stop and self.tokenizer is None:
             return RequestRejected("stop strings need tokenizer.json, which the snapshot lacks")

@@ -10,6 +10,7 @@ docker runs as root, and the control group of each program, whose processor time
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -134,7 +135,10 @@ class ContainerSandbox(FolderSandbox):
         if os.geteuid() == 0:
             options = disk_options(self.spec.limits.disk_mb)
             command = ["mount", "-t", "tmpfs", "-o", options, "penstock", str(self.path)]
-            subprocess.run(command, check=False, capture_output=True, timeout=START_S)
+            done = subprocess.run(command, check=False, capture_output=True, timeout=START_S)
+            if done.returncode:  # without it there is no limit of its disk
+                why = done.stderr.decode(errors="replace").strip()
+                raise OSError(errno.EIO, f"no file system of its own: {why}")
         if profile := build_profile():
             (self.path / _PROFILE).write_text(json.dumps(profile))
 

@@ -27,7 +27,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from penstock.errors import EngineError
+from penstock.errors import EngineError, RequestRejected
 from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding.batch import Batch, Row
 from penstock.rollout.decoding.hf_decoder import HfDecoder
@@ -156,6 +156,22 @@ async def test_logprobs_across_joins_leaves_and_swaps(
         for row, completion in finished
     )
     assert worst < TOLERANCE
+
+
+@pytest.mark.parametrize("given", [[VOCAB_SIZE], [-1], [1] * 5_000])
+async def test_given_tokens_that_the_model_cannot_read_are_refused(
+    folders: list[Path], given: list[int]
+) -> None:
+    """They come from a row of strangers; the other rows of the batch go on."""
+    decoder = HfDecoder(torch_threads=1)
+    batch = Batch(decoder)
+    staged = decoder.stage(folders[0])
+    staged.apply()
+    batch.snapshot = staged.snapshot
+    spec = SamplingSpec(max_tokens=4)
+    request = GenerationRequest([1], spec, policy=POLICY, session="s", given=given)
+    row = Row(request, asyncio.get_running_loop().create_future(), SpanLog(version(0)))
+    assert isinstance(batch.admit(row, version(0)), RequestRejected)
 
 
 async def test_logprobs_through_the_engine_while_versions_change(

@@ -64,6 +64,21 @@ async def test_a_program_runs_behind_the_walls_that_the_engine_offers(engine: Pa
     assert not sandbox.path.exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a file system")
+async def test_without_its_own_file_system_no_sandbox_starts(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its disk would have no limit."""
+    mount = engine.parent / "mount"
+    mount.write_text("#!/bin/sh\necho no tmpfs here >&2\nexit 32\n")
+    mount.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{engine.parent}:{os.environ['PATH']}")
+    sandbox = ContainerBackend("the-image", str(engine)).create(SandboxSpec())
+    with pytest.raises(SandboxError, match="no tmpfs here"):
+        await sandbox.start()
+    assert not sandbox.path.exists()
+
+
 async def test_the_engine_gets_our_filter_of_system_calls(engine: Path) -> None:
     sandbox = ContainerBackend("the-image", str(engine)).create(SandboxSpec())
     await sandbox.start()

@@ -249,7 +249,7 @@ class NodeHandlers:
         finished = self._is_finished()  # then this is the last answer: name the last version
         return LeaseAnswer(
             tasks=tasks,
-            grants=tuple(self.turns.with_num_recorded(grants)),
+            grants=tuple(self.turns.with_num_recorded(body.node_id, grants)),
             orders=self.orders(body.node_id)
             if wanted is None or finished
             else NodeDirectives(wanted=wanted[0], pinned=wanted[1]),

@@ -20,7 +20,7 @@ from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import RowRecord, row_id
 from penstock.dataflow.service.nodes import validate
 from penstock.dataflow.service.nodes.messages import Delivery, DeliveryResult
-from penstock.dataflow.service.nodes.trust import LeaseSampling
+from penstock.dataflow.service.nodes.trust import LeaseSampling, version_problem
 from penstock.dataflow.sources import slot_seeds
 from penstock.errors import BadRequest
 from penstock.redaction import for_people
@@ -94,7 +94,7 @@ class DeliveryIntake:
         if trajectory.boot_id not in ("", self._partition.nodes[node_id].record.boot_id):
             return f"the trajectory has boot_id {trajectory.boot_id[:128]}, the lease another one"
         is_untrusted = self._partition.nodes[node_id].is_untrusted
-        if is_untrusted and (wrong := self._sampling_problem(trajectory)):
+        if is_untrusted and (wrong := self._lease_problem(trajectory)):
             return wrong
         is_question = is_evaluation(trajectory.group_id)
         digest = blake3(delivery.payload).hexdigest()
@@ -111,10 +111,12 @@ class DeliveryIntake:
             return summary
         return trajectory, _with_counts(summary, trajectory) if is_question else summary
 
-    def _sampling_problem(self, trajectory: Trajectory) -> str:
-        task, slot = self._partition.groups[trajectory.group_id].task, trajectory.slot
+    def _lease_problem(self, trajectory: Trajectory) -> str:
+        group_id, slot, turns = trajectory.group_id, trajectory.slot, trajectory.turns
+        task = self._partition.groups[group_id].task
         [seed] = slot_seeds(task.seed, range(slot, slot + 1))
-        return self.sampling.problem(trajectory.turns, task.source, seed)
+        live = self._partition.live_at_lease(trajectory.node_id, group_id, slot)
+        return self.sampling.problem(turns, task.source, seed) or version_problem(turns, live)
 
     def _store(
         self, delivery: Delivery, trajectory: Trajectory, summary: RowSummary, now: float

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What follows from an untrusted credential: its nodes are tagged, deliver without a reward, and
-sample exactly as their leases say.
+sample exactly as their leases say, with the versions that they serve.
 
 Owns these rules; pure. Refuses nodes of strangers where the run does not check them. Whether a row
 is true is for the trainer and the stage `trusted-reward` to find out."""
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.dataflow.core.groups import Node
-from penstock.dataflow.core.leasing import RegisterRequest
+from penstock.dataflow.core.leasing import LiveVersion, RegisterRequest
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.errors import Forbidden
 from penstock.seeds import derive
@@ -87,6 +87,23 @@ class LeaseSampling:
             if given.seed not in seeds:
                 return f"turn {index}: its seed is not one of the lease's"
         return ""
+
+
+def version_problem(turns: Sequence[Turn], live: Sequence[LiveVersion]) -> str:
+    """Which turn names a version older than one that the node served before it; empty if none does.
+    Otherwise a node could try versions and name the one whose answer it likes.
+
+    live: the versions that the node served when it got the lease."""
+    oldest = {one.policy: (one.incarnation, one.number) for one in live}
+    for index, turn in enumerate(turns):
+        served = oldest.get(turn.policy, (0, 0))
+        for span in turn.spans:
+            version = span.incarnation, span.number
+            if version < served:
+                names = [f"{turn.policy}@{'.'.join(map(str, one))}" for one in (version, served)]
+                return f"turn {index}: sampled by {names[0]}, when its node served {names[1]}"
+            served = version
+    return ""
 
 
 MAX_LOST_CALLS = 64

@@ -54,12 +54,15 @@ class TurnHandlers:
         group_id, index, epoch = parse_row_id(row_id)
         if not self._partition.holds(node_id, group_id, index, epoch):
             raise Fenced(f"{node_id} no longer holds the lease of {row_id}; stop working on it")
+        if self._partition.nodes[node_id].is_untrusted:
+            return TurnsAnswer(turns=())
         attempt = self._partition.groups[group_id].slot(index).attempt + 1
         return TurnsAnswer(turns=tuple(self._salvage.offer((group_id, index), epoch, attempt)))
 
-    def with_num_recorded(self, grants: Sequence[Grant]) -> list[Grant]:
-        """Add to each lease the number of turns recorded by earlier holders of its slot."""
-        if not len(self._salvage):
+    def with_num_recorded(self, node_id: NodeId, grants: Sequence[Grant]) -> list[Grant]:
+        """Add to each lease the number of turns recorded by earlier holders of its slot. An
+        untrusted node gets none: it answers for its own versions alone."""
+        if not len(self._salvage) or self._partition.nodes[node_id].is_untrusted:
             return list(grants)
         offer = self._salvage.offer
         turns = (
