@@ -291,7 +291,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._phase = _Phase.ANSWERING
         self._num_other_bytes = 0
         super().on_message_complete()
-        if self.cycle is not None and self.cycle.response_complete and not self.pipeline:
+        if self.cycle.response_complete and not self.pipeline:
             self._enter(_Phase.IDLE)  # it was answered, say refused, before its body was here
 
     def on_response_complete(self) -> None:
