@@ -138,7 +138,7 @@ class ContainerSandbox(FolderSandbox):
             done = subprocess.run(command, check=False, capture_output=True, timeout=START_S)
             if done.returncode:  # without it there is no limit of its disk
                 why = done.stderr.decode(errors="replace").strip()
-                raise OSError(errno.EIO, f"no file system of its own: {why}")
+                raise OSError(errno.EIO, f"no separate file system: {why}")
         if profile := build_profile():
             (self.path / _PROFILE).write_text(json.dumps(profile))
 
