@@ -162,7 +162,8 @@ def test_a_32b_on_eight_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(socket, "gethostname", lambda own=own: own)
         assert this_host(config.all_hosts) == own.partition(".")[0]
         assert example.problems() == []
-    assert list(device_notes(config, 8)) == []
+    [note] = device_notes(config, 8)
+    assert "of policy on gpu0, gpu1" in note and "file system that these hosts share" in note
     assert deal_devices(config, 8) == {}, "its trainer is started on each host"
 
     async def join() -> None:

@@ -41,7 +41,7 @@ def device_problems(config: RunConfig, plan: Plan, gpus: Sequence[int]) -> Itera
 
 
 def device_notes(config: RunConfig, num_devices: int) -> Iterator[str]:
-    """What `penstock run` does not do here."""
+    """What `penstock run` does not do here, and what the hosts of a trainer must share."""
     host = this_host(config.all_hosts)
     here = host or HERE
     if config.hosts and host is None and len(config.all_hosts) > 1:
@@ -52,6 +52,12 @@ def device_notes(config: RunConfig, num_devices: int) -> Iterator[str]:
             yield (
                 f"the trainer of {policy} has ranks on {', '.join(others)}; `penstock run` starts "
                 "ranks on its own host only, and refuses this run there"
+            )
+        hosts = list(dict.fromkeys(place.host for place in places))
+        if len(hosts) > 1:
+            yield (
+                f"the ranks of {policy} on {', '.join(hosts)} write their shares of versions and "
+                "checkpoints into the run folder: put it on a file system that these hosts share"
             )
 
 
