@@ -152,9 +152,8 @@ def test_a_config_of_another_kind_has_no_shape() -> None:
 def test_two_real_ranks_take_what_is_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Freed blocks go back to the system at once: by default glibc keeps those below 32 MB, here
-    the buffers of every layer, and a process takes about half as much again. The rest of the
-    difference is small blocks and the buffers of gloo."""
+    """With this setting freed blocks go back to the system at once; without it a process took about
+    half as much again, most likely blocks that glibc kept."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
     spec = PassSpec(parallel=PARALLEL, num_tokens=NUM_TOKENS)
     expected = Model.of(SHAPE, SHAPE.num_layers).peak_bytes(spec)
