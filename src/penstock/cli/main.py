@@ -32,6 +32,7 @@ COMMANDS = (
     ("run", START, "Start or resume a run on this machine."),
     ("ls", RUNS, "List runs: state, step, reward, age and size."),
     ("status", RUNS, "Show a run's state and what it is waiting for."),
+    ("top", RUNS, "Watch flow, curves and fleet of a run on one screen."),
     ("logs", RUNS, "Show a run's logs, all services in order of time."),
     ("plot", RUNS, "Draw the reward, or any metric, of one or more runs."),
     ("report", RUNS, "Show how well rollout and training are balanced."),
@@ -106,7 +107,12 @@ def build() -> App:
     serve = "Serve Python, search and files as an MCP server."
     tools.command("penstock.cli.tools:serve", name="serve", help=serve)
     app.command(tools)
-    app["--help"].group = app["--version"].group = Group("Options", sort_key=9)
+    options = Group("Options", sort_key=9)
+    complete = "Complete commands and options with Tab in this shell (bash, zsh, fish)."
+    app.register_install_completion_command(  # pyright: ignore[reportUnknownMemberType]
+        help=complete, group=options
+    )
+    app["--help"].group = app["--version"].group = options
     return app
 
 
