@@ -105,4 +105,4 @@ def test_a_chart_of_blocks() -> None:
 def test_every_command_can_be_completed(shell: Literal["bash", "zsh", "fish"]) -> None:
     script = build().generate_completion(shell=shell)
     assert all(name in script for name, _, _ in COMMANDS)
-    assert "--install-completion" in script
+    assert "install-completion" in script
