@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,16 @@ def inside(namespaces: Sequence[int]) -> set[int]:
     return found
 
 
+def counted(link: Link, num_packets: int, *fates: str) -> Mapping[str, int]:
+    """What became of the packets to `b`, once the link has seen this many meet one of these
+    fates."""
+    deadline = time.monotonic() + 120.0
+    while sum((there := link.stats()["ab"])[fate] for fate in fates) < num_packets:
+        assert time.monotonic() < deadline, there
+        time.sleep(0.02)
+    return there
+
+
 def test_a_round_trip_takes_twice_the_delay() -> None:
     with Link(delay_ms=150) as link:
         serve(link, "b", ECHO)
@@ -128,18 +138,16 @@ def test_a_transfer_takes_its_size_by_the_rate_which_may_change() -> None:
 def test_loss_is_near_its_setting() -> None:
     with Link(delay_ms=1, loss=0.1) as link:
         start(link, "a", BURST, link.addresses["b"], 500).wait()
-        time.sleep(0.5)
-        there = link.stats()["ab"]
+        there = counted(link, 500, "delivered", "lost")
     assert there["packets"] == 500
     assert 30 <= there["lost"] <= 70
-    assert there["delivered"] == 500 - there["lost"]
 
 
 def test_a_full_queue_drops_what_comes() -> None:
-    """100 packets of 1,000 bytes at once: ten wait, and one leaves in each 160 ms meanwhile."""
-    with Link(rate_mbit=0.05, queue_kb=10) as link:
+    """100 packets of 1,000 bytes at once: ten wait, and one leaves in each 1.6 s meanwhile."""
+    with Link(rate_mbit=0.005, queue_kb=10) as link:
         start(link, "a", BURST, link.addresses["b"], 100).wait()
-        assert 70 <= link.stats()["ab"]["overflowed"] <= 90
+        assert 70 <= counted(link, 100, "packets")["overflowed"] <= 90
 
 
 def test_a_cut_drops_all_until_it_is_mended() -> None:
@@ -147,7 +155,7 @@ def test_a_cut_drops_all_until_it_is_mended() -> None:
         serve(link, "b", ECHO)
         link.cut()
         assert ping(link, patience_s=0.05) == []
-        assert link.stats()["ab"]["cut"] == 5
+        assert counted(link, 5, "cut")["cut"] == 5
         link.restore()
         assert len(ping(link)) == 5
 
@@ -156,7 +164,8 @@ def test_two_links_of_one_origin() -> None:
     with Link(delay_ms=1) as one, Link(delay_ms=40, beside=one) as other:
         for link in (one, other):
             serve(link, "b", ECHO)
-        assert min(ping(one)) < 0.08 <= min(ping(one, address=other.addresses["b"]))
+        far = min(ping(one, address=other.addresses["b"]))
+        assert min(ping(one)) < far and far >= 0.08
 
 
 def test_congestion_control_is_that_of_the_namespace() -> None:
