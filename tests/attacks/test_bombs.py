@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import gzip
 import io
 import json
@@ -29,7 +30,7 @@ from tests.contract.test_weights_deltas import versions
 from tests.unit.weights.relay_doubles import put_blob, read_all
 from tests.unit.weights.weight_servers import listening, running_weight_server
 
-from penstock.errors import BadRequest, Unreachable, WireError
+from penstock.errors import BadRequest, TooLarge, Unreachable, WireError
 from penstock.types import Trajectory
 from penstock.weights.client import Puller
 from penstock.weights.pulling import links
@@ -427,6 +428,29 @@ async def test_an_error_of_a_relay_has_a_size() -> None:
             with bounded_memory(), pytest.raises(WireError, match="the limit is"):
                 async with relay.stream(path, headers={}):
                     pass
+
+
+@pytest.mark.parametrize("code", [b"200 OK", b"404 Not Found"])
+async def test_chunks_do_not_hide_behind_a_small_length(code: bytes) -> None:
+    """With both headers, chunks are what is read."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        both = b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(b"HTTP/1.1 " + code + b"\r\n" + both)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(32):
+                writer.write(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with connect(f"http://127.0.0.1:{port}", "none") as relay:
+            with bounded_memory(), pytest.raises((TooLarge, Unreachable), match="unknown length"):
+                await relay.request("GET", "/x", deadline_s=0.0, max_response_bytes=1000)
 
 
 def test_an_error_does_not_repeat_what_it_refuses() -> None:

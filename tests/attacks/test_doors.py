@@ -258,6 +258,19 @@ def test_a_stranger_that_was_refused_before_its_body_came_is_cut_off(
         assert everything(caller) == b""  # a connection that stays open ends in a TimeoutError
 
 
+def test_requests_without_end_are_not_queued(tmp_path: Path) -> None:
+    """A stranger sends requests and reads no answer: each that waits would cost memory."""
+    with running(tmp_path) as service, service.connect() as caller:
+        caller.sendall(b"GET /v1/secret HTTP/1.1\r\nhost: x\r\n\r\n" * 500)
+        assert b" 400 " in everything(caller)
+    with running(tmp_path / "2") as service, service.connect() as caller:
+        caller.sendall(b"GET /v1/secret HTTP/1.1\r\nhost: x\r\n\r\n" * 10)
+        found = b""
+        while found.count(b" 401 ") < 10:
+            found += caller.recv(1 << 16)
+        assert b" 400 " not in found, "a few are answered in order"
+
+
 def test_drips_of_a_stranger_wake_the_service_at_its_own_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -652,6 +652,22 @@ def test_finished_uploads_without_a_row_count_too(
     assert deliver(grant["secret"]) == ["stored"] and upload(os.urandom(9)) == 200
 
 
+def test_an_upload_that_claims_to_be_smaller_later_counts_in_full(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are still on the disk."""
+    monkeypatch.setattr("penstock.dataflow.service.rows.upload_quotas.MAX_UPLOAD_BYTES", 5000)
+    node = world.node()
+
+    def upload(number: int, size: int, data: bytes) -> int:
+        target = f"/v1/blobs/{number:064x}?offset=0&size={size}"
+        return node.http.put(target, content=data).status_code
+
+    assert upload(1, 3000, b"x" * 2999) == 200
+    assert upload(1, 2, b"x") == 200
+    assert upload(2, 3000, b"x" * 2999) == 429
+
+
 def test_nobody_spoils_the_upload_of_another(world: World) -> None:
     """Two credentials upload under one digest; the wrong bytes of one do not end up in the blob."""
     victim, vandal = world.node(), world.node()

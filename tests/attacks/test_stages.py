@@ -72,6 +72,33 @@ async def test_a_reader_of_its_own_writes_no_column_of_a_stage(
         assert (await call(door, "PUT", "/v1/readers/mine", other, role, "stage-prm"))[0] == 200
 
 
+async def test_a_stage_declares_no_column_of_another(tmp_path: Path) -> None:
+    """A stage declares itself again, with the reward among its columns."""
+    async with dataflow_door(tmp_path, config()) as door:
+        me = (Role.STAGE, "stage-prm")
+        assert (await call(door, "DELETE", "/v1/readers/prm", None, *me))[0] == 200
+        for writes in (["reward"], ["steps", "reward"], ["reward@7"]):
+            body = {"reads": ["turns"], "writes": writes}
+            status, text = await call(door, "PUT", "/v1/readers/prm", body, *me)
+            assert status == 403 and "reward" in text, text
+        for writes in (["steps"], ["steps@7", "notes"]):
+            body = {"reads": ["turns"], "writes": writes}
+            await call(door, "DELETE", "/v1/readers/prm", None, *me)
+            status, text = await call(door, "PUT", "/v1/readers/prm", body, *me)
+            assert status == 200, text
+
+
+async def test_a_stage_does_not_act_for_the_reader_of_an_operator(tmp_path: Path) -> None:
+    """An operator may declare a reader that writes rewards; no stage answers for it."""
+    async with dataflow_door(tmp_path, config()) as door:
+        body = {"reads": ["turns"], "writes": ["reward"]}
+        assert (await call(door, "PUT", "/v1/readers/repair", body, Role.ADMIN, "op"))[0] == 200
+        path = "/v1/readers/repair/leases"
+        status, text = await call(door, "POST", path, ASK, Role.STAGE, "stage-prm")
+        assert status == 403 and "reward" in text, text
+        assert (await call(door, "POST", path, ASK, Role.ADMIN, "op"))[0] == 200
+
+
 async def test_readers_have_a_quota_per_credential(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

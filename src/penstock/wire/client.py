@@ -112,7 +112,8 @@ def _check_length(response: httpx2.Response, url: str, max_bytes: int | None) ->
     if response.status_code >= 400:
         refusal, max_bytes = WireError, MAX_ERROR_BYTES
     declared = response.headers.get("content-length", "")
-    if "content-encoding" in response.headers or not declared.isdigit():
+    is_coded = not {"content-encoding", "transfer-encoding"}.isdisjoint(response.headers)
+    if is_coded or not declared.isdigit():  # chunks are read whatever length stands beside them
         raise refusal(f"{url}: response of unknown length; the limit is {max_bytes} bytes")
     if int(declared) > max_bytes:
         raise refusal(f"{url}: response of {declared} bytes; the limit is {max_bytes}")

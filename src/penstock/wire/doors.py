@@ -30,6 +30,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEADER_BYTES = 64 << 10
 """Of the request line and headers; also of trailers and chunk extensions."""
+MAX_PIPELINED = 16
+"""Requests of one connection that wait for the answer to an earlier one."""
 HEAD_S = 10.0
 """To finish the headers, from their first byte; also how long a stranger may stay silent."""
 BODY_GRACE_S = 30.0
@@ -266,6 +268,8 @@ class GuardedConnection(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("requests without end")  # the parser's error closes the connection
         self._enter(_Phase.HEAD)
         super().on_message_begin()
         if not self._is_known:

@@ -158,6 +158,22 @@ async def test_a_root_file_system_made_beforehand_stands_in_for_run(tmp_path: Pa
     assert (root / "app" / "inner" / "made.txt").read_text() == "by RUN\n"
 
 
+@pytest.mark.parametrize("name", ["root", "etc", "app"])
+async def test_links_of_a_root_file_system_do_not_lead_to_the_host(
+    tmp_path: Path, name: str
+) -> None:
+    """The author of a task wrote its Dockerfile, and so the links in what it builds."""
+    root, host = tmp_path / "root", tmp_path / "host"
+    make_root(root)
+    host.mkdir(mode=0o755)
+    (host / "secret").write_text("of the host")
+    if (root / name).exists():
+        shutil.rmtree(root / name)
+    (root / name).symlink_to(host)
+    with pytest.raises(SandboxError, match=f"{name} is a link"):
+        await attempt_script(task("hello-file", root=str(root)), f"cat /{name}/secret")
+
+
 async def test_an_empty_root_file_system_is_no_reward(tmp_path: Path) -> None:
     (tmp_path / "usr").mkdir()
     with pytest.raises(SandboxError):

@@ -139,6 +139,18 @@ async def test_an_answer_in_many_pieces_costs_one_generation() -> None:
         assert len(calls) == num_calls, pieces
 
 
+async def test_an_answer_without_tokens_is_drawn_again() -> None:
+    """It names no version, so nothing of it would be checked: a node could silence any agent."""
+
+    async def generate(request: GenerationRequest) -> Completion:
+        return Completion.of([5, 6, 7], [-0.5] * 3, version(0), is_cut=False)
+
+    silent = Completion.of([], [], version(0), is_cut=False)
+    again = RedrawnAnswers(generate)
+    again.expect(_row(replace(silent, spans=())), {POLICY: version(0)})
+    assert (await again(REQUEST)).sampled_ids == token_ids([5, 6, 7])
+
+
 async def test_an_answer_that_goes_on_after_the_engine_ended_it_differs() -> None:
     """A cut behind the end token would hide that the engine stopped there."""
 

@@ -200,6 +200,12 @@ class Mounts:
             raise SandboxError(
                 f"{source} is not a root file system: it has no folder usr; unpack one there"
             )
+        for name in ("etc", *self.spec.writable):  # these are read by their path on the host
+            if (source / name).is_symlink():
+                raise SandboxError(
+                    f"{source / name} is a link, and would lead to a folder of this host; make it "
+                    "a folder in the root file system"
+                )
         return [f"mount --rbind {_quoted(source)} {_quoted(self.path)}/{ROOT}"]
 
     def _mount_sockets(self, root: int) -> list[str]:

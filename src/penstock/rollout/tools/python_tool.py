@@ -92,7 +92,10 @@ class PythonSession:
         num_bytes = int.from_bytes(await process.stdout.readexactly(PREFIX_BYTES), "little")
         if num_bytes > MAX_ANSWER_BYTES:
             raise ValueError("an answer that the driver does not give")
-        answer: Any = json.loads(await process.stdout.readexactly(num_bytes))
+        try:
+            answer: Any = json.loads(await process.stdout.readexactly(num_bytes))
+        except RecursionError:
+            answer = None
         if not isinstance(answer, dict):
             raise ValueError("an answer that the driver does not give")
         return answer  # pyright: ignore[reportUnknownVariableType] - read with defaults

@@ -28,8 +28,11 @@ class ReaderRights:
         self._declared: dict[str, set[str]] = {}
         """Readers by the subject that declared them, since the start of the service."""
 
-    def require(self, credential: Credential, name: str, writes: Collection[str]) -> None:
-        """Raise Forbidden unless it may act for this reader, which writes these columns."""
+    def require(
+        self, credential: Credential, name: str, space: str, writes: Collection[str]
+    ) -> None:
+        """Raise Forbidden unless it may declare, and act for, a reader that writes these columns:
+        columns of a stage of the run file are for that stage alone."""
         if writes and credential.role is Role.READER:
             raise Forbidden(
                 f"role reader may not act for {name!r}, which writes {sorted(writes)}; use a token "
@@ -42,24 +45,14 @@ class ReaderRights:
                 f"file; use its own token: `penstock token RUN --role stage --name "
                 f"{stage_subject(name)}`"
             )
-
-    def require_declaration(
-        self, credential: Credential, name: str, space: str, writes: Collection[str]
-    ) -> None:
-        """The same, for a reader that it declares: columns of the stages of the run file are
-        theirs."""
-        self.require(credential, name, writes)
-        taken = {one for one in writes if space == TRAIN and self._is_owned(one)}
-        if taken and name not in self._stages and credential.role is not Role.ADMIN:
+        own = self._stages.get(name, ())
+        taken = {one for one in writes if _is_among(one, self._owned) and not _is_among(one, own)}
+        if taken and space == TRAIN and credential.role is not Role.ADMIN:
             raise Forbidden(
                 f"reader {name!r} may not write {sorted(taken)}: only stages of the run file "
                 "write rewards and the columns that they name; add a stage to `dataflow.stages`, "
                 "or choose another column"
             )
-
-    def _is_owned(self, column: str) -> bool:
-        """Whether a stage of the run file writes it, or writes it by version (`score@7`)."""
-        return not self._owned.isdisjoint((column, column.partition("@")[0]))
 
     def reserve(self, credential: Credential, name: str, known: Collection[str]) -> None:
         """Raise Busy when this credential, or all together, declared too many readers. `known`:
@@ -76,3 +69,8 @@ class ReaderRights:
                 retry_after_s=RETRY_S,
             )
         self._declared[subject] = own | {name}
+
+
+def _is_among(column: str, columns: Collection[str]) -> bool:
+    """Whether it is one of these, or one by version (`score@7`)."""
+    return column in columns or column.partition("@")[0] in columns

@@ -68,7 +68,7 @@ class RowRoutes:
         terms = ReaderSpec(name=call.path["name"], **asdict(body))
         check_reader_spec(terms)
         rights, credential = self.service.rights, call.credential
-        rights.require_declaration(credential, terms.name, terms.space, terms.writes)
+        rights.require(credential, terms.name, terms.space, terms.writes)
         rights.reserve(credential, terms.name, self.service.row_window.readers)
         return await self.service.declare(terms)
 
@@ -100,8 +100,8 @@ class RowRoutes:
 
     def _require(self, call: Call, name: str) -> None:
         """No token consumes the attempts of a stage that is not its own."""
-        writes = self.service.readers.reader(name).terms.writes
-        self.service.rights.require(call.credential, name, writes)
+        terms = self.service.readers.reader(name).terms
+        self.service.rights.require(call.credential, name, terms.space, terms.writes)
 
     # --- spaces -------------------------------------------------------------------------------
 

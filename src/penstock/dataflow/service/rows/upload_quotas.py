@@ -45,12 +45,14 @@ class UploadQuotas:
             self._pending.setdefault(owner, {})[digest] = size, time.monotonic()
 
     def reserve(self, owner: str, digest: str, size: int) -> None:
-        """Raise Busy when the owner has no room for an upload of this size."""
+        """Raise Busy when the owner has no room for an upload of this size. One that was announced
+        larger before counts as that: its bytes may be here."""
         if owner.startswith("~"):
             return
         expired_at = time.monotonic() - UNREFERENCED_TTL_S
-        kept = self._pending.get(owner, {}).items()
-        others = {d: known for d, known in kept if known[1] > expired_at and d != digest}
+        kept = {d: k for d, k in self._pending.get(owner, {}).items() if k[1] > expired_at}
+        others = {d: known for d, known in kept.items() if d != digest}
+        size = max(size, kept.get(digest, (0, 0.0))[0])
         num_bytes = sum(known for known, _ in others.values())
         if len(others) >= MAX_UPLOADS or num_bytes + size > MAX_UPLOAD_BYTES:
             raise Busy(
