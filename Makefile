@@ -1,7 +1,7 @@
 # The verbs of this repository. CI runs the same ones, and nothing else: see .ci/run.
 #
 #   make setup          .venv with all that the tests need; does nothing when nothing changed
-#   make check          format, lint, types, imports, cycles, forbidden calls, words, public names, spelling, files
+#   make check          format, lint, types, imports, cycles, forbidden calls, waits, words, public names, spelling, files
 #   make test           unit, contract and simulated tests, on a CPU
 #   make e2e            the whole system as processes, small configs, and one full demo
 #   make e2e-long       the end-to-end tests too slow for CI
@@ -101,6 +101,7 @@ check:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/check_forbidden.py
+	$(BIN)/python scripts/check_waits.py
 	$(BIN)/python scripts/check_words.py
 	$(BIN)/python scripts/check_public_imports.py
 	$(BIN)/python scripts/check_cycles.py

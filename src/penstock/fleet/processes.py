@@ -21,6 +21,8 @@ from penstock.fleet import orphan_reaper
 PARENT_PID_ENV = "PENSTOCK_PARENT_PID"
 """Set by a launcher for its children: the process whose death ends them."""
 _PR_SET_PDEATHSIG = 1
+REAPER_EXIT_S = 10.0
+"""The orphan reaper exits at the end of its pipe."""
 
 
 def exit_with_parent() -> None:
@@ -90,7 +92,11 @@ class OrphanReaper:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(timeout=REAPER_EXIT_S)
+        except subprocess.TimeoutExpired:  # suspended; it has nothing left to end
+            self._process.kill()
+            self._process.wait(timeout=REAPER_EXIT_S)
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None

@@ -196,6 +196,7 @@ class AsyncServiceClient:
             headers=_HEADERS,
             auth=_Bearer(token),
             limits=LIMITS,
+            timeout=REQUEST_TIMEOUT_S,
             trust_env=False,
             verify=client_context(base_url),
         )
@@ -281,7 +282,11 @@ class ServiceClient:
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._http = httpx2.Client(
-            headers=_HEADERS, auth=_Bearer(token), trust_env=False, verify=client_context(base_url)
+            headers=_HEADERS,
+            auth=_Bearer(token),
+            timeout=REQUEST_TIMEOUT_S,
+            trust_env=False,
+            verify=client_context(base_url),
         )
         self._is_stopping = is_stopping
 

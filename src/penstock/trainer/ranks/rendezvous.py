@@ -29,6 +29,8 @@ POLL_S = 0.05
 REMIND_S = 30.0
 BEAT_S = 2.0
 """Between two reports of a rank to the store."""
+CLOSE_S = 10.0
+"""A thread that waits for a store that is gone ends with the process."""
 _BEGUN = "begun"
 _log = structlog.get_logger(__name__)
 
@@ -153,7 +155,7 @@ class RankWatch:
 
     def close(self) -> None:
         self._closing.set()
-        self._thread.join()
+        self._thread.join(timeout=CLOSE_S)
 
     def explain(self, error: BaseException) -> None:
         """Log which ranks the others wait for, after a collective failed here."""
