@@ -22,6 +22,7 @@ from penstock.wire import doors
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.certificates import Authority
 from penstock.wire.doors import Door, GuardedConnection
+from penstock.wire.lobby import Lobby, WaitingCaller
 from penstock.wire.routes import Call, Health, Route
 from penstock.wire.server import build_app
 
@@ -274,7 +275,31 @@ def test_requests_without_end_are_not_queued(tmp_path: Path) -> None:
 def test_drips_of_a_stranger_wake_the_service_at_its_own_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is read once, and again at the next look; the calls of others are answered meanwhile."""
+    """It is looked at once, and again at the next look; the calls of others are answered
+    meanwhile."""
+    num_looks: dict[int, int] = {}
+    look = Lobby.look
+
+    def counted(lobby: Lobby, caller: WaitingCaller) -> None:
+        num_looks[id(caller)] = num_looks.get(id(caller), 0) + 1
+        look(lobby, caller)
+
+    monkeypatch.setattr(Lobby, "look", counted)
+    monkeypatch.setattr(doors, "SWEEP_S", 3600.0)
+    with running(tmp_path) as service, service.connect() as dripping, service.connect() as known:
+        dripping.sendall(HEAD)
+        while not num_looks:
+            time.sleep(0.001)
+        for _ in range(50):
+            dripping.sendall(b"x: y\r\n")
+            assert service.answers(known)
+        assert [*num_looks.values()] == [1, 1]
+
+
+def test_a_stranger_that_was_heard_drips_at_the_pace_of_the_service_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One refused request does not make it known: its next one is read at the next look."""
     num_reads: dict[int, int] = {}
     read = GuardedConnection.data_received
 
@@ -285,13 +310,44 @@ def test_drips_of_a_stranger_wake_the_service_at_its_own_pace(
     monkeypatch.setattr(GuardedConnection, "data_received", counted)
     monkeypatch.setattr(doors, "SWEEP_S", 3600.0)
     with running(tmp_path) as service, service.connect() as dripping, service.connect() as known:
+        dripping.sendall(HEAD + b"\r\n")
+        assert b" 401 " in one_answer(dripping)
         dripping.sendall(HEAD)
-        while not num_reads:
+        while num_reads != {**num_reads, next(iter(num_reads)): 2}:
             time.sleep(0.001)
         for _ in range(50):
             dripping.sendall(b"x: y\r\n")
             assert service.answers(known)
-        assert sorted(num_reads.values()) == [1, 50]
+        assert sorted(num_reads.values()) == [2, 50]
+
+
+def test_silent_and_slow_strangers_are_sockets_and_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No parser, no buffer and no task before a whole request is here; what is not HTTP is refused
+    at once."""
+    made: list[str] = []
+    make = GuardedConnection.__init__
+
+    def counted(connection: GuardedConnection, *args: Any, **kwargs: Any) -> None:
+        made.append(kwargs["address"])
+        make(connection, *args, **kwargs)
+
+    monkeypatch.setattr(GuardedConnection, "__init__", counted)
+    with running(tmp_path) as service, contextlib.ExitStack() as stack:
+        for number in range(100):
+            stranger = stack.enter_context(service.connect(f"127.0.0.{2 + number % 50}"))
+            if number % 2:
+                stranger.sendall(HEAD)
+        with service.connect() as known:
+            assert service.answers(known)
+        with service.connect() as confused:
+            confused.sendall(b"\x16\x03\x01\x02\x00")  # TLS
+            assert b" 400 " in everything(confused)
+        with service.connect() as gone:
+            gone.shutdown(socket.SHUT_WR)
+            assert everything(gone) == b""
+    assert made == ["127.0.0.1"] * 2
 
 
 def test_headers_in_two_parts_are_answered_at_the_next_look(
@@ -305,9 +361,19 @@ def test_headers_in_two_parts_are_answered_at_the_next_look(
         assert service.answers(caller, head=b"")
 
 
+def greeting() -> bytes:
+    """The first message of a TLS client."""
+    sent = ssl.MemoryBIO()
+    client = ssl.create_default_context().wrap_bio(ssl.MemoryBIO(), sent, server_hostname="x")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    return sent.read()
+
+
 def test_silent_tls_handshakes_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller that never begins TLS is cut off, and counts as a stranger meanwhile."""
-    monkeypatch.setattr(doors, "HANDSHAKE_S", 0.5)
+    """A caller that never begins TLS is cut off, and so is one that begins and says no more."""
+    for name, value in (("HANDSHAKE_S", 0.5), ("HEAD_S", 0.5), ("SWEEP_S", 0.05)):
+        monkeypatch.setattr(doors, name, value)
     authority = Authority.create(tmp_path / "tls")
     service = Service(tmp_path)
     with serving(service.app, tls=authority.issue("server", ["localhost"], days=1)) as url:
@@ -315,6 +381,9 @@ def test_silent_tls_handshakes_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         where = (str(address.hostname), address.port or 0)
         with socket.create_connection(where, PATIENCE_S) as silent:
             assert everything(silent) == b""
+        with socket.create_connection(where, PATIENCE_S) as begun:
+            begun.sendall(greeting())
+            assert everything(begun)[:1] == b"\x16", "the service answers"
         context = ssl.create_default_context(cafile=str(authority.certificate))
         with (
             socket.create_connection(where, PATIENCE_S) as raw,

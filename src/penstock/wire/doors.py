@@ -3,9 +3,10 @@
 
 A connection is a stranger until one of its requests is authorised. Strangers are limited per
 address and in total; the oldest one leaves when another arrives, so that a healthy caller always
-gets in. Every request has a deadline for its headers and a lowest rate for its body. Work that
-strangers cause is done in small portions, so that a flood of them delays no known caller. Owns
-accepting and closing; knows nothing of routes.
+gets in. Every request has a deadline for its headers and a lowest rate for its body. A connection
+waits in the lobby until its first request is here, and work that strangers cause is done in small
+portions, so that a flood of them delays no known caller. Owns accepting and closing; knows nothing
+of routes.
 """
 
 from __future__ import annotations
@@ -22,11 +23,20 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from penstock.wire.lobby import (
+    ENOUGH_BYTES,
+    LOOKS_PER_WAKE,
+    Lobby,
+    WaitingCaller,
+    has_greeting,
+    has_headers,
+)
 
 MAX_HEADER_BYTES = 64 << 10
 """Of the request line and headers; also of trailers and chunk extensions."""
@@ -42,12 +52,9 @@ MAX_STRANGERS = 2048
 MAX_STRANGERS_PER_ADDRESS = 256
 RESERVED_FILES = 512
 """Descriptors that connections leave to the service itself."""
-DRIP_BYTES = 1024
-"""Of a stranger's headers: after fewer than these, it is read again at the next look at it."""
 SWEEP_S = 1.0
 """Between two looks at one connection."""
-LOOKS_PER_WAKE = 16
-ACCEPTS_PER_WAKE = 8
+ACCEPTS_PER_WAKE = 16
 BACKLOG = 2048
 ACCEPT_PAUSE_S = 0.05
 
@@ -83,6 +90,21 @@ def _allow_many_files() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+class Connection(Protocol):
+    """What the door needs to know of a connection, waiting or heard."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def subject(self) -> str: ...
+    def is_overdue(self, now: float) -> bool: ...
+    def read_on(self) -> None:
+        """Read what a stranger sent since the last look."""
+        ...
+
+    def abort(self) -> None: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class DoorCounts:
     evicted: int = 0
@@ -102,13 +124,11 @@ class Door:
     max_per_address: int
     """Strangers."""
     counts: DoorCounts = field(default_factory=DoorCounts)
-    _all: dict[GuardedConnection, None] = field(default_factory=dict["GuardedConnection", None])
-    _strangers: dict[GuardedConnection, None] = field(
-        default_factory=dict["GuardedConnection", None]
-    )
+    _all: dict[Connection, None] = field(default_factory=dict[Connection, None])
+    _strangers: dict[Connection, None] = field(default_factory=dict[Connection, None])
     """In the order of their arrival."""
-    _by_address: dict[str, dict[GuardedConnection, None]] = field(
-        default_factory=dict[str, dict["GuardedConnection", None]]
+    _by_address: dict[str, dict[Connection, None]] = field(
+        default_factory=dict[str, dict[Connection, None]]
     )
     _by_subject: dict[str, int] = field(default_factory=dict[str, int])
 
@@ -119,7 +139,7 @@ class Door:
     def num_strangers(self) -> int:
         return len(self._strangers)
 
-    def enter(self, connection: GuardedConnection) -> bool:
+    def enter(self, connection: Connection) -> bool:
         """Let a stranger in, at the cost of an older one if need be; False if all are known."""
         neighbours = self._by_address.get(connection.address, {})
         if len(neighbours) >= self.max_per_address:
@@ -131,7 +151,13 @@ class Door:
         self._add_stranger(connection)
         return True
 
-    def admit(self, connection: GuardedConnection, subject: str) -> bool:
+    def exchange(self, caller: WaitingCaller, connection: Connection) -> None:
+        """A waiting caller is heard from now on, as a stranger still."""
+        self.leave(caller)
+        self._all[connection] = None
+        self._add_stranger(connection)
+
+    def admit(self, connection: Connection, subject: str) -> bool:
         """Make it a known connection; one subject may have half of them all, beyond that its
         connections stay strangers."""
         known = self._by_subject.get(subject, 0)
@@ -141,7 +167,7 @@ class Door:
         self._remove_stranger(connection)
         return True
 
-    def leave(self, connection: GuardedConnection) -> None:
+    def leave(self, connection: Connection) -> None:
         if connection not in self._all:
             return
         del self._all[connection]
@@ -174,16 +200,16 @@ class Door:
     def _is_full(self) -> bool:
         return len(self._strangers) >= self.max_strangers or len(self) >= self.max_connections
 
-    def _evict(self, connection: GuardedConnection) -> None:
+    def _evict(self, connection: Connection) -> None:
         self.counts.evicted += 1
         self.leave(connection)
         connection.abort()
 
-    def _add_stranger(self, connection: GuardedConnection) -> None:
+    def _add_stranger(self, connection: Connection) -> None:
         self._strangers[connection] = None
         self._by_address.setdefault(connection.address, {})[connection] = None
 
-    def _remove_stranger(self, connection: GuardedConnection) -> None:
+    def _remove_stranger(self, connection: Connection) -> None:
         del self._strangers[connection]
         neighbours = self._by_address[connection.address]
         del neighbours[connection]
@@ -264,7 +290,7 @@ class GuardedConnection(HttpToolsProtocol):
             self.send_400_response("trailers are not supported")
         elif self._num_other_bytes > MAX_HEADER_BYTES:
             self.send_400_response(f"request headers exceed {MAX_HEADER_BYTES} bytes")
-        elif self._phase is _Phase.HEAD and not self._is_known and len(data) < DRIP_BYTES:
+        elif self._phase is _Phase.HEAD and not self._is_known and len(data) < ENOUGH_BYTES:
             self.flow.pause_reading()
 
     def on_message_begin(self) -> None:
@@ -324,6 +350,9 @@ class Listener:
         self._door = door
         self._make_connection = make_connection
         self._tls = tls
+        self._lobby = Lobby(
+            has_headers if tls is None else has_greeting, self._on_ready, self._on_gone
+        )
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._reported = DoorCounts()
@@ -337,6 +366,7 @@ class Listener:
         self._sweeper.cancel()
         self._loop.remove_reader(self._socket)
         self._socket.close()
+        self._lobby.close()
 
     async def wait_closed(self) -> None:
         """Nothing is left open by `close()`."""
@@ -352,7 +382,7 @@ class Listener:
                     raise
                 self._pause()
                 return
-            self._begin(caller, str(where[0]) if where else "")
+            self._receive(caller, str(where[0]) if where else "")
 
     def _pause(self) -> None:
         """Out of descriptors: let a stranger go, and accept again when that has happened."""
@@ -364,17 +394,28 @@ class Listener:
         if self._socket.fileno() >= 0:
             self._loop.add_reader(self._socket, self._accept)
 
-    def _begin(self, caller: socket.socket, address: str) -> None:
-        connection = self._make_connection(address)
-        if not self._door.enter(connection):
-            caller.close()
-            return
-        if caller.family != socket.AF_UNIX:
-            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        task = self._loop.create_task(self._connect(caller, connection))
+    def _receive(self, sock: socket.socket, address: str) -> None:
+        sock.setblocking(False)
+        caller = WaitingCaller(sock, address, self._loop.time() + HEAD_S, self._lobby)
+        if self._door.enter(caller):
+            self._lobby.add(caller)
+        else:
+            sock.close()
+
+    def _on_gone(self, caller: WaitingCaller) -> None:
+        self._door.leave(caller)
+        caller.abort()
+
+    def _on_ready(self, caller: WaitingCaller) -> None:
+        connection = self._make_connection(caller.address)
+        self._door.exchange(caller, connection)
+        if caller.sock.family != socket.AF_UNIX:
+            with suppress(OSError):  # it hung up
+                caller.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        task = self._loop.create_task(self._connect(caller.sock, connection))
         connection.handshake = task
         self._tasks.add(task)
-        task.add_done_callback(partial(self._on_connected, caller, connection))
+        task.add_done_callback(partial(self._on_connected, caller.sock, connection))
 
     async def _connect(self, caller: socket.socket, connection: GuardedConnection) -> None:
         deadline_s = HANDSHAKE_S if self._tls is not None else None
