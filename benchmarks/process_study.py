@@ -144,9 +144,9 @@ def train(
         scores = score(traces)
         values = _step(learner, attempts, scores, arm, number)
         player.load(learner.model.state_dict())
-        alarm = monitor.observe(number + 1, values)
-        if alarm is not None:
-            curve.alarms[number + 1] = alarm
+        alarms = monitor.observe(number + 1, values)
+        if alarms:
+            curve.alarms[number + 1] = "\n".join(alarms)
         curve.outcomes.append(fmean(one.reward for one in attempts))
         curve.scores.append(fmean(fmean(row) for row in scores))
         curve.tokens.append(sum(one.num_tokens for one in attempts))

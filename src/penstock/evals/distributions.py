@@ -71,7 +71,6 @@ def t_quantile(share: float, degrees: int) -> float:
 
 
 def fair_coin_p(heads: int, tosses: int) -> float:
-    """Two-sided probability of a split at least this uneven in tosses of a fair coin; exact."""
-    few = min(heads, tosses - heads)
-    tail = sum(math.comb(tosses, count) for count in range(few + 1))
-    return min(1.0, 2 * tail / 2**tosses)
+    """Two-sided probability of a split at least this uneven in tosses of a fair coin."""
+    at_most, _ = binomial_tails(min(heads, tosses - heads), tosses, 0.5)
+    return min(1.0, 2 * at_most)

@@ -20,6 +20,7 @@ from penstock.evals.results import Answer, Evaluation, SuiteResult
 from penstock.observe.metrics import MetricsFile
 
 FOLDER = "evaluations"
+"""In the run folder: POLICY@VERSION.json for each version that the run evaluated."""
 BEST_FILE = "best.json"
 
 

@@ -35,7 +35,11 @@ STEP_METRICS = _rows(
     ("seq", "batches", "Number of the batch, counted from 1."),
     ("incarnation", "", "Which start of the trainer wrote the line; higher is newer."),
     ("skipped", "", "Why the batch changed no weights; empty if it was trained."),
-    ("alarm", "", "What an operator should look at, and the next step; absent if all is well."),
+    (
+        "alarm",
+        "",
+        "What an operator should do now, a line each; absent if all is well.",
+    ),
     ("reward/mean", "reward", "Mean reward of the batch's trajectories."),
     ("reward/role/{role}", "reward", "The same of one role, where roles have names."),
     ("tokens/role/{role}", "tokens", "Sampled tokens of that role in the batch."),

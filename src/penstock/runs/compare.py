@@ -13,10 +13,11 @@ from statistics import fmean, median
 
 from penstock.errors import ConfigError
 from penstock.evals.comparison import SuiteComparison, compare_suites
+from penstock.evals.recording import FOLDER
 from penstock.evals.results import Evaluation, SuiteResult
 from penstock.fleet.run_folder import RunFolder
 from penstock.runs.curves import REWARD, Curve, make_curves, read_records
-from penstock.runs.result_files import FOLDER, read_results, run_results
+from penstock.runs.result_files import read_results, run_results
 from penstock.runs.target import find_run_folder
 
 LAST_SHARE = 0.1

@@ -12,12 +12,13 @@ from typing import Any
 
 from penstock.config import run_dir
 from penstock.errors import ConfigError
+from penstock.evals.recording import FOLDER
 from penstock.fleet.run_folder import RunFolder
 from penstock.hub import TINY_QWEN3
 from penstock.runs.chosen_weights import ChosenWeights, chosen_weights
 from penstock.runs.local_gateway import TextServerAddress
 from penstock.runs.public import load_config
-from penstock.runs.result_files import FOLDER, LOCAL
+from penstock.runs.result_files import LOCAL
 from penstock.runs.target import RunTarget, read_target
 
 POLICY = "policy"

@@ -14,7 +14,7 @@ from penstock.config import RunConfig
 from penstock.dataflow.service.build_evaluations import best_suite, open_suites
 from penstock.evals.figures import figures
 from penstock.evals.recording import BEST_FILE, FOLDER, ResultFiles
-from penstock.evals.results import Evaluation
+from penstock.runs.result_files import read_results
 
 
 def result_files(config: RunConfig, run_dir: Path) -> ResultFiles | None:
@@ -33,10 +33,7 @@ def read_best(run_dir: Path) -> dict[str, Any] | None:
 
 def read_evaluations(run_dir: Path) -> Iterator[str]:
     """A line about the newest evaluation and one about the best; none without evaluations."""
-    found = [
-        msgspec.json.decode(path.read_bytes(), type=Evaluation)
-        for path in (run_dir / FOLDER).glob("*@*.json")
-    ]
+    found = [read_results(path) for path in (run_dir / FOLDER).glob("*@*.json")]
     if found:
         last = max(found, key=lambda one: one.step)
         scores = ", ".join(f"{one.suite} {figures(one).avg:.3f}" for one in last.suites)

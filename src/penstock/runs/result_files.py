@@ -6,6 +6,7 @@ one `Evaluation` as JSON."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,26 @@ import msgspec
 from penstock.dataflow.sources.suites import Suite
 from penstock.durable import write_durably
 from penstock.errors import ConfigError
+from penstock.evals.recording import BEST_FILE, FOLDER
 from penstock.evals.results import Evaluation, SuiteResult
 
-FOLDER = "evaluations"
-"""In the run folder: POLICY@VERSION.json for each version that the run evaluated."""
 LOCAL = "local"
-"""Below it: the results of `penstock eval`."""
-BEST_FILE = "best.json"
+"""Below the folder of a run's evaluations: the results of `penstock eval`."""
+MAX_BYTES = 256 << 20
+"""Of one file: more than a million answers."""
 
 
 def read_results(path: Path) -> Evaluation:
+    """The only reader. A file may come from another machine."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Evaluation)
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(
+                f"{path} has more than {MAX_BYTES >> 20} MiB, so it holds no results of an "
+                "evaluation; name a file that `penstock eval` wrote"
+            )
+        found = msgspec.json.decode(content, type=Evaluation)
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}; `penstock eval` writes such files"
@@ -36,6 +45,25 @@ def read_results(path: Path) -> Evaluation:
             f"{path} holds no results of an evaluation ({error}); name a file that `penstock eval` "
             "wrote, or delete it and evaluate again"
         ) from None
+    _require_unique(found, path)
+    return found
+
+
+def _require_unique(found: Evaluation, path: Path) -> None:
+    """An answer that stands twice would count twice."""
+    suites = [result.suite for result in found.suites]
+    keys = [
+        (result.suite, one.question, one.sample)
+        for result in found.suites
+        for one in result.answers
+    ]
+    for kind, listed in (("suite", suites), ("answer", keys)):
+        twice = next((key for key, number in Counter(listed).items() if number > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                f"{path} holds the {kind} {twice!r} twice, so its figures would be wrong; delete "
+                "it and evaluate again"
+            )
 
 
 def run_results(run_dir: Path) -> list[Evaluation]:

@@ -285,7 +285,7 @@ class Trainer:
         self._dataflow.commit(self._policy, seq, body)
         self._cursor = cursor
         self._other_models_updated |= stats.other_models_updated
-        alarm = self._monitor.observe(seq, stats)
+        alarms = self._monitor.observe(seq, stats)
         self._metrics.append(
             {
                 "policy": self._policy,
@@ -293,7 +293,7 @@ class Trainer:
                 "seq": cursor.seq,
                 "incarnation": cursor.incarnation,
                 "skipped": body.skipped,
-                **({"alarm": alarm} if alarm else {}),
+                **({"alarm": "\n".join(alarms)} if alarms else {}),
                 **values,
             }
         )

@@ -15,6 +15,7 @@ from tests.unit.runs.metrics_files import run_with_metrics
 
 from penstock.cli.compare_lines import comparison_lines
 from penstock.errors import ConfigError
+from penstock.evals.distributions import fair_coin_p
 from penstock.evals.results import Evaluation, SuiteResult
 from penstock.runs.compare import compare
 
@@ -116,6 +117,51 @@ def test_names_in_foreign_files_are_text_in_pages_and_pictures(
         assert not [char for char in text if char not in "\n\t" and not char.isprintable()]
     assert "\\[x\\](" in page and "\\`\\|\\`" in page
     assert [line for line in page.splitlines() if line.startswith("#")] == [page.splitlines()[0]]
+
+
+def broken(text: str, becomes: str) -> bytes:
+    """A file of results in which something was replaced."""
+    whole = msgspec.json.encode(Evaluation(model="m", step=0, suites=(scored(1),))).decode()
+    assert text in whole
+    return whole.replace(text, becomes, 1).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        broken('"score":0.0', '"score":1e300'),
+        broken('"score":0.0', '"score":1e400'),
+        broken('"score":0.0', '"score":NaN'),
+        broken('"sample":0', '"sample":-1'),
+        broken('"tokens":0', f'"tokens":{1 << 64}'),
+        broken('"samples":1', '"samples":0'),
+        broken('"question":"q0"', f'"question":"{"q" * 3000}"'),
+        broken('"question":"q0"', '"question":"q1"'),
+        broken("{", "[" * 100_000),
+        b"\xff",
+    ],
+    ids=[
+        *("huge", "infinite", "nan", "negative", "65-bits"),
+        *("none", "long", "twice", "deep", "bytes"),
+    ],
+)
+def test_a_foreign_file_outside_the_bounds_is_refused(runs: Path, content: bytes) -> None:
+    foreign = runs / "foreign.json"
+    foreign.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"foreign\.json holds .*evaluate again"):
+        compare("old", str(foreign))
+
+
+def test_no_more_of_a_foreign_file_is_read_than_results_may_have(runs: Path) -> None:
+    with (runs / "huge.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match=r"huge\.json has more than 256 MiB"):
+        compare("old", "huge.json")
+
+
+def test_many_flips_are_compared_at_once() -> None:
+    """Sums of whole binomial coefficients take half a second for 4,000 flips already."""
+    assert fair_coin_p(50_000, 100_400) == pytest.approx(0.207946, rel=1e-5)
 
 
 def test_what_cannot_be_compared_says_what_to_do(runs: Path) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.errors import ConfigError
 from penstock.evals.figures import SuiteFigures, figures
-from penstock.evals.results import Evaluation, SuiteResult
+from penstock.evals.recording import BEST_FILE, FOLDER
+from penstock.evals.results import SuiteResult
 from penstock.fleet.run_folder import RunFolder
-
-FOLDER = "evaluations"
-BEST = "best.json"
+from penstock.runs.result_files import read_results
 
 
 class BestVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,11 +31,11 @@ def scores_of(run: RunFolder, policy: str, number: int) -> list[tuple[SuiteResul
     found: dict[str, tuple[SuiteResult, SuiteFigures]] = {}
     files = sorted((run.path / FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime)
     for path in files:
-        if path.name == BEST:
+        if path.name == BEST_FILE:
             continue
         try:
-            evaluation = msgspec.json.decode(path.read_bytes(), type=Evaluation)
-        except (msgspec.MsgspecError, OSError):
+            evaluation = read_results(path)
+        except ConfigError:
             continue
         for result in evaluation.suites:
             if (result.policy, result.version) == (policy, number) and result.answers:

@@ -20,9 +20,10 @@ import msgspec
 from penstock.config import RunConfig
 from penstock.dataflow.records import VersionRecord
 from penstock.errors import ConfigError
+from penstock.evals.recording import BEST_FILE, FOLDER
 from penstock.fleet.run_folder import RunFolder
 from penstock.hub import TINY_QWEN3, parse_hub_model
-from penstock.runs.export.evaluations import BEST, BestVersion
+from penstock.runs.export.evaluations import BestVersion
 from penstock.runs.export.merged_model import merge_adapter
 from penstock.runs.export.model_card import ModelKind, model_card, public_name
 from penstock.runs.export.tensor_files import Precision
@@ -192,7 +193,7 @@ def _choose_policy(config: RunConfig, policy: str | None, folder: RunFolder) -> 
 
 
 def _read_best(folder: RunFolder) -> BestVersion:
-    path = folder.path / "evaluations" / BEST
+    path = folder.path / FOLDER / BEST_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=BestVersion)
     except FileNotFoundError:

@@ -80,8 +80,8 @@ class SignalMonitor:
         self._quarantine = quarantine
         self.state = state or MonitorState()
 
-    def observe(self, seq: int, stats: Stats) -> str | None:
-        """Judge the metrics of batch `seq`; return the alarms to raise now, if any."""
+    def observe(self, seq: int, stats: Stats) -> tuple[str, ...]:
+        """Judge the metrics of batch `seq`; return all alarms to raise now."""
         mismatches = self.state.mismatches.updated(stats.mismatches, seq)
         drifting = mismatches.drifting()
         for node in drifting:
@@ -97,7 +97,8 @@ class SignalMonitor:
             hacking=self.state.hacking.updated(values),
         )
         state = self.state
-        alarm = state.no_signal.alarm or state.divergence.alarm or state.hacking.alarm
-        if alarm is not None:
+        found = (state.no_signal.alarm, state.divergence.alarm, state.hacking.alarm)
+        alarms = tuple(alarm for alarm in found if alarm is not None)
+        for alarm in alarms:
             _log.error("training needs attention", why=alarm)
-        return alarm
+        return alarms

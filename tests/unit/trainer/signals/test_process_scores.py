@@ -14,6 +14,7 @@ from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, random_batch
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.learner import Stats
 from penstock.trainer.ranks.group import SingleRank
+from penstock.trainer.signals.alarms import ALARM_AFTER
 from penstock.trainer.signals.monitor import SignalMonitor, from_json, to_json
 from penstock.trainer.signals.process_scores import (
     NUM_WINDOWS,
@@ -44,8 +45,7 @@ def alarms(values_at: Callable[[float], dict[str, float]], num: int = NUM_BATCHE
     for seq in range(1, num + 1):
         if seq == num // 2:
             monitor = SignalMonitor(lambda node: None, from_json(to_json(monitor.state)))
-        alarm = monitor.observe(seq, Stats(skipped=None, values=values_at(seq / num)))
-        found += [alarm] if alarm else []
+        found += monitor.observe(seq, Stats(skipped=None, values=values_at(seq / num)))
     return found
 
 
@@ -53,6 +53,15 @@ def test_a_run_that_hacks_its_process_rewards_trips_the_alarm() -> None:
     [falling] = alarms(lambda at: batch_values(0.3 + 0.6 * at, 0.5 - 0.3 * at))
     assert "hacking the process reward model" in falling and "penstock prm" in falling
     assert len(alarms(lambda at: batch_values(0.3 + 0.6 * at, 0.5))) == 1, "flat"
+
+
+def test_another_alarm_of_the_same_batch_hides_none() -> None:
+    def values(at: float) -> dict[str, float]:
+        is_last = at > 1 - ALARM_AFTER / NUM_BATCHES
+        return batch_values(0.3 + 0.6 * at, 0.5) | {"signal/informative_groups": 1.0 - is_last}
+
+    no_signal, hacking = alarms(values)
+    assert "no learning signal" in no_signal and "hacking" in hacking
 
 
 def test_honest_runs_trip_none() -> None:
