@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The header with an API key, for every client of a model on a foreign server.
 
-Owns one rule: a key does not cross a network in clear text. Reads no environment: the caller says
-which variable the key is from."""
+Owns one rule: a key does not cross a network in clear text, neither to the server nor to a proxy of
+the environment. Reads no environment: the caller says which variable the key is from."""
 
 from __future__ import annotations
 
@@ -25,3 +25,9 @@ def key_headers(url: str, key: str, variable: str) -> dict[str, str]:
             f"http://127.0.0.1:8000, or set {variable} to nothing if that server asks for no key"
         )
     return {"Authorization": f"Bearer {key}"}
+
+
+def may_use_proxy(url: str) -> bool:
+    """Whether a client of this URL may go by the proxies of the environment. To a server on this
+    host it may not: without TLS a proxy elsewhere would read the key and all that is said."""
+    return not is_loopback(urlsplit(url).hostname or "")

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import httpx2
 
-from penstock.api_keys import key_headers
+from penstock.api_keys import key_headers, may_use_proxy
 from penstock.config import RunConfig
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.errors import PenstockError
@@ -78,7 +78,7 @@ async def open_gateway(
             yield gateway
         return
     key_headers(server.base_url, server.api_key, "OPENAI_API_KEY")  # refused before any work
-    async with httpx2.AsyncClient() as http:
+    async with httpx2.AsyncClient(trust_env=may_use_proxy(server.base_url)) as http:
         text_server = TextServer(
             base_url=server.base_url, model=server.model, api_key=server.api_key, http=http
         )

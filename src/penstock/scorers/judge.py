@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from penstock.api_keys import key_headers
+from penstock.api_keys import key_headers, may_use_proxy
 from penstock.errors import ConfigError, RewardError, RewardTimeout
 
 URL, MODEL, KEY = "PENSTOCK_JUDGE_URL", "PENSTOCK_JUDGE_MODEL", "PENSTOCK_JUDGE_API_KEY"
@@ -156,7 +156,9 @@ async def _endpoint() -> AsyncGenerator[Ask]:
             "sandbox.reward.env in the run file, and the host under sandbox.reward.hosts"
         )
     headers = key_headers(os.environ[URL], os.environ.get(KEY, ""), KEY)
-    async with httpx2.AsyncClient(headers=headers, timeout=TIMEOUT_S) as client:
+    async with httpx2.AsyncClient(
+        headers=headers, timeout=TIMEOUT_S, trust_env=may_use_proxy(os.environ[URL])
+    ) as client:
 
         async def ask(text: str) -> str:
             try:

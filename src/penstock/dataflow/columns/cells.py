@@ -43,6 +43,8 @@ def number_cell(name: str, value: float) -> Cell:
 def check_column(name: str) -> None:
     if not 0 < len(name) <= 128:
         raise BadRequest(f"column names must have 1 to 128 characters, got {len(name)}")
+    if "\0" in name:  # the ledger would store another name
+        raise BadRequest(f"column name {name!r} has a NUL; choose another name")
 
 
 def require_finite(name: str, value: float) -> float:

@@ -2,7 +2,8 @@
 """A ledger's database in PostgreSQL: connections, durable commits, and the lock of a single writer.
 
 Each ledger has its own schema, so one database serves many runs and partitions. The writer's
-connection holds an advisory lock: a service that loses the connection can no longer commit.
+connection holds an advisory lock: a service that loses the connection can no longer commit. To
+another host it speaks TLS, with a certificate that this process trusts, or not at all.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from contextlib import contextmanager, suppress
 from typing import Any, cast
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from penstock.addresses import is_loopback
 from penstock.config.store_password import PASSWORD_ENV, password_in, without_password
 from penstock.dataflow.ledger.codec import LIST_CONDITION, TYPES, PayloadMove, codec
 from penstock.dataflow.records import Record
 from penstock.errors import ConfigError, StoreError
+from penstock.wire.trust import client_context
 
 native: Any = importlib.import_module("pg8000.native")  # it has no types
 LOST = (native.InterfaceError, OSError)
@@ -30,6 +33,8 @@ MAX_NAME = 63
 """Maximum length of a PostgreSQL identifier, in bytes."""
 MAX_READERS = 10
 """Connections that read at the same time; a server has 100 for all its clients."""
+VERIFIED = ("require", "verify-ca", "verify-full")
+"""Words for `sslmode` that ask for TLS; all of them get the strongest."""
 
 
 class PostgresDatabase:
@@ -58,8 +63,7 @@ class PostgresDatabase:
         try:
             self._writer = self._connect()
         except (native.Error, OSError) as error:
-            is_given = self._address["password"]
-            fix = "" if is_given else f"; no password was given: set {PASSWORD_ENV}"
+            fix = self._fix(error)
             raise StoreError(
                 f"PostgreSQL at {where} cannot be reached: {_reason(error)}{fix}"
             ) from error
@@ -68,6 +72,15 @@ class PostgresDatabase:
         except BaseException:
             self._writer.close()
             raise
+
+    def _fix(self, error: Exception) -> str:
+        if self._address["ssl_context"] and ("SSL" in str(error) or "ssl" in str(error)):
+            return (
+                "; the ledger and its password cross a network over TLS only: set ssl = on at the "
+                "server, with a certificate for this name of an authority that this host trusts "
+                "(SSL_CERT_FILE names one), or use a tunnel and postgresql://127.0.0.1"
+            )
+        return "" if self._address["password"] else f"; no password was given: set {PASSWORD_ENV}"
 
     def _connect(self) -> _Connection:
         connection = _Connection(native.Connection(**self._address))
@@ -168,15 +181,32 @@ def _address(url: str) -> dict[str, Any]:
     parts = urlsplit(without_password(url))
     if parts.scheme != "postgresql":
         raise ConfigError(f"unknown ledger store {parts.scheme}; use sqlite or a postgresql:// URL")
-    return {
+    options = dict(parse_qsl(parts.query))
+    mode = options.pop("sslmode", "")
+    address = {
         "user": unquote(parts.username or "") or getpass.getuser(),
         "host": parts.hostname or "localhost",
         "port": parts.port or 5432,
         "database": parts.path.strip("/"),
         # Never None, on which the driver fails.
         "password": password_in(url) or os.environ.get(PASSWORD_ENV, ""),
-        **dict(parse_qsl(parts.query)),
+        **options,
     }
+    return address | {"ssl_context": _encryption(address, mode)}
+
+
+def _encryption(address: Mapping[str, Any], mode: str) -> Any:
+    """How the driver speaks to this server: by itself it would send everything in clear text to
+    one that says that it has no TLS, and verify no certificate."""
+    host = str(address["host"])
+    if mode in VERIFIED or not (is_loopback(host) or "unix_sock" in address):
+        if mode not in ("", *VERIFIED):
+            raise ConfigError(
+                f"sslmode={mode} in the URL of the ledger would let others on the way to {host} "
+                "read it and its password; remove it: to another host only TLS is spoken"
+            )
+        return client_context(f"https://{host}")
+    return False if mode == "disable" else None
 
 
 def _schema(name: str) -> str:

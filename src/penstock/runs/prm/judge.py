@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 import structlog
 
-from penstock.api_keys import key_headers
+from penstock.api_keys import key_headers, may_use_proxy
 from penstock.errors import ConfigError, Unreachable
 from penstock.runs.prm.label import Rate
 from penstock.scorers.judge import fence, fenced, read_reply
@@ -42,7 +42,9 @@ _log = structlog.get_logger(__name__)
 async def judge_rater(url: str, model: str, api_key: str) -> AsyncGenerator[Rate]:
     """Rates by this model; `url` is the base, such as https://api.openai.com/v1."""
     headers = key_headers(url, api_key, "OPENAI_API_KEY")
-    async with httpx2.AsyncClient(headers=headers, timeout=TIMEOUT_S) as client:
+    async with httpx2.AsyncClient(
+        headers=headers, timeout=TIMEOUT_S, trust_env=may_use_proxy(url)
+    ) as client:
 
         async def rate(text: str, trace: Trace, index: int) -> float | None:
             for _ in range(ATTEMPTS):
