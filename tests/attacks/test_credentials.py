@@ -402,6 +402,27 @@ def test_after_rotation_now_tokens_of_the_old_key_are_not_replayed(folder: RunFo
     verifier.verify(new)
 
 
+@pytest.mark.parametrize("is_now", [False, True])
+def test_a_rotation_that_fails_halfway_does_not_lose_the_stolen_key(
+    folder: RunFolder, is_now: bool
+) -> None:
+    """Its disk was full, or the machine went down: the key is replaced, and what it signed is not
+    refused yet. The next rotation refuses that key too, which no file has any more."""
+    stolen = keys.read_key(folder.keys, keys.SIGNING)
+    verifier = verifier_of(folder)
+    obstacle = folder.service_tokens / "node-0"
+    obstacle.mkdir(parents=True)  # where a token should be
+    with pytest.raises(OSError):
+        tokens.rotate(folder, now=True)
+    assert keys.read_key(folder.keys, keys.SIGNING).key_id != stolen.key_id
+    obstacle.rmdir()
+    tokens.rotate(folder, now=is_now)
+    forged = signed_with(stolen, {"expires_at": time.time() + 1e6})
+    with pytest.raises(Unauthorized, match="key that was replaced"):
+        verifier.verify(forged, now=time.time() + (1 if is_now else 5 * 3600))
+    verifier.verify(tokens.issue(folder, Role.ROLLOUT, ttl_s=60)[0])
+
+
 # --- forgery -------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.wire.auth import Role, read_unverified
 from penstock.wire.keys import make_private_folder, write_secret
@@ -25,7 +26,13 @@ RENEW_S = TOKEN_TTL_S / 4
 @contextmanager
 def changing_keys(folder: RunFolder) -> Generator[None]:
     """One change of keys and tokens at a time, over all processes."""
-    lock = os.open(folder.keys, os.O_RDONLY)
+    try:
+        lock = os.open(folder.keys, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(
+            f"no keys in {folder.keys}: {error.strerror}; create, revoke and rotate tokens on the "
+            "machine where the run was started, as the user who started it"
+        ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

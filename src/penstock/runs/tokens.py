@@ -26,6 +26,9 @@ SUBJECT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """No dot: a node's id is the name of its token, and after a dot whatever the node likes."""
 NOT_RENEWED = (Role.ADMIN, Role.SESSION)
 """An operator's token is for now; an agent's key is used by programs that cannot renew it."""
+RETIRING = 1e15
+"""A time that never comes: a key that is being replaced. If that is interrupted, the next rotation
+finds it."""
 
 
 class IssuedToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,25 +72,26 @@ def issue(
             f"give the role {role} to holders that you trust"
         )
     run = folder.read_config().name
-    signer = Signer.read(folder.keys, run)
-    if subject in _denied(folder).subjects:
-        raise ConfigError(
-            f"--name {subject}: this name was revoked, and stays so; choose another name"
-        )
-    if for_relay:
-        token = folder.relay_token(run, role, ttl_s=ttl_s, subject=subject)
-    else:
-        token = folder.token(
-            run,
-            role,
-            ttl_s=ttl_s,
-            subject=subject,
-            is_trusted=is_trusted,
-            renew_s=0.0 if role in NOT_RENEWED else max(ttl_s, renew_s),
-        )
-    credential = read_unverified(token)
-    assert credential is not None
-    _record(folder, credential, signer.key_id)
+    with changing_keys(folder):  # so that the record names the key that signed it
+        key_id = Signer.read(folder.keys, run).key_id
+        if subject in _denied(folder).subjects:
+            raise ConfigError(
+                f"--name {subject}: this name was revoked, and stays so; choose another name"
+            )
+        if for_relay:
+            token = folder.relay_token(run, role, ttl_s=ttl_s, subject=subject)
+        else:
+            token = folder.token(
+                run,
+                role,
+                ttl_s=ttl_s,
+                subject=subject,
+                is_trusted=is_trusted,
+                renew_s=0.0 if role in NOT_RENEWED else max(ttl_s, renew_s),
+            )
+        credential = read_unverified(token)
+        assert credential is not None
+        _record(folder, credential, key_id)
     folder.admin_log.append(
         AdminAction.TOKEN_ISSUED,
         id=credential.id,
@@ -171,24 +175,29 @@ def rotate(folder: RunFolder, *, now: bool = False) -> str:
     with changing_keys(folder):
         old = keys.read_key(folder.keys, keys.SIGNING).key_id
         old_renewal = keys.read_key(folder.keys, keys.RENEWAL).key_id
-        ends = [token.ends_at for token in issued_tokens(folder) if token.key_id == old]
+        denied = _denied(folder)
+        # Before they are replaced: an old key that stands nowhere could never be refused.
+        retiring = dict.fromkeys((old, old_renewal), RETIRING)
+        _write(folder, msgspec.structs.replace(denied, keys={**retiring, **denied.keys}))
         new = keys.replace_key(folder.keys, run, keys.SIGNING, keys.KeyUse.TOKENS)
         keys.replace_key(folder.keys, run, keys.RENEWAL, keys.KeyUse.RENEWALS)
         rewrite_tokens(folder, run)  # before the old ones are refused
-        at = time.time()
-        denied = _denied(folder)
+        denied, at = _denied(folder), time.time()
         refused = {
-            **denied.keys,
-            old: max([at + TOKEN_TTL_S, *ends]),
-            old_renewal: at + RENEWED_TTL_S,
+            key: min(end, at if now else _last_use(folder, key, at))
+            for key, end in denied.keys.items()
         }
-        if now:
-            refused = {key: min(at, end) for key, end in refused.items()}
         _write(folder, msgspec.structs.replace(denied, keys=refused))
         folder.admin_log.append(
             AdminAction.KEY_ROTATED, key_id=new.key_id, replaced=old, is_immediate=now
         )
     return new.key_id
+
+
+def _last_use(folder: RunFolder, key: str, at: float) -> float:
+    """When the last token or renewal of a key that is replaced now expires."""
+    ends = [token.ends_at for token in issued_tokens(folder) if token.key_id == key]
+    return max([at + TOKEN_TTL_S, at + RENEWED_TTL_S, *ends])
 
 
 def _denied(folder: RunFolder) -> Denied:
