@@ -45,7 +45,7 @@ _FORMS = (
         rf"\1\2{HIDDEN}",
     ),
 )
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _known: dict[str, None] = {}
 
 
@@ -72,7 +72,7 @@ def hide_secrets(text: str) -> str:
 
 def printable(text: str) -> str:
     """Without control characters: what a model, an agent or a node wrote must not steer the
-    terminal. Keeps tabs and line breaks."""
+    terminal, nor turn the direction of text. Keeps tabs and line breaks."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

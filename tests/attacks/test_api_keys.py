@@ -121,7 +121,9 @@ async def test_a_proxy_of_the_environment_gets_no_key(
         monkeypatch.setenv(judge.KEY, KEY)
         if command == "label":
             async with judge_rater(url, "m", KEY) as rate:
-                trace = Trace(row="r", group="g", task={}, outcome="completed", reward=1.0, steps=())
+                trace = Trace(
+                    row="r", group="g", task={}, outcome="completed", reward=1.0, steps=()
+                )
                 assert await rate("a step", trace, 0) is None
         elif command == "serve":
             address = TextServerAddress(base_url=url, model="m", api_key=KEY)

@@ -86,9 +86,9 @@ def url(port: int, options: str = "") -> str:
 @pytest.mark.usefixtures("elsewhere")
 def test_the_ledger_is_not_sent_in_clear_text_to_another_host() -> None:
     """The one between says that the server has no TLS: the driver alone would go on without."""
-    with fake_server(b"N") as server:
-        with pytest.raises(StoreError, match=r"over TLS only: set ssl = on") as told:
-            PostgresDatabase(url(server.port), "run")
+    refused = pytest.raises(StoreError, match=r"over TLS only: set ssl = on")
+    with fake_server(b"N") as server, refused as told:
+        PostgresDatabase(url(server.port), "run")
     assert server.heard == b""
     assert SECRET not in str(told.value)
 
@@ -112,9 +112,8 @@ def test_the_server_of_the_ledger_shows_who_it_is(
         monkeypatch.setenv(CA_ENV, str(authority.certificate))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(issued.certificate, issued.key)
-    with fake_server(b"S", context) as server:
-        with pytest.raises(StoreError) as told:
-            PostgresDatabase(url(server.port), "run")
+    with fake_server(b"S", context) as server, pytest.raises(StoreError) as told:
+        PostgresDatabase(url(server.port), "run")
     assert (b"me" in server.heard) == is_accepted
     assert ("an authority that this host trusts" in str(told.value)) != is_accepted
 

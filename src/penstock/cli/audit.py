@@ -14,11 +14,11 @@ def audit(run: Path, /, *, json: bool = False) -> int:
         json: Print one JSON object as the last line.
     """
     from penstock.audit import audit as read_and_check
-    from penstock.cli.output import print_json, printable
+    from penstock.cli.output import print_json, print_text
     from penstock.runs.target import find_run_folder
 
     report = read_and_check(find_run_folder(run).path if run.is_file() else run)
-    print(printable("\n".join(report.lines())))
+    print_text("\n".join(report.lines()))
     if json:
         print_json({"ok": report.ok, "checks": report.checks, "summary": report.summary})
     return 0 if report.ok else 1

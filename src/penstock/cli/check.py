@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.output import pluralise, print_json, print_note
+from penstock.cli.output import pluralise, print_json, print_note, print_text
 
 if TYPE_CHECKING:
     from penstock.runs.preflight import CheckReport, RunSizes
@@ -78,19 +78,19 @@ class _Progress:
 
 def _print_summary(target: RunTarget, report: CheckReport, sizes: RunSizes) -> None:
     config, probed = target.config, report.probed
-    print(f"{config.name}: ready to run in {sizes.folder}")
+    print_text(f"{config.name}: ready to run in {sizes.folder}")
     for name, policy in sizes.policies.items():
         model = config.models[name]
-        print(
+        print_text(
             f"  policy {name}: {model.init}, {pluralise(policy.nodes, f'{model.engine} node')}\n"
             f"    {pluralise(policy.steps, 'step')} of {policy.rows_per_batch:,} trajectories "
             f"({policy.trajectories:,} in total), "
             f"{pluralise(policy.updates_per_step, 'update')} per step"
         )
     for source, task in probed.tasks.items():
-        print(f"  source {source}: first task {str(task)[:100]}")
+        print_text(f"  source {source}: first task {str(task)[:100]}")
     for reward, score in probed.rewards.items():
-        print(f"  reward {reward}: an empty completion scores {score:g}")
+        print_text(f"  reward {reward}: an empty completion scores {score:g}")
     for name, loss in probed.losses.items():
         stand_in = "" if config.models[name].init.startswith("builtin:") else " with a tiny model"
-        print(f"  loss of {name}: {loss:.4g} on a tiny batch{stand_in}")
+        print_text(f"  loss of {name}: {loss:.4g} on a tiny batch{stand_in}")

@@ -34,7 +34,7 @@ def compare(
         json: Print one JSON object as the last line.
     """
     from penstock.cli.compare_lines import comparison_lines, comparison_markdown
-    from penstock.cli.output import print_json, print_note
+    from penstock.cli.output import print_json, print_note, print_text
     from penstock.runs.compare import compare as compare_two
 
     found = compare_two(a, b)
@@ -51,7 +51,7 @@ def compare(
     if json:
         print_json(_report(found))
     else:
-        print("\n".join(comparison_lines(found, MAX_LISTED)))
+        print_text("\n".join(comparison_lines(found, MAX_LISTED)))
     return 0
 
 

@@ -43,7 +43,7 @@ def doctor(*, environment: Path | None = None, json: bool = False) -> int:
             creates.
         json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import print_json
+    from penstock.cli.output import print_json, print_text
     from penstock.devices import visible_devices
     from penstock.rollout.engines.vllm.server import default_environment
     from penstock.runs.machine_requirements import check_machine
@@ -69,9 +69,9 @@ def doctor(*, environment: Path | None = None, json: bool = False) -> int:
         return 0
     for finding in found:
         mark = "+" if finding.is_present else "-"
-        print(f"{mark} {finding.name:<12} {finding.detail}   ({finding.needed_for})")
+        print_text(f"{mark} {finding.name:<12} {finding.detail}   ({finding.needed_for})")
         for line in finding.fix:
-            print(f"      {line}")
+            print_text(f"      {line}")
     return 0
 
 

@@ -120,7 +120,7 @@ async def _evaluate(plan: EvaluationPlan, results: StoredResults) -> None:
 
 def _show(evaluation: Evaluation, asked: set[str], path: Path, *, json: bool) -> int:
     from penstock.cli.eval_lines import failure_lines, figure_lines
-    from penstock.cli.output import print_json, print_note
+    from penstock.cli.output import print_json, print_note, print_text
     from penstock.evals.figures import figures
 
     suites = [result for result in evaluation.suites if result.suite in asked and result.answers]
@@ -129,9 +129,10 @@ def _show(evaluation: Evaluation, asked: set[str], path: Path, *, json: bool) ->
         facts = {"model": evaluation.model, "step": evaluation.step, "results": str(path)}
         print_json({**facts, "suites": found})
     else:
-        print("\n".join(figure_lines(found)))
+        print_text("\n".join(figure_lines(found)))
         for result in suites:
-            print("\n".join(failure_lines(result, MAX_LISTED)), end="")
+            for line in failure_lines(result, MAX_LISTED):
+                print_text(line)
         print_note(f"\nresults in {path}")
     is_scored = any(answer.score is not None for one in suites for answer in one.answers)
     return 0 if is_scored else 1

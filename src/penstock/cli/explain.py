@@ -31,7 +31,7 @@ def explain(run: Path, id: str, /, *, json: bool = False) -> int:
     """
     from dataclasses import asdict
 
-    from penstock.cli.output import print_json
+    from penstock.cli.output import print_json, print_text
     from penstock.dataflow.explain.explain import explain as read
     from penstock.dataflow.ledger.recorded import open_recorded_run
     from penstock.runs.target import find_run_folder
@@ -47,7 +47,7 @@ def explain(run: Path, id: str, /, *, json: bool = False) -> int:
         print_json({**asdict(explanation), "samples": said, "agents": trees})
     else:
         width = max(60, min(120, shutil.get_terminal_size().columns))
-        print("\n".join(lines(explanation, width)))
+        print_text("\n".join(lines(explanation, width)))
         _print_samples(said, explanation.id)
     return 0
 
@@ -67,11 +67,11 @@ def _samples(run: Path, explanation: Explanation) -> list[Sample]:
 
 
 def _print_samples(said: list[Sample], id: str) -> None:
-    from penstock.cli.output import print_note
+    from penstock.cli.output import print_note, print_text
     from penstock.cli.sample_lines import print_samples
 
     if said:
-        print()
+        print_text()
         _print_trees(said[:MAX_SAMPLES])
         print_samples(said[:MAX_SAMPLES])
     if len(said) > MAX_SAMPLES:

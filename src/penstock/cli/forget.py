@@ -22,7 +22,7 @@ def forget(run: Path, session: str, /, *, json: bool = False) -> int:
         session: Session id, as returned by the gateway (p0-17.0.1).
         json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import print_json
+    from penstock.cli.output import print_json, print_text
     from penstock.runs.control import forget_session
     from penstock.runs.target import find_run_folder
 
@@ -30,5 +30,5 @@ def forget(run: Path, session: str, /, *, json: bool = False) -> int:
     if json:
         print_json({"session": answer.session, "was": answer.was})
     else:
-        print(f"forgot {answer.session}: {STATE_TEXT[answer.was]}")
+        print_text(f"forgot {answer.session}: {STATE_TEXT[answer.was]}")
     return 0

@@ -31,7 +31,7 @@ def fork(
         name: Name of the new run; by default NAME-fork-STEP.
         json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import print_json, print_note
+    from penstock.cli.output import print_json, print_note, print_text
     from penstock.runs.fork import fork_run
     from penstock.runs.target import find_run_folder
 
@@ -40,7 +40,7 @@ def fork(
     for policy, damage in weights_only.items():
         why = f"checkpoint of step {at} is unusable: {damage}" if damage else "no checkpoint"
         print_note(f"{policy}: starting from weights only, with a fresh optimizer ({why})")
-    print(
+    print_text(
         f"created {fork_folder.path} from step {at} of {parent.path}; start it with: penstock run "
         f"{fork_folder.path}"
     )

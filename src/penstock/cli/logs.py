@@ -80,19 +80,19 @@ def format_line(line: LogLine) -> Text:
     from rich.text import Text
 
     clock = "" if line.at is None else time.strftime("%H:%M:%S", time.localtime(line.at))
-    text = Text.assemble((f"{clock:8}  ", "dim"), (f"{line.service:<14}  ", "cyan"))
-    message = printable(line.message)
+    text = Text.assemble((f"{clock:8}  ", "dim"), (f"{printable(line.service):<14}  ", "cyan"))
+    message, level = printable(line.message), printable(line.level)
     if not line.level:  # not ours: a traceback, or what a library printed
         return text.append(message)
     if line.level != "info":
-        text.append(f"{line.level}  ", STYLES.get(line.level, ""))
-    text.append(message, "bold" if line.level == "info" else STYLES.get(line.level, ""))
+        text.append(f"{level}  ", STYLES.get(level, ""))
+    text.append(message, "bold" if level == "info" else STYLES.get(level, ""))
     blocks: list[str] = []
     for name, value in line.fields.items():
         if isinstance(value, str) and "\n" in value:
             blocks.append(printable(value.rstrip()))
         else:
-            text.append(f"  {name}=", "dim").append(printable(str(value)))
+            text.append(f"  {printable(name)}=", "dim").append(printable(str(value)))
     for block in blocks:
         text.append("".join(f"\n            {row}" for row in block.splitlines()), "dim")
     return text

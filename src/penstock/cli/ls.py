@@ -21,16 +21,16 @@ def ls(dir: Path = Path("outputs"), /, *, json: bool = False) -> int:
         dir: Folder of runs, as output_dir in the config.
         json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import print_json
+    from penstock.cli.output import print_json, print_text
     from penstock.runs.listing import list_runs
 
     found = list_runs(dir)
     if json:
         print_json({"dir": str(dir), "runs": found})
     elif not found:
-        print(f"no runs in {dir}; `penstock run CONFIG` creates them")
+        print_text(f"no runs in {dir}; `penstock run CONFIG` creates them")
     else:
-        print("\n".join(lines(found)))
+        print_text("\n".join(lines(found)))
     return 0
 
 

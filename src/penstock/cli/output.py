@@ -1,21 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How commands print: JSON for programs; durations, sizes and tables for people."""
+"""How commands print: JSON for programs; durations, sizes and tables for people. What others wrote
+does not steer the terminal: commands print text by `print_text` and `print_note` only."""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import time
 from collections.abc import Sequence
 
 from penstock.redaction import printable as printable
 
+_CONTROLS = re.compile(r"[\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+"""Control characters that JSON need not escape."""
+
 
 def print_json(value: object) -> None:
     """Print one JSON object as the last line on stdout, for programs."""
     from penstock.wire.codec import encode_json
 
-    sys.stdout.write(encode_json(value).decode() + "\n")
+    text = encode_json(value).decode()
+    sys.stdout.write(_CONTROLS.sub(lambda found: json.dumps(found[0])[1:-1], text) + "\n")
     sys.stdout.flush()
+
+
+def print_text(text: str = "") -> None:
+    """Print a result for people on stdout."""
+    print(printable(text), flush=True)
 
 
 def print_note(text: str) -> None:

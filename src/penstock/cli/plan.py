@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.output import pluralise, print_json, print_note, table
+from penstock.cli.output import pluralise, print_json, print_note, print_text, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,7 +43,7 @@ def plan(target: Path, /, *overrides: str, svg: Path | None = None, json: bool =
         body = {"run": config.name, "svg": None if svg is None else str(svg), **as_json(found)}
         print_json({**body, "engine_devices": engines})
     else:
-        print("\n".join([f"{config.name}: {kind}", *lines(found), *_engine_lines(engines)]))
+        print_text("\n".join([f"{config.name}: {kind}", *lines(found), *_engine_lines(engines)]))
     return 0
 
 

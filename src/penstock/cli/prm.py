@@ -149,7 +149,7 @@ def train(
         seed: Decides the order of the steps.
         json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import print_json, print_note
+    from penstock.cli.output import print_json, print_note, print_text
     from penstock.errors import ConfigError
     from penstock.trainer.prm.training import TrainingSpec, train_version
 
@@ -172,7 +172,7 @@ def train(
         print_note(f"epoch {epoch} of {epochs}: mean squared error {loss:.4f}")
 
     made = train_version(labels, out, spec, on_epoch)
-    print("\n".join(_report_lines(made)))
+    print_text("\n".join(_report_lines(made)))
     if json:
         print_json({"version": made.number, "folder": str(made.folder), **_fields(made)})
     return 0

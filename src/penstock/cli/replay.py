@@ -58,11 +58,11 @@ def _start_ranks(num_ranks: int) -> int:
 
 def _print_result(found: ReplayComparison | None, *, json: bool) -> int:
     """Print the comparison; returns the exit code. Other ranks than 0 have None to print."""
-    from penstock.cli.output import print_json
+    from penstock.cli.output import print_json, print_text
 
     if found is None:
         return 0
-    print("\n".join(_lines(found)))
+    print_text("\n".join(_lines(found)))
     if json:
         print_json(
             {

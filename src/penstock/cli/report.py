@@ -16,7 +16,7 @@ def report(run: Path, /, *, json: bool = False) -> int:
         json: Print the report as one JSON object on the last line. The documentation has its
             schema.
     """
-    from penstock.cli.output import format_moment, print_json, print_note, printable
+    from penstock.cli.output import format_moment, print_json, print_note, print_text
     from penstock.errors import WireError
     from penstock.runs.control import read_report, read_stored_report
     from penstock.runs.state import RunState, read_summary
@@ -39,5 +39,5 @@ def report(run: Path, /, *, json: bool = False) -> int:
     else:
         from penstock.dataflow.report.text import render
 
-        print(printable(render(answer)))
+        print_text(render(answer))
     return 0

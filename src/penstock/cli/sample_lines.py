@@ -54,7 +54,7 @@ def _head(sample: Sample) -> Text:
         "" if sample.state == "stored" else f"text {sample.state}",
     )
     return Text.assemble(
-        (sample.row_id, "bold"),
+        (printable(sample.row_id), "bold"),
         "  ",
         (reward, "bold"),
         (roles, ""),

@@ -23,7 +23,7 @@ def simulate(
             key `rules`. Rules of a single policy stay in effect.
         json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import print_json
+    from penstock.cli.output import print_json, print_text
     from penstock.dataflow.simulate.text import lines
     from penstock.runs.simulate import simulate_run, with_rules
     from penstock.runs.target import find_run_folder
@@ -40,5 +40,5 @@ def simulate(
         )
     else:
         text = lines(found.recorded, found.simulated, rules.name, found.num_unfilled_batches)
-        print("\n".join(text))
+        print_text("\n".join(text))
     return 0

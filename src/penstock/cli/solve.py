@@ -45,7 +45,7 @@ def solve(
         model: Model name at that server; by default the name of the policy.
         json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import print_json, print_note
+    from penstock.cli.output import print_json, print_note, print_text
     from penstock.cli.solve_lines import ending_lines, is_failure
     from penstock.observe import logs
     from penstock.runs.eval_target import read_eval_target
@@ -66,7 +66,7 @@ def solve(
     if json:
         print_json(_report(ended, target))
     else:
-        print("\n".join(ending_lines(ended, has_answer=answer is not None)))
+        print_text("\n".join(ending_lines(ended, has_answer=answer is not None)))
     return 1 if is_failure(ended, has_answer=answer is not None) else 0
 
 

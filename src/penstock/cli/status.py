@@ -22,7 +22,7 @@ def status(run: Path, /, *, watch: bool = False, json: bool = False) -> int:
         watch: Keep the display up to date until the run ends or Ctrl-C, which leaves the run alone.
         json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import print_json, printable
+    from penstock.cli.output import print_json, print_text
     from penstock.runs.state import RunState, read_summary
     from penstock.runs.target import find_run_folder
 
@@ -37,7 +37,7 @@ def status(run: Path, /, *, watch: bool = False, json: bool = False) -> int:
     elif found.status is not None:
         _draw(folder, found, hint=f"`penstock stop {run}` stops it")
     else:
-        print(printable("\n".join(_lines(run, found, folder))))
+        print_text("\n".join(_lines(run, found, folder)))
     return 0
 
 

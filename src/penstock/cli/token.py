@@ -46,7 +46,7 @@ def token(
         json: Print one JSON object with token and URL; for role relay also the public key.
     """
     from penstock.addresses import is_loopback
-    from penstock.cli.output import print_json, print_note
+    from penstock.cli.output import print_json, print_note, print_text
     from penstock.errors import ConfigError
     from penstock.runs.target import find_run_folder
     from penstock.runs.tokens import issue
@@ -88,7 +88,7 @@ def token(
         print_json({**found, "public_key": folder.public_key()} if is_relay else found)
     else:
         if out is None:
-            print(issued)
+            print_text(issued)
         _print_hints(folder, role, url, "FILE" if out is None else str(out), for_relay=for_relay)
         print_note(f"it is for {credential.subject}; its id is {credential.id}")
     if folder.launcher_pid() is None:
@@ -138,7 +138,7 @@ def ls(run: Path, /, *, json: bool = False) -> int:
         run: Run folder, or its config file.
         json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import print_json, print_note
+    from penstock.cli.output import print_json, print_note, print_text
     from penstock.runs.target import find_run_folder
     from penstock.runs.tokens import live_tokens
 
@@ -163,7 +163,7 @@ def ls(run: Path, /, *, json: bool = False) -> int:
     for each in found:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.ends_at))
         trust = "" if each.is_trusted else "  untrusted"
-        print(f"{each.id}  {each.role:8}  until {until}  {each.subject}{trust}")
+        print_text(f"{each.id}  {each.role:8}  until {until}  {each.subject}{trust}")
     return 0
 
 

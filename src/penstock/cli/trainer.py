@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 from types import FrameType
@@ -91,6 +90,8 @@ def trainer(
             is_stopping=stopping.is_set,
         )
     except ResumeRejected as error:
-        print(f"error: {error}", file=sys.stderr)
+        from penstock.cli.output import print_note
+
+        print_note(f"error: {error}")
         code = EXIT_RESUME_REJECTED
     exit_now(code)

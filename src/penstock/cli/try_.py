@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from penstock.cli.output import pluralise, print_json, print_note, printable
+from penstock.cli.output import pluralise, print_json, print_note, print_text, printable
 
 if TYPE_CHECKING:
     from penstock.runs.local_gateway import TextServerAddress
@@ -65,7 +65,7 @@ def try_(
         print_json({"rollouts": tried, "scored": len(scored), "reward": mean})
     else:
         score = f", mean reward {mean:.3g}" if mean is not None else ""
-        print(f"{len(scored)} of {pluralise(len(tried), 'rollout')} scored{score}")
+        print_text(f"{len(scored)} of {pluralise(len(tried), 'rollout')} scored{score}")
     return 0 if scored else 1
 
 
@@ -89,12 +89,12 @@ async def _try_and_show(
 def _print_rollout(number: int, rollout: TriedRollout) -> None:
     score = "no reward" if rollout.reward is None else f"reward {rollout.reward:g}"
     how = rollout.outcome + (f" ({rollout.reason})" if rollout.reason else "")
-    print(f"--- {number}. task {rollout.ordinal} of {rollout.source}: {score}, {how}")
+    print_text(f"--- {number}. task {rollout.ordinal} of {rollout.source}: {score}, {how}")
     for message in rollout.messages:
         _print_message(message)
     if rollout.detail:
-        print("\n".join(f"  ! {line}" for line in printable(rollout.detail).splitlines()))
-    print()
+        print_text("\n".join(f"  ! {line}" for line in printable(rollout.detail).splitlines()))
+    print_text()
 
 
 def _print_message(message: JsonObject) -> None:
@@ -105,4 +105,4 @@ def _print_message(message: JsonObject) -> None:
         for call in message.get("tool_calls") or ()
     ]
     for index, line in enumerate([*lines, *calls] or [""]):
-        print(printable(f"  {message['role'] if index == 0 else '':>9}  {line}"))
+        print_text(f"  {message['role'] if index == 0 else '':>9}  {line}")

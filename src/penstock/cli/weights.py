@@ -73,7 +73,7 @@ def ls(run: Path, /, *, json: bool = False) -> int:
         run: Run folder, or its config file; running or finished.
         json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import print_json, print_note
+    from penstock.cli.output import print_json, print_note, print_text
     from penstock.cli.weights_format import catalog_json, list_lines
 
     _, store, catalog = _open(run)
@@ -81,7 +81,7 @@ def ls(run: Path, /, *, json: bool = False) -> int:
     if json:
         print_json({**catalog_json(catalog), "num_blobs": len(blobs), "store_bytes": sum(blobs)})
     else:
-        print("\n".join(list_lines(catalog, blobs)))
+        print_text("\n".join(list_lines(catalog, blobs)))
     if catalog.damaged:
         print_note(
             f"{len(catalog.damaged)} manifests are damaged; `penstock weights verify {run}` "
@@ -99,7 +99,7 @@ def show(run: Path, version: str, /, *, json: bool = False) -> int:
             digest.
         json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import print_json
+    from penstock.cli.output import print_json, print_text
     from penstock.cli.weights_format import show_lines, version_json
     from penstock.weights.catalog import find_version
 
@@ -108,7 +108,7 @@ def show(run: Path, version: str, /, *, json: bool = False) -> int:
     if json:
         print_json(version_json(resolved))
     else:
-        print("\n".join(show_lines(store, catalog, resolved)))
+        print_text("\n".join(show_lines(store, catalog, resolved)))
     return 0
 
 
@@ -120,7 +120,7 @@ def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> i
         version: POLICY@NUMBER, NUMBER or the start of a manifest digest; by default all versions.
         json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import format_bytes, pluralise, print_json, print_note
+    from penstock.cli.output import format_bytes, pluralise, print_json, print_note, print_text
     from penstock.cli.weights_format import damage_lines
     from penstock.weights.catalog import find_version
     from penstock.weights.verify import Verifier, damaged_manifest
@@ -150,7 +150,7 @@ def verify(run: Path, version: str | None = None, /, *, json: bool = False) -> i
     if found:
         print_note(f"error: {pluralise(len(found), 'damaged item')} in {root}")
     elif not json:
-        print(
+        print_text(
             f"{pluralise(len(versions), 'version')} intact, {format_bytes(verifier.num_bytes)} "
             "checked"
         )
@@ -166,7 +166,7 @@ def diff(run: Path, old: str, new: str, /, *, json: bool = False) -> int:
         new: Version to compare with.
         json: Print one JSON object as the last line, with every tensor.
     """
-    from penstock.cli.output import print_json
+    from penstock.cli.output import print_json, print_text
     from penstock.cli.weights_format import diff_json, diff_lines
     from penstock.weights.catalog import find_version
     from penstock.weights.compare import compare
@@ -178,7 +178,7 @@ def diff(run: Path, old: str, new: str, /, *, json: bool = False) -> int:
     if json:
         print_json(diff_json(first, second, found))
     else:
-        print("\n".join(diff_lines(first, second, found)))
+        print_text("\n".join(diff_lines(first, second, found)))
     return 0
 
 
@@ -192,7 +192,7 @@ def gc(run: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
         dry_run: Only print what would be deleted.
         json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import format_bytes, pluralise, print_json
+    from penstock.cli.output import format_bytes, pluralise, print_json, print_text
     from penstock.dataflow.service.trainers.messages import VersionUser
     from penstock.errors import WeightsError
     from penstock.runs.control import versions_in_use
@@ -230,12 +230,14 @@ def gc(run: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
         )
     else:
         verb = "would be deleted" if dry_run else "deleted"
-        print(
+        print_text(
             f"{pluralise(len(found.manifests), 'version')} and "
             f"{pluralise(len(found.blobs), 'file')} "
             f"{verb}, {format_bytes(found.freed_bytes)}"
         )
-        print(f"{pluralise(found.num_versions, 'version')} kept, {format_bytes(found.kept_bytes)}")
+        print_text(
+            f"{pluralise(found.num_versions, 'version')} kept, {format_bytes(found.kept_bytes)}"
+        )
     return 0
 
 

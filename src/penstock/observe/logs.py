@@ -2,7 +2,8 @@
 """Structured logs: JSON lines on stderr, a readable form when stderr is a terminal.
 
 The only place that sets up structlog and the standard library's logging. Opens no files: the
-launcher decides where stderr goes. No secret leaves: every line is searched for them.
+launcher decides where stderr goes. No secret leaves: every line is searched for them. No line
+steers a terminal that shows it: control characters of what others wrote are replaced.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from penstock.redaction import hide_secrets
+from penstock.redaction import for_people, hide_secrets, printable
 
 NOISY_LOGGERS = (
     "uvicorn",
@@ -73,16 +74,22 @@ def _renderers(*, is_terminal: bool) -> list[Processor]:
         structlog.processors.EventRenamer("msg"),
         structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
         _hide,
+        _without_controls,
     ]
 
 
 def _hide_in_fields(logger: WrappedLogger, method: str, fields: EventDict) -> EventDict:
     """Before colours and escapes are between a secret and what shows that it is one."""
     return {
-        name: hide_secrets(value) if isinstance(value, str) else value
+        name: for_people(value) if isinstance(value, str) else value
         for name, value in fields.items()
     }
 
 
 def _hide(logger: WrappedLogger, method: str, line: Any) -> str:
     return hide_secrets(line)
+
+
+def _without_controls(logger: WrappedLogger, method: str, line: Any) -> str:
+    """Also in values of values; JSON has none of its own."""
+    return printable(line)

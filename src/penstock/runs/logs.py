@@ -104,13 +104,14 @@ class LogReader:
             return []
         complete = text[: text.rfind(b"\n") + 1]
         self._read_bytes += len(complete)
-        return [self._parse(line) for line in complete.decode(errors="replace").splitlines()]
+        lines = complete.decode(errors="replace").split("\n")[:-1]  # text has more kinds of ends
+        return [self._parse(line) for line in lines]
 
     def _parse(self, text: str) -> LogLine:
         """A line in another format, such as a traceback, belongs to the time of the one before."""
         try:
             found: object = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict) or "msg" not in found:
             return LogLine(service=self._service, at=self._at, level="", message=text)
