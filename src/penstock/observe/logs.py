@@ -91,5 +91,5 @@ def _hide(logger: WrappedLogger, method: str, line: Any) -> str:
 
 
 def _without_controls(logger: WrappedLogger, method: str, line: Any) -> str:
-    """Also in values of values; JSON has none of its own."""
+    """Also inside of nested values; JSON itself uses none."""
     return printable(line)
