@@ -120,6 +120,10 @@ class VersionSpan:
     number: Count
 
 
+KvAge = tuple[Count, Count]
+"""Incarnation and number of the version that computed cached keys and values."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedVersion:
     """A version that nodes should load, with the digest of its content."""
@@ -230,6 +234,10 @@ class Turn:
     """Its own reward, if the workflow gave one; it replaces its role's reward for this turn."""
     agent: Annotated[str, Meta(max_length=MAX_AGENT_CHARS)] = ""
     """The sub-agent that made the call, as a path of spawns like `0.2`; empty for the workflow."""
+    kv: KvAge | None = None
+    """With `kv: keep`: the oldest version whose keys and values its tokens may have attended to.
+    It counts for staleness like a version that sampled tokens. None: all keys and values belong to
+    the version that sampled the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +257,13 @@ class ToolUse:
     """What the server says that it cost, in its own unit; 0 if it says nothing."""
     agent: Annotated[str, Meta(max_length=MAX_AGENT_CHARS)] = ""
     """As in Turn."""
+
+
+def versions_of(turn: Turn) -> set[KvAge]:
+    """Incarnation and number of all versions that its tokens depend on: of the weights that
+    sampled them, and of kept keys and values."""
+    found = {(span.incarnation, span.number) for span in turn.spans}
+    return found if turn.kv is None else found | {turn.kv}
 
 
 def is_usable(turn: Turn) -> bool:

@@ -63,6 +63,9 @@ class _Files:
     async def __call__(self, weights_url: str, target: PublishedVersion) -> Path:
         return self._folder
 
+    def make_patch(self, base: Path, folder: Path) -> None:
+        return None
+
     def prune_except(self, keep: Collection[str]) -> None: ...
 
     async def close(self) -> None: ...

@@ -50,6 +50,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     finish: str
     sampling: Sampling = Sampling()
     reached_agent: bool = True
+    kv: tuple[int, int] | None = None
 
     @property
     def is_trainable(self) -> bool:
@@ -157,7 +158,9 @@ class SegmentReader:
 
     def _summarise_payload(self, row: Trajectory) -> PayloadSummary:
         turns = row.turns
-        counted = tuple((t.policy, len(t.sampled_ids), t.is_trainable, t.spans) for t in turns)
+        counted = tuple(
+            (t.policy, len(t.sampled_ids), t.is_trainable, t.spans, t.kv) for t in turns
+        )
         sampled, trainable, all_versions = self._count(counted)
         return PayloadSummary(
             name=(row.row_id, row.group_id, row.slot, row.epoch, row.node_id),
@@ -172,14 +175,16 @@ class SegmentReader:
 
 
 def _count(
-    turns: tuple[tuple[str, int, bool, tuple[Span, ...]], ...],
+    turns: tuple[tuple[str, int, bool, tuple[Span, ...], tuple[int, int] | None], ...],
 ) -> tuple[dict[str, int], Versions, Versions]:
-    """From policy, bytes of sampled ids, `is_trainable` and spans of each turn."""
+    """From policy, bytes of sampled ids, `is_trainable`, spans and `kv` of each turn."""
     sampled: Counter[str] = Counter()
     trainable: dict[str, dict[tuple[int, int], None]] = {}
     everything: dict[str, dict[tuple[int, int], None]] = {}
-    for policy, num_bytes, is_trainable, spans in turns:
+    for policy, num_bytes, is_trainable, spans, kv in turns:
         pairs = {(span.incarnation, span.number): None for span in spans}
+        if kv is not None:
+            pairs[kv] = None
         everything.setdefault(policy, {}).update(pairs)
         if is_trainable and num_bytes:
             sampled[policy] += num_bytes // TOKEN_BYTES

@@ -53,6 +53,7 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _duplicate_reward(config)
     yield from _missing_reward(config)
     yield from _unscored_strangers(config)
+    yield from _kept_kv(config)
     yield from _prompts_to_count(config)
     yield from _unused_environments(config)
     yield from _sessions(config)
@@ -249,6 +250,21 @@ def _unscored_strangers(config: RunSections) -> Iterator[Contradiction]:
             "reward function; set reward: module:function, or accept_untrusted: false",
             keys=(("trust", "accept_untrusted"), ("reward",)),
         )
+
+
+def _kept_kv(config: RunSections) -> Iterator[Contradiction]:
+    """Log-probs under old keys and values cannot be computed again from the record."""
+    for name, model in config.models.items():
+        if model.kv == "drop":
+            continue
+        at: KeyPath = ("models", name, "kv")
+        if config.trust.accept_untrusted:
+            text = "answers of untrusted nodes are checked by computing them again, which kept "
+            text += "keys and values prevent; set kv: drop, or accept_untrusted: false"
+            yield Contradiction(text=text, keys=(at, ("trust", "accept_untrusted")))
+        if config.deterministic:
+            text = "with kept keys and values an answer depends on when weights were loaded; set "
+            yield Contradiction(text=f"{text}kv: drop", keys=(at, ("deterministic",)))
 
 
 def _prompts_to_count(config: RunSections) -> Iterator[Contradiction]:

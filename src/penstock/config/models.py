@@ -6,7 +6,7 @@ have an adapter is checked when a model is loaded."""
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Protocol, cast
+from typing import Annotated, Any, Literal, Protocol, cast
 
 from pydantic import (
     AfterValidator,
@@ -64,6 +64,8 @@ def _declared(engine: str) -> _EngineType:
     return load_object(f"{ENGINES_PACKAGE}.{engine}:ENGINE")
 
 
+KV_KEEPERS = ("hf", "vllm")
+"""Built-in engines that can keep keys and values across versions."""
 RUN_PREFIX = "run:"
 """Starts the name of a version of another run."""
 KEPT_COPY = re.compile(r"^.*/initial/(?P<digest>[0-9a-f]{64})$")
@@ -167,6 +169,12 @@ class ModelConfig(Section):
     `url`s, as many as there are."""
     max_paused: float = Field(default=0.25, gt=0, le=1)
     """Share of a node's engines that may load new weights at the same time; always at least one."""
+    kv: Literal["drop", "keep"] = "drop"
+    """What happens to the keys and values of running answers, and to cached prefixes, when new
+    weights are loaded: `drop` computes them again, so that each token depends on one version only;
+    `keep` continues with the old ones, which is faster, and log-probs are then not those of the
+    named version. Turns record how old they may be, and that counts for staleness. For engines hf
+    and vllm."""
     torch_threads: PositiveInt = 1
     """CPU threads of torch in each process of this policy."""
     algorithm: AlgorithmConfig | None = None
@@ -180,6 +188,7 @@ class ModelConfig(Section):
         if self.engine == "sglang" and not self.sglang.url:
             text = "engine sglang needs a running server; set sglang: {url: ...}"
             yield Contradiction(text=text, keys=((),))
+        yield from self._kv_contradictions()
         yield from self._server_contradictions()
         yield from self._device_contradictions()
         if own_version(self.init) and not self.frozen:
@@ -203,6 +212,16 @@ class ModelConfig(Section):
         if "engines" in written or not isinstance(urls, list | tuple) or not urls:
             return written
         return {**written, "engines": len(cast(list[Any], urls))}
+
+    def _kv_contradictions(self) -> Iterator[Contradiction]:
+        if self.kv == "drop":
+            return
+        if self.engine in builtin_names(ENGINES_PACKAGE) and self.engine not in KV_KEEPERS:
+            text = f"engine {self.engine} cannot keep keys and values across versions; set "
+            yield Contradiction(text=f"{text}kv: drop", keys=(("kv",), ("engine",)))
+        if self.lora is not None and self.engine == "vllm":
+            text = "an answer of vLLM keeps its adapter to the end, and so its keys and values; "
+            yield Contradiction(text=f"{text}remove kv", keys=(("kv",), ("lora",)))
 
     def _server_contradictions(self) -> Iterator[Contradiction]:
         urls, num_engines = self.engine_urls, self.replicas * self.engines

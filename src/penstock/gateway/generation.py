@@ -11,6 +11,7 @@ from typing import Protocol
 
 from penstock.types import (
     FinishReason,
+    KvAge,
     LogProbs,
     PolicyName,
     SamplingSpec,
@@ -32,6 +33,8 @@ class Completion:
     spans: tuple[VersionSpan, ...]
     """Cover `sampled_ids` without gap or overlap."""
     finish: FinishReason
+    kv: KvAge | None = None
+    """As in `Turn`."""
 
     @classmethod
     def of(
@@ -57,6 +60,8 @@ class TokenChunk:
     logprobs: Sequence[float]
     version: Version
     """Version that sampled all of these tokens."""
+    kv: KvAge | None = None
+    """As in `Turn`."""
 
 
 ChunkCallback = Callable[[TokenChunk], None]

@@ -57,6 +57,7 @@ class SalvagedAnswers:
             logprobs=turn.logprobs,
             spans=turn.spans,
             finish=turn.finish,
+            kv=turn.kv,
         )
 
 

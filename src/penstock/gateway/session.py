@@ -300,6 +300,7 @@ class Session:
             ended_at=time.time(),
             role=role,
             agent=self.agent,
+            kv=completion.kv,
         )
 
     def _add(self, prompt: Prompt, turn: Turn, texts: AnswerTexts, *, is_reused: bool) -> int:

@@ -14,7 +14,15 @@ from typing import Protocol, runtime_checkable
 
 from penstock.errors import EngineError, RequestRejected
 from penstock.gateway.generation import Completion, Generate
-from penstock.types import FinishReason, PolicyName, Version, VersionSpan, log_probs, token_ids
+from penstock.types import (
+    FinishReason,
+    KvAge,
+    PolicyName,
+    Version,
+    VersionSpan,
+    log_probs,
+    token_ids,
+)
 
 CLOSED = "the engine is closed; its node is shutting down, and another node takes over the work"
 
@@ -59,6 +67,8 @@ class EngineSettings:
     """Additional arguments of the engine server."""
     devices: Sequence[str] = ()
     """Devices of the engine server, as in CUDA_VISIBLE_DEVICES; empty: what this process sees."""
+    keeps_kv: bool = False
+    """Whether a swap of weights keeps the keys and values of running answers."""
     state_dir: Path | None = None
     """Folder for the log of the engine server."""
     num_policies: int = 1
@@ -88,6 +98,17 @@ class Shareable(Protocol):
         ...
 
 
+@runtime_checkable
+class Patchable(Protocol):
+    """An engine whose `load` writes only what changed, if a patch leads from the version that it
+    has loaded to the new one (`weights.patches`). Without a patch it loads the full files."""
+
+    @property
+    def loaded(self) -> Path | None:
+        """The folder of the weights that it has loaded; None if they cannot be patched."""
+        ...
+
+
 class SpanLog:
     """Records which version sampled which tokens of one answer."""
 
@@ -108,12 +129,19 @@ class SpanLog:
         self._starts = [start for start in self._starts if start[0] < num_tokens]
 
     def complete(
-        self, ids: Sequence[int], logprobs: Sequence[float], finish: FinishReason
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        finish: FinishReason,
+        kv: KvAge | None = None,
     ) -> Completion:
         """The answer with these tokens."""
-        spans = self.spans(len(ids))
         return Completion(
-            sampled_ids=token_ids(ids), logprobs=log_probs(logprobs), spans=spans, finish=finish
+            sampled_ids=token_ids(ids),
+            logprobs=log_probs(logprobs),
+            spans=self.spans(len(ids)),
+            finish=finish,
+            kv=kv,
         )
 
     def spans(self, num_tokens: int) -> tuple[VersionSpan, ...]:

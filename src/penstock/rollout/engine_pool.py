@@ -25,7 +25,7 @@ import structlog
 from penstock.dataflow.core.leasing import LiveVersion
 from penstock.errors import EngineError, RequestRejected, wrap_errors
 from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
-from penstock.rollout.engine import CLOSED, Engine, Shareable, live_for
+from penstock.rollout.engine import CLOSED, Engine, Patchable, Shareable, live_for
 from penstock.rollout.partial_completion import PartialCompletion
 from penstock.rollout.rolling_swap import PoolStats, Replica, RollingSwap, VerifyEngine
 from penstock.rollout.routing import choose
@@ -67,6 +67,13 @@ class EnginePool:
             if (version := replica.serving_version) is not None
         ]
         return min(served, key=lambda version: (version.incarnation, version.number), default=None)
+
+    @property
+    def loaded(self) -> set[Path]:
+        """Folders that engines of this pool have loaded, and can patch."""
+        engines = [replica.engine for replica in self._replicas]
+        folders = [engine.loaded for engine in engines if isinstance(engine, Patchable)]
+        return {folder for folder in folders if folder is not None}
 
     async def close(self) -> None:
         self._is_closed = True
@@ -255,6 +262,10 @@ class EnginePools:
             for v in served
             if v is not None
         )
+
+    def loaded(self, policy: PolicyName) -> set[Path]:
+        """Folders from which a patch would save the policy's engines a full load."""
+        return self._by_policy[policy].loaded
 
     def stats(self) -> dict[PolicyName, PoolStats]:
         return {policy: pool.stats for policy, pool in self._by_policy.items()}

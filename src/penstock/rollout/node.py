@@ -222,6 +222,7 @@ def engine_maker(
             environment=environment,
             options=info.options,
             devices=seat.devices,
+            keeps_kv=info.keeps_kv,
             state_dir=options["state_dir"],
             num_policies=max((len(s.policies) for s in run_info.adapters), default=1),
             adapter_rank=max((s.rank for s in run_info.adapters), default=1),

@@ -17,7 +17,7 @@ from penstock.gateway.generation import ChunkCallback, Completion, GenerationReq
 from penstock.rollout.engine import SpanLog
 from penstock.rollout.snapshot import Snapshot
 from penstock.seeds import derive
-from penstock.types import FinishReason, Version, VersionSpan, view_ids, view_log_probs
+from penstock.types import FinishReason, KvAge, Version, VersionSpan, view_ids, view_log_probs
 
 
 class PartialCompletion:
@@ -29,6 +29,8 @@ class PartialCompletion:
         self._spans: SpanLog | None = None
         self._segment_start = 0
         """Index of the first token from the current engine."""
+        self._kv: KvAge | None = None
+        """The oldest of all engines."""
 
     @property
     def num_sampled(self) -> int:
@@ -58,6 +60,7 @@ class PartialCompletion:
         self._spans.switch(len(self._sampled), chunk.version)
         self._sampled.extend(chunk.sampled_ids)
         self._logprobs.extend(chunk.logprobs)
+        self._kv = oldest(self._kv, chunk.kv)
         if self._request.on_chunk is not None:
             self._request.on_chunk(chunk)
 
@@ -68,7 +71,8 @@ class PartialCompletion:
         for span in aborted.spans:
             start = max(span.start, len(self._sampled) - self._segment_start)
             part, version = slice(start, max(start, span.end)), self._version(span)
-            self.feed(TokenChunk(sampled_ids=ids[part], logprobs=logprobs[part], version=version))
+            chunk = TokenChunk(sampled_ids=ids[part], logprobs=logprobs[part], version=version)
+            self.feed(replace(chunk, kv=aborted.kv))
 
     def restart(self) -> None:
         """Discard all tokens. Raises EngineError if some were already streamed to the agent."""
@@ -79,7 +83,7 @@ class PartialCompletion:
             )
         self._sampled.clear()
         self._logprobs.clear()
-        self._spans = None
+        self._spans = self._kv = None
 
     def completion(self, model: Snapshot) -> Completion | None:
         """The answer if it is already complete: an engine may die after its last token but before
@@ -88,9 +92,11 @@ class PartialCompletion:
         if self._spans is None or self._request.given:
             return None
         if self._sampled[-1] in model.stop_ids:
-            return self._spans.complete(self._sampled, self._logprobs, FinishReason.STOP)
+            return self._spans.complete(self._sampled, self._logprobs, FinishReason.STOP, self._kv)
         if len(self._sampled) >= min(self._sampling.max_tokens, room):
-            return self._spans.complete(self._sampled, self._logprobs, FinishReason.LENGTH)
+            return self._spans.complete(
+                self._sampled, self._logprobs, FinishReason.LENGTH, self._kv
+            )
         return None
 
     def append_last(self, last: Completion) -> Completion:
@@ -104,8 +110,12 @@ class PartialCompletion:
             self._spans.switch(at + span.start, self._version(span))
         ids = [*self._sampled[:at], *view_ids(last.sampled_ids)]
         logprobs = [*self._logprobs[:at], *view_log_probs(last.logprobs)]
-        return self._spans.complete(ids, logprobs, last.finish)
+        return self._spans.complete(ids, logprobs, last.finish, oldest(self._kv, last.kv))
 
     def _version(self, span: VersionSpan) -> Version:
         policy = self._request.policy
         return Version(policy=policy, incarnation=span.incarnation, number=span.number)
+
+
+def oldest(first: KvAge | None, second: KvAge | None) -> KvAge | None:
+    return min((age for age in (first, second) if age is not None), default=None)

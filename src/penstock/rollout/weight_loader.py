@@ -56,6 +56,10 @@ class WeightFetcher(Protocol):
         """Raise WeightsError if a snapshot has changed since it was verified."""
         ...
 
+    def make_patch(self, base: Path, folder: Path) -> object:
+        """Write the patch between two fetched versions, if there can be one. Blocking."""
+        ...
+
     def prune_except(self, keep: Collection[str]) -> None: ...
     async def close(self) -> None: ...
 
@@ -87,6 +91,9 @@ class WeightServerFetcher:
 
     def require_unchanged(self, folder: Path) -> None:
         self._puller.require_unchanged(folder)
+
+    def make_patch(self, base: Path, folder: Path) -> Path | None:
+        return self._puller.make_patch(base, folder)
 
     def prune_except(self, keep: Collection[str]) -> None:
         self._puller.prune(keep)
@@ -210,6 +217,11 @@ class Loader:
 
     async def _load(self, folder: Path, version: Version) -> None:
         verify = await self._prepare(folder, version, (self._gateway,))
+        for base in self._engines.loaded(version.policy) - {folder}:
+            try:
+                await asyncio.to_thread(self._fetch.make_patch, base, folder)
+            except WeightsError as error:
+                log.warning("no patch, full files are loaded", base=base.name, error=str(error))
         await self._engines.load(folder, version, verify=verify)
 
     async def _prepare(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +28,7 @@ from penstock.weights.manifest import (
     digest_of,
     parse_manifest,
 )
+from penstock.weights.patches import ChangedFile, find_patch, patch_path, write_patch
 from penstock.weights.pulling.cache import BlobCache, run_uncancelled
 from penstock.weights.pulling.links import (
     LinkStats,
@@ -54,6 +55,15 @@ NUM_RANGES = 32
 1 % packet loss; a fast link needs fewer."""
 
 
+@dataclass(frozen=True, slots=True)
+class _PulledVersion:
+    manifest: SnapshotManifest
+    mtimes_ns: Mapping[str, int]
+    """mtime of each file before it was verified."""
+    chains: Mapping[str, tuple[DeltaEntry, ...]]
+    """Deltas from which files were rebuilt, by name."""
+
+
 class Puller:
     """Pulls versions into one folder, and measures the speed of links and of this machine."""
 
@@ -69,8 +79,8 @@ class Puller:
         linked; what cannot be linked comes from the weight servers."""
         self._cache = cache
         self._store = None if store_root is None else DirectoryStore(store_root)
-        self._mtimes_ns: dict[Path, dict[str, int]] = {}
-        """For each staged version, the mtime of each file before it was verified."""
+        self._pulled: dict[Path, _PulledVersion] = {}
+        """Of each staged version."""
         self._transfer: Transfer = transfer
         self._num_ranges = num_ranges
         self._links: dict[str, LinkStats] = {}
@@ -108,18 +118,21 @@ class Puller:
                 scans = await pull.fetch_all(manifest.files)
                 _check_scans(manifest, tensors, scans)
                 folder = await asyncio.to_thread(blobs.stage, target.manifest_digest, manifest)
-                self._mtimes_ns[folder] = {
+                mtimes_ns = {
                     file.name: found.mtime_ns
                     for file, found in zip(manifest.files, scans, strict=True)
                 }
+                known = self._pulled.get(folder)
+                chains = {**(known.chains if known else {}), **pull.chains}
+                self._pulled[folder] = _PulledVersion(manifest, mtimes_ns, chains)
                 return folder
 
     def require_unchanged(self, folder: Path) -> None:
         """Call after loading a pulled version. Raises WeightsError if a file was modified after its
         verification, because the loaded bytes are then unknown."""
-        if folder not in self._mtimes_ns:
+        if folder not in self._pulled:
             raise WeightsError(f"{folder} was pruned while it was being loaded")
-        for name, mtime_ns in self._mtimes_ns[folder].items():
+        for name, mtime_ns in self._pulled[folder].mtimes_ns.items():
             with wrap_errors(WeightsError, f"checking {folder / name} after loading"):
                 is_same = (folder / name).stat().st_mtime_ns == mtime_ns
             if not is_same:
@@ -128,6 +141,47 @@ class Puller:
                     "write there; the next attempt verifies it again"
                 )
 
+    def make_patch(self, base: Path, folder: Path) -> Path | None:
+        """The patch from one pulled version to another, for engines that have loaded the first;
+        None if no proven deltas lead there, or if so much changed that a patch is not worth it.
+
+        Deltas are proven if the file was rebuilt from them, which verified the result, or if they
+        are in the run's own store on this machine. Blocking."""
+        if (found := find_patch(base, folder)) is not None:
+            return found
+        before, after = self._pulled.get(base), self._pulled.get(folder)
+        if before is None or after is None or after.manifest.is_adapter:
+            return None
+        bases = {file.name: file.blob for file in before.manifest.files}
+        changed: list[ChangedFile] = []
+        for file in after.manifest.files:
+            if bases.get(file.name) == file.blob:
+                continue
+            deltas = self._proven_deltas(bases.get(file.name, ""), file, after)
+            if not deltas:
+                return None
+            changed.append(ChangedFile(path=folder / file.name, deltas=deltas))
+        path = patch_path(base, folder)
+        with wrap_errors(WeightsError, f"making a patch from {base.name[:12]}"):
+            num_bytes = write_patch(path, after.manifest.tensors, changed)
+        return None if num_bytes is None else path
+
+    def _proven_deltas(
+        self, base: str, file: FileEntry, pulled: _PulledVersion
+    ) -> list[tuple[DeltaEntry, Path]]:
+        """Deltas from the file with digest `base`, in order; empty if there are none."""
+        steps = pulled.chains.get(file.name, ())
+        if steps and steps[0].base == base:
+            blobs = BlobCache(self._cache)
+            return [(step, blobs.delta_path(step)) for step in steps]
+        if self._store is None or not is_digest(base):
+            return []
+        store = self._store
+        return [
+            (step, store.blob_path(step.blob))
+            for step in store.chain_to(file.blob, file.bytes, [base])
+        ]
+
     def prune(self, keep: Collection[str]) -> None:
         """Delete staged versions except those with these manifest digests, and blobs no longer
         used.
@@ -135,7 +189,7 @@ class Puller:
         Does nothing while a pull uses this cache; a later call will.
         """
         BlobCache(self._cache).prune(keep)
-        self._mtimes_ns = {f: mtimes for f, mtimes in self._mtimes_ns.items() if f.name in keep}
+        self._pulled = {f: pulled for f, pulled in self._pulled.items() if f.name in keep}
 
 
 async def _first_success(
@@ -199,6 +253,10 @@ class _Pull:
     rebuild_speed: Throughput
     transfer: Transfer
     store: DirectoryStore | None
+    chains: dict[str, tuple[DeltaEntry, ...]] = field(
+        default_factory=dict[str, tuple[DeltaEntry, ...]]
+    )
+    """Deltas from which files were rebuilt, by name."""
 
     async def fetch_all(self, files: Iterable[FileEntry]) -> list[Scan]:
         file_slots = asyncio.Semaphore(NUM_FILES)
@@ -239,6 +297,7 @@ class _Pull:
         started_at = time.monotonic()
         found = await asyncio.to_thread(self.blobs.rebuild, file, steps)
         self.rebuild_speed.add(file.bytes, time.monotonic() - started_at)
+        self.chains[file.name] = steps
         return found
 
     async def _find_chain(self, file: FileEntry) -> tuple[DeltaEntry, ...]:

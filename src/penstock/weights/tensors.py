@@ -122,10 +122,12 @@ def check_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * ITEM_BYTES[dtype]
 
 
-def make_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Layout:
+def make_layout(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> Layout:
     """The layout of a file with these tensors (dtype and shape by name), as `safetensors` writes
     it: known before any weight is, so that several processes can fill one file."""
-    entries: dict[str, object] = {METADATA: {"format": "pt"}}
+    entries: dict[str, object] = {METADATA: {"format": "pt", **(metadata or {})}}
     ranges: list[tuple[str, str, tuple[int, ...], int, int]] = []
     at = 0
     for name, (dtype, shape) in sorted(

@@ -52,6 +52,9 @@ class FolderFetch:
     def require_unchanged(self, folder: Path) -> None:
         return None
 
+    def make_patch(self, base: Path, folder: Path) -> None:
+        return None
+
     def prune_except(self, keep: Collection[str]) -> None:
         assert len(keep) <= 1
 

@@ -163,6 +163,9 @@ class AnyFolder:
         if self.is_damaged:
             raise WeightsError(f"{folder} was written to")
 
+    def make_patch(self, base: Path, folder: Path) -> None:
+        return None
+
     def prune_except(self, keep: Collection[str]) -> None:
         return None
 

@@ -328,6 +328,7 @@ def run_info(config: RunConfig) -> RunInfo:
                 num_engines=model.engines,
                 options=model.engine_options,
                 num_devices=model.devices_per_engine,
+                keeps_kv=model.kv == "keep",
             )
             for name, model in config.models.items()
         },

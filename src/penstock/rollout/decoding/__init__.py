@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching for in-process models. `hf_decoder` is the only module that imports torch."""
+"""Continuous batching for in-process models. Only `hf_decoder` and `hf_patch` import
+torch."""

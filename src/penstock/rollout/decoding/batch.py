@@ -25,7 +25,7 @@ from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding.sampling import SpecColumns, sample
 from penstock.rollout.engine import SpanLog
 from penstock.rollout.snapshot import Snapshot, prompt_problem
-from penstock.types import FinishReason, Version
+from penstock.types import FinishReason, KvAge, Version
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,13 +40,17 @@ class Staged:
     snapshot: Snapshot
     apply: Callable[[], None]
     """Makes them live; called by the decoding thread between steps."""
+    verify: Callable[[int], str | None] | None = None
+    """Of a patch: compares loaded tensors with their digests after the n-th patch in a row; returns
+    what is wrong. Called after the swap, from any thread."""
 
 
 class Decoder(Protocol):
     """A model with the cached state of its rows, in order. Other threads call only `stage`."""
 
-    def stage(self, folder: Path) -> Staged:
-        """Read and check the weights; raises EngineError without changes if they do not fit."""
+    def stage(self, folder: Path, patch: Path | None = None) -> Staged:
+        """Read and check the weights; raises EngineError without changes if they do not fit. With
+        a patch from the live weights, only what changed is read."""
         ...
 
     def join(self, contexts: Sequence[Sequence[int]]) -> Logits:
@@ -55,6 +59,11 @@ class Decoder(Protocol):
 
     def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> Logits:
         """Keep only `rows` and append a token to each; return the next-token logits."""
+        ...
+
+    def repeat_last(self, tokens: NDArray[np.int64]) -> Logits:
+        """Decode the last token of each row again, under new weights; the keys and values of the
+        tokens before it stay."""
         ...
 
     def clear(self) -> None: ...
@@ -75,13 +84,17 @@ class Row:
     """Most tokens of the answer; set on admission."""
     sampled: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
+    kv: KvAge | None = None
+    """The version that computed its first keys and values, if they are kept across swaps."""
 
 
 Result = tuple[Row, Completion | EngineError]
 
 
 class Batch:
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, *, keeps_kv: bool = False) -> None:
+        """keeps_kv: keep the keys and values of the rows across swaps."""
+        self._keeps_kv = keeps_kv
         self.rows: list[Row] = []
         self.snapshot: Snapshot | None = None
         self.tokenizer: Tokenizer | None = None
@@ -105,6 +118,7 @@ class Batch:
         row.limit = min(sampling.max_tokens, self.snapshot.window - len(prompt_ids))
         row.sampled, row.logprobs = list(row.request.given), [0.0] * len(row.request.given)
         row.spans.switch(0, version)
+        row.kv = (version.incarnation, version.number) if self._keeps_kv else None
         return None
 
     def step(self, admitted: list[Row]) -> list[Result]:
@@ -121,20 +135,24 @@ class Batch:
             row.logprobs.append(logprob)
             finish = self._finish(row, token)
             if finish is not None:
-                finished.append((row, row.spans.complete(row.sampled, row.logprobs, finish)))
+                answer = row.spans.complete(row.sampled, row.logprobs, finish, row.kv)
+                finished.append((row, answer))
             elif not row.future.cancelled():
                 kept.append(index)
         self._keep(kept, tokens)
         return finished
 
     def resume(self, version: Version) -> None:
-        """After a swap: prefill all rows again from their tokens."""
-        self._decoder.clear()
-        self._logits = None
-        if self.rows:
-            self._logits = self._decoder.join([_context(row) for row in self.rows])
-            for row in self.rows:
-                row.spans.switch(len(row.sampled), version)
+        """After a swap: prefill all rows again from their tokens, or only their last token."""
+        contexts = [_context(row) for row in self.rows]
+        if contexts and self._keeps_kv:
+            last = np.array([ids[-1] for ids in contexts], np.int64)
+            self._logits = self._decoder.repeat_last(last)
+        else:
+            self._decoder.clear()
+            self._logits = self._decoder.join(contexts) if contexts else None
+        for row in self.rows:
+            row.spans.switch(len(row.sampled), version)
 
     def drop_all(self) -> list[Row]:
         """Remove and return all rows."""

@@ -53,6 +53,8 @@ class Lane:
     """The rows of one policy. The decoding thread sets the fields; the event loop reads them."""
 
     _max_rows: int
+    keeps_kv: bool = False
+    """Whether rows keep their keys and values across swaps."""
     live: Version | None = None
     is_closed: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
@@ -68,7 +70,7 @@ class Lane:
         return bool(self._waiting) or (self._batch is not None and bool(self._batch.rows))
 
     def open(self, decoder: Decoder) -> None:
-        self._batch = Batch(decoder)
+        self._batch = Batch(decoder, keeps_kv=self.keeps_kv)
         self.opened.set_result(decoder)
 
     def enqueue(self, rows: Iterable[Row]) -> None:
@@ -240,7 +242,8 @@ def resolve(results: list[Result]) -> None:
 
 
 def _last(row: Row, version: Version) -> TokenChunk:
-    return TokenChunk(sampled_ids=row.sampled[-1:], logprobs=row.logprobs[-1:], version=version)
+    ids, logprobs = row.sampled[-1:], row.logprobs[-1:]
+    return TokenChunk(sampled_ids=ids, logprobs=logprobs, version=version, kv=row.kv)
 
 
 def _dispatch(chunks: Sequence[RowChunk], results: list[Result]) -> None:

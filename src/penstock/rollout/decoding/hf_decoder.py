@@ -34,6 +34,7 @@ from penstock.rollout.adapter_info import (
     tensor_files,
 )
 from penstock.rollout.decoding.batch import Logits, Staged
+from penstock.rollout.decoding.hf_patch import LoadedTensors, read_patch
 from penstock.rollout.snapshot import Snapshot, read_snapshot
 from penstock.weights.lora import A, B
 from penstock.weights.manifest import ADAPTER_PREFIX, ADAPTER_WEIGHTS
@@ -146,7 +147,7 @@ class HfDecoder:
     def share(self) -> HfDecoder:
         return HfDecoder(torch_threads=self._torch_threads, weights=self.weights)
 
-    def stage(self, folder: Path) -> Staged:
+    def stage(self, folder: Path, patch: Path | None = None) -> Staged:
         torch.set_num_threads(self._torch_threads)  # OpenMP's setting is per calling thread
         snapshot = read_snapshot(folder)
         weights = self.weights
@@ -159,6 +160,10 @@ class HfDecoder:
             )
         if weights.base is not None:
             check_same_layers(self.adapter and self.adapter.info, None, folder)
+        if patch is not None and weights.module is not None:
+            loaded = LoadedTensors(_targets(weights.module), _canonical_names(weights.module))
+            staged = read_patch(patch, loaded)
+            return Staged(snapshot, staged.apply, staged.verify)
         model = _build(folder) if weights.module is None else weights.module
         tensors = _read_tensors(model, folder)
 
@@ -213,6 +218,14 @@ class HfDecoder:
                 self._rows.trim()
             position_B1 = self._rows.mask_BT.sum(dim=1, keepdim=True)
             self._rows.mask_BT = pad(self._rows.mask_BT, (0, 1), value=1)
+            return self._forward(torch.from_numpy(tokens)[:, None], self._rows, position_B1).numpy()
+
+    def repeat_last(self, tokens: NDArray[np.int64]) -> Logits:
+        assert self._rows is not None
+        with torch.inference_mode():
+            for layer in self._rows.cache.layers:
+                layer.keys, layer.values = layer.keys[:, :, :-1], layer.values[:, :, :-1]
+            position_B1 = self._rows.mask_BT.sum(dim=1, keepdim=True) - 1
             return self._forward(torch.from_numpy(tokens)[:, None], self._rows, position_B1).numpy()
 
     def clear(self) -> None:
@@ -311,11 +324,16 @@ def _targets(model: Any) -> dict[str, Tensor]:
 
 def _with_canonical_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename tied tensors to their first name; a snapshot may use any of their names."""
-    first = {tensor.data_ptr(): name for name, tensor in _targets(model).items()}
-    known: dict[str, Tensor] = model.state_dict()
-    same = {name: first.get(tensor.data_ptr(), name) for name, tensor in known.items()}
+    same = _canonical_names(model)
     given = {same.get(name, name): tensor for name, tensor in tensors.items()}
     return given | {name: tensor for name, tensor in tensors.items() if name in given}
+
+
+def _canonical_names(model: Any) -> dict[str, str]:
+    """The first name of each tensor, by each of its names."""
+    first = {tensor.data_ptr(): name for name, tensor in _targets(model).items()}
+    known: dict[str, Tensor] = model.state_dict()
+    return {name: first.get(tensor.data_ptr(), name) for name, tensor in known.items()}
 
 
 def _check_fit(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:

@@ -16,21 +16,25 @@ class HfEngine(ContinuousEngine):
     """In-process transformers model. The constructor returns immediately; `load` waits for the
     imports."""
 
-    def __init__(self, *, torch_threads: int = 1, max_rows: int = MAX_ROWS) -> None:
+    def __init__(
+        self, *, torch_threads: int = 1, max_rows: int = MAX_ROWS, keeps_kv: bool = False
+    ) -> None:
         def open_decoder() -> Decoder:
             from penstock.rollout.decoding.hf_decoder import HfDecoder
 
             return HfDecoder(torch_threads=torch_threads)
 
         thread = DecodingThread(open_decoder, name="hf")
-        super().__init__(thread, max_rows=max_rows)
+        super().__init__(thread, max_rows=max_rows, keeps_kv=keeps_kv)
         thread.start()
 
 
 def _build(settings: EngineSettings) -> HfEngine:
     # Sums over a batch depend on its size, so a deterministic engine decodes one answer at a time.
     max_rows = 1 if settings.is_deterministic else MAX_ROWS
-    return HfEngine(torch_threads=settings.torch_threads, max_rows=max_rows)
+    return HfEngine(
+        torch_threads=settings.torch_threads, max_rows=max_rows, keeps_kv=settings.keeps_kv
+    )
 
 
 ENGINE = EngineType(build=_build, serves_adapters=True, is_reproducible=True)

@@ -29,6 +29,7 @@ from penstock.weights.deltas.numpy_kernels import (
     Bits,
     Changes,
     Kernels,
+    Positions,
 )
 from penstock.weights.deltas.payload import (
     Kind,
@@ -40,6 +41,7 @@ from penstock.weights.deltas.payload import (
     unpack,
 )
 from penstock.weights.deltas.sparse import (
+    ChangedPositions,
     NewValues,
     pack_differences,
     pack_positions,
@@ -223,8 +225,40 @@ def _apply_full(payload: Payload, targets: Sequence[memoryview]) -> None:
 def _apply_sparse(
     payload: Payload, targets: Sequence[memoryview], item_bytes: int, kernels: Kernels | None
 ) -> None:
-    num_bytes = sum(len(target) for target in targets)
-    if item_bytes not in BITS or any(len(target) % item_bytes for target in targets):
+    sizes = [len(target) for target in targets]
+    changed_positions = _check_positions(payload, sizes, item_bytes)
+    changes = unpack_changes(payload, BITS[item_bytes])
+    tensors = [as_bits(target, item_bytes) for target in targets]
+    kernels = kernels or _kernels_for(sum(sizes))
+    steps = zip(changed_positions.steps(kernels), changes.steps(kernels), strict=True)
+    for positions, values in steps:
+        for tensor, inside, part in split_by_tensor(tensors, positions):
+            if isinstance(changes, NewValues):
+                tensor[inside] = values[part]
+            else:
+                kernels.apply(tensor, inside, values[part])
+
+
+def changed_elements(
+    payload: Payload, sizes: Sequence[int], item_bytes: int
+) -> list[Positions | None]:
+    """Which elements of each tensor of this payload change, in ascending order; None for all of
+    them. `sizes` are the tensors' sizes in bytes."""
+    if payload.kind is not Kind.SPARSE:
+        whole = None if payload.kind is Kind.FULL else np.empty(0, np.int64)
+        return [whole] * len(sizes)
+    found = _check_positions(payload, sizes, item_bytes)
+    positions = np.concatenate(list(found.steps(_kernels_for(sum(sizes)))))
+    ends = np.cumsum(sizes) // item_bytes
+    starts = [0, *ends[:-1].tolist()]
+    parts = np.split(positions, np.searchsorted(positions, ends[:-1]))
+    return [part - start for part, start in zip(parts, starts, strict=True)]
+
+
+def _check_positions(payload: Payload, sizes: Sequence[int], item_bytes: int) -> ChangedPositions:
+    """Positions of a sparse payload, inside tensors of these sizes."""
+    num_bytes = sum(sizes)
+    if item_bytes not in BITS or any(size % item_bytes for size in sizes):
         raise WeightsError(f"delta: sparse payload for unsupported item size {item_bytes}")
     num_elements = num_bytes // item_bytes
     if not 0 < payload.num_changed <= num_elements:
@@ -233,17 +267,7 @@ def _apply_sparse(
         )
     if sum(stream.num_bytes for stream in payload.streams) > num_bytes:
         raise WeightsError(f"delta: streams are larger than the tensor ({num_bytes} bytes)")
-    changed_positions = unpack_positions(payload, num_elements)
-    changes = unpack_changes(payload, BITS[item_bytes])
-    tensors = [as_bits(target, item_bytes) for target in targets]
-    kernels = kernels or _kernels_for(num_bytes)
-    steps = zip(changed_positions.steps(kernels), changes.steps(kernels), strict=True)
-    for positions, values in steps:
-        for tensor, inside, part in split_by_tensor(tensors, positions):
-            if isinstance(changes, NewValues):
-                tensor[inside] = values[part]
-            else:
-                kernels.apply(tensor, inside, values[part])
+    return unpack_positions(payload, num_elements)
 
 
 # --- kernels -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from penstock.errors import WeightsError
-from penstock.weights.deltas.codec import apply_payload
+from penstock.weights.deltas.codec import apply_payload, changed_elements
 from penstock.weights.deltas.delta import (
     Tensor,
     Writable,
@@ -25,6 +25,7 @@ from penstock.weights.deltas.delta import (
     write_delta,
     write_frames,
 )
+from penstock.weights.deltas.numpy_kernels import Positions
 from penstock.weights.store import open_regular
 from penstock.weights.tensors import (
     ITEM_BYTES,
@@ -101,15 +102,30 @@ def apply_in_place(made: Path, delta: BinaryIO, *, base_blob: str) -> None:
     """Turn a file that contains the delta's base into its target."""
     layout = layout_of(made)
     header, frames = read_delta(delta, layout.sizes)
-    if header.base != base_blob:
-        raise WeightsError(
-            f"the delta has base {header.base[:12]}, but {made.name} is {base_blob[:12]}"
-        )
+    _check_base(header.base, base_blob, made.name)
     with _mapped(made, is_writable=True) as raw:
         for frame in frames:
             ranges = [layout.byte_ranges[name] for name in frame.names]
             here = [raw[found.start : found.end] for found in ranges]
             apply_payload(frame.payload, here, frame.item_bytes)
+
+
+def changed_by(delta: BinaryIO, layout: Layout, *, base_blob: str) -> dict[str, Positions | None]:
+    """Which elements of each tensor this delta changes, in ascending order; None for all of them.
+    Tensors without changes are left out."""
+    header, frames = read_delta(delta, layout.sizes)
+    _check_base(header.base, base_blob, "the base of this step")
+    sizes, changed = layout.sizes, dict[str, Positions | None]()
+    for frame in frames:
+        of_frame = [sizes[name] for name in frame.names]
+        found = changed_elements(frame.payload, of_frame, frame.item_bytes)
+        changed.update(zip(frame.names, found, strict=True))
+    return {name: found for name, found in changed.items() if found is None or len(found)}
+
+
+def _check_base(found: str, expected: str, what: str) -> None:
+    if found != expected:
+        raise WeightsError(f"the delta has base {found[:12]}, but {what} is {expected[:12]}")
 
 
 @contextmanager

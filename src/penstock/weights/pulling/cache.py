@@ -23,6 +23,7 @@ from penstock.bounds import is_digest
 from penstock.errors import WeightsError
 from penstock.weights.deltas.chain import MAX_BASES, DeltaEntry
 from penstock.weights.manifest import FileEntry, SnapshotManifest
+from penstock.weights.patches import target_of
 from penstock.weights.pulling.partial import Partial, verify
 from penstock.weights.rebuild import apply_chain
 from penstock.weights.store import DirectoryStore, try_lock
@@ -144,9 +145,11 @@ class BlobCache:
         with self._lock(fcntl.LOCK_EX) as is_held:
             if not is_held:
                 return
-            for folder in self._versions.iterdir():
-                if folder.name not in keep:
-                    shutil.rmtree(folder, ignore_errors=True)
+            for entry in self._versions.iterdir():
+                if entry.is_file() and target_of(entry) not in keep:
+                    entry.unlink()
+                elif entry.is_dir() and entry.name not in keep:
+                    shutil.rmtree(entry, ignore_errors=True)
             staged = {path.stat().st_ino for path in self._versions.glob("*/*")}
             for blob in self._blobs.iterdir():
                 found = blob.stat()
@@ -154,6 +157,10 @@ class BlobCache:
                 is_partial = blob.suffix == PARTIAL and is_resumable
                 if found.st_ino not in staged and not is_partial:
                     blob.unlink()
+
+    def delta_path(self, step: DeltaEntry) -> Path:
+        """Where a fetched delta is, until `prune` deletes it."""
+        return self._path(step.blob)
 
     def _damaged_path(self, file: FileEntry) -> Path:
         return self._path(file.blob, DAMAGED)

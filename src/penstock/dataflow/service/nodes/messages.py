@@ -104,6 +104,8 @@ class EngineInfo:
     """Additional arguments for an engine that is a separate program."""
     num_devices: int = 0
     """Devices of each engine, on a machine with devices; 0 for an engine that uses none."""
+    keeps_kv: bool = False
+    """Whether running answers keep their keys and values when new weights are loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from penstock.dataflow.core.version_gate import VersionGate
-from penstock.types import GroupId, OutcomeKind, RowId, RowSummary, Turn
+from penstock.types import GroupId, OutcomeKind, RowId, RowSummary, Turn, versions_of
 from penstock.wire.codec import encode
 
 MAX_BYTES = 256 << 20
@@ -106,7 +106,7 @@ class Salvage:
             self.forget(slot)
 
     def _is_young(self, turn: Turn) -> bool:
-        versions = tuple({(span.incarnation, span.number) for span in turn.spans})
+        versions = tuple(versions_of(turn))
         row = RowSummary(
             row_id=RowId(""),
             digest="",

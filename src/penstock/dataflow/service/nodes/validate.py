@@ -22,6 +22,7 @@ from penstock.types import (
     Turn,
     is_trainable,
     is_usable,
+    versions_of,
 )
 
 MAX_LOGPROB = 1e-3
@@ -69,18 +70,18 @@ def summarise(
     versions: dict[PolicyName, set[tuple[int, int]]] = {}
     known: set[tuple[PolicyName, int, int]] = set()
     for index, turn in enumerate(turns):
-        for span in turn.spans:
-            version = (turn.policy, span.incarnation, span.number)
+        made_by = versions_of(turn)
+        for incarnation, number in made_by:
+            version = (turn.policy, incarnation, number)
             if version not in known and not is_published(*version):
-                name = f"{turn.policy}@{span.incarnation}.{span.number}"
+                name = f"{turn.policy}@{incarnation}.{number}"
                 return UnknownVersion(f"turn {index}: {name} was never published")
             known.add(version)
         if policies is not None and turn.policy not in policies:
             return f"turn {index}: the run has no policy {turn.policy!r}"
         if turn.sampled_ids and is_usable(turn):
             sampled[turn.policy] = sampled.get(turn.policy, 0) + len(turn.sampled_ids) // 4
-            made_by = versions.setdefault(turn.policy, set())
-            made_by.update([(span.incarnation, span.number) for span in turn.spans])
+            versions.setdefault(turn.policy, set()).update(made_by)
     lengths, leaves = _lengths(turns), _leaves(turns)
     if lengths and max(lengths) > limits.narrowest and (wrong := _overflow(turns, lengths, limits)):
         return wrong

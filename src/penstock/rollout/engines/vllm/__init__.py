@@ -12,7 +12,7 @@ from penstock.rollout.engines.vllm.server import ChildServer, RemoteServer, defa
 
 def _build(settings: EngineSettings) -> VllmEngine:
     if settings.url:
-        return VllmEngine(RemoteServer(settings.url))
+        return VllmEngine(RemoteServer(settings.url), keeps_kv=settings.keeps_kv)
     environment = Path(settings.environment).expanduser() if settings.environment else None
     server = ChildServer(
         environment or default_environment(),
@@ -22,7 +22,7 @@ def _build(settings: EngineSettings) -> VllmEngine:
         num_policies=settings.num_policies,
         adapter_rank=settings.adapter_rank,
     )
-    return VllmEngine(server)
+    return VllmEngine(server, keeps_kv=settings.keeps_kv)
 
 
 ENGINE = EngineType(build=_build, serves_adapters=True)

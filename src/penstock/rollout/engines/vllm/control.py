@@ -7,6 +7,10 @@ engine decides the order of calls.
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ PAUSE_S = 120.0
 LOAD_S = 1800.0
 """Large models take minutes from a cold disk."""
 PROBE_S = 300.0
+POLL_S = 0.05
 EXTENSION = "penstock_worker.Extension"
 REQUIRED_OPTIONS = (
     "--enable-scale-out",
@@ -32,9 +37,18 @@ REQUIRED_OPTIONS = (
 COUNTERS = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total")
 _FIX_HINT = (
     f"start it with VLLM_SERVER_DEV_MODE=1 and `{' '.join(REQUIRED_OPTIONS)}`, "
-    "penstock_worker.py on its "
+    "the folder of penstock_worker.py on its "
     "PYTHONPATH and PENSTOCK_WEIGHTS_ROOT set to the folder that contains the snapshots"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """Of one worker, with a patch."""
+
+    is_busy: bool
+    error: str
+    num_bytes: int
 
 
 class Control:
@@ -53,15 +67,44 @@ class Control:
         lines = (line for line in body.splitlines() if line.startswith(COUNTERS))
         return sum(float(line.rpartition(b" ")[2]) for line in lines)
 
-    async def pause(self) -> None:
-        """Pause running answers; their cache is dropped and recomputed on resume."""
-        await self._call("POST", "/pause?mode=keep&clear_cache=true", timeout_s=PAUSE_S)
+    async def pause(self, *, keeps_kv: bool = False) -> None:
+        """Pause running answers; their cache is dropped and recomputed on resume, or kept."""
+        clear = "false" if keeps_kv else "true"
+        await self._call("POST", f"/pause?mode=keep&clear_cache={clear}", timeout_s=PAUSE_S)
 
     async def check(self, folder: Path) -> None:
-        await self._worker("penstock_check", folder)
+        await self._worker("penstock_check", str(folder))
 
     async def load(self, folder: Path) -> None:
-        await self._worker("penstock_load", folder)
+        await self._worker("penstock_load", str(folder))
+
+    async def prepare_patch(self, patch: Path, folder: Path) -> int:
+        """Prepare a patch beside the running answers; returns the bytes that were read for it.
+        Raises EngineError, without changes, if it does not fit."""
+        await self._worker("penstock_prepare", str(patch), str(folder))
+        return await self._wait_for_workers()
+
+    async def apply_patch(self) -> None:
+        await self._worker("penstock_apply")
+
+    async def verify_patch(self, names: Sequence[str]) -> None:
+        """Raises EngineError if a loaded tensor does not have the bits of its version."""
+        await self._worker("penstock_verify", list(names))
+        await self._wait_for_workers()
+
+    async def _wait_for_workers(self) -> int:
+        deadline = time.monotonic() + LOAD_S
+        while True:
+            reply = _read(await self._worker("penstock_progress"))
+            workers = [_Progress(**worker) for worker in reply["results"]]
+            if not any(worker.is_busy for worker in workers):
+                break
+            if time.monotonic() > deadline:
+                raise EngineError(f"vLLM's workers prepare a patch for more than {LOAD_S:g} s")
+            await asyncio.sleep(POLL_S)
+        if errors := [worker.error for worker in workers if worker.error]:
+            raise EngineError(f"vLLM cannot use a patch: {errors[0]}")
+        return sum(worker.num_bytes for worker in workers)
 
     async def reset_prefix_cache(self) -> None:
         path = "/reset_prefix_cache?reset_running_requests=true"
@@ -107,9 +150,9 @@ class Control:
                 f"{logprobs}, not 0); start it with `--logprobs-mode processed_logprobs`"
             )
 
-    async def _worker(self, method: str, folder: Path) -> None:
-        call = {"method": method, "args": [str(folder)], "timeout": LOAD_S}
-        await self._call("POST", "/collective_rpc", call, timeout_s=LOAD_S)
+    async def _worker(self, method: str, *args: object) -> HttpReply:
+        call = {"method": method, "args": list(args), "timeout": LOAD_S}
+        return await self._call("POST", "/collective_rpc", call, timeout_s=LOAD_S)
 
     async def _call(
         self, method: str, path: str, body: object = None, *, timeout_s: float = CALL_S

@@ -33,6 +33,7 @@ class _SharedServer:
 
     server: Server
     stall_s: float
+    keeps_kv: bool = False
     num_open: int = 0
     serving: FullModel | AdapterSet | None = None
 
@@ -43,17 +44,25 @@ class _SharedServer:
                 "a policy that trains all weights needs a separate engine"
             )
         if self.serving is None:
-            kind = FullModel if first.snapshot.adapter is None else AdapterSet
-            self.serving = kind(self.server, stall_s=self.stall_s)
+            if first.snapshot.adapter is None:
+                self.serving = FullModel(self.server, stall_s=self.stall_s, keeps_kv=self.keeps_kv)
+            else:
+                self.serving = AdapterSet(self.server, stall_s=self.stall_s)
         return self.serving
 
 
 class VllmEngine:
     def __init__(
-        self, server: Server, *, stall_s: float = STALL_S, shared: _SharedServer | None = None
+        self,
+        server: Server,
+        *,
+        stall_s: float = STALL_S,
+        keeps_kv: bool = False,
+        shared: _SharedServer | None = None,
     ) -> None:
-        """`shared`: the server of another engine, to share it."""
-        self._shared = shared or _SharedServer(server, stall_s)
+        """`keeps_kv`: swaps of a full model keep the keys and values of running answers. `shared`:
+        the server of another engine, to share it."""
+        self._shared = shared or _SharedServer(server, stall_s, keeps_kv)
         self._shared.num_open += 1
         self._policy: PolicyName | None = None
         self._is_closed = False
@@ -73,6 +82,17 @@ class VllmEngine:
         """Address of its server."""
         serving = self._shared.serving
         return None if serving is None else serving.supervisor.url
+
+    @property
+    def loaded(self) -> Path | None:
+        """The folder of its weights, from which a patch may lead to the next version."""
+        return None if self.full_model is None else self.full_model.loaded
+
+    @property
+    def full_model(self) -> FullModel | None:
+        """None before the first load, and if it serves adapters."""
+        serving = self._shared.serving
+        return serving if isinstance(serving, FullModel) and not self._is_closed else None
 
     @property
     def paused_s(self) -> float:

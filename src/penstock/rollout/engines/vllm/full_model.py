@@ -7,14 +7,23 @@ all sampled tokens, and the label changes only then, at least three round trips 
 completion whose spans differ from its streamed chunks is logged.
 
 A swap: check the folder → pause (keep) → load in the workers → drop the prefix cache → label →
-resume. Requests also carry the version as cache salt. If a step before the load fails, the old
-version stays live. If a later step fails, the old weights are restored. If that also fails, no
-version is live, and the server is restarted with the last folder that was loaded completely.
+resume. If a patch leads from the loaded version to the new one, the workers prepare it beside the
+running answers, only apply it in the pause, and verify it afterwards; if it does not fit, or leaves
+wrong bits, the full files are loaded.
+
+Requests also carry the version as cache salt. With `keeps_kv` nothing is dropped, and the salt is
+the version of the session's first request: so keys and values are reused only under the same salt,
+are never older than that version, and each answer names it.
+
+If a step before the load fails, the old version stays live. If a later step fails, the old weights
+are restored. If that also fails, no version is live, and the server is restarted with the last
+folder that was loaded completely.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,14 +31,17 @@ import structlog
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import Completion, GenerationRequest
-from penstock.rollout.adapter_info import check_same_layers
+from penstock.rollout.adapter_info import check_same_layers, tensor_files
 from penstock.rollout.engines.vllm.control import Control
 from penstock.rollout.engines.vllm.generate_api import CompletionParser, request_body
 from penstock.rollout.engines.vllm.server import Server
 from penstock.rollout.engines.vllm.supervisor import Supervisor
 from penstock.rollout.snapshot import Snapshot
 from penstock.types import PolicyName, Version
+from penstock.weights.patches import find_patch, tensors_to_verify
 
+MAX_SESSIONS = 65_536
+"""Sessions whose cached prefixes are found again, if keys and values are kept."""
 log = structlog.get_logger(__name__)
 
 
@@ -41,9 +53,16 @@ class LoadedVersion:
 
 
 class FullModel:
-    def __init__(self, server: Server, *, stall_s: float) -> None:
+    def __init__(self, server: Server, *, stall_s: float, keeps_kv: bool = False) -> None:
         self.supervisor = Supervisor(server, self, stall_s=stall_s)
         self.paused_s = 0.0
+        self.num_patches = 0
+        """Patches applied since the full files were loaded."""
+        self.num_bytes_read = 0
+        """By the workers, for the last swap."""
+        self._keeps_kv = keeps_kv
+        self._salts: dict[str, Version] = {}
+        """First version of each session, oldest first, if keys and values are kept."""
         self._live: Version | None = None
         self._loaded: LoadedVersion | None = None
         """The last version that was loaded completely; not live while the server is down."""
@@ -54,8 +73,10 @@ class FullModel:
 
     async def answer(self, request: GenerationRequest, version: Version) -> Completion:
         assert self._loaded is not None
-        body = request_body(request, self._loaded.snapshot, version)
-        parser = CompletionParser(self._serving, request)
+        salt = self._salt(request.session, version) if self._keeps_kv else version
+        body = request_body(request, self._loaded.snapshot, salt)
+        kv = (salt.incarnation, salt.number) if self._keeps_kv else None
+        parser = CompletionParser(self._serving, request, kv)
         await self.supervisor.generate(body, parser)
         return parser.completion(self._versions)
 
@@ -67,6 +88,11 @@ class FullModel:
             await self._start_serving(target)
         else:
             await self._swap(target)
+
+    @property
+    def loaded(self) -> Path | None:
+        """The folder from which a patch may lead to the next version."""
+        return None if self._loaded is None or self._live is None else self._loaded.folder
 
     def remove_policy(self, policy: PolicyName | None) -> None:
         """Nothing to do: a full model serves a single policy."""
@@ -82,6 +108,11 @@ class FullModel:
 
     async def unload_unused(self) -> None:
         pass
+
+    def _salt(self, session: str, version: Version) -> Version:
+        if len(self._salts) >= MAX_SESSIONS and session not in self._salts:
+            del self._salts[next(iter(self._salts))]
+        return self._salts.setdefault(session, version)
 
     def _serving(self) -> Version:
         """The version that sampled the tokens arriving now."""
@@ -99,17 +130,46 @@ class FullModel:
         await self._label(control, target)
         await control.resume()
         await control.check_logprobs()
-        self._loaded, self._live = target, target.version
+        self._loaded, self._live, self.num_patches = target, target.version, 0
+        self._salts.clear()
         self.supervisor.mark_up()
 
     async def _swap(self, target: LoadedVersion) -> None:
         assert self._loaded is not None
-        before, control = self._loaded, self.supervisor.control
+        control = self.supervisor.control
+        patch = find_patch(self._loaded.folder, target.folder)
+        if patch is not None and await self._patch(control, target, patch):
+            return
         await control.check(target.folder)
+        await self._exchange(control, target, lambda: control.load(target.folder))
+        self.num_patches, self.num_bytes_read = 0, weight_bytes(target.folder)
+
+    async def _patch(self, control: Control, target: LoadedVersion, patch: Path) -> bool:
+        """Change the loaded weights; False if they must be loaded from full files after all."""
+        try:
+            self.num_bytes_read = await control.prepare_patch(patch, target.folder)
+        except EngineError as error:
+            log.warning("patch does not fit, loading full files", error=str(error))
+            return False
+        await self._exchange(control, target, control.apply_patch)
+        self.num_patches += 1
+        try:
+            await control.verify_patch(tensors_to_verify(target.snapshot.tensors, self.num_patches))
+        except EngineError as error:
+            log.error("wrong bits after a patch, loading full files", error=str(error))
+            return False
+        return True
+
+    async def _exchange(
+        self, control: Control, target: LoadedVersion, load: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Pause, change the weights with `load`, label them and resume; roll back if it fails."""
+        assert self._loaded is not None
+        before = self._loaded
         started_at = time.monotonic()
         try:
-            await control.pause()
-            await control.load(target.folder)
+            await control.pause(keeps_kv=self._keeps_kv)
+            await load()
             await self._label(control, target)
             self._loaded = target
             await control.resume()
@@ -126,6 +186,7 @@ class FullModel:
         try:
             await control.pause()
             await control.load(before.folder)
+            self.num_patches = 0
             await self._label(control, before)
             await control.resume()
         except EngineError as error:
@@ -134,9 +195,10 @@ class FullModel:
         return True
 
     async def _label(self, control: Control, target: LoadedVersion) -> None:
-        """Label the loaded weights and drop cached prefixes of older ones."""
+        """Label the loaded weights and drop cached prefixes of older ones, unless they are kept."""
         self._versions[str(target.version)] = target.version
-        await control.reset_prefix_cache()
+        if not self._keeps_kv:
+            await control.reset_prefix_cache()
         await control.label(str(target.version))
 
 
@@ -154,3 +216,8 @@ def _check_same_model(before: LoadedVersion | None, target: LoadedVersion) -> No
             f"{missing[:3]}, {len(unknown)} unknown {unknown[:3]}; a policy cannot change its "
             "architecture during a run"
         )
+
+
+def weight_bytes(folder: Path) -> int:
+    """Size of all weights of a version."""
+    return sum(path.stat().st_size for path in tensor_files(folder))

@@ -18,7 +18,7 @@ from penstock.errors import EngineError, RequestRejected
 from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
 from penstock.rollout.engine import SpanLog
 from penstock.rollout.snapshot import Snapshot, prompt_problem
-from penstock.types import FinishReason, Version, VersionSpan, log_probs, token_ids
+from penstock.types import FinishReason, KvAge, Version, VersionSpan, log_probs, token_ids
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises lower temperatures to the minimum, and rejects higher ones."""
@@ -71,9 +71,9 @@ def _check_fit(request: GenerationRequest, snapshot: Snapshot) -> None:
 
 
 def request_body(
-    request: GenerationRequest, snapshot: Snapshot, version: Version, *, model: str = ""
+    request: GenerationRequest, snapshot: Snapshot, salt: Version, *, model: str = ""
 ) -> bytes:
-    """`model` names an adapter. The prefix caches of versions are separate. The only stop
+    """`model` names an adapter. The prefix caches of different salts are separate. The only stop
     conditions are the end ids of the snapshot and the spec's strings, kept in the answer."""
     _check_fit(request, snapshot)
     prompt_ids, sampling = request.prompt_ids, request.sampling
@@ -98,7 +98,7 @@ def request_body(
         "token_ids": list(prompt_ids),
         "sampling_params": params,
         # without `@`, which vLLM does not allow here
-        "cache_salt": f"{version.policy}.{version.incarnation}.{version.number}",
+        "cache_salt": f"{salt.policy}.{salt.incarnation}.{salt.number}",
         "stream": request.on_chunk is not None,
     }
     if model:
@@ -107,9 +107,16 @@ def request_body(
 
 
 class CompletionParser:
-    def __init__(self, serving: Callable[[], Version], request: GenerationRequest) -> None:
-        """`serving` returns the version of a chunk; it is called when the chunk is read."""
+    def __init__(
+        self,
+        serving: Callable[[], Version],
+        request: GenerationRequest,
+        kv: KvAge | None = None,
+    ) -> None:
+        """`serving` returns the version of a chunk; it is called when the chunk is read. `kv`: how
+        old the keys and values of the answer may be."""
         self._serving = serving
+        self._kv = kv
         self._session = request.session
         self._on_chunk = request.on_chunk
         self._rest = b""
@@ -153,7 +160,8 @@ class CompletionParser:
         if ids and self._on_chunk is not None:
             version = self._serving()
             self._streamed_spans.switch(len(self._ids), version)
-            self._on_chunk(TokenChunk(sampled_ids=ids, logprobs=logprobs, version=version))
+            chunk = TokenChunk(sampled_ids=ids, logprobs=logprobs, version=version, kv=self._kv)
+            self._on_chunk(chunk)
         self._ids += ids
         self._logprobs += logprobs
 
@@ -181,6 +189,7 @@ class CompletionParser:
             logprobs=log_probs(self._logprobs),
             spans=tuple(spans),
             finish=finish,
+            kv=self._kv,
         )
 
 

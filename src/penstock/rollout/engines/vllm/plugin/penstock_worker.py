@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock_patches import Patch
+
 ROOT = "PENSTOCK_WEIGHTS_ROOT"
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 NAP_S = 0.0001
@@ -33,6 +35,7 @@ class Extension:
     """Methods that vLLM adds to its worker class."""
 
     model_runner: Any
+    _penstock_patch: Patch
 
     def penstock_check(self, folder: str) -> dict[str, int]:
         """Check that `penstock_load` would accept the folder; changes nothing."""
@@ -51,14 +54,41 @@ class Extension:
             found["num_heads"] = repack_heads(self.model_runner.get_model())
         return found
 
+    def penstock_prepare(self, patch: str, folder: str) -> None:
+        """Prepare a patch that leads to the folder's version, beside the running model."""
+        files = weight_files(folder)
+        path = inside_root(patch)
+        self._penstock_patch = Patch(self.model_runner.get_model(), path, files)
+        self._penstock_patch.prepare()
 
-def weight_files(folder: str) -> list[Path]:
+    def penstock_apply(self) -> None:
+        """Apply the prepared patch; vLLM must be paused."""
+        with importlib.import_module("torch").no_grad():
+            self._penstock_patch.apply()
+
+    def penstock_verify(self, names: list[str]) -> None:
+        """Compare these tensors with the digests of their version, beside the running model."""
+        self._penstock_patch.verify(names)
+
+    def penstock_progress(self) -> dict[str, Any]:
+        """Whether the last preparation or verification is running, and its error."""
+        patch = self._penstock_patch
+        return {"is_busy": patch.is_busy, "error": patch.error, "num_bytes": patch.num_bytes}
+
+
+def inside_root(name: str) -> Path:
+    """The file or folder, if it is inside the only folder that may be loaded from."""
     root = os.environ.get(ROOT, "")
     if not root:
         raise PermissionError(f"{ROOT} is not set, so no folder can be loaded; set it")
-    path = Path(folder).resolve(strict=True)
+    path = Path(name).resolve(strict=True)
     if not path.is_relative_to(Path(root).resolve(strict=True)):
-        raise PermissionError(f"{folder} is not inside {root}, the only folder {ROOT} allows")
+        raise PermissionError(f"{name} is not inside {root}, the only folder {ROOT} allows")
+    return path
+
+
+def weight_files(folder: str) -> list[Path]:
+    path = inside_root(folder)
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no safetensors file in {folder}")
