@@ -70,6 +70,9 @@ class PeerRelayFetcher:
         if self._fetch is not None:
             self._fetch.require_unchanged(folder)
 
+    def make_patch(self, base: Path, folder: Path) -> Path | None:
+        return None if self._fetch is None else self._fetch.make_patch(base, folder)
+
     def prune_except(self, keep: Collection[str]) -> None:
         if self._fetch is not None:
             self._fetch.prune_except(keep)

@@ -84,7 +84,7 @@ async def test_patched_weights_are_bit_equal(
 
 async def test_an_answer_that_spans_a_patch_names_both_versions(tmp_path: Path) -> None:
     folders = write_versions(tmp_path / "v", 2, dtype=torch.float32, is_tied=True)
-    patch_between(*folders, tmp_path / "scratch")
+    patch_between(folders[0], folders[1], tmp_path / "scratch")
     auto: Any = AutoModelForCausalLM
     models = [auto.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders]
     engine = HfEngine()
@@ -116,7 +116,7 @@ async def test_an_answer_that_spans_a_patch_names_both_versions(tmp_path: Path) 
 
 async def test_wrong_bits_lead_to_a_full_load(tmp_path: Path) -> None:
     folders = write_versions(tmp_path / "v", 2, dtype=torch.float32, is_tied=True)
-    patch = patch_between(*folders, tmp_path / "scratch")
+    patch = patch_between(folders[0], folders[1], tmp_path / "scratch")
     tensors = load_file(patch)
     verified = hf_patch.tensors_to_verify([entry.name for entry in tensors_of(folders[1])], 1)
     tensors[VALUES + verified[0]][0] += 1
@@ -136,7 +136,7 @@ async def test_wrong_bits_lead_to_a_full_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spoil", ["tensor", "element"])
 async def test_a_patch_that_does_not_fit_changes_nothing(tmp_path: Path, spoil: str) -> None:
     folders = write_versions(tmp_path / "v", 2, dtype=torch.float32, is_tied=True)
-    patch = patch_between(*folders, tmp_path / "scratch")
+    patch = patch_between(folders[0], folders[1], tmp_path / "scratch")
     tensors = load_file(patch)
     name = "model.norm.weight"
     if spoil == "tensor":
