@@ -19,12 +19,14 @@ from typing import Any, Protocol, cast
 
 import httpx2
 import torch
+from safetensors.torch import load_file, save_file
 from tests.unit.rollout.engines import byte_qwen3, tiny_qwen3
 from tests.unit.rollout.fake_dataflow import POLICY, wanted
 from tests.unit.rollout.killable_engine import Paused, Restartable
 from tests.unit.rollout.polling import eventually
 from tests.unit.rollout.snapshot_files import TEMPLATE
 from tests.unit.rollout.test_weight_loader import Announced
+from tests.unit.weights.patch_files import patch_between
 from transformers import AutoModelForCausalLM
 
 from penstock.dataflow.service.nodes.messages import NodeDirectives
@@ -55,6 +57,9 @@ START_S = 600.0
 class Killable(Engine, Protocol):
     @property
     def paused_s(self) -> float: ...
+
+    @property
+    def num_patches(self) -> int: ...
 
     async def kill(self) -> None: ...
 
@@ -106,8 +111,9 @@ VLLM = Kind("vllm", _write_bytes, KillableVllm)
 class Folders:
     """Replaces the fetcher: the weights of each version number."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
+    def __init__(self, folders: Sequence[Path], *, is_patched: bool = False) -> None:
         self._folders = folders
+        self._is_patched = is_patched
 
     async def __call__(self, weights_url: str, target: PublishedVersion) -> Path:
         return self._folders[target.number % NUM_MODELS]
@@ -116,7 +122,8 @@ class Folders:
         return None
 
     def make_patch(self, base: Path, folder: Path) -> None:
-        return None
+        if self._is_patched:
+            patch_between(base, folder, folder.parent / "scratch")
 
     def prune_except(self, keep: Collection[str]) -> None:
         return None
@@ -269,10 +276,21 @@ def _ms(times_s: Sequence[float]) -> str:
 
 @asynccontextmanager
 async def world(
-    kind: Kind, root: Path, *, num_engines: int, max_paused: float = 0.25
+    kind: Kind,
+    root: Path,
+    *,
+    num_engines: int,
+    max_paused: float = 0.25,
+    is_patched: bool = False,
 ) -> AsyncGenerator[SwapHarness]:
-    """Version 0 is live at the start."""
-    folders = [kind.write(root / str(seed), seed) for seed in range(NUM_MODELS)]
+    """Version 0 is live at the start. `is_patched`: versions differ in 1 % of the elements of each
+    tensor, and patches lead from each to the next."""
+    if is_patched:
+        folders = [kind.write(root / str(number), 0) for number in range(NUM_MODELS)]
+        for number, folder in enumerate(folders):
+            _change_a_little(folder, number)
+    else:
+        folders = [kind.write(root / str(seed), seed) for seed in range(NUM_MODELS)]
     made: list[Killable] = []
     paused = Paused()
 
@@ -284,7 +302,8 @@ async def world(
     gateway, announced, orders = Gateway(engines), Announced(), NodeOrders()
     membership = cast(Membership, announced)
     endpoint = Endpoint(gateway)
-    loader = Loader(orders, membership, engines, gateway, Folders(folders))
+    fetcher = Folders(folders, is_patched=is_patched)
+    loader = Loader(orders, membership, engines, gateway, fetcher)
     auto: Any = AutoModelForCausalLM
     models = [auto.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders]
     made_world = SwapHarness(engines, made, paused, gateway, endpoint, orders, announced, models)
@@ -295,6 +314,17 @@ async def world(
         await made_world.want(0)
         await made_world.until_all_serve()
         yield made_world
+
+
+def _change_a_little(folder: Path, seed: int) -> None:
+    """About 1 % of the elements of each tensor, and at least one."""
+    path, draw = folder / "model.safetensors", torch.Generator().manual_seed(seed)
+    tensors = load_file(path)
+    for tensor in tensors.values():
+        where = torch.rand(tensor.shape, generator=draw) < 0.01
+        where.view(-1)[seed] = True
+        tensor[where] = tensor[where] * 1.5 + 0.1
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 async def _end(task: asyncio.Task[None]) -> None:

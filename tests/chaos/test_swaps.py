@@ -65,9 +65,11 @@ def judge(figures: Figures, made: SwapHarness) -> None:
 
 
 @kinds
-async def test_swaps_that_nobody_notices(kind: Kind, tmp_path: Path) -> None:
-    figures = begin(f"weight swap, {kind.name}")
-    async with world(kind, tmp_path, num_engines=2) as made:
+@pytest.mark.parametrize("is_patched", [False, True], ids=["full", "patched"])
+async def test_swaps_that_nobody_notices(kind: Kind, is_patched: bool, tmp_path: Path) -> None:
+    what = "patches of 1 %" if is_patched else "weight swap"
+    figures = begin(f"{what}, {kind.name}")
+    async with world(kind, tmp_path, num_engines=2, is_patched=is_patched) as made:
         async with made.agents(SESSIONS):
             for number in range(1, SWAPS + 1):
                 await made.want(number)
@@ -75,6 +77,7 @@ async def test_swaps_that_nobody_notices(kind: Kind, tmp_path: Path) -> None:
         judge(figures, made)
         assert any(len(turn.spans) > 1 for _, turn in made.turns())
         assert made.paused.peak == made.stats.peak_paused == 1
+        assert [engine.num_patches for engine in made.made] == [SWAPS * is_patched] * 2
 
 
 @kinds

@@ -81,6 +81,41 @@ async def _swap(root: Path) -> dict[str, float]:
     return figures
 
 
+@needs_vllm()
+def test_vllm_is_patched_in_place(tmp_path: Path, record_property: Record) -> None:
+    for name, value in asyncio.run(_patch(tmp_path)).items():
+        record_property(name, value)
+
+
+async def _patch(root: Path) -> dict[str, float]:
+    """Two versions that differ in 1 % of their elements: the second as a patch, then in full."""
+    from safetensors.torch import load_file, save_file
+    from tests.unit.rollout.engines.byte_qwen3 import write_snapshot
+    from tests.unit.weights.patch_files import patch_between
+
+    folders = [write_snapshot(root / "versions" / str(number), seed=0) for number in range(3)]
+    for number in (1, 2):
+        tensors = load_file(folders[0] / "model.safetensors")
+        for tensor in tensors.values():
+            tensor.view(-1)[:: 100 + number] += 0.1
+        save_file(tensors, folders[number] / "model.safetensors", metadata={"format": "pt"})
+    patch_between(folders[0], folders[1], root / "scratch")
+    devices = (visible_devices()[0].id,)
+    options = ("--gpu-memory-utilization", "0.3")
+    engine = VllmEngine(ChildServer(ENGINE, options, devices=devices, state_dir=root / "state"))
+    paused_s: list[float] = []
+    try:
+        for number, folder in enumerate(folders):
+            await engine.load(folder, Version(policy=POLICY, incarnation=1, number=number))
+            assert engine.full_model is not None
+            assert engine.full_model.num_patches == (number == 1), "patched once, then in full"
+            paused_s.append(engine.paused_s)
+            assert _worst_difference(folder, await _ask(engine)) < TOLERANCE
+    finally:
+        await engine.close()
+    return {"patch_pause_s": round(paused_s[1], 4), "full_pause_s": round(paused_s[2], 4)}
+
+
 async def _ask(engine: VllmEngine) -> Completion:
     spec = SamplingSpec(max_tokens=64, seed=3)
     return await engine(GenerationRequest(PROMPT, spec, policy=POLICY, session="s"))

@@ -252,6 +252,11 @@ CONTRADICTIONS = [
          "the last part of a module's name, like q_proj"),
     case(POLICY, policy("engine: sglang, sglang: {url: 'http://h:1'}, lora: {}"),
          "models.policy.engine", "does not support adapters yet; use hf or vllm"),
+    case(POLICY, policy("engine: sglang, sglang: {url: 'http://h:1'}, kv: keep"),
+         "models.policy.kv", "cannot keep keys and values across versions; set kv: drop"),
+    case(POLICY, policy("engine: vllm, lora: {}, kv: keep"), "models.policy.kv", "remove kv"),
+    case(POLICY, policy("kv: keep") + "\ndeterministic: true", "models.policy.kv",
+         "depends on when weights were loaded; set kv: drop"),
     case(POLICY, policy("lora: {}, training: {parallel: {tp: 2}}"),
          "models.policy.training.parallel.tp", "set tp: 1 and raise dp"),
 ]  # fmt: skip

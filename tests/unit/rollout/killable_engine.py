@@ -117,6 +117,16 @@ class Restartable:
     def paused_s(self) -> float:
         return getattr(self._engine, "paused_s", 0.0)
 
+    @property
+    def loaded(self) -> Path | None:
+        return getattr(self._engine, "loaded", None)
+
+    @property
+    def num_patches(self) -> int:
+        """Patches since the last full load."""
+        model = getattr(self._engine, "full_model", None) or self._engine
+        return getattr(model, "num_patches", 0)
+
     async def kill(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:

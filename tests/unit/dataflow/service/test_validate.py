@@ -172,3 +172,11 @@ def test_a_turn_without_tokens_cannot_name_a_policy_that_the_run_lacks() -> None
     assert not isinstance(
         summarise(trajectory(turn(), same), "d", is_published, policies={POLICY}), str
     )
+
+
+def test_kept_keys_and_values_count_for_staleness() -> None:
+    found = summarise(trajectory(turn(kv=(1, 0))), "d", is_published)
+    assert isinstance(found, RowSummary)
+    assert found.versions == {POLICY: ((1, 0), (1, 1), (1, 2))}
+    verdict = summarise(trajectory(turn(kv=(1, 99))), "d", is_published)
+    assert verdict == "turn 0: p@1.99 was never published"
