@@ -255,8 +255,8 @@ CONTRADICTIONS = [
     case(POLICY, policy("engine: sglang, sglang: {url: 'http://h:1'}, kv: keep"),
          "models.policy.kv", "cannot keep keys and values across versions; set kv: drop"),
     case(POLICY, policy("engine: vllm, lora: {}, kv: keep"), "models.policy.kv", "remove kv"),
-    case(POLICY, policy("kv: keep") + "\ndeterministic: true", "models.policy.kv",
-         "depends on when weights were loaded; set kv: drop"),
+    case(POLICY, policy("kv: keep") + "\ntrust: {accept_untrusted: true}", "models.policy.kv",
+         "set kv: drop, or accept_untrusted: false"),
     case(POLICY, policy("lora: {}, training: {parallel: {tp: 2}}"),
          "models.policy.training.parallel.tp", "set tp: 1 and raise dp"),
 ]  # fmt: skip
