@@ -172,9 +172,9 @@ class ModelConfig(Section):
     kv: Literal["drop", "keep"] = "drop"
     """What happens to the keys and values of running answers, and to cached prefixes, when new
     weights are loaded: `drop` computes them again, so that each token depends on one version only;
-    `keep` continues with the old ones, which is faster, and log-probs are then not those of the
-    named version. Turns record how old they may be, and that counts for staleness. For engines hf
-    and vllm."""
+    `keep` continues with the old ones, which is faster, and the named version alone then no longer
+    gives the log-probs. Turns record how old they may be, and that counts for staleness. For
+    engines hf and vllm."""
     torch_threads: PositiveInt = 1
     """CPU threads of torch in each process of this policy."""
     algorithm: AlgorithmConfig | None = None

@@ -78,10 +78,10 @@ class Control:
     async def load(self, folder: Path) -> None:
         await self._worker("penstock_load", str(folder))
 
-    async def prepare_patch(self, patch: Path, folder: Path) -> int:
+    async def prepare_patch(self, patch: Path, folder: Path, names: Sequence[str]) -> int:
         """Prepare a patch beside the running answers; returns the bytes that were read for it.
-        Raises EngineError, without changes, if it does not fit."""
-        await self._worker("penstock_prepare", str(patch), str(folder))
+        Raises EngineError, without changes, if it does not fit. `names`: tensors to verify."""
+        await self._worker("penstock_prepare", str(patch), str(folder), list(names))
         return await self._wait_for_workers()
 
     async def apply_patch(self) -> None:

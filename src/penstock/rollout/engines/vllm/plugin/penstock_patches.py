@@ -21,8 +21,6 @@ from typing import Any
 from penstock_slices import Place, find_places, local_positions, matrix
 
 POSITIONS, VALUES, DIGESTS = "positions:", "values:", "digests"
-NUM_COLUMNS = 8
-"""Of a packed head, compared with the weights that it was packed from."""
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -39,6 +37,7 @@ class Patch:
         """Packed copies of the version before; freed after the pause."""
         self._places: dict[str, Place] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._to_verify: set[str] = set()
         self._file_of: dict[str, Path] = {}
         self.digests: dict[str, tuple[str, str]] = {}
         self.num_bytes = 0
@@ -51,8 +50,11 @@ class Patch:
     def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def prepare(self) -> None:
-        """Read and convert everything; changes nothing."""
+    def prepare(self, names: Iterable[str]) -> None:
+        """Read and convert everything; changes nothing. Packed copies of these tensors are
+        verified already here: their handles must not be used by two threads, and no other thread
+        knows them yet."""
+        self._to_verify = set(names)
         self._start(self._prepare)
 
     def apply(self) -> None:
@@ -61,7 +63,7 @@ class Patch:
         self._changes.clear()
 
     def verify(self, names: Iterable[str]) -> None:
-        """Compare loaded tensors with the digests of their version."""
+        """Compare loaded tensors, except packed ones, with the digests of their version."""
         self._start(lambda: self._verify(names))
 
     def _start(self, work: Callable[[], None]) -> None:
@@ -148,6 +150,9 @@ class Patch:
         if bias is not None:
             standin.bias = torch.nn.Parameter(self._new_parameter(module, "bias"), False)
         pack.dispatch_cpu_unquantized_gemm(standin, remove_weight=False)
+        names = {n for n, p in self._places.items() if _is_same(p, module, "weight")}
+        if names & self._to_verify and not _has_packed(standin.cpu_linear, weight):
+            raise ValueError(f"the packed copy of {sorted(names)[0]} does not have its bits")
 
         def exchange() -> object:
             before = module.cpu_linear, module.weight.data
@@ -196,10 +201,10 @@ class Patch:
     def _is_right(self, name: str) -> bool:
         torch = importlib.import_module("torch")
         place, (dtype, digest) = self._places[name], self.digests[name]
-        tied = [m for m in self.model.modules() if _is_packed_copy(m, place)]
-        if not all(map(_has_packed_its_weight, tied)):
-            return False
-        loaded = _loaded_block(place).to("cpu", getattr(torch, DTYPES[dtype])).contiguous()
+        parameter = getattr(place.module, place.parameter).data
+        if not parameter.numel():
+            return True  # packed: it was verified before it became live
+        loaded = _block(parameter, place).to("cpu", getattr(torch, DTYPES[dtype])).contiguous()
         if place.slice.is_whole(self._shapes[name]):
             raw = loaded.view(-1).view(torch.uint8).numpy().tobytes()
             return importlib.import_module("blake3").blake3(raw).hexdigest() == digest
@@ -218,39 +223,17 @@ def _is_same_parameter(module: Any, other: Any) -> bool:
     return module.weight is other.weight and module.weight.numel() > 0
 
 
-def _is_packed_copy(module: Any, place: Place) -> bool:
-    """A head with a packed copy of this parameter, which it also keeps."""
-    if not hasattr(module, "cpu_linear") or place.parameter != "weight":
-        return False
-    return module is place.module or _is_same_parameter(module, place.module)
-
-
-def _has_packed_its_weight(module: Any) -> bool:
-    """Compares some columns: a head is large."""
-    weight = module.weight.data
-    if not weight.numel():
-        return True  # compared as a whole
-    torch = importlib.import_module("torch")
-    columns = torch.linspace(0, weight.shape[1] - 1, NUM_COLUMNS).to(torch.int64)
-    units = torch.zeros(NUM_COLUMNS, weight.shape[1], dtype=weight.dtype)
-    units[torch.arange(NUM_COLUMNS), columns] = 1
-    return torch.equal(module.cpu_linear(units, weight, None), weight[:, columns].t())
-
-
 def _block(target: Any, place: Place) -> Any:
     where = place.slice
     num_rows = where.rows[1] - where.rows[0]
     return target.view(matrix(tuple(target.shape)))[where.row : where.row + num_rows]
 
 
-def _loaded_block(place: Place) -> Any:
-    """What the model computes with. Of a packed layer: what it makes of unit vectors."""
-    parameter = getattr(place.module, place.parameter).data
-    if parameter.numel():
-        return _block(parameter, place)
+def _has_packed(linear: Any, weight: Any) -> bool:
+    """Whether a packed copy has these weights: what it makes of unit vectors. Bit for bit, except
+    for numbers that a product may turn into zero: -0, and denormal ones."""
     torch = importlib.import_module("torch")
-    num_columns = place.slice.columns[1] - place.slice.columns[0]
-    eye = torch.eye(num_columns, dtype=parameter.dtype)
-    weight = place.module.cpu_linear(eye, None, None).t()
-    num_rows = place.slice.rows[1] - place.slice.rows[0]
-    return weight[place.slice.row : place.slice.row + num_rows]
+    units = torch.eye(weight.shape[1], dtype=weight.dtype)
+    tiny = torch.finfo(weight.dtype).tiny
+    found = (linear(units, weight, None).t(), weight)
+    return torch.equal(*(torch.where(one.abs() < tiny, 0, one) for one in found))

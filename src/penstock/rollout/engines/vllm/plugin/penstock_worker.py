@@ -54,12 +54,13 @@ class Extension:
             found["num_heads"] = repack_heads(self.model_runner.get_model())
         return found
 
-    def penstock_prepare(self, patch: str, folder: str) -> None:
-        """Prepare a patch that leads to the folder's version, beside the running model."""
+    def penstock_prepare(self, patch: str, folder: str, names: list[str]) -> None:
+        """Prepare a patch that leads to the folder's version, beside the running model. `names`:
+        tensors to verify."""
         files = weight_files(folder)
         path = inside_root(patch)
         self._penstock_patch = Patch(self.model_runner.get_model(), path, files)
-        self._penstock_patch.prepare()
+        self._penstock_patch.prepare(names)
 
     def penstock_apply(self) -> None:
         """Apply the prepared patch; vLLM must be paused."""
