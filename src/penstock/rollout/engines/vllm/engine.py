@@ -85,8 +85,8 @@ class VllmEngine:
 
     @property
     def loaded(self) -> Path | None:
-        """The folder of its weights, from which a patch may lead to the next version."""
-        return None if self.full_model is None else self.full_model.loaded
+        """Always None: patches for vLLM are not made yet."""
+        return None
 
     @property
     def full_model(self) -> FullModel | None:
