@@ -134,7 +134,7 @@ def _manifest_fault(folder: Path, version: Version, *, is_needed: bool) -> str:
     try:
         written: Any = json.loads(data)
         found = (written["policy"], written["number"], written["weights_digest"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return f"its manifest {digest} cannot be parsed"
     if found != (version.policy, version.number, version.weights_digest):
         return f"its manifest {digest} belongs to {found[0]} number {found[1]}"

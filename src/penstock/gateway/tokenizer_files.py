@@ -23,7 +23,7 @@ def read_object(path: Path) -> JsonObject:
         return {}
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise WeightsError(f"{path} must contain a JSON object")

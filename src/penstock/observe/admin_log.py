@@ -125,7 +125,7 @@ class AdminLog:
         last = tail.rstrip(b"\n").rpartition(b"\n")[2]
         try:
             entry = msgspec.json.decode(last, type=AdminEntry)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return head
         is_next = entry.number == head.number + 1 and entry.previous == head.hash
         return LogHead(entry.number, blake3(last).hexdigest()) if is_next else head

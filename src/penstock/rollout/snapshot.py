@@ -78,7 +78,7 @@ def _read_adapter(folder: Path, base: dict[str, tuple[int, ...]]) -> AdapterInfo
 def _read_object(path: Path) -> JsonObject:
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineError(f"cannot read {path}: {error}; fetch the snapshot again") from None
     if not isinstance(value, dict):
         raise EngineError(f"{path} is not a JSON object; fetch the snapshot again")
@@ -100,7 +100,15 @@ def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         found = path.stat().st_size
         if found != expected:
             raise ValueError(f"{found} bytes, but its header declares {expected}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        struct.error,
+        RecursionError,
+    ) as error:
         raise EngineError(f"{path} is damaged: {error}; fetch the snapshot again") from None
     return shapes
 

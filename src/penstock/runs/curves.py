@@ -77,7 +77,7 @@ def read_lines(path: Path) -> Iterator[dict[str, object]]:
         for line in lines:
             try:
                 found: object = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(found, dict):
                 yield cast("dict[str, object]", found)

@@ -114,7 +114,7 @@ def _window(init: str, seed: int) -> int | None:
     try:
         with initial_folder(init, seed) as folder:
             config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (ConfigError, OSError, ValueError):
+    except (ConfigError, OSError, ValueError, RecursionError):
         return None
     return find_window(cast(JsonObject, config)) if isinstance(config, dict) else None
 

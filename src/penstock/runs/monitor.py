@@ -247,7 +247,7 @@ class ErrorTail:
 def _message(line: bytes) -> str:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return line.decode(errors="replace")[:300]
     what = str(record.get("msg", ""))
     if record.get("reason"):

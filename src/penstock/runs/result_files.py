@@ -40,7 +40,7 @@ def read_results(path: Path) -> Evaluation:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}; `penstock eval` writes such files"
         ) from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f"{path} holds no results of an evaluation ({error}); name a file that `penstock eval` "
             "wrote, or delete it and evaluate again"

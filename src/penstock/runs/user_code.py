@@ -118,7 +118,7 @@ def _last_step(metrics: Path) -> int:
     for line in reversed(lines):
         try:
             return msgspec.json.decode(line, type=_Step).number
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             continue  # cut off, or half written
     return 0
 

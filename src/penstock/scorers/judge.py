@@ -194,7 +194,7 @@ def reply_text(body: bytes) -> str:
     """The text of a chat completion. A refusal has none; any other body raises."""
     try:
         content = json.loads(body)["choices"][0]["message"].get("content")
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         start = body[:200].decode(errors="replace")
         raise RewardError(
             f"judge: {_url()} sent no chat completion: {start!r}; {URL} must name an API that "

@@ -124,7 +124,7 @@ def _read_targets(folder: Path, config: LoraConfig) -> list[str]:
     try:
         found = json.loads((folder / ADAPTER_CONFIG).read_text())
         rank, alpha, targets = found["r"], found["lora_alpha"], list(found["target_modules"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsError(
             f"{folder / ADAPTER_CONFIG} is not an adapter config: {error!r}"
         ) from error

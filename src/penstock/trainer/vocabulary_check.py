@@ -53,5 +53,5 @@ def _read(init: str, name: str) -> dict[str, Any]:
     try:
         folder = find_folder(init, texts_only=True) or Path(init)
         return json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # loading the model reports what is wrong with it
+    except (OSError, ValueError, RecursionError):  # loading the model reports what is wrong with it
         return {}

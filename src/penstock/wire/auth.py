@@ -96,7 +96,7 @@ def read_unverified(token: str) -> Credential | None:
     try:
         credential = msgspec.json.decode(b64decode(parts[3]), type=Credential)
         return credential if len(parts) == _TOKEN_PARTS else _renewed(credential, parts[7])
-    except (ValueError, msgspec.MsgspecError):
+    except (ValueError, msgspec.MsgspecError, RecursionError):
         return None
 
 

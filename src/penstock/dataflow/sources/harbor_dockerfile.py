@@ -193,7 +193,7 @@ class _Reader:
     def _json_words(self, rest: str) -> list[str]:
         try:
             words: Any = json.loads(rest)
-        except ValueError:
+        except (ValueError, RecursionError):
             words = None
         if not isinstance(words, list) or not all(
             isinstance(word, str) for word in cast(list[Any], words)

@@ -45,7 +45,7 @@ def content_blocks(answer: Answer) -> list[JsonObject]:
 def _call_block(call: ToolCall) -> JsonObject:
     try:
         arguments = msgspec.json.decode(call.arguments, type=dict[str, object])
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         arguments = {"arguments": call.arguments}  # not an object: passed on as written
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 

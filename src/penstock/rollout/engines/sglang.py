@@ -78,7 +78,7 @@ class _Part:
     def feed_event(self, text: bytes) -> None:
         try:
             meta = msgspec.json.decode(text, type=_Event).meta_info
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise EngineError(f"cannot parse SGLang's response: {error}") from None
         if meta is None:
             raise EngineError(f"SGLang aborted an answer: {text.decode(errors='replace')[:500]}")

@@ -36,7 +36,7 @@ def find_agent(text: str) -> Callable[[Task, Context], Awaitable[float]]:
 def _parse(text: str) -> list[str]:
     try:
         found: Any = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     argv: Any = cast(dict[str, Any], found).get(KEY) if isinstance(found, dict) else None
     if not isinstance(argv, list) or not all(isinstance(w, str) for w in cast(list[Any], argv)):

@@ -130,7 +130,7 @@ def _rows(text: str) -> Iterator[str]:
     for line in text.splitlines():
         try:
             row: Any = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = line
         if isinstance(row, dict):
             fields = cast("dict[str, Any]", row)

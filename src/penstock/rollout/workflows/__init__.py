@@ -87,7 +87,7 @@ def _parse_options(text: str) -> tuple[str, dict[str, Any]]:
     try:
         options = cast("dict[str, Any]", json.loads(text))
         return str(options.pop("name")), options
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         raise ConfigError(
             f"workflow {text!r} is not a JSON object with a name; write it as the run file has it"
         ) from None
@@ -96,7 +96,7 @@ def _parse_options(text: str) -> tuple[str, dict[str, Any]]:
 def _parse_argv(text: str) -> list[str]:
     try:
         argv: Any = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"workflow {text!r} is not a valid JSON list: {error}") from None
     if not argv or not all(isinstance(argument, str) for argument in argv):
         raise ConfigError(f"workflow {text!r} must be a list of strings, the program first")

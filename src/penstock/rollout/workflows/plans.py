@@ -30,6 +30,6 @@ def read_plan(reply: str) -> Plan | None:
         return None
     try:
         plan = msgspec.json.decode(reply[start : end + 1].encode(), type=Plan)
-    except (msgspec.MsgspecError, UnicodeError):
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
     return plan if len(plan.action_input) <= MAX_INPUT_CHARS else None

@@ -201,7 +201,7 @@ def _read_best(folder: RunFolder) -> BestVersion:
             f"{folder.path} has no best version: no evaluation has ended; add eval: to the config, "
             "or choose a step with --step"
         ) from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged ({error}); choose a step with --step") from None
 
 

@@ -123,7 +123,7 @@ def _read_tools(system: str) -> tuple[JsonObject, ...]:
         for line in block.strip().splitlines():
             try:
                 value = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(value, dict):
                 found.append(cast(JsonObject, value))

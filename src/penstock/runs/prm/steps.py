@@ -61,5 +61,5 @@ def why_malformed(turn: DecodedTurn, uses: Sequence[ToolUse]) -> str:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

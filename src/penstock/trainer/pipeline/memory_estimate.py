@@ -103,7 +103,7 @@ def shape_of(init: str) -> ModelShape | None:
         return None
     try:
         config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return ModelShape.read(config) if isinstance(config, dict) else None
 

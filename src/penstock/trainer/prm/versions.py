@@ -70,7 +70,7 @@ def open_version(folder: Path, number: int) -> ModelVersion:
     path = folder / str(number)
     try:
         card = msgspec.json.decode((path / CARD).read_bytes(), type=Card)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f"{path / CARD} cannot be read ({error}); remove this version, or train it again"
         ) from None

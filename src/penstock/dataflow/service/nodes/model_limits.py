@@ -56,7 +56,7 @@ def _read_config(init: str) -> dict[str, Any]:
     folder = find_folder(init, texts_only=True)
     try:
         return {} if folder is None else json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
 

@@ -185,7 +185,7 @@ def _cases(row: SuiteRow, column: str) -> list[JsonObject]:
         if not text.startswith("["):
             text = _unpickled_text(_inflated(base64.b64decode(text, validate=True)))
         return json.loads(text)
-    except (ValueError, binascii.Error, zlib.error) as error:
+    except (ValueError, binascii.Error, zlib.error, RecursionError) as error:
         text = f"{column} cannot be read: {error}; download the file again"
         raise row.bad(text) from None
 

@@ -165,5 +165,5 @@ class Control:
 def _read(reply: HttpReply) -> dict[str, Any]:
     try:
         return msgspec.json.decode(reply.body, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise EngineError(f"cannot parse vLLM's response: {error}; use vLLM 0.32") from None
