@@ -22,6 +22,13 @@ from penstock.dataflow.sources.harbor import HarborSpec, read_tasks
 from penstock.errors import BadRequest, ConfigError, WeightsError
 from penstock.fleet.run_folder import RunFolder
 from penstock.runs.join import local_node_options, node_state_dir
+from penstock.trainer.checkpoint_manifest import (
+    CheckpointManifest,
+    Cursor,
+    UnusableCheckpoint,
+    read_checkpoint_manifest,
+    write_checkpoint_manifest,
+)
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
 from penstock.weights.deltas.chain import DeltaChain, DeltaEntry, is_valid_chain
@@ -330,6 +337,19 @@ def test_a_node_named_by_a_path_gets_no_folder(
             local_node_options(folder, demo_config(0), "policy", name)
     assert files(tmp_path) - before <= {folder.acks}
     assert node_state_dir("node-0.gpu1").is_dir()
+
+
+@pytest.mark.parametrize("name", ["../../victim", "/etc/passwd", "..", ".", "", "a/b", "a\0b"])
+def test_a_checkpoint_of_others_names_files_of_its_folder_only(name: str, tmp_path: Path) -> None:
+    """A fork copies the files that the other run's checkpoint names, to the same names."""
+    cursor = Cursor(number=1, seq=1, incarnation=1)
+    files = {"model.safetensors": "0" * 64}
+    write_checkpoint_manifest(tmp_path, CheckpointManifest(policy="p", cursor=cursor, files=files))
+    assert read_checkpoint_manifest(tmp_path).files == files
+    files[name] = "0" * 64
+    write_checkpoint_manifest(tmp_path, CheckpointManifest(policy="p", cursor=cursor, files=files))
+    with pytest.raises(UnusableCheckpoint, match="is no file of its folder"):
+        read_checkpoint_manifest(tmp_path)
 
 
 def test_safe_names_and_digests_are_exact() -> None:

@@ -108,6 +108,8 @@ def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
         raise UnusableCheckpoint(str(error)) from error
     if not has_digest:
         raise UnusableCheckpoint(f"{STATE} is damaged: it does not start with its digest")
+    if wrong := [name for name in found.files if not _is_file_name(name)]:
+        raise UnusableCheckpoint(f"{STATE} names {wrong[0][:80]!r}, which is no file of its folder")
     if found.num_ranks < 1:
         raise UnusableCheckpoint(f"{STATE} names {found.num_ranks} ranks")
     return found
@@ -127,6 +129,11 @@ def write_checkpoint_manifest(folder: Path, state: CheckpointManifest) -> None:
     own = blake3(rest.encode()).hexdigest()
     text = rest.replace('"digest": ""', f'"digest": "{own}"', 1)
     write_durably(folder / STATE, text.encode())
+
+
+def _is_file_name(name: str) -> bool:
+    """No path: a fork copies these files from another run's folder, which may be of others."""
+    return name not in ("", ".", "..") and not {"/", "\0"} & {*name}
 
 
 def _check(content: bytes) -> bool:

@@ -90,11 +90,11 @@ class ContainerSandbox(FolderSandbox):
         try:
             async with asyncio.timeout(START_S):
                 await expect_ready(child, f"{self.engine} does not start {self.image}", _FIX)
+                group = await asyncio.to_thread(self._group_of, name)
         except BaseException:
             self._kill_container(name)
             await end_child(child)
             raise
-        group = await asyncio.to_thread(self._group_of, name)
         child.stdin.write(line)
         program = Program(
             _child=child,
@@ -143,11 +143,15 @@ class ContainerSandbox(FolderSandbox):
             (self.path / _PROFILE).write_text(json.dumps(profile))
 
     def _group_of(self, name: str) -> Group:
-        """The control group that the engine made for this container."""
+        """The control group that the engine made for this container. Raises SandboxError: without
+        it nobody would watch the processor time of the program."""
         command = [self.engine, "inspect", "--format", "{{.State.Pid}}", name]
         done = subprocess.run(command, check=False, capture_output=True, timeout=START_S)
         pid = done.stdout.strip()
-        return group_of(int(pid)) if done.returncode == 0 and pid.isdigit() else Group()
+        if done.returncode or not pid.isdigit():
+            why = done.stderr.decode(errors="replace").strip()
+            raise SandboxError(f"{self.engine} does not say which process its container is: {why}")
+        return group_of(int(pid))
 
     def _end_program(self, name: str, child: Child) -> None:
         """Ends the engine's own process too: it would hang as it writes output that is not read."""

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 STATE = Path(__file__).parent
+NO_PROCESS = 999_999_999
+"""Beyond what a kernel counts to: the processor time of a container here is nobody's."""
 
 
 def run(words: list[str]) -> int:
@@ -39,6 +41,9 @@ def remove(name: str) -> int:
 def main(words: list[str]) -> int:
     if words[0] == "run":
         return run(words)
+    if words[0] == "inspect":
+        print(NO_PROCESS)
+        return 0
     return remove(words[2]) if words[:2] == ["rm", "--force"] else 0
 
 

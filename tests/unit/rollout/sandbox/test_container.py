@@ -142,6 +142,19 @@ async def test_an_image_that_does_not_start_is_reported(engine: Path) -> None:
     await sandbox.kill()
 
 
+async def test_a_container_whose_time_cannot_be_watched_does_not_go_on(engine: Path) -> None:
+    """It fails closed, and nothing of it is left."""
+    script = engine.parent / "podman.py"
+    script.write_text(script.read_text().replace("print(NO_PROCESS)", "return 125"))
+    sandbox = ContainerBackend("the-image", str(engine)).create(SandboxSpec())
+    await sandbox.start()
+    with pytest.raises(SandboxError, match="does not say which process its container is"):
+        await sandbox.exec(["true"])
+    called = json.loads((engine.parent / "called.json").read_text())
+    await sandbox.kill()
+    assert not (engine.parent / called["name"]).exists()
+
+
 def test_without_an_engine_the_message_says_what_to_install() -> None:
     with pytest.raises(SandboxError, match="neither podman nor docker answers"):
         ContainerBackend("the-image", "").create(SandboxSpec())
