@@ -17,6 +17,9 @@ MAX_INT = (1 << 63) - 1
 """Largest integer that a ledger can store."""
 MAX_REWARD = 1e9
 MAX_TURNS = 4096
+MAX_TOKENS = 4_000_000
+"""Of a row, over all branches: the trainer's unfolded samples must stay in proportion to the
+payload."""
 MAX_TEXT_CHARS = 2000
 """Maximum length of an error or a reason, for people."""
 MAX_ROLE_CHARS = 64

@@ -22,6 +22,7 @@ from tests.unit.gateway.gateway_harness import POLICY, FakeEngine, write_snapsho
 from tests.unit.gateway.test_server import ESCAPES, FORBIDDEN
 
 from penstock.gateway import online as online_module
+from penstock.gateway import turn_tree
 from penstock.gateway.gateway import Gateway, Session
 from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.gateway.online import EndedSession, OnlineGateway, SessionTerms
@@ -135,6 +136,26 @@ async def test_one_owner_cannot_take_every_session(
     assert statuses == [200] * 8 + [429] * 12
     for owner in ("one", "two"):
         assert (await online.ask("POST", "/sessions", online.token(owner))).status_code == 200
+
+
+@pytest.mark.parametrize(("bound", "most"), [("MAX_TURNS", 3), ("MAX_TOKENS", 40)])
+async def test_a_session_does_not_grow_without_end(
+    online: Online, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+) -> None:
+    """The gateway keeps every turn of an open session in memory: calls of one agent for days, none
+    of them too large, would end it for all others. Its row would be refused anyway."""
+    monkeypatch.setattr(turn_tree, bound, most)
+    token = online.token("shop")
+    opened = await online.open(token)
+    statuses = [await online.say(opened["api_key"]) for _ in range(12)]
+    served = statuses.count(200)
+    assert 0 < served < 12
+    assert statuses == [200] * served + [413] * (12 - served)
+    path = f"/sessions/{opened['id']}/reward"
+    judged = await online.ask("POST", path, opened["reward_key"], {"reward": 0.5})
+    assert judged.json()["state"] == "rewarded"
+    assert [len(ended.turns) for ended in online.slots.delivered] == [served]
+    assert await online.say((await online.open(token))["api_key"]) == 200
 
 
 async def test_an_agent_cannot_forget_its_bad_sessions(online: Online) -> None:

@@ -17,7 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from penstock.errors import ContextOverflow, EngineError, NotFound, Unauthorized
+from penstock.bounds import MAX_TOKENS, MAX_TURNS
+from penstock.errors import ContextOverflow, EngineError, NotFound, TooLarge, Unauthorized
 from penstock.gateway.answer_history import AnswerHistory
 from penstock.gateway.budgets import Budget, BudgetMeter
 from penstock.gateway.fair_queue import FairQueue
@@ -49,6 +50,10 @@ MAX_CALLS = 1 << 10
 CLOSED = (
     "unknown or expired session key: the rollout has ended, or the key belongs to another session "
     "or node; use the base_url and api_key given to the running workflow"
+)
+FULL = (
+    f"this session has {MAX_TURNS:,} turns or {MAX_TOKENS:,} tokens, the most that a row can have; "
+    "end it and open another (an external agent: POST /sessions/NAME/end, then call again)"
 )
 TurnCallback = Callable[[int, Turn, bool], None]
 """Called after each turn with its index, the turn, and whether an earlier attempt had generated
@@ -158,8 +163,10 @@ class Session:
 
     async def call(self, call: Call | RawPrompt, on_chunk: DeltaCallback | None = None) -> Answer:
         """Call a policy and record the turn. Raises EngineError, BadRequest (including
-        ContextOverflow), NotFound or Unauthorized."""
+        ContextOverflow), NotFound, Unauthorized, or TooLarge for a session that is full."""
         self._check_open()
+        if self._tree.is_full:
+            raise TooLarge(FULL)
         policy, role = self.resolve(call)
         if call.shared_prompt is None:
             prompt = await self._prepare(call, policy)

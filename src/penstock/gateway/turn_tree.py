@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import AnyStr
 
+from penstock.bounds import MAX_TOKENS, MAX_TURNS
 from penstock.types import PolicyName, TokenIds, Turn, view_ids
 
 ROOT = -1
+TOKEN_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -34,6 +36,12 @@ class TurnTree:
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
         self._roots: list[int] = []
+        self._num_tokens = 0
+
+    @property
+    def is_full(self) -> bool:
+        """No row has more turns or tokens, so none of more would be accepted."""
+        return len(self._segments) >= MAX_TURNS or self._num_tokens >= MAX_TOKENS
 
     def __getitem__(self, index: int) -> Turn:
         return self._segments[index].turn
@@ -98,6 +106,7 @@ class TurnTree:
                 turn, prompt = replace(turn, prompt_ids=twin.turn.prompt_ids), twin.prompt
                 break
         self._segments.append(_Segment(turn, prompt, sampled, []))
+        self._num_tokens += (len(turn.prompt_ids) + len(turn.sampled_ids)) // TOKEN_BYTES
         siblings.append(index)
         return index
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from penstock.bounds import MAX_REWARD, MAX_ROLE_CHARS, MAX_TURNS
+from penstock.bounds import MAX_REWARD, MAX_ROLE_CHARS, MAX_TOKENS, MAX_TURNS
 from penstock.dataflow.service.nodes.model_limits import MAX_TOKEN_ID, ModelLimits
 from penstock.redaction import hide_secrets
 from penstock.types import (
@@ -29,9 +29,6 @@ MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0; engines round."""
 MIN_LOGPROB = -1e4
 """No engine samples a token this unlikely; its importance ratio would only spoil a batch."""
-MAX_TOKENS = 4_000_000
-"""Limit over all branches: the trainer's unfolded samples must stay in proportion to the
-payload."""
 
 NO_LIMITS = ModelLimits()
 IsPublished = Callable[[PolicyName, int, int], bool]
