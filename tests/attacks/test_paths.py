@@ -348,7 +348,7 @@ def test_a_checkpoint_of_others_names_files_of_its_folder_only(name: str, tmp_pa
     assert read_checkpoint_manifest(tmp_path).files == files
     files[name] = "0" * 64
     write_checkpoint_manifest(tmp_path, CheckpointManifest(policy="p", cursor=cursor, files=files))
-    with pytest.raises(UnusableCheckpoint, match="is no file of its folder"):
+    with pytest.raises(UnusableCheckpoint, match="not the name of a file in its folder"):
         read_checkpoint_manifest(tmp_path)
 
 

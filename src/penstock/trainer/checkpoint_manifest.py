@@ -109,7 +109,9 @@ def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
     if not has_digest:
         raise UnusableCheckpoint(f"{STATE} is damaged: it does not start with its digest")
     if wrong := [name for name in found.files if not _is_file_name(name)]:
-        raise UnusableCheckpoint(f"{STATE} names {wrong[0][:80]!r}, which is no file of its folder")
+        raise UnusableCheckpoint(
+            f"{STATE} names {wrong[0][:80]!r}, not the name of a file in its folder"
+        )
     if found.num_ranks < 1:
         raise UnusableCheckpoint(f"{STATE} names {found.num_ranks} ranks")
     return found

@@ -144,7 +144,7 @@ class ContainerSandbox(FolderSandbox):
 
     def _group_of(self, name: str) -> Group:
         """The control group that the engine made for this container. Raises SandboxError: without
-        it nobody would watch the processor time of the program."""
+        it the processor time of the program would not be watched."""
         command = [self.engine, "inspect", "--format", "{{.State.Pid}}", name]
         done = subprocess.run(command, check=False, capture_output=True, timeout=START_S)
         pid = done.stdout.strip()
