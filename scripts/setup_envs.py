@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual environments of the libraries whose environments penstock plays, one each under
-`$PENSTOCK_CACHE/envs/`, because their pins contradict one another. `setup_envs.py [NAME …]` makes
-those that are missing or differ from their pins in `constraints/envs/NAME.txt`; with `--pin` it
+"""Virtual environments of the libraries whose environments penstock plays, and of one that checks
+Kubernetes manifests, one each under `$PENSTOCK_CACHE/envs/`, because their pins contradict one
+another. `setup_envs.py [NAME …]` makes those that are missing or differ from their pins in
+`constraints/envs/NAME.txt`; with `--pin` it
 writes these pins anew.
 
 Standard library only; the environment of this project stays as it is."""
@@ -23,6 +24,7 @@ WANTED = {
     "openenv": ("openenv>=0.10,<0.11",),
     "verifiers": ("verifiers>=0.4,<0.5",),
     "reasoning_gym": ("reasoning-gym",),
+    "kubernetes": ("kubernetes-validate",),
 }
 """What each is made for; the exact versions are in constraints/envs."""
 MARKER = ".made-of"

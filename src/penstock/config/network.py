@@ -3,7 +3,7 @@
 
 from typing import Annotated
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from penstock.addresses import is_loopback
 from penstock.config.base import Section, non_blank
@@ -37,6 +37,9 @@ class NetworkConfig(Section):
     """Address to listen on. Beyond loopback only with tls."""
     advertise: Text | None = None
     """Host name or address in the URLs that nodes get; null: the same as host."""
+    port: Annotated[int, Field(ge=1024, le=65_000)] | None = None
+    """Port of the dataflow service; the weight server has the next, then come the partitions. For
+    firewalls and containers. Null: free ports, chosen at the first start and kept."""
     tls: TlsConfig | None = None
     """Certificate of the services; null: plain HTTP, on loopback only."""
 

@@ -44,7 +44,8 @@ def wait_for_port(url: str, *, timeout_s: float, what: str) -> None:
     while not is_port_free(port):
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"port {port} of this run's {what} is in use by another program; stop it, or "
-                "delete run/endpoints.json in the run folder to pick new ports"
+                f"port {port} of this run's {what} is in use by another program; stop it, change "
+                "network.port if the config has it, or delete run/endpoints.json in the run folder "
+                "to pick new ports"
             )
         time.sleep(0.05)

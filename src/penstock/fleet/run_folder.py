@@ -412,10 +412,12 @@ def _path(text: str) -> Path | None:
 
 
 def _on_network(endpoints: Endpoints, network: NetworkConfig) -> Endpoints:
-    """The same ports at the addresses of this network, which the config may have changed."""
+    """At the addresses of this network, which the config may have changed; on its ports, or else on
+    the same ones."""
 
-    def at(url: str) -> str:
-        return f"{network.origin}:{url.rpartition(':')[2]}"
+    def at(url: str, number: int) -> str:
+        port = url.rpartition(":")[2] if network.port is None else network.port + number
+        return f"{network.origin}:{port}"
 
     def absolute(path: str | None) -> str:
         return os.path.abspath(path) if path else ""
@@ -423,9 +425,9 @@ def _on_network(endpoints: Endpoints, network: NetworkConfig) -> Endpoints:
     tls = network.tls
     return replace(
         endpoints,
-        dataflow=at(endpoints.dataflow),
-        weights=at(endpoints.weights),
-        partitions=tuple(map(at, endpoints.partitions)),
+        dataflow=at(endpoints.dataflow, 0),
+        weights=at(endpoints.weights, 1),
+        partitions=tuple(at(url, 2 + n) for n, url in enumerate(endpoints.partitions)),
         ca=absolute(tls and tls.ca),
         certificate=absolute(tls and tls.cert),
         key=absolute(tls and tls.key),

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import demo_config
+from penstock.config.network import NetworkConfig
 from penstock.errors import ConfigError, Forbidden, LaunchError
 from penstock.fleet.ports import LOOPBACK, free_port, is_port_free, wait_for_port
 from penstock.fleet.run_folder import (
@@ -104,13 +105,24 @@ def test_endpoints_are_chosen_once(tmp_path: Path) -> None:
     assert folder.endpoints() == again
 
 
+def test_a_run_behind_a_firewall_has_the_ports_of_its_config(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    chosen = folder.allocate_endpoints(tmp_path, (), num_partitions=3)
+    network = NetworkConfig(port=18_500)
+    fixed = folder.allocate_endpoints(tmp_path, (), num_partitions=3, network=network)
+    urls = (fixed.dataflow, fixed.weights, *fixed.partitions)
+    assert urls == tuple(f"http://127.0.0.1:{port}" for port in range(18_500, 18_504))
+    again = folder.allocate_endpoints(tmp_path, (), num_partitions=3)
+    assert again == fixed != chosen, "without the key the last ones stay"
+
+
 def test_a_port_in_use_is_named_with_the_fix(tmp_path: Path) -> None:
     port = free_port()
     with socket.socket() as stranger:
         stranger.bind((LOOPBACK, port))
         stranger.listen()
         assert not is_port_free(port)
-        with pytest.raises(LaunchError, match=rf"port {port}.*delete run/endpoints.json"):
+        with pytest.raises(LaunchError, match=rf"(?s)port {port}.*delete run/endpoints.json"):
             wait_for_port(f"http://{LOOPBACK}:{port}", timeout_s=0.1, what="dataflow")
     wait_for_port(f"http://{LOOPBACK}:{port}", timeout_s=0.1, what="dataflow")
 

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files in deploy/: commands that exist, references that resolve, shells that parse."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.cli.main import build
+from penstock.config.network import NetworkConfig
+from penstock.rollout.environments.environments import environment_python
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+MADE_BY_HAND = {"penstock-config", "penstock-tls", "penstock-ca", "penstock-node-token"}
+"""The guide has the commands for these."""
+PORT = 18500
+
+
+def documents() -> Iterator[dict[str, Any]]:
+    for path in MANIFESTS:
+        yield from yaml.safe_load_all(path.read_text())
+
+
+def pod_specs() -> Iterator[dict[str, Any]]:
+    for document in documents():
+        if template := document["spec"].get("template"):
+            yield template["spec"]
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every call of penstock in these files, without the program's name."""
+    for spec in pod_specs():
+        for container in spec["containers"]:
+            yield container["name"], container["args"]
+    for name, service in yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"].items():
+        yield f"compose {name}", service["command"]
+    scripts = [path.read_text() for path in sorted((DEPLOY / "slurm").iterdir())]
+    scripts.append(yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["run"])
+    for script in scripts:
+        for line in script.replace("\\\n", " ").splitlines():
+            code = line.partition(" # ")[0]
+            if found := re.search(r"^\s*(?:until |srun |exec )*(?:\S*/)?penstock (.+)", code):
+                words = shlex.split(re.split(r" &$| 2>|; do", found[1])[0])
+                yield f"script: penstock {words[0]}", words
+
+
+@pytest.mark.parametrize(("where", "words"), [*commands()])
+def test_every_command_exists_with_its_options(where: str, words: list[str]) -> None:
+    """No file calls a command or an option that was renamed."""
+    filled = [re.sub(r"\$\([^)]*\)|\$\{[^}]*\}|\$\w+", "1", word) for word in words]
+    build().parse_args(filled, exit_on_error=False, print_error=False)
+
+
+def test_there_are_commands_to_check() -> None:
+    assert {words[0] for _, words in commands()} == {"run", "join", "trainer", "tls", "token"}
+
+
+def test_what_pods_mount_is_there() -> None:
+    """Volumes, claims, secrets, config maps: declared here, or made by a command of the guide."""
+    claims = {one["metadata"]["name"] for one in documents() if "Claim" in one["kind"]}
+    for spec in pod_specs():
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        for container in (*spec["containers"], *spec.get("initContainers", [])):
+            assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
+        for volume in volumes.values():
+            if claim := volume.get("persistentVolumeClaim"):
+                assert claim["claimName"] in claims
+            for kind, key in (("secret", "secretName"), ("configMap", "name")):
+                if kind in volume:
+                    assert volume[kind][key] in MADE_BY_HAND
+    guide = (DEPLOY.parent / "docs" / "how-to" / "deploy.md").read_text()
+    assert all(name in guide for name in MADE_BY_HAND)
+
+
+def test_services_find_their_pods_on_the_ports_of_the_run() -> None:
+    labels = [
+        one["spec"]["template"]["metadata"]["labels"]
+        for one in documents()
+        if "template" in one["spec"]
+    ]
+    for document in documents():
+        if document["kind"] == "Service":
+            assert document["spec"]["selector"] in labels
+        if document["kind"] == "Deployment":
+            assert document["spec"]["selector"]["matchLabels"] in labels
+    (service,) = [one for one in documents() if one["metadata"]["name"] == "penstock"]
+    assert [port["port"] for port in service["spec"]["ports"]] == [PORT, PORT + 1]
+    assert NetworkConfig(port=PORT).port == PORT
+
+
+@pytest.mark.parametrize("script", sorted((DEPLOY / "slurm").iterdir()), ids=lambda path: path.name)
+def test_scripts_parse(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.envs
+def test_kubernetes_accepts_the_manifests() -> None:
+    """By its own schemas, unknown fields refused."""
+    program = environment_python("kubernetes").with_name("kubernetes-validate")
+    done = subprocess.run([program, "--strict", *MANIFESTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("passed") + done.stderr.count("passed") == len([*documents()])
