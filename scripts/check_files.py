@@ -29,7 +29,7 @@ def check_file(path: Path) -> Iterator[str]:
         if path.suffix == ".toml":
             tomllib.loads(path.read_text(encoding="utf-8"))
         elif path.suffix in (".yaml", ".yml"):
-            yaml.safe_load(path.read_text(encoding="utf-8"))
+            list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         yield f"{path}: does not parse: {error}"
     if path.suffix == ".md":
