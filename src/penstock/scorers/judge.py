@@ -168,7 +168,7 @@ async def _endpoint() -> AsyncGenerator[Ask]:
                 raise RewardTimeout(f"judge: {why}; ask for shorter thinking") from None
             except httpx2.HTTPError as error:
                 raise RewardError(
-                    f"judge: {_url()}: {error or type(error).__name__}; check {URL} and "
+                    f"judge: {_url()}: {str(error) or type(error).__name__}; check {URL} and "
                     "sandbox.reward.hosts"
                 ) from None
             if response.status_code != 200:

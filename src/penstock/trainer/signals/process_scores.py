@@ -11,9 +11,8 @@ R = rows of the manifest, Q = trained turns of this rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
@@ -28,14 +27,19 @@ WINDOW_BATCHES = 10
 """Batches in one window."""
 NUM_WINDOWS = 3
 """Complete windows that an alarm looks at."""
-MIN_RISE = 0.01
-"""Scores are from 0 to 1; a smaller change between windows is none."""
+MIN_RISE = 0.05
+"""Scores are from 0 to 1; from the first to the last window, a smaller rise is none."""
+MIN_KEPT = 0.25
+"""Share of the gain in outcome that a rise in scores promises; below it, the scores rise alone."""
 MIN_CORRELATION = 0.2
 """Below this, scores and outcomes of trajectories do not go together."""
 MIN_STD = 1e-6
 """Scores or outcomes with a smaller spread are all alike."""
-MIN_ROWS = 100
-"""Fewer trajectories with an outcome say nothing about a correlation."""
+MIN_SPREAD = 30.0
+"""Trajectories times the variance of their outcomes. With less, nearly all outcomes are alike, and
+a correlation is small whatever the scores say."""
+NUM_ERRORS = 2.0
+"""Standard errors that a difference must exceed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +80,15 @@ class Sums:
         return math.sqrt(max(self.oo / max(self.rows, 1.0) - self.outcome**2, 0.0))
 
     @property
+    def covariance(self) -> float:
+        return self.qo / max(self.rows, 1.0) - self.score * self.outcome
+
+    @property
     def correlation(self) -> float | None:
         """Pearson's; None where scores or outcomes do not differ."""
         if min(self.score_std, self.outcome_std) <= MIN_STD:
             return None
-        covariance = self.qo / self.rows - self.score * self.outcome
-        return covariance / (self.score_std * self.outcome_std)
+        return self.covariance / (self.score_std * self.outcome_std)
 
 
 def score_metrics(batch: Batch, ranks: RankReductions) -> dict[str, float]:
@@ -155,18 +162,34 @@ class HackingWatch:
         """The alarm to raise now, if any; only a batch that completes a window raises one."""
         if self.num_batches or len(self.windows) < NUM_WINDOWS:
             return None
-        scores = [window.score for window in self.windows]
         first, *_, last = self.windows
-        is_rising = all(b - a > MIN_RISE for a, b in pairwise(scores))
-        if is_rising and last.outcome - first.outcome <= MIN_RISE:
+        if last.score - first.score > MIN_RISE and rises_alone(self.windows):
             why = f"rose from {first.score:.2f} to {last.score:.2f} while the outcome went from "
-            return _message(f"{why}{first.outcome:.2f} to {last.outcome:.2f}")
+            return _message(f"{why}{first.outcome:.3f} to {last.outcome:.3f}")
         total = sum(self.windows, Sums())
         correlation = total.correlation
-        if correlation is None or total.rows < MIN_ROWS or correlation >= MIN_CORRELATION:
+        if correlation is None or total.rows * total.outcome_std**2 < MIN_SPREAD:
+            return None
+        if correlation + NUM_ERRORS / math.sqrt(total.rows) >= MIN_CORRELATION:
             return None
         why = f"and the outcome hardly go together (correlation {correlation:.2f}, below "
         return _message(f"{why}{MIN_CORRELATION:g})")
+
+
+def rises_alone(windows: Sequence[Sums]) -> bool:
+    """Whether scores rose from the first window to the last, and the outcome did not follow.
+
+    Within windows, trajectories with better scores have better outcomes by some slope. It promises
+    a gain for the rise in scores; far less than that came true. Without such a slope, any outcome
+    that did not rise counts."""
+    first, *_, last = windows
+    gain = last.outcome - first.outcome
+    error = math.sqrt(sum(one.outcome_std**2 / one.rows for one in (first, last)))
+    spread = sum(one.rows * one.score_std**2 for one in windows)
+    slope = sum(one.rows * one.covariance for one in windows) / max(spread, MIN_STD)
+    if slope <= 0:
+        return gain <= NUM_ERRORS * error
+    return gain + NUM_ERRORS * error < MIN_KEPT * slope * (last.score - first.score)
 
 
 def _message(why: str) -> str:

@@ -55,6 +55,21 @@ def test_a_run_that_hacks_its_process_rewards_trips_the_alarm() -> None:
     assert len(alarms(lambda at: batch_values(0.3 + 0.6 * at, 0.5))) == 1, "flat"
 
 
+def test_a_score_that_is_at_its_top_early_trips_it_as_well() -> None:
+    """It rises in the first window and stays; of the rare good outcomes none is left."""
+
+    def values(at: float) -> dict[str, float]:
+        hacked = at > 0.2
+        outcome, spread = (0.0, 0.0) if hacked else (0.01, 0.1)
+        return batch_values(1.0 if hacked else 0.5, outcome, correlation=0.0) | {
+            "process/score_std": 0.0 if hacked else 0.05,
+            "process/outcome_std": spread,
+        }
+
+    [alarm] = alarms(values)
+    assert "rose from 0.70 to 1.00 while the outcome went from 0.006 to 0.000" in alarm
+
+
 def test_another_alarm_of_the_same_batch_hides_none() -> None:
     def values(at: float) -> dict[str, float]:
         is_last = at > 1 - ALARM_AFTER / NUM_BATCHES
@@ -69,6 +84,17 @@ def test_honest_runs_trip_none() -> None:
     assert not alarms(lambda at: batch_values(0.5, 0.5 - 0.3 * at)), "scores do not rise"
     assert not alarms(lambda at: batch_values(0.3 + 0.6 * at, 0.5), NUM_BATCHES - 1), "too early"
     assert not alarms(lambda at: GOOD), "no scores at all"
+
+
+def rare(score: float, outcome: float, correlation: float) -> dict[str, float]:
+    spread = {"process/rows": 128.0, "process/outcome_std": (outcome * (1 - outcome)) ** 0.5}
+    return batch_values(score, outcome, correlation) | spread
+
+
+def test_outcomes_that_are_rare_by_nature_trip_none() -> None:
+    """All steps must be right: the outcome follows slowly, by less than its own noise."""
+    assert not alarms(lambda at: rare(0.2 + 0.1 * at, 0.004 + 0.004 * at, correlation=0.25))
+    assert not alarms(lambda at: rare(0.2, 0.001, correlation=0.1)), "so few say nothing"
 
 
 def test_scores_that_say_nothing_of_the_outcome_trip_it_too() -> None:
