@@ -79,7 +79,7 @@ class Case:
 
     @property
     def mesh(self) -> str:
-        return f"dp {self.parallel.dp} x tp {self.parallel.tp}"
+        return self.parallel.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

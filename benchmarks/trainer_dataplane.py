@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness import log_line, result, scratch
-from penstock.trainer.ranks.balance import row_costs
+from penstock.trainer.pass_cost import TYPICAL
 
 if TYPE_CHECKING:
     from benchmarks.dataplane_ranks import World
@@ -134,7 +134,7 @@ def _balance(num_ranks: int, num_batches: int) -> tuple[float, float]:
     after: list[float] = []
     for _ in range(num_batches):
         lengths_R = np.clip(draw.lognormal(8.0, 1.0, 256), 16, 65536)
-        costs_R = row_costs(lengths_R, lengths_R**2)
+        costs_R = TYPICAL.rows(lengths_R, lengths_R**2, lengths_R)
         served = [list(range(rank, 256, num_ranks)) for rank in range(num_ranks)]
         shared = assign_rows(costs_R, np.arange(256) // 8, num_ranks, 1)
         before.append(_imbalance(costs_R, served))

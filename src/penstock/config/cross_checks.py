@@ -357,24 +357,3 @@ def _lora(config: RunSections) -> Iterator[Contradiction]:
                 "remove lora",
                 keys=(("models", name, "engine"), at),
             )
-        yield from _tensor_parallel_lora(config, name, at)
-
-
-def _tensor_parallel_lora(config: RunSections, name: str, at: KeyPath) -> Iterator[Contradiction]:
-    """Tensor parallelism splits the layers that have adapters."""
-    stages = config.pipeline.stages if config.pipeline else ()
-    degrees: dict[KeyPath, int] = {
-        ("pipeline", "stages", index): stage.parallel.tp
-        for index, stage in enumerate(stages)
-        if stage.policy in (None, name) and not stage.is_service
-    }
-    if not stages:
-        section = ("models", name, "training") if config.models[name].training else ("training",)
-        degrees = {section: config.for_policy(name).training.parallel.tp}
-    for place, tp in degrees.items():
-        if tp > 1:
-            yield Contradiction(
-                text=f"tp {tp} would split layers with adapters of {name}, which is not supported "
-                "yet; set tp: 1 and raise dp, or remove lora",
-                keys=((*place, "parallel", "tp"), (*place, "parallel"), at),
-            )

@@ -4,14 +4,14 @@
 Owns which columns exist on delivery and in a batch. How stages fit together is checked in
 `stage_graph`, `pipeline_checks` and `pipeline_cross_checks`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, ValidationInfo, field_validator
 
 from penstock.config.base import COLUMN, Name, Section, check_function_name, matching
 from penstock.config.builtin_stages import builtin_stage_for, check_options
-from penstock.options import non_empty
+from penstock.options import Contradiction, non_empty
 from penstock.plugins import LOSS_GROUP, STAGE_GROUP
 
 INITIAL_COLUMNS = ("turns", "reward")
@@ -69,14 +69,47 @@ class ParallelConfig(Section):
     """How many ranks a stage's model is spread over."""
 
     dp: PositiveInt = 1
-    """Data-parallel ranks; parameters and optimizer state are sharded over them."""
+    """Data-parallel parts of each batch; parameters and optimizer state are sharded over them."""
+    replicas: PositiveInt = 1
+    """Copies of the sharded state: each is sharded over dp / replicas parts only, so that weights
+    are gathered inside a host and only gradients cross the network. Each copy takes the memory
+    of one."""
+    cp: PositiveInt = 1
+    """Context-parallel ranks that share the tokens of each sample: for long samples. Parameters are
+    sharded over them too."""
     tp: PositiveInt = 1
-    """Tensor-parallel ranks that share each row."""
+    """Tensor-parallel ranks that share each layer, and the tokens between its products."""
 
     @property
     def num_ranks(self) -> int:
         """Total number of ranks."""
-        return self.dp * self.tp
+        return self.dp * self.ranks_per_part
+
+    @property
+    def ranks_per_part(self) -> int:
+        """Ranks that compute the same rows together."""
+        return self.cp * self.tp
+
+    @property
+    def num_shards(self) -> int:
+        """How many ways FSDP cuts what a tensor-parallel rank has of a parameter."""
+        return self.dp * self.cp // self.replicas
+
+    @property
+    def text(self) -> str:
+        """As in a config; what is 1 is left out, except dp."""
+        sizes = {"replicas": self.replicas, "cp": self.cp, "tp": self.tp}
+        own = [f"{name}: {size}" for name, size in sizes.items() if size > 1]
+        return f"{{{', '.join([f'dp: {self.dp}', *own])}}}"
+
+    def _contradictions(self) -> Iterator[Contradiction]:
+        if self.dp % self.replicas:
+            yield Contradiction(
+                text=f"{self.dp} data-parallel parts cannot be dealt evenly to {self.replicas} "
+                f"replicas: {self.dp % self.replicas} left over; set replicas to a divisor of "
+                f"{self.dp}",
+                keys=(("replicas",),),
+            )
 
 
 class PipelineStageConfig(Section):

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from penstock.trainer.attention import AttentionLayout, use_packed_attention, vocab_size
+from penstock.trainer.attention import Rows, use_packed_attention, vocab_size
 from penstock.trainer.inputs import Inputs
 from penstock.trainer.losses.logprobs import Truncation, entropy, sampling_log_softmax
 from penstock.trainer.losses.tokens import Tokens
+from penstock.trainer.ranks.context import WHOLE_LINE
 
 MAX_LOGITS = 1 << 27
 """Numbers in memory at a time: 512 MB in float32."""
@@ -37,18 +38,22 @@ class Actor(nn.Module):
         use_packed_attention(model)
         self.model = model.eval()  # dropout would move the ratio away from 1 on unchanged weights
         self._learns_entropy = learns_entropy
+        self.context = WHOLE_LINE
 
     def forward(self, inputs: Inputs) -> Tokens:
-        hidden_KD = last_hidden(self.model, inputs)
+        own = inputs.own
+        hidden_KD = last_hidden(self.model, own)
         num_tokens, size = hidden_KD.shape[0], max(1, MAX_LOGITS // vocab_size(self.model))
         score: Callable[..., tuple[Tensor, Tensor]] = self._score
         if num_tokens > size and torch.is_grad_enabled():
             score = partial(cast(Any, checkpoint), self._score, use_reentrant=False)
         parts = [
-            score(hidden_KD[k], inputs.targets_K[k], *inputs.specs(k))
+            score(hidden_KD[k], own.targets_K[k], *own.specs(k))
             for k in (slice(first, first + size) for first in range(0, max(num_tokens, 1), size))
         ]
-        logprobs_K, entropy_K = (torch.cat(values) for values in zip(*parts, strict=True))
+        logprobs_K, entropy_K = (
+            inputs.gather(torch.cat(values)) for values in zip(*parts, strict=True)
+        )
         return inputs.tokens(logprobs_K, entropy_K)
 
     def scores(self, tokens: Tokens) -> Tensor:
@@ -77,9 +82,7 @@ def last_hidden(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     return hidden_PD.index_select(0, inputs.predictor_K)
 
 
-def decode_line(
-    model: PreTrainedModel, ids_P: Tensor, positions_P: Tensor, rows: AttentionLayout
-) -> Tensor:
+def decode_line(model: PreTrainedModel, ids_P: Tensor, positions_P: Tensor, rows: Rows) -> Tensor:
     """The last layer's state at every token of a line of packed samples."""
     decoder: Any = model.get_decoder()
     line = decoder(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -32,6 +32,18 @@ _WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "cache_position", "is
 """Further arguments that models pass to attention and that do not change it: dropout is off."""
 
 
+class Rows(Protocol):
+    """How the tokens that a model is given attend to each other."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """The result for each query, P×H×D; keys and values may have fewer heads."""
+        ...
+
+    def to(self, device: torch.device) -> Rows: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayout:
     """How the line of one micro-batch is laid out for attention."""
@@ -47,6 +59,22 @@ class AttentionLayout:
             buckets=tuple(run_NL.to(device, non_blocking=True) for run_NL in self.buckets),
             unbucket_P=self.unbucket_P.to(device, non_blocking=True),
         )
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        if not self.buckets:
+            return query
+        attended: list[Tensor] = []
+        for run_NL in self.buckets:
+            q, k, v = (
+                line.index_select(0, run_NL.flatten()).unflatten(0, run_NL.shape).transpose(1, 2)
+                for line in (query, key, value)
+            )
+            out = causal_attention(q, k, v, scale, window)
+            attended.append(out.transpose(1, 2).flatten(0, 1))
+        rows_out = attended[0] if len(attended) == 1 else torch.cat(attended)
+        return rows_out.index_select(0, self.unbucket_P)
 
 
 def make_attention_layout(lengths: Ints) -> AttentionLayout:
@@ -88,7 +116,7 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    rows: AttentionLayout,
+    rows: Rows,
     scaling: float,
     sliding_window: int | None = None,
     **others: Any,
@@ -101,19 +129,8 @@ def _attend(
             f"{type(module).__name__} needs attention with {', '.join(unknown)}, which packed "
             "samples do not have: its log-probs would be wrong. Use a model with standard attention"
         )
-    if not rows.buckets:
-        return query.transpose(1, 2), None
-    lines = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    attended: list[Tensor] = []
-    for run_NL in rows.buckets:
-        q, k, v = (
-            line.index_select(0, run_NL.flatten()).unflatten(0, run_NL.shape).transpose(1, 2)
-            for line in lines
-        )
-        out = causal_attention(q, k, v, scaling, sliding_window)
-        attended.append(out.transpose(1, 2).flatten(0, 1))
-    rows_out = attended[0] if len(attended) == 1 else torch.cat(attended)
-    return rows_out.index_select(0, rows.unbucket_P)[None], None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return rows.attend(q, k, v, scaling, sliding_window)[None], None
 
 
 def repeats_heads(q: Tensor, *, has_mask: bool) -> bool:

@@ -22,6 +22,7 @@ from blake3 import blake3
 
 from penstock.errors import BadRequest, StoreError
 from penstock.trainer.arrays import Floats, Ints
+from penstock.trainer.pass_cost import TYPICAL, PassCost
 from penstock.trainer.ranks.balance import manifest_costs
 from penstock.trainer.ranks.group import RankReductions, SingleRank
 from penstock.trainer.samples import Samples, is_trained_role, join_samples, make_samples
@@ -201,8 +202,9 @@ def assemble(
     vocab_size: int,
     *,
     ranks: RankReductions | None = None,
+    cost: PassCost = TYPICAL,
 ) -> Batch:
-    """The batch of this manifest, from its rows as received.
+    """The batch of this manifest, from its rows as received. cost: by which they were divided.
 
     With several ranks, rows that other ranks compute have no payload here, like missing rows; row
     columns cover all of them."""
@@ -219,7 +221,7 @@ def assemble(
         samples=_drop_unknown_ids(samples, vocab_size, manifest.seq),
         groups_R=groups_R,
         staleness_R=_staleness(manifest, policy),
-        costs_R=manifest_costs(manifest),
+        costs_R=manifest_costs(manifest, cost),
         row_columns=_row_columns(manifest, truncated_R),
         longest_R=longest_R,
         roles=roles,

@@ -38,8 +38,10 @@ from penstock.trainer.losses.tokens import Objective
 from penstock.trainer.model_folders import has_adapter, initial_folder, load_model
 from penstock.trainer.models import Models, StreamSpec
 from penstock.trainer.packing_check import require_packable
+from penstock.trainer.pass_cost import TYPICAL, PassCost
 from penstock.trainer.pipeline.builtin import chain_of
 from penstock.trainer.pipeline.functions import find_function
+from penstock.trainer.pipeline.memory_estimate import shape_of
 from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, PlannedStage, bind, keep_rows
 from penstock.trainer.ranks.batch_repartition import repartition_batch
 from penstock.trainer.ranks.group import Ranks, SingleRank, StagedRanks
@@ -78,6 +80,7 @@ def build_models(
         ranks,
         vocab_size=actor.vocab_size if actor else _vocab_size(folder),
         minibatches=settings.training.minibatches,
+        cost=TYPICAL if (shape := shape_of(str(folder))) is None else PassCost.of(shape),
         stream=_stream_spec(settings, builder, chain.stages, learners),
     )
 

@@ -20,6 +20,7 @@ from penstock.trainer.advantages.gae import NEW_VALUES
 from penstock.trainer.attention import use_packed_attention
 from penstock.trainer.inputs import Inputs
 from penstock.trainer.losses.tokens import Tokens
+from penstock.trainer.ranks.context import WHOLE_LINE
 
 
 class Critic(nn.Module):
@@ -35,10 +36,11 @@ class Critic(nn.Module):
         self.head = nn.Linear(config.hidden_size, 1, dtype=model.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        self.context = WHOLE_LINE
 
     def forward(self, inputs: Inputs) -> Tokens:
-        hidden_KD = last_hidden(self.model, inputs)
-        values_K = self.head(hidden_KD.to(self.head.weight.dtype)).squeeze(1)
+        hidden_KD = last_hidden(self.model, inputs.own)
+        values_K = inputs.gather(self.head(hidden_KD.to(self.head.weight.dtype)).squeeze(1))
         nothing_K = torch.zeros_like(values_K)
         return inputs.tokens(nothing_K, nothing_K, **{NEW_VALUES: values_K})
 

@@ -44,7 +44,7 @@ class ForwardPass:
         parts = split(samples, batch.samples, self.micro_batch_tokens)
         for index in range(self.ranks.max_over_ranks(len(parts))):
             chosen = parts[index] if index < len(parts) else samples[:0]
-            inputs = make_inputs(batch, chosen, weights_T).to(device)
+            inputs = make_inputs(batch, chosen, weights_T, scorer.context).to(device)
             yield inputs, scorer(inputs)
 
     @torch.no_grad()

@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from penstock.trainer.arrays import Floats, Ints
-from penstock.trainer.attention import AttentionLayout, make_attention_layout
+from penstock.trainer.attention import Rows, make_attention_layout
 from penstock.trainer.batches import Batch
 from penstock.trainer.losses.logprobs import Truncation
 from penstock.trainer.losses.tokens import Tokens
+from penstock.trainer.ranks.context import WHOLE_LINE, Context, LineCut, gather_slices
 from penstock.trainer.samples import Samples, ranges
 
 PROXIMAL, REFERENCE = "proximal_logprobs", "reference_logprobs"
@@ -35,7 +37,7 @@ class Inputs:
     """Sample after sample, each without its last token: nothing is predicted from it."""
     positions_P: Tensor
     """Of each token in its own sample."""
-    rows: AttentionLayout
+    rows: Rows
     token_K: Tensor
     """Which token of the batch each trained one is."""
     predictor_K: Tensor
@@ -52,13 +54,24 @@ class Inputs:
     kept: Truncation | None
     extra_columns: Mapping[str, Tensor]
     """The batch's further token columns."""
+    share: SharedLine | None = None
+    """What of this the rank computes, if the ranks of its part share the line."""
+
+    @property
+    def own(self) -> Inputs:
+        """What this rank computes."""
+        return self if self.share is None else self.share.own
+
+    def gather(self, values_K: Tensor) -> Tensor:
+        """Results of all trained tokens, given the results that this rank computes."""
+        return values_K if self.share is None else self.share.gather(values_K)
 
     def to(self, device: torch.device) -> Inputs:
         if device.type == "cpu":
             return self
         return _moved_fields(self, device)
 
-    def specs(self, part: slice) -> tuple[Tensor | None, Truncation | None]:
+    def specs(self, part: slice | Tensor) -> tuple[Tensor | None, Truncation | None]:
         """Temperature and truncation of some of the trained tokens."""
         temperature_K = None if self.temperature_K is None else self.temperature_K[part]
         kept = self.kept
@@ -85,6 +98,26 @@ class Inputs:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedLine:
+    """What one rank computes of a line that the ranks of its part share."""
+
+    own: Inputs
+    """Its slice of the line, and the trained tokens that are predicted from it."""
+    order_K: Tensor
+    """Where each trained token of the line is in what the ranks gather."""
+    num_gathered: int
+    """From each rank, padded."""
+    context: Context
+
+    def gather(self, values_K: Tensor) -> Tensor:
+        padded = pad(values_K, (0, self.num_gathered - values_K.numel()))
+        return gather_slices(padded, self.context).index_select(0, self.order_K)
+
+    def to(self, device: torch.device) -> SharedLine:
+        return replace(self, own=self.own.to(device), order_K=self.order_K.to(device))
+
+
 def _moved_fields(record: Any, device: torch.device) -> Any:
     names = [one.name for one in fields(record)]
     return replace(record, **{name: _moved(getattr(record, name), device) for name in names})
@@ -93,13 +126,11 @@ def _moved_fields(record: Any, device: torch.device) -> Any:
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
-    if isinstance(value, AttentionLayout):
-        return value.to(device)
     if isinstance(value, Truncation):
         return _moved_fields(value, device)
     if isinstance(value, Mapping):
         return {name: _moved(one, device) for name, one in value.items()}
-    return value
+    return value if value is None else value.to(device)
 
 
 def split(chosen: Ints, samples: Samples, max_tokens: int) -> list[Ints]:
@@ -118,8 +149,10 @@ def split(chosen: Ints, samples: Samples, max_tokens: int) -> list[Ints]:
     return parts
 
 
-def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> Inputs:
-    """Tensors of the chosen samples."""
+def make_inputs(
+    batch: Batch, chosen: Ints, weights_T: Floats | None = None, context: Context = WHOLE_LINE
+) -> Inputs:
+    """Tensors of the chosen samples; context: the ranks that share their line."""
     samples = batch.samples
     lines, line_B = _distinct(samples, chosen)
     lengths = (samples.ends_S - samples.starts_S)[lines] - 1
@@ -138,12 +171,13 @@ def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> 
     weights_K = np.ones(token_K.size) if weights_T is None else weights_T[token_K]
     temperature_K = samples.temperature_T[token_K]
     staleness_K = batch.trains_from - samples.versions_T[token_K].astype(np.int64)
-    return Inputs(
+    predictor_K = offsets[line_B][sample_K] + column_K - 1
+    inputs = Inputs(
         ids_P=torch.from_numpy(ids_P),
         positions_P=torch.from_numpy(ranges(np.zeros_like(lengths), lengths)),
         rows=make_attention_layout(lengths),
         token_K=torch.from_numpy(token_K),
-        predictor_K=torch.from_numpy(offsets[line_B][sample_K] + column_K - 1),
+        predictor_K=torch.from_numpy(predictor_K),
         targets_K=torch.from_numpy(samples.ids_T[token_K].astype(np.int64)),
         sampling_K=torch.from_numpy(samples.logprobs_T[token_K]),
         advantages_K=torch.from_numpy(advantages_of(batch)[token_K]),
@@ -153,6 +187,38 @@ def make_inputs(batch: Batch, chosen: Ints, weights_T: Floats | None = None) -> 
         temperature_K=None if (temperature_K == 1).all() else torch.from_numpy(temperature_K),
         kept=_truncation(samples, token_K),
         extra_columns=columns,
+    )
+    if context.is_whole:
+        return inputs
+    return replace(inputs, share=_share(inputs, LineCut.of(lengths, context), predictor_K))
+
+
+def _share(inputs: Inputs, cut: LineCut, predictor_K: Ints) -> SharedLine:
+    slice_K, place_K = cut.places(predictor_K)
+    chosen = np.flatnonzero(slice_K == cut.context.index)
+    own_P, own_K = torch.from_numpy(cut.own_P), torch.from_numpy(chosen)
+    num_more = cut.order_P.size - inputs.ids_P.numel()
+    ids_P, positions_P = (pad(line, (0, num_more)) for line in (inputs.ids_P, inputs.positions_P))
+    temperature_K, kept = inputs.specs(own_K)
+    own = replace(
+        inputs,
+        ids_P=ids_P[own_P],
+        positions_P=positions_P[own_P],
+        rows=cut.rows(),
+        predictor_K=torch.from_numpy(place_K[chosen]),
+        targets_K=inputs.targets_K[own_K],
+        temperature_K=temperature_K,
+        kept=kept,
+    )
+    counts = np.bincount(slice_K, minlength=cut.context.size)
+    order_K = np.empty_like(slice_K)
+    for index, count in enumerate(counts.tolist()):
+        order_K[slice_K == index] = index * counts.max() + np.arange(count)
+    return SharedLine(
+        own=own,
+        order_K=torch.from_numpy(order_K),
+        num_gathered=int(counts.max()),
+        context=cut.context,
     )
 
 

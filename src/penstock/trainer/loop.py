@@ -259,13 +259,16 @@ class Trainer:
     ) -> Batch:
         started = time.perf_counter()
         rows = fetch(manifest)
-        batch = assemble(manifest, rows, self._policy, self._models.vocab_size, ranks=self._ranks)
+        models, ranks = self._models, self._ranks
+        batch = assemble(
+            manifest, rows, self._policy, models.vocab_size, ranks=ranks, cost=models.cost
+        )
         self._seconds["read"] += time.perf_counter() - started
         return batch
 
     def _fetch(self, manifest: Manifest) -> Sequence[RowPayload]:
-        minibatches = self._models.minibatches
-        return fetch_rows(self._dataflow, manifest, self._ranks, minibatches=minibatches)
+        minibatches, cost = self._models.minibatches, self._models.cost
+        return fetch_rows(self._dataflow, manifest, self._ranks, minibatches=minibatches, cost=cost)
 
     def _fetch_instalment(self, instalment: int, manifest: Manifest) -> Sequence[RowPayload]:
         return self._dataflow.instalment_rows(self._policy, manifest.seq, instalment).rows

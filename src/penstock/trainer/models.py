@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from penstock.trainer.batches import Batch
 from penstock.trainer.learner import Learner, SkipReason, Stats
 from penstock.trainer.lora import adapter_tensors
+from penstock.trainer.pass_cost import TYPICAL, PassCost
 from penstock.trainer.pipeline.run import ACTOR, Pipeline
 from penstock.trainer.ranks.group import Ranks, SingleRank
 from penstock.trainer.ranks.sharding import gather
@@ -47,17 +48,19 @@ class Models:
         *,
         vocab_size: int,
         minibatches: int,
+        cost: PassCost = TYPICAL,
         stream: StreamSpec | None = None,
     ) -> None:
         """learners: the models that this rank holds a shard of; rank 0 holds a shard of each.
-        vocab_size: the actor's. minibatches: updates that a batch is cut into. stream: how a step
-        begins before its batch is complete; None if it does not."""
+        vocab_size: the actor's. minibatches: updates that a batch is cut into. cost: of the actor's
+        passes. stream: how a step begins before its batch is complete; None if it does not."""
         self._ranks = ranks or SingleRank()
         self._actor = learners.get(ACTOR)
         self._others = {role: found for role, found in learners.items() if role != ACTOR}
         self._pipeline = pipeline
         self.vocab_size = vocab_size
         self.minibatches = minibatches
+        self.cost = cost
         self._stream = stream
 
     @property

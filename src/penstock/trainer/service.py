@@ -173,10 +173,11 @@ def replay_step(
     models.restore(checkpoint.read_state())
 
     def step(manifest: Manifest) -> Stats:
-        rows = fetch_rows(
-            RecordedRows(record=record), manifest, ranks, minibatches=models.minibatches
+        cost, source = models.cost, RecordedRows(record=record)
+        rows = fetch_rows(source, manifest, ranks, minibatches=models.minibatches, cost=cost)
+        batch = assemble(
+            manifest, rows, PolicyName(policy), models.vocab_size, ranks=ranks, cost=cost
         )
-        batch = assemble(manifest, rows, PolicyName(policy), models.vocab_size, ranks=ranks)
         stats = models.step(batch)
         [is_trained] = ranks.broadcast_from_rank0([int(stats.skipped is None)])
         if ranks.position.is_rank0 or is_trained:

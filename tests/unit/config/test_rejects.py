@@ -257,8 +257,8 @@ CONTRADICTIONS = [
     case(POLICY, policy("engine: vllm, lora: {}, kv: keep"), "models.policy.kv", "remove kv"),
     case(POLICY, policy("kv: keep") + "\ntrust: {accept_untrusted: true}", "models.policy.kv",
          "set kv: drop, or accept_untrusted: false"),
-    case(POLICY, policy("lora: {}, training: {parallel: {tp: 2}}"),
-         "models.policy.training.parallel.tp", "set tp: 1 and raise dp"),
+    case(POLICY, policy("training: {parallel: {dp: 6, replicas: 4}}"),
+         "models.policy.training.parallel.replicas", "2 left over; set replicas to a divisor of 6"),
 ]  # fmt: skip
 
 RULE_OPTIONS = [

@@ -312,7 +312,7 @@ def _drawn_bytes(ranks: RankGroup) -> dict[str, Any]:
 def _count_broadcast(ranks: RankGroup) -> list[int]:
     """Bytes of rows that pass between neighbours, counted where they pass."""
     pluralise: list[int] = []
-    passed_on = ranks.broadcast_in_tp_group
+    passed_on = ranks.broadcast_in_part
 
     def count(payload: bytes) -> bytes:
         given = passed_on(payload)
@@ -320,7 +320,7 @@ def _count_broadcast(ranks: RankGroup) -> list[int]:
             pluralise.append(len(given))
         return given
 
-    ranks.broadcast_in_tp_group = count
+    ranks.broadcast_in_part = count
     return pluralise
 
 
@@ -453,7 +453,7 @@ def forked(
 ) -> list[dict[str, Any]]:
     """The same from one process that forks: torch is loaded once for all ranks."""
     command = [sys.executable, "-m", module, job, str(folder), str(num_ranks)]
-    subprocess.run(command, env=_environ(), check=True, timeout=500)
+    subprocess.run(command, env=_environ(), check=True, timeout=3000)
     return _results(job, num_ranks, folder)
 
 

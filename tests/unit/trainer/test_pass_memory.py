@@ -77,7 +77,8 @@ class Model:
         return cls(shape=found, num_parameters=count)
 
     def peak_bytes(self, spec: PassSpec) -> int:
-        own = estimate(self.num_parameters, is_trained=True).per_rank(spec.parallel.num_ranks)
+        num_pieces = spec.parallel.num_shards * spec.parallel.tp
+        own = estimate(self.num_parameters, is_trained=True).per_rank(num_pieces)
         return own.total_bytes + pass_memory(self.shape, self.num_parameters, spec).total_bytes
 
 

@@ -36,6 +36,7 @@ class ModelShape:
     key_value: int
     """Width of all key heads together."""
     num_heads: int
+    num_key_value_heads: int
     mlp: int
     """Width of the MLP; in a mixture of experts, of all experts that one token visits."""
     vocab: int
@@ -45,12 +46,15 @@ class ModelShape:
     """Whether queries and keys are normalised."""
     is_tied: bool = False
     """Whether the head is the embedding."""
+    has_window: bool = False
+    """Whether some layers attend to the last tokens only."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self | None:
         """Of a config.json; None if it is not a decoder of the usual kind."""
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+            shared = int(config.get("num_key_value_heads") or heads)
             width = int(config.get("head_dim") or hidden // heads)
             visited = int(config.get("num_experts_per_tok") or 0)
             expert = int(config.get("moe_intermediate_size") or config["intermediate_size"])
@@ -58,14 +62,17 @@ class ModelShape:
                 num_layers=int(config["num_hidden_layers"]),
                 hidden=hidden,
                 attention=heads * width,
-                key_value=int(config.get("num_key_value_heads") or heads) * width,
+                key_value=shared * width,
                 num_heads=heads,
+                num_key_value_heads=shared,
                 mlp=visited * expert if visited else int(config["intermediate_size"]),
                 vocab=int(config["vocab_size"]),
                 experts_per_token=visited,
                 num_experts=int(config.get("num_experts") or config.get("num_local_experts") or 0),
                 has_head_norms=str(config.get("model_type", "")).startswith("qwen3"),
                 is_tied=bool(config.get("tie_word_embeddings", False)),
+                has_window=bool(config.get("sliding_window"))
+                and config.get("use_sliding_window") is not False,
             )
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             return None
@@ -130,16 +137,18 @@ class _Moments:
         self._is_sharded = spec.parallel.num_ranks > 1
         has_copies = self._is_sharded or e != FLOAT32
         root = shape.num_root_parameters
-        layer = max(0, num_parameters - root) / shape.num_layers / spec.parallel.tp
-        self._root_parameters = root
+        tp = spec.parallel.tp
+        layer = max(0, num_parameters - root) / shape.num_layers / tp
+        self._root_parameters = root / tp
         self._layer_parameters = layer
-        self._root = e * root if has_copies else 0.0
+        self._root = e * self._root_parameters if has_copies else 0.0
         self._layer = e * layer if has_copies else 0.0
-        self._head_gradient = e * shape.vocab * shape.hidden
-        self._kept = spec.num_tokens * shape.num_layers * kept_per_token(shape, spec)
+        self._head_gradient = e * shape.vocab * shape.hidden / tp
+        self._num_tokens = -(-spec.num_tokens // spec.parallel.cp)
+        self._kept = self._num_tokens * shape.num_layers * kept_per_token(shape, spec)
         self._num_copies = 0 if not self._is_sharded else 1 if spec.is_on_gpu else 2
         """Of what is reduced: gloo takes one for itself."""
-        self._ends = spec.num_tokens * e * 2 * shape.hidden
+        self._ends = self._num_tokens * e * 2 * shape.hidden
         """What the last norm keeps, and the states from which logits are computed."""
 
     def in_layers(self) -> PassMemory:
@@ -148,7 +157,7 @@ class _Moments:
         reduced = FLOAT32 * self._layer_parameters if self._is_sharded else 0.0
         num_gathered = 2 + self._spec.is_on_gpu if self._is_sharded else 1
         gathered = self._root + self._head_gradient + num_gathered * self._layer + reduced
-        work = self._spec.num_tokens * work_per_token(self._shape, self._spec)
+        work = self._num_tokens * work_per_token(self._shape, self._spec)
         return _pass_memory(gathered, self._kept + work, 0.0)
 
     def in_reduce(self) -> PassMemory:
@@ -163,8 +172,8 @@ class _Moments:
     def in_head(self) -> PassMemory:
         """One chunk of logits, or the sum of two chunks' gradients of the head."""
         size = max(1, MAX_LOGITS // self._shape.vocab)
-        chunk = min(self._spec.num_tokens, size) * self._shape.vocab * FLOAT32
-        is_chunked = self._spec.num_tokens > size
+        chunk = min(self._num_tokens, size) * self._shape.vocab * FLOAT32
+        is_chunked = self._num_tokens > size
         sums = 2 * self._head_gradient if is_chunked else 0.0
         logits = max(_LOGITS_COPIES * chunk, sums)
         gathered = self._root + self._layer * (1 + self._spec.is_on_gpu)
@@ -191,11 +200,12 @@ def kept_per_token(shape: ModelShape, spec: PassSpec) -> float:
     e, tp = PRECISION_BYTES[spec.precision], spec.parallel.tp
     match spec.recompute:
         case "layer":
-            return e * shape.hidden
+            return e * shape.hidden / tp
         case "selective":  # its input, and what matrix products and attention return
             heads = e * (2 * shape.attention + 2 * shape.key_value) + FLOAT32 * shape.num_heads
             mlp = e * (2 * shape.mlp + shape.num_experts)
-            return e * (2 * shape.hidden + shape.mlp_output) + (heads + mlp) / tp
+            ends = shape.hidden / tp + shape.hidden + shape.mlp_output
+            return e * ends + (heads + mlp) / tp
         case "none":
             return _all_of_a_layer(shape, e, tp)
 
@@ -215,10 +225,12 @@ def work_per_token(shape: ModelShape, spec: PassSpec) -> float:
 
 
 def _all_of_a_layer(shape: ModelShape, e: int, tp: int) -> float:
-    """Norms keep their input in float32 and their result; the layout of rows and attention keep
+    """Norms keep their input in float32 and before it is scaled, for a rank's share of the tokens;
+    the products after them their result, for all tokens. The layout of rows and attention keep
     queries, keys, values and results; the MLP keeps both of its factors, one of them twice."""
     heads = 3 * e * shape.attention + 2 * e * shape.key_value + FLOAT32 * shape.num_heads
     if shape.has_head_norms:
         heads += (e + FLOAT32) * (shape.attention + shape.key_value)
     experts = 2 * e * shape.visits + FLOAT32 * shape.num_experts
-    return (4 * e + 2 * FLOAT32) * shape.hidden + (heads + 4 * e * shape.mlp) / tp + experts
+    norms = (2 * e + 2 * FLOAT32) * shape.hidden / tp + 2 * e * shape.hidden
+    return norms + (heads + 4 * e * shape.mlp) / tp + experts

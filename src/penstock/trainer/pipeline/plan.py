@@ -22,14 +22,16 @@ from penstock.trainer.pipeline.memory_estimate import (
     count_parameters,
     estimate,
     estimate_pass,
+    shape_of,
     size_text,
 )
+from penstock.trainer.pipeline.mesh_check import mesh_problems
 from penstock.trainer.pipeline.pass_memory import PassSpec
 
 ACTOR = "actor"
 SMALLER = (
-    "raise training.parallel.dp, set training.recompute: layer or training.offload: optimizer, "
-    "lower training.micro_batch_tokens"
+    "raise training.parallel.dp, or cp for long samples, set training.recompute: layer or "
+    "training.offload: optimizer, lower training.micro_batch_tokens"
 )
 """What makes a rank need less memory."""
 GB = 10**9
@@ -197,6 +199,7 @@ def _chain(
     memory, unknown_models = MemoryEstimate(), list[str]()
     largest, unknown_passes = MemoryEstimate(), list[str]()
     for (role, model), parallel in models.items():
+        _check_mesh(policy, model, parallel)
         if (num_parameters := count(model)) is None:
             unknown_models.append(model)
             continue
@@ -207,7 +210,7 @@ def _chain(
         if trained.lora and is_adapted:
             adapter = count_adapter(model, trained.lora) or 0
             found += estimate(adapter, is_trained=True, passes=passes)
-        memory += found.per_rank(parallel.num_ranks)
+        memory += found.per_rank(parallel.num_shards * parallel.tp)
         if is_trained and (one := estimate_pass(model, num_parameters, passes)) is not None:
             largest = max(largest, one, key=lambda each: each.total_bytes)
         elif is_trained:
@@ -226,11 +229,17 @@ def _chain(
     )
 
 
+def _check_mesh(policy: str, model: str, parallel: ParallelConfig) -> None:
+    shape = shape_of(model) if parallel.ranks_per_part > 1 else None
+    for problem in mesh_problems(shape, parallel) if shape else ():
+        raise ConfigError(f"policy {policy}, {model}: {problem}")
+
+
 def _check_same_parallel(stage: PipelineStageConfig, trains: PipelineStageConfig | None) -> None:
     """A trained model is sharded the same way in every stage that runs it."""
     if trains is None or stage.fn is not None or stage.parallel == trains.parallel:
         return
-    own, other = (f"{{dp: {p.dp}, tp: {p.tp}}}" for p in (stage.parallel, trains.parallel))
+    own, other = (one.parallel.text for one in (stage, trains))
     raise ConfigError(
         f"stage {stage.id} has parallel {own} and runs the model that stage {trains.id} trains "
         f"with {other}; give both the same"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Divides rows so that all ranks finish together: Karmarkar–Karp, k-way largest differencing.
 
-Owns what a row costs and which part gets it. Does not know ranks or payloads. Deterministic: every
+Owns which part gets which row. Does not know ranks, models or payloads. Deterministic: every
 rank computes the same parts from the manifest, without communication.
 
 R = rows, P = parts.
@@ -15,27 +15,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.trainer.arrays import Floats, Ints
+from penstock.trainer.pass_cost import PassCost
 from penstock.types import Manifest
 
-PER_SQUARE = 1 / 16384
-"""Cost of attention per L², where the cost of all matrices is 1 per token: a forward pass costs
-24·d² per token and layer in the matrices of a model of width d and 2·d·L in causal attention, which
-meet at L = 12·d. This is d = 1,365, a model of some billion parameters. One number for all models,
-because a batch may pass through stages with different ones and must be divided the same way."""
 
-
-def row_costs(tokens_R: Floats, squares_R: Floats) -> Floats:
-    """Cost of rows with this many tokens in their samples, and this sum of squared lengths."""
-    # A row without computation has a cost too: it is fetched and read.
-    return 1 + tokens_R + PER_SQUARE * squares_R
-
-
-def manifest_costs(manifest: Manifest) -> Floats:
-    """Cost of each row of a sealed batch, for its consumer."""
-    work_R2 = np.array([manifest.compute_cost(row) for row in manifest.rows], np.float64).reshape(
-        -1, 2
-    )
-    return row_costs(work_R2[:, 0], work_R2[:, 1])
+def manifest_costs(manifest: Manifest, cost: PassCost) -> Floats:
+    """Cost of each row of a sealed batch, for its consumer. A batch may pass through stages with
+    different models, and is divided the same way for all of them: by the cost of the trained one.
+    """
+    work_R3 = np.array(
+        [(*manifest.compute_cost(row), manifest.tokens(row)) for row in manifest.rows], np.float64
+    ).reshape(-1, 3)
+    return cost.rows(*work_R3.T)
 
 
 def balance_parts(costs_R: Floats, num_parts: int) -> list[Ints]:

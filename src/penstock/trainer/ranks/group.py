@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class Ranks(RankReductions, Protocol):
         """Rank 0's numbers, on every rank; all pass arrays of the same size."""
         ...
 
-    def broadcast_in_tp_group(self, payload: bytes) -> bytes:
+    def broadcast_in_part(self, payload: bytes) -> bytes:
         """The value of this part's fetching rank; values from the part's other ranks are
         ignored."""
         ...
@@ -79,7 +79,7 @@ class SingleRank:
     def broadcast_from_rank0(self, numbers: Sequence[int]) -> list[int]:
         return list(numbers)
 
-    def broadcast_in_tp_group(self, payload: bytes) -> bytes:
+    def broadcast_in_part(self, payload: bytes) -> bytes:
         return payload
 
 
@@ -96,11 +96,24 @@ class _WorldBroadcasts:
 class RankGroup(_WorldBroadcasts):
     """This rank in the group of one stage."""
 
-    def __init__(self, mesh: DeviceMesh, parallel: ParallelConfig) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        parallel: ParallelConfig,
+        *,
+        over_parts: dist.ProcessGroup,
+        in_part: dist.ProcessGroup | None,
+        in_context: dist.ProcessGroup | None = None,
+    ) -> None:
+        """mesh: of parameters, with the dimensions `replicas` and `tp` if they are more than 1, and
+        `shards`. over_parts: the ranks at the same place of every part. in_part: the ranks of
+        this part; None if it is alone. in_context: the ranks of this part with the same
+        tensor-parallel shard; None if this rank has all tokens."""
         self.mesh = mesh
         self.position = RankPosition(rank=dist.get_rank(), parallel=parallel)
-        self._dp_group = mesh.get_group("dp")
-        self._tp_group = mesh.get_group("tp")
+        self.in_context = in_context
+        self._over_parts = over_parts
+        self._in_part = in_part
 
     def sum_over_ranks(self, values: Floats) -> Floats:
         gathered = self._gather(torch.from_numpy(np.ascontiguousarray(values, np.float64)))
@@ -117,30 +130,31 @@ class RankGroup(_WorldBroadcasts):
         joined = torch.cat([part[:length] for part, length in zip(found, lengths, strict=True)])
         return joined.to(terms.device)
 
-    def broadcast_in_tp_group(self, payload: bytes) -> bytes:
-        if self.position.parallel.tp == 1:
+    def broadcast_in_part(self, payload: bytes) -> bytes:
+        if self._in_part is None:
             return payload
-        source = self.position.part * self.position.parallel.tp
+        source = self.position.part * self.position.parallel.ranks_per_part
         length = torch.tensor(len(payload))
-        dist.broadcast(length, src=source, group=self._tp_group)
+        dist.broadcast(length, src=source, group=self._in_part)
         content = torch.empty(int(length), dtype=torch.uint8)
         if self.position.fetches_rows:
             content = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        dist.broadcast(content, src=source, group=self._tp_group)
+        dist.broadcast(content, src=source, group=self._in_part)
         return content.numpy().tobytes()
 
     def broadcast_tensor_from_rank0(self, tensor: Tensor) -> None:
         """Broadcast rank 0's tensor: inside its part, then from part to part."""
         position = self.position
-        if position.part == 0:
-            dist.broadcast(tensor, src=0, group=self._tp_group)
-        dist.broadcast(tensor, src=position.rank % position.parallel.tp, group=self._dp_group)
+        if position.part == 0 and self._in_part is not None:
+            dist.broadcast(tensor, src=0, group=self._in_part)
+        source = position.rank % position.parallel.ranks_per_part
+        dist.broadcast(tensor, src=source, group=self._over_parts)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         """The parts' tensors in the order of parts."""
         progress.enter("sums over parts")
         found = [torch.empty_like(tensor) for _ in range(self.position.parallel.dp)]
-        dist.all_gather(found, tensor, group=self._dp_group)
+        dist.all_gather(found, tensor, group=self._over_parts)
         return found
 
 
@@ -177,8 +191,8 @@ class StagedRanks(_WorldBroadcasts):
         received = own.cpu() if self._group else own.new_empty(length, device="cpu")
         return self._broadcast(received).to(terms.device)
 
-    def broadcast_in_tp_group(self, payload: bytes) -> bytes:
-        return self._group.broadcast_in_tp_group(payload) if self._group else payload
+    def broadcast_in_part(self, payload: bytes) -> bytes:
+        return self._group.broadcast_in_part(payload) if self._group else payload
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         """The value of rank 0, which is in every group."""
@@ -233,9 +247,38 @@ def make_rank_group(parallel: ParallelConfig, *, device: str = "cpu") -> RankGro
     num_ranks = dist.get_world_size()
     if parallel.num_ranks > num_ranks:
         raise ValueError(
-            f"parallel dp {parallel.dp} × tp {parallel.tp} needs {parallel.num_ranks} ranks, and "
-            f"this trainer has {num_ranks}; lower dp or tp, or start more ranks"
+            f"parallel {parallel.text} needs {parallel.num_ranks} ranks, and this trainer has "
+            f"{num_ranks}; lower dp, cp or tp, or start more ranks"
         )
-    ranks = torch.arange(parallel.num_ranks).view(parallel.dp, parallel.tp)
-    mesh = DeviceMesh(device, ranks, mesh_dim_names=("dp", "tp"))
-    return None if mesh.get_coordinate() is None else RankGroup(mesh, parallel)
+    mesh = _parameter_mesh(parallel, device)
+    dp, cp, tp = parallel.dp, parallel.cp, parallel.tp
+    ranks = torch.arange(parallel.num_ranks).view(dp, cp, tp)
+    is_plain = cp == parallel.replicas == 1
+    over_parts = None if is_plain else _own_group(ranks.permute(1, 2, 0).reshape(-1, dp))
+    in_part = None if cp == 1 else _own_group(ranks.reshape(dp, -1))
+    in_context = in_part
+    if cp > 1 and tp > 1:
+        in_context = _own_group(ranks.transpose(1, 2).reshape(-1, cp))
+    if mesh.get_coordinate() is None:
+        return None
+    return RankGroup(
+        mesh,
+        parallel,
+        over_parts=over_parts or mesh.get_group("shards"),
+        in_part=mesh.get_group("tp") if cp == 1 < tp else in_part,
+        in_context=in_context,
+    )
+
+
+def _parameter_mesh(parallel: ParallelConfig, device: str) -> DeviceMesh:
+    """How parameters are placed: copies, each cut into shards of what tensor parallelism leaves."""
+    sizes = {"replicas": parallel.replicas, "shards": parallel.num_shards, "tp": parallel.tp}
+    names = tuple(name for name, size in sizes.items() if size > 1 or name == "shards")
+    ranks = torch.arange(parallel.num_ranks).view([sizes[name] for name in names])
+    return DeviceMesh(device, ranks, mesh_dim_names=names)
+
+
+def _own_group(rows: Tensor) -> dist.ProcessGroup | None:
+    """A group for each row of ranks; returns this rank's, None if it is in none."""
+    own: Any = dist.new_subgroups_by_enumeration(rows.tolist())[0]
+    return own

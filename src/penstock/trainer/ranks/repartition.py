@@ -52,7 +52,7 @@ def plan_transfers(before: RowPlacement, after: RowPlacement) -> list[RowTransfe
     Of several ranks that hold a row, the one with the fewest to send so far sends it.
     """
     assert before.parts_R.size == after.parts_R.size, "both stages have the same batch"
-    tp = before.parallel.tp
+    each = before.parallel.ranks_per_part
     num_sent = [0] * before.parallel.num_ranks
     moves: list[RowTransfer] = []
     for target in range(after.parallel.num_ranks):
@@ -60,8 +60,8 @@ def plan_transfers(before: RowPlacement, after: RowPlacement) -> list[RowTransfe
         for row in after.rows_of(target):
             if row in held:
                 continue
-            first = int(before.parts_R[row]) * tp
-            source = min(range(first, first + tp), key=num_sent.__getitem__)
+            first = int(before.parts_R[row]) * each
+            source = min(range(first, first + each), key=num_sent.__getitem__)
             num_sent[source] += 1
             moves.append(RowTransfer(row=row, source=source, target=target))
     return moves

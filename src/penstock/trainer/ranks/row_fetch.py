@@ -18,6 +18,7 @@ import numpy as np
 from penstock.dataflow.service.trainers.messages import RowsAnswer
 from penstock.errors import StoreError
 from penstock.trainer.arrays import Floats, Ints
+from penstock.trainer.pass_cost import TYPICAL, PassCost
 from penstock.trainer.ranks.balance import balance_parts, manifest_costs
 from penstock.trainer.ranks.group import Ranks
 from penstock.trainer.updates import updates_of
@@ -32,29 +33,36 @@ class RowSource(Protocol):
 
 
 def fetch_rows(
-    dataflow: RowSource, manifest: Manifest, ranks: Ranks, *, minibatches: int = 1
+    dataflow: RowSource,
+    manifest: Manifest,
+    ranks: Ranks,
+    *,
+    minibatches: int = 1,
+    cost: PassCost = TYPICAL,
 ) -> list[RowPayload]:
     """One entry for each row of the manifest; rows of other parts have no payload, like missing
-    rows."""
+    rows. cost: of the trained model's passes."""
     position, policy = ranks.position, PolicyName(manifest.consumer)
     if position.is_idle:
         return _at_manifest_index(manifest, (), ())
-    own = split_rows(manifest, position.parallel.dp, minibatches)[position.part]
+    own = split_rows(manifest, position.parallel.dp, minibatches, cost)[position.part]
     answer = RowsAnswer(rows=())
     if position.fetches_rows:
         answer = dataflow.rows(policy, manifest.seq, own)
-    if position.parallel.tp > 1:
-        answer = decode(ranks.broadcast_in_tp_group(encode(answer)), RowsAnswer)
+    if position.parallel.ranks_per_part > 1:
+        answer = decode(ranks.broadcast_in_part(encode(answer)), RowsAnswer)
     return _at_manifest_index(manifest, answer.rows, own)
 
 
-def split_rows(manifest: Manifest, num_parts: int, minibatches: int) -> list[list[int]]:
+def split_rows(
+    manifest: Manifest, num_parts: int, minibatches: int, cost: PassCost = TYPICAL
+) -> list[list[int]]:
     """The rows of each part, ascending: in every update all parts have about the same cost, prompts
     and context included, so no rank waits long for another. Every rank computes the same result by
     itself."""
     sizes = np.array([len(group.rows) for group in manifest.groups], np.int64)
     groups_R = np.repeat(np.arange(sizes.size), sizes)
-    return assign_rows(manifest_costs(manifest), groups_R, num_parts, minibatches)
+    return assign_rows(manifest_costs(manifest, cost), groups_R, num_parts, minibatches)
 
 
 def assign_rows(

@@ -1,33 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards a model over ranks: FSDP2 by decoder layer, tensor parallel inside a part.
+"""Shards a model over ranks: FSDP2 by decoder layer, tensor and context parallel inside a part.
 
 Owns how parameters are placed on ranks and how they are gathered. Gradients are *summed* over
-parts, not averaged: the learner's weights already divide by what all ranks train. One path for gloo
+ranks, not averaged: the learner's weights already divide by what all ranks train. One path for gloo
 and NCCL; with a single rank every function here does what plain torch does.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
-from penstock.errors import ConfigError
 from penstock.trainer.compute import (
     ComputeSpec,
     decoder_layers,
@@ -36,13 +27,13 @@ from penstock.trainer.compute import (
     use_recomputation,
 )
 from penstock.trainer.device import CPU
+from penstock.trainer.ranks.context import SharesLines, make_context
 from penstock.trainer.ranks.group import RankGroup, Ranks
+from penstock.trainer.ranks.tensor_parallel import split_layers
 
 M = TypeVar("M", bound=torch.nn.Module)
 
 PLAIN = ComputeSpec()
-_HEAD_DIM = 2
-"""In batch × tokens × heads × width: the dimension that tensor parallelism cuts."""
 
 
 def shard(
@@ -63,16 +54,18 @@ def shard(
         use_precision(root, model, compute)
         use_recomputation(model, compute.recompute)
         return root
-    if ranks.position.parallel.tp > 1:
-        styles = _styles(model, ranks.position.parallel.tp)
-        parallelize_module(model, ranks.mesh["tp"], styles, src_data_rank=None)
+    parallel = ranks.position.parallel
+    if parallel.tp > 1:
+        split_layers(model, ranks.mesh["tp"])
+    if parallel.ranks_per_part > 1 and hasattr(root, "context"):
+        cast(SharesLines, root).context = make_context(model, ranks)
     use_recomputation(model, compute.recompute)
-    over_parts = ranks.mesh["dp"]
+    mesh = ranks.mesh["replicas", "shards"] if parallel.replicas > 1 else ranks.mesh["shards"]
     for module in exact_modules(root) if compute.is_mixed else ():
-        fully_shard(module, mesh=over_parts)
+        fully_shard(module, mesh=mesh)
     for layer in decoder_layers(model):
-        fully_shard(layer, mesh=over_parts, mp_policy=compute.policy)
-    fully_shard(root, mesh=over_parts, mp_policy=compute.policy)
+        fully_shard(layer, mesh=mesh, mp_policy=compute.policy)
+    fully_shard(root, mesh=mesh, mp_policy=compute.policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -132,51 +125,3 @@ def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> float:
 
 def _full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _styles(model: PreTrainedModel, tp: int) -> dict[str, ParallelStyle]:
-    """How each module is cut inside a part, by its architecture's plan."""
-    plan = model.tp_plan
-    if not plan:
-        raise ConfigError(
-            f"{type(model).__name__} has no plan for tensor parallelism; set tp to 1 and raise dp"
-        )
-    _check_heads(model, tp)
-    is_tied = bool(model.config.tie_word_embeddings)
-    styles: dict[str, ParallelStyle] = {}
-    for name, _ in model.named_modules():
-        kind = next((kind for pattern, kind in plan.items() if _fits(pattern, name)), None)
-        if kind is None or kind == "embedding_rowwise" or (is_tied and name == "lm_head"):
-            continue  # embeddings are cut over the parts only: a shard of them is small enough
-        styles[name] = _style(kind, name)
-    return styles
-
-
-def _style(kind: str, name: str) -> ParallelStyle:
-    match kind:
-        case "colwise":
-            return ColwiseParallel()
-        case "rowwise":
-            return RowwiseParallel()
-        case "colwise_gather_output":
-            return ColwiseParallel(output_layouts=Replicate())
-        case "replicated_with_grad_allreduce":
-            return SequenceParallel(sequence_dim=_HEAD_DIM, use_local_output=True)
-        case _:
-            raise ConfigError(
-                f"{name} requires tensor parallelism of the kind {kind!r}, which this trainer does "
-                "not have; set tp to 1 and raise dp"
-            )
-
-
-def _check_heads(model: PreTrainedModel, tp: int) -> None:
-    config: Any = model.config
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    if heads % tp:
-        raise ConfigError(
-            f"tp {tp} cannot cut {heads} key-value heads evenly; set tp to a divisor of {heads}"
-        )
-
-
-def _fits(pattern: str, name: str) -> bool:
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The positions of ranks: data-parallel parts, each of `tp` ranks.
+"""The positions of ranks: data-parallel parts, each of `cp` × `tp` ranks.
 
-Owns the numbering. Rank r of a stage with `dp` × `tp` is in part r // tp; ranks from dp × tp on are
-idle in this stage.
+Owns the numbering: parts, then context-parallel ranks, then tensor-parallel ones, which talk most
+and so have successive numbers. Ranks beyond are idle in this stage. Of several replicas, each has
+successive parts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class RankPosition:
     @property
     def part(self) -> int:
         """Which part of each batch it computes."""
-        return self.rank // self.parallel.tp
+        return self.rank // self.parallel.ranks_per_part
 
     @property
     def is_idle(self) -> bool:
@@ -37,4 +38,4 @@ class RankPosition:
     @property
     def fetches_rows(self) -> bool:
         """The one rank of its part that fetches rows; the part's other ranks get them from it."""
-        return self.rank % self.parallel.tp == 0
+        return self.rank % self.parallel.ranks_per_part == 0

@@ -100,5 +100,5 @@ def _train(
     manifest = dataflow.batch(request).manifest
     if manifest is None:
         raise StoreError(f"batch {policy}.{seq} is sealed for rank 0, and not for this rank")
-    rows = fetch_rows(dataflow, manifest, ranks, minibatches=models.minibatches)
-    models.step(assemble(manifest, rows, policy, models.vocab_size, ranks=ranks))
+    rows = fetch_rows(dataflow, manifest, ranks, minibatches=models.minibatches, cost=models.cost)
+    models.step(assemble(manifest, rows, policy, models.vocab_size, ranks=ranks, cost=models.cost))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from penstock.trainer.arrays import Floats, Ints
-from penstock.trainer.ranks.balance import balance_parts, row_costs
+from penstock.trainer.pass_cost import TYPICAL
+from penstock.trainer.ranks.balance import balance_parts
 
 
 def _optimum(costs_R: Floats, num_parts: int) -> float:
@@ -32,7 +33,7 @@ def _optimum_of_two(costs_R: Floats) -> float:
 def _draw(seed: int, num_rows: int) -> Floats:
     draw = np.random.default_rng(seed)
     lengths = np.maximum(1, draw.lognormal(7.0, 1.0, num_rows))
-    return row_costs(lengths, lengths**2)
+    return TYPICAL.rows(lengths, lengths**2, lengths)
 
 
 def _dearest(costs_R: Floats, parts: list[Ints]) -> float:

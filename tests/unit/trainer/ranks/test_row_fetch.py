@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.trainer.ranks.balance import row_costs
+from penstock.trainer.pass_cost import TYPICAL
 from penstock.trainer.ranks.row_fetch import split_rows
 from penstock.trainer.updates import updates_of
 from penstock.types import (
@@ -66,7 +66,8 @@ def test_in_every_update_all_parts_have_about_as_much_to_compute(
     parts = split_rows(plain(lengths.tolist()), num_parts, minibatches)
     assert sorted(row for part in parts for row in part) == list(range(128))
     assert all(part == sorted(part) for part in parts)
-    costs_R = row_costs(lengths.ravel().astype(float), lengths.ravel().astype(float) ** 2)
+    tokens_R = lengths.ravel().astype(float)
+    costs_R = TYPICAL.rows(tokens_R, tokens_R**2, tokens_R)
     updates_R = np.repeat(updates_of(16, minibatches), 8)
     for update in range(minibatches):
         costs = [sum(costs_R[row] for row in part if updates_R[row] == update) for part in parts]

@@ -23,6 +23,8 @@ from penstock.trainer.ranks.sharding import shard
 
 NUM_RANKS = 64
 FLAT, SQUARE = ParallelConfig(dp=64), ParallelConfig(dp=8, tp=8)
+CONTEXT, HYBRID = ParallelConfig(dp=8, cp=8), ParallelConfig(dp=64, replicas=8)
+ALL = ParallelConfig(dp=8, replicas=2, cp=2, tp=4)
 
 
 def written_regions(shape: Shape, parallel: ParallelConfig) -> dict[str, list[TensorRegion]]:
@@ -68,8 +70,15 @@ def edges(region: TensorRegion, dim: int) -> tuple[int, int]:
         pytest.param(QWEN3_8B, FLAT, marks=pytest.mark.slow),
         pytest.param(QWEN3_32B, FLAT, marks=pytest.mark.slow),
         pytest.param(QWEN3_8B, SQUARE, marks=pytest.mark.slow),
+        (QWEN3_8B, ALL),
+        pytest.param(QWEN3_32B, ALL, marks=pytest.mark.slow),
+        *(
+            pytest.param(shape, parallel, marks=pytest.mark.slow)
+            for shape in (QWEN3_8B, QWEN3_32B, QWEN3_30B_A3B)
+            for parallel in (CONTEXT, HYBRID)
+        ),
     ],
-    ids=lambda value: value.name if isinstance(value, Shape) else f"dp{value.dp}tp{value.tp}",
+    ids=lambda value: value.name if isinstance(value, Shape) else value.text,
 )
 def test_every_element_is_written_by_one_rank(shape: Shape, parallel: ParallelConfig) -> None:
     for name, regions in written_regions(shape, parallel).items():
