@@ -30,8 +30,9 @@ THREAD_COUNT_ENVS = (
     "OPENBLAS_NUM_THREADS",
     "RAYON_NUM_THREADS",
 )
-_TOKEN_ENVS = (TOKEN_FILE_ENV, "PENSTOCK_TOKEN")
-"""The user's own, which no service needs."""
+_NOT_INHERITED = (TOKEN_FILE_ENV, "PENSTOCK_TOKEN", PASSWORD_ENV)
+"""The user's own tokens, which no service needs; and the ledger's password, which only those get
+that open it: nodes and trainers run code of others."""
 
 
 class ServiceKind(StrEnum):
@@ -127,12 +128,12 @@ def local_services(
 
 def _store_env(config: RunConfig) -> Mapping[str, str]:
     """The store's password, which the config in the run folder does not contain."""
-    password = password_in(config.dataflow.store)
+    password = password_in(config.dataflow.store) or os.environ.get(PASSWORD_ENV, "")
     return {PASSWORD_ENV: password} if password else {}
 
 
 def _env(num_threads: int) -> dict[str, str]:
-    inherited = {name: os.environ[name] for name in os.environ if name not in _TOKEN_ENVS}
+    inherited = {name: os.environ[name] for name in os.environ if name not in _NOT_INHERITED}
     return {
         **inherited,
         **dict.fromkeys(THREAD_COUNT_ENVS, str(num_threads)),

@@ -101,3 +101,16 @@ def test_only_services_with_a_ledger_get_the_password_of_the_store(
     ]
     assert with_password == [set(), {"dataflow", "partition-1"}]
     assert not any("hunter2" in word for found in services for s in found for word in s.command)
+
+
+@pytest.mark.parametrize("store", ["sqlite", "postgresql://me@127.0.0.1/runs"])
+def test_a_password_in_the_environment_reaches_services_with_a_ledger_only(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
+    """As the guide says to pass it. Nodes run workflows and engines of others."""
+    monkeypatch.setenv(PASSWORD_ENV, "hunter2")
+    config = demo_config(0)
+    flow = config.dataflow.model_copy(update={"store": store, "partitions": 2})
+    services = local_services(config.model_copy(update={"dataflow": flow}), folder)
+    found = {service.name for service in services if "hunter2" in service.build_env().values()}
+    assert found == {"dataflow", "partition-1"}
