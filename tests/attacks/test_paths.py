@@ -336,7 +336,8 @@ def test_a_node_named_by_a_path_gets_no_folder(
         with pytest.raises(ConfigError, match="not a name for a node"):
             local_node_options(folder, demo_config(0), "policy", name)
     assert files(tmp_path) - before <= {folder.acks}
-    assert node_state_dir("node-0.gpu1").is_dir()
+    made = node_state_dir("node-0.gpu1")
+    assert made.stat().st_mode & 0o7777 == 0o700  # weights and logs, on a machine with other users
 
 
 @pytest.mark.parametrize("name", ["../../victim", "/etc/passwd", "..", ".", "", "a/b", "a\0b"])

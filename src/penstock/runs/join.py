@@ -22,6 +22,7 @@ from penstock.types import (
 )
 from penstock.wire.auth import subject_of
 from penstock.wire.held_token import Token
+from penstock.wire.keys import make_private_folder
 
 if TYPE_CHECKING:
     from penstock.rollout.node import NodeOptions
@@ -100,11 +101,12 @@ def require_safe(node: str) -> str:
 
 
 def node_state_dir(node: str) -> Path:
-    """A folder in the user's cache, or a temporary one if that is not writable."""
+    """A folder in the user's cache, or a temporary one if that is not writable. It holds weights
+    and logs of a run, so other users of this machine do not see inside."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     try:
         folder = Path(root) / "penstock" / "nodes" / require_safe(node)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
     except OSError:
         folder = Path(tempfile.mkdtemp(prefix=f"penstock-{node}-"))
     return folder
