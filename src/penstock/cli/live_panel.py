@@ -145,7 +145,7 @@ def _policy(policy: PolicyStatus, rewards: list[float], width: int) -> Renderabl
     _add_parts(grid, policy)
     if policy.skipped:
         batches = pluralise(policy.skipped, "batch", "batches")
-        why = policy.last_skip.replace("_", " ")
+        why = printable(policy.last_skip.replace("_", " "))
         grid.add_row("skipped", Text(f"{batches}, the last one because of {why}", style="yellow"))
     if policy.number < policy.repeats_to:
         grid.add_row("", Text(resume_note(policy), style="yellow"))

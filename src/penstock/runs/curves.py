@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+from penstock.bounds import MAX_INT
 from penstock.errors import ConfigError
 from penstock.plugins import did_you_mean
 
 REWARD = "reward/mean"
 IDENTITY = frozenset({"time", "policy", "number", "seq", "incarnation", "skipped", "alarm"})
 """Keys of a record that are no metrics."""
-REQUIRED = frozenset({"policy", "number", "seq", "time"})
+NUMBERS = ("number", "seq", "time")
+REQUIRED = frozenset({"policy", *NUMBERS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,17 @@ def read_lines(path: Path) -> Iterator[dict[str, object]]:
 
 
 def _steps(path: Path) -> Iterator[dict[str, object]]:
-    return (found for found in read_lines(path) if found.keys() >= REQUIRED)
+    """Lines of steps; one whose numbers are none is left out, as a damaged line is."""
+    return (
+        found
+        for found in read_lines(path)
+        if found.keys() >= REQUIRED and all(_is_number(found[name]) for name in NUMBERS)
+    )
+
+
+def _is_number(value: object) -> bool:
+    """Neither infinite, nor NaN, nor beyond what a float holds."""
+    return isinstance(value, int | float) and -MAX_INT <= value <= MAX_INT
 
 
 def _record(found: Mapping[str, object], metrics: Collection[str]) -> MetricsRecord:
@@ -103,7 +115,8 @@ def _record(found: Mapping[str, object], metrics: Collection[str]) -> MetricsRec
 
 
 def _is_metric(name: str, value: object) -> bool:
-    return name not in IDENTITY and isinstance(value, int | float)
+    is_number = isinstance(value, float) or (isinstance(value, int) and _is_number(value))
+    return name not in IDENTITY and is_number
 
 
 def resolve_metric(name: str, known: Sequence[str]) -> str:

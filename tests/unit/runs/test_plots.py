@@ -33,6 +33,18 @@ def test_repeated_steps_count_once_and_skipped_batches_have_no_point(tmp_path: P
     assert (curve.steps, curve.values) == ([1, 2, 3], [0.1, 0.25, 0.35])
 
 
+@pytest.mark.parametrize("key", ["number", "seq", "time"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-1e999", "9" * 400, '"1"', "null", "[1]"])
+def test_a_line_whose_numbers_are_none_is_left_out(tmp_path: Path, key: str, value: str) -> None:
+    """One line of a run of others must not hide its curve, nor the other runs of a list."""
+    folder = run_with_metrics(tmp_path / "r", [(1, 1, 0.5), (2, 2, 0.75)])
+    line = {"policy": '"policy"', "number": "3", "seq": "3", "time": "3.0", "reward/mean": "1.0"}
+    text = ", ".join(f'"{name}": {text}' for name, text in (line | {key: value}).items())
+    with folder.metrics.open("a") as file:
+        file.write("{" + text + "}\n")
+    assert reward_by_step(folder.metrics) == {"policy": {1: 0.5, 2: 0.75}}
+
+
 def test_the_rewards_of_a_run_that_never_trained_are_empty(tmp_path: Path) -> None:
     assert reward_by_step(tmp_path / "metrics.jsonl") == {}
 

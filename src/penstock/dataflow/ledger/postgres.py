@@ -74,7 +74,8 @@ class PostgresDatabase:
             raise
 
     def _fix(self, error: Exception) -> str:
-        if self._address["ssl_context"] and ("SSL" in str(error) or "ssl" in str(error)):
+        is_answer = isinstance(error, native.DatabaseError)  # of a server that was reached
+        if self._address["ssl_context"] and not is_answer and "SSL" in str(error):
             return (
                 "; the ledger and its password cross a network over TLS only: set ssl = on at the "
                 "server, with a certificate for this name of an authority that this host trusts "
