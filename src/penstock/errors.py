@@ -24,6 +24,7 @@ PenstockError
 ├── StoreError                    the ledger or a segment is damaged
 │   └── ResumeRejected            the ledger does not allow resuming from this checkpoint
 └── LaunchError                   a process could not be started or kept running
+    └── Stalled                   nothing in the run advances; exit code 5
 
 A failed rollout is a record, not a crash: only the node's loop catches these, and records them.
 """
@@ -165,6 +166,10 @@ class ResumeRejected(StoreError):
 
 class LaunchError(PenstockError):
     pass
+
+
+class Stalled(LaunchError):
+    """Nothing in the run advances; names who waits for whom."""
 
 
 WIRE_ERRORS: dict[str, type[WireError]] = {

@@ -14,15 +14,17 @@ from tests.contract.online_gateway import session_config
 from tests.contract.test_dataflow_service import LIVE, NODE, lease, start
 
 from penstock.config import RunConfig
+from penstock.dataflow.core.leasing import Activity, NodeState
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
-from penstock.dataflow.service.nodes.messages import DeliveryRequest
+from penstock.dataflow.service.nodes.messages import DeliveryRequest, Heartbeat
 from penstock.dataflow.service.operators.messages import PolicyStatus
 from penstock.dataflow.service.operators.status import status
 from penstock.dataflow.service.trainers.messages import (
     BatchRequest,
     CommitRequest,
     IncarnationRequest,
+    ProgressRequest,
 )
 
 
@@ -159,3 +161,45 @@ async def test_a_restart_keeps_the_count_of_sampled_tokens(tmp_path: Path) -> No
         before.wasted_tokens,
     )
     restored.close()
+
+
+async def test_the_chain_goes_from_the_trainer_to_what_the_node_waits_for(tmp_path: Path) -> None:
+    service = build(trainable(), tmp_path)
+    await start(service)
+    grants = (await service.nodes.lease(lease("one"))).grants
+    reward = Activity(what="reward task:score", item=f"row {grants[0].row_id}", since_s=7.0)
+    heartbeat = Heartbeat(
+        boot_id="s", state=NodeState.LIVE, live=(LIVE,), work=(reward,), num_done=3
+    )
+    await service.nodes.heartbeat(NODE, heartbeat)
+    found = status(service, "r")
+    assert (found.nodes[0].work, found.nodes[0].num_done) == ((reward,), 3)
+    assert [(link.who, link.on) for link in found.chain] == [
+        (f"trainer-{POLICY}", "batch 1"),
+        ("batch 1", NODE),
+        (NODE, "reward task:score"),
+    ]
+    assert (found.chain[-1].item, found.chain[-1].service) == (reward.item, NODE)
+    service.close()
+
+
+async def test_a_trainer_with_a_batch_is_who_the_others_wait_for(tmp_path: Path) -> None:
+    service = build(trainable(), tmp_path)
+    await start(service)
+    await train(service, 1, 1)
+    body = DeliveryRequest(
+        node_id=NODE,
+        boot_id="s",
+        deliveries=tuple(
+            trajectory(grant, NODE, LIVE)
+            for grant in (await service.nodes.lease(lease("two"))).grants
+        ),
+    )
+    await service.nodes.deliver(body)
+    request = BatchRequest(consumer=POLICY, seq=2, incarnation=1, wait_s=30.0)
+    assert (await service.trainers.batch(request)).manifest is not None
+    service.trainers.record_progress(POLICY, ProgressRequest(num_done=5))
+    found = status(service, "r")
+    assert [(link.on, link.item) for link in found.chain] == [(f"trainer-{POLICY}", "batch 2")]
+    assert found.policies[0].progress == 5
+    service.close()

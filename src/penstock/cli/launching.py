@@ -15,6 +15,9 @@ from penstock.runs.launch import Display, ForcedStop, LaunchResult, StopRequest,
 from penstock.runs.model_revisions import pin_models
 from penstock.runs.target import RunTarget
 
+EXIT_BUDGET = 6
+"""A budget is spent; `budget` in the run file."""
+
 
 def launch_and_show(
     target: RunTarget,
@@ -84,6 +87,12 @@ def print_result(result: LaunchResult) -> int:
     if result.was_finished:
         print_note(f"already finished: {done} in {where}")
         return 0
+    if result.budget:
+        print_note(
+            f"stopped at step {result.steps}: {result.budget}, then resume with: penstock run "
+            f"{where}"
+        )
+        return EXIT_BUDGET
     if result.signal:
         print_note(
             f"stopped by {signal.Signals(result.signal).name} at step {result.steps}; no data is "

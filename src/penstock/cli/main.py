@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`penstock`: the table of commands and their exit codes.
 
-Owns names, one-line help and exit codes (0 done, 1 failed, 2 wrong usage, 128 + n signal n).
+Owns names, one-line help and exit codes (0 done, 1 failed, 2 wrong usage, 5 stalled, 6 budget
+spent, 128 + n signal n).
 Imports a command only when it is called, so `penstock --help` is fast.
 """
 
@@ -15,9 +16,11 @@ from keyword import iskeyword
 from cyclopts import App, Group, Parameter
 
 from penstock import __version__
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, Stalled
 from penstock.fleet.inspection import forbid_inspection
 
+EXIT_STALLED = 5
+"""Nothing in the run advanced; `stall` in the run file."""
 START = Group("Start here", sort_key=1)
 RUNS = Group("Runs", sort_key=2)
 SERVICES = Group("Single services", sort_key=3)
@@ -164,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"error: {printable(message)}", file=sys.stderr)
         if "--json" in args:
             print_json({"error": message})
-        code = 1
+        code = EXIT_STALLED if isinstance(error, Stalled) else 1
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # `penstock status | head`

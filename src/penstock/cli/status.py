@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from penstock.runs.state import RunSummary
 
 
+LONG_WAIT_S = 15.0
+"""A chain of waits is shown when its last one takes this long."""
+SIGNAL = ("SIG", "signal ")
+"""How the name of a signal begins; a run may also have been stopped by its budget."""
+
+
 def status(run: Path, /, *, watch: bool = False, json: bool = False) -> int:
     """Show a run's state and what it is waiting for; of an ended run, how far it got and why it
     ended.
@@ -89,6 +95,10 @@ def _draw(folder: RunFolder, found: RunSummary, *, hint: str) -> None:
     console = Console()
     view = RunView.from_status(found.status, reward_by_step(folder.metrics))
     console.print(draw(view, console.width, hint))
+    chain = found.status.chain
+    if chain and chain[-1].since_s >= LONG_WAIT_S:
+        for link in chain:
+            console.print(f"  {link}", highlight=False, soft_wrap=True)
     where = folder.logs / "latest"
     if where.exists():
         console.print(f"logs: {where}", highlight=False, soft_wrap=True)
@@ -104,7 +114,7 @@ def _lines(run: Path, found: RunSummary, folder: RunFolder) -> Iterator[str]:
         RunState.RUNNING: f"running (pid {found.pid}), but the dataflow does not answer: "
         f"{found.why}",
         RunState.NEW: f"never started; `penstock run {run}` starts it",
-        RunState.STOPPED: f"stopped by {found.why}",
+        RunState.STOPPED: f"stopped{' by' if found.why.startswith(SIGNAL) else ':'} {found.why}",
         RunState.FAILED: f"failed: {found.why}",
         RunState.KILLED: f"killed: {found.why}",
     }

@@ -112,6 +112,8 @@ MUTABLE_ON_RESUME: tuple[tuple[str, ...], ...] = (
     ("weights",),
     ("sandbox",),
     ("launcher",),
+    ("stall",),
+    ("budget",),
     ("training", "external"),
     ("models", "*", "training", "external"),
     ("training", "port"),

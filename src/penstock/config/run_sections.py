@@ -16,6 +16,7 @@ from penstock.config.dataflow import DataflowConfig
 from penstock.config.evaluation import EvalConfig
 from penstock.config.harbor import harbor_workflow
 from penstock.config.hosts import HostConfig, HostName, expanded
+from penstock.config.limits import BudgetConfig, StallConfig
 from penstock.config.models import ModelConfig
 from penstock.config.network import NetworkConfig
 from penstock.config.pipeline import PipelineConfig
@@ -121,6 +122,10 @@ class RunSections(Section):
     """What trainers do with a batch, as a graph of stages; null: the algorithm's graph."""
     eval: EvalConfig | None = None
     """Evaluations during training; null: none."""
+    stall: StallConfig = StallConfig()
+    """When a run counts as stalled, and what happens then."""
+    budget: BudgetConfig = BudgetConfig()
+    """What the run may use; then it ends with a checkpoint."""
     report_to: Annotated[
         tuple[str, ...],
         Field(strict=False),

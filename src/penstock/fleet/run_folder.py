@@ -96,6 +96,16 @@ class EndRecord:
     """The signal that stopped it; 0 for none."""
     error: str = ""
     """The error that ended it; empty for none."""
+    budget: str = ""
+    """The budget that is spent; empty for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRecord:
+    """`run/usage.json`: what the run has used, over all its starts."""
+
+    tokens: int = 0
+    node_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,6 +307,12 @@ class RunFolder:
 
     def clear_end(self) -> None:
         (self._run / "ended.json").unlink(missing_ok=True)
+
+    def usage(self) -> UsageRecord:
+        return self._read("usage.json", UsageRecord) or UsageRecord()
+
+    def write_usage(self, usage: UsageRecord) -> None:
+        self._write("usage.json", usage)
 
     def finish(self) -> FinishRecord | None:
         return self._read("finished.json", FinishRecord)

@@ -43,6 +43,7 @@ from penstock.errors import (
     WorkflowError,
 )
 from penstock.gateway.gateway import Gateway, Session
+from penstock.rollout.activities import Activities, busy_with
 from penstock.rollout.context import Context
 from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.environments.environments import Environments
@@ -100,6 +101,8 @@ class AttemptRunner:
         default_factory=dict[str, tuple[PolicyName, ...]]
     )
     """By source, where it does not call all of the run."""
+    activities: Activities = field(default_factory=Activities)
+    """Where its waits are shown."""
 
     def __post_init__(self) -> None:
         self._prompts = {
@@ -118,6 +121,10 @@ class AttemptRunner:
 
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         """Run one attempt. Always returns a trajectory; only cancellation is raised."""
+        with self.activities.attempting(f"row {grant.row_id}"):
+            return await self._run(grant, task)
+
+    async def _run(self, grant: Grant, task: Task) -> Trajectory:
         started_at = time.time()
         policies = self._policies.get(task.source) or self._run_info.policies
         recording = self._recorder.track(grant)
@@ -182,11 +189,14 @@ class AttemptRunner:
             role_rewards=ctx.role_rewards if is_rewarded else {},
         )
 
+    def _reward_of(self, task: Task) -> str:
+        own = {source.name: source.reward for source in self._run_info.sources}
+        return own.get(task.source) or self._run_info.reward
+
     def _without_key(self, task: Task) -> Task:
         """The task as a program gets it: without what only a built-in scorer reads. A model that
         runs commands in it would find the right answer."""
-        own = {source.name: source.reward for source in self._run_info.sources}
-        if not (own.get(task.source) or self._run_info.reward).startswith(BUILT_IN_PREFIX):
+        if not self._reward_of(task).startswith(BUILT_IN_PREFIX):
             return task
         shown = {key: value for key, value in task.payload.items() if key not in SCORER_COLUMNS}
         return replace(task, payload=shown)
@@ -198,7 +208,8 @@ class AttemptRunner:
             name = task.workflow or self._run_info.workflow
             shown = self._without_key(task) if name.startswith("[") else task
             async with limit:
-                returned: Any = await find_workflow(name)(shown, ctx)
+                with busy_with(f"workflow {name}"):
+                    returned: Any = await find_workflow(name)(shown, ctx)
             return _completion(returned, ctx), COMPLETED
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and _is_cancelled():
@@ -230,7 +241,8 @@ class AttemptRunner:
             return ctx.explicit_reward, outcome
         result: float | Failed = NO_REWARD
         if self._scorer is not None:
-            result = await self._scorer.score(completion, task)
+            with busy_with(f"reward {self._reward_of(task)}"):
+                result = await self._scorer.score(completion, task)
         if result is NO_REWARD and ctx.role_rewards:
             return sum(ctx.role_rewards.values()) / len(ctx.role_rewards), outcome
         if not isinstance(result, Failed):

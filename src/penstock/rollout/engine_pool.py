@@ -25,6 +25,7 @@ import structlog
 from penstock.dataflow.core.leasing import LiveVersion
 from penstock.errors import EngineError, RequestRejected, wrap_errors
 from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
+from penstock.rollout.activities import busy_with
 from penstock.rollout.engine import CLOSED, Engine, Patchable, Shareable, live_for
 from penstock.rollout.partial_completion import PartialCompletion
 from penstock.rollout.rolling_swap import PoolStats, Replica, RollingSwap, VerifyEngine
@@ -241,7 +242,8 @@ class EnginePools:
         return frozenset(self._by_policy)
 
     async def __call__(self, request: GenerationRequest) -> Completion:
-        with wrap_errors(EngineError, f"engine of policy {request.policy}, generate"):
+        what = f"engine of policy {request.policy}"
+        with busy_with(what), wrap_errors(EngineError, f"{what}, generate"):
             return await self._by_policy[request.policy](request)
 
     async def load(

@@ -22,6 +22,7 @@ from penstock.dataflow.service.nodes.messages import (
     RegisterAnswer,
 )
 from penstock.errors import Fenced, NotFound, WireError
+from penstock.rollout.activities import Activities
 from penstock.types import NodeId, PolicyName, PublishedVersion, RowId
 
 T = TypeVar("T")
@@ -95,6 +96,8 @@ class Membership:
     """Versions that are loaded for an evaluation."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once every policy has a live version; the node may then lease."""
+    activities: Activities = field(default_factory=Activities)
+    """What the node is busy with."""
     _announced: asyncio.Event = field(default_factory=asyncio.Event)
 
     def announce(self, live: tuple[LiveVersion, ...], *, is_ready: bool) -> None:
@@ -179,4 +182,6 @@ class Membership:
             live=self.live,
             num_held=num_held,
             pinned=self.pinned,
+            work=self.activities.longest(),
+            num_done=self.activities.num_done,
         )

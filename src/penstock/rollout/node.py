@@ -264,7 +264,15 @@ async def build(
     def attempts(gateway: Gateway, run_info: RunInfo) -> tuple[Endpoint, AttemptRunner]:
         endpoint = Endpoint(gateway)
         return endpoint, AttemptRunner(
-            gateway, endpoint, recorder, scorer, run_info, node_id, isolation, tools
+            gateway,
+            endpoint,
+            recorder,
+            scorer,
+            run_info,
+            node_id,
+            isolation,
+            tools,
+            activities=membership.activities,
         )
 
     runners = [attempts(gateway, run_info)]
@@ -285,6 +293,7 @@ async def build(
                 fetch,
                 pinned,
                 deps.on_first_pinned,
+                activities=membership.activities,
             ),
             endpoints=[endpoint for endpoint, _ in runners],
             recorder=recorder,

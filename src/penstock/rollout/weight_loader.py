@@ -24,6 +24,7 @@ from penstock.errors import EngineError, WeightsError, WireError, wrap_errors
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.gateway.renderer import Renderer
+from penstock.rollout.activities import Activities
 from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pool import EnginePools
 from penstock.rollout.membership import Membership, NodeOrders
@@ -118,6 +119,8 @@ class Loader:
     """Engines for evaluations; None if this node does none."""
     _on_first_pinned: Callable[[], None] | None = None
     """Called once, when the engines of the first evaluation answer."""
+    activities: Activities = field(default_factory=Activities)
+    """Where its waits are shown."""
     _loaded: _Versions = field(default_factory=_Versions)
     _attempted: _Versions = field(default_factory=_Versions)
     _probes: dict[PolicyName, Sequence[int]] = field(
@@ -161,8 +164,10 @@ class Loader:
             await self._prune_cache()  # delete partial downloads of the previous target
         self._attempted[target.policy] = target
         try:
-            folder = await self._fetch(self._orders.weights_url, target)
-            await self._load(folder, version)
+            with self.activities.busy("the weight server", f"version {version}"):
+                folder = await self._fetch(self._orders.weights_url, target)
+            with self.activities.busy(f"the engine of {target.policy}, load", f"version {version}"):
+                await self._load(folder, version)
         except (WeightsError, EngineError, WireError) as error:
             kept = [f"{live.incarnation}.{live.number}" for live in self._engines.live()]
             log.error("load failed", version=str(version), still_live=kept, error=str(error))

@@ -22,7 +22,7 @@ from penstock.config import RunConfig, config_changes
 from penstock.dataflow.service.read_prompts import with_prompts
 from penstock.dataflow.sources import preferred_digest
 from penstock.devices import visible_devices
-from penstock.errors import ConfigError, LaunchError, PenstockError
+from penstock.errors import ConfigError, LaunchError, PenstockError, Stalled
 from penstock.fleet.device_plan import deal_devices
 from penstock.fleet.launchers.local import POLL_S, LocalLauncher
 from penstock.fleet.ports import wait_for_port
@@ -41,6 +41,8 @@ from penstock.runs.model_revisions import pin_models
 from penstock.runs.monitor import ErrorTail, RunView, StatusPoller
 from penstock.runs.progress import progress_of, read_progress
 from penstock.runs.resume_changes import find_resume_changes
+from penstock.runs.spending import BudgetGuard
+from penstock.runs.stall_guard import StallGuard
 from penstock.runs.user_code import record_code
 from penstock.wire.auth import Signer
 
@@ -51,6 +53,8 @@ NODE_EXIT_TIMEOUT_S = 5.0
 """Maximum wait for nodes to exit by themselves after the run is complete."""
 OTHER_NODES_TIMEOUT_S = 30.0
 """Maximum wait for gateways and joined nodes to leave after the run is complete."""
+BUDGET_STOP_S = 1800.0
+"""For trainers to finish their step and save it when a budget is spent; nobody samples then."""
 FINISH_TIMEOUT_S = 60.0
 """Maximum wait for the dataflow to report `finished` after the last trainer exits and the last
 evaluation ends."""
@@ -63,10 +67,18 @@ class FinishTimer:
 
     _since: float | None = None
 
-    def is_overdue(self, now: float, *, is_evaluating: bool) -> bool:
+    def is_overdue(self, now: float, limit_s: float, *, is_evaluating: bool) -> bool:
         if self._since is None or is_evaluating:
             self._since = now
-        return now - self._since > FINISH_TIMEOUT_S
+        return now - self._since > limit_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunGuards:
+    """What ends a run from within."""
+
+    stalls: StallGuard
+    budget: BudgetGuard
 
 
 class Display(Protocol):
@@ -107,6 +119,8 @@ class LaunchResult:
     """The signal that stopped it; 0 for none."""
     was_finished: bool = False
     """The run was already complete; nothing was started."""
+    budget: str = ""
+    """The budget that ended it; empty for none."""
 
 
 @dataclass(slots=True)
@@ -117,6 +131,12 @@ class StopRequest:
     """The signal; 0 while the run should continue."""
     is_final: bool = False
     """Everything is being killed; further requests have no effect."""
+    budget: str = ""
+    """The budget that is spent; empty while the run should continue."""
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.number or self.budget)
 
 
 class ForcedStop(KeyboardInterrupt):
@@ -154,6 +174,8 @@ def launch(
                 seconds=0.0,
                 was_finished=True,
             )
+        if budget := BudgetGuard(folder, config.budget).spent():
+            return _nothing_left(folder, config, budget)
         Signer.create(folder.keys, config.name)
         endpoints = folder.allocate_endpoints(
             Path.cwd(),
@@ -174,7 +196,7 @@ def launch(
                 if not stop.number:
                     code_note = record_code(config, folder, endpoints.python_path)
                     _supervise(config, folder, poller, display, stop, code_note)
-                if not stop.number:  # after a stop the last view is old, and so are its alarms
+                if not stop.is_set:  # after a stop the last view is old, and so are its alarms
                     display.update(poller.view())
             finally:
                 display.close()
@@ -188,6 +210,20 @@ def launch(
         return result
 
 
+def _nothing_left(folder: RunFolder, config: RunConfig, budget: str) -> LaunchResult:
+    """The result of a run that is resumed with a spent budget: nothing was started."""
+    progress = read_progress(folder, config)
+    return LaunchResult(
+        folder=str(folder.path),
+        finished=False,
+        steps=progress.step,
+        trajectories=progress.trajectories or 0,
+        reward=progress.reward,
+        seconds=0.0,
+        budget=budget,
+    )
+
+
 @contextmanager
 def _end_recorded(folder: RunFolder, stop: StopRequest) -> Generator[None]:
     """Record why this launch ends before the last step, for `penstock status`."""
@@ -198,9 +234,10 @@ def _end_recorded(folder: RunFolder, stop: StopRequest) -> Generator[None]:
         with suppress(OSError):  # for people only; the disk may be the reason
             folder.write_end(EndRecord(ended_at=time.time(), error=hide_secrets(str(error))))
         raise
-    if stop.number:
+    if stop.is_set:
         with suppress(OSError):
-            folder.write_end(EndRecord(ended_at=time.time(), signal=stop.number))
+            end = EndRecord(ended_at=time.time(), signal=stop.number, budget=stop.budget)
+            folder.write_end(end)
 
 
 def _claim_folder(
@@ -275,14 +312,21 @@ def _supervise(
         launcher.start()
         record()
         tail = ErrorTail(launcher.logs())
-        _supervise_loop(launcher, poller, display, tail, stop, record)
+        guards = RunGuards(
+            stalls=StallGuard(launcher, config.stall, log_dir, notify),
+            budget=BudgetGuard(folder, config.budget),
+        )
+        _supervise_loop(launcher, poller, display, tail, stop, record, guards)
         if failure := poller.failure():
             display.notify("stopping: every group fails")
             launcher.stop()
             raise LaunchError(
                 f"{failure} with `penstock run {folder.path}`; the logs are in {log_dir}"
             )
-        if stop.number:
+        if stop.budget:
+            display.notify(f"stopping, with a checkpoint: {stop.budget}")
+            launcher.stop(trainer_timeout_s=BUDGET_STOP_S)
+        elif stop.number:
             display.notify("stopping: nodes return their work (a second signal kills it)")
         else:
             launcher.wait_for_nodes(NODE_EXIT_TIMEOUT_S)
@@ -290,6 +334,9 @@ def _supervise(
         launcher.stop()
     except ForcedStop:
         return
+    except Stalled:
+        launcher.stop()
+        raise
     finally:
         stop.is_final = True
         launcher.kill()
@@ -310,13 +357,14 @@ def _supervise_loop(
     tail: ErrorTail,
     stop: StopRequest,
     record: Callable[[], None],
+    guards: RunGuards,
 ) -> None:
     """consumes: exits, errors in logs, status · produces: restarts, display updates
     waits for: the next POLL_S · woken by: nothing; ends on a stop request, after the last step,
-    or when every group fails"""
+    when every group fails, when it stalls, or when a budget is spent"""
     redraw_at = 0.0
     finish, finished_at = FinishTimer(), None
-    while not stop.number and not poller.failure():
+    while not stop.is_set and not poller.failure():
         if launcher.poll():
             record()
         now = time.monotonic()
@@ -327,16 +375,18 @@ def _supervise_loop(
         elif launcher.has_finished_training():
             if poller.is_finished():
                 return
-            if finish.is_overdue(now, is_evaluating=poller.is_evaluating()):
-                raise LaunchError(
-                    "every trainer exited with code 0, but the dataflow did not report the run as "
-                    f"finished within {FINISH_TIMEOUT_S:.0f} s; see {launcher.logs()['dataflow']}"
-                )
+            limit_s = min(FINISH_TIMEOUT_S, guards.stalls.limit_s)
+            if finish.is_overdue(now, limit_s, is_evaluating=poller.is_evaluating()):
+                guards.stalls.trainers_exited(poller.view(), limit_s)
+                finish = FinishTimer()
         if now >= redraw_at:
             redraw_at = now + REDRAW_S
             if (error := tail.newest()) is not None:
                 poller.notify(error)
-            display.update(poller.view())
+            view = poller.view()
+            guards.stalls.check(now, view)
+            stop.budget = guards.budget.check(now, view)
+            display.update(view)
         time.sleep(POLL_S)
 
 
@@ -350,16 +400,17 @@ def _launch_result(
     """The services have exited. After a stop the ledger knows more than the last status: the
     trainers finished their step, or no status was ever read."""
     status = poller.view().status
-    if stop.number or status is None:
+    if stop.is_set or status is None:
         progress = read_progress(folder, config)
     else:
         progress = progress_of(status, time.time())
     return LaunchResult(
         folder=str(folder.path),
-        finished=not stop.number and poller.is_finished(),
+        finished=not stop.is_set and poller.is_finished(),
         steps=progress.step,
         trajectories=progress.trajectories or 0,
         reward=progress.reward,
         seconds=round(seconds, 2),
         signal=stop.number,
+        budget=stop.budget,
     )

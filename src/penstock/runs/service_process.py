@@ -24,8 +24,10 @@ def enter_run(run_dir: Path, service: str) -> tuple[RunFolder, RunConfig, Endpoi
     exit_with_parent()
     os.umask(0o077)  # the ledger, logs and keys are for the owner of the run alone
     from penstock.observe import logs
+    from penstock.observe.stacks import write_stacks_on_signal
 
     logs.configure(service)
+    write_stacks_on_signal()
     folder = RunFolder.open_existing(run_dir)
     endpoints = folder.endpoints()
     add_import_paths(endpoints.python_path)

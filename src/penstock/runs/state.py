@@ -33,7 +33,7 @@ class RunState(StrEnum):
     FINISHED = "finished"
     """Every policy has trained its last step."""
     STOPPED = "stopped"
-    """Stopped in order by a signal, such as Ctrl-C or `penstock stop`."""
+    """Stopped in order by a signal, such as Ctrl-C or `penstock stop`, or by a spent budget."""
     FAILED = "failed"
     """An error ended it."""
     KILLED = "killed"
@@ -106,7 +106,7 @@ def _ending(
     if end is not None and end.error:
         return RunState.FAILED, end.ended_at, end.error
     if end is not None:
-        return RunState.STOPPED, end.ended_at, signal_name(end.signal)
+        return RunState.STOPPED, end.ended_at, end.budget or signal_name(end.signal)
     if launcher is None and not progress.at:
         return RunState.NEW, None, ""
     if launcher is None:

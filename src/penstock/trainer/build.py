@@ -65,13 +65,16 @@ def build_models(
     folder: Path,
     ranks: Ranks | None = None,
     device: torch.device = CPU,
+    on_micro_batch: Callable[[], None] = lambda: None,
 ) -> Models:
-    """One policy's learners, the actor with the weights of this folder, and their pipeline."""
+    """One policy's learners, the actor with the weights of this folder, and their pipeline.
+
+    on_micro_batch: called after each forward pass of a step."""
     settings = config.for_policy(policy)
     chain = chain_of(config, policy)
     if found := list(vocabulary_mismatches(chain.stages, str(folder))):
         raise ConfigError("; ".join(found))
-    builder = _Builder(settings, config.seed, ranks or SingleRank(), device)
+    builder = _Builder(settings, config.seed, ranks or SingleRank(), device, on_micro_batch)
     learners = builder.learners(folder, chain.stages)
     actor = learners.get(ACTOR)
     return Models(
@@ -160,9 +163,15 @@ class _Builder:
     """Makes the models of one policy."""
 
     def __init__(
-        self, settings: PolicyConfig, seed: int, ranks: Ranks, device: torch.device
+        self,
+        settings: PolicyConfig,
+        seed: int,
+        ranks: Ranks,
+        device: torch.device,
+        on_micro_batch: Callable[[], None],
     ) -> None:
         self._settings = settings
+        self._on_micro_batch = on_micro_batch
         self._seed = seed
         self._ranks = ranks
         self._device = device
@@ -211,7 +220,9 @@ class _Builder:
 
     def _forward_pass(self, ranks: Ranks) -> ForwardPass:
         tokens = self._settings.training.micro_batch_tokens
-        return ForwardPass(ranks=ranks, micro_batch_tokens=tokens)
+        return ForwardPass(
+            ranks=ranks, micro_batch_tokens=tokens, on_micro_batch=self._on_micro_batch
+        )
 
     def _actor(self, folder: Path, stage: PipelineStageConfig | None, ranks: Ranks) -> Learner:
         algorithm = self._settings.algorithm

@@ -9,7 +9,7 @@ K = trained tokens, T = tokens of all samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,8 @@ class ForwardPass:
     ranks: RankReductions
     micro_batch_tokens: int = 4096
     """Most tokens in one; a longer sample is a micro-batch by itself."""
+    on_micro_batch: Callable[[], None] = lambda: None
+    """Called after each."""
 
     def run(
         self, scorer: Scorer, batch: Batch, samples: Ints, weights_T: Floats | None = None
@@ -46,6 +48,7 @@ class ForwardPass:
             chosen = parts[index] if index < len(parts) else samples[:0]
             inputs = make_inputs(batch, chosen, weights_T, scorer.context).to(device)
             yield inputs, scorer(inputs)
+            self.on_micro_batch()
 
     @torch.no_grad()
     def infer(self, scorer: Scorer, batch: Batch) -> Floats:

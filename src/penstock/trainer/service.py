@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -28,6 +29,7 @@ from penstock.trainer.lora import adapter_tensors, init_adapter
 from penstock.trainer.model_folders import init_model, set_config_dtype
 from penstock.trainer.models import Models
 from penstock.trainer.pipeline.builtin import chain_of
+from penstock.trainer.progress_reports import ProgressReports
 from penstock.trainer.publisher import ShareWriter
 from penstock.trainer.ranks.group import Ranks, SingleRank, init_process_group, make_ranks
 from penstock.trainer.ranks.rendezvous import RanksNotMet, is_of_collective
@@ -108,7 +110,10 @@ def _run_rank(
     is_stopping: Callable[[], bool],
 ) -> int:
     """Do the work of one rank; returns its exit code."""
-    models, checkpoint = restore_models(config, policy, checkpoints, ranks, device)
+    reports = ProgressReports(partial(client.progress, PolicyName(policy)))
+    models, checkpoint = restore_models(
+        config, policy, checkpoints, ranks, device, on_micro_batch=reports.count
+    )
     if not ranks.position.is_rank0:
         writer = ShareWriter(store_root, checkpoint.folder, rank=ranks.position.rank)
         worker_loop(PolicyName(policy), models, client, ranks, checkpoints.root, writer)
@@ -116,18 +121,20 @@ def _run_rank(
     snapshots = Snapshots(
         store_root, PolicyName(policy), checkpoint.folder, anchor_every=config.weights.anchor_every
     )
+    trainer = Trainer(
+        policy=PolicyName(policy),
+        models=models,
+        ranks=ranks,
+        dataflow=client,
+        snapshots=snapshots,
+        checkpoints=checkpoints,
+        metrics=metrics,
+        is_stopping=is_stopping,
+        publish_every_version=config.deterministic,
+    )
     try:
-        is_complete = Trainer(
-            policy=PolicyName(policy),
-            models=models,
-            ranks=ranks,
-            dataflow=client,
-            snapshots=snapshots,
-            checkpoints=checkpoints,
-            metrics=metrics,
-            is_stopping=is_stopping,
-            publish_every_version=config.deterministic,
-        ).run()
+        with reports:
+            is_complete = trainer.run()
     except Fenced as error:
         _log.error("trainer replaced; exiting", policy=policy, why=str(error))
         return EXIT_FENCED
@@ -218,6 +225,7 @@ def restore_models(
     checkpoints: Checkpoints,
     ranks: Ranks,
     device: torch.device = CPU,
+    on_micro_batch: Callable[[], None] = lambda: None,
 ) -> tuple[Models, Checkpoint]:
     """The learners as the newest checkpoint left them; the first start makes the one of number
     0."""
@@ -227,7 +235,7 @@ def restore_models(
     else:
         [number] = ranks.broadcast_from_rank0([0])
         checkpoint = checkpoints.read_step(number)
-    models = build_models(config, policy, checkpoint.folder, ranks, device)
+    models = build_models(config, policy, checkpoint.folder, ranks, device, on_micro_batch)
     models.restore(checkpoint.read_state())
     return models, checkpoint
 

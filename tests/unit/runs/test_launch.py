@@ -44,9 +44,9 @@ def test_an_evaluation_after_the_last_step_may_take_as_long_as_it_needs() -> Non
     timer = FinishTimer()
     ended_at = 10 * int(FINISH_TIMEOUT_S)
     for now in range(0, ended_at + 1, 30):
-        assert not timer.is_overdue(now, is_evaluating=True)
-    assert not timer.is_overdue(ended_at + FINISH_TIMEOUT_S, is_evaluating=False)
-    assert timer.is_overdue(ended_at + FINISH_TIMEOUT_S + 1, is_evaluating=False)
+        assert not timer.is_overdue(now, FINISH_TIMEOUT_S, is_evaluating=True)
+    assert not timer.is_overdue(ended_at + FINISH_TIMEOUT_S, FINISH_TIMEOUT_S, is_evaluating=False)
+    assert timer.is_overdue(ended_at + FINISH_TIMEOUT_S + 1, FINISH_TIMEOUT_S, is_evaluating=False)
 
 
 @pytest.mark.parametrize("moment", ["clear_finish", "write_config"])

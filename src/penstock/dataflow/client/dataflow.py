@@ -34,6 +34,7 @@ from penstock.dataflow.service.trainers.messages import (
     IncarnationAnswer,
     IncarnationRequest,
     PolicyState,
+    ProgressRequest,
     PublishRequest,
     QuarantineRequest,
     RowsAnswer,
@@ -48,6 +49,7 @@ from penstock.wire.held_token import Token
 T = TypeVar("T")
 HEARTBEAT_TIMEOUT_S = 4.0
 """Well below any ttl, so that one lost packet does not cost a node its leases."""
+PROGRESS_DEADLINE_S = 5.0
 ROWS_TIMEOUT_S = 120.0
 STATUS_TIMEOUT_S = 5.0
 LEAVE_S = 5.0
@@ -206,6 +208,17 @@ class TrainerClient:
 
     def checkpoints(self, policy: PolicyName, body: CheckpointsRequest) -> None:
         self._caller.call("PUT", f"/v1/policies/{policy}/checkpoints", body, Ack)
+
+    def progress(self, policy: PolicyName, num_done: int) -> None:
+        """Report that a step advances; gives up soon, since the next report says more."""
+        self._caller.call(
+            "PUT",
+            f"/v1/policies/{policy}/progress",
+            ProgressRequest(num_done=num_done),
+            Ack,
+            deadline_s=PROGRESS_DEADLINE_S,
+            timeout_s=PROGRESS_DEADLINE_S,
+        )
 
     def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None:
         self._caller.call("POST", f"/v1/nodes/{node_id}/quarantine", body, Ack)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import msgspec
 
 from penstock.dataflow.core.ids import is_evaluation
-from penstock.dataflow.core.leasing import LiveVersion, NodeState
+from penstock.dataflow.core.leasing import Activity, LiveVersion, NodeState
 from penstock.dataflow.records import GrantRecord, GroupRecord, NodeRecord
 from penstock.types import EVALUATION_TAG, SESSION_TAG, PolicyName, RowId, RowSummary, Task
 
@@ -250,6 +250,10 @@ class Node:
     joined_at: float = 0.0
     policies: frozenset[PolicyName] = frozenset()
     """Policies it serves, from its record; empty: all of the run."""
+    work: tuple[Activity, ...] = ()
+    """What it is busy with, by its last heartbeat."""
+    num_done: int = 0
+    """What it has finished, by its last heartbeat."""
     revoked: list[RowId] = field(default_factory=list[RowId])
     """Its leases that were cut or cancelled, until they are reported to it."""
 

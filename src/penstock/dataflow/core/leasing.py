@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from penstock.bounds import SAFE, Count, Id
+from penstock.bounds import SAFE, Count, Id, Label, Seconds
 from penstock.dataflow.records import row_id
 from penstock.types import (
     GroupId,
@@ -40,6 +40,18 @@ class LiveVersion:
     policy: PolicyName
     incarnation: Count
     number: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """Something that a node is busy with, or waits for."""
+
+    what: Label
+    """Who has to act, such as `reward task:score` or `load of version policy.1.3`."""
+    item: Label
+    """What it is for: a row, a version."""
+    since_s: Seconds
+    """How long it has taken so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

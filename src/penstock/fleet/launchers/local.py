@@ -157,12 +157,23 @@ class LocalLauncher:
     def logs(self) -> dict[str, Path]:
         return {entry.service.name: entry.log for entry in self._supervised}
 
+    def restart(self, service: str) -> bool:
+        """Kill a service, or start it again if it has exited; `poll()` starts it. False if it is
+        none of these."""
+        for entry in self._supervised:
+            if entry.service.name == service:
+                self._signal([entry], signal.SIGKILL)
+                if entry.child is None:
+                    entry.is_done, entry.restart_at = False, 0.0
+                return True
+        return False
+
     def wait_for_nodes(self, timeout_s: float) -> None:
         """Let nodes exit by themselves at the end of a run."""
         self.is_finishing = True
         self._wait(self._of_kind(ServiceKind.NODE), timeout_s)
 
-    def stop(self) -> None:
+    def stop(self, *, trainer_timeout_s: float = TRAINER_STOP_TIMEOUT_S) -> None:
         """Stop gracefully: nodes return their work and trainers finish their step, then servers
         stop."""
         self.is_finishing = True
@@ -170,7 +181,7 @@ class LocalLauncher:
         self._signal(workers, signal.SIGTERM)
         self._wait(self._of_kind(ServiceKind.NODE), NODE_STOP_TIMEOUT_S)
         self._signal(self._of_kind(ServiceKind.NODE), signal.SIGKILL)
-        self._wait(workers, TRAINER_STOP_TIMEOUT_S)
+        self._wait(workers, trainer_timeout_s)
         self._signal(workers, signal.SIGKILL)
         for server in reversed(self._of_kind(ServiceKind.SERVER)):
             self._signal([server], signal.SIGTERM)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from penstock.errors import EnvironmentFailed
 from penstock.gateway.model_calls import ToolCall
+from penstock.rollout.activities import busy_with
 from penstock.rollout.environments.bridge_process import Bridge
 from penstock.rollout.environments.protocol import BridgeAnswer
 from penstock.rollout.environments.types import Action, AfterStep, BeforeStep, Observation
@@ -48,7 +49,8 @@ class EnvironmentSession:
     async def reset(self) -> Observation:
         self.close()
         try:
-            self._bridge = await self.open_bridge()
+            with busy_with(f"the environment of source {self.task.source}, start"):
+                self._bridge = await self.open_bridge()
         except EnvironmentFailed as error:
             self.failure = self.failure or error
             raise
@@ -98,7 +100,8 @@ class EnvironmentSession:
         if self._bridge is None:
             raise RuntimeError(f"ctx.env.{call}() before ctx.env.reset(); reset it first")
         try:
-            return await self._bridge.call(call, episode=self._episode, **values)
+            with busy_with(f"{self._bridge.settings.label}, {call}"):
+                return await self._bridge.call(call, episode=self._episode, **values)
         except EnvironmentFailed as error:
             self.failure = self.failure or error
             raise

@@ -130,6 +130,8 @@ class NodeHandlers:
             live=body.live,
             pinned=body.pinned,
         )
+        node = self.partition.nodes[node_id]
+        node.work, node.num_done = body.work, body.num_done
         if is_new:
             self._call(node_id)
         return self.orders(node_id)

@@ -13,7 +13,13 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from penstock.bounds import SAFE, Count, Id, Seconds
-from penstock.dataflow.core.leasing import DeliveryStatus, Grant, LiveVersion, NodeState
+from penstock.dataflow.core.leasing import (
+    Activity,
+    DeliveryStatus,
+    Grant,
+    LiveVersion,
+    NodeState,
+)
 from penstock.types import (
     JsonObject,
     NodeId,
@@ -220,6 +226,11 @@ class Heartbeat:
     """The boot secret from the registration."""
     pinned: LiveVersions = ()
     """Versions that are loaded for an evaluation."""
+    work: Annotated[tuple[Activity, ...], Meta(max_length=16)] = ()
+    """What it is busy with, the longest first; not all of it."""
+    num_done: Count = 0
+    """Model calls, environment calls, rewards and loads that it has finished; grows while it
+    makes progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

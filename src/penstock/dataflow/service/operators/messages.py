@@ -12,8 +12,9 @@ from typing import Annotated
 from msgspec import Meta
 
 from penstock.bounds import Count, Finite, Id
-from penstock.dataflow.core.leasing import LiveVersion
+from penstock.dataflow.core.leasing import Activity, LiveVersion
 from penstock.dataflow.core.spot_checks import CheckCounts
+from penstock.dataflow.core.stalls import Link
 from penstock.types import (
     JsonObject,
     NodeId,
@@ -65,6 +66,10 @@ class NodeStatus:
     capacity: int
     silent_s: float
     delivered: int
+    work: tuple[Activity, ...] = ()
+    """What it is busy with, the longest first, by its last heartbeat."""
+    num_done: int = 0
+    """Model calls, environment calls, rewards and loads that it has finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +120,8 @@ class PolicyStatus:
     """Last step that is trained again since then; 0 if none is."""
     parts: tuple[PartStatus, ...] = ()
     """By source and role."""
+    progress: int = 0
+    """Micro-batches that its trainer has finished since its start; grows within a step."""
     partner_lag: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
     """By other policy: rows sealed since the start of the service, by how many versions its oldest
     token was behind its newest version."""
@@ -176,3 +183,5 @@ class Status:
     """None without `eval`."""
     failed: str = ""
     """Why the run has to end: all its groups fail. No new work starts; empty otherwise."""
+    chain: tuple[Link, ...] = ()
+    """Who waits for whom, from the trainer that waits longest to who has to act next."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -12,6 +12,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.evaluations import Evaluations
 from penstock.dataflow.core.groups import Node
+from penstock.dataflow.core.stalls import Link, NodeWait, TrainerWait, find_chain
 from penstock.dataflow.explain.starvation import is_starving, starvation, unserved
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.operators.messages import (
@@ -23,7 +24,7 @@ from penstock.dataflow.service.operators.messages import (
     WaitStatus,
 )
 from penstock.observe.metric_names import PROMETHEUS
-from penstock.types import NodeId
+from penstock.types import NodeId, PolicyName
 
 TRAINER_SILENT_S = 15.0
 """Report a trainer after this time without a request."""
@@ -39,7 +40,7 @@ def status(service: DataflowService, run: str) -> Status:
         run=run,
         uptime_s=now - service.process.started_at,
         finished=service.is_finished,
-        policies=tuple(map(_policy, consumers)),
+        policies=tuple(_policy(found, service.trainers.progress) for found in consumers),
         nodes=tuple(_nodes(service, now)),
         waiting=tuple(_waiting(service, now)),
         trajectories=sum(found.trajectories for found in figures),
@@ -57,6 +58,7 @@ def status(service: DataflowService, run: str) -> Status:
         checks=dict(service.coordinator.spot_checks.counts),
         failed=service.coordinator.failure_limit.cause(now),
         evaluation=_evaluation(service.coordinator.evaluations),
+        chain=_chain(service, now),
     )
 
 
@@ -79,7 +81,7 @@ def _wasted(service: DataflowService, failed: int) -> dict[str, int]:
     return {**service.coordinator.waste.tokens, **({"failed": failed} if failed else {})}
 
 
-def _policy(consumer: Consumer) -> PolicyStatus:
+def _policy(consumer: Consumer, progress: Mapping[PolicyName, int]) -> PolicyStatus:
     lineage, batch = consumer.lineage, consumer.newest_batch
     commit = lineage.last_commit
     return PolicyStatus(
@@ -101,6 +103,7 @@ def _policy(consumer: Consumer) -> PolicyStatus:
         resumed_at=lineage.resumed_at,
         repeats_to=lineage.repeats_to,
         parts=tuple(_parts(consumer)),
+        progress=progress.get(lineage.policy, 0),
         partner_lag={
             partner: {str(age): ages[age] for age in sorted(ages)}
             for partner, ages in consumer.partner_lags.items()
@@ -131,6 +134,8 @@ def _nodes(service: DataflowService, now: float) -> Iterator[NodeStatus]:
             capacity=node.record.capacity,
             silent_s=round(max(0.0, now - node.last_seen), 1),
             delivered=node.num_delivered,
+            work=node.work,
+            num_done=node.num_done,
         )
 
 
@@ -158,6 +163,48 @@ def _waiting(service: DataflowService, now: float) -> Iterator[WaitStatus]:
     nodes = [node for node in service.partition.nodes.values() if not node.is_evaluator]
     if not any(node.state == "live" and not node.is_expired for node in nodes):
         yield wait("dataflow", "a live rollout node", _last_live_at(service))
+
+
+def _chain(service: DataflowService, now: float) -> tuple[Link, ...]:
+    """Who waits for whom, behind the policy that has waited for longest."""
+    waits = [
+        _trainer_wait(service, policy, consumer, now)
+        for policy, consumer in service.coordinator.consumers.items()
+        if not consumer.has_trained_all
+        and (consumer.sealed or not service.coordinator.has_ended(consumer))
+    ]
+    if not waits:
+        return ()
+    nodes = [
+        NodeWait(
+            node_id=node_id,
+            num_leases=node.num_leases,
+            silent_s=max(0.0, now - node.last_seen) if node.is_expired else 0.0,
+            work=node.work,
+        )
+        for node_id, node in service.partition.nodes.items()
+        if not node.is_evaluator
+    ]
+    longest = max(waits, key=lambda wait: wait.since_s)
+    return find_chain(longest, nodes, blocker=_blocker(service, ""))
+
+
+def _trainer_wait(
+    service: DataflowService, policy: PolicyName, consumer: Consumer, now: float
+) -> TrainerWait:
+    """What a trainer does, by its calls: it asks for a batch every few seconds while it waits."""
+    is_polling = (f"trainer {policy}", "batch") in service.process.waiting_since
+    seen = service.trainers.seen.get(policy, service.process.started_at)
+    is_waiting = is_polling or (not consumer.sealed and now - seen <= TRAINER_SILENT_S)
+    commit = consumer.lineage.last_commit
+    last_at = service.process.started_at if commit is None else commit.at
+    return TrainerWait(
+        policy=policy,
+        seq=consumer.lineage.seq + 1,
+        is_waiting=is_waiting,
+        has_batch=bool(consumer.sealed),
+        since_s=max(0.0, now - (max(last_at, service.process.started_at) if is_waiting else seen)),
+    )
 
 
 def _blocker(service: DataflowService, who: str) -> str:

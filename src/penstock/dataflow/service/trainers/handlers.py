@@ -39,6 +39,7 @@ from penstock.dataflow.service.trainers.messages import (
     IncarnationAnswer,
     IncarnationRequest,
     PolicyState,
+    ProgressRequest,
     PublishRequest,
     QuarantineRequest,
     RowsAnswer,
@@ -73,6 +74,8 @@ class TrainerHandlers:
     ) -> None:
         self.seen: dict[PolicyName, float] = {}
         """Time of the last call of each policy's trainer."""
+        self.progress: dict[PolicyName, int] = {}
+        """Micro-batches that each policy's trainer has reported."""
         self._process = process
         self._coordinator = coordinator
         self._sealing = sealing
@@ -301,6 +304,10 @@ class TrainerHandlers:
             self._coordinator.broadcast(Committed(record=record))
             self._coordinator.cursor_moved(consumer, consumer.sealed, now)
         await self._process.make_all_durable()
+
+    def record_progress(self, policy: str, body: ProgressRequest) -> None:
+        """For people and the launcher only: it is not stored, and any trainer may send it."""
+        self.progress[self._seen(policy).terms.policy] = body.num_done
 
     async def quarantine(self, node_id: NodeId, body: QuarantineRequest) -> None:
         """Quarantine the subject of a node, and so all its nodes, at every partition, also at those

@@ -146,6 +146,14 @@ class CheckpointsRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressRequest:
+    """`PUT /v1/policies/{policy}/progress`: a long step advances."""
+
+    num_done: Count
+    """Micro-batches that the trainer has finished since its start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantineRequest:
     """`POST /v1/nodes/{node_id}/quarantine`: this node's log-probs do not match its version. No
     node of the same credential gets work again."""

@@ -20,6 +20,7 @@ from penstock.dataflow.service.trainers.messages import (
     IncarnationAnswer,
     IncarnationRequest,
     PolicyState,
+    ProgressRequest,
     PublishRequest,
     QuarantineRequest,
     RowsAnswer,
@@ -59,6 +60,12 @@ class TrainerRoutes:
     async def checkpoints(self, call: Call, body: CheckpointsRequest) -> Ack:
         """List the checkpoints that the trainer can restore."""
         await self.trainers.checkpoints(call.path["policy"], body)
+        return Ack()
+
+    @route("PUT", "/v1/policies/{policy}/progress", TRAINERS)
+    async def progress(self, call: Call, body: ProgressRequest) -> Ack:
+        """Report that a long step advances, so that the run does not count as stalled."""
+        self.trainers.record_progress(call.path["policy"], body)
         return Ack()
 
     @route("POST", "/v1/batches", TRAINERS)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches what a run uses, and says when its budget is spent.
+
+Owns the sums on disk, which outlive a start of the run. They come from the status of the run: what
+the dataflow service counts between the last status and its death is missing in them.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from penstock.config.limits import BudgetConfig
+from penstock.dataflow.core.budget import Usage, UsageMeter, spent
+from penstock.fleet.run_folder import RunFolder, UsageRecord
+from penstock.runs.monitor import RunView
+
+WRITE_S = 10.0
+"""How often the sums are written."""
+GONE = ("silent",)
+"""States of nodes that cost nothing, as far as the run knows."""
+
+
+class BudgetGuard:
+    def __init__(self, folder: RunFolder, budget: BudgetConfig) -> None:
+        known = folder.usage()
+        self._folder = folder
+        self._budget = budget
+        self._meter = UsageMeter(Usage(tokens=known.tokens, node_s=known.node_s))
+        self._written_at = 0.0
+
+    def spent(self) -> str:
+        """Which budget is spent; empty while there is some left."""
+        tokens, node_hours = self._budget.tokens, self._budget.node_hours
+        return spent(self._meter.usage, tokens=tokens, node_hours=node_hours)
+
+    def check(self, now: float, view: RunView) -> str:
+        """The same, with what the run has used until now."""
+        if view.status is not None:
+            nodes = [node for node in view.status.nodes if node.state not in GONE]
+            tokens = view.status.sampled_tokens
+            self._meter.observe(now, tokens=tokens, num_nodes=len(nodes))
+        found = self.spent()
+        if found or now - self._written_at >= WRITE_S:
+            self._written_at = now
+            usage = self._meter.usage
+            with suppress(OSError):  # a full disk; the next one may fit
+                self._folder.write_usage(UsageRecord(tokens=usage.tokens, node_s=usage.node_s))
+        return found
