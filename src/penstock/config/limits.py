@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a run ends before its last step: it stands still, or it has used what it may use."""
+"""When a run ends before its last step: it is stalled, or it has used what it may use."""
 
 from typing import Literal
 
@@ -24,8 +24,8 @@ class BudgetConfig(Section):
     """What a run may use, over all its starts; null: any amount."""
 
     tokens: int | None = Field(default=None, gt=0)
-    """Sampled tokens of delivered trajectories, evaluations included. Then the run ends with a
+    """Sampled tokens of delivered trajectories, without evaluations. Then the run ends with a
     checkpoint and exit code 6."""
     node_hours: float | None = Field(default=None, gt=0)
-    """Hours of live rollout nodes, added up, those of other hosts included. Then the run ends with
-    a checkpoint and exit code 6."""
+    """Hours of live rollout nodes, added up, on all hosts. Then the run ends with a checkpoint and
+    exit code 6."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacks of this process on request: a signal writes those of all threads, and of all asyncio
-tasks, to stderr.
+"""Stacks of this process on request: a signal writes the stacks of all threads, and of all
+asyncio tasks, to stderr.
 
 Threads are written at once, even if the interpreter is stuck in a library; tasks as soon as the
 main thread runs Python again. Shows files, lines and names of functions, no values.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node is busy with, for its heartbeats: a wait that nobody can see looks like work.
+"""What a node is busy with, for its heartbeats: a wait that no operator can see looks like work.
 
 Owns the list. Each entry names who has to act and the row or version that it is for. Sets no
 deadline and ends nothing.

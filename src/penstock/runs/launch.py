@@ -54,7 +54,7 @@ NODE_EXIT_TIMEOUT_S = 5.0
 OTHER_NODES_TIMEOUT_S = 30.0
 """Maximum wait for gateways and joined nodes to leave after the run is complete."""
 BUDGET_STOP_S = 1800.0
-"""For trainers to finish their step and save it when a budget is spent; nobody samples then."""
+"""For trainers to finish their step and save it when a budget is spent; no node samples then."""
 FINISH_TIMEOUT_S = 60.0
 """Maximum wait for the dataflow to report `finished` after the last trainer exits and the last
 evaluation ends."""

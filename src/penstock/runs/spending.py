@@ -2,7 +2,7 @@
 """Watches what a run uses, and says when its budget is spent.
 
 Owns the sums on disk, which outlive a start of the run. They come from the status of the run: what
-the dataflow service counts between the last status and its death is missing in them.
+a data partition counts between the last status and its death is missing in them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acts when a run stands still: names who waits for whom, has the stacks written, then restarts the
+"""Acts when a run is stalled: names who waits for whom, has the stacks written, then restarts the
 culprit or ends the run.
 
 Owns what counts as progress and the record of a stall. When it is one is decided by
@@ -112,8 +112,9 @@ class StallGuard:
             self._services.restart(culprit)
 
     def _choose(self, culprit: str) -> str:
-        """`wait`: the run waits for somebody whom nobody here can restart, such as a node of
-        another host; it is told once. A second restart without a result between would not help."""
+        """`wait`: the run waits for a party that this launcher cannot restart, such as a node of
+        another host; it is reported once. A second restart without a result between would not
+        help."""
         if not self._restarts:
             return "stop"
         if culprit not in self._services.logs():
@@ -140,7 +141,7 @@ class StallGuard:
             "action": action,
             "stacks": {name: str(self._services.logs()[name]) for name in asked},
         }
-        waits = " <- ".join(map(str, reversed(chain))) or "nobody is known to wait"
+        waits = " <- ".join(map(str, reversed(chain))) or "no wait is known"
         text = f"stalled: nothing advanced for {idle_s:.0f} s: {waits}; action: {action} {culprit}"
         line = json.dumps({"service": "launcher", "level": "error", "msg": text.strip()})
         with suppress(OSError):  # for people only; the disk may be the reason
@@ -151,7 +152,7 @@ class StallGuard:
         self._notify(text.strip())
 
     def _message(self, chain: tuple[Link, ...], idle_s: float) -> str:
-        waits = "\n".join(f"    {link}" for link in chain) or "    nobody is known to wait"
+        waits = "\n".join(f"    {link}" for link in chain) or "    no wait is known"
         again = ", also after a restart" if self._clock.has_acted else ""
         log = self._services.logs().get(_culprit(chain))
         where = f"the end of {log}" if log else f"the logs in {self._log_dir}"
@@ -185,10 +186,10 @@ def progress_mark(status: Status | None) -> Hashable:
     )
 
 
-def num_results(status: Status | None) -> int:
-    """Results so far: a process that starts again and again brings none."""
+def num_results(status: Status | None) -> int | None:
+    """Results so far, also of earlier starts of the run; None: not known yet."""
     if status is None:
-        return 0
+        return None
     found = status.evaluation
     num_answered = 0 if found is None else found.num_answered
     return status.trajectories + num_answered + sum(policy.number for policy in status.policies)

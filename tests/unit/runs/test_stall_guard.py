@@ -200,10 +200,12 @@ def test_a_process_that_does_not_handle_the_signal_is_left_alone() -> None:
 def test_usage_outlives_the_launcher_and_a_spent_budget_ends_the_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     budget = BudgetConfig(tokens=100)
-    shown = view(replace(status(policy_status(number=1, reward=None)), sampled_tokens=60))
+    shown = status(policy_status(number=1, reward=None))
     first = BudgetGuard(folder, budget)
-    assert first.check(1000.0, shown) == "" and first.spent() == ""
+    assert first.check(1000.0, view(replace(shown, sampled_tokens=60))) == ""
+    assert folder.usage().tokens == 60 and first.spent() == ""
     again = BudgetGuard(folder, budget)
-    assert "raise budget.tokens" in again.check(1000.0, shown)
-    assert folder.usage().tokens == 120
+    assert again.check(1000.0, view(replace(shown, sampled_tokens=60))) == ""
+    assert "raise budget.tokens" in again.check(1001.0, view(replace(shown, sampled_tokens=110)))
+    assert folder.usage().tokens == 110
     assert "raise budget.tokens" in BudgetGuard(folder, budget).spent()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run has used, and whether its budget is spent. Pure.
 
-Owns the sums and the verdict. Whoever watches the run persists the sums and ends it.
+Owns the sums and the verdict. The caller persists the sums and ends the run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 S_PER_HOUR = 3600.0
 MAX_GAP_S = 60.0
-"""A longer gap between two observations is not counted in full: nobody knows who lived in it."""
+"""A longer gap between two observations is not counted in full: its nodes are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Usage:
     """What a run has used, over all its starts."""
 
     tokens: int = 0
-    """Sampled tokens of delivered trajectories."""
+    """Sampled tokens of delivered trajectories, without evaluations."""
     node_s: float = 0.0
     """Seconds of live rollout nodes, added up."""
 
@@ -32,13 +32,15 @@ class UsageMeter:
     """Adds up usage from what is observed at intervals."""
 
     usage: Usage
-    _tokens: int = 0
-    """The service's own count at the last observation; it starts at 0 with each of its starts."""
+    _tokens: int | None = None
+    """The service's own count at the last observation."""
     _at: float | None = None
 
     def observe(self, now: float, *, tokens: int, num_nodes: int) -> None:
+        """tokens: the count of the run, which the ledger restores when the service restarts."""
         gap_s = 0.0 if self._at is None else min(now - self._at, MAX_GAP_S)
-        new = tokens - self._tokens if tokens >= self._tokens else tokens
+        last = self.usage.tokens if self._tokens is None else self._tokens
+        new = max(0, tokens - last)  # a partition that restarts counts from 0 again
         self._tokens, self._at = tokens, now
         self.usage = replace(
             self.usage,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a run stands still, and who waits for whom in it. Pure.
+"""When a run is stalled, and who waits for whom in it. Pure.
 
 Owns the two judgements: `StallClock` says that nothing has advanced for too long, and `find_chain`
 names the party that has to act. Stops and restarts nothing.
@@ -14,12 +14,12 @@ from operator import attrgetter
 from penstock.dataflow.core.leasing import Activity
 
 LONGEST_FACTOR = 3.0
-"""A run that once took this long between two signs of progress may take so many times as long."""
+"""How many times its longest pause so far a run may pause."""
 START_S = 600.0
 """The least time for a process that has just started to show its first progress: it imports torch
 and loads a model."""
 MAX_GAP_S = 5.0
-"""A longer gap between two observations is not counted in full: the observer itself stood still."""
+"""A longer gap between two observations is not counted in full: the observer was suspended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +77,8 @@ class NodeWait:
 def find_chain(
     trainer: TrainerWait, nodes: Sequence[NodeWait], *, blocker: str
 ) -> tuple[Link, ...]:
-    """From a trainer to whoever has to act next. `blocker`: why no work is issued, for a run whose
-    nodes are all idle."""
+    """From a trainer to the party that has to act next. `blocker`: why no work is issued, for a run
+    whose nodes are all idle."""
     batch = f"batch {trainer.seq}"
     if not trainer.is_waiting:
         item = batch if trainer.has_batch else "its start"
@@ -111,7 +111,7 @@ def _silent(node: NodeWait) -> Link:
 
 @dataclass(slots=True)
 class StallClock:
-    """How long a run has stood still, by what an observer sees of it at intervals."""
+    """How long a run has been without progress, by what an observer sees of it at intervals."""
 
     limit_s: float
     idle_s: float = 0.0
@@ -123,14 +123,16 @@ class StallClock:
     has_acted: bool = False
     """A stall was reported, and no result has come since."""
     _at: float | None = None
-    _seen: tuple[Hashable, Hashable, int] | None = None
+    _seen: tuple[Hashable, Hashable, int | None] | None = None
 
-    def observe(self, now: float, *, started: Hashable, moved: Hashable, num_results: int) -> None:
+    def observe(
+        self, now: float, *, started: Hashable, moved: Hashable, num_results: int | None
+    ) -> None:
         """What is seen now; a change is a sign of progress.
 
         started: the processes. moved: all that advances, also within a step or an attempt.
         num_results: trajectories, steps and the like; a process that starts again and again brings
-        none."""
+        none. None: not known yet."""
         self.idle_s += 0.0 if self._at is None else min(now - self._at, MAX_GAP_S)
         self._at = now
         before, self._seen = self._seen, (started, moved, num_results)
@@ -138,7 +140,7 @@ class StallClock:
             return
         if not self.is_starting and not self.has_acted:
             self.longest_s = max(self.longest_s, self.idle_s)
-        if num_results > before[2]:
+        if before[2] is not None and num_results is not None and num_results > before[2]:
             self.is_starting = self.has_acted = False
         if before[0] != started:
             self.is_starting = True
@@ -146,7 +148,7 @@ class StallClock:
 
     @property
     def patience_s(self) -> float:
-        """How long it may stand still."""
+        """How long it may be without progress."""
         least_s = START_S if self.is_starting else 0.0
         return max(self.limit_s, least_s, LONGEST_FACTOR * self.longest_s)
 

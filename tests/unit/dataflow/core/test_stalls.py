@@ -80,6 +80,15 @@ def test_a_process_that_has_just_started_has_time_until_its_first_result() -> No
     assert clock.patience_s == LIMIT_S
 
 
+def test_the_results_of_earlier_starts_of_a_run_do_not_end_its_start() -> None:
+    clock = StallClock(LIMIT_S)
+    clock.observe(0.0, started=1, moved=None, num_results=None)
+    clock.observe(1.0, started=1, moved=40, num_results=40)
+    assert clock.patience_s == START_S
+    clock.observe(2.0, started=1, moved=41, num_results=41)
+    assert clock.patience_s == LIMIT_S
+
+
 def test_an_observer_that_stood_still_itself_blames_nobody() -> None:
     clock = _running()
     clock.observe(1000.0, started=1, moved=1, num_results=1)
