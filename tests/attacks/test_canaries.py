@@ -52,7 +52,7 @@ from penstock.wire.auth import PREFIX, Audience, Renewer, Role, Signer
 from penstock.wire.client import AsyncServiceClient
 from penstock.wire.routes import Call, Health, Route
 from penstock.wire.server import build_app
-from penstock.wire.serving import refuse_clear_text
+from penstock.wire.trust import refuse_clear_text
 
 PEM = "-----BEGIN PRIVATE KEY-----\nMIG{}\n-----END PRIVATE KEY-----"
 

@@ -360,6 +360,27 @@ def test_a_revoked_node_is_out_and_others_stay(tmp_path: Path) -> None:
             asyncio.run(register("thief", "thief"))
 
 
+# --- clear text ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.5:18080", "http://weights.example", "HTTP://a.b:1"])
+def test_no_client_sends_a_token_in_clear_text(url: str) -> None:
+    """Also to an address that the run named: of its weights, or of a partition."""
+    for make in (AsyncServiceClient, ServiceClient):
+        with pytest.raises(ConfigError, match="the token would be sent in clear text"):
+            make(url, "token")
+
+
+async def test_a_partition_in_clear_text_is_not_named_to_nodes(tmp_path: Path) -> None:
+    """Nodes and trainers would send their tokens there."""
+    async with dataflow_door(tmp_path) as door:
+        body = {"boot": {"epoch": 1, "boot_id": "s"}, "url": "http://10.0.0.5:7001"}
+        answer = await door.call("PUT", "/v1/partitions/1", Role.ADMIN, body=body)
+        assert answer.status_code == 400 and "in clear text" in answer.text
+        body["url"] = "https://10.0.0.5:7001"
+        assert (await door.call("PUT", "/v1/partitions/1", Role.ADMIN, body=body)).is_success
+
+
 # --- rotation ------------------------------------------------------------------------------------
 
 

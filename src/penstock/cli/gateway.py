@@ -65,8 +65,8 @@ def gateway(
     from penstock.runs.join import host_name, node_name, node_state_dir
     from penstock.types import NodeId
     from penstock.wire.auth import Audience, Verifier
-    from penstock.wire.serving import refuse_clear_text, require_tls_off_loopback
-    from penstock.wire.trust import trust
+    from penstock.wire.serving import require_tls_off_loopback
+    from penstock.wire.trust import refuse_clear_text, trust
 
     tls = make_tls(tls_cert, tls_key)
     trust(ca, tls_cert, tls_key)

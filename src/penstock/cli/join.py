@@ -75,8 +75,7 @@ def join(
     )
     from penstock.runs.service_process import add_import_paths
     from penstock.wire.denied import deny_list
-    from penstock.wire.serving import refuse_clear_text
-    from penstock.wire.trust import trust
+    from penstock.wire.trust import refuse_clear_text, trust
 
     trust(ca, tls_cert, tls_key)
     refuse_clear_text(check_url(url, example="http://127.0.0.1:18080"))

@@ -55,8 +55,8 @@ def relay(
     from penstock.runs.credential_upkeep import with_upkeep
     from penstock.runs.relay import open_cache, open_mirror
     from penstock.wire.auth import Audience, Verifier
-    from penstock.wire.serving import refuse_clear_text, require_tls_off_loopback
-    from penstock.wire.trust import trust
+    from penstock.wire.serving import require_tls_off_loopback
+    from penstock.wire.trust import refuse_clear_text, trust
 
     own_token = require_token(token_file, role="relay")
     tls = make_tls(tls_cert, tls_key)

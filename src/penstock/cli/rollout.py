@@ -51,7 +51,7 @@ def rollout(
     from penstock.types import NodeId, subject_of_node
     from penstock.wire.auth import Role
     from penstock.wire.denied import FILE
-    from penstock.wire.serving import refuse_clear_text
+    from penstock.wire.trust import refuse_clear_text
 
     tls = make_tls(tls_cert, tls_key)  # before `enter_run` changes the working directory
     if relay is not None:

@@ -68,7 +68,7 @@ def serve_stage(
     from penstock.runs.target import find_run_folder, read_target
     from penstock.trainer.pipeline.stage_worker import serve
     from penstock.wire.auth import Role
-    from penstock.wire.serving import refuse_clear_text
+    from penstock.wire.trust import refuse_clear_text
 
     exit_with_parent()
     logs.configure(f"stage-{id}")

@@ -40,7 +40,7 @@ def trainer(
     from penstock.runs.trainer_host import ranks_here, visible_devices
     from penstock.trainer.ranks.supervisor import read_rank_env
     from penstock.wire.auth import Role
-    from penstock.wire.serving import refuse_clear_text
+    from penstock.wire.trust import refuse_clear_text
 
     folder, config, endpoints = enter_run(
         run_dir, "trainer" if policy is None else f"trainer-{policy}"

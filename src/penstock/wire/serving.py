@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -34,19 +33,6 @@ class Tls:
     key: Path
     client_ca: Path | None = None
     """Accept only callers with a certificate of this authority."""
-
-
-def refuse_clear_text(url: str) -> None:
-    """Raise ConfigError for an http:// URL off loopback: a call to it would show its token."""
-    where = urlsplit(url)
-    if where.scheme != "http" or is_loopback(where.hostname or ""):
-        return
-    raise ConfigError(
-        f"refusing to call {url}: the token would be sent in clear text. Use https:// (start the "
-        "service with --tls-cert and --tls-key), or a tunnel: `ssh -N -L "
-        f"{where.port or 80}:127.0.0.1:{where.port or 80} {where.hostname}`, then use "
-        f"http://127.0.0.1:{where.port or 80}"
-    )
 
 
 def require_tls_off_loopback(host: str, tls: Tls | None) -> None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which servers this process trusts, and the certificate it shows them.
 
-The certificates of the system, and the private authority of a run. One context for all clients.
+The certificates of the system, and the private authority of a run. One context for all clients, and
+none for a server beyond this host without TLS: a token would be sent in clear text, whoever named
+the server.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ import os
 import ssl
 from functools import lru_cache
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx2
 
+from penstock.addresses import is_loopback
 from penstock.errors import ConfigError
 
 CA_ENV = "PENSTOCK_CA"
@@ -38,8 +42,24 @@ def trust(ca: Path | None, certificate: Path | None = None, key: Path | None = N
         os.environ[name] = str(path.absolute())
 
 
+def refuse_clear_text(url: str) -> None:
+    """Raise ConfigError for an http:// URL off loopback: a call to it would show its token."""
+    where = urlsplit(url)
+    if where.scheme != "http" or is_loopback(where.hostname or ""):
+        return
+    raise ConfigError(
+        f"refusing to call {url}: the token would be sent in clear text. Use https:// (start the "
+        "service with --tls-cert and --tls-key), or a tunnel: `ssh -N -L "
+        f"{where.port or 80}:127.0.0.1:{where.port or 80} {where.hostname}`, then use "
+        f"http://127.0.0.1:{where.port or 80}"
+    )
+
+
 def client_context(url: str) -> ssl.SSLContext | bool:
-    """How to verify the server of this URL; plain HTTP needs no certificates loaded."""
+    """How to verify the server of this URL; plain HTTP needs no certificates loaded. Raises
+    ConfigError for plain HTTP to another host: of weights or a partition, say, which the run
+    named."""
+    refuse_clear_text(url)
     if not url.startswith("https://"):
         return False
     named = (os.environ.get(name, "") for name in (CA_ENV, CERTIFICATE_ENV, KEY_ENV, ROOTS_ENV))

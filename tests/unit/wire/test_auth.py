@@ -8,7 +8,8 @@ import pytest
 
 from penstock.errors import ConfigError, Forbidden, Unauthorized
 from penstock.wire.auth import Audience, Role, Signer, Verifier
-from penstock.wire.serving import Tls, refuse_clear_text, require_tls_off_loopback
+from penstock.wire.serving import Tls, require_tls_off_loopback
+from penstock.wire.trust import refuse_clear_text
 
 
 def test_a_token_identifies_its_caller_and_is_limited_to_its_audiences(tmp_path: Path) -> None:

@@ -46,8 +46,9 @@ from penstock.dataflow.service.partitions.messages import (
     PartitionJoin,
 )
 from penstock.dataflow.service.process import Process
-from penstock.errors import BadRequest, Conflict, Fenced, Forbidden, NotFound
+from penstock.errors import BadRequest, ConfigError, Conflict, Fenced, Forbidden, NotFound
 from penstock.types import NodeId, RowId
+from penstock.wire.trust import refuse_clear_text
 
 log = structlog.get_logger(__name__)
 
@@ -95,6 +96,10 @@ class PartitionHandlers:
                 f"partition {index} is out of range; use 1 to {MAX_PARTITIONS - 1}"
                 " (0 is in the coordinator's process)"
             )
+        try:
+            refuse_clear_text(body.url)
+        except ConfigError as error:
+            raise BadRequest(f"partition {index}: nodes would be {error}") from None
         known = self._remote.get(index)
         if known is not None:
             _require_newer(known.record, body.boot)
