@@ -101,6 +101,16 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.parametrize("code", [FOREVER, "raise SystemExit(0)"], ids=["hangs", "exited early"])
+def test_a_service_is_restarted_on_request(launch: Launch, code: str) -> None:
+    launcher = launch(fake_service("trainer", code, kind=ServiceKind.TRAINER))
+    first = launcher.pids()["trainer"]
+    if code != FOREVER:
+        wait_until(lambda: launcher.poll() or launcher.has_finished_training())
+    assert launcher.restart("trainer") and not launcher.restart("node-9")
+    wait_until(lambda: launcher.poll() and launcher.pids().get("trainer", first) != first)
+
+
 def test_a_killed_service_comes_back(launch: Launch, exits: list[ServiceExit]) -> None:
     launcher = launch(fake_service("dataflow", FOREVER))
     first = launcher.pids()["dataflow"]

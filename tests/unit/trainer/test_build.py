@@ -293,3 +293,11 @@ def test_a_teacher_that_is_only_padded_further_is_asked(model_folder: Path, tmp_
     shutil.copy(model_folder / "tokenizer.json", tmp_path / "teacher")
     config = settings(model_folder, "opd", more={"teacher": str(tmp_path / "teacher")})
     assert train(build_models(config, POLICY, model_folder), 1)
+
+
+def test_a_step_reports_each_of_its_micro_batches(model_folder: Path) -> None:
+    done: list[int] = []
+    config = settings(model_folder, "grpo", minibatches=2)
+    models = build_models(config, POLICY, model_folder, on_micro_batch=lambda: done.append(1))
+    train(models, 1)
+    assert len(done) >= 2
