@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +25,7 @@ from penstock.trainer.lora import init_adapter
 from penstock.trainer.models import Models
 from penstock.trainer.ranks.group import Ranks, make_rank_group
 from penstock.trainer.ranks.sharding import gather
+from penstock.trainer.state_shards import copy_shard, open_state, state_names, write_shard
 
 NUM_STEPS = 20
 FEW_STEPS = 4
@@ -57,8 +59,8 @@ class Job:
 P = ParallelConfig
 TWO = {
     "cp2": Job(kind="dense", parallel=P(cp=2)),
-    "cp2 ring": Job(kind="one_head", parallel=P(cp=2)),
-    "tp2": Job(kind="dense", parallel=P(tp=2)),
+    "cp2 ring": Job(kind="one_head", parallel=P(cp=2), steps=FEW_STEPS),
+    "tp2": Job(kind="dense", parallel=P(tp=2), steps=FEW_STEPS),
     "tp2 lora": Job(kind="dense", parallel=P(tp=2), steps=FEW_STEPS, is_adapted=True),
     "cp2 lora": Job(kind="dense", parallel=P(cp=2), steps=FEW_STEPS, is_adapted=True),
     "cp2 critic": Job(kind="dense", parallel=P(cp=2), steps=FEW_STEPS, algorithm="ppo"),
@@ -66,8 +68,8 @@ TWO = {
 }
 FOUR = {
     "cp4 heads and ring": Job(kind="dense", parallel=P(cp=4)),
-    "cp4 heads": Job(kind="four_heads", parallel=P(cp=4)),
-    "cp4 ring": Job(kind="one_head", parallel=P(cp=4)),
+    "cp4 heads": Job(kind="four_heads", parallel=P(cp=4), steps=FEW_STEPS),
+    "cp4 ring": Job(kind="one_head", parallel=P(cp=4), steps=FEW_STEPS),
     "cp4 moe": Job(kind="moe", parallel=P(cp=4)),
     "dp2 cp2": Job(kind="dense", parallel=P(dp=2, cp=2), steps=FEW_STEPS),
     "cp2 tp2": Job(kind="dense", parallel=P(cp=2, tp=2), steps=FEW_STEPS),
@@ -117,7 +119,7 @@ def batch(seq: int, ranks: Ranks) -> Batch:
     return assemble(sealed.manifest, rows, POLICY, VOCAB_SIZE, ranks=ranks)
 
 
-def build(folder: Path, job: Job, ranks: Ranks) -> Models:
+def build(folder: Path, job: Job, ranks: Ranks, weights: Path | None = None) -> Models:
     lora = LORA if job.is_adapted else None
     config = settings(
         folder / job.kind,
@@ -127,7 +129,8 @@ def build(folder: Path, job: Job, ranks: Ranks) -> Models:
         minibatches=1,
         micro_batch_tokens=200,
     )
-    return build_models(config, POLICY, folder / f"{job.kind}{'+lora' if lora else ''}", ranks)
+    initial = folder / f"{job.kind}{'+lora' if lora else ''}"
+    return build_models(config, POLICY, weights or initial, ranks)
 
 
 def train(folder: Path, name: str, job: Job, ranks: Ranks) -> list[tuple[float, float]]:
@@ -157,7 +160,37 @@ def meshes(folder: Path) -> dict[str, Any]:
         ranks = make_rank_group(job.parallel)
         assert ranks is not None
         found[name] = train(folder, name, job, ranks)
-    return {"curves": found}
+    return {"curves": found, "resumed": _resumed(folder) if dist.get_world_size() == 4 else []}
+
+
+RESUMED = (P(dp=2, cp=2), P(dp=4, replicas=2), P(cp=2, tp=2), P(cp=4))
+"""Meshes of one run, one after another."""
+EACH = 2
+"""Steps on each."""
+
+
+def _resumed(folder: Path) -> list[tuple[float, float]]:
+    """A run whose mesh changes: each continues from the files of the one before."""
+    curve: list[tuple[float, float]] = []
+    before: Path | None = None
+    for index, parallel in enumerate(RESUMED):
+        ranks = make_rank_group(parallel)
+        assert ranks is not None
+        models = build(folder, Job(kind="dense", parallel=parallel), ranks, before)
+        if before is not None:
+            models.restore(open_state([before / "state" / name for name in state_names(4)]))
+        first = 1 + EACH * index
+        curve += [_step(models, seq, ranks) for seq in range(first, first + EACH)]
+        after = folder / f"after {index}"
+        weights = gather(models.weights(), ranks)
+        if ranks.position.is_rank0:
+            shutil.copytree(folder / "dense", after)
+            save_file(weights, after / "model.safetensors", metadata={"format": "pt"})
+        dist.barrier()
+        write_shard(after / "state", dist.get_rank(), 4, copy_shard(models.state_tensors()))
+        dist.barrier()
+        before = after
+    return curve
 
 
 if __name__ == "__main__":

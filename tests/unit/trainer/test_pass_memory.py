@@ -128,6 +128,60 @@ def test_the_prediction_holds_at_real_widths(shape: Shape, num_tokens: int, dp: 
     assert predicted(one) == pytest.approx(measure(one).peak_bytes, rel=0.1)
 
 
+MESHES = [
+    ParallelConfig(dp=4, cp=2),
+    ParallelConfig(dp=2, cp=8),
+    ParallelConfig(dp=8, replicas=4),
+    ParallelConfig(tp=2),
+    ParallelConfig(dp=4, tp=2),
+    ParallelConfig(dp=2, cp=2, tp=2),
+]
+"""Of the small shape, which has two key-value heads; with cp 8, keys go round."""
+REAL_MESHES = [
+    ParallelConfig(tp=8),
+    ParallelConfig(dp=8, tp=8),
+    ParallelConfig(dp=8, cp=8),
+    ParallelConfig(dp=64, replicas=8),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", MESHES, ids=lambda one: one.text)
+def test_the_prediction_holds_for_every_mesh(parallel: ParallelConfig) -> None:
+    for num_tokens in (512, 8192):
+        one = replace(case(SMALL), parallel=parallel, num_tokens=num_tokens)
+        assert predicted(one) == pytest.approx(measure(one).peak_bytes, rel=0.1), one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", REAL_MESHES, ids=lambda one: one.text)
+@pytest.mark.parametrize("num_tokens", [4096, 32768])
+def test_the_prediction_holds_for_meshes_at_real_widths(
+    parallel: ParallelConfig, num_tokens: int
+) -> None:
+    one = replace(case(QWEN3_8B), parallel=parallel, num_tokens=num_tokens)
+    assert predicted(one) == pytest.approx(measure(one).peak_bytes, rel=0.1)
+
+
+def test_residuals_are_shared_by_tensor_parallel_ranks() -> None:
+    """What one more layer keeps of a token is a rank's share of its input, and no more."""
+    plain = replace(case(SMALL), parallel=ParallelConfig(dp=2, tp=2), num_tokens=1024)
+    few, more = (measure(replace(plain, num_layers=n)).saved_bytes for n in (3, 5))
+    width = BF16.itemsize * SMALL.sizes["hidden_size"]
+    assert (more - few) / 2 / 1024 == pytest.approx(width / 2, rel=0.05)
+
+
+def test_replicas_exchange_gradients_and_gather_among_their_own_shards() -> None:
+    flat, hybrid = (
+        measure(replace(case(SMALL), parallel=ParallelConfig(dp=8, replicas=n), num_tokens=512))
+        for n in (1, 4)
+    )
+    assert hybrid.state_bytes == pytest.approx(4 * flat.state_bytes, rel=0.01)
+    reduced = [name for name in hybrid.num_collectives if name.startswith("allreduce")]
+    assert sum(hybrid.num_collectives[name] for name in reduced) == NUM_LAYERS + 1
+    assert not [name for name in flat.num_collectives if name.startswith("allreduce")]
+
+
 def test_recomputing_takes_less_and_more_tokens_take_more() -> None:
     model, spec = Model.of(SMALL, 8), PassSpec(parallel=ParallelConfig(dp=2), num_tokens=8192)
     peaks = {

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.unit.trainer.mesh_jobs import FOUR, TWO, Job, train, write_models
+from tests.unit.trainer.mesh_jobs import EACH, FOUR, RESUMED, TWO, Job, train, write_models
 from tests.unit.trainer.rank_jobs import forked
 
 from penstock.config.stages import ParallelConfig
@@ -71,8 +71,16 @@ def test_two_ranks_train_as_one_process_does(
     check(work, two, name, TWO[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_train_as_one_process_does(
     work: Path, four: list[dict[str, Any]], name: str
 ) -> None:
     check(work, four, name, FOUR[name])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_its_mesh_changes(work: Path, four: list[dict[str, Any]]) -> None:
+    kind, _, is_adapted, algorithm = FOUR["cp4 heads and ring"].base
+    straight = alone(work, (kind, EACH * len(RESUMED), is_adapted, algorithm))
+    np.testing.assert_allclose(four[0]["resumed"], straight, rtol=1e-5, atol=1e-5)
