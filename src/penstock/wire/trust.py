@@ -2,8 +2,7 @@
 """Which servers this process trusts, and the certificate it shows them.
 
 The certificates of the system, and the private authority of a run. One context for all clients, and
-none for a server beyond this host without TLS: a token would be sent in clear text, whoever named
-the server.
+none for a server beyond this host without TLS: a token would be sent in clear text.
 """
 
 from __future__ import annotations
