@@ -164,6 +164,7 @@ def _samples(prompts_RP: Ints, answers: Answers, numbers_R: Ints) -> Samples:
         top_k_T=np.zeros(shape, np.int32),
         top_p_T=np.ones(shape, np.float32),
         min_p_T=np.zeros(shape, np.float32),
+        experts_T=np.zeros((*shape, 0), np.uint8),
     )
 
 

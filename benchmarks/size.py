@@ -15,13 +15,17 @@ import argparse
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
 
 from benchmarks.fake_ranks import (
     BACKWARD,
@@ -42,6 +46,8 @@ from penstock.trainer.device import CPU
 from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.learner import weighted_sum
 from penstock.trainer.losses.clipped import ClippedLoss
+from penstock.trainer.ranks import experts
+from penstock.trainer.ranks.experts import expert_modules
 from penstock.trainer.ranks.group import SingleRank, make_rank_group
 from penstock.trainer.ranks.sharding import shard
 
@@ -116,20 +122,46 @@ def measure(case: Case) -> Measure:
     are there already."""
     with fake_process_group(case.parallel.num_ranks):
         model = meta_model(case.shape, case.layers)
-        layer_bytes = case.precision.itemsize * sum(
-            parameter.numel() for parameter in decoder_layers(model)[0].parameters()
-        )
+        layer_bytes = case.precision.itemsize * _layer_parameters(model, case.parallel.ep)
         ranks = make_rank_group(case.parallel)
         assert ranks is not None
         compute = ComputeSpec(precision=case.precision, recompute=case.recompute)
         actor = shard(Actor(model), model, ranks, CPU, compute)
-        with FakeTensorMode(allow_non_fake_inputs=True), MemoryLedger(case.device) as ledger:
+        with (
+            _visits_are_even(),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            MemoryLedger(case.device) as ledger,
+        ):
             actor.to_empty(device="cpu")
             batch = one_sample(case.num_tokens, case.shape.vocab_size)
             found = _step(actor, ledger, batch, layer_bytes // case.parallel.tp)
         del actor, model
     gc.collect()
     return found
+
+
+def _layer_parameters(model: PreTrainedModel, ep: int) -> int:
+    """Of one layer as it is gathered: a rank of `ep` gathers its own experts only."""
+    layer = decoder_layers(model)[0]
+    in_experts = sum(one.numel() for found in expert_modules(layer) for one in found.parameters())
+    return sum(one.numel() for one in layer.parameters()) - in_experts + in_experts // ep
+
+
+@contextmanager
+def _visits_are_even() -> Generator[None]:
+    """Tensors without content choose no experts: every rank gets as many visits as it sends."""
+    counted = experts.count_visits
+
+    def even(experts_V: Tensor, num_experts: int, group: dist.ProcessGroup) -> experts.Visits:
+        ep, num_visits = group.size(), experts_V.numel()
+        each = [num_visits * (at + 1) // ep - num_visits * at // ep for at in range(ep)]
+        return experts.Visits(sent=each, received=each, experts_G=experts_V % (num_experts // ep))
+
+    experts.count_visits = even
+    try:
+        yield
+    finally:
+        experts.count_visits = counted
 
 
 def _step(actor: Actor, ledger: MemoryLedger, batch: Batch, layer_bytes: int) -> Measure:
@@ -224,6 +256,8 @@ def grid() -> Iterator[Case]:
     """Every shape, mesh and length."""
     for case, dp, num_tokens in itertools.product(QUICK, (8, 64), (SHORT, LONG)):
         yield replace(case, parallel=ParallelConfig(dp=dp), num_tokens=num_tokens)
+        if case.shape is QWEN3_30B_A3B:
+            yield replace(case, parallel=ParallelConfig(dp=dp, ep=8), num_tokens=num_tokens)
 
 
 def describe(case: Case, found: Measure) -> Iterator[str]:

@@ -74,6 +74,7 @@ def make_batch(lengths: Ints, vocab_size: int, draw: np.random.Generator) -> Bat
         top_k_T=np.zeros(num_tokens, np.int32),
         top_p_T=np.ones(num_tokens, np.float32),
         min_p_T=np.zeros(num_tokens, np.float32),
+        experts_T=np.zeros((num_tokens, 0), np.uint8),
     )
     advantages = draw.normal(0, 1, lengths.size)
     return Batch(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any, NewType, Protocol
 
@@ -201,6 +201,41 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertChoices:
+    """Which experts of a mixture an engine chose for each token, in every layer that has experts.
+
+    A token that the engine did not compute, such as the last one of an answer, has no choice."""
+
+    num_layers: Annotated[int, Meta(ge=1, le=1024)]
+    """Layers with experts."""
+    num_chosen: Annotated[int, Meta(ge=1, le=256)]
+    """Experts per token and layer."""
+    num_experts: Annotated[int, Meta(ge=1, lt=1 << 16)]
+    """Experts per layer."""
+    choices: Annotated[bytes, Meta(max_length=1 << 30)]
+    """Tokens × layers × chosen experts: one byte each if there are fewer than 256 experts, else
+    little-endian uint16. All bits set where there is no choice."""
+
+    @property
+    def item_bytes(self) -> int:
+        return 1 if self.num_experts < 256 else 2
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * self.num_chosen * self.item_bytes
+
+    def last(self, num_tokens: int) -> ExpertChoices:
+        """Of this many tokens at the end; earlier ones without a choice if there are too few."""
+        size = num_tokens * self.token_bytes
+        known = self.choices[max(0, len(self.choices) - size) :]
+        return replace(self, choices=known.rjust(size, NO_CHOICE))
+
+
+NO_CHOICE = b"\xff"
+"""Every byte of a token's choices if it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One model call, exactly as the engine performed it."""
 
@@ -238,6 +273,8 @@ class Turn:
     """With `kv: keep`: the oldest version whose keys and values its tokens may have attended to.
     It counts for staleness like a version that sampled tokens. None: all keys and values belong to
     the version that sampled the token."""
+    experts: ExpertChoices | None = None
+    """Expert choices of `prompt_ids` and then `sampled_ids`, if the engine records them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One GPU: a step in bfloat16, its memory, and vLLM with CUDA graphs and a swap."""
+"""One GPU: a step in bfloat16, its memory, and vLLM with CUDA graphs, a swap and router replay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gpu.processes import run_alone
 from penstock.devices import visible_devices
 from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.engines.vllm import ChildServer, VllmEngine
-from penstock.types import PolicyName, SamplingSpec, Version, view_ids, view_log_probs
+from penstock.types import PolicyName, SamplingSpec, Turn, Version, view_ids, view_log_probs
 
 pytestmark = needs_gpus(1)
 POLICY = PolicyName("policy")
@@ -133,3 +133,76 @@ def _worst_difference(folder: Path, answer: Completion) -> float:
     logprobs = torch.log_softmax(logits[len(PROMPT) - 1 : -1].float(), -1)
     expected = logprobs[range(len(ids)), torch.tensor(ids)]
     return float((expected - torch.tensor(view_log_probs(answer.logprobs))).abs().max())
+
+
+# --- a mixture of experts -------------------------------------------------------------------------
+
+NUM_ANSWERS = 16
+
+
+@needs_vllm()
+def test_router_replay_narrows_the_gap_to_vllm(tmp_path: Path, record_property: Record) -> None:
+    """Log-probs of vLLM against the trainer's, with its own choice of experts and with vLLM's."""
+    from tests.unit.trainer.test_router_replay import BF16, actor_of, gap, shape_of_turns
+
+    folder = _write_mixture(tmp_path / "versions" / "0")
+    turns = asyncio.run(_sampled_turns(folder, tmp_path / "state"))
+    actor = actor_of(folder, BF16)
+    before, after = (gap(actor, turns, shape) for shape in (None, shape_of_turns(turns)))
+    record_property("gap_before", round(before, 5))
+    record_property("gap_after", round(after, 5))
+    assert after < before
+
+
+def _write_mixture(folder: Path) -> Path:
+    import torch
+    from tests.unit.rollout.engines.byte_qwen3 import write_snapshot
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dense = write_snapshot(folder, seed=0)
+    own: Any = AutoConfig.from_pretrained(dense)
+    changes = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    kept = {name: value for name, value in own.to_dict().items() if name != "model_type"}
+    configs: Any = AutoConfig
+    config = configs.for_model(
+        "qwen3_moe", **{**kept, **changes, "architectures": ["Qwen3MoeForCausalLM"]}
+    )
+    torch.manual_seed(0)
+    maker: Any = AutoModelForCausalLM
+    (folder / "model.safetensors").unlink()
+    maker.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+async def _sampled_turns(folder: Path, state: Path) -> list[Turn]:
+    from dataclasses import replace
+
+    from tests.unit.trainer.doubles import make_turn
+
+    options = ("--gpu-memory-utilization", "0.3")
+    devices = (visible_devices()[0].id,)
+    server = ChildServer(ENGINE, options, devices=devices, state_dir=state, records_experts=True)
+    engine = VllmEngine(server, records_experts=True)
+    try:
+        await engine.load(folder, Version(policy=POLICY, incarnation=1, number=0))
+        requests = [
+            GenerationRequest(
+                PROMPT, SamplingSpec(max_tokens=64, seed=seed), policy=POLICY, session=str(seed)
+            )
+            for seed in range(NUM_ANSWERS)
+        ]
+        answers = [await engine(request) for request in requests]
+    finally:
+        await engine.close()
+    assert all(one.experts is not None for one in answers)
+    return [
+        replace(
+            make_turn(
+                PROMPT,
+                view_ids(one.sampled_ids).tolist(),
+                logprobs=view_log_probs(one.logprobs).tolist(),
+            ),
+            experts=one.experts,
+        )
+        for one in answers
+    ]

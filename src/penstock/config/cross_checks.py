@@ -12,7 +12,7 @@ from penstock.config.builtin_stages import STAGE_FUNCTIONS_MODULE
 from penstock.config.dataflow import SurvivorsClosing
 from penstock.config.evaluation_checks import evaluation_checks
 from penstock.config.host_checks import host_contradictions
-from penstock.config.models import is_reproducible, serves_adapters
+from penstock.config.models import is_reproducible, records_experts, serves_adapters
 from penstock.config.pipeline_cross_checks import (
     group_comparer,
     pipeline_cross_checks,
@@ -61,6 +61,7 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _determinism(config)
     yield from _lag_without_partner(config)
     yield from evaluation_checks(config)
+    yield from _router_replay(config)
     yield from _lora(config)
     yield from pipeline_cross_checks(config)
     yield from dict.fromkeys(stream_checks(config))
@@ -343,6 +344,18 @@ def _session_groups(config: RunSections, at: KeyPath) -> Iterator[Contradiction]
             "set closing: complete",
             keys=(("dataflow", "closing"), at),
         )
+
+
+def _router_replay(config: RunSections) -> Iterator[Contradiction]:
+    """Only some engines record the experts that they chose."""
+    for name, model in config.models.items():
+        if config.for_policy(name).training.router_replay and not records_experts(model.engine):
+            section = ("models", name, "training") if model.training else ("training",)
+            yield Contradiction(
+                text=f"engine {model.engine} does not record the experts that it chose, so there "
+                "is nothing to replay; use hf or vllm, or set router_replay: false",
+                keys=((*section, "router_replay"), ("models", name, "engine")),
+            )
 
 
 def _lora(config: RunSections) -> Iterator[Contradiction]:

@@ -43,6 +43,8 @@ class _EngineType(Protocol):
     @property
     def serves_adapters(self) -> bool: ...
     @property
+    def records_experts(self) -> bool: ...
+    @property
     def is_reproducible(self) -> bool: ...
 
 
@@ -53,6 +55,12 @@ EngineName = Annotated[str, BeforeValidator(_check_name)]
 def serves_adapters(engine: str) -> bool:
     """Whether it can serve LoRA adapters; a custom engine reports an error itself if not."""
     return engine not in builtin_names(ENGINES_PACKAGE) or _declared(engine).serves_adapters
+
+
+def records_experts(engine: str) -> bool:
+    """Whether its answers can carry the experts that a mixture chose; a custom engine reports an
+    error itself if not."""
+    return engine not in builtin_names(ENGINES_PACKAGE) or _declared(engine).records_experts
 
 
 def is_reproducible(engine: str) -> bool:

@@ -79,6 +79,10 @@ class ParallelConfig(Section):
     sharded over them too."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks that share each layer, and the tokens between its products."""
+    ep: PositiveInt = 1
+    """Of the data-parallel ranks, those that share the experts of a mixture: each holds 1/ep of
+    them, and tokens travel to them. Divides dp and the number of experts; without replicas, cp and
+    tp."""
 
     @property
     def num_ranks(self) -> int:
@@ -98,7 +102,7 @@ class ParallelConfig(Section):
     @property
     def text(self) -> str:
         """As in a config; what is 1 is left out, except dp."""
-        sizes = {"replicas": self.replicas, "cp": self.cp, "tp": self.tp}
+        sizes = {"replicas": self.replicas, "cp": self.cp, "tp": self.tp, "ep": self.ep}
         own = [f"{name}: {size}" for name, size in sizes.items() if size > 1]
         return f"{{{', '.join([f'dp: {self.dp}', *own])}}}"
 
@@ -110,6 +114,18 @@ class ParallelConfig(Section):
                 f"{self.dp}",
                 keys=(("replicas",),),
             )
+        if self.dp % self.ep:
+            yield Contradiction(
+                text=f"ep {self.ep} does not divide dp {self.dp}; set ep to a divisor of {self.dp}",
+                keys=(("ep",), ("dp",)),
+            )
+        for name, size in (("replicas", self.replicas), ("cp", self.cp), ("tp", self.tp)):
+            if self.ep > 1 and size > 1:
+                yield Contradiction(
+                    text=f"ep {self.ep} with {name} {size} is not supported; set {name}: 1 and "
+                    "raise dp",
+                    keys=(("ep",), (name,)),
+                )
 
 
 class PipelineStageConfig(Section):

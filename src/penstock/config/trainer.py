@@ -103,6 +103,10 @@ class TrainingConfig(Section):
     """optimizer: AdamW's two moments are in host memory between updates, and on the device one
     parameter at a time. Saves 8 bytes per parameter of a rank's share of the model, and does not
     change the result."""
+    router_replay: bool = False
+    """Of a mixture of experts: engines record which experts they chose for each token, and the
+    trainer uses these instead of choosing again, so that rounding sends no token to other experts
+    than it was sampled with. Router and weights of the chosen experts still learn."""
     micro_batch_tokens: PositiveInt = 4096
     """Most tokens in one forward pass, or one longer sample; affects memory, not the gradient."""
 
@@ -139,6 +143,13 @@ class TrainingConfig(Section):
                 f"or groups_per_batch >= {self.minibatches}",
                 keys=(("minibatches",), ("groups_per_batch",)),
             )
+        for name, size in (("cp", self.parallel.cp), ("tp", self.parallel.tp)):
+            if self.router_replay and size > 1:
+                yield Contradiction(
+                    text=f"router_replay with {name} {size}, whose ranks share the tokens of a "
+                    f"sample, is not supported; set {name}: 1 and raise dp",
+                    keys=(("router_replay",), ("parallel", name)),
+                )
         if self.warmup_steps > self.steps:
             yield Contradiction(
                 text=f"{self.warmup_steps} warmup_steps do not fit into {self.steps} steps, so the "

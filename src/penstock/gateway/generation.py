@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 from penstock.types import (
+    ExpertChoices,
     FinishReason,
     KvAge,
     LogProbs,
@@ -35,6 +36,8 @@ class Completion:
     finish: FinishReason
     kv: KvAge | None = None
     """As in `Turn`."""
+    experts: ExpertChoices | None = None
+    """Of the last tokens of prompt and answer, if the engine records them."""
 
     @classmethod
     def of(

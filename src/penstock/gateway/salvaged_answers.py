@@ -58,6 +58,7 @@ class SalvagedAnswers:
             spans=turn.spans,
             finish=turn.finish,
             kv=turn.kv,
+            experts=turn.experts,
         )
 
 

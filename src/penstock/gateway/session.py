@@ -293,6 +293,7 @@ class Session:
         completion: Completion,
         started_at: float,
     ) -> Turn:
+        num_tokens = len(prompt.new_ids) + len(view_ids(completion.sampled_ids))
         return Turn(
             policy=prompt.policy,
             parent=prompt.parent,
@@ -308,6 +309,7 @@ class Session:
             role=role,
             agent=self.agent,
             kv=completion.kv,
+            experts=completion.experts and completion.experts.last(num_tokens),
         )
 
     def _add(self, prompt: Prompt, turn: Turn, texts: AnswerTexts, *, is_reused: bool) -> int:

@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 from penstock.errors import EngineError, RequestRejected
 from penstock.gateway.generation import Completion, Generate
 from penstock.types import (
+    ExpertChoices,
     FinishReason,
     KvAge,
     PolicyName,
@@ -75,6 +76,8 @@ class EngineSettings:
     """Most policies that share the engine, as adapters of one model."""
     adapter_rank: int = 16
     """The largest rank of their adapters."""
+    records_experts: bool = False
+    """Whether answers carry the experts that a mixture chose for each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,8 @@ class EngineType:
     """Whether it loads LoRA adapters, or needs no weights at all."""
     is_reproducible: bool = False
     """Whether it honors `EngineSettings.is_deterministic`."""
+    records_experts: bool = False
+    """Whether it honors `EngineSettings.records_experts`."""
 
 
 @runtime_checkable
@@ -134,6 +139,7 @@ class SpanLog:
         logprobs: Sequence[float],
         finish: FinishReason,
         kv: KvAge | None = None,
+        experts: ExpertChoices | None = None,
     ) -> Completion:
         """The answer with these tokens."""
         return Completion(
@@ -142,6 +148,7 @@ class SpanLog:
             spans=self.spans(len(ids)),
             finish=finish,
             kv=kv,
+            experts=experts,
         )
 
     def spans(self, num_tokens: int) -> tuple[VersionSpan, ...]:

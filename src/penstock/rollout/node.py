@@ -226,6 +226,7 @@ def engine_maker(
             state_dir=options["state_dir"],
             num_policies=max((len(s.policies) for s in run_info.adapters), default=1),
             adapter_rank=max((s.rank for s in run_info.adapters), default=1),
+            records_experts=info.records_experts,
         )
         return find_engine(info.kind).build(settings)
 

@@ -110,7 +110,8 @@ class PartialCompletion:
             self._spans.switch(at + span.start, self._version(span))
         ids = [*self._sampled[:at], *view_ids(last.sampled_ids)]
         logprobs = [*self._logprobs[:at], *view_log_probs(last.logprobs)]
-        return self._spans.complete(ids, logprobs, last.finish, oldest(self._kv, last.kv))
+        kv = oldest(self._kv, last.kv)
+        return self._spans.complete(ids, logprobs, last.finish, kv, last.experts)
 
     def _version(self, span: VersionSpan) -> Version:
         policy = self._request.policy

@@ -35,6 +35,8 @@ class Snapshot:
     """Names of all tensors of the model, sorted, without the adapter's."""
     adapter: AdapterInfo | None = None
     """The adapter of this version, if its policy trains one."""
+    num_experts: int = 0
+    """Experts per layer of a mixture; 0 for another model."""
 
 
 def read_snapshot(folder: Path) -> Snapshot:
@@ -50,7 +52,13 @@ def read_snapshot(folder: Path) -> Snapshot:
         vocab_size=_positive(config, "vocab_size", DEFAULT_VOCAB),
         tensors=tuple(sorted(shapes)),
         adapter=_read_adapter(folder, shapes),
+        num_experts=_num_experts(config),
     )
+
+
+def _num_experts(config: JsonObject) -> int:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((_positive(config, name, 1) for name in names if config.get(name)), 0)
 
 
 def prompt_problem(prompt_ids: Sequence[int], snapshot: Snapshot) -> str | None:

@@ -125,7 +125,7 @@ def with_tiny_models(config: RunConfig) -> RunConfig:
     for section in (values, *values["models"].values()):
         if section.get("training"):
             section["training"] |= {"parallel": one_rank, "minibatches": 1, "epochs": 1}
-            section["training"] |= {"hosts": None, "devices": None}
+            section["training"] |= {"hosts": None, "devices": None, "router_replay": False}
         if section.get("algorithm") and section["algorithm"].get("teacher"):
             section["algorithm"]["teacher"] = TINY_QWEN3
     for model in values["models"].values():
@@ -140,13 +140,12 @@ def with_tiny_models(config: RunConfig) -> RunConfig:
 
 
 def _train_once(config: RunConfig, policy: PolicyName, trajectory: Trajectory) -> Stats:
-    from penstock.trainer.batches import assemble
     from penstock.trainer.build import build_models
 
     with initial_folder(TINY_QWEN3, config.seed) as folder:
         models = build_models(config, policy, folder)
         manifest, rows = _tiny_batch(config, policy, trajectory)
-        return models.step(assemble(manifest, rows, policy, models.vocab_size))
+        return models.step(models.assemble(manifest, rows, policy))
 
 
 def _tiny_batch(

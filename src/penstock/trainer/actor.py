@@ -24,6 +24,7 @@ from penstock.trainer.inputs import Inputs
 from penstock.trainer.losses.logprobs import Truncation, entropy, sampling_log_softmax
 from penstock.trainer.losses.tokens import Tokens
 from penstock.trainer.ranks.context import WHOLE_LINE
+from penstock.trainer.router_replay import RouterReplay
 
 MAX_LOGITS = 1 << 27
 """Numbers in memory at a time: 512 MB in float32."""
@@ -33,14 +34,24 @@ class Actor(nn.Module):
     gives_logprobs = True
     """Whether its outputs are log-probs, comparable with the sampling engine's."""
 
-    def __init__(self, model: PreTrainedModel, *, learns_entropy: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        learns_entropy: bool = False,
+        replay: RouterReplay | None = None,
+    ) -> None:
+        """replay: installed in the model, if it computes with recorded experts."""
         super().__init__()
+        self._replay = replay
         use_packed_attention(model)
         self.model = model.eval()  # dropout would move the ratio away from 1 on unchanged weights
         self._learns_entropy = learns_entropy
         self.context = WHOLE_LINE
 
     def forward(self, inputs: Inputs) -> Tokens:
+        if self._replay is not None:
+            self._replay.use(inputs.experts_PW)
         own = inputs.own
         hidden_KD = last_hidden(self.model, own)
         num_tokens, size = hidden_KD.shape[0], max(1, MAX_LOGITS // vocab_size(self.model))

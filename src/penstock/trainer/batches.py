@@ -25,7 +25,13 @@ from penstock.trainer.arrays import Floats, Ints
 from penstock.trainer.pass_cost import TYPICAL, PassCost
 from penstock.trainer.ranks.balance import manifest_costs
 from penstock.trainer.ranks.group import RankReductions, SingleRank
-from penstock.trainer.samples import Samples, is_trained_role, join_samples, make_samples
+from penstock.trainer.samples import (
+    ExpertShape,
+    Samples,
+    is_trained_role,
+    join_samples,
+    make_samples,
+)
 from penstock.types import (
     MIN_TEMPERATURE,
     ROLE_REWARD,
@@ -203,17 +209,18 @@ def assemble(
     *,
     ranks: RankReductions | None = None,
     cost: PassCost = TYPICAL,
+    experts: ExpertShape | None = None,
 ) -> Batch:
     """The batch of this manifest, from its rows as received. cost: by which they were divided.
 
     With several ranks, rows that other ranks compute have no payload here, like missing rows; row
-    columns cover all of them."""
+    columns cover all of them. experts: of the model, if recorded choices are replayed."""
     sizes = [len(group.rows) for group in manifest.groups]
     groups_R = np.repeat(np.arange(len(sizes)), np.array(sizes, np.int64))
     received = dict(_trajectories(manifest, rows))
     roles = Roles.of(manifest)
     numbers = {name: number for number, name in enumerate(roles.names)}
-    samples = make_samples(received.items(), policy, manifest.visible_roles, numbers)
+    samples = make_samples(received.items(), policy, manifest.visible_roles, numbers, experts)
     truncated_R, longest_R = _row_lengths(manifest, received, ranks or SingleRank())
     batch = Batch(
         seq=manifest.seq,

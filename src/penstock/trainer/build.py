@@ -46,7 +46,13 @@ from penstock.trainer.pipeline.run import ACTOR, Call, Pipeline, PlannedStage, b
 from penstock.trainer.ranks.batch_repartition import repartition_batch
 from penstock.trainer.ranks.group import Ranks, SingleRank, StagedRanks
 from penstock.trainer.ranks.sharding import shard
-from penstock.trainer.ranks.weight_loading import load_meta_model, load_weight_slices
+from penstock.trainer.ranks.weight_loading import (
+    load_meta_model,
+    load_weight_slices,
+    make_meta_model,
+)
+from penstock.trainer.router_replay import RouterReplay, expert_shape
+from penstock.trainer.samples import ExpertShape
 from penstock.trainer.schedules import Schedule, Shape
 from penstock.trainer.signals.alarms import EXCLUDED
 from penstock.trainer.updates import UpdateSpec
@@ -82,6 +88,7 @@ def build_models(
         Pipeline(builder.bind_stages(chain.stages, learners)),
         ranks,
         vocab_size=actor.vocab_size if actor else _vocab_size(folder),
+        experts=builder.replayed_experts(folder),
         minibatches=settings.training.minibatches,
         cost=TYPICAL if (shape := shape_of(str(folder))) is None else PassCost.of(shape),
         stream=_stream_spec(settings, builder, chain.stages, learners),
@@ -218,6 +225,13 @@ class _Builder:
             return self._ranks
         return self._ranks.groups[stage.parallel]
 
+    def replayed_experts(self, folder: Path) -> ExpertShape | None:
+        """What the actor chooses for a token, also on a rank that holds no shard of it; None if
+        choices are not replayed."""
+        if not self._settings.training.router_replay:
+            return None
+        return expert_shape(make_meta_model(folder))
+
     def _forward_pass(self, ranks: Ranks) -> ForwardPass:
         tokens = self._settings.training.micro_batch_tokens
         return ForwardPass(
@@ -228,7 +242,13 @@ class _Builder:
         algorithm = self._settings.algorithm
         own = stage and _own_objective(stage)
         model = load_policy(self._settings, folder, is_rank0=self._ranks.position.is_rank0)
-        actor = Actor(model, learns_entropy=algorithm.entropy_coef > 0)
+        replay = RouterReplay(model) if self._settings.training.router_replay else None
+        if replay is not None and ranks.position.parallel.ranks_per_part > 1:
+            raise ConfigError(
+                f"router_replay with parallel {ranks.position.parallel.text}, whose ranks share "
+                "the tokens of a sample, is not supported; set cp and tp to 1 and raise dp"
+            )
+        actor = Actor(model, learns_entropy=algorithm.entropy_coef > 0, replay=replay)
         return Learner(
             self._shard(actor, folder, ranks),
             own or objective_of(algorithm),

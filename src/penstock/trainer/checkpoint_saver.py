@@ -23,6 +23,7 @@ from penstock.trainer.background_worker import BackgroundWorker
 from penstock.trainer.checkpoint import Checkpoints, Cursor
 from penstock.trainer.durable_files import KnownFile, partial_name
 from penstock.trainer.model_folders import WEIGHTS
+from penstock.trainer.ranks.regions import Weights
 from penstock.trainer.state_shards import StateShard, copy_shard, write_shard
 from penstock.trainer.weight_shares import ShareBuffers, WeightShare, await_file, fill_file
 
@@ -58,7 +59,7 @@ class Saver(BackgroundWorker[Save]):
         self,
         cursor: Cursor,
         *,
-        weights: Mapping[str, Tensor] | Future[KnownFile],
+        weights: Weights | Future[KnownFile],
         state: Mapping[str, Tensor],
         static: Sequence[Path],
         monitor_state: Mapping[str, Any],
@@ -109,7 +110,7 @@ class ShardSaver(BackgroundWorker[Save]):
         self,
         token: int,
         state: Mapping[str, Tensor],
-        weights: Mapping[str, Tensor] | None = None,
+        weights: Weights | None = None,
     ) -> None:
         """Copy this rank's shard of the state; it is written in the background. weights: what this
         rank holds of them, if the ranks write them, too."""

@@ -25,6 +25,7 @@ from penstock.trainer.losses.logprobs import Truncation
 from penstock.trainer.losses.tokens import Tokens
 from penstock.trainer.ranks.context import WHOLE_LINE, Context, LineCut, gather_slices
 from penstock.trainer.samples import Samples, ranges
+from penstock.types import NO_CHOICE
 
 PROXIMAL, REFERENCE = "proximal_logprobs", "reference_logprobs"
 
@@ -38,6 +39,8 @@ class Inputs:
     positions_P: Tensor
     """Of each token in its own sample."""
     rows: Rows
+    experts_PW: Tensor | None = None
+    """The experts that the engine chose for each token, in bytes; None if they are not replayed."""
     token_K: Tensor
     """Which token of the batch each trained one is."""
     predictor_K: Tensor
@@ -158,8 +161,10 @@ def make_inputs(
     lengths = (samples.ends_S - samples.starts_S)[lines] - 1
     offsets = np.cumsum(lengths) - lengths
     ids_P = samples.ids_T[ranges(samples.starts_S[lines], lengths)].astype(np.int64)
+    experts_PW = samples.experts_T[ranges(samples.starts_S[lines], lengths)]
     if not ids_P.size:  # models cannot compute an empty input: one token, whose output is not used
         lengths, ids_P = np.ones(1, np.int64), np.zeros(1, np.int64)
+        experts_PW = np.full((1, experts_PW.shape[1]), NO_CHOICE[0], np.uint8)
     sample_K, token_K = _trained(samples, chosen)
     column_K = token_K - samples.starts_S[chosen][sample_K]
     columns = {
@@ -176,6 +181,7 @@ def make_inputs(
         ids_P=torch.from_numpy(ids_P),
         positions_P=torch.from_numpy(ranges(np.zeros_like(lengths), lengths)),
         rows=make_attention_layout(lengths),
+        experts_PW=torch.from_numpy(experts_PW) if experts_PW.shape[1] else None,
         token_K=torch.from_numpy(token_K),
         predictor_K=torch.from_numpy(predictor_K),
         targets_K=torch.from_numpy(samples.ids_T[token_K].astype(np.int64)),
@@ -232,17 +238,22 @@ def advantages_of(batch: Batch) -> Floats:
 def _distinct(samples: Samples, chosen: Ints) -> tuple[Ints, Ints]:
     """(one sample per distinct input, which of them each sample uses).
 
-    Members of a group that agree on all but their last token are one input, and computed once."""
+    Members of a group that agree on all but their last token are one input, and computed once. The
+    same tokens through other experts are another input."""
     seen: dict[bytes, int] = {}
     line_B = np.array(
         [
-            seen.setdefault(samples.ids_T[start : end - 1].tobytes(), len(seen))
+            seen.setdefault(_key(samples, slice(start, end - 1)), len(seen))
             for start, end in zip(samples.starts_S[chosen], samples.ends_S[chosen], strict=True)
         ],
         np.int64,
     )
     _, first = np.unique(line_B, return_index=True)
     return chosen[first], line_B
+
+
+def _key(samples: Samples, part: slice) -> bytes:
+    return samples.ids_T[part].tobytes() + samples.experts_T[part].tobytes()
 
 
 def _trained(samples: Samples, chosen: Ints) -> tuple[Ints, Ints]:

@@ -35,7 +35,7 @@ from penstock.dataflow.service.trainers.messages import (
 )
 from penstock.errors import Conflict, Fenced, ResumeRejected, UnknownCommit
 from penstock.observe.metrics import MetricsFile
-from penstock.trainer.batches import Batch, assemble
+from penstock.trainer.batches import Batch
 from penstock.trainer.checkpoint import Checkpoints
 from penstock.trainer.checkpoint_saver import Saver
 from penstock.trainer.durable_files import new_token
@@ -259,10 +259,7 @@ class Trainer:
     ) -> Batch:
         started = time.perf_counter()
         rows = fetch(manifest)
-        models, ranks = self._models, self._ranks
-        batch = assemble(
-            manifest, rows, self._policy, models.vocab_size, ranks=ranks, cost=models.cost
-        )
+        batch = self._models.assemble(manifest, rows, self._policy)
         self._seconds["read"] += time.perf_counter() - started
         return batch
 

@@ -7,7 +7,7 @@ critic). Together they are one step for the loop, and one state for the checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,16 +15,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.trainer.batches import Batch
+from penstock.trainer.batches import Batch, assemble
+from penstock.trainer.file_tensors import FileTensor, file_tensors
 from penstock.trainer.learner import Learner, SkipReason, Stats
 from penstock.trainer.lora import adapter_tensors
 from penstock.trainer.pass_cost import TYPICAL, PassCost
 from penstock.trainer.pipeline.run import ACTOR, Pipeline
 from penstock.trainer.ranks.group import Ranks, SingleRank
+from penstock.trainer.ranks.regions import Weights
 from penstock.trainer.ranks.sharding import gather
-from penstock.trainer.snapshots import names_in_files, weights_of
+from penstock.trainer.samples import ExpertShape
+from penstock.trainer.snapshots import weights_of
 from penstock.trainer.state_shards import ShardedState, with_prefix
 from penstock.trainer.streaming import StreamedStep
+from penstock.types import Manifest, PolicyName, RowPayload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +54,18 @@ class Models:
         minibatches: int,
         cost: PassCost = TYPICAL,
         stream: StreamSpec | None = None,
+        experts: ExpertShape | None = None,
     ) -> None:
         """learners: the models that this rank holds a shard of; rank 0 holds a shard of each.
         vocab_size: the actor's. minibatches: updates that a batch is cut into. cost: of the actor's
-        passes. stream: how a step begins before its batch is complete; None if it does not."""
+        passes. stream: how a step begins before its batch is complete; None if it does not.
+        experts: of the actor, if it replays recorded choices."""
         self._ranks = ranks or SingleRank()
         self._actor = learners.get(ACTOR)
         self._others = {role: found for role, found in learners.items() if role != ACTOR}
         self._pipeline = pipeline
         self.vocab_size = vocab_size
+        self._experts = experts
         self.minibatches = minibatches
         self.cost = cost
         self._stream = stream
@@ -68,6 +75,18 @@ class Models:
         """The one whose versions are published."""
         assert self._actor is not None, "called only on ranks that hold a shard of it"
         return self._actor.model
+
+    def assemble(self, manifest: Manifest, rows: Sequence[RowPayload], policy: PolicyName) -> Batch:
+        """The batch of a manifest for the actor, from its rows as received."""
+        return assemble(
+            manifest,
+            rows,
+            policy,
+            self.vocab_size,
+            ranks=self._ranks,
+            cost=self.cost,
+            experts=self._experts,
+        )
 
     def step(self, batch: Batch) -> Stats:
         """Train on one batch, through all stages; an empty one, whose groups were all lost, is
@@ -93,25 +112,33 @@ class Models:
             self._actor, self._stream.columns, num_sequences=self._stream.num_sequences
         )
 
-    def weights(self) -> Mapping[str, Tensor]:
+    def weights(self) -> Weights:
         """The actor's tensors that change, by the names in its files: all, or the adapter's. With
         several ranks, what this rank holds of them, without communication.
 
-        Of a model whose files hold other tensors than the model does (fused experts), all ranks
-        call it together and rank 0 gets them complete."""
+        Of a model whose files hold tensors that are computed from the model's, all ranks call it
+        together and rank 0 gets them complete."""
         if self._actor is None:
             return {}
         if adapter := adapter_tensors(self.model):
             return adapter
-        if self._names_in_files is not None:
-            state = self.model.state_dict(keep_vars=True)
-            return {name: state[own].detach() for name, own in self._names_in_files.items()}
+        if self._file_tensors is None:
+            return self.gather_weights()
+        state = self.model.state_dict(keep_vars=True)
+        return {name: one.part_of(state[one.source]) for name, one in self._file_tensors.items()}
+
+    def gather_weights(self) -> dict[str, Tensor]:
+        """The same, complete and in rank 0's memory; all ranks call it together."""
+        if self._actor is None:
+            return {}
+        if adapter := adapter_tensors(self.model):
+            return gather(adapter, self._ranks)
         gathered = gather(self.model.state_dict(keep_vars=True), self._ranks)
         return weights_of(self.model, gathered) if gathered else {}
 
     @cached_property
-    def _names_in_files(self) -> dict[str, str] | None:
-        return names_in_files(self.model)
+    def _file_tensors(self) -> dict[str, FileTensor] | None:
+        return file_tensors(self.model)
 
     @property
     def dtypes(self) -> set[torch.dtype]:

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from torch import Tensor
 
 from penstock.errors import WeightsError, WireError, wrap_errors
 from penstock.trainer.background_worker import BackgroundWorker
 from penstock.trainer.durable_files import KnownFile, new_token
+from penstock.trainer.ranks.regions import Weights
 from penstock.trainer.snapshots import Snapshots, dtype_of_versions
 from penstock.trainer.weight_shares import ShareBuffers, WeightShare, write_share_of_rank
 from penstock.weights.publish import StoredVersion, incoming_path
@@ -66,9 +66,7 @@ class Publisher(BackgroundWorker[_Handed]):
         self._collected_at = time.monotonic()
         super().__init__("publisher", self._publish, after_each=self._collect_garbage)
 
-    def submit(
-        self, weights: Mapping[str, Tensor], number: int, *, token: int | None = None
-    ) -> None:
+    def submit(self, weights: Weights, number: int, *, token: int | None = None) -> None:
         """Copy the weights; the rest happens in the background.
 
         token: the one that the other ranks were given for their shares."""
@@ -145,7 +143,7 @@ class ShareWriter(BackgroundWorker[tuple[int, WeightShare]]):
         self._dropped: set[int] = set()
         super().__init__("share writer", self._write)
 
-    def submit(self, token: int, weights: Mapping[str, Tensor], *, dropped: int = 0) -> None:
+    def submit(self, token: int, weights: Weights, *, dropped: int = 0) -> None:
         """Copy this rank's share of a version; it is written in the background.
 
         dropped: the token of a version that rank 0 will not write; 0 for none."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.trainer.arrays import Bools, Ints
-from penstock.types import PolicyName, Trajectory, Turn, is_trainable
+from penstock.types import ExpertChoices, PolicyName, Trajectory, Turn, is_trainable
 
 Floats = npt.NDArray[np.float32]
 TrainedRoles = Collection[tuple[PolicyName, str]]
@@ -60,6 +60,9 @@ class Samples:
     top_k_T: npt.NDArray[np.int32]
     top_p_T: Floats
     min_p_T: Floats
+    experts_T: npt.NDArray[np.uint8]
+    """T×W: the experts that the engine chose for each token, in W bytes as `ExpertShape` says; W is
+    0 if they are not replayed."""
 
     @property
     def num_trained(self) -> int:
@@ -67,6 +70,34 @@ class Samples:
 
 
 TOKEN_COLUMNS = tuple(one.name for one in fields(Samples) if one.name.endswith("_T"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """What a mixture of experts chooses for one token."""
+
+    num_layers: int
+    """Layers with experts."""
+    num_chosen: int
+    """Experts per layer."""
+    num_experts: int
+
+    @property
+    def none(self) -> ExpertChoices:
+        """Without any token."""
+        return ExpertChoices(
+            num_layers=self.num_layers,
+            num_chosen=self.num_chosen,
+            num_experts=self.num_experts,
+            choices=b"",
+        )
+
+    def read(self, turn: Turn, num_tokens: int) -> bytes:
+        """The choices of a turn's tokens; no choice for any of them if it has none of this
+        model."""
+        found = self.none if turn.experts is None else turn.experts
+        is_own = replace(found, choices=b"") == self.none
+        return (found if is_own else self.none).last(num_tokens).choices
 
 
 _Spec = tuple[bool, float, int, float, float]
@@ -94,6 +125,7 @@ class _SampleBuilder:
     sampled: list[int] = field(default_factory=list[int])
     sample_lengths: list[int] = field(default_factory=list[int])
     rows: list[int] = field(default_factory=list[int])
+    experts: list[bytes] = field(default_factory=list[bytes])
 
     def add_context(self, ids: bytes, turn: int) -> int:
         self.span_lengths.append(len(ids) // 4)
@@ -145,9 +177,10 @@ def make_samples(
     policy: PolicyName,
     visible_roles: TrainedRoles | None = None,
     roles: Mapping[str, int] = NO_ROLES,
+    experts: ExpertShape | None = None,
 ) -> Samples:
     """Samples of these (manifest index, trajectory) pairs, in their order. `roles` numbers the
-    roles of the batch; any other role is 0."""
+    roles of the batch; any other role is 0. experts: of the model, if choices are replayed."""
     pieces = _SampleBuilder()
     for row, trajectory in rows:
         lengths = [len(turn.sampled_ids) // 4 for turn in trajectory.turns]
@@ -157,6 +190,9 @@ def make_samples(
             num_ids = 0
             for index in path:
                 turn = trajectory.turns[index]
+                if experts is not None:
+                    size = (len(turn.prompt_ids) + len(turn.sampled_ids)) // 4
+                    pieces.experts.append(experts.read(turn, size))
                 num_ids += pieces.add_context(turn.prompt_ids, index)
                 if index in trained:
                     is_own = turn.policy == policy
@@ -168,7 +204,7 @@ def make_samples(
                     num_ids += pieces.add_context(turn.sampled_ids, index)
             pieces.sample_lengths.append(num_ids)
             pieces.rows.append(row)
-    return _join(pieces)
+    return _join(pieces, 0 if experts is None else experts.none.token_bytes)
 
 
 def _number_agents(turns: Sequence[Turn]) -> Mapping[str, int]:
@@ -225,7 +261,7 @@ def _path_to(leaf: int, turns: Sequence[Turn]) -> list[int]:
     return path[::-1]
 
 
-def _join(pieces: _SampleBuilder) -> Samples:
+def _join(pieces: _SampleBuilder, expert_bytes: int) -> Samples:
     lengths = np.array(pieces.lengths, np.int64)
     specs = np.array(pieces.specs, np.float64).reshape(-1, 5)
     credits = np.array(pieces.credits, np.float64).reshape(-1, 3)
@@ -252,6 +288,9 @@ def _join(pieces: _SampleBuilder) -> Samples:
         top_k_T=np.repeat(specs[:, 2].astype(np.int32), lengths),
         top_p_T=np.repeat(specs[:, 3].astype(np.float32), lengths),
         min_p_T=np.repeat(specs[:, 4].astype(np.float32), lengths),
+        experts_T=np.frombuffer(b"".join(pieces.experts), np.uint8).reshape(
+            int(lengths.sum()), expert_bytes
+        ),
     )
 
 

@@ -19,7 +19,6 @@ from penstock.config.rank_hosts import host_of_each_rank
 from penstock.dataflow.client.dataflow import TrainerClient
 from penstock.errors import Fenced, Unreachable
 from penstock.observe.metrics import MetricsFile
-from penstock.trainer.batches import assemble
 from penstock.trainer.build import build_models, load_policy, parallel_layouts
 from penstock.trainer.checkpoint import Checkpoint, Checkpoints, Cursor
 from penstock.trainer.device import CPU, select_device
@@ -34,7 +33,6 @@ from penstock.trainer.publisher import ShareWriter
 from penstock.trainer.ranks.group import Ranks, SingleRank, init_process_group, make_ranks
 from penstock.trainer.ranks.rendezvous import RanksNotMet, is_of_collective
 from penstock.trainer.ranks.row_fetch import fetch_rows
-from penstock.trainer.ranks.sharding import gather
 from penstock.trainer.ranks.supervisor import EXIT_NOT_MET, RankEnv
 from penstock.trainer.ranks.worker_loop import num_ranks, worker_loop
 from penstock.trainer.replay import (
@@ -182,17 +180,14 @@ def replay_step(
     def step(manifest: Manifest) -> Stats:
         cost, source = models.cost, RecordedRows(record=record)
         rows = fetch_rows(source, manifest, ranks, minibatches=models.minibatches, cost=cost)
-        batch = assemble(
-            manifest, rows, PolicyName(policy), models.vocab_size, ranks=ranks, cost=cost
-        )
-        stats = models.step(batch)
+        stats = models.step(models.assemble(manifest, rows, PolicyName(policy)))
         [is_trained] = ranks.broadcast_from_rank0([int(stats.skipped is None)])
         if ranks.position.is_rank0 or is_trained:
             return stats
         return replace(stats, skipped=SkipReason.NO_TOKENS)  # for a rank that sat the actor out
 
     cursor, differences = replay(record, checkpoint.cursor, number, step=step)
-    weights = gather(models.weights(), ranks)
+    weights = models.gather_weights()
     if not ranks.position.is_rank0:
         return None
     snapshots = Snapshots(scratch / "weights", PolicyName(policy), checkpoint.folder)

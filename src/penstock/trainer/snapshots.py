@@ -29,6 +29,7 @@ from penstock.trainer.model_folders import (
     static_files,
     weight_files,
 )
+from penstock.trainer.ranks.regions import Weights
 from penstock.trainer.weight_shares import ShareBuffers, WeightShare, write_share
 from penstock.types import PolicyName
 from penstock.weights.manifest import ADAPTER_WEIGHTS
@@ -61,25 +62,6 @@ def weights_of(
     return weights
 
 
-def names_in_files(model: PreTrainedModel) -> dict[str, str] | None:
-    """The name in the model of each tensor of its files, by the name there; None if the files hold
-    other tensors, which are computed from the model's. A tensor with several names is under its
-    parameter's name, as usual."""
-    own = {name for name, _ in model.named_parameters()}
-    seen: set[int] = set()
-    outlines: dict[str, Tensor] = {}
-    state = model.state_dict(keep_vars=True)
-    for name, tensor in sorted(state.items(), key=lambda item: item[0] not in own):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            outlines[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    names = {id(outline): name for name, outline in outlines.items()}
-    found = revert_weight_conversion(model, dict(outlines))
-    if sorted(map(id, found.values())) != sorted(names):
-        return None
-    return {name: names[id(found[name])] for name in sorted(found)}  # every rank has one order
-
-
 class Snapshots:
     """Writes versions of one policy."""
 
@@ -106,7 +88,7 @@ class Snapshots:
         """Files that every folder of this policy's weights carries unchanged."""
         return unchanged_files(self._folder)
 
-    def copy(self, weights: Mapping[str, Tensor]) -> WeightShare:
+    def copy(self, weights: Weights) -> WeightShare:
         """These weights as they are now, in the precision that config.json names; an adapter's in
         float32. Of sharded ones, what rank 0 writes."""
         return self._buffers.copy(weights)

@@ -21,10 +21,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from penstock.durable import sync
-from penstock.trainer.ranks.regions import TensorRegion, is_owner, local, region_of
+from penstock.trainer.ranks.regions import (
+    TensorPart,
+    TensorRegion,
+    Weights,
+    is_owner,
+    local,
+    region_of,
+)
 from penstock.weights.tensors import ITEM_BYTES, Layout, make_layout
 
 POLL_S = 0.01
@@ -65,16 +71,18 @@ class ShareBuffers:
         self._dtype = dtype
         self._free: list[dict[str, Tensor]] = []
 
-    def copy(self, weights: Mapping[str, Tensor], *, is_rank0: bool = True) -> WeightShare:
+    def copy(self, weights: Weights, *, is_rank0: bool = True) -> WeightShare:
         """This rank's regions as they are now, cast where they are. Tensors that are not sharded
         are in rank 0's share."""
         owned = {
-            name: tensor.detach()
+            name: tensor
             for name, tensor in weights.items()
-            if is_owner(tensor) and (is_rank0 or isinstance(tensor, DTensor))
+            if is_owner(tensor) and (is_rank0 or region_of(tensor) is not None)
         }
         buffer = self._free.pop() if self._free else {}
-        copies = {name: self._copy(local(t), buffer.get(name)) for name, t in owned.items()}
+        copies = {
+            name: self._copy(local(t).detach(), buffer.get(name)) for name, t in owned.items()
+        }
         if any(local(tensor).is_cuda for tensor in owned.values()):
             torch.cuda.synchronize()
         return WeightShare(
@@ -97,11 +105,11 @@ class ShareBuffers:
             into = torch.empty(source.shape, dtype=dtype, pin_memory=source.is_cuda)
         return into.copy_(source.to(dtype) if source.is_cuda else source, non_blocking=True)
 
-    def _entry(self, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    def _entry(self, tensor: Tensor | TensorPart) -> tuple[str, tuple[int, ...]]:
         return _DTYPES[self._dtype_in_file(tensor)], tuple(tensor.shape)
 
-    def _dtype_in_file(self, tensor: Tensor) -> torch.dtype:
-        return (self._dtype or tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+    def _dtype_in_file(self, tensor: Tensor | TensorPart) -> torch.dtype:
+        return (self._dtype or tensor.dtype) if tensor.dtype.is_floating_point else tensor.dtype
 
 
 # --- writing --------------------------------------------------------------------------------------

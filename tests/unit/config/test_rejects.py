@@ -259,6 +259,14 @@ CONTRADICTIONS = [
          "set kv: drop, or accept_untrusted: false"),
     case(POLICY, policy("training: {parallel: {dp: 6, replicas: 4}}"),
          "models.policy.training.parallel.replicas", "2 left over; set replicas to a divisor of 6"),
+    case(POLICY, policy("engine: hf, training: {parallel: {dp: 4, ep: 3}}"),
+         "models.policy.training.parallel.ep", "set ep to a divisor of 4"),
+    case(POLICY, policy("engine: hf, training: {parallel: {dp: 4, tp: 2, ep: 2}}"),
+         "models.policy.training.parallel.ep", "set tp: 1 and raise dp"),
+    case(POLICY, policy("engine: hf, training: {router_replay: true, parallel: {cp: 2}}"),
+         "models.policy.training.router_replay", "set cp: 1 and raise dp"),
+    case(POLICY, policy("engine: scripted, training: {router_replay: true}"),
+         "models.policy.training.router_replay", "use hf or vllm"),
 ]  # fmt: skip
 
 RULE_OPTIONS = [

@@ -120,6 +120,23 @@ def test_the_prediction_holds_for_every_setting(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "parallel", "num_tokens", "recompute"),
+    [
+        (SMALL_MOE, ParallelConfig(dp=8, ep=2), 2048, "layer"),
+        (SMALL_MOE, ParallelConfig(dp=8, ep=8), 2048, "none"),
+        (QWEN3_30B_A3B, ParallelConfig(dp=64, ep=8), 4096, "layer"),
+        (QWEN3_30B_A3B, ParallelConfig(dp=64, ep=8), 32768, "layer"),
+    ],
+)
+def test_the_prediction_holds_with_experts_spread(
+    shape: Shape, parallel: ParallelConfig, num_tokens: int, recompute: Any
+) -> None:
+    one = replace(case(shape, recompute), parallel=parallel, num_tokens=num_tokens)
+    assert predicted(one) == pytest.approx(measure(one).peak_bytes, rel=0.1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [QWEN3_8B, QWEN3_32B, QWEN3_30B_A3B], ids=lambda one: one.name)
 @pytest.mark.parametrize("num_tokens", [4096, 32768])
 @pytest.mark.parametrize("dp", [8, 64])

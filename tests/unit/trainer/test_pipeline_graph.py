@@ -289,6 +289,25 @@ def test_models_may_be_spread_differently_but_each_of_them_in_one_way() -> None:
         make_plan({"policy": bare})
 
 
+def test_experts_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    more = {"num_hidden_layers": 2, "vocab_size": 32, "num_experts_per_tok": 2, "num_experts": 6}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **more}))
+    (tmp_path / "model.safetensors").touch()
+
+    def plan(init: str, ep: int) -> Plan:
+        parallel = ParallelConfig(dp=4, ep=ep)
+        stages = tuple(one.model_copy(update={"parallel": parallel}) for one in of("grpo"))
+        trained = PolicyToPlan(init=init, stages=stages)
+        return make_plan({"policy": trained}, count=lambda model: 1000)
+
+    assert plan(str(tmp_path), 2).chains[0].num_ranks == 4
+    with pytest.raises(ConfigError, match=r"ep 4 cannot share the 6 experts .* a divisor of 6"):
+        plan(str(tmp_path), 4)
+    with pytest.raises(ConfigError, match=r"has no experts to spread over ep 2; set ep to 1"):
+        plan(TINY_QWEN3, 2)
+
+
 def test_under_an_adapter_that_alone_learns_and_the_reference_takes_no_room() -> None:
     trained = PolicyToPlan(init=TINY_QWEN3, stages=of("rloo"), lora=LoraConfig(rank=3))
     [chain] = make_plan({"policy": trained}).chains

@@ -329,6 +329,7 @@ def run_info(config: RunConfig) -> RunInfo:
                 options=model.engine_options,
                 num_devices=model.devices_per_engine,
                 keeps_kv=model.kv == "keep",
+                records_experts=config.for_policy(name).training.router_replay,
             )
             for name, model in config.models.items()
         },

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,7 +25,7 @@ from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding.sampling import SpecColumns, sample
 from penstock.rollout.engine import SpanLog
 from penstock.rollout.snapshot import Snapshot, prompt_problem
-from penstock.types import FinishReason, KvAge, Version
+from penstock.types import NO_CHOICE, ExpertChoices, FinishReason, KvAge, Version
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -67,6 +67,10 @@ class Decoder(Protocol):
         ...
 
     def clear(self) -> None: ...
+
+    def experts(self, row: int) -> ExpertChoices | None:
+        """Chosen for the tokens of a row so far, if they are recorded."""
+        ...
 
     def share(self) -> Decoder:
         """A decoder with separate rows, for another policy's adapters on the same weights."""
@@ -135,12 +139,19 @@ class Batch:
             row.logprobs.append(logprob)
             finish = self._finish(row, token)
             if finish is not None:
-                answer = row.spans.complete(row.sampled, row.logprobs, finish, row.kv)
-                finished.append((row, answer))
+                finished.append((row, self._complete(index, row, finish)))
             elif not row.future.cancelled():
                 kept.append(index)
         self._keep(kept, tokens)
         return finished
+
+    def _complete(self, index: int, row: Row, finish: FinishReason) -> Completion:
+        """The last token was sampled and not computed, so it has no experts."""
+        experts = self._decoder.experts(index)
+        if experts is not None:
+            rest = NO_CHOICE * experts.token_bytes
+            experts = replace(experts, choices=experts.choices + rest)
+        return row.spans.complete(row.sampled, row.logprobs, finish, row.kv, experts)
 
     def resume(self, version: Version) -> None:
         """After a swap: prefill all rows again from their tokens, or only their last token."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,9 @@ from penstock.rollout.adapter_info import (
 )
 from penstock.rollout.decoding.batch import Logits, Staged
 from penstock.rollout.decoding.hf_patch import LoadedTensors, read_patch
+from penstock.rollout.decoding.router_log import RouterLog
 from penstock.rollout.snapshot import Snapshot, read_snapshot
+from penstock.types import ExpertChoices
 from penstock.weights.lora import A, B
 from penstock.weights.manifest import ADAPTER_PREFIX, ADAPTER_WEIGHTS
 
@@ -51,12 +53,16 @@ class _Rows:
     cache: Any
     """A DynamicCache; untyped, because some of its layer types have no keys."""
     mask_BT: Tensor
+    experts_BTW: Tensor | None = None
+    """The experts that every layer chose for each token, if they are recorded."""
 
     def select(self, rows: Tensor) -> None:
         for layer in self.cache.layers:
             layer.keys = layer.keys.index_select(0, rows)
             layer.values = layer.values.index_select(0, rows)
         self.mask_BT = self.mask_BT.index_select(0, rows)
+        if self.experts_BTW is not None:
+            self.experts_BTW = self.experts_BTW.index_select(0, rows)
 
     def trim(self) -> None:
         """Drop columns that are padding in every row."""
@@ -66,6 +72,8 @@ class _Rows:
                 layer.keys = layer.keys[:, :, num_padding:]
                 layer.values = layer.values[:, :, num_padding:]
             self.mask_BT = self.mask_BT[:, num_padding:]
+            if self.experts_BTW is not None:
+                self.experts_BTW = self.experts_BTW[:, num_padding:]
 
 
 Layers = dict[str, tuple[Tensor, Tensor]]
@@ -135,17 +143,30 @@ class _Weights:
 
 
 class HfDecoder:
-    def __init__(self, *, torch_threads: int, weights: _Weights | None = None) -> None:
-        """`weights`: the model of another decoder, to share it."""
+    def __init__(
+        self,
+        *,
+        torch_threads: int,
+        weights: _Weights | None = None,
+        records_experts: bool = False,
+    ) -> None:
+        """`weights`: the model of another decoder, to share it. records_experts: keep the experts
+        that a mixture chose."""
         torch.set_num_threads(torch_threads)
         self._torch_threads = torch_threads
         self.weights = weights or _Weights()
         self.weights.num_decoders += 1
         self.adapter: _Adapter | None = None
         self._rows: _Rows | None = None
+        self._records_experts = records_experts
+        self._routers: RouterLog | None = None
 
     def share(self) -> HfDecoder:
-        return HfDecoder(torch_threads=self._torch_threads, weights=self.weights)
+        return HfDecoder(
+            torch_threads=self._torch_threads,
+            weights=self.weights,
+            records_experts=self._records_experts,
+        )
 
     def stage(self, folder: Path, patch: Path | None = None) -> Staged:
         torch.set_num_threads(self._torch_threads)  # OpenMP's setting is per calling thread
@@ -225,11 +246,19 @@ class HfDecoder:
         with torch.inference_mode():
             for layer in self._rows.cache.layers:
                 layer.keys, layer.values = layer.keys[:, :, :-1], layer.values[:, :, :-1]
+            if self._rows.experts_BTW is not None:
+                self._rows.experts_BTW = self._rows.experts_BTW[:, :-1]
             position_B1 = self._rows.mask_BT.sum(dim=1, keepdim=True) - 1
             return self._forward(torch.from_numpy(tokens)[:, None], self._rows, position_B1).numpy()
 
     def clear(self) -> None:
         self._rows = None
+
+    def experts(self, row: int) -> ExpertChoices | None:
+        if self._routers is None or self._rows is None or self._rows.experts_BTW is None:
+            return None
+        is_token_T = self._rows.mask_BT[row].bool()
+        return self._routers.choices(self._rows.experts_BTW[row][is_token_T])
 
     def _prefill(self, contexts: Sequence[Sequence[int]]) -> tuple[_Rows, Tensor]:
         length = max(len(ids) for ids in contexts)
@@ -245,15 +274,27 @@ class HfDecoder:
 
     def _forward(self, ids_BT: Tensor, rows: _Rows, position_BT: Tensor) -> Tensor:
         with self.weights.using(self.adapter) as model:
-            output = model(
-                input_ids=ids_BT,
-                attention_mask=rows.mask_BT,
-                position_ids=position_BT,
-                past_key_values=rows.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            routers = self._router_log(model)
+            with nullcontext() if routers is None else routers.noting():
+                output = model(
+                    input_ids=ids_BT,
+                    attention_mask=rows.mask_BT,
+                    position_ids=position_BT,
+                    past_key_values=rows.cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+        if routers is not None:
+            found = routers.take(*ids_BT.shape)
+            known = rows.experts_BTW
+            rows.experts_BTW = found if known is None else torch.cat([known, found], dim=1)
         return output.logits[:, -1]
+
+    def _router_log(self, model: Any) -> RouterLog | None:
+        """None if choices are not recorded."""
+        if self._records_experts and self._routers is None:
+            self._routers = RouterLog(model)
+        return self._routers
 
 
 def _blocks(order: list[int], contexts: list[tuple[int, ...]]) -> Iterator[list[int]]:
@@ -281,7 +322,12 @@ def _stack(parts: Sequence[_Rows]) -> _Rows:
             for kind in ([other.keys for other in others], [other.values for other in others])
         )
     masks = [pad(part.mask_BT, (gap, 0)) for part, gap in zip(parts, gaps, strict=True)]
-    return _Rows(cache, torch.cat(masks))
+    experts = [
+        pad(part.experts_BTW, (0, 0, gap, 0))
+        for part, gap in zip(parts, gaps, strict=True)
+        if part.experts_BTW is not None
+    ]
+    return _Rows(cache, torch.cat(masks), torch.cat(experts) if experts else None)
 
 
 # --- weights ------------------------------------------------------------------------------------
@@ -305,8 +351,26 @@ def _read_tensors(model: Any, folder: Path) -> dict[str, Tensor]:
     for path in tensor_files(folder):
         tensors.update(load_file(path))
     tensors = _with_canonical_names(model, tensors)
+    if tensors and _has_fused_experts(model) and not _targets(model).keys() <= tensors.keys():
+        tensors = _converted(folder) or tensors
     _check_fit(model, tensors, folder)
     return tensors
+
+
+def _has_fused_experts(model: Any) -> bool:
+    """As transformers marks them; files usually hold a matrix per expert."""
+    return any(hasattr(module, "_is_expert_parallel") for module in model.modules())
+
+
+def _converted(folder: Path) -> dict[str, Tensor] | None:
+    """The model's tensors, fused from the files' ones; None if some are missing or left over."""
+    loader: Any = AutoModelForCausalLM
+    model, report = loader.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+    )
+    if any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+        return None
+    return _targets(model)
 
 
 def _copy(model: Any, tensors: dict[str, Tensor]) -> None:

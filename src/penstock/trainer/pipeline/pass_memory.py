@@ -42,6 +42,8 @@ class ModelShape:
     vocab: int
     experts_per_token: int = 0
     num_experts: int = 0
+    expert: int = 0
+    """Width of one expert."""
     has_head_norms: bool = False
     """Whether queries and keys are normalised."""
     is_tied: bool = False
@@ -69,6 +71,7 @@ class ModelShape:
                 vocab=int(config["vocab_size"]),
                 experts_per_token=visited,
                 num_experts=int(config.get("num_experts") or config.get("num_local_experts") or 0),
+                expert=expert if visited else 0,
                 has_head_norms=str(config.get("model_type", "")).startswith("qwen3"),
                 is_tied=bool(config.get("tie_word_embeddings", False)),
                 has_window=bool(config.get("sliding_window"))
@@ -81,6 +84,11 @@ class ModelShape:
     def visits(self) -> int:
         """Numbers of the states that one token brings to its experts, a copy for each."""
         return self.experts_per_token * self.hidden
+
+    @property
+    def num_expert_parameters(self) -> int:
+        """Of all experts of a layer: gate, up and down."""
+        return 3 * self.num_experts * self.expert * self.hidden
 
     @property
     def mlp_output(self) -> int:
@@ -139,6 +147,7 @@ class _Moments:
         root = shape.num_root_parameters
         tp = spec.parallel.tp
         layer = max(0, num_parameters - root) / shape.num_layers / tp
+        layer -= shape.num_expert_parameters * (1 - 1 / spec.parallel.ep)
         self._root_parameters = root / tp
         self._layer_parameters = layer
         self._root = e * self._root_parameters if has_copies else 0.0

@@ -200,6 +200,7 @@ def _chain(
     largest, unknown_passes = MemoryEstimate(), list[str]()
     for (role, model), parallel in models.items():
         _check_mesh(policy, model, parallel)
+        _check_experts(model, parallel)
         if (num_parameters := count(model)) is None:
             unknown_models.append(model)
             continue
@@ -243,6 +244,19 @@ def _check_same_parallel(stage: PipelineStageConfig, trains: PipelineStageConfig
     raise ConfigError(
         f"stage {stage.id} has parallel {own} and runs the model that stage {trains.id} trains "
         f"with {other}; give both the same"
+    )
+
+
+def _check_experts(model: str, parallel: ParallelConfig) -> None:
+    """Of a model whose config.json is on this machine; else its trainer finds out."""
+    shape = shape_of(model) if parallel.ep > 1 else None
+    if shape is None or (shape.num_experts and shape.num_experts % parallel.ep == 0):
+        return
+    if not shape.num_experts:
+        raise ConfigError(f"{model} has no experts to spread over ep {parallel.ep}; set ep to 1")
+    raise ConfigError(
+        f"ep {parallel.ep} cannot share the {shape.num_experts} experts of {model} evenly; set ep "
+        f"to a divisor of {shape.num_experts}"
     )
 
 

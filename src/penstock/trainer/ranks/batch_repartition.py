@@ -78,8 +78,10 @@ def _unpack(batch: Batch, rows: Mapping[int, PackedRow]) -> Batch:
     lengths_S = np.array([length for row in packed for length in row.lengths], np.int64)
     ends_S = np.cumsum(lengths_S)
     joined = {
-        name: _joined((row.tokens[name] for row in packed), getattr(batch.samples, name).dtype)
-        for name in TOKEN_COLUMNS
+        name: _joined((row.tokens[name] for row in packed), like.dtype).reshape(
+            int(lengths_S.sum()), *like.shape[1:]
+        )
+        for name, like in ((name, getattr(batch.samples, name)) for name in TOKEN_COLUMNS)
     }
     columns = {
         name: _joined((row.columns[name] for row in packed), np.float64)

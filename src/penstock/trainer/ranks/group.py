@@ -104,12 +104,15 @@ class RankGroup(_WorldBroadcasts):
         over_parts: dist.ProcessGroup,
         in_part: dist.ProcessGroup | None,
         in_context: dist.ProcessGroup | None = None,
+        expert_mesh: DeviceMesh | None = None,
     ) -> None:
         """mesh: of parameters, with the dimensions `replicas` and `tp` if they are more than 1, and
         `shards`. over_parts: the ranks at the same place of every part. in_part: the ranks of
         this part; None if it is alone. in_context: the ranks of this part with the same
-        tensor-parallel shard; None if this rank has all tokens."""
+        tensor-parallel shard; None if this rank has all tokens. expert_mesh: the same ranks as
+        groups that share the experts; None if every rank has all."""
         self.mesh = mesh
+        self.expert_mesh = expert_mesh
         self.position = RankPosition(rank=dist.get_rank(), parallel=parallel)
         self.in_context = in_context
         self._over_parts = over_parts
@@ -259,6 +262,7 @@ def make_rank_group(parallel: ParallelConfig, *, device: str = "cpu") -> RankGro
     in_context = in_part
     if cp > 1 and tp > 1:
         in_context = _own_group(ranks.transpose(1, 2).reshape(-1, cp))
+    expert_mesh = _expert_mesh(parallel, device)
     if mesh.get_coordinate() is None:
         return None
     return RankGroup(
@@ -267,6 +271,7 @@ def make_rank_group(parallel: ParallelConfig, *, device: str = "cpu") -> RankGro
         over_parts=over_parts or mesh.get_group("shards"),
         in_part=mesh.get_group("tp") if cp == 1 < tp else in_part,
         in_context=in_context,
+        expert_mesh=expert_mesh,
     )
 
 
@@ -276,6 +281,14 @@ def _parameter_mesh(parallel: ParallelConfig, device: str) -> DeviceMesh:
     names = tuple(name for name, size in sizes.items() if size > 1 or name == "shards")
     ranks = torch.arange(parallel.num_ranks).view([sizes[name] for name in names])
     return DeviceMesh(device, ranks, mesh_dim_names=names)
+
+
+def _expert_mesh(parallel: ParallelConfig, device: str) -> DeviceMesh | None:
+    """How experts are placed: over the ranks of a group, and each rank's over the groups."""
+    if parallel.ep == 1:
+        return None
+    ranks = torch.arange(parallel.num_ranks).view(-1, parallel.ep)
+    return DeviceMesh(device, ranks, mesh_dim_names=("groups", "ep"))
 
 
 def _own_group(rows: Tensor) -> dist.ProcessGroup | None:

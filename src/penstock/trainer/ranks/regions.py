@@ -6,10 +6,11 @@ Owns the arithmetic of regions; moves no tensor and calls no collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -48,8 +49,34 @@ class TensorRegion:
         return (offset + size for offset, size in zip(self.offset, self.shape, strict=True))
 
 
-def region_of(tensor: Tensor) -> TensorRegion | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPart:
+    """What this rank holds of a tensor that is itself a region of a sharded one, such as one
+    expert's matrix."""
+
+    region: TensorRegion
+    content: Tensor
+    """Of this region, maybe empty."""
+    is_owned: bool
+    """Whether this rank is the first of those with the same region."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.region.full_shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.content.dtype
+
+
+Weights = Mapping[str, Tensor | TensorPart]
+"""A model's tensors by the names in its files; of a sharded model, what this rank holds of them."""
+
+
+def region_of(tensor: Tensor | TensorPart) -> TensorRegion | None:
     """The region that this rank holds; None for a tensor that is not sharded."""
+    if isinstance(tensor, TensorPart):
+        return tensor.region
     if not isinstance(tensor, DTensor):
         return None
     offset, shape = [0] * tensor.ndim, list(tensor.shape)
@@ -70,8 +97,10 @@ def region_of(tensor: Tensor) -> TensorRegion | None:
     return region
 
 
-def is_owner(tensor: Tensor) -> bool:
+def is_owner(tensor: Tensor | TensorPart) -> bool:
     """Whether this rank is the first of those with the same region; false if that is empty."""
+    if isinstance(tensor, TensorPart):
+        return tensor.is_owned
     if not isinstance(tensor, DTensor):
         return True
     mesh = tensor.device_mesh
@@ -82,8 +111,10 @@ def is_owner(tensor: Tensor) -> bool:
     return is_rank0 and tensor.to_local().numel() > 0
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor | TensorPart) -> Tensor:
     """This rank's local tensor."""
+    if isinstance(tensor, TensorPart):
+        return tensor.content
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards a model over ranks: FSDP2 by decoder layer, tensor and context parallel inside a part.
+"""Shards a model over ranks: FSDP2 by decoder layer, tensor and context parallel inside a part,
+experts spread over parts.
 
 Owns how parameters are placed on ranks and how they are gathered. Gradients are *summed* over
 ranks, not averaged: the learner's weights already divide by what all ranks train. One path for gloo
@@ -9,6 +10,7 @@ and NCCL; with a single rank every function here does what plain torch does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -28,6 +30,7 @@ from penstock.trainer.compute import (
 )
 from penstock.trainer.device import CPU
 from penstock.trainer.ranks.context import SharesLines, make_context
+from penstock.trainer.ranks.experts import expert_modules, shard_dim, spread_experts
 from penstock.trainer.ranks.group import RankGroup, Ranks
 from penstock.trainer.ranks.tensor_parallel import split_layers
 
@@ -59,11 +62,15 @@ def shard(
         split_layers(model, ranks.mesh["tp"])
     if parallel.ranks_per_part > 1 and hasattr(root, "context"):
         cast(SharesLines, root).context = make_context(model, ranks)
+    if ranks.expert_mesh is not None:
+        spread_experts(model, ranks.expert_mesh["ep"])
     use_recomputation(model, compute.recompute)
     mesh = ranks.mesh["replicas", "shards"] if parallel.replicas > 1 else ranks.mesh["shards"]
     for module in exact_modules(root) if compute.is_mixed else ():
         fully_shard(module, mesh=mesh)
     for layer in decoder_layers(model):
+        if ranks.expert_mesh is not None:
+            _shard_experts(layer, ranks.expert_mesh["groups"], compute)
         fully_shard(layer, mesh=mesh, mp_policy=compute.policy)
     fully_shard(root, mesh=mesh, mp_policy=compute.policy)
     for module in root.modules():
@@ -71,6 +78,17 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def _shard_experts(layer: torch.nn.Module, over_groups: DeviceMesh, compute: ComputeSpec) -> None:
+    """What a rank holds of the experts is cut over the ranks that hold the same ones."""
+    for module in expert_modules(layer):
+        fully_shard(
+            module,
+            mesh=over_groups,
+            mp_policy=compute.policy,
+            shard_placement_fn=partial(shard_dim, num_parts=over_groups.size()),
+        )
 
 
 def free_gathered(root: torch.nn.Module) -> None:

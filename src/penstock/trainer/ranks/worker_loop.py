@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from penstock.dataflow.service.trainers.messages import BatchAnswer, BatchRequest
 from penstock.errors import StoreError
-from penstock.trainer.batches import assemble
 from penstock.trainer.checkpoint_saver import ShardSaver
 from penstock.trainer.models import Models
 from penstock.trainer.publisher import ShareWriter
@@ -101,4 +100,4 @@ def _train(
     if manifest is None:
         raise StoreError(f"batch {policy}.{seq} is sealed for rank 0, and not for this rank")
     rows = fetch_rows(dataflow, manifest, ranks, minibatches=models.minibatches, cost=models.cost)
-    models.step(assemble(manifest, rows, policy, models.vocab_size, ranks=ranks, cost=models.cost))
+    models.step(models.assemble(manifest, rows, policy))

@@ -3,13 +3,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.dataflow.service.nodes.model_limits import (
+    ExpertLimits,
+    ModelLimits,
+    read_model_limits,
+)
 from penstock.dataflow.service.nodes.validate import summarise
+from penstock.errors import BadRequest
 from penstock.types import (
+    NO_CHOICE,
+    ExpertChoices,
     FinishReason,
     GroupId,
     NodeId,
@@ -25,6 +35,7 @@ from penstock.types import (
     log_probs,
     token_ids,
 )
+from penstock.wire.codec import decode, encode
 
 POLICY = PolicyName("p")
 LONG = token_ids([1]) * 100_000
@@ -180,3 +191,69 @@ def test_kept_keys_and_values_count_for_staleness() -> None:
     assert found.versions == {POLICY: ((1, 0), (1, 1), (1, 2))}
     verdict = summarise(trajectory(turn(kv=(1, 99))), "d", is_published)
     assert verdict == "turn 0: p@1.99 was never published"
+
+
+# --- expert choices -------------------------------------------------------------------------------
+
+MIXTURE = ModelLimits(
+    experts={POLICY: ExpertLimits(max_layers=2, num_experts=8, num_chosen=2)},
+)
+CHOICES = ExpertChoices(num_layers=2, num_chosen=2, num_experts=8, choices=bytes([7, 0, 1, 2]) * 5)
+"""Of the five tokens of `turn`."""
+
+
+def refusal(experts: ExpertChoices, limits: ModelLimits = MIXTURE) -> str:
+    found = summarise(trajectory(turn(experts=experts)), "d", is_published, limits=limits)
+    return "" if isinstance(found, RowSummary) else found
+
+
+def test_sound_expert_choices_are_accepted() -> None:
+    assert refusal(CHOICES) == ""
+    assert refusal(CHOICES, ModelLimits()) == "", "of a model that is not on this machine"
+    missing = replace(CHOICES, choices=CHOICES.choices[:-4] + NO_CHOICE * 4)
+    assert refusal(missing) == ""
+    wide = ExpertChoices(
+        num_layers=1, num_chosen=1, num_experts=300, choices=(299).to_bytes(2, "little") * 5
+    )
+    assert refusal(wide, ModelLimits()) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"choices": CHOICES.choices[:-1]}, "experts has 19 bytes; 5 tokens"),
+        ({"choices": b""}, "experts has 0 bytes"),
+        ({"choices": bytes([8, 0, 1, 2]) * 5}, "not below 8"),
+        ({"num_experts": 300, "choices": bytes(40)}, "2 of 300 in 2 layers; p chooses 2 of 8"),
+        ({"num_chosen": 1, "choices": bytes(10)}, "1 of 8 in 2 layers"),
+        ({"num_layers": 3, "choices": bytes(30)}, "2 of 8 in 3 layers"),
+    ],
+)
+def test_broken_expert_choices_are_refused(changes: dict[str, Any], message: str) -> None:
+    assert message in refusal(replace(CHOICES, **changes))
+
+
+def test_experts_of_a_dense_model_are_refused() -> None:
+    assert "not a mixture of experts" in refusal(CHOICES, ModelLimits(experts={POLICY: None}))
+
+
+def test_the_bounds_of_expert_choices_are_on_the_message() -> None:
+    """A node cannot send what would make the trainer reserve memory without end."""
+    for wrong in ({"num_layers": 0}, {"num_chosen": 257}, {"num_experts": 1 << 16}):
+        content = encode(trajectory(turn(experts=replace(CHOICES, **wrong))))
+        with pytest.raises(BadRequest):
+            decode(content, Trajectory)
+    assert decode(encode(trajectory(turn(experts=CHOICES))), Trajectory).turns[0].experts == CHOICES
+
+
+def test_limits_are_read_from_the_config_of_the_model(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 4, "num_experts_per_tok": 2, "num_experts": 8}
+    for name, content in (("mixture", config), ("dense", {"num_hidden_layers": 4})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+        (tmp_path / name / "model.safetensors").touch()
+    models = {name: str(tmp_path / name) for name in ("mixture", "dense", "absent")}
+    assert read_model_limits(models).experts == {
+        "mixture": ExpertLimits(max_layers=4, num_experts=8, num_chosen=2),
+        "dense": None,
+    }

@@ -67,6 +67,7 @@ def edges(region: TensorRegion, dim: int) -> tuple[int, int]:
     [
         (QWEN3_30B_A3B, FLAT),
         (QWEN3_32B, SQUARE),
+        pytest.param(QWEN3_30B_A3B, ParallelConfig(dp=64, ep=8), id="moe-dp64ep8"),
         pytest.param(QWEN3_8B, FLAT, marks=pytest.mark.slow),
         pytest.param(QWEN3_32B, FLAT, marks=pytest.mark.slow),
         pytest.param(QWEN3_8B, SQUARE, marks=pytest.mark.slow),

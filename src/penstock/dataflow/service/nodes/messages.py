@@ -112,6 +112,8 @@ class EngineInfo:
     """Devices of each engine, on a machine with devices; 0 for an engine that uses none."""
     keeps_kv: bool = False
     """Whether running answers keep their keys and values when new weights are loaded."""
+    records_experts: bool = False
+    """Answers carry the experts that a mixture chose, for a trainer that replays them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

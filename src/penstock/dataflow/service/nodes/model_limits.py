@@ -25,6 +25,10 @@ class ModelLimits:
     """Tokens of one context, answer included, by policy."""
     max_id: int = MAX_TOKEN_ID
     """The largest token id of any policy."""
+    experts: Mapping[PolicyName, ExpertLimits | None] = field(
+        default_factory=dict[PolicyName, "ExpertLimits | None"]
+    )
+    """By policy whose model is known; None for one that is not a mixture of experts."""
 
     @property
     def narrowest(self) -> int:
@@ -35,18 +39,41 @@ class ModelLimits:
         return self.windows.get(policy, MAX_WINDOW)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLimits:
+    """Of a mixture of experts."""
+
+    max_layers: int
+    num_experts: int
+    num_chosen: int
+    """Experts per token."""
+
+
 def read_model_limits(models: Mapping[str, str]) -> ModelLimits:
     """models: name of the initial model, by policy."""
     windows: dict[PolicyName, int] = {}
     sizes: list[int | None] = []
+    experts: dict[PolicyName, ExpertLimits | None] = {}
     for policy, init in models.items():
         config = _read_config(init)
         sizes.append(_number(config, "vocab_size"))
         if window := _number(config, "max_position_embeddings"):
             windows[PolicyName(policy)] = window
+        if config:
+            experts[PolicyName(policy)] = _expert_limits(config)
     known = [size for size in sizes if size is not None]
     is_known = known and len(known) == len(sizes)
-    return ModelLimits(windows=windows, max_id=max(known) - 1 if is_known else MAX_TOKEN_ID)
+    max_id = max(known) - 1 if is_known else MAX_TOKEN_ID
+    return ModelLimits(windows=windows, max_id=max_id, experts=experts)
+
+
+def _expert_limits(config: Mapping[str, Any]) -> ExpertLimits | None:
+    layers, chosen = (_number(config, n) for n in ("num_hidden_layers", "num_experts_per_tok"))
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next((found for name in names if (found := _number(config, name))), None)
+    if layers is None or chosen is None or num_experts is None:
+        return None
+    return ExpertLimits(max_layers=layers, num_experts=num_experts, num_chosen=chosen)
 
 
 def _read_config(init: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from penstock.types import (
     MIN_TEMPERATURE,
     ROLE_REWARD,
     TURN_REWARD,
+    ExpertChoices,
     PolicyName,
     RowSummary,
     Trajectory,
@@ -61,6 +62,7 @@ def summarise(
         or _check_own_rewards(trajectory, is_scored, roles)
         or _check_shapes(turns)
         or _check_values(turns, limits.max_id)
+        or _check_experts(turns, limits)
     ):
         return wrong
     sampled: dict[PolicyName, int] = {}
@@ -245,6 +247,39 @@ def _check_shape(turn: Turn, index: int) -> str:
 def _is_plain(role: str) -> bool:
     """Whether it can stand in status and metrics as it is."""
     return role.isprintable() and role == hide_secrets(role)
+
+
+def _check_experts(turns: Sequence[Turn], limits: ModelLimits) -> str:
+    for index, turn in enumerate(turns):
+        if turn.experts is not None and (wrong := _expert_fault(turn, turn.experts, limits)):
+            return f"turn {index}: {wrong}"
+    return ""
+
+
+def _expert_fault(turn: Turn, experts: ExpertChoices, limits: ModelLimits) -> str:
+    num_tokens = (len(turn.prompt_ids) + len(turn.sampled_ids)) // 4
+    if len(experts.choices) != num_tokens * experts.token_bytes:
+        return (
+            f"experts has {len(experts.choices)} bytes; {num_tokens} tokens with "
+            f"{experts.token_bytes} bytes each need {num_tokens * experts.token_bytes}"
+        )
+    if turn.policy in limits.experts:
+        known = limits.experts[turn.policy]
+        if known is None:
+            return f"experts are given, and {turn.policy} is not a mixture of experts"
+        if (experts.num_experts, experts.num_chosen) != (known.num_experts, known.num_chosen) or (
+            experts.num_layers > known.max_layers
+        ):
+            return (
+                f"experts are of {experts.num_chosen} of {experts.num_experts} in "
+                f"{experts.num_layers} layers; {turn.policy} chooses {known.num_chosen} of "
+                f"{known.num_experts} in at most {known.max_layers}"
+            )
+    values = np.frombuffer(experts.choices, "<u1" if experts.item_bytes == 1 else "<u2")
+    none = np.iinfo(values.dtype).max
+    if values.size and np.max(values, where=values != none, initial=0) >= experts.num_experts:
+        return f"an expert's number is not below {experts.num_experts}"
+    return ""
 
 
 def _check_values(turns: Sequence[Turn], max_id: int) -> str:

@@ -12,7 +12,11 @@ from penstock.rollout.engines.vllm.server import ChildServer, RemoteServer, defa
 
 def _build(settings: EngineSettings) -> VllmEngine:
     if settings.url:
-        return VllmEngine(RemoteServer(settings.url), keeps_kv=settings.keeps_kv)
+        return VllmEngine(
+            RemoteServer(settings.url),
+            keeps_kv=settings.keeps_kv,
+            records_experts=settings.records_experts,
+        )
     environment = Path(settings.environment).expanduser() if settings.environment else None
     server = ChildServer(
         environment or default_environment(),
@@ -21,8 +25,9 @@ def _build(settings: EngineSettings) -> VllmEngine:
         state_dir=settings.state_dir,
         num_policies=settings.num_policies,
         adapter_rank=settings.adapter_rank,
+        records_experts=settings.records_experts,
     )
-    return VllmEngine(server, keeps_kv=settings.keeps_kv)
+    return VllmEngine(server, keeps_kv=settings.keeps_kv, records_experts=settings.records_experts)
 
 
-ENGINE = EngineType(build=_build, serves_adapters=True)
+ENGINE = EngineType(build=_build, serves_adapters=True, records_experts=True)

@@ -34,6 +34,7 @@ class _SharedServer:
     server: Server
     stall_s: float
     keeps_kv: bool = False
+    records_experts: bool = False
     num_open: int = 0
     serving: FullModel | AdapterSet | None = None
 
@@ -44,11 +45,27 @@ class _SharedServer:
                 "a policy that trains all weights needs a separate engine"
             )
         if self.serving is None:
-            if first.snapshot.adapter is None:
-                self.serving = FullModel(self.server, stall_s=self.stall_s, keeps_kv=self.keeps_kv)
-            else:
-                self.serving = AdapterSet(self.server, stall_s=self.stall_s)
+            self.serving = self._make(first)
         return self.serving
+
+    def _make(self, first: LoadedVersion) -> FullModel | AdapterSet:
+        if first.snapshot.adapter is not None:
+            if self.records_experts:
+                raise EngineError(
+                    "expert choices are recorded for full models only; remove lora, or set "
+                    "training.router_replay: false"
+                )
+            return AdapterSet(self.server, stall_s=self.stall_s)
+        if self.records_experts and not first.snapshot.num_experts:
+            raise EngineError(
+                f"{first.folder} is not a mixture of experts; set training.router_replay: false"
+            )
+        return FullModel(
+            self.server,
+            stall_s=self.stall_s,
+            keeps_kv=self.keeps_kv,
+            records_experts=self.records_experts,
+        )
 
 
 class VllmEngine:
@@ -59,10 +76,12 @@ class VllmEngine:
         stall_s: float = STALL_S,
         keeps_kv: bool = False,
         shared: _SharedServer | None = None,
+        records_experts: bool = False,
     ) -> None:
         """`keeps_kv`: swaps of a full model keep the keys and values of running answers. `shared`:
-        the server of another engine, to share it."""
-        self._shared = shared or _SharedServer(server, stall_s, keeps_kv)
+        the server of another engine, to share it. `records_experts`: answers carry the experts that
+        a mixture chose."""
+        self._shared = shared or _SharedServer(server, stall_s, keeps_kv, records_experts)
         self._shared.num_open += 1
         self._policy: PolicyName | None = None
         self._is_closed = False

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -53,7 +53,15 @@ class LoadedVersion:
 
 
 class FullModel:
-    def __init__(self, server: Server, *, stall_s: float, keeps_kv: bool = False) -> None:
+    def __init__(
+        self,
+        server: Server,
+        *,
+        stall_s: float,
+        keeps_kv: bool = False,
+        records_experts: bool = False,
+    ) -> None:
+        self._records_experts = records_experts
         self.supervisor = Supervisor(server, self, stall_s=stall_s)
         self.paused_s = 0.0
         self.num_patches = 0
@@ -73,10 +81,13 @@ class FullModel:
 
     async def answer(self, request: GenerationRequest, version: Version) -> Completion:
         assert self._loaded is not None
+        snapshot, num_experts = self._loaded.snapshot, 0
+        if self._records_experts:  # only full responses carry them
+            request, num_experts = replace(request, on_chunk=None), snapshot.num_experts
         salt = self._salt(request.session, version) if self._keeps_kv else version
-        body = request_body(request, self._loaded.snapshot, salt)
+        body = request_body(request, snapshot, salt)
         kv = (salt.incarnation, salt.number) if self._keeps_kv else None
-        parser = CompletionParser(self._serving, request, kv)
+        parser = CompletionParser(self._serving, request, kv, num_experts=num_experts)
         await self.supervisor.generate(body, parser)
         return parser.completion(self._versions)
 

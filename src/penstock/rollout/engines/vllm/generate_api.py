@@ -17,6 +17,7 @@ import structlog
 from penstock.errors import EngineError, RequestRejected
 from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
 from penstock.rollout.engine import SpanLog
+from penstock.rollout.engines.vllm.expert_choices import read_experts
 from penstock.rollout.snapshot import Snapshot, prompt_problem
 from penstock.types import FinishReason, KvAge, Version, VersionSpan, log_probs, token_ids
 
@@ -48,6 +49,7 @@ class _Choice(msgspec.Struct, gc=False):
     logprobs: _LogProbs | None = None
     finish_reason: str | None = None
     weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None
 
 
 class _Chunk(msgspec.Struct, gc=False):
@@ -112,9 +114,15 @@ class CompletionParser:
         serving: Callable[[], Version],
         request: GenerationRequest,
         kv: KvAge | None = None,
+        *,
+        num_experts: int = 0,
     ) -> None:
         """`serving` returns the version of a chunk; it is called when the chunk is read. `kv`: how
-        old the keys and values of the answer may be."""
+        old the keys and values of the answer may be. num_experts: of each layer, if expert choices
+        are recorded."""
+        self._num_experts = num_experts
+        self._num_prompt = len(request.prompt_ids)
+        self._routed: str | None = None
         self._serving = serving
         self._kv = kv
         self._session = request.session
@@ -157,6 +165,7 @@ class CompletionParser:
             )
         if choice.finish_reason is not None:
             self._finish, self._spans = choice.finish_reason, choice.weight_versions
+            self._routed = choice.routed_experts
         if ids and self._on_chunk is not None:
             version = self._serving()
             self._streamed_spans.switch(len(self._ids), version)
@@ -184,12 +193,16 @@ class CompletionParser:
         streamed = [(span.start, span.end) for span in self._streamed_spans.spans(len(self._ids))]
         if self.is_streamed and streamed != [(span.start, span.end) for span in spans]:
             log.warning("streamed versions differ from final spans", session=self._session)
+        num_tokens = self._num_prompt + len(self._ids)
         return Completion(
             sampled_ids=token_ids(self._ids),
             logprobs=log_probs(self._logprobs),
             spans=tuple(spans),
             finish=finish,
             kv=self._kv,
+            experts=read_experts(self._routed, self._num_experts, num_tokens)
+            if self._num_experts
+            else None,
         )
 
 

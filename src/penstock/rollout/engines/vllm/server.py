@@ -32,6 +32,7 @@ import structlog
 from penstock.devices import VISIBLE_ENV, visible_devices
 from penstock.errors import EngineError
 from penstock.rollout.engines.vllm.control import REQUIRED_OPTIONS, Control
+from penstock.rollout.engines.vllm.expert_choices import NO_EXPERTS, OPTION
 from penstock.rollout.http_client import HttpClient
 from penstock.rollout.programs import inherited_env
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -128,6 +129,8 @@ class ChildServer:
     """The server has room for the adapters of so many policies."""
     adapter_rank: int = 16
     """The largest rank of any adapter."""
+    records_experts: bool = False
+    """It returns the experts that it chose."""
     _process: asyncio.subprocess.Process | None = None
     _scratch: Path | None = None
 
@@ -159,6 +162,10 @@ class ChildServer:
             more = _for_adapters(self.num_policies, self.adapter_rank)
         listens = ("--uds", str(socket_path))
         is_cuda = bool(await asyncio.to_thread(visible_devices))
+        if self.records_experts:
+            if not is_cuda:
+                raise EngineError(f"vLLM cannot return expert choices on a CPU; {NO_EXPERTS}")
+            more = (*more, OPTION)
         ours = _arguments(model, _on_cuda(folder) if is_cuda else ON_CPU)
         argv = [str(program), *ours, *more, *self._options, *listens]
         argv = [*await _own_network(), *argv]
