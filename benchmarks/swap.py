@@ -292,7 +292,8 @@ async def main(folder: Path, name: str, *, is_quick: bool) -> None:
     num_swaps, num_agents = (3, 4) if is_quick else (10, 8)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     async with opened(folder) as versions:
-        engine = make_engine(name)
+        # hf computes keys and values again in the pause, in both kinds alike; here it keeps them.
+        engine = make_engine(name, keeps_kv=name == "hf")
         first, version = await versions.add()
         try:
             await engine.load(first, version)

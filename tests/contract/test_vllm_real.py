@@ -11,6 +11,7 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -23,6 +24,7 @@ import pytest
 import pytest_asyncio
 from jsonschema import validate
 from scripts.setup_engine import CACHE, ENGINE, MARKER
+from tests.unit.weights.patch_files import patch_between, tensors_of
 
 from penstock.errors import EngineError
 from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
@@ -30,6 +32,8 @@ from penstock.rollout.engines.vllm import ChildServer, VllmEngine
 from penstock.rollout.engines.vllm.control import Control
 from penstock.rollout.http_client import HttpClient
 from penstock.types import PolicyName, SamplingSpec, Version, view_ids, view_log_probs
+from penstock.weights.deltas.file_delta import layout_of
+from penstock.weights.patches import VALUES, tensors_to_verify
 
 POLICY = PolicyName("policy")
 PROMPT = list(range(20, 60))
@@ -193,6 +197,49 @@ async def test_a_prefix_cached_by_old_weights_is_not_used_by_new_ones(bench: Ben
         first, again = await bench.ask(spec), await bench.ask(spec)
         assert max(bench.worst(first, spec), bench.worst(again, spec)) < TOLERANCE
         await bench.swap()
+
+
+async def test_patches_and_full_files_in_turn_agree_with_the_trainer(bench: Bench) -> None:
+    """A patch on loaded files, full files on a patch, a patch on those; then one with wrong bits,
+    which costs a full load."""
+    chain = [bench.folders[bench.number % 2]]
+    spec = SamplingSpec(max_tokens=24, seed=5)
+    for number, kind in enumerate(("patch", "full", "patch", "wrong")):
+        chain.append(_change_a_little(chain[-1], bench.root / "versions" / f"next-{number}"))
+        if kind != "full":
+            patch = patch_between(chain[-2], chain[-1], bench.root / "scratch")
+            if kind == "wrong":
+                _spoil(patch, tensors_to_verify([e.name for e in tensors_of(chain[-1])], 2))
+        bench.number += 1
+        await bench.engine.load(chain[-1], version(bench.number))
+        assert bench.engine.full_model is not None
+        assert (bench.engine.full_model.num_patches > 0) == (kind == "patch")
+        answer = await bench.ask(spec)
+        right = expected(chain[-1], tuple(view_ids(answer.sampled_ids)), spec)
+        recorded = view_log_probs(answer.logprobs)
+        assert max(abs(a - b) for a, b in zip(recorded, right, strict=True)) < TOLERANCE, kind
+    await bench.swap()
+
+
+def _change_a_little(base: Path, folder: Path) -> Path:
+    """One element in a hundred of each tensor."""
+    files: Any = importlib.import_module("safetensors.torch")
+    shutil.copytree(base, folder)
+    tensors = files.load_file(base / "model.safetensors")
+    for tensor in tensors.values():
+        tensor.view(-1)[::100] += 0.1
+    (folder / "model.safetensors").unlink()
+    files.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _spoil(patch: Path, names: Sequence[str]) -> None:
+    """Change the new value of an element that is written in place, and verified."""
+    found = layout_of(patch).byte_ranges
+    at = next(found[VALUES + name].start for name in names if "norm" in name)
+    data = bytearray(patch.read_bytes())
+    data[at] ^= 1
+    patch.write_bytes(data)
 
 
 async def test_no_port_of_the_server_is_open_to_an_agent(bench: Bench) -> None:

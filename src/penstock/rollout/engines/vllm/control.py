@@ -78,19 +78,22 @@ class Control:
     async def load(self, folder: Path) -> None:
         await self._worker("penstock_load", str(folder))
 
-    async def prepare_patch(self, patch: Path, folder: Path, names: Sequence[str]) -> int:
+    async def prepare_patch(self, patch: Path, folder: Path) -> int:
         """Prepare a patch beside the running answers; returns the bytes that were read for it.
-        Raises EngineError, without changes, if it does not fit. `names`: tensors to verify."""
-        await self._worker("penstock_prepare", str(patch), str(folder), list(names))
+        Raises EngineError, without changes, if it does not fit."""
+        await self._worker("penstock_prepare", str(patch), str(folder))
         return await self._wait_for_workers()
 
     async def apply_patch(self) -> None:
         await self._worker("penstock_apply")
 
     async def verify_patch(self, names: Sequence[str]) -> None:
-        """Raises EngineError if a loaded tensor does not have the bits of its version."""
-        await self._worker("penstock_verify", list(names))
-        await self._wait_for_workers()
+        """Raises EngineError if a loaded tensor does not have the bits of its version. One call
+        for each, so that answers go on in between."""
+        for name in names:
+            reply = _read(await self._worker("penstock_verify", name))
+            if not all(worker["is_right"] for worker in reply["results"]):
+                raise EngineError(f"{name} does not have the bits of its version")
 
     async def _wait_for_workers(self) -> int:
         deadline = time.monotonic() + LOAD_S

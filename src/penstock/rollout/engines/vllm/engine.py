@@ -104,8 +104,8 @@ class VllmEngine:
 
     @property
     def loaded(self) -> Path | None:
-        """Always None: patches for vLLM are not made yet."""
-        return None
+        """The folder of its weights, from which a patch may lead to the next version."""
+        return None if self.full_model is None else self.full_model.loaded
 
     @property
     def full_model(self) -> FullModel | None:

@@ -157,15 +157,15 @@ class FullModel:
 
     async def _patch(self, control: Control, target: LoadedVersion, patch: Path) -> bool:
         """Change the loaded weights; False if they must be loaded from full files after all."""
-        names = tensors_to_verify(target.snapshot.tensors, self.num_patches + 1)
         try:
-            self.num_bytes_read = await control.prepare_patch(patch, target.folder, names)
+            self.num_bytes_read = await control.prepare_patch(patch, target.folder)
         except EngineError as error:
             log.warning("patch does not fit, loading full files", error=str(error))
             return False
         await self._exchange(control, target, control.apply_patch)
         self.num_patches += 1
         try:
+            names = tensors_to_verify(target.snapshot.tensors, self.num_patches)
             await control.verify_patch(names)
         except EngineError as error:
             log.error("wrong bits after a patch, loading full files", error=str(error))

@@ -25,8 +25,8 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class Patch:
-    """One patch. The worker calls `apply`; `prepare` and `verify` return at once and run in a
-    thread beside it, until `is_busy` is False."""
+    """One patch. `prepare` returns at once and runs beside the worker until `is_busy` is False;
+    then `apply` in the pause, and `verify` after it."""
 
     def __init__(self, model: Any, path: Path, files: Iterable[Path]) -> None:
         self.model = model
@@ -37,51 +37,55 @@ class Patch:
         """Packed copies of the version before; freed after the pause."""
         self._places: dict[str, Place] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._to_verify: set[str] = set()
         self._file_of: dict[str, Path] = {}
         self.digests: dict[str, tuple[str, str]] = {}
         self.num_bytes = 0
         """Read to prepare it."""
         self.error = ""
-        """What is wrong with the patch, or with the loaded tensors after it."""
+        """Why the patch cannot be used."""
         self._thread: threading.Thread | None = None
 
     @property
     def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def prepare(self, names: Iterable[str]) -> None:
-        """Read and convert everything; changes nothing. Packed copies of these tensors are
-        verified already here: their handles must not be used by two threads, and no other thread
-        knows them yet."""
-        self._to_verify = set(names)
-        self._start(self._prepare)
+    def prepare(self) -> None:
+        """Read and convert everything, in a thread; changes nothing."""
 
-    def apply(self) -> None:
-        """vLLM must be paused."""
-        self._replaced += [change() for change in self._changes]
-        self._changes.clear()
-
-    def verify(self, names: Iterable[str]) -> None:
-        """Compare loaded tensors, except packed ones, with the digests of their version."""
-        self._start(lambda: self._verify(names))
-
-    def _start(self, work: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 with importlib.import_module("torch").no_grad():
-                    work()
+                    self._prepare()
             except Exception as error:  # the worker reports it when it is asked
                 self.error = f"{type(error).__name__}: {error}"
 
         self._thread = threading.Thread(target=run, name="penstock-patch", daemon=True)
         self._thread.start()
 
-    def _verify(self, names: Iterable[str]) -> None:
+    def apply(self) -> None:
+        """vLLM must be paused."""
+        self._replaced += [change() for change in self._changes]
+        self._changes.clear()
+
+    def verify(self, name: str) -> bool:
+        """Whether a loaded tensor has the bits of its version. Not in a thread: products with
+        packed weights share one scratch memory per process."""
         self._replaced.clear()
-        for name in names:
-            if not self._is_right(name):
-                raise ValueError(f"{name} does not have the bits of its version")
+        torch = importlib.import_module("torch")
+        place, (dtype, digest) = self._places[name], self.digests[name]
+        for module in self.model.modules():
+            if hasattr(module, "cpu_linear") and _is_same(place, module, "weight"):
+                weight = module.weight.data
+                if weight.numel() and not _has_packed(module.cpu_linear, weight):
+                    return False
+        parameter = getattr(place.module, place.parameter).data
+        if not parameter.numel():
+            return self._is_packed_right(name, parameter.dtype)
+        loaded = _block(parameter, place).to("cpu", getattr(torch, DTYPES[dtype])).contiguous()
+        if place.slice.is_whole(self._shapes[name]):
+            raw = loaded.view(-1).view(torch.uint8).numpy().tobytes()
+            return importlib.import_module("blake3").blake3(raw).hexdigest() == digest
+        return torch.equal(loaded, self._read_block(name))
 
     def _prepare(self) -> None:
         open_file = importlib.import_module("safetensors").safe_open
@@ -150,9 +154,6 @@ class Patch:
         if bias is not None:
             standin.bias = torch.nn.Parameter(self._new_parameter(module, "bias"), False)
         pack.dispatch_cpu_unquantized_gemm(standin, remove_weight=False)
-        names = {n for n, p in self._places.items() if _is_same(p, module, "weight")}
-        if names & self._to_verify and not _has_packed(standin.cpu_linear, weight):
-            raise ValueError(f"the packed copy of {sorted(names)[0]} does not have its bits")
 
         def exchange() -> object:
             before = module.cpu_linear, module.weight.data
@@ -198,17 +199,10 @@ class Patch:
         self.num_bytes += block.numel() * block.element_size()
         return block
 
-    def _is_right(self, name: str) -> bool:
-        torch = importlib.import_module("torch")
-        place, (dtype, digest) = self._places[name], self.digests[name]
-        parameter = getattr(place.module, place.parameter).data
-        if not parameter.numel():
-            return True  # packed: it was verified before it became live
-        loaded = _block(parameter, place).to("cpu", getattr(torch, DTYPES[dtype])).contiguous()
-        if place.slice.is_whole(self._shapes[name]):
-            raw = loaded.view(-1).view(torch.uint8).numpy().tobytes()
-            return importlib.import_module("blake3").blake3(raw).hexdigest() == digest
-        return torch.equal(loaded, self._read_block(name))
+    def _is_packed_right(self, name: str, dtype: Any) -> bool:
+        """Compares a layer that is only packed with the verified file."""
+        place, expected = self._places[name], self._read_block(name).to(dtype)
+        return _has_packed(place.module.cpu_linear, expected, place.slice.row)
 
 
 def _is_same(place: Place, module: Any, parameter: str) -> bool:
@@ -229,11 +223,11 @@ def _block(target: Any, place: Place) -> Any:
     return target.view(matrix(tuple(target.shape)))[where.row : where.row + num_rows]
 
 
-def _has_packed(linear: Any, weight: Any) -> bool:
-    """Whether a packed copy has these weights: what it makes of unit vectors. Bit for bit, except
-    for numbers that a product may turn into zero: -0, and denormal ones."""
+def _has_packed(linear: Any, weight: Any, row: int = 0) -> bool:
+    """Whether a packed copy has these weights, from a row on: what it makes of unit vectors. Bit
+    for bit, except for numbers that a product may turn into zero: -0, and denormal ones."""
     torch = importlib.import_module("torch")
     units = torch.eye(weight.shape[1], dtype=weight.dtype)
+    found = linear(units, weight, None).t()[row : row + len(weight)]
     tiny = torch.finfo(weight.dtype).tiny
-    found = (linear(units, weight, None).t(), weight)
-    return torch.equal(*(torch.where(one.abs() < tiny, 0, one) for one in found))
+    return torch.equal(*(torch.where(one.abs() < tiny, 0, one) for one in (found, weight)))

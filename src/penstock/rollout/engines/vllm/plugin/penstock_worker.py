@@ -54,25 +54,25 @@ class Extension:
             found["num_heads"] = repack_heads(self.model_runner.get_model())
         return found
 
-    def penstock_prepare(self, patch: str, folder: str, names: list[str]) -> None:
-        """Prepare a patch that leads to the folder's version, beside the running model. `names`:
-        tensors to verify."""
+    def penstock_prepare(self, patch: str, folder: str) -> None:
+        """Prepare a patch that leads to the folder's version, beside the running model."""
         files = weight_files(folder)
         path = inside_root(patch)
         self._penstock_patch = Patch(self.model_runner.get_model(), path, files)
-        self._penstock_patch.prepare(names)
+        self._penstock_patch.prepare()
 
     def penstock_apply(self) -> None:
         """Apply the prepared patch; vLLM must be paused."""
         with importlib.import_module("torch").no_grad():
             self._penstock_patch.apply()
 
-    def penstock_verify(self, names: list[str]) -> None:
-        """Compare these tensors with the digests of their version, beside the running model."""
-        self._penstock_patch.verify(names)
+    def penstock_verify(self, name: str) -> dict[str, bool]:
+        """Compare a loaded tensor with the digest of its version."""
+        with importlib.import_module("torch").no_grad():
+            return {"is_right": self._penstock_patch.verify(name)}
 
     def penstock_progress(self) -> dict[str, Any]:
-        """Whether the last preparation or verification is running, and its error."""
+        """Whether the preparation is running, and its error."""
         patch = self._penstock_patch
         return {"is_busy": patch.is_busy, "error": patch.error, "num_bytes": patch.num_bytes}
 
