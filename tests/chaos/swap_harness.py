@@ -19,7 +19,6 @@ from typing import Any, Protocol, cast
 
 import httpx2
 import torch
-from safetensors.torch import load_file, save_file
 from tests.unit.rollout.engines import byte_qwen3, tiny_qwen3
 from tests.unit.rollout.fake_dataflow import POLICY, wanted
 from tests.unit.rollout.killable_engine import Paused, Restartable
@@ -288,7 +287,7 @@ async def world(
     if is_patched:
         folders = [kind.write(root / str(number), 0) for number in range(NUM_MODELS)]
         for number, folder in enumerate(folders):
-            _change_a_little(folder, number)
+            tiny_qwen3.change_a_little(folder, number)
     else:
         folders = [kind.write(root / str(seed), seed) for seed in range(NUM_MODELS)]
     made: list[Killable] = []
@@ -314,17 +313,6 @@ async def world(
         await made_world.want(0)
         await made_world.until_all_serve()
         yield made_world
-
-
-def _change_a_little(folder: Path, seed: int) -> None:
-    """About 1 % of the elements of each tensor, and at least one."""
-    path, draw = folder / "model.safetensors", torch.Generator().manual_seed(seed)
-    tensors = load_file(path)
-    for tensor in tensors.values():
-        where = torch.rand(tensor.shape, generator=draw) < 0.01
-        where.view(-1)[seed] = True
-        tensor[where] = tensor[where] * 1.5 + 0.1
-    save_file(tensors, path, metadata={"format": "pt"})
 
 
 async def _end(task: asyncio.Task[None]) -> None:

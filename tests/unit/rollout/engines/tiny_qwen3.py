@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -41,6 +41,17 @@ def write_snapshot(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(folder)
     return folder
+
+
+def change_a_little(folder: Path, seed: int) -> None:
+    """About 1 % of the elements of each tensor, and at least one."""
+    path, draw = folder / "model.safetensors", torch.Generator().manual_seed(seed)
+    tensors = load_file(path)
+    for tensor in tensors.values():
+        where = torch.rand(tensor.shape, generator=draw) < 0.01
+        where.view(-1)[seed] = True
+        tensor[where] = tensor[where] * 1.5 + 0.1
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _write_tokenizer(folder: Path) -> None:
