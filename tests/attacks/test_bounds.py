@@ -489,7 +489,7 @@ async def test_a_partition_cannot_lead_nodes_elsewhere(tmp_path: Path) -> None:
     async with dataflow_door(tmp_path) as door:
         assert await join(door, 1, "partition-1") == 200
         newer = {"epoch": 2, "boot_id": "evil"}
-        assert await join(door, 1, "partition-1", boot=newer, url="http://evil.example:80") == 403
+        assert await join(door, 1, "partition-1", boot=newer, url="https://evil.example:443") == 403
         status = (await door.call("GET", "/v1/status")).json()
         assert [one["url"] for one in status["partitions"]] == [JOIN["url"]]
         moved = await door.call(
