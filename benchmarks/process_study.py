@@ -61,7 +61,7 @@ from penstock.trainer.stage_functions.step_advantage import step_advantage
 from penstock.trainer.updates import UpdateSpec
 
 GROUP_SIZE = 8
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 1e-3
 PRM_TOKENS = 16
 """Of the text of a step that the model reads: all that matters of so short a context."""
 
@@ -95,7 +95,7 @@ HONEST = tuple(name for name, arm in ARMS.items() if arm.labels == "right_letter
 class Setting:
     seeds: int = 5
     warm_up: int = 25
-    steps: int = 40
+    steps: int = 80
     num_groups: int = 16
     num_traces: int = 800
     prm_epochs: int = 6
