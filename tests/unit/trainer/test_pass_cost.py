@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from penstock.trainer.pass_cost import TYPICAL, PassCost
 from penstock.trainer.pipeline.pass_memory import ModelShape
 from penstock.trainer.ranks.row_fetch import assign_rows
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 1024,
     "hidden_size": 128,
@@ -43,7 +43,7 @@ def flops(model: Any, length: int, num_logits: int) -> float:
 
 
 def test_the_formula_counts_what_torch_counts() -> None:
-    config: Any = CONFIG_MAPPING["qwen3"](**SMALL)
+    config: Any = cast(Any, CONFIG_MAPPING["qwen3"])(**SMALL)
     maker: Any = AutoModelForCausalLM
     model = maker.from_config(config, attn_implementation="eager")
     passes = [(64, 1), (64, 33), (128, 1), (256, 1)]
