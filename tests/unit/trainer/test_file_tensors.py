@@ -112,12 +112,12 @@ def test_the_map_at_real_size_covers_every_element_once() -> None:
 
 
 def test_a_conversion_that_computes_has_no_map() -> None:
-    """A transposed matrix is not a region of the model's."""
+    """A transposed matrix is not a region of the model's, though it is square here."""
     model = small_moe()
     cast(Any, model)._weight_conversions = [
         WeightConverter(
-            source_patterns="mlp.gate.weight",
-            target_patterns="mlp.gate.weight",
+            source_patterns="self_attn.q_proj.weight",
+            target_patterns="self_attn.q_proj.weight",
             operations=[Transpose(0, 1)],
         )
     ]
