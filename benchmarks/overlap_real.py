@@ -80,6 +80,9 @@ class Folder:
     def require_unchanged(self, folder: Path) -> None:
         return None
 
+    def make_patch(self, base: Path, folder: Path) -> None:
+        return None
+
     def prune_except(self, keep: Collection[str]) -> None:
         return None
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from benchmarks.weights_messages import Burst, Published, log_to_stderr
 from penstock.trainer.publisher import Publisher
+from penstock.trainer.ranks.regions import Weights
 from penstock.trainer.snapshots import Snapshots
 from penstock.trainer.weight_shares import WeightShare
 from penstock.types import PolicyName
@@ -43,7 +44,7 @@ class TimedSnapshots(Snapshots):
 
     copy_s = 0.0
 
-    def copy(self, weights: Mapping[str, Tensor]) -> WeightShare:
+    def copy(self, weights: Weights) -> WeightShare:
         began_at = time.perf_counter()
         copied = super().copy(weights)
         self.copy_s = time.perf_counter() - began_at

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -115,7 +116,8 @@ def test_a_fork_from_weights_only_has_the_same_reference_as_one_from_a_checkpoin
     for config, folder in zip(configs, (whole, bare), strict=True):
         models, checkpoints = restored(config, folder)
         assert checkpoints.last.cursor == Cursor(number=0, seq=0, incarnation=0)
-        weights.append({name: value.clone() for name, value in models.weights().items()})
+        held = cast(dict[str, Tensor], models.weights())
+        weights.append({name: value.clone() for name, value in held.items()})
         stats = train(models, NUM_STEPS + 1)
         first.append({name: stats.values[name] for name in ("loss", "grad_norm", "reference_kl")})
     assert all(torch.equal(weights[1][name], found) for name, found in weights[0].items())

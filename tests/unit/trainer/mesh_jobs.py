@@ -137,7 +137,7 @@ def train(folder: Path, name: str, job: Job, ranks: Ranks) -> list[tuple[float, 
     """Loss and norm of the gradient by step; the weights are written as NAME.safetensors."""
     models = build(folder, job, ranks)
     curve = [_step(models, seq, ranks) for seq in range(1, job.steps + 1)]
-    weights = gather(models.weights(), ranks)
+    weights = gather(cast(Any, models.weights()), ranks)
     if ranks.position.is_rank0:
         save_file(
             {key: one.contiguous() for key, one in weights.items()}, folder / f"{name}.safetensors"
@@ -182,7 +182,7 @@ def _resumed(folder: Path) -> list[tuple[float, float]]:
         first = 1 + EACH * index
         curve += [_step(models, seq, ranks) for seq in range(first, first + EACH)]
         after = folder / f"after {index}"
-        weights = gather(models.weights(), ranks)
+        weights = gather(cast(Any, models.weights()), ranks)
         if ranks.position.is_rank0:
             shutil.copytree(folder / "dense", after)
             save_file(weights, after / "model.safetensors", metadata={"format": "pt"})

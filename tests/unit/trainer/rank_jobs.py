@@ -172,7 +172,7 @@ def learned(
         values = models.step(batch).values
         assert values["tokens/trained"] == sum(batch.row_columns["length"])
         curve.append((values["loss"], values["grad_norm"]))
-    return curve, gather(models.weights(), ranks)
+    return curve, gather(cast(Any, models.weights()), ranks)
 
 
 def _forbidden(folder: Path, dtype: torch.dtype | None = None) -> Any:

@@ -14,7 +14,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch.distributed as dist
@@ -198,7 +198,7 @@ def _state_of(folder: Path, ranks: RankGroup) -> dict[str, Any]:
     with CommDebugMode() as publishing:
         ShareBuffers().copy(models.weights(), is_rank0=ranks.position.is_rank0)
     with CommDebugMode() as gathering:
-        gather(models.weights(), ranks)
+        gather(cast(Any, models.weights()), ranks)
     return {
         "saving": saving.get_total_counts(),
         "restoring": restoring.get_total_counts(),

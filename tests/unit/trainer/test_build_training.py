@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -60,7 +60,8 @@ def test_precision_is_that_of_every_models_activations(
     assert len(found) >= 3 * (layers_per_model - 1)
     assert {output.dtype for output in found if output.shape[-1] > 1} == {precision}
     assert {output.dtype for output in found if output.shape[-1] == 1} == {torch.float32}
-    kept = [*trained.weights().values(), *trained.state_tensors().values()]
+    held = cast(dict[str, Tensor], trained.weights())
+    kept = [*held.values(), *trained.state_tensors().values()]
     assert {tensor.dtype for tensor in kept if tensor.is_floating_point()} == {torch.float32}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from transformers import PreTrainedModel
 from penstock.errors import ConfigError, StoreError
 from penstock.trainer import actor as actor_module
 from penstock.trainer.actor import Actor
-from penstock.trainer.attention import make_attention_layout
+from penstock.trainer.attention import AttentionLayout, make_attention_layout
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.forward_pass import ForwardPass
 from penstock.trainer.inputs import PROXIMAL, make_inputs, split
@@ -163,7 +164,10 @@ def test_no_micro_batch_exceeds_its_budget_but_for_one_long_sample() -> None:
     batch = random_batch(4, num_groups=8, size=8).assembled()
     every = np.arange(batch.samples.starts_S.size)
     parts = [make_inputs(batch, chosen) for chosen in split(every, batch.samples, max_tokens=20)]
-    assert all(part.ids_P.numel() <= 20 or part.rows.buckets[0].shape[1] > 20 for part in parts)
+    assert all(
+        part.ids_P.numel() <= 20 or cast(AttentionLayout, part.rows).buckets[0].shape[1] > 20
+        for part in parts
+    )
     assert sum(part.targets_K.numel() for part in parts) == batch.samples.num_trained
 
 
@@ -283,14 +287,14 @@ def test_a_batch_whose_every_token_is_rejected_says_so(new_model: NewModel) -> N
         batch = seal([list(zip(turns, rewards, strict=True))]).assembled()
         return learner.step(batch.with_columns(token_columns={PROXIMAL: learner.infer(batch)}))
 
-    metrics = list[str | None]()
+    alarms = list[str]()
     watch = SignalMonitor(lambda node: None)
     for seq in range(1, ALARM_AFTER + 1):
         stats = stats_of(0.0, 1.0)
         assert stats.skipped is SkipReason.REJECTED
-        metrics.append(watch.observe(seq, stats))
-    assert metrics[-1] is not None
-    assert "3 rejected" in metrics[-1] and "the correction's bounds" in metrics[-1]
+        alarms.extend(watch.observe(seq, stats))
+    (alarm,) = alarms
+    assert "3 rejected" in alarm and "the correction's bounds" in alarm
     assert stats_of(0.5, 0.5).skipped is SkipReason.ZERO_ADVANTAGE
     assert_same_bits(before, parameters(learner))
 

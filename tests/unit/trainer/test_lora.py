@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +110,8 @@ def test_the_trained_model_is_the_one_with_merged_weights(folder: Path) -> None:
     models = build_models(settings(folder, "grpo", lora=LORA), POLICY, folder)
     train(models, 1, 2, 3)
     merged = load_model(folder)
-    tensors = {name: value.detach().double() for name, value in models.weights().items()}
+    held = cast(dict[str, Tensor], models.weights())
+    tensors = {name: value.detach().double() for name, value in held.items()}
     for name in {name.partition(".lora_")[0] for name in tensors}:
         weight = merged.get_parameter(f"{name.removeprefix('base_model.model.')}.weight")
         product = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]

@@ -76,7 +76,7 @@ def run(dataflow: MemoryDataflow, run_dir: Path, chosen: RunConfig) -> dict[str,
     finally:
         metrics.close()
         snapshots.close()
-    return {**models.weights(), **models.state_tensors()}
+    return {**cast(dict[str, Tensor], models.weights()), **models.state_tensors()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,8 @@ def test_a_policy_that_begins_with_an_adapter_goes_on_with_it(
     models, checkpoint = restore_models(
         chosen, POLICY, make_checkpoints(chosen, POLICY, tmp_path), SingleRank()
     )
-    assert all(torch.equal(straight.state[name], value) for name, value in models.weights().items())
+    held = cast(dict[str, Tensor], models.weights())
+    assert all(torch.equal(straight.state[name], value) for name, value in held.items())
     assert (checkpoint.folder / MODEL).read_bytes() == (model_folder / MODEL).read_bytes()
 
 
