@@ -47,8 +47,11 @@ class Tally:
         """Lengths of the answers delivered for a group."""
         self.ended: list[LeaseRecord] = []
         """Leases that the core ended by itself since it was last asked."""
+        self.listeners: list[Callable[[Record | Deletion], None]] = []
 
     def __call__(self, record: Record | Deletion) -> None:
+        for listen in self.listeners:
+            listen(record)
         if isinstance(record, FateRecord):
             self.fates[record.consumer, record.group_id] = record
         elif isinstance(record, LeaseRecord) and record.ended in ("truncated", "cancelled"):
@@ -65,8 +68,10 @@ class VirtualRun:
         answer: Callable[[Grant], Answer],
         *,
         call_s: float = 0.0,
+        tick_s: float = TICK_S,
     ) -> None:
         self.now = 1000.0
+        self._tick_s = tick_s
         self.call_s = call_s
         """What the calls about one rollout or one batch add to its time."""
         self.tally = Tally()
@@ -75,6 +80,7 @@ class VirtualRun:
         tables = open_memory_tables()
         core = build_coordinator_core(terms, sources, tables, self.tally, self.now)
         assert core.host is not None, "home and its partition share this process"
+        self.core = core
         self.coordinator, self.sealing, self.router = core.coordinator, core.sealing, core.router
         self.partition, self.gate = core.host.partition, core.host.gate
         self._answer = answer
@@ -83,6 +89,7 @@ class VirtualRun:
         self._num_asked = 0
         self._idle: dict[NodeId, int] = {}
         """Lanes of each node that hold no lease."""
+        self._draining: set[NodeId] = set()
         self._served: dict[NodeId, frozenset[PolicyName]] = {}
         self.busy_s = 0.0
         """Of all lanes together."""
@@ -95,7 +102,7 @@ class VirtualRun:
         heapq.heappush(self._events, (when, self._num_events, act))
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        self.at(self.now + TICK_S, self._tick)
+        self.at(self.now + self._tick_s, self._tick)
         while self._events and not is_over():
             self.now, _, act = heapq.heappop(self._events)
             act()
@@ -105,7 +112,7 @@ class VirtualRun:
         for node_id in self._idle:
             self._heartbeat(node_id)
         self.partition.tick(self.now)
-        self.at(self.now + TICK_S, self._tick)
+        self.at(self.now + self._tick_s, self._tick)
 
     def settle(self) -> None:
         self.router.run(self.now)
@@ -139,6 +146,16 @@ class VirtualRun:
         self._served[node_id] = frozenset(policies or self.gate.lineages)
         self._heartbeat(node_id)
 
+    def leave(self, name: str) -> None:
+        """A node returns the work that it holds, and is gone; its name is not used again."""
+        node_id = NodeId(name)
+        self.partition.leave(node_id, name, self.now)
+        del self._idle[node_id], self._served[node_id]
+
+    def stop_leasing(self, name: str) -> None:
+        """A node finishes the work that it holds, and takes no more."""
+        self._draining.add(NodeId(name))
+
     def _live(self, node_id: NodeId) -> tuple[LiveVersion, ...]:
         """Every node serves the newest version from the moment it is published."""
         return tuple(
@@ -161,6 +178,8 @@ class VirtualRun:
     def _lease(self, node_id: NodeId) -> None:
         if not self._idle[node_id] or not self.partition.num_waiting:
             return
+        if node_id in self._draining:
+            return
         self._num_asked += 1
         request = f"r{self._num_asked}"
         self._heartbeat(node_id)
@@ -178,6 +197,8 @@ class VirtualRun:
         versions = {v.policy: ((v.incarnation, v.number),) for v in live if v.policy in called}
 
         def finish() -> None:
+            if node_id not in self._idle:
+                return  # the node has left, and with it this answer
             if not self.partition.holds(node_id, grant.group_id, grant.slot, grant.epoch):
                 return  # stopped meanwhile
             self.generated += answer.tokens
@@ -196,6 +217,7 @@ class VirtualRun:
         lineage = self.coordinator.lineages[policy]
         record = lineage.incarnate(expected=0, number=0, seq=0, request_id="first", now=self.now)
         lineage.apply_incarnation(record)
+        self.tally(record)
         self.coordinator.broadcast(IncarnationStarted(record=record))
         self.publish(policy)
 
@@ -209,6 +231,7 @@ class VirtualRun:
             now=self.now,
         )
         lineage.apply_version(record)
+        self.tally(record)
         self.coordinator.broadcast(Published(record=record))
 
     def commit(self, consumer: Consumer) -> None:
@@ -222,6 +245,7 @@ class VirtualRun:
             now=self.now,
         )
         lineage.apply_commit(record)
+        self.tally(record)
         self.coordinator.broadcast(Committed(record=record))
         self.coordinator.cursor_moved(consumer, consumer.sealed, self.now)
 

@@ -17,6 +17,7 @@ def join(
     engines: int | None = None,
     vllm_environment: Path | None = None,
     policies: str | None = None,
+    tags: str | None = None,
     relay: str | None = None,
     relay_token_file: Path | None = None,
     serve_weights: str | None = None,
@@ -41,6 +42,8 @@ def join(
             `make setup-engine` creates.
         policies: Policies to serve, separated by commas; by default all of the run. The node gets
             only work of sources that call no others.
+        tags: What this node says about itself, separated by commas: gpus=8 and cost=12.5 (per
+            hour) are counted in `penstock report`.
         relay: URL of a relay to fetch weights from before the run's weight server; needs
             --relay-token-file.
         relay_token_file: File with a token for the relay, such as `penstock token RUN --for-relay
@@ -72,6 +75,7 @@ def join(
         node_name,
         node_state_dir,
         split_policies,
+        split_tags,
     )
     from penstock.runs.service_process import add_import_paths
     from penstock.wire.denied import deny_list
@@ -111,6 +115,7 @@ def join(
         num_engines=engines,
         environment="" if vllm_environment is None else str(vllm_environment),
         policies=split_policies(policies),
+        tags=split_tags(tags),
         relay=read_relay_token(relay, relay_token_file),
         sharing=sharing,
     )

@@ -39,6 +39,7 @@ COMMANDS = (
     ("logs", RUNS, "Show a run's logs, all services in order of time."),
     ("plot", RUNS, "Draw the reward, or any metric, of one or more runs."),
     ("report", RUNS, "Show how well rollout and training are balanced."),
+    ("scale", RUNS, "Grow or shrink the rollout pool, or let the autoscaler do it."),
     ("samples", RUNS, "Show what the model said, with rewards."),
     ("eval", RUNS, "Score a version, a model folder or a server on suites of questions."),
     ("compare", RUNS, "Compare two runs or versions: scores, significance, rewards, time."),

@@ -13,6 +13,7 @@ def rollout(
     policy: str | None = None,
     capacity: int | None = None,
     evaluates_only: bool = False,
+    tags: str | None = None,
     relay: str | None = None,
     relay_token_file: Path | None = None,
     serve_weights: str | None = None,
@@ -29,6 +30,8 @@ def rollout(
             source with it; optional if the run has only one.
         capacity: Number of tasks to run in parallel; by default the config's value.
         evaluates_only: Do nothing but evaluate, for a run with `eval`.
+        tags: What this node says about itself, separated by commas: gpus=8 and cost=12.5 (per
+            hour) are counted in `penstock report`.
         relay: URL of a relay to fetch weights from before the run's weight server.
         relay_token_file: File with a token for the relay; by default the node makes its own.
         serve_weights: HOST:PORT on which this node serves weights to other nodes; off loopback only
@@ -41,7 +44,7 @@ def rollout(
 
     from penstock.cli.relay_options import RELAY_EXAMPLE, parse_sharing, read_relay_token
     from penstock.cli.service_options import check_url, exit_now, make_tls
-    from penstock.runs.join import local_node_options
+    from penstock.runs.join import local_node_options, split_tags
     from penstock.runs.service_process import (
         enter_run,
         relay_token,
@@ -61,6 +64,7 @@ def rollout(
     served = resolve_policy(config, policy)
     node_options = local_node_options(folder, config, served, name)
     node_options["evaluates_only"] = evaluates_only
+    node_options["tags"] = split_tags(tags)
     subject = subject_of_node(NodeId(name))
     if relay is not None and to_relay is None:
         to_relay = (

@@ -60,6 +60,7 @@ def cross_checks(config: RunSections) -> Iterator[Contradiction]:
     yield from _unknown_tools(config)
     yield from _determinism(config)
     yield from _lag_without_partner(config)
+    yield from _unlimited_scaling(config)
     yield from evaluation_checks(config)
     yield from _router_replay(config)
     yield from _lora(config)
@@ -115,6 +116,16 @@ def _determinism(config: RunSections) -> Iterator[Contradiction]:
             if rule.hook in (Hook.ADMIT, Hook.CURATE, Hook.REPLAY) and rule.name != "all":
                 text = f"{rule.hook} {rule.name} depends on the order of arrival; remove it"
                 yield Contradiction(text=text, keys=(at,))
+
+
+def _unlimited_scaling(config: RunSections) -> Iterator[Contradiction]:
+    """Waits have other causes than too few nodes, and nodes cost money."""
+    scaling = config.autoscale
+    is_bounded = all(one.max_nodes is not None for one in scaling.node_types.values())
+    if scaling.mode == "act" and config.dataflow.report.max_gpus is None and not is_bounded:
+        text = "mode act without a limit could start any number of nodes; set "
+        text += "dataflow.report.max_gpus, or max_nodes of every node type"
+        yield Contradiction(text=text, keys=(("autoscale", "mode"),))
 
 
 def _lag_without_partner(config: RunSections) -> Iterator[Contradiction]:

@@ -124,12 +124,12 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 class ReportConfig(Section):
     """When the balance report recommends another size of the rollout pool."""
 
-    tau_low: Share = 0.05
+    tau_low: Share = 0.02
     """Trainers that wait less than this share of their time need fewer GPUs."""
-    tau_high: Share = 0.10
+    tau_high: Share = 0.05
     """Trainers that wait more than this share of their time need more GPUs."""
     rho: float = Field(default=1.10, ge=1, le=10)
-    """Margin when the pool shrinks: the new size is at least this multiple of the usage."""
+    """Headroom: a new size is this multiple of what the trainers need."""
     window: PositiveInt = 10
     """Versions that some policy trains between two decisions."""
     min_gpus: PositiveInt = 1

@@ -100,6 +100,7 @@ MUTABLE_ON_RESUME: tuple[tuple[str, ...], ...] = (
     ("training", "hosts"),
     ("training", "devices"),
     ("hosts",),
+    ("autoscale",),
     ("models", "*", "sglang", "url"),
     ("dataflow", "lease"),
     ("dataflow", "bounds"),

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from penstock.config.algorithms import AlgorithmConfig, with_minibatches
+from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.base import NAME, Name, Section, non_blank, only_supported
 from penstock.config.dataflow import DataflowConfig
 from penstock.config.evaluation import EvalConfig
@@ -114,6 +115,8 @@ class RunSections(Section):
     hosts: Mapping[HostName, HostConfig] = Field(default_factory=dict[str, HostConfig])
     """Machines by name, such as {"gpu[0-7]": {devices: 8, memory_gb: 80}}; empty: this one, with
     the devices it has, and plans are not checked for tags and memory."""
+    autoscale: AutoscaleConfig = AutoscaleConfig()
+    """How the rollout pool grows and shrinks while the run runs."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where rewards, workflow commands and tools run, and what they may reach."""
     tools: Mapping[Name, ToolServerConfig] = Field(default_factory=dict[str, ToolServerConfig])

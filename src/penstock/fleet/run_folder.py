@@ -24,6 +24,7 @@ from penstock.config.network import NetworkConfig
 from penstock.durable import write_durably
 from penstock.errors import BadRequest, ConfigError, LaunchError
 from penstock.fleet.ports import free_port
+from penstock.fleet.scaling_records import ScaleRequest, ScalingRecord
 from penstock.observe.admin_log import AdminLog
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import JSON, decode, encode_json
@@ -313,6 +314,18 @@ class RunFolder:
 
     def write_usage(self, usage: UsageRecord) -> None:
         self._write("usage.json", usage)
+
+    def scale_request(self) -> ScaleRequest | None:
+        return self._read("scale.json", ScaleRequest)
+
+    def write_scale_request(self, request: ScaleRequest) -> None:
+        self._write("scale.json", request)
+
+    def scaling(self) -> ScalingRecord | None:
+        return self._read("autoscaler.json", ScalingRecord)
+
+    def write_scaling(self, record: ScalingRecord) -> None:
+        self._write("autoscaler.json", record)
 
     def finish(self) -> FinishRecord | None:
         return self._read("finished.json", FinishRecord)

@@ -107,10 +107,13 @@ def local_services(
         args, name = ("stage", str(folder.path), SCORE_STAGE), stage_subject(SCORE_STAGE)
         services.append(service(name, server, *args, role=Role.STAGE, threads=threads))
     nodes = tuple(launched_nodes(config))
+    scaling = config.autoscale
+    tags = scaling.node_types[scaling.launched_type].tags if scaling.launched_type else ()
 
     def node_service(one: LaunchedNode) -> ServiceSpec:
         args = ("rollout", *run_dir, "--name", one.name, "--policy", one.policy)
         args += ("--evaluates-only",) if one.evaluates_only else ()
+        args += ("--tags", ",".join(tags)) if tags and not one.evaluates_only else ()
         threads = config.models[one.policy].torch_threads
         return service(one.name, node, *args, role=Role.ROLLOUT, threads=threads)
 

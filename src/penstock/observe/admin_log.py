@@ -46,6 +46,11 @@ class AdminAction(StrEnum):
     PARTITION_DRAINED = "partition_drained"
     PARTITION_LOST = "partition_lost"
     QUOTA_SET = "quota_set"
+    SCALED = "scaled"
+    """An operator asked for another size of the rollout pool, or for another mode."""
+    NODE_STARTED = "node_started"
+    """By the autoscaler; so is the next."""
+    NODE_RETIRED = "node_retired"
 
 
 class AdminEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -134,6 +134,8 @@ class NodeDeps:
     isolation: IsolationSettings = field(default_factory=IsolationSettings)
     evaluates_only: bool = False
     """The node does nothing but evaluate."""
+    tags: tuple[str, ...] = ()
+    """What it says about itself, such as gpus=8."""
     visible: Sequence[str] = ()
     """Devices that the node may use, as in CUDA_VISIBLE_DEVICES."""
     engine_urls: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
@@ -245,7 +247,7 @@ async def build(
         node_id=node_id,
         capacity=capacity,
         policies=deps.policies,
-        tags=(EVALUATION_TAG,) if deps.evaluates_only else (),
+        tags=(*deps.tags, EVALUATION_TAG) if deps.evaluates_only else deps.tags,
     )
     registered = await membership.join()
     run_info = registered.facts
@@ -373,6 +375,7 @@ class NodeOptions(TypedDict, total=False):
     policies: tuple[PolicyName, ...]
     isolation: IsolationSettings
     evaluates_only: bool
+    tags: tuple[str, ...]
 
 
 @asynccontextmanager
@@ -394,6 +397,7 @@ async def connect(
       `max_paused` of them swaps weights at the same time.
     - `policies`: those that it serves, and is leased work of; default: all of the run.
     - `evaluates_only`: it gets nothing but questions of evaluations.
+    - `tags`: what it says about itself, such as gpus=8 and cost=12.5 (per hour).
     - `isolation`: where code of others runs; by default in bubblewrap, without grants.
     """
     client = PartitionedNodeClient(url, token)
@@ -411,6 +415,7 @@ async def connect(
             policies=options.get("policies", ()),
             isolation=options.get("isolation", IsolationSettings()),
             evaluates_only=options.get("evaluates_only", False),
+            tags=options.get("tags", ()),
             visible=[device.id for device in await asyncio.to_thread(visible_devices)],
             engine_urls=urls,
             # Once it is ready, training on the same machine comes first.

@@ -50,6 +50,17 @@ class ControlClient:
         """Exclude the session of an external agent from all future batches."""
         return control.forget_session(self._folder, session)
 
+    def scale(
+        self, to: int | None = None, *, mode: Literal["act", "recommend"] | None = None
+    ) -> None:
+        """Ask for a rollout pool of `to` GPUs, or for another mode of the autoscaler. Returns at
+        once; `report` shows what becomes of it."""
+        from penstock.fleet.autoscaler import ScaleMode
+        from penstock.runs.scaling import request_scale
+
+        chosen = None if mode is None else ScaleMode(mode)
+        request_scale(self._folder, gpus=to, mode=chosen)
+
     def stop(self, *, timeout_s: float = 60.0) -> bool:
         """Stop the run gracefully and wait until it has ended; False if it was not running.
         `penstock.run` resumes it."""

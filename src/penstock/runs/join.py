@@ -16,6 +16,9 @@ from penstock.config import ModelConfig, RunConfig
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.types import (
+    EVALUATION_TAG,
+    SESSION_TAG,
+    UNTRUSTED_TAG,
     NodeId,
     PolicyName,
     subject_of_node,
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
     from penstock.rollout.node import NodeOptions
 
 CONNECT_TIMEOUT_S = 20.0
+MAX_TAGS = 15
+"""One more is the node's own."""
+RESERVED_TAGS = (SESSION_TAG, EVALUATION_TAG, UNTRUSTED_TAG)
+"""They say what a node is for; its command does."""
 
 
 def split_policies(text: str | None) -> tuple[PolicyName, ...]:
@@ -38,6 +45,22 @@ def split_policies(text: str | None) -> tuple[PolicyName, ...]:
             f"--policies {text!r}: write names separated by commas, like solver,judge"
         )
     return tuple(PolicyName(name) for name in names if name)
+
+
+def split_tags(text: str | None) -> tuple[str, ...]:
+    """The tags in `gpus=8,cost=12.5,spot`; none for None."""
+    tags = tuple(tag.strip() for tag in (text or "").split(","))
+    if text is None:
+        return ()
+    for tag in tags:
+        if not re.fullmatch(r"[A-Za-z0-9_.=-]{1,64}", tag) or tag in RESERVED_TAGS:
+            raise ConfigError(
+                f"--tags {text!r}: {tag!r} is not a tag; write up to 15 of up to 64 letters, "
+                "digits, _, -, . and =, separated by commas, like gpus=8,cost=12.5,spot"
+            )
+    if len(tags) > MAX_TAGS:
+        raise ConfigError(f"--tags {text!r} has {len(tags)} tags; write {MAX_TAGS} at most")
+    return tags
 
 
 def local_node_options(folder: RunFolder, config: RunConfig, policy: str, node: str) -> NodeOptions:

@@ -41,6 +41,8 @@ from penstock.runs.model_revisions import pin_models
 from penstock.runs.monitor import ErrorTail, RunView, StatusPoller
 from penstock.runs.progress import progress_of, read_progress
 from penstock.runs.resume_changes import find_resume_changes
+from penstock.runs.scaling import ReportPoller, Scaler
+from penstock.runs.scaling_setup import build_scaler
 from penstock.runs.spending import BudgetGuard
 from penstock.runs.stall_guard import StallGuard
 from penstock.runs.user_code import record_code
@@ -308,17 +310,28 @@ def _supervise(
         except OSError as error:  # for people only; a full disk must not end the run
             notify(f"cannot record process ids in {folder.path}: {error}; the run continues")
 
+    reports = ReportPoller(partial(make_status_client, folder, config.name))
+    scaler = build_scaler(
+        config,
+        folder,
+        launcher,
+        log_dir=log_dir,
+        read_report=lambda: reports.newest,
+        notify=notify,
+    )
     try:
         launcher.start()
         record()
-        tail = ErrorTail(launcher.logs())
+        tail = ErrorTail(launcher.logs)
         guards = RunGuards(
             stalls=StallGuard(launcher, config.stall, log_dir, notify),
             budget=BudgetGuard(folder, config.budget),
         )
-        _supervise_loop(launcher, poller, display, tail, stop, record, guards)
+        with reports:
+            _supervise_loop(launcher, scaler, poller, display, tail, stop, record, guards)
         if failure := poller.failure():
             display.notify("stopping: every group fails")
+            scaler.close()
             launcher.stop()
             raise LaunchError(
                 f"{failure} with `penstock run {folder.path}`; the logs are in {log_dir}"
@@ -331,6 +344,7 @@ def _supervise(
         else:
             launcher.wait_for_nodes(NODE_EXIT_TIMEOUT_S)
             _wait_for_other_nodes(poller, own=launcher.logs().keys())
+        scaler.close()
         launcher.stop()
     except ForcedStop:
         return
@@ -352,6 +366,7 @@ def _wait_for_other_nodes(poller: StatusPoller, own: Collection[str]) -> None:
 
 def _supervise_loop(
     launcher: LocalLauncher,
+    scaler: Scaler,
     poller: StatusPoller,
     display: Display,
     tail: ErrorTail,
@@ -359,12 +374,15 @@ def _supervise_loop(
     record: Callable[[], None],
     guards: RunGuards,
 ) -> None:
-    """consumes: exits, errors in logs, status · produces: restarts, display updates
+    """consumes: exits, errors in logs, status, requests to scale
+    produces: restarts, nodes started and retired, display updates
     waits for: the next POLL_S · woken by: nothing; ends on a stop request, after the last step,
     when every group fails, when it stalls, or when a budget is spent"""
     redraw_at = 0.0
     finish, finished_at = FinishTimer(), None
     while not stop.is_set and not poller.failure():
+        if not launcher.has_finished_training() and not poller.is_finished():
+            scaler.poll()
         if launcher.poll():
             record()
         now = time.monotonic()

@@ -220,13 +220,14 @@ class StatusPoller:
 class ErrorTail:
     """Finds the newest error line in a set of growing logs; reads each byte once."""
 
-    def __init__(self, logs: dict[str, Path]) -> None:
+    def __init__(self, logs: Callable[[], Mapping[str, Path]]) -> None:
+        """`logs`: by service; services come and go."""
         self._logs = logs
         self._read_bytes: dict[str, int] = {}
 
     def newest(self) -> str | None:
         found = None
-        for name, path in self._logs.items():
+        for name, path in self._logs().items():
             for line in self._new_lines(name, path):
                 if any(mark in line for mark in ERROR_MARKERS):
                     found = f"{name}: {_message(line)}"

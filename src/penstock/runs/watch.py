@@ -29,8 +29,8 @@ def watch_run(folder: RunFolder, name: str, display: Display) -> None:
     ends: when the launcher exits; without one, when the dataflow is finished or gone"""
     make_reader = partial(make_status_client, folder, name)
     has_launcher = folder.launcher_pid() is not None
-    logs = {path.stem: path for path in sorted((folder.logs / "latest").glob("*.log"))}
-    tail = ErrorTail(logs)
+    logs = folder.logs / "latest"
+    tail = ErrorTail(lambda: {path.stem: path for path in sorted(logs.glob("*.log"))})
     launcher = folder.launcher()
     since = launcher.started_at if has_launcher and launcher else time.time()
     rewards = reward_by_step(folder.metrics)

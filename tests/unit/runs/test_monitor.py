@@ -171,7 +171,8 @@ def test_a_failed_rollout_is_shown_with_the_last_line_of_its_detail(tmp_path: Pa
     ]
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert (
-        ErrorTail({"node-0": log}).newest() == "node-0: rollout failed (reward): KeyError: 'boom'"
+        ErrorTail(lambda: {"node-0": log}).newest()
+        == "node-0: rollout failed (reward): KeyError: 'boom'"
     )
 
 
@@ -180,7 +181,7 @@ def test_an_alarm_is_shown_with_its_cause_within_the_width(tmp_path: Path) -> No
     idle = NoSignalStreak(counts={Cause.EQUAL_REWARDS: ALARM_AFTER})
     line = {"level": "error", "msg": "this run may learn nothing", "why": idle.alarm}
     log.write_text(json.dumps(line) + "\n")
-    note = ErrorTail({"trainer-policy": log}).newest()
+    note = ErrorTail(lambda: {"trainer-policy": log}).newest()
     begins = (
         "trainer-policy: this run may learn nothing: 3 consecutive batches had no learning "
         "signal (3 equ"
@@ -193,7 +194,7 @@ def test_an_alarm_is_shown_with_its_cause_within_the_width(tmp_path: Path) -> No
 
 def test_the_newest_error_of_all_logs_is_shown_once(tmp_path: Path) -> None:
     log = tmp_path / "node-0.log"
-    tail = ErrorTail({"node-0": log, "node-1": tmp_path / "absent.log"})
+    tail = ErrorTail(lambda: {"node-0": log, "node-1": tmp_path / "absent.log"})
     assert tail.newest() is None
     log.write_text(json.dumps({"msg": "fine", "level": "info"}) + "\n")
     assert tail.newest() is None

@@ -194,7 +194,7 @@ def _decision(figures: Figures, pool: PoolReport, terms: BalanceSettings, now: f
         pending_gpus=pool.pending_gpus,
         wait_fraction=max(measured, default=None),
         need=_need(active, pool.busy_share),
-        is_loading_weights=(pool.loading_share or 0.0) > terms.tau_high,
+        is_loading_weights=(pool.loading_share or 0.0) > terms.max_loading,
         window_s=figures.window.wall_s,
         start_s=figures.start_s_p90,
         complete=figures.window.complete,

@@ -181,12 +181,14 @@ class Figures:
 class BalanceSettings:
     """Settings of the three-zone rule."""
 
-    tau_low: float = 0.05
+    tau_low: float = 0.02
     """Scale down if trainers wait less than this share of their time."""
-    tau_high: float = 0.10
+    tau_high: float = 0.05
     """Scale up if trainers wait more than this share of their time."""
     rho: float = 1.10
-    """Headroom to keep when scaling down."""
+    """Headroom: the new size is this multiple of what the trainers need."""
+    max_loading: float = 0.10
+    """Hold if nodes spend more than this share of their time loading weights."""
     window_versions: int = 10
     min_gpus: int = 1
     max_gpus: int | None = None

@@ -68,7 +68,8 @@ def zone(
 ) -> tuple[ScalingBranch, int]:
     """The zone of the pool, and the size that would balance it, without damping."""
     if wait is not None and wait > terms.tau_high:
-        return ScalingBranch.SCALE_UP, math.ceil(gpus / (1 - min(WAIT_CAP, wait)) - ROUNDING_EPS)
+        needed = gpus / (1 - min(WAIT_CAP, wait))
+        return ScalingBranch.SCALE_UP, math.ceil(terms.rho * needed - ROUNDING_EPS)
     if wait is not None and wait < terms.tau_low and need is not None:
         target = min(gpus, math.ceil(gpus * terms.rho * need - ROUNDING_EPS))
         return (ScalingBranch.SCALE_DOWN, target) if target < gpus else (ScalingBranch.HOLD, gpus)

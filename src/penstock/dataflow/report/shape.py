@@ -209,8 +209,8 @@ class ActionReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Result of the three-zone rule for the window. A recommendation: penstock does not act on
-    it."""
+    """Result of the three-zone rule for the window: a recommendation, or what the autoscaler does
+    in mode `act`."""
 
     branch: ScalingBranch
     target_gpus: Count

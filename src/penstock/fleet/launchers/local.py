@@ -94,10 +94,12 @@ class _Supervised:
     progress: int = 0
     """Highest progress at any failure, so that a trainer which rewinds does not count as such."""
     is_done: bool = False
+    kill_at: float | None = None
+    """It was asked to leave for good, and is killed at this time."""
 
 
 class LocalLauncher:
-    """Starts, watches and stops a fixed list of services."""
+    """Starts, watches and stops services: those it was made with, and nodes added later."""
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class LocalLauncher:
         self._supervised = [
             _Supervised(service, log_dir / f"{service.name}.log") for service in services
         ]
+        self._log_dir = log_dir
         self._work_dir = work_dir
         self._on_exit = on_exit
         self._monitor = monitor
@@ -128,6 +131,30 @@ class LocalLauncher:
         for entry in self._supervised:
             self._start(entry)
 
+    def add(self, node: ServiceSpec) -> None:
+        """Start one more node, and keep it running."""
+        assert node.kind is ServiceKind.NODE and node.name not in self.nodes()
+        entry = _Supervised(node, self._log_dir / f"{node.name}.log")
+        self._supervised.append(entry)
+        self._start(entry)
+
+    def retire(self, name: str) -> None:
+        """Tell a node to return its work and leave for good; kill it if it does not. Again has no
+        effect."""
+        for entry in self._of_kind(ServiceKind.NODE):
+            if entry.service.name == name and entry.kill_at is None:
+                entry.kill_at = time.monotonic() + NODE_STOP_TIMEOUT_S
+                self._signal([entry], signal.SIGTERM)
+
+    def nodes(self) -> dict[str, float]:
+        """Nodes that run or are restarted, and for how many seconds they have been running; those
+        on their way out included."""
+        now = time.monotonic()
+        return {
+            entry.service.name: 0.0 if entry.child is None else now - entry.started_at
+            for entry in self._of_kind(ServiceKind.NODE)
+        }
+
     def poll(self) -> bool:
         """Restart services that exited. Returns True if a process started or exited; raises
         LaunchError if a service keeps failing."""
@@ -135,12 +162,17 @@ class LocalLauncher:
         now = time.monotonic()
         if time.time() >= self._renew_at:  # by the clock of the tokens, which a suspend advances
             self._renew_tokens()
-        for entry in self._supervised:
+        for entry in [*self._supervised]:
             if entry.child is None:
-                if not entry.is_done and now >= entry.restart_at:
+                if entry.kill_at is not None:
+                    self._supervised.remove(entry)
+                    changed = True
+                elif not entry.is_done and now >= entry.restart_at:
                     self._restart(entry)
                     changed = True
                 continue
+            if entry.kill_at is not None and now >= entry.kill_at:
+                self._signal([entry], signal.SIGKILL)
             code = self._reap(entry)
             if code is not None:
                 changed = True
@@ -232,6 +264,9 @@ class LocalLauncher:
 
     def _handle_exit(self, entry: _Supervised, code: int, now: float) -> None:
         kind = entry.service.kind
+        if entry.kill_at is not None:
+            self._supervised.remove(entry)
+            return
         if code == 0 and kind is ServiceKind.TRAINER:
             entry.is_done = True
             return

@@ -168,7 +168,7 @@ def test_gone_and_suspect_nodes_are_not_capacity() -> None:
     assert statuses == ["healthy", "suspect", "gone", "healthy", "healthy", "gone"]
     assert made.decision.branch == "hold" and "4 GPUs are already starting" in made.decision.reason
     alone = report(figures(nodes=nodes[:1]))
-    assert alone.decision.target_gpus == 5, "w = 0.15 of one serving node of 4 GPUs"
+    assert alone.decision.target_gpus == 6, "w = 0.15 of 4 GPUs, and a tenth more"
 
 
 def test_a_node_is_suspect_only_beyond_its_limit() -> None:
@@ -255,7 +255,7 @@ def test_which_nodes_to_drain_first() -> None:
 
 
 def test_loading_weights_does_not_scale_up() -> None:
-    share = TERMS.tau_high
+    share = TERMS.max_loading
     nodes = (node_figures("n0", window_account={"rolling_out": 1 - share, "loading": share}),)
     assert not report(figures(nodes=nodes)).decision.weight_transfer_active
     nodes = (node_figures("n0", window_account={"rolling_out": 0.8, "loading": 0.2}),)

@@ -11,7 +11,7 @@ from penstock.dataflow.report.figures import BalanceSettings, RuleMemory, StepTi
 from penstock.dataflow.report.scaling_rule import PoolWindow, decide, wait_fraction, zone
 from penstock.dataflow.report.shape import ActionReport, ScalingBranch
 
-TERMS = BalanceSettings()
+TERMS = BalanceSettings(tau_low=0.05, tau_high=0.10)
 UP, HOLD, DOWN = ScalingBranch.SCALE_UP, ScalingBranch.HOLD, ScalingBranch.SCALE_DOWN
 
 
@@ -32,14 +32,14 @@ def pool(
 @pytest.mark.parametrize(
     ("wait", "consumed", "entered", "gpus", "branch", "target"),
     [
-        # above tau_high: ceil(G / (1 - w))
-        (0.1000001, 90, 100, 10, UP, 12),
-        (0.11, 0, 0, 8, UP, 9),
-        (0.20, 100, 100, 8, UP, 10),
-        (0.30, 100, 100, 7, UP, 10),
-        (0.50, 100, 100, 1, UP, 2),
-        (0.95, 100, 100, 4, UP, 80),
-        (1.00, 100, 100, 4, UP, 80),
+        # above tau_high: ceil(1.1 * G / (1 - w))
+        (0.1000001, 90, 100, 10, UP, 13),
+        (0.11, 0, 0, 8, UP, 10),
+        (0.20, 100, 100, 8, UP, 11),
+        (0.30, 100, 100, 7, UP, 11),
+        (0.50, 100, 100, 1, UP, 3),
+        (0.95, 100, 100, 4, UP, 88),
+        (1.00, 100, 100, 4, UP, 88),
         # at the edges: hold
         (0.10, 10, 100, 10, HOLD, 10),
         (0.05, 10, 100, 10, HOLD, 10),
@@ -116,7 +116,7 @@ def test_shrinking_needs_two_low_windows_in_a_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "wait", "target"), [(10, 0.95, 15), (1, 0.95, 2), (3, 0.95, 5), (10, 0.12, 12)]
+    ("gpus", "wait", "target"), [(10, 0.95, 15), (1, 0.95, 2), (3, 0.95, 5), (10, 0.12, 13)]
 )
 def test_growth_is_at_most_half_of_the_pool_at_once(gpus: int, wait: float, target: int) -> None:
     assert decide(pool(gpus, wait), RuleMemory(), TERMS, now=0.0).target_gpus == target

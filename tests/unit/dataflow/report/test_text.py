@@ -43,7 +43,7 @@ def test_a_busy_run() -> None:
     for words in (
         "SCALE UP",
         "1 GPU → 2 (+1)",
-        "trainers wait 15.0% of their time, above 10%",
+        "trainers wait 15.0% of their time, above 5%",
         "cooldown until",
         "suspect (not counted): n1",
         "gone (not counted): n2",
