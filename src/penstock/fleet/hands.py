@@ -47,8 +47,8 @@ class LauncherHands:
         self._make_node = make_node
 
     def start(self, number: int) -> str:
-        """The number does not matter: nodes are named like replicas, and the first free name is used
-        again, with its devices."""
+        """The number does not matter: nodes are named like replicas, and the first free name, with
+        its devices, is used again."""
         running = self._launcher.nodes()
         node = next(node for index in range(len(running) + 1) if (node := self._free(index)))
         self._launcher.add(node)

@@ -67,7 +67,7 @@ def test_commands_get_their_values_and_no_shell_reads_them(tmp_path: Path) -> No
     assert hands.failed() == {}
 
 
-def test_a_start_that_fails_is_told_and_a_stop_that_fails_is_tried_again(tmp_path: Path) -> None:
+def test_a_failed_start_is_reported_and_a_failed_stop_is_tried_again(tmp_path: Path) -> None:
     fail = (sys.executable, "-S", "-c", "print('no quota'); raise SystemExit(3)", "{name}")
     hands = make_hands(tmp_path, fail, fail)
     name = hands.start(0)
