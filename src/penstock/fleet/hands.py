@@ -19,6 +19,8 @@ from penstock.fleet.services import ServiceSpec
 COMMAND_TIMEOUT_S = 120.0
 """Schedulers answer at once; a command that hangs is killed."""
 CLOSE_TIMEOUT_S = 30.0
+KILLED_S = 60.0
+"""A killed process is gone at once, unless its disk hangs."""
 POLL_S = 0.05
 
 
@@ -145,7 +147,7 @@ class CommandHands:
             code = one.child.poll()
             if code is None and now > one.give_up_at:
                 one.child.kill()
-                code = one.child.wait()
+                code = one.child.wait(timeout=KILLED_S)
             if code is None:
                 continue
             self._running.remove(one)

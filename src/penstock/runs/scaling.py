@@ -18,9 +18,9 @@ from penstock.dataflow.client.dataflow import StatusClient
 from penstock.dataflow.report.shape import BalanceReport, ScalingBranch
 from penstock.errors import ConfigError, LaunchError, WireError
 from penstock.fleet.autoscaler import (
+    NodeHealth,
     NodeType,
     Retirement,
-    RetireReason,
     ScaleMode,
     plan,
     wanted_after,
@@ -204,8 +204,6 @@ class Scaler:
     # --- what to do -------------------------------------------------------------------------------
 
     def _reconcile(self, report: BalanceReport, wanted_gpus: int) -> None:
-        now = time.monotonic()
-        blocked = [name for name, until in self._blocked_until.items() if until > now]
         nodes = list(
             pool_nodes(
                 report,
@@ -214,15 +212,18 @@ class Scaler:
                 start_timeout_s=self.start_timeout_s,
             )
         )
-        todo = plan(wanted_gpus, nodes, self.node_types.values(), blocked=blocked)
         reported = {str(node.node_id) for node in report.nodes}
+        for node in nodes:  # before the plan, which would start another of this type
+            if node.health is NodeHealth.DEAD and node.node_type and node.name not in reported:
+                self._block(node.node_type, f"{node.name} did not join in time")
+        now = time.monotonic()
+        blocked = [name for name, until in self._blocked_until.items() if until > now]
+        todo = plan(wanted_gpus, nodes, self.node_types.values(), blocked=blocked)
         of_type = {node.name: node.node_type for node in nodes}
         for retired in todo.retire:
             node_type = of_type[retired.name]
             assert node_type is not None
             self._retire(node_type, retired)
-            if retired.reason is RetireReason.DEAD and retired.name not in reported:
-                self._block(node_type, f"{retired.name} did not join in time")
         for node_type in todo.start:
             self._start(node_type)
         if todo.missing_gpus and todo.missing_gpus != self.record.missing_gpus:

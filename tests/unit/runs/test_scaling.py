@@ -177,7 +177,7 @@ def test_a_start_command_that_fails_or_a_node_that_never_joins_blocks_its_type(
     assert world.hands["steady"].retired == []
     world.see("guest", at=started_at + 601.0)
     assert world.hands["steady"].retired == ["steady-1"]
-    world.see("guest", at=started_at + 602.0)
+    assert world.hands["steady"].started == ["steady-1"], "its type rests at once"
     assert world.scaler.record.missing_gpus == 1 and "no type has room" in world.notes[-1]
 
 
