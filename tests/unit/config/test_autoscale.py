@@ -37,7 +37,7 @@ def test_types_say_what_they_cost(example: str, load_text: LoadText) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (f'a: {{start: [sbatch, "{{nome}}"], {STOP}}}', "unknown placeholder"),
+        (f'a: {{start: [sbatch, "{{node}}"], {STOP}}}', "unknown placeholder"),
         (f'a: {{start: [sbatch, "{{name.__class__}}"], {STOP}}}', "unknown placeholder"),
         (f'a: {{start: [sbatch, "{{name!r}}"], {STOP}}}', "unknown placeholder"),
         (f'a: {{start: [sbatch, "{{name"], {STOP}}}', "write a literal brace twice"),
