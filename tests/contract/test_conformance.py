@@ -51,12 +51,15 @@ class PeerProcess:
     """The process under test; started when the double is ready."""
 
     command: Command
+    log: Path | None = None
+    """What it says on stderr."""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
 
     def on_ready(self, join_info: JoinInfo) -> None:
         words = [sys.executable, *self.command(join_info)]
         env = {**os.environ, "PENSTOCK_TOKEN_FILE": "/dev/stdin", "PYTHONPATH": str(ROOT / "src")}
-        process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=-1, stdout=-3, stderr=-3)
+        said = None if self.log is None else self.log.open("wb")
+        process = subprocess.Popen(words, cwd=ROOT, env=env, stdin=-1, stdout=-3, stderr=said or -3)
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(join_info.token.encode())
@@ -138,22 +141,26 @@ async def test_foreign_trainer_keeps_every_rule_and_fails_when_fenced() -> None:
 
 
 @pytest.fixture(scope="module")
-def examined() -> dict[str, tuple[RuleVerdict, ...]]:
+def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RuleVerdict, ...]]:
     """Verdicts by fault; a scenario mostly waits, so several run concurrently."""
     slots = asyncio.Semaphore(NUM_AT_ONCE)
+    logs = tmp_path_factory.mktemp("peers")
 
-    async def one(kind: str, command: Command) -> tuple[RuleVerdict, ...]:
+    async def one(kind: str, fault: str, command: Command) -> tuple[RuleVerdict, ...]:
         async with slots:
-            peer = PeerProcess(command)
+            peer = PeerProcess(command, log=logs / fault)
             try:
-                return await examine(kind, peer)
+                verdicts = await examine(kind, peer)
             finally:
-                await asyncio.to_thread(peer.end, 0.5)
+                code = await asyncio.to_thread(peer.end, 0.5)
+        if all(one.verdict is Verdict.UNTESTED for one in verdicts):
+            print(f"{fault} never called; exit code {code}:\n{(logs / fault).read_text()}")
+        return verdicts
 
     async def all_of_them() -> dict[str, tuple[RuleVerdict, ...]]:
         slow_first = sorted(faulty_node.FAULTS, key=lambda fault: fault not in SLOW)
-        named = {fault: one("rollout", node_command(fault)) for fault in slow_first}
-        named |= {f: one("trainer", trainer_command(f)) for f in faulty_trainer.FAULTS}
+        named = {fault: one("rollout", fault, node_command(fault)) for fault in slow_first}
+        named |= {f: one("trainer", f, trainer_command(f)) for f in faulty_trainer.FAULTS}
         return dict(zip(named, await asyncio.gather(*named.values()), strict=True))
 
     return asyncio.run(all_of_them())

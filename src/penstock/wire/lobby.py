@@ -12,7 +12,6 @@ import asyncio
 import select
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 
 ENOUGH_BYTES = 1024
 """A stranger that sent fewer, and no whole request, is read again at the next look at it."""
@@ -102,8 +101,12 @@ class Lobby:
     def look(self, caller: WaitingCaller) -> None:
         """A caller whose request is not whole is looked at again after `watch`."""
         start = b""
-        with suppress(OSError):  # it hung up
+        try:
             start = caller.sock.recv(ENOUGH_BYTES, socket.MSG_PEEK)
+        except BlockingIOError:  # nothing is here yet
+            return self.watch(caller)
+        except OSError:  # it hung up
+            pass
         if not start:
             self._on_gone(caller)
         elif self._is_ready(start):

@@ -94,7 +94,7 @@ def test_a_plan_that_does_not_fit_is_refused(
     hosts = "hosts={a: {memory_gb: 0.05}, b: {tags: [gpu], memory_gb: 1}}"
     code, _, err = run_main(capsys, "plan", str(run_file), hosts)
     assert code == 1 and "needs 1 place tagged train with 65.7 MB" in err
-    assert "15.7 MB short; raise training.parallel.dp, set training.recompute: layer" in err
+    assert "15.7 MB short; raise training.parallel.dp, or cp for long samples, set " in err
     for smaller in ("training.micro_batch_tokens=2048", "training.recompute=layer"):
         assert run_main(capsys, "plan", str(run_file), hosts, smaller)[0] == 0
 

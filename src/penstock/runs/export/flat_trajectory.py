@@ -28,6 +28,7 @@ def to_plain(trajectory: Trajectory) -> Plain:
             "prompt_ids": view_ids(turn.prompt_ids).tolist(),
             "sampled_ids": view_ids(turn.sampled_ids).tolist(),
             "logprobs": view_log_probs(turn.logprobs).tolist(),
+            "experts": msgspec.to_builtins(turn.experts),  # choices in base64
         }
         for values, turn in turns
     ]

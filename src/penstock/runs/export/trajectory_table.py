@@ -33,6 +33,7 @@ _RECORD = (
     "tool_uses",
 )
 """Columns of the record itself; the others are derived from it or from the ledger."""
+_EXPERT_COUNTS = ("num_layers", "num_chosen", "num_experts")
 _TURN_TEXTS = ("prompt", "answer", "reasoning", "tool_calls")
 
 
@@ -61,6 +62,8 @@ def table_schema() -> Any:
         ("reward", number),
         ("started_at", number),
         ("ended_at", number),
+        ("kv", pa.list_(whole)),
+        ("experts", pa.struct([*((name, whole) for name in _EXPERT_COUNTS), ("choices", text)])),
     ]
     tool_use = [
         ("turn", whole),

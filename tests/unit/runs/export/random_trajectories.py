@@ -9,6 +9,7 @@ from penstock.fleet.run_folder import RunFolder
 from penstock.runs.decoded import Decoder
 from penstock.runs.recorded_trajectory import PayloadState, RecordedTrajectory, TrainingUse
 from penstock.types import (
+    ExpertChoices,
     FinishReason,
     GroupId,
     NodeId,
@@ -84,7 +85,13 @@ def random_turn(draw: random.Random, at: int, num_ids: int) -> Turn:
         role=draw.choice(["", "solver"]),
         reward=draw.choice([None, 0.25]),
         agent=draw.choice(["", "0.2"]),
+        kv=draw.choice([None, (1, 7)]),
+        experts=draw.choice([None, random_experts(draw)]),
     )
+
+
+def random_experts(draw: random.Random) -> ExpertChoices:
+    return ExpertChoices(num_layers=2, num_chosen=2, num_experts=9, choices=draw.randbytes(8))
 
 
 def random_tool_use(draw: random.Random, num_turns: int) -> ToolUse:
