@@ -34,6 +34,7 @@ from penstock.types import RowId, SamplingSpec, Version
 from penstock.wire import keys
 from penstock.wire.auth import Audience, Role, Signer, read_unverified
 from penstock.wire.denied import Denied, write_denied
+from penstock.wire.doors import MAX_PIPELINED
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -592,7 +593,7 @@ async def raw_statuses(url: httpx2.URL, key: str, requests: list[tuple[str, str]
     of a batch are sent at once."""
     reader, writer = await asyncio.open_connection(url.host, url.port)
     statuses: list[int] = []
-    for batch in batched(requests, 32):
+    for batch in batched(requests, MAX_PIPELINED // 2):
         for method, path in batch:
             head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\n"
             writer.write(f"{head}content-length: 2\r\n\r\n{{}}".encode())
