@@ -38,7 +38,7 @@ def scale(
         why: Reason, for the log of operators' actions.
         json: Print one JSON object as the last line.
     """
-    from penstock.cli.output import print_json, print_note, printable
+    from penstock.cli.output import print_json, print_note, print_text
     from penstock.fleet.autoscaler import ScaleMode
     from penstock.fleet.scaling_records import ScalingRecord
     from penstock.runs.control import read_report
@@ -70,7 +70,7 @@ def scale(
             }
         )
     elif to is None and mode is None:
-        print(printable("\n".join(_lines(record, report))))
+        print_text("\n".join(_lines(record, report)))
     return 0
 
 
