@@ -63,9 +63,9 @@ def test_no_paragraph_of_the_protocol_is_mangled() -> None:
     assert [line for line in prose if len(line) > 125] == []
 
 
-def test_the_report_claims_no_tag_that_our_nodes_cannot_set() -> None:
+def test_the_guide_says_how_nodes_report_gpus_and_cost() -> None:
     assert "tags" not in ModelConfig.model_fields, "then say how in how-to/balance.md"
-    assert "cannot report more yet" in words(DOCS / "how-to" / "balance.md")
+    assert "penstock join URL --tags gpus=8,cost=12.5" in words(DOCS / "how-to" / "balance.md")
 
 
 def test_losses_have_an_import_path_and_an_example() -> None:
