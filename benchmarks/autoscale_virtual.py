@@ -12,14 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from benchmarks.overlap_virtual import core_spec
 from benchmarks.overlap_workload import Workload
-from benchmarks.staleness import POLICY, rules
+from benchmarks.staleness import POLICY
 from benchmarks.virtual_run import TOKEN_S, Answer, VirtualRun
-from penstock.dataflow.core.consumers import PolicySpec
-from penstock.dataflow.core.coordinator import IssueSpec
-from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
 from penstock.dataflow.core.leasing import Grant
-from penstock.dataflow.ledger.assemble import CoreSpec
 from penstock.dataflow.records import Deletion, Record
 from penstock.dataflow.report.balance import BalanceMonitor
 from penstock.dataflow.report.figures import BalanceSettings
@@ -278,7 +275,14 @@ def simulate(
         return Answer(tokens=max(1, tokens), reward=float(grant.slot))
 
     source = Source(name="train", weight=1.0, make=lambda n, seed: {"n": n}, limit=None)
-    run = VirtualRun(_core(scenario), [source], answer, tick_s=OBSERVE_S)
+    run = VirtualRun(
+        core_spec(
+            scenario.workload, steps=scenario.steps, max_attempts=1000, seed=scenario.workload.seed
+        ),
+        [source],
+        answer,
+        tick_s=OBSERVE_S,
+    )
     consumers = run.coordinator.consumers
 
     def number_of(policy: PolicyName, incarnation: int, number: int) -> int:
@@ -318,24 +322,4 @@ def simulate(
         wait_s=trainer.wait_s,
         sizes=[(at - began_at, size) for at, size in pool.sizes],
         trainer_gpus=scenario.trainer_gpus,
-    )
-
-
-def _core(scenario: Scenario) -> CoreSpec:
-    workload = scenario.workload
-    return CoreSpec(
-        policies=(
-            PolicySpec(
-                policy=POLICY,
-                groups_per_batch=workload.groups_per_batch,
-                max_staleness=workload.max_staleness,
-                steps=scenario.steps,
-            ),
-        ),
-        rules=tuple(rules("edf")),
-        issue=IssueSpec(num_slots=workload.group_size),
-        closing=ClosingPolicy(kind=ClosingKind.COMPLETE),
-        lease=LeaseSpec(ttl_s=60.0, start_to_close_s=1e9, max_attempts=1000),
-        workflow="single_turn",
-        seed=workload.seed,
     )

@@ -138,7 +138,9 @@ def flow(
     and the seconds that a batch trains."""
     source = Source(name="train", weight=1.0, make=lambda n, seed: {"n": n}, limit=None)
     answers = _Answers(workload)
-    run = answers.run = VirtualRun(_terms(workload), [source], answers, call_s=call_s)
+    run = answers.run = VirtualRun(
+        core_spec(workload, steps=workload.steps), [source], answers, call_s=call_s
+    )
     trainer = make_trainer(run, workload.train_s)
     started_at = run.now
     run.take_over(POLICY)
@@ -161,20 +163,20 @@ def flow(
     )
 
 
-def _terms(workload: Workload) -> CoreSpec:
+def core_spec(workload: Workload, *, steps: int, max_attempts: int = 3, seed: int = 0) -> CoreSpec:
     return CoreSpec(
         policies=(
             PolicySpec(
                 policy=POLICY,
                 groups_per_batch=workload.groups_per_batch,
                 max_staleness=workload.max_staleness,
-                steps=workload.steps,
+                steps=steps,
             ),
         ),
         rules=tuple(rules("edf")),
         issue=IssueSpec(num_slots=workload.group_size),
         closing=ClosingPolicy(kind=ClosingKind.COMPLETE),
-        lease=LeaseSpec(ttl_s=60.0, start_to_close_s=1e9, max_attempts=3),
+        lease=LeaseSpec(ttl_s=60.0, start_to_close_s=1e9, max_attempts=max_attempts),
         workflow="single_turn",
-        seed=0,
+        seed=seed,
     )

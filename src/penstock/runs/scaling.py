@@ -32,7 +32,7 @@ from penstock.fleet.scaling_records import ManagedNode, ScaleAction, ScaleReques
 from penstock.observe.admin_log import AdminAction, local_user
 
 POLL_S = 1.0
-REPORT_POLL_S = 2.0
+REPORT_POLL_S = 5.0
 BLOCKED_S = 600.0
 """A type whose start failed rests for this long, and others are started in its place."""
 MAX_ACTIONS = 50
