@@ -118,12 +118,15 @@ def test_a_guest_works_survives_a_restart_and_leaves(
 def assert_store_is_tidied(system: System) -> None:
     """Of a run that is over: by what its ledger says is in use."""
     run = str(system.folder.path)
+    # Young versions stay, and which are young would change between two calls on a slow machine.
+    for manifest in (system.folder.weights / "manifests").glob("*.json"):
+        os.utime(manifest, (0, 0))
     planned = json_of(penstock("weights", "gc", run, "--dry-run", "--json"))
     done = json_of(penstock("weights", "gc", run, "--json"))
-    # What was published within the last minute stays, and minutes pass.
-    assert {*planned["versions_deleted"]} <= {*done["versions_deleted"]}
-    assert {*planned["blobs_deleted"]} <= {*done["blobs_deleted"]}
-    assert 2 <= done["versions_kept"] <= planned["versions_kept"]
+    assert planned["versions_deleted"]
+    assert {*planned["versions_deleted"]} == {*done["versions_deleted"]}
+    assert {*planned["blobs_deleted"]} <= {*done["blobs_deleted"]}  # files being read stay a while
+    assert 2 <= done["versions_kept"] == planned["versions_kept"]
     again = json_of(penstock("weights", "gc", run, "--json"))
     assert not {*done["blobs_deleted"]} & {*again["blobs_deleted"]}
     verified = json_of(penstock("weights", "verify", run, "--json"))
