@@ -30,7 +30,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
-EXTRAS := train,tokens,postgres,s3,data,plot,tools,rewards,export,dev
+EXTRAS := train,tokens,postgres,s3,data,plot,tools,rewards,export,ray,tracking,traces,dev
 COMMA := ,
 PIP := $(BIN)/python -m pip install --quiet
 
@@ -39,8 +39,8 @@ TORCH := $(shell grep '^torch==' constraints/dev.txt)
 
 # Programs the checks and tests call, as program:debian-package. node runs pyright; tmux captures the live panel;
 # a PostgreSQL server, which the tests start for themselves, comes with pg_ctlcluster.
-# A test that opens a web page adds chromium:chromium here.
-SYSTEM_TOOLS := node:nodejs tmux:tmux pg_ctlcluster:postgresql bwrap:bubblewrap runsc:runsc
+# chromium opens the dashboard, sshd stands for another host, zsh completes commands.
+SYSTEM_TOOLS := node:nodejs tmux:tmux pg_ctlcluster:postgresql bwrap:bubblewrap runsc:runsc chromium:chromium sshd:openssh-server zsh:zsh
 
 PYTEST_ARGS ?=
 SEEDS ?= 300
