@@ -14,7 +14,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from penstock.fleet import orphan_reaper
 
@@ -23,6 +25,35 @@ PARENT_PID_ENV = "PENSTOCK_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 REAPER_EXIT_S = 10.0
 """The orphan reaper exits at the end of its pipe."""
+
+
+class Child(Protocol):
+    """A child process; a `Popen` is one."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def send_signal(self, sig: int, /) -> None: ...
+
+
+@dataclass(slots=True)
+class ForkedChild:
+    """A child that this process adopted; see `fork_server`."""
+
+    pid: int
+    returncode: int | None = None
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, sig: int, /) -> None:
+        if self.returncode is None:  # until then its id cannot be reused
+            os.kill(self.pid, sig)
 
 
 def exit_with_parent() -> None:
@@ -54,7 +85,7 @@ def start(
         )
 
 
-def reap(child: subprocess.Popen[bytes]) -> int | None:
+def reap(child: Child) -> int | None:
     """The exit code if the child has exited, else None. Kills the rest of its process group.
 
     The group is killed before the child is waited for: until then its id cannot be reused."""

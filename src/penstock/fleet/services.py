@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from penstock.config import RunConfig
 from penstock.config.device_layout import LaunchedNode, launched_nodes
@@ -30,9 +31,33 @@ THREAD_COUNT_ENVS = (
     "OPENBLAS_NUM_THREADS",
     "RAYON_NUM_THREADS",
 )
+CLI = (sys.executable, "-m", "penstock.cli.main")
 _NOT_INHERITED = (TOKEN_FILE_ENV, "PENSTOCK_TOKEN", PASSWORD_ENV)
 """The user's own tokens, which no service needs; and the ledger's password, which only those get
 that open it: nodes and trainers run code of others."""
+
+
+_SERVICE_MODULES = ("uvloop", "penstock.cli.service_options", "penstock.runs.service_process")
+_DATAFLOW_MODULES = (
+    *_SERVICE_MODULES,
+    "penstock.cli.dataflow",
+    "penstock.dataflow.service.server",
+    "penstock.runs.evaluations",
+)
+_WEIGHTS_MODULES = (
+    *_SERVICE_MODULES,
+    "penstock.cli.weights",
+    "penstock.weights.serving.origin",
+    "penstock.weights.serving.server",
+)
+_NODE_MODULES = (
+    *_SERVICE_MODULES,
+    "penstock.cli.rollout",
+    "penstock.rollout.node",
+    "penstock.runs.join",
+)
+_HF_MODULES = ("penstock.rollout.decoding.hf_decoder",)
+_TRAINER_MODULES = (*_SERVICE_MODULES, "penstock.cli.trainer", "penstock.trainer.service")
 
 
 class ServiceKind(StrEnum):
@@ -55,6 +80,8 @@ class ServiceSpec:
     """Called at each start, so that a restarted service gets a fresh token."""
     renew_token: Callable[[], None] = lambda: None
     """Called at intervals while it runs."""
+    preload: tuple[str, ...] = ()
+    """Modules that it imports, of our own and of libraries; a fork server imports them before."""
 
 
 def local_services(
@@ -75,6 +102,7 @@ def local_services(
         role: Role | None = None,
         threads: int = 1,
         with_store: bool = False,
+        preload: tuple[str, ...] = (),
     ) -> ServiceSpec:
         token_file = folder.service_tokens / name
 
@@ -89,16 +117,22 @@ def local_services(
                 found[VISIBLE_ENV] = devices.get(name, "")
             return found if role is None else {**found, TOKEN_FILE_ENV: str(token_file)}
 
-        command = (sys.executable, "-m", "penstock.cli.main", *args)
         return ServiceSpec(
-            name=name, kind=kind, command=command, build_env=build_env, renew_token=renew_token
+            name=name,
+            kind=kind,
+            command=(*CLI, *args),
+            build_env=build_env,
+            renew_token=renew_token,
+            preload=preload,
         )
 
-    services = [service("dataflow", server, "dataflow", *run_dir, with_store=True)]
+    dataflow = partial(service, with_store=True, preload=_DATAFLOW_MODULES)
+    services = [dataflow("dataflow", server, "dataflow", *run_dir)]
     for index in range(1, config.dataflow.partitions):
         name, args = f"partition-{index}", ("dataflow", *run_dir, "--partition", str(index))
-        services.append(service(name, server, *args, role=Role.PARTITION, with_store=True))
-    services.append(service("weights", server, "weights", "serve", *run_dir))
+        services.append(dataflow(name, server, *args, role=Role.PARTITION))
+    serve = ("weights", "serve", *run_dir)
+    services.append(service("weights", server, *serve, preload=_WEIGHTS_MODULES))
     for _, stage in config.pipeline.services if config.pipeline else ():
         args = ("stage", str(folder.path), stage.id)
         services.append(service(stage_subject(stage.id), server, *args, role=Role.STAGE))
@@ -114,15 +148,30 @@ def local_services(
         args = ("rollout", *run_dir, "--name", one.name, "--policy", one.policy)
         args += ("--evaluates-only",) if one.evaluates_only else ()
         args += ("--tags", ",".join(tags)) if tags and not one.evaluates_only else ()
-        threads = config.models[one.policy].torch_threads
-        return service(one.name, node, *args, role=Role.ROLLOUT, threads=threads)
+        model = config.models[one.policy]
+        return service(
+            one.name,
+            node,
+            *args,
+            role=Role.ROLLOUT,
+            threads=model.torch_threads,
+            preload=(*_NODE_MODULES, *(_HF_MODULES if model.engine == "hf" else ())),
+        )
 
     for policy, model in config.models.items():
         args = ("trainer", *run_dir, "--policy", policy)
         name = f"publisher-{policy}" if model.frozen else f"trainer-{policy}"
-        threads = model.torch_threads
         if model.frozen or not config.for_policy(policy).training.external:
-            services.append(service(name, trainer, *args, role=Role.TRAINER, threads=threads))
+            services.append(
+                service(
+                    name,
+                    trainer,
+                    *args,
+                    role=Role.TRAINER,
+                    threads=model.torch_threads,
+                    preload=_TRAINER_MODULES,
+                )
+            )
         own = (one for one in nodes if one.policy == policy and not one.evaluates_only)
         services += map(node_service, own)
     services += (node_service(one) for one in nodes if one.evaluates_only)

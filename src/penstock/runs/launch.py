@@ -24,6 +24,7 @@ from penstock.dataflow.sources import preferred_digest
 from penstock.devices import visible_devices
 from penstock.errors import ConfigError, LaunchError, PenstockError, Stalled
 from penstock.fleet.device_plan import deal_devices
+from penstock.fleet.fork_server import ForkServer
 from penstock.fleet.launchers.local import POLL_S, LocalLauncher
 from penstock.fleet.ports import wait_for_port
 from penstock.fleet.run_folder import (
@@ -292,13 +293,16 @@ def _supervise(
         line = json.dumps({"service": "launcher", "level": "warning", "msg": code_note})
         (log_dir / "launcher.log").write_text(line + "\n")
 
+    num_devices = len(visible_devices())
     launcher = LocalLauncher(
-        local_services(config, folder, deal_devices(config, len(visible_devices()))),
+        local_services(config, folder, deal_devices(config, num_devices)),
         log_dir=log_dir,
         work_dir=Path(folder.endpoints().work_dir),
         on_exit=notify,
         monitor=poller,
         trains=not any(config.for_policy(name).training.external for name in config.trained),
+        # With GPUs every service imports for itself: their driver does not survive a fork.
+        fork_server=None if num_devices else ForkServer(log_dir / "fork-server.log"),
     )
 
     def record() -> None:

@@ -11,7 +11,6 @@ all calls here.
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -21,8 +20,9 @@ from typing import Protocol
 
 from penstock.errors import LaunchError
 from penstock.fleet import processes
+from penstock.fleet.fork_server import ForkServer
 from penstock.fleet.service_tokens import RENEW_S
-from penstock.fleet.services import ServiceKind, ServiceSpec
+from penstock.fleet.services import CLI, ServiceKind, ServiceSpec
 
 INITIAL_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
@@ -85,7 +85,7 @@ class _Supervised:
 
     service: ServiceSpec
     log: Path
-    child: subprocess.Popen[bytes] | None = None
+    child: processes.Child | None = None
     started_at: float = 0.0
     restart_at: float = 0.0
     """When to restart it."""
@@ -110,6 +110,7 @@ class LocalLauncher:
         on_exit: Callable[[ServiceExit], None],
         monitor: RunMonitor,
         trains: bool = True,
+        fork_server: ForkServer | None = None,
     ) -> None:
         """trains: whether trainers are among the services, or started elsewhere."""
         self.trains = trains
@@ -121,13 +122,13 @@ class LocalLauncher:
         self._on_exit = on_exit
         self._monitor = monitor
         self._reaper = processes.OrphanReaper()
+        self._fork_server = fork_server
         self._renew_at = time.time() + RENEW_S
         self.is_finishing = False
         """Set when the run is complete: nodes that exit are not restarted."""
 
     def start(self) -> None:
-        """Start all services together: importing torch is slow, and clients wait for their
-        servers."""
+        """Start all services, servers first. Clients wait for their servers."""
         for entry in self._supervised:
             self._start(entry)
 
@@ -226,16 +227,24 @@ class LocalLauncher:
         self._signal(running, signal.SIGKILL)
         self._wait(running, timeout_s=60.0)
         self._reaper.close()
+        if self._fork_server is not None:
+            self._fork_server.close()
 
     # --- one process ------------------------------------------------------------------------------
 
     def _start(self, entry: _Supervised) -> None:
+        service, env, child = entry.service, entry.service.build_env(), None
         try:
-            entry.child = processes.start(
-                entry.service.command,
-                env=entry.service.build_env(),
-                cwd=self._work_dir,
-                log=entry.log,
+            if self._fork_server is not None and service.preload:
+                child = self._fork_server.start(
+                    service.command[len(CLI) :],
+                    env=env,
+                    cwd=self._work_dir,
+                    log=entry.log,
+                    preload=service.preload,
+                )
+            entry.child = child or processes.start(
+                service.command, env=env, cwd=self._work_dir, log=entry.log
             )
         except OSError as error:
             raise LaunchError(f"cannot start {entry.service.name}: {error}") from error
