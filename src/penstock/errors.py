@@ -31,8 +31,7 @@ A failed rollout is a record, not a crash: only the node's loop catches these, a
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 
 class PenstockError(Exception):
@@ -191,12 +190,19 @@ WIRE_ERRORS: dict[str, type[WireError]] = {
 """By the code in an error body, so that a client raises the same error as the server."""
 
 
-@contextmanager
-def wrap_errors(kind: type[PenstockError], what: str) -> Generator[None]:
+def wrap_errors(kind: type[PenstockError], what: str) -> AbstractContextManager[None]:
     """Wrap third-party exceptions in `kind`; penstock's own errors pass unchanged."""
-    try:
-        yield
-    except PenstockError:
-        raise
-    except Exception as error:
-        raise kind(f"{what}: {type(error).__name__}: {error}") from error
+    return _Wrapping(kind, what)
+
+
+class _Wrapping:
+    __slots__ = ("_kind", "_what")
+
+    def __init__(self, kind: type[PenstockError], what: str) -> None:
+        self._kind, self._what = kind, what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, PenstockError):
+            raise self._kind(f"{self._what}: {type(error).__name__}: {error}") from error

@@ -9,7 +9,7 @@ call engines or record anything.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.errors import BadRequest, ContextOverflow
 from penstock.gateway.answer_history import AnswerHistory
@@ -60,8 +60,7 @@ class PromptBuilder:
             is_thinking=renderer.has_thinking and text.rstrip().endswith(THINK),
             tools=renderer.tool_format if call.tools else None,
         )
-        prompt = await self._from_escaped(text, policy, renderer)
-        return replace(prompt, answer_format=answer_format)
+        return await self._from_escaped(text, policy, renderer, answer_format)
 
     async def from_text(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
         return await self._from_escaped(escape_trusted(text), policy, renderer)
@@ -90,7 +89,13 @@ class PromptBuilder:
         # Some templates require the separate parts of an answer.
         return renderer.render(call.messages, tools=call.tools, thinking=call.thinking)
 
-    async def _from_escaped(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
+    async def _from_escaped(
+        self,
+        text: str,
+        policy: PolicyName,
+        renderer: Renderer,
+        answer_format: AnswerFormat = PLAIN,
+    ) -> Prompt:
         parent, length = self._tree.match(policy, text, self._agent)
         new_text = text[length:]
         _check_length(new_text, renderer)
@@ -103,7 +108,7 @@ class PromptBuilder:
             raise BadRequest(
                 "the prompt contains characters that cannot be encoded as UTF-8"
             ) from None
-        return self._make(policy, renderer, parent, new_text, new_ids)
+        return self._make(policy, renderer, parent, new_text, new_ids, answer_format)
 
     def _make(
         self,
@@ -112,6 +117,7 @@ class PromptBuilder:
         parent: int,
         new_text: str,
         new_ids: Sequence[int],
+        answer_format: AnswerFormat = PLAIN,
     ) -> Prompt:
         context_ids = new_ids
         if parent != ROOT:
@@ -125,6 +131,7 @@ class PromptBuilder:
             new_text=new_text,
             new_ids=new_ids,
             context_ids=context_ids,
+            answer_format=answer_format,
         )
 
 

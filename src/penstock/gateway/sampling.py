@@ -56,8 +56,10 @@ _SHARED_FIELDS = tuple(field.name for field in fields(SamplingFields))
 _FIELDS = tuple(field.name for field in fields(Overrides))
 
 
-def read_overrides(arguments: Mapping[str, object]) -> Overrides:
-    """Read overrides from keyword arguments; other keywords are ignored."""
+def read_overrides(arguments: Mapping[str, object]) -> Overrides | None:
+    """Read overrides from keyword arguments; other keywords are ignored. None if all are None."""
+    if all(value is None for value in arguments.values()):
+        return None
     try:
         return msgspec.convert(arguments, Overrides)
     except msgspec.ValidationError as error:

@@ -157,7 +157,7 @@ class Session:
                 role=role,
                 tools=tools,
                 thinking=thinking,
-                overrides=read_overrides(overrides) if overrides else None,
+                overrides=read_overrides(overrides),
             )
         )
 

@@ -8,9 +8,9 @@ deadline and ends nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar, Token
 from itertools import count
 
 from penstock.dataflow.core.leasing import Activity
@@ -30,25 +30,22 @@ class Activities:
         """What, item and start of each, in the order of their starts."""
         self._keys = count()
 
-    @contextmanager
-    def busy(self, what: str, item: str) -> Generator[None]:
+    def busy(self, what: str, item: str) -> AbstractContextManager[None]:
         """Busy with this while the block runs; what is inside it, for the same item, hides it."""
+        return _Busy(self, what, item)
+
+    def attempting(self, item: str) -> AbstractContextManager[None]:
+        """What this task and its children do is for this item; see `busy_with`."""
+        return _Attempting(self, item)
+
+    def start(self, what: str, item: str) -> int:
         key = next(self._keys)
         self._open[key] = (what[:MAX_CHARS], item[:MAX_CHARS], self._clock())
-        try:
-            yield
-        finally:
-            del self._open[key]
-        self.num_done += 1
+        return key
 
-    @contextmanager
-    def attempting(self, item: str) -> Generator[None]:
-        """What this task and its children do is for this item; see `busy_with`."""
-        token = _attempt.set((self, item))
-        try:
-            yield
-        finally:
-            _attempt.reset(token)
+    def end(self, key: int, *, is_done: bool) -> None:
+        del self._open[key]
+        self.num_done += is_done
 
     def longest(self) -> tuple[Activity, ...]:
         """The innermost activity of each item, the longest first."""
@@ -64,13 +61,35 @@ class Activities:
 _attempt: ContextVar[tuple[Activities, str] | None] = ContextVar("attempt", default=None)
 
 
-@contextmanager
-def busy_with(what: str) -> Generator[None]:
+def busy_with(what: str) -> AbstractContextManager[None]:
     """Busy with this for the attempt that the block runs in; outside an attempt, nothing."""
     found = _attempt.get()
-    if found is None:
-        yield
-        return
-    activities, item = found
-    with activities.busy(what, item):
-        yield
+    return nullcontext() if found is None else _Busy(found[0], what, found[1])
+
+
+class _Busy:
+    """A class, because every attempt enters some: a generator would cost several times as much."""
+
+    __slots__ = ("_activities", "_item", "_key", "_what")
+
+    def __init__(self, activities: Activities, what: str, item: str) -> None:
+        self._activities, self._what, self._item = activities, what, item
+
+    def __enter__(self) -> None:
+        self._key = self._activities.start(self._what, self._item)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._activities.end(self._key, is_done=kind is None)
+
+
+class _Attempting:
+    __slots__ = ("_found", "_token")
+
+    def __init__(self, activities: Activities, item: str) -> None:
+        self._found = (activities, item)
+
+    def __enter__(self) -> None:
+        self._token: Token[tuple[Activities, str] | None] = _attempt.set(self._found)
+
+    def __exit__(self, *_: object) -> None:
+        _attempt.reset(self._token)

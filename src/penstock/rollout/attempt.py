@@ -62,6 +62,7 @@ from penstock.types import (
     Outcome,
     OutcomeKind,
     PolicyName,
+    RowId,
     SamplingSpec,
     Task,
     Trajectory,
@@ -103,6 +104,8 @@ class AttemptRunner:
     """By source, where it does not call all of the run."""
     activities: Activities = field(default_factory=Activities)
     """Where its waits are shown."""
+    boot_id: str = ""
+    """Of this process of the node; rows name it."""
 
     def __post_init__(self) -> None:
         self._prompts = {
@@ -121,10 +124,11 @@ class AttemptRunner:
 
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         """Run one attempt. Always returns a trajectory; only cancellation is raised."""
-        with self.activities.attempting(f"row {grant.row_id}"):
-            return await self._run(grant, task)
+        row_id = grant.row_id
+        with self.activities.attempting(f"row {row_id}"):
+            return await self._run(grant, row_id, task)
 
-    async def _run(self, grant: Grant, task: Task) -> Trajectory:
+    async def _run(self, grant: Grant, row_id: RowId, task: Task) -> Trajectory:
         started_at = time.time()
         policies = self._policies.get(task.source) or self._run_info.policies
         recording = self._recorder.track(grant)
@@ -137,10 +141,10 @@ class AttemptRunner:
                 on_turn=on_turn,
                 roles=self._run_info.roles,
             )
-            tools = self._tools.lease(task.source, grant.row_id, session)
+            tools = self._tools.lease(task.source, row_id, session)
             env = self._environments.session(
                 task,
-                name=grant.row_id,
+                name=row_id,
                 api_key=session.api_key,
                 policy=policies[0],
             )
@@ -149,7 +153,7 @@ class AttemptRunner:
                 self._endpoint,
                 seed=grant.seed,
                 isolation=self._isolation,
-                row_id=grant.row_id,
+                row_id=row_id,
                 task=task,
                 scorer=self._scorer,
                 prompts=self._prompts,
@@ -174,12 +178,13 @@ class AttemptRunner:
             self._report(outcome, task)
         is_rewarded = reward is not None
         return Trajectory(
-            row_id=grant.row_id,
+            row_id=row_id,
             group_id=grant.group_id,
             slot=grant.slot,
             epoch=grant.epoch,
             attempt=grant.attempt,
             node_id=self._node_id,
+            boot_id=self.boot_id,
             turns=with_rewards(turns, ctx.turn_rewards) if is_rewarded else turns,
             tool_uses=tools.uses,
             reward=reward,
@@ -296,8 +301,10 @@ def resolve_outcome(
     return outcome
 
 
-def with_rewards(turns: Sequence[Turn], rewards: Mapping[int, float]) -> tuple[Turn, ...]:
+def with_rewards(turns: tuple[Turn, ...], rewards: Mapping[int, float]) -> tuple[Turn, ...]:
     """The turns, with the rewards that the workflow gave to some of them."""
+    if not rewards:
+        return turns
     return tuple(
         replace(turn, reward=rewards[index]) if index in rewards else turn
         for index, turn in enumerate(turns)

@@ -96,7 +96,9 @@ class DeliveryQueue:
 
     def put(self, trajectory: Trajectory, secret: str) -> None:
         """Queue a trajectory, stamped with this process's `boot_id`. `secret`: of its lease."""
-        stamped = replace(trajectory, boot_id=self._membership.boot_id)
+        boot_id, stamped = self._membership.boot_id, trajectory
+        if trajectory.boot_id != boot_id:
+            stamped = replace(trajectory, boot_id=boot_id)
         queue = self._queue_for(stamped.row_id)
         payload = memoryview(encode(stamped))
         queue.waiting.append(Delivery(row_id=stamped.row_id, payload=payload, secret=secret))

@@ -114,6 +114,21 @@ class Patchable(Protocol):
         ...
 
 
+class AnswerLost(EngineError):
+    """The engine failed in the middle of an answer."""
+
+    def __init__(self, message: str, partial: Completion) -> None:
+        super().__init__(message)
+        self.partial = partial
+        """What it had sampled."""
+
+
+def returns_lost(engine: Engine) -> bool:
+    """An engine in this process hands a lost answer over as AnswerLost, so that nobody needs a
+    callback for each of its tokens. A separate program may die with it."""
+    return getattr(engine, "returns_lost", False)
+
+
 class SpanLog:
     """Records which version sampled which tokens of one answer."""
 

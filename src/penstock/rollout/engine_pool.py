@@ -26,7 +26,14 @@ from penstock.dataflow.core.leasing import LiveVersion
 from penstock.errors import EngineError, RequestRejected, wrap_errors
 from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
 from penstock.rollout.activities import busy_with
-from penstock.rollout.engine import CLOSED, Engine, Patchable, Shareable, live_for
+from penstock.rollout.engine import (
+    CLOSED,
+    AnswerLost,
+    Engine,
+    Patchable,
+    Shareable,
+    live_for,
+)
 from penstock.rollout.partial_completion import PartialCompletion
 from penstock.rollout.rolling_swap import PoolStats, Replica, RollingSwap, VerifyEngine
 from penstock.rollout.routing import choose
@@ -111,6 +118,8 @@ class EnginePool:
                 raise
             except EngineError as error:
                 why = error
+                if isinstance(error, AnswerLost):
+                    answer.add_aborted(error.partial)
             assert self._model is not None
             if (completion := answer.completion(self._model)) is not None:
                 return completion
@@ -140,6 +149,9 @@ class EnginePool:
         self, session: str, avoided_until: dict[Replica, float], why: EngineError
     ) -> Replica:
         """Pick a serving engine that has not just failed this request; wait if there is none."""
+        only = self._replicas[0] if len(self._replicas) == 1 and not avoided_until else None
+        if only is not None and only.serving_version is not None and not self._is_closed:
+            return only
         give_up_at = time.monotonic() + self._hold_s
         while not self._is_closed:
             changed, now = self._changed, time.monotonic()
@@ -200,10 +212,11 @@ async def _generate(replica: Replica, answer: PartialCompletion) -> Completion:
         if is_current:  # an abandoned engine may still send chunks
             answer.feed(chunk)
 
+    needs_chunks = answer.is_streamed or not replica.returns_lost
     replica.num_in_flight += 1
     try:
         with wrap_errors(EngineError, "generate"):
-            return await replica.engine(answer.next_request(feed))
+            return await replica.engine(answer.next_request(feed if needs_chunks else None))
     finally:
         is_current = False
         replica.num_in_flight -= 1

@@ -12,6 +12,7 @@ settings of the run, so a URL and a token are enough to join.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import signal
 import zlib
@@ -276,6 +277,7 @@ async def build(
             isolation,
             tools,
             activities=membership.activities,
+            boot_id=membership.boot_id,
         )
 
     runners = [attempts(gateway, run_info)]
@@ -464,6 +466,9 @@ async def run_node(
             store_root=store_root if can_link else None,
         )
 
+    # Hundreds of attempts hold their objects for some steps of the model: with the usual thresholds
+    # a quarter of the time goes into looking at them again and again.
+    gc.set_threshold(50_000, 20, 100)
     async with (
         connect(url, token, fetch, node_id=node_id, **options) as deps,
         build(deps, node_id=node_id, capacity=capacity or CAPACITY) as node,

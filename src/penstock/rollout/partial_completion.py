@@ -41,11 +41,17 @@ class PartialCompletion:
         sampling = self._sampling
         return not (sampling.stop or sampling.json_schema or self._request.given)
 
-    def next_request(self, on_chunk: ChunkCallback) -> GenerationRequest:
+    @property
+    def is_streamed(self) -> bool:
+        """Somebody waits for its tokens one by one."""
+        return self._request.on_chunk is not None
+
+    def next_request(self, on_chunk: ChunkCallback | None) -> GenerationRequest:
         """The request for the next engine."""
         at = self._segment_start = len(self._sampled)
         if not at:
-            return replace(self._request, on_chunk=on_chunk)
+            is_same = on_chunk is None and not self.is_streamed
+            return self._request if is_same else replace(self._request, on_chunk=on_chunk)
         sampling = self._sampling
         seed = derive(sampling.seed, at)
         rest = replace(sampling, max_tokens=sampling.max_tokens - at, seed=seed)

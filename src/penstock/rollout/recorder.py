@@ -8,8 +8,6 @@ delivered. Turns that were not sent are generated again by the next holder of th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,30 +30,14 @@ class TurnApi(Protocol):
 class Recorder:
     _api: TurnApi
     _node_id: NodeId
-    _waiting: list[RecordedTurn] = field(default_factory=list[RecordedTurn])
-    _running: set[RowId] = field(default_factory=set[RowId])
+    _running: dict[RowId, list[RecordedTurn]] = field(
+        default_factory=dict[RowId, list[RecordedTurn]]
+    )
+    """Turns of running attempts that were not sent yet."""
 
-    @asynccontextmanager
-    async def track(self, grant: Grant) -> AsyncGenerator[tuple[tuple[Turn, ...], TurnCallback]]:
-        """Record the turns of an attempt. Yields the turns recorded by earlier attempts at the
-        slot, and the callback for finished turns."""
-        row_id, secret = grant.row_id, grant.secret
-
-        def on_turn(index: int, turn: Turn, is_reused: bool) -> None:
-            self._waiting.append(
-                RecordedTurn(
-                    row_id=row_id, index=index, turn=turn, is_reused=is_reused, secret=secret
-                )
-            )
-
-        salvaged_turns: tuple[Turn, ...] = ()
-        if grant.num_recorded:
-            salvaged_turns = await self._api.recorded(self._node_id, row_id, secret)
-        self._running.add(row_id)
-        try:
-            yield salvaged_turns, on_turn
-        finally:
-            self._running.discard(row_id)
+    def track(self, grant: Grant) -> TrackedAttempt:
+        """Record the turns of an attempt, until the block ends."""
+        return TrackedAttempt(self._running, self._api, self._node_id, grant)
 
     async def run(self) -> None:
         """consumes: finished turns · produces: copies at the dataflow
@@ -66,12 +48,51 @@ class Recorder:
                 await self._api.record(RecordRequest(node_id=self._node_id, turns=batch))
 
     def _next(self) -> tuple[RecordedTurn, ...]:
-        waiting = [turn for turn in self._waiting if turn.row_id in self._running]
+        batch: list[RecordedTurn] = []
         num_bytes = 0
-        for num, batch in enumerate(waiting):
-            if num_bytes > MAX_BYTES:
-                self._waiting = waiting[num:]
-                return tuple(waiting[:num])
-            num_bytes += len(batch.turn.prompt_ids) + 2 * len(batch.turn.sampled_ids)
-        self._waiting = []
-        return tuple(waiting)
+        for turns in self._running.values():
+            while turns and num_bytes <= MAX_BYTES:
+                recorded = turns.pop(0)
+                batch.append(recorded)
+                num_bytes += len(recorded.turn.prompt_ids) + 2 * len(recorded.turn.sampled_ids)
+        return tuple(batch)
+
+
+class TrackedAttempt:
+    """A block in which the turns of an attempt are recorded. Gives the turns recorded by earlier
+    attempts at the slot, and the callback for finished turns."""
+
+    __slots__ = ("_api", "_grant", "_node_id", "_row_id", "_running", "_turns")
+
+    def __init__(
+        self,
+        running: dict[RowId, list[RecordedTurn]],
+        api: TurnApi,
+        node_id: NodeId,
+        grant: Grant,
+    ) -> None:
+        self._running, self._api, self._node_id, self._grant = running, api, node_id, grant
+        self._row_id = grant.row_id
+        self._turns: list[RecordedTurn] = []
+
+    async def __aenter__(self) -> tuple[tuple[Turn, ...], TurnCallback]:
+        salvaged_turns: tuple[Turn, ...] = ()
+        if self._grant.num_recorded:
+            secret = self._grant.secret
+            salvaged_turns = await self._api.recorded(self._node_id, self._row_id, secret)
+        self._running[self._row_id] = self._turns
+        return salvaged_turns, self._add
+
+    async def __aexit__(self, *_: object) -> None:
+        del self._running[self._row_id]
+
+    def _add(self, index: int, turn: Turn, is_reused: bool) -> None:
+        self._turns.append(
+            RecordedTurn(
+                row_id=self._row_id,
+                index=index,
+                turn=turn,
+                is_reused=is_reused,
+                secret=self._grant.secret,
+            )
+        )

@@ -23,7 +23,7 @@ from pathlib import Path
 import structlog
 
 from penstock.errors import EngineError, wrap_errors
-from penstock.rollout.engine import Engine
+from penstock.rollout.engine import Engine, returns_lost
 from penstock.types import Version
 
 MAX_SWAP_S = 1000
@@ -46,6 +46,10 @@ class Replica:
     is_swapping: bool = False
     starting: asyncio.Task[EngineError | None] | None = None
     """Background load of an idle engine."""
+    returns_lost: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.returns_lost = returns_lost(self.engine)
 
     @property
     def serving_version(self) -> Version | None:

@@ -38,6 +38,8 @@ MAX_ROWS = 1024
 class ContinuousEngine:
     """Serves requests of one policy from one event loop."""
 
+    returns_lost = True
+
     def __init__(
         self, thread: DecodingThread, *, max_rows: int = MAX_ROWS, keeps_kv: bool = False
     ) -> None:

@@ -26,8 +26,8 @@ import structlog
 from penstock.errors import EngineError, PenstockError
 from penstock.gateway.generation import Completion, TokenChunk
 from penstock.rollout.decoding.batch import Batch, Decoder, Result, Row, Staged
-from penstock.rollout.engine import CLOSED
-from penstock.types import Version
+from penstock.rollout.engine import CLOSED, AnswerLost
+from penstock.types import FinishReason, Version
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -259,8 +259,16 @@ def _dispatch(chunks: Sequence[RowChunk], results: list[Result]) -> None:
 
 
 def fail(rows: Iterable[Row], error: EngineError) -> list[Result]:
-    """Fail each row with a separate error: a shared one would collect all their tracebacks."""
-    return [(row, EngineError(str(error))) for row in rows]
+    """Fail each row with a separate error, because a shared one would collect all their tracebacks;
+    the error has the tokens that were sampled."""
+    return [(row, _failure(row, str(error))) for row in rows]
+
+
+def _failure(row: Row, message: str) -> EngineError:
+    if len(row.sampled) <= len(row.request.given):
+        return EngineError(message)
+    partial = row.spans.complete(row.sampled, row.logprobs, FinishReason.ABORT, row.kv)
+    return AnswerLost(message, partial)
 
 
 def _engine_error(error: Exception, what: str) -> EngineError:
