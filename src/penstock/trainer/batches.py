@@ -401,6 +401,8 @@ def _with_token_columns(batch: Batch, rows: Sequence[RowPayload], manifest: Mani
     must not crash the trainer over and over."""
     samples = batch.samples
     columns = {name: np.zeros(samples.ids_T.shape) for name in _token_names(manifest)}
+    if not columns:
+        return batch
     is_broken_R = np.zeros(len(rows), np.bool_)
     for start, end, index in zip(samples.starts_S, samples.ends_S, samples.rows_S, strict=True):
         token_K = start + np.flatnonzero(samples.mask_T[start:end])
