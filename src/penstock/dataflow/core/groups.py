@@ -204,7 +204,8 @@ class OpenGroup:
                 yield index, slot
 
     def count(self, *states: SlotState) -> int:
-        return sum(slot.state in states for slot in self.known_slots.values())
+        found = [slot.state for slot in self.known_slots.values()]
+        return sum(map(found.count, states))
 
 
 @dataclass(slots=True)

@@ -306,10 +306,9 @@ class NodeHandlers:
         self, node_id: NodeId, deliveries: Sequence[Delivery], *, is_authoritative: bool
     ) -> list[IntakeResult]:
         now = self.process.clock()
-        taken = [
-            self.intake.store_or_refuse(node_id, d, now, is_authoritative=is_authoritative)
-            for d in deliveries
-        ]
+        taken = self.intake.store_or_refuse(
+            node_id, deliveries, now, is_authoritative=is_authoritative
+        )
         for item in taken:
             self._count(item, now)
         return taken

@@ -6,7 +6,7 @@ Decodes, validates and places payload. Trusts only the lease; decides nothing ab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from blake3 import blake3
@@ -26,6 +26,10 @@ from penstock.errors import BadRequest
 from penstock.redaction import for_people
 from penstock.types import GroupId, NodeId, Outcome, RowId, RowSummary, Trajectory
 from penstock.wire.codec import decode_zero_copy
+
+
+_USUAL_REASONS = frozenset({"", "length", "deadline"})
+"""Of trajectories with a reward; there is nothing to hide in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +69,38 @@ class DeliveryIntake:
         """What leases of untrusted nodes fix."""
 
     def store_or_refuse(
-        self, node_id: NodeId, delivery: Delivery, now: float, *, is_authoritative: bool = True
-    ) -> IntakeResult:
+        self,
+        node_id: NodeId,
+        deliveries: Sequence[Delivery],
+        now: float,
+        *,
+        is_authoritative: bool = True,
+    ) -> list[IntakeResult]:
         """`is_authoritative`: a version unknown here was never published."""
+        read = [_decode(delivery) for delivery in deliveries]
+        valid = [one for one in read if not isinstance(one, str)]
+        are_sound = validate.have_sound_numbers(valid, self.limits.max_id)
+        return [
+            self._store_or_refuse(node_id, delivery, one, now, are_sound, is_authoritative)
+            for delivery, one in zip(deliveries, read, strict=True)
+        ]
+
+    def _store_or_refuse(
+        self,
+        node_id: NodeId,
+        delivery: Delivery,
+        read: Trajectory | str,
+        now: float,
+        are_sound: bool,
+        is_authoritative: bool,
+    ) -> IntakeResult:
         try:
             group_id, slot, epoch = parse_row_id(delivery.row_id)
             if not self._partition.holds(node_id, group_id, slot, epoch):
                 return _refused(delivery, DeliveryStatus.FENCED)
         except BadRequest as error:
             return _refused(delivery, DeliveryStatus.INVALID, str(error))
-        judged = self._judge(node_id, delivery)
+        judged = read if isinstance(read, str) else self._judge(node_id, delivery, read, are_sound)
         if isinstance(judged, validate.UnknownVersion) and not is_authoritative:
             return replace(_refused(delivery, DeliveryStatus.INVALID), is_unknown_version=True)
         if isinstance(judged, str):
@@ -82,12 +108,10 @@ class DeliveryIntake:
             return _refused(delivery, DeliveryStatus.INVALID, str(judged))
         return self._store(delivery, *judged, now)
 
-    def _judge(self, node_id: NodeId, delivery: Delivery) -> tuple[Trajectory, RowSummary] | str:
+    def _judge(
+        self, node_id: NodeId, delivery: Delivery, trajectory: Trajectory, are_sound: bool
+    ) -> tuple[Trajectory, RowSummary] | str:
         """The valid trajectory in this payload, or the reason it is invalid."""
-        try:
-            trajectory = decode_zero_copy(delivery.payload, Trajectory)
-        except BadRequest as error:
-            return str(error)
         named = row_id(trajectory.group_id, trajectory.slot, trajectory.epoch)
         if not (trajectory.row_id == named == delivery.row_id and trajectory.node_id == node_id):
             return f"the trajectory is {named} of {trajectory.node_id}, not the row of the lease"
@@ -106,6 +130,7 @@ class DeliveryIntake:
             limits=self.limits,
             roles=self.roles,
             policies=self._partition.gate.lineages.keys(),
+            has_sound_numbers=are_sound,
         )
         if isinstance(summary, str):
             return summary
@@ -169,9 +194,17 @@ class DeliveryIntake:
         return replace(result, status=status)
 
 
+def _decode(delivery: Delivery) -> Trajectory | str:
+    """The trajectory in this payload, or why there is none."""
+    try:
+        return decode_zero_copy(delivery.payload, Trajectory)
+    except BadRequest as error:
+        return str(error)
+
+
 def _shown(outcome: Outcome) -> Outcome:
     """As the ledger records it: a node of strangers hides nothing itself."""
-    if not outcome.reason and not outcome.detail:
+    if outcome.reason in _USUAL_REASONS and not outcome.detail:
         return outcome
     return replace(outcome, reason=for_people(outcome.reason), detail=for_people(outcome.detail))
 

@@ -4,7 +4,7 @@ a node sends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -51,17 +51,19 @@ def summarise(
     limits: ModelLimits = NO_LIMITS,
     roles: Collection[str] = (),
     policies: Collection[PolicyName] | None = None,
+    has_sound_numbers: bool = False,
 ) -> RowSummary | str:
     """The summary of a valid trajectory, or the reason it is invalid.
 
     digest: BLAKE3 of its payload. is_scored: the node gives the rewards, not a stage. roles and
-    policies: what the run file names; None: any policy."""
+    policies: what the run file names; None: any policy. has_sound_numbers: as
+    `have_sound_numbers` says."""
     turns = trajectory.turns
     if (
         wrong := _check_outcome(trajectory, is_scored)
         or _check_own_rewards(trajectory, is_scored, roles)
         or _check_shapes(turns)
-        or _check_values(turns, limits.max_id)
+        or (not has_sound_numbers and _check_values(turns, limits.max_id))
         or _check_experts(turns, limits)
     ):
         return wrong
@@ -93,7 +95,7 @@ def summarise(
         outcome=trajectory.outcome.kind,
         sampled=sampled,
         versions={p: tuple(sorted(made)) for p, made in versions.items()},
-        roles=_by_role(turns) if any(turn.role for turn in turns) else {},
+        roles=_by_role(turns) if any([turn.role for turn in turns]) else {},
         compute_cost=_compute_cost(turns, lengths, leaves),
         values=_own_rewards(trajectory),
     )
@@ -102,7 +104,7 @@ def summarise(
 def _own_rewards(trajectory: Trajectory) -> dict[str, float]:
     """Rewards of roles, and the mean reward of each role's turns where one has its own."""
     values = {ROLE_REWARD + role: reward for role, reward in trajectory.role_rewards.items()}
-    if all(turn.reward is None for turn in trajectory.turns):
+    if not _has_turn_rewards(trajectory.turns):
         return values
     found: dict[str, list[float | None]] = {}
     for turn in trajectory.turns:
@@ -115,6 +117,13 @@ def _own_rewards(trajectory: Trajectory) -> dict[str, float]:
         if known and any(reward is not None for reward in own):
             values[TURN_REWARD + role] = sum(known) / len(known)
     return values
+
+
+def _has_turn_rewards(turns: Sequence[Turn]) -> bool:
+    for turn in turns:
+        if turn.reward is not None:
+            return True
+    return False
 
 
 def _overflow(turns: Sequence[Turn], lengths: Sequence[int], limits: ModelLimits) -> str:
@@ -144,6 +153,8 @@ def _lengths(turns: Sequence[Turn]) -> list[int]:
 
 
 def _leaves(turns: Sequence[Turn]) -> list[int]:
+    if len(turns) == 1:
+        return [0]
     parents = {turn.parent for turn in turns}
     return [index for index in range(len(turns)) if index not in parents]
 
@@ -189,7 +200,7 @@ def _check_outcome(trajectory: Trajectory, is_scored: bool) -> str:
 def _check_own_rewards(trajectory: Trajectory, is_scored: bool, run_roles: Collection[str]) -> str:
     """Check the rewards of roles and turns: only who gives the row's reward gives these."""
     turns, own = trajectory.turns, trajectory.role_rewards
-    if not own and all(turn.reward is None for turn in turns):
+    if not own and not _has_turn_rewards(turns):
         return ""
     if not is_scored:
         return "a stage gives the rewards of this row; deliver it without rewards of roles or turns"
@@ -280,6 +291,16 @@ def _expert_fault(turn: Turn, experts: ExpertChoices, limits: ModelLimits) -> st
     if values.size and np.max(values, where=values != none, initial=0) >= experts.num_experts:
         return f"an expert's number is not below {experts.num_experts}"
     return ""
+
+
+def have_sound_numbers(trajectories: Iterable[Trajectory], max_id: int) -> bool:
+    """Whether all ids and log-probs of these are valid, checked together; False if a shape is
+    wrong."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    for turn in turns:
+        if len(turn.sampled_ids) % 4 or len(turn.prompt_ids) % 4 or len(turn.logprobs) % 4:
+            return False
+    return not _check_numbers(turns, max_id)
 
 
 def _check_values(turns: Sequence[Turn], max_id: int) -> str:
