@@ -27,7 +27,6 @@ from penstock.redaction import for_people
 from penstock.types import GroupId, NodeId, Outcome, RowId, RowSummary, Trajectory
 from penstock.wire.codec import decode_zero_copy
 
-
 _USUAL_REASONS = frozenset({"", "length", "deadline"})
 """Of trajectories with a reward; there is nothing to hide in them."""
 

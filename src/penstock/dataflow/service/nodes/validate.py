@@ -95,7 +95,7 @@ def summarise(
         outcome=trajectory.outcome.kind,
         sampled=sampled,
         versions={p: tuple(sorted(made)) for p, made in versions.items()},
-        roles=_by_role(turns) if any([turn.role for turn in turns]) else {},
+        roles=_by_role(turns) if any(turn.role for turn in turns) else {},
         compute_cost=_compute_cost(turns, lengths, leaves),
         values=_own_rewards(trajectory),
     )
@@ -120,10 +120,7 @@ def _own_rewards(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _has_turn_rewards(turns: Sequence[Turn]) -> bool:
-    for turn in turns:
-        if turn.reward is not None:
-            return True
-    return False
+    return any(turn.reward is not None for turn in turns)
 
 
 def _overflow(turns: Sequence[Turn], lengths: Sequence[int], limits: ModelLimits) -> str:
