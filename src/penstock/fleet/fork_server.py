@@ -104,9 +104,9 @@ class ForkServer:
         try:
             self._process.stdin.write(request)
             self._process.stdin.flush()
-            answers = self._process.stdout
+            answers = self._process.stdout.fileno()
             if select.select([answers], [], [], START_TIMEOUT_S)[0]:
-                answer = answers.readline().strip()
+                answer = os.read(answers, 64).strip()  # one line, written at once
                 return int(answer) if answer.isdigit() else None
         except BrokenPipeError:
             return None

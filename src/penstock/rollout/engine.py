@@ -124,7 +124,7 @@ class AnswerLost(EngineError):
 
 
 def returns_lost(engine: Engine) -> bool:
-    """An engine in this process hands a lost answer over as AnswerLost, so that nobody needs a
+    """An engine in this process hands a lost answer over as AnswerLost, so that no caller needs a
     callback for each of its tokens. A separate program may die with it."""
     return getattr(engine, "returns_lost", False)
 

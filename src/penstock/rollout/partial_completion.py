@@ -43,7 +43,7 @@ class PartialCompletion:
 
     @property
     def is_streamed(self) -> bool:
-        """Somebody waits for its tokens one by one."""
+        """Its caller takes its tokens one by one."""
         return self._request.on_chunk is not None
 
     def next_request(self, on_chunk: ChunkCallback | None) -> GenerationRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -23,6 +24,8 @@ MODULE = """
 import os, sys, time
 from pathlib import Path
 def run(folder, then):
+    from penstock.fleet.processes import exit_with_parent
+    exit_with_parent()
     out = Path(folder)
     group, session = os.getpgrp() == os.getpid(), os.getsid(0) == os.getpid()
     token = os.environ.get("PENSTOCK_TOKEN_FILE", "")
@@ -117,6 +120,33 @@ def test_a_server_that_was_killed_leaves_its_services_alone(
     with suppress(ProcessLookupError):
         child.send_signal(signal.SIGKILL)
     exit_code(child)
+
+
+LAUNCHER = """
+import os, sys, time
+from pathlib import Path
+from penstock.fleet.fork_server import ForkServer
+folder, env = Path(sys.argv[1]), dict(os.environ)
+server = ForkServer(folder / "server.log")
+child = server.start((str(folder), "sleep"), env=env, cwd=folder, log=folder / "log", preload=())
+(folder / "pid").write_text(str(child.pid))
+time.sleep(600)
+"""
+
+
+def test_forked_services_and_the_server_die_with_the_launcher(
+    tmp_path: Path, env: Mapping[str, str]
+) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path)], env=dict(env))
+    try:
+        wait_until((tmp_path / "seen").exists)
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        below = psutil.Process(launcher.pid).children(recursive=True)
+        assert int((tmp_path / "pid").read_text()) in {one.pid for one in below}
+    finally:
+        launcher.kill()
+        launcher.wait()
+    wait_until(lambda: all(is_gone(one.pid) for one in below))
 
 
 def test_it_runs_real_commands(server: ForkServer, tmp_path: Path) -> None:
