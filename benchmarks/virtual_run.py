@@ -11,6 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
@@ -34,6 +35,19 @@ class Answer:
     reward: float
     tokens_of: Mapping[PolicyName, int] | None = None
     """By policy; None: every policy has sampled all of them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Generation:
+    """One answer on its way."""
+
+    node_id: NodeId
+    runs_since: float
+    """When it began, or was last resumed."""
+    ends_at: float
+    finish: Callable[[], None]
+    busy_s: float = 0.0
+    """Until it was last paused."""
 
 
 class Tally:
@@ -69,8 +83,11 @@ class VirtualRun:
         *,
         call_s: float = 0.0,
         tick_s: float = TICK_S,
+        batch_dispatch: bool = False,
     ) -> None:
+        """`batch_dispatch`: a node takes new work only when all its lanes are free."""
         self.now = 1000.0
+        self._batch_dispatch = batch_dispatch
         self._tick_s = tick_s
         self.call_s = call_s
         """What the calls about one rollout or one batch add to its time."""
@@ -91,6 +108,13 @@ class VirtualRun:
         """Lanes of each node that hold no lease."""
         self._draining: set[NodeId] = set()
         self._served: dict[NodeId, frozenset[PolicyName]] = {}
+        self._capacity: dict[NodeId, int] = {}
+        self._paused: dict[NodeId, float] = {}
+        """Nodes that keep their answers and generate nothing, since when."""
+        self._generations: dict[tuple[GroupId, int, int], _Generation] = {}
+        """By group, slot and epoch."""
+        self.spells: list[tuple[NodeId, float, float]] = []
+        """A lane at work: its node, from when, until when."""
         self.busy_s = 0.0
         """Of all lanes together."""
         self.after_settle: list[Callable[[], None]] = []
@@ -128,9 +152,10 @@ class VirtualRun:
     def _cancel_stopped(self) -> None:
         """The core stopped these: their lanes are free, and what they had generated is lost."""
         for lease in self.tally.ended:
-            tokens = int((self.now - lease.granted_at) / TOKEN_S)
+            seconds = self._stop((lease.group_id, lease.slot, lease.epoch))
+            tokens = int(seconds / TOKEN_S)
             self.generated += tokens
-            self.busy_s += self.now - lease.granted_at
+            self.busy_s += seconds
             self.tally.cut[lease.group_id] += tokens
             self._idle[lease.node_id] += 1
         self.tally.ended.clear()
@@ -142,7 +167,7 @@ class VirtualRun:
         node_id, policies = NodeId(name), tuple(policies)
         body = RegisterRequest(node_id=node_id, boot_id=name, capacity=capacity, policies=policies)
         self.partition.register(body, self.now)
-        self._idle[node_id] = capacity
+        self._idle[node_id] = self._capacity[node_id] = capacity
         self._served[node_id] = frozenset(policies or self.gate.lineages)
         self._heartbeat(node_id)
 
@@ -150,7 +175,48 @@ class VirtualRun:
         """A node returns the work that it holds, and is gone; its name is not used again."""
         node_id = NodeId(name)
         self.partition.leave(node_id, name, self.now)
+        for key in [key for key, one in self._generations.items() if one.node_id == node_id]:
+            self._stop(key)
         del self._idle[node_id], self._served[node_id]
+        self._paused.pop(node_id, None)
+
+    def pause(self, name: str) -> None:
+        """A node keeps its answers, and generates nothing."""
+        node_id = NodeId(name)
+        for generation in self._generations.values():
+            if generation.node_id == node_id:
+                self._end_spell(generation)
+        self._paused[node_id] = self.now
+        self._heartbeat(node_id)
+
+    def resume(self, name: str) -> None:
+        """A paused node goes on where it was."""
+        node_id = NodeId(name)
+        paused_s = self.now - self._paused.pop(node_id)
+        self._heartbeat(node_id)
+        for key, generation in self._generations.items():
+            if generation.node_id == node_id:
+                generation.runs_since = self.now
+                generation.ends_at += paused_s
+                self.at(generation.ends_at, partial(self._end, key))
+
+    def _end_spell(self, generation: _Generation) -> None:
+        self.spells.append((generation.node_id, generation.runs_since, self.now))
+        generation.busy_s += self.now - generation.runs_since
+
+    def _stop(self, key: tuple[GroupId, int, int]) -> float:
+        """How long an answer that ends now was worked on."""
+        generation = self._generations.pop(key)
+        if generation.node_id not in self._paused:
+            self._end_spell(generation)
+        return generation.busy_s
+
+    def _end(self, key: tuple[GroupId, int, int]) -> None:
+        generation = self._generations.get(key)
+        if generation is None or generation.node_id in self._paused:
+            return
+        if self.now >= generation.ends_at:  # else it was paused meanwhile
+            generation.finish()
 
     def stop_leasing(self, name: str) -> None:
         """A node finishes the work that it holds, and takes no more."""
@@ -167,18 +233,21 @@ class VirtualRun:
     def _heartbeat(self, node_id: NodeId) -> None:
         live = self._live(node_id)
         is_ready = len(live) == len(self._served[node_id])
+        state = NodeState.LIVE if is_ready else NodeState.STARTING
         self.partition.heartbeat(
             node_id,
             str(node_id),
             self.now,
-            state=NodeState.LIVE if is_ready else NodeState.STARTING,
+            state=NodeState.PAUSED if node_id in self._paused else state,
             live=live,
         )
 
     def _lease(self, node_id: NodeId) -> None:
         if not self._idle[node_id] or not self.partition.num_waiting:
             return
-        if node_id in self._draining:
+        if node_id in self._draining or node_id in self._paused:
+            return
+        if self._batch_dispatch and self._idle[node_id] < self._capacity[node_id]:
             return
         self._num_asked += 1
         request = f"r{self._num_asked}"
@@ -192,24 +261,28 @@ class VirtualRun:
             self._start(node_id, grant)
 
     def _start(self, node_id: NodeId, grant: Grant) -> None:
-        answer, live, began_at = self._answer(grant), self._live(node_id), self.now
+        answer, live = self._answer(grant), self._live(node_id)
+        key = (grant.group_id, grant.slot, grant.epoch)
         called = self.partition.policies_of(self.partition.groups[grant.group_id].record.source)
         versions = {v.policy: ((v.incarnation, v.number),) for v in live if v.policy in called}
 
         def finish() -> None:
-            if node_id not in self._idle:
-                return  # the node has left, and with it this answer
             if not self.partition.holds(node_id, grant.group_id, grant.slot, grant.epoch):
                 return  # stopped meanwhile
+            busy_s = self._stop(key)
             self.generated += answer.tokens
-            self.busy_s += self.now - began_at
+            self.busy_s += busy_s
             self.tally.tokens_of.setdefault(grant.group_id, []).append(answer.tokens)
             row = _row(node_id, grant, answer, versions, self.now)
             outcome = Outcome(kind=OutcomeKind.COMPLETED)
             self.partition.deliver(row, outcome, self.now)
             self._idle[node_id] += 1
 
-        self.at(self.now + answer.tokens * TOKEN_S + self.call_s, finish)
+        ends_at = self.now + answer.tokens * TOKEN_S + self.call_s
+        self._generations[key] = _Generation(
+            node_id=node_id, runs_since=self.now, ends_at=ends_at, finish=finish
+        )
+        self.at(ends_at, partial(self._end, key))
 
     # --- trainers -----------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ from penstock.types import EVALUATION_TAG, SESSION_TAG, PolicyName, RowId, RowSu
 
 _task = msgspec.json.Decoder(Task)
 _due = msgspec.json.Decoder(dict[str, int])
+MAX_PAUSES = 64
+"""Pauses of a node that are kept: attempts that ran through more look slow."""
 _policies = msgspec.json.Decoder(frozenset[str])
 
 
@@ -255,11 +257,22 @@ class Node:
     """What it is busy with, by its last heartbeat."""
     num_done: int = 0
     """What it has finished, by its last heartbeat."""
+    paused_since: float | None = None
+    pauses: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque[tuple[float, float]](maxlen=MAX_PAUSES)
+    )
+    """The newest times in which it generated nothing because it was told to."""
     revoked: list[RowId] = field(default_factory=list[RowId])
     """Its leases that were cut or cancelled, until they are reported to it."""
 
     def __post_init__(self) -> None:
         self.policies = frozenset(map(PolicyName, _policies.decode(self.record.policies)))
+
+    def paused_s(self, since: float, now: float) -> float:
+        """How long it has been paused since then."""
+        running = [] if self.paused_since is None else [(self.paused_since, now)]
+        spells = (*self.pauses, *running)
+        return sum(max(0.0, end - max(begin, since)) for begin, end in spells)
 
     @property
     def is_session_gateway(self) -> bool:

@@ -29,6 +29,8 @@ class NodeState(StrEnum):
     STARTING = "starting"
     """Joined, but no engine is live yet; gets no leases."""
     LIVE = "live"
+    PAUSED = "paused"
+    """Keeps its leases and generates nothing, because its resource trains; gets no new ones."""
     DRAINING = "draining"
     """Finishes its current leases; gets no new ones."""
 

@@ -142,6 +142,11 @@ class NodeRegistry:
         node.last_seen, node.is_expired = now, False
         before = (node.state, node.live, node.pinned)
         node.state, node.live, node.pinned = state, live, pinned
+        if state is NodeState.PAUSED and node.paused_since is None:
+            node.paused_since = now
+        elif state is not NodeState.PAUSED and node.paused_since is not None:
+            node.pauses.append((node.paused_since, now))
+            node.paused_since = None
         return before != (state, live, pinned)
 
     def ask(self, node_id: NodeId, boot_id: str, request_id: str, now: float) -> None:
@@ -200,7 +205,8 @@ class NodeRegistry:
         tasks, so their time says nothing."""
         if is_evaluation(grant.group_id):
             return
-        took_s = max(0.0, now - grant.granted_at)
+        paused_s = 0.0 if node.is_untrusted else node.paused_s(grant.granted_at, now)
+        took_s = max(0.0, now - grant.granted_at - paused_s)
         known = node.mean_attempt_s
         node.mean_attempt_s = took_s if not known else known + ATTEMPT_WEIGHT * (took_s - known)
 
