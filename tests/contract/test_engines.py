@@ -14,7 +14,7 @@ import pytest
 from penstock.errors import ConfigError, EngineError, RequestRejected
 from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
 from penstock.plugins import builtin_names
-from penstock.rollout.engine import Engine, EngineSettings
+from penstock.rollout.engine import Engine, EngineSettings, Pausable
 from penstock.rollout.engine_pool import EnginePool
 from penstock.rollout.engines import find_engine
 from penstock.rollout.engines.hf import HfEngine
@@ -370,3 +370,47 @@ async def test_a_script_that_runs_out_says_so(folders: list[Path]) -> None:
     assert (await ask(engine)).finish is FinishReason.STOP
     with pytest.raises(EngineError, match="no answer left"):
         await ask(engine)
+
+
+PAUSABLE = ["simulated", "hf", "pool of simulated"]
+
+
+@pytest.mark.parametrize("engine", PAUSABLE, indirect=True)
+async def test_a_pause_loses_no_token_and_its_caller_sees_nothing(
+    engine: Engine, folders: list[Path]
+) -> None:
+    assert isinstance(engine, Pausable)
+    await engine.load(folders[0], version(0))
+    expected = await ask(engine, seed=3, num_tokens=60)
+    chunks: list[TokenChunk] = []
+    has_begun = asyncio.Event()
+
+    def on_chunk(chunk: TokenChunk) -> None:
+        chunks.append(chunk)
+        has_begun.set()
+
+    spec = SamplingSpec(max_tokens=60, seed=3)
+    request = GenerationRequest(PROMPT, spec, policy=POLICY, session="s", on_chunk=on_chunk)
+    running = asyncio.create_task(engine(request))
+    await asyncio.wait_for(has_begun.wait(), 60)
+    recomputed = await engine.pause()
+    assert await engine.pause() == 0, "again has no effect"
+    num_chunks = len(chunks)
+    new = asyncio.create_task(ask(engine, seed=4, num_tokens=5))
+    await asyncio.sleep(0.05)
+    assert len(chunks) == num_chunks and not running.done() and not new.done()
+    if isinstance(engine, HfEngine):
+        num_sampled = sum(len(chunk.sampled_ids) for chunk in chunks)
+        assert recomputed == len(PROMPT) + num_sampled
+    await engine.resume()
+    found = await asyncio.wait_for(running, 60)
+    check(found)
+    assert view_ids(found.sampled_ids).tolist() == view_ids(expected.sampled_ids).tolist()
+    assert len(view_ids((await asyncio.wait_for(new, 60)).sampled_ids)) == 5
+
+
+async def test_an_engine_that_cannot_pause_says_so() -> None:
+    pool = EnginePool([ScriptedEngine(long_script)])
+    with pytest.raises(EngineError, match="ScriptedEngine cannot be paused"):
+        await pool.pause()
+    await pool.close()

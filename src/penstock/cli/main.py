@@ -40,6 +40,7 @@ COMMANDS = (
     ("plot", RUNS, "Draw the reward, or any metric, of one or more runs."),
     ("report", RUNS, "Show how well rollout and training are balanced."),
     ("scale", RUNS, "Grow or shrink the rollout pool, or let the autoscaler do it."),
+    ("tag", RUNS, "Add or remove tags of a node, such as train or rollout."),
     ("samples", RUNS, "Show what the model said, with rewards."),
     ("eval", RUNS, "Score a version, a model folder or a server on suites of questions."),
     ("compare", RUNS, "Compare two runs or versions: scores, significance, rewards, time."),

@@ -9,7 +9,15 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+)
 
 from penstock.config.base import FUNCTION, OBJECT_STORES, Name, Section, is_url, repeated_names
 from penstock.config.rules import SHARED_HOOKS, Rules, rule_contradictions
@@ -186,6 +194,16 @@ def _read_keep(value: object) -> object:
     return value
 
 
+class SharingConfig(Section):
+    """Resources that roll out and train: nodes with the tag `train`."""
+
+    batches: PositiveInt = 1
+    """Complete batches that must wait before such nodes pause and the trainer starts. More of them
+    mean fewer changes, and data that is older by as many versions."""
+    timeout_s: PositiveFloat = 60.0
+    """Seconds of rollout after which one batch is enough."""
+
+
 class DataflowConfig(Section):
     """The dataflow service of a run."""
 
@@ -215,6 +233,8 @@ class DataflowConfig(Section):
     """Memory and disk the service may use before it refuses work."""
     report: ReportConfig = ReportConfig()
     """When the balance report recommends another size of the rollout pool."""
+    sharing: SharingConfig = SharingConfig()
+    """When resources that roll out and train change over."""
     retain_batches: PositiveInt = 8
     """Number of last batches whose rows are kept until a trainer names a checkpoint."""
     keep: Annotated[str, BeforeValidator(_read_keep)] = "all"

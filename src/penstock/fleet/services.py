@@ -21,6 +21,8 @@ from penstock.config.stages import stage_subject
 from penstock.config.store_password import PASSWORD_ENV, password_in
 from penstock.config.trust import SCORE_STAGE
 from penstock.devices import VISIBLE_ENV
+from penstock.fleet.device_plan import this_host
+from penstock.fleet.inventory import ROLLOUT, TRAIN
 from penstock.fleet.run_folder import RunFolder
 from penstock.fleet.service_tokens import TOKEN_FILE_ENV, write_token
 from penstock.wire.auth import Role
@@ -143,6 +145,7 @@ def local_services(
     nodes = tuple(launched_nodes(config))
     scaling = config.autoscale
     tags = scaling.node_types[scaling.launched_type].tags if scaling.launched_type else ()
+    tags = (*tags, *_shared_tags(config))
 
     def node_service(one: LaunchedNode) -> ServiceSpec:
         args = ("rollout", *run_dir, "--name", one.name, "--policy", one.policy)
@@ -176,6 +179,13 @@ def local_services(
         services += map(node_service, own)
     services += (node_service(one) for one in nodes if one.evaluates_only)
     return tuple(services)
+
+
+def _shared_tags(config: RunConfig) -> tuple[str, ...]:
+    """`train` for the nodes of a machine that is there for both."""
+    host = this_host(config.all_hosts)
+    own = config.all_hosts[host].tags if host is not None else ()
+    return (TRAIN,) if {ROLLOUT, TRAIN} <= {*own} else ()
 
 
 def _store_env(config: RunConfig) -> Mapping[str, str]:

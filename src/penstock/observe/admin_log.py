@@ -51,6 +51,8 @@ class AdminAction(StrEnum):
     NODE_STARTED = "node_started"
     """By the autoscaler; so is the next."""
     NODE_RETIRED = "node_retired"
+    NODE_TAGGED = "node_tagged"
+    """An operator added or removed tags of a node."""
 
 
 class AdminEntry(msgspec.Struct, frozen=True, kw_only=True):

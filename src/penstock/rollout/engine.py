@@ -104,6 +104,18 @@ class Shareable(Protocol):
 
 
 @runtime_checkable
+class Pausable(Protocol):
+    """An engine that can make room for a trainer on its resource."""
+
+    async def pause(self) -> int:
+        """Sample nothing until `resume`. Running answers keep their tokens and lose their keys and
+        values; new requests wait. Returns how many tokens have to be computed again."""
+        ...
+
+    async def resume(self) -> None: ...
+
+
+@runtime_checkable
 class Patchable(Protocol):
     """An engine whose `load` writes only what changed, if a patch leads from the version that it
     has loaded to the new one (`weights.patches`). Without a patch it loads the full files."""

@@ -31,6 +31,7 @@ from penstock.rollout.engine import (
     AnswerLost,
     Engine,
     Patchable,
+    Pausable,
     Shareable,
     live_for,
 )
@@ -82,6 +83,15 @@ class EnginePool:
         engines = [replica.engine for replica in self._replicas]
         folders = [engine.loaded for engine in engines if isinstance(engine, Patchable)]
         return {folder for folder in folders if folder is not None}
+
+    async def pause(self) -> int:
+        """Sample nothing until `resume`; how many tokens have to be computed again. EngineError if
+        an engine cannot be paused."""
+        return sum([await _pausable(replica.engine).pause() for replica in self._replicas])
+
+    async def resume(self) -> None:
+        for replica in self._replicas:
+            await _pausable(replica.engine).resume()
 
     async def close(self) -> None:
         self._is_closed = True
@@ -205,6 +215,15 @@ class EnginePool:
             )
 
 
+def _pausable(engine: Engine) -> Pausable:
+    if not isinstance(engine, Pausable):
+        raise EngineError(
+            f"{type(engine).__name__} cannot be paused, so its resource cannot train as well; take "
+            "the tag train away from this node, or use the engine hf"
+        )
+    return engine
+
+
 async def _generate(replica: Replica, answer: PartialCompletion) -> Completion:
     is_current = True
 
@@ -265,6 +284,14 @@ class EnginePools:
         """See `EnginePool.load`."""
         with wrap_errors(EngineError, f"engine of policy {version.policy}, load of {version}"):
             await self._by_policy[version.policy].load(folder, version, verify=verify)
+
+    async def pause(self) -> int:
+        """See `EnginePool.pause`."""
+        return sum([await pool.pause() for pool in self._by_policy.values()])
+
+    async def resume(self) -> None:
+        for pool in self._by_policy.values():
+            await pool.resume()
 
     def needs_load(self, version: Version) -> bool:
         return self._by_policy[version.policy].needs_load(version)

@@ -27,6 +27,8 @@ from penstock.types import NodeId, PolicyName, PublishedVersion, RowId
 
 T = TypeVar("T")
 REJOIN_S = 0.2
+SHARED_HEARTBEAT_S = 0.25
+"""Between heartbeats of a node whose resource also trains: the trainer waits for its pause."""
 LEASE_WAIT_S = 10.0
 log = structlog.get_logger(__name__)
 
@@ -48,6 +50,10 @@ class NodeOrders:
         self.changed = asyncio.Event()
         """Set when a target version changes; the loader clears it."""
         self.drained = asyncio.Event()
+        self.pause = ""
+        """Why the node should generate nothing; empty: it should."""
+        self.is_shared = False
+        """Whether its resource also trains."""
         self.is_finished = False
         self.on_stop: Callable[[RowId], None] = lambda row_id: None
         """Called for each lease of this node that has ended; its work can no longer be used."""
@@ -62,6 +68,11 @@ class NodeOrders:
             known = self.targets.get(version.policy)
             if known is None or _age(known) < _age(version):
                 self.targets[version.policy] = version
+                self.changed.set()
+        if weights_url:
+            self.is_shared = orders.is_shared
+            if orders.pause != self.pause:
+                self.pause = orders.pause
                 self.changed.set()
         self.weights_url = weights_url or self.weights_url
         self.is_finished = self.is_finished or orders.finished
@@ -96,6 +107,8 @@ class Membership:
     """Versions that are loaded for an evaluation."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once every policy has a live version; the node may then lease."""
+    is_paused: bool = False
+    """Whether its engines generate nothing, as ordered."""
     activities: Activities = field(default_factory=Activities)
     """What the node is busy with."""
     _announced: asyncio.Event = field(default_factory=asyncio.Event)
@@ -110,6 +123,11 @@ class Membership:
     def announce_pinned(self, pinned: tuple[LiveVersion, ...]) -> None:
         """Report the versions that are loaded for an evaluation, with an immediate heartbeat."""
         self.pinned = pinned
+        self._announced.set()
+
+    def announce_pause(self, is_paused: bool) -> None:
+        """Report that the engines have stopped, or go on, with an immediate heartbeat."""
+        self.is_paused = is_paused
         self._announced.set()
 
     async def join(self) -> RegisterAnswer:
@@ -162,7 +180,8 @@ class Membership:
             )
             self._orders.apply(answer.orders, answer.weights_url)
             with suppress(TimeoutError):
-                async with asyncio.timeout(interval_s):
+                is_shared = self._orders.is_shared
+                async with asyncio.timeout(SHARED_HEARTBEAT_S if is_shared else interval_s):
                     await self._announced.wait()
 
     async def leave(self) -> None:
@@ -174,6 +193,8 @@ class Membership:
 
     def _heartbeat(self, num_held: int) -> Heartbeat:
         state = NodeState.LIVE if self.ready.is_set() else NodeState.STARTING
+        if self.is_paused:
+            state = NodeState.PAUSED
         if self._orders.drained.is_set():
             state = NodeState.DRAINING
         return Heartbeat(

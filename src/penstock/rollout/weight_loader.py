@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -141,7 +142,8 @@ class Loader:
         woken by: `NodeOrders.apply()`, the timer for the next check of the engines"""
         while True:
             self._orders.changed.clear()
-            for target in self._versions_to_load():
+            await self._follow_pause()
+            for target in () if self._membership.is_paused else self._versions_to_load():
                 await self._try(target)
                 self._has_tried.set()
             if self._pinned is not None:
@@ -149,6 +151,27 @@ class Loader:
             with suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S):
                     await self._orders.changed.wait()
+
+    async def _follow_pause(self) -> None:
+        """Stop the engines, or let them go on, as ordered. Between two loads, which need them."""
+        is_wanted = bool(self._orders.pause)
+        if is_wanted == self._membership.is_paused:
+            return
+        began_at = time.monotonic()
+        try:
+            num_tokens = await self._engines.pause() if is_wanted else 0
+            if not is_wanted:
+                await self._engines.resume()
+        except EngineError as error:
+            log.error("engines not paused", trigger=self._orders.pause, error=str(error))
+            return
+        log.info(
+            "engines paused" if is_wanted else "engines resumed",
+            trigger=self._orders.pause,
+            seconds=round(time.monotonic() - began_at, 4),
+            num_tokens=num_tokens,
+        )
+        self._membership.announce_pause(is_wanted)
 
     def _versions_to_load(self) -> list[PublishedVersion]:
         return [

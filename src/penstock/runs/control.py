@@ -16,9 +16,15 @@ from penstock.wire.auth import Role
 from penstock.wire.held_token import HeldToken
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.config import RunConfig
     from penstock.dataflow.report.shape import BalanceReport
-    from penstock.dataflow.service.operators.messages import ForgetSessionAnswer, Status
+    from penstock.dataflow.service.operators.messages import (
+        ForgetSessionAnswer,
+        NodeTags,
+        Status,
+    )
     from penstock.dataflow.service.trainers.messages import VersionInUse
     from penstock.fleet.run_folder import RunFolder
 
@@ -102,6 +108,24 @@ def forget_session(folder: RunFolder, session: str) -> ForgetSessionAnswer:
     with closing(ServiceClient(folder.endpoints().dataflow, token)) as client:
         path = f"/v1/sessions/{session}"
         return client.call("DELETE", path, None, ForgetSessionAnswer, deadline_s=FORGET_DEADLINE_S)
+
+
+def tag_node(
+    folder: RunFolder, node: str, *, add: Sequence[str], remove: Sequence[str], why: str = ""
+) -> NodeTags:
+    """Add and remove tags of a node; the run must be running."""
+    from urllib.parse import quote, urlencode
+
+    from penstock.dataflow.service.operators.messages import NodeTags
+    from penstock.wire.client import ServiceClient
+
+    if not add and not remove:
+        raise ConfigError("nothing to change: pass --add TAG or --remove TAG, such as --add train")
+    token = folder.token(folder.read_config().name, Role.ADMIN, ttl_s=TOKEN_TTL_S)
+    query = urlencode({"add": ",".join(add), "remove": ",".join(remove), "why": why})
+    with closing(ServiceClient(folder.endpoints().dataflow, token)) as client:
+        path = f"/v1/nodes/{quote(node, safe='')}/tags?{query}"
+        return client.call("PUT", path, None, NodeTags, deadline_s=FORGET_DEADLINE_S)
 
 
 def stop_run(folder: RunFolder, *, timeout_s: float) -> bool:

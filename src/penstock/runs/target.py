@@ -73,3 +73,18 @@ def find_run_folder(path: Path) -> RunFolder:
     return RunFolder.open_existing(
         path if path.is_dir() or not path.is_file() else run_dir(load(path))
     )
+
+
+def find_running_run(path: Path) -> RunFolder:
+    """The run of this folder or config file, or the only running one directly under this folder."""
+    if path.is_file() or (path / "config.yaml").is_file():
+        return find_run_folder(path)
+    folders = [RunFolder(one) for one in sorted(path.glob("*/")) if (one / "config.yaml").is_file()]
+    running = [folder for folder in folders if folder.launcher_pid() is not None]
+    if len(running) != 1:
+        found = ", ".join(str(folder.path) for folder in running) or "none"
+        raise ConfigError(
+            f"{path} must be a run folder, or have exactly one running run in it; running there: "
+            f"{found}. Pass the folder of one with --run"
+        )
+    return running[0]

@@ -55,6 +55,8 @@ class Multiplexer:
     def __init__(self, spec: VisitSpec, now: float) -> None:
         self.phase = Phase.ROLLOUT
         self.since = now
+        self.trigger: SwitchTrigger | None = None
+        """Of the last change."""
         self._spec = spec
 
     def decide(
@@ -64,7 +66,7 @@ class Multiplexer:
         more."""
         switch = self._due(ready_batches, batches_left, is_training, now)
         if switch is not None:
-            self.phase, self.since = switch.phase, now
+            self.phase, self.since, self.trigger = switch.phase, now, switch.trigger
         return switch
 
     def _due(self, ready: int, left: int, is_training: bool, now: float) -> Switch | None:

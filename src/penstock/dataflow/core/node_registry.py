@@ -127,6 +127,11 @@ class NodeRegistry:
             node.past_boot_ids = known.past_boot_ids
             node.past_boot_ids.append(known.record.boot_id)
 
+    def retag(self, node: Node, tags: tuple[str, ...], now: float) -> None:
+        """Change what a node says about itself, until its process ends."""
+        node.record = replace(node.record, tags=msgspec.json.encode(tags).decode(), at=now)
+        self._journal(node.record)
+
     def record_heartbeat(
         self,
         node_id: NodeId,

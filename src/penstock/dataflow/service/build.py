@@ -20,6 +20,7 @@ from penstock.dataflow.core.completion import RequiredColumns
 from penstock.dataflow.core.consumers import PolicySpec
 from penstock.dataflow.core.coordinator import IssueSpec
 from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
+from penstock.dataflow.core.multiplexing import VisitSpec
 from penstock.dataflow.core.rule_runner import RuleSpec
 from penstock.dataflow.ledger.assemble import CoreSpec, begin_coordinator_core, build_partition_core
 from penstock.dataflow.ledger.blobs import BlobStore
@@ -91,6 +92,7 @@ def build_partly_restored(
         run=config.name,
         stages=dict.fromkeys(map(PolicyName, config.trained), _required(config)),
         report=balance_settings(config.dataflow.report, ttl_s=config.dataflow.lease.ttl_s),
+        visit=VisitSpec(**config.dataflow.sharing.model_dump()),
     )
     service.nodes.intake.limits = _model_limits(config)
     service.nodes.intake.roles = frozenset(config.roles)

@@ -13,6 +13,7 @@ from functools import partial
 
 import structlog
 
+from penstock.dataflow.core.multiplexing import VisitSpec
 from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.core.partition_runtime import RowReaders
 from penstock.dataflow.explain.starvation import is_starving, starvation, unserved
@@ -34,6 +35,7 @@ from penstock.dataflow.service.operators.forget import SessionEraser
 from penstock.dataflow.service.operators.observe import make_monitor, observe_service
 from penstock.dataflow.service.partitions.handlers import PartitionHandlers
 from penstock.dataflow.service.process import Process
+from penstock.dataflow.service.resource_sharing import ResourceSharing
 from penstock.dataflow.service.row_payloads import RowPayloads
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.dataflow.service.trainers.handlers import TrainerHandlers
@@ -62,8 +64,10 @@ class DataflowService:
         run: str,
         stages: Mapping[PolicyName, tuple[str, ...]],
         report: BalanceSettings,
+        visit: VisitSpec | None = None,
     ) -> None:
-        """stages: the stages that each policy's trainer waits for."""
+        """stages: the stages that each policy's trainer waits for. visit: how long resources that
+        roll out and train do the one before the other."""
         self.is_restored = asyncio.Event()
         """Set when all groups that wait for a batch are loaded; until then only leases work."""
         process = make_process(
@@ -79,8 +83,13 @@ class DataflowService:
         self.partition: Partition = host.partition
         self.router = router
         self._core = core
+        self.sharing = ResourceSharing(process, coordinator, host.partition, visit or VisitSpec())
         self.nodes = NodeHandlers(
-            process, host, rows, lambda: self.is_restored.is_set() and self._may_nodes_leave()
+            process,
+            host,
+            rows,
+            lambda: self.is_restored.is_set() and self._may_nodes_leave(),
+            sharing=self.sharing,
         )
         self.rows = rows
         self._stages = stages
@@ -94,6 +103,7 @@ class DataflowService:
             RowPayloads(process.ledger, rows.blobs),
             self.balance,
             self.partitions.address_of,
+            self.sharing,
         )
         self.session_eraser = SessionEraser(process, coordinator)
         self.source_error = ""

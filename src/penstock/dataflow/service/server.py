@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import re
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.dataflow.service.nodes.routes import node_routes
 from penstock.dataflow.service.operators import status as reading
 from penstock.dataflow.service.operators.action_log import ActionLog
-from penstock.dataflow.service.operators.messages import ForgetSessionAnswer, Status
+from penstock.dataflow.service.operators.messages import ForgetSessionAnswer, NodeTags, Status
 from penstock.dataflow.service.operators.observe import observe_service
 from penstock.dataflow.service.partition import PartitionService
 from penstock.dataflow.service.partitions.coordinator_client import CoordinatorClient
@@ -38,8 +39,10 @@ from penstock.dataflow.service.rows.routes import row_routes
 from penstock.dataflow.service.trainers.messages import VersionsInUse
 from penstock.dataflow.service.trainers.routes import CHECKERS, READERS, TrainerRoutes
 from penstock.durable import write_durably
-from penstock.errors import StoreError
+from penstock.errors import BadRequest, StoreError
 from penstock.observe.admin_log import AdminAction, AdminLog
+from penstock.observe.metrics import MetricsFile
+from penstock.types import NodeId
 from penstock.wire.auth import Verifier
 from penstock.wire.codec import encode_json
 from penstock.wire.held_token import Token
@@ -47,6 +50,7 @@ from penstock.wire.routes import ALL_ROLES, Call, RawResponse, Route, route, rou
 from penstock.wire.server import build_app
 from penstock.wire.serving import Tls, require_tls_off_loopback, server, tune_memory
 
+TAG = re.compile(r"[A-Za-z0-9_=.-]{1,64}")
 log = structlog.get_logger(__name__)
 
 REPORT_INTERVAL_S = 10.0
@@ -96,6 +100,21 @@ class ServiceRoutes:
         """Forget a session: remove it if untrained, mask it in sealed batches."""
         return await self.service.session_eraser.forget(call.path["session"])
 
+    @route(
+        "PUT",
+        "/v1/nodes/{node_id}/tags",
+        OPERATORS,
+        query=("add", "remove", "why"),
+        audited=AdminAction.NODE_TAGGED,
+    )
+    async def tag(self, call: Call) -> NodeTags:
+        """Add and remove tags of a node, separated by commas; `why` goes to the log of actions."""
+        node_id = NodeId(call.path["node_id"])
+        add, remove = (_tags(call.query.get(name, "")) for name in ("add", "remove"))
+        tags = self.service.sharing.retag(node_id, add, remove)
+        await self.service.process.make_durable()
+        return NodeTags(node_id=node_id, tags=tuple(tags))
+
     @route("GET", "/metrics", ALL_ROLES, response=None)
     async def metrics(self, call: Call) -> RawResponse:
         """Prometheus metrics."""
@@ -126,6 +145,14 @@ class ServiceRoutes:
             else _after_restore(declared, service.is_restored)
             for declared in routes
         ]
+
+
+def _tags(text: str) -> list[str]:
+    found = [tag.strip() for tag in text.split(",") if tag.strip()]
+    for tag in found:
+        if not TAG.fullmatch(tag):
+            raise BadRequest(f"tag {tag[:80]!r} is not valid; use up to 64 letters, digits or _=.-")
+    return found
 
 
 def _after_restore(declared: Route, is_restored: asyncio.Event) -> Route:
@@ -282,6 +309,7 @@ async def serve_dataflow(
         report_file=run_dir / "run" / "report.json",
         admin_log=AdminLog(run_dir),
     )
+    service.sharing.record = MetricsFile(run_dir / "events.jsonl").append
     log.info("dataflow serves", run=config.name, host=host, port=port)
     await _serve(failures, server(app, host, port, tls))
 

@@ -106,6 +106,8 @@ class Batch:
         self._specs = SpecColumns.of(())
         self._logits: Logits | None = None
         """Next-token logits of each row."""
+        self._is_freed = False
+        """The keys and values of all rows are gone."""
 
     def admit(self, row: Row, version: Version) -> RequestRejected | None:
         """Prepare a row for `step`, or return why it cannot be decoded."""
@@ -153,10 +155,19 @@ class Batch:
             experts = replace(experts, choices=experts.choices + rest)
         return row.spans.complete(row.sampled, row.logprobs, finish, row.kv, experts)
 
+    def free_kv(self) -> int:
+        """Drop the keys and values of all rows until `resume`; how many tokens that affects."""
+        self._decoder.clear()
+        self._logits = None
+        self._is_freed = True
+        return sum(len(_context(row)) for row in self.rows)
+
     def resume(self, version: Version) -> None:
-        """After a swap: prefill all rows again from their tokens, or only their last token."""
+        """After a swap or a pause: prefill all rows again from their tokens, or only their last
+        token."""
         contexts = [_context(row) for row in self.rows]
-        if contexts and self._keeps_kv:
+        is_freed, self._is_freed = self._is_freed, False
+        if contexts and self._keeps_kv and not is_freed:
             last = np.array([ids[-1] for ids in contexts], np.int64)
             self._logits = self._decoder.repeat_last(last)
         else:

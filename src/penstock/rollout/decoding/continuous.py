@@ -22,6 +22,7 @@ from penstock.rollout.decoding.decoding_thread import (
     IMPORT_LOCK,
     DecodingThread,
     Lane,
+    Pause,
     Swap,
     fail,
     resolve,
@@ -132,6 +133,19 @@ class ContinuousEngine:
                 return False
         self._loaded = None if staged.snapshot.adapter is not None else folder
         return True
+
+    async def pause(self) -> int:
+        return await self._pause(True)
+
+    async def resume(self) -> None:
+        await self._pause(False)
+
+    async def _pause(self, is_paused: bool) -> int:
+        if self._lane.is_closed:
+            raise EngineError(CLOSED)
+        done: Future[int] = Future()
+        self._thread.put(self._lane, Pause(is_paused, done))
+        return await asyncio.wrap_future(done)
 
     async def close(self) -> None:
         if not self._lane.is_closed:

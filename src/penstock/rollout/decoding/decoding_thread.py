@@ -48,6 +48,15 @@ class Swap:
     done: Future[None]
 
 
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Stop decoding, or go on."""
+
+    is_paused: bool
+    done: Future[int]
+    """How many tokens have to be computed again."""
+
+
 @dataclass(slots=True, eq=False)
 class Lane:
     """The rows of one policy. The decoding thread sets the fields; the event loop reads them."""
@@ -57,6 +66,7 @@ class Lane:
     """Whether rows keep their keys and values across swaps."""
     live: Version | None = None
     is_closed: bool = False
+    is_paused: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
     paused_s: float = 0.0
     opened: Future[Decoder] = field(default_factory=Future[Decoder])
@@ -67,6 +77,8 @@ class Lane:
 
     @property
     def has_work(self) -> bool:
+        if self.is_paused:
+            return False
         return bool(self._waiting) or (self._batch is not None and bool(self._batch.rows))
 
     def open(self, decoder: Decoder) -> None:
@@ -96,6 +108,24 @@ class Lane:
             self.live = swap.version
             self.paused_s = time.monotonic() - started_at
             swap.done.set_result(None)
+
+    def pause(self, order: Pause) -> None:
+        if not order.done.set_running_or_notify_cancel():
+            return
+        num_tokens = 0
+        try:
+            if self._batch is not None and order.is_paused != self.is_paused:
+                num_tokens = self._batch.free_kv() if order.is_paused else 0
+                if not order.is_paused and self.live is not None:
+                    self._batch.resume(self.live)
+        except Exception as error:
+            failure = _engine_error(error, "pause failed")
+            if self._batch is not None:
+                self._settle(fail(self._batch.drop_all(), failure))
+            order.done.set_exception(failure)
+        else:
+            order.done.set_result(num_tokens)
+        self.is_paused = order.is_paused
 
     def run_step(self) -> None:
         chunks, results = self._step()
@@ -144,7 +174,8 @@ class Lane:
             log.warning("answers dropped: event loop closed", num_answers=len(results))
 
 
-_Item = tuple[Lane, list[Row] | Swap | None]
+_Order = list[Row] | Swap | Pause | None
+_Item = tuple[Lane, _Order]
 
 
 class DecodingThread:
@@ -175,8 +206,8 @@ class DecodingThread:
 
         self._opened.add_done_callback(open_lane)
 
-    def put(self, lane: Lane, item: list[Row] | Swap | None) -> None:
-        """Send rows or a swap to a lane; None closes it."""
+    def put(self, lane: Lane, item: _Order) -> None:
+        """Send rows, a swap or a pause to a lane; None closes it."""
         self._inbox.put((lane, item))
 
     def _run(self) -> None:
@@ -212,18 +243,21 @@ class DecodingThread:
                 if not self._lanes:
                     return False
                 is_idle = not any(lane.has_work for lane in self._lanes)
-            elif isinstance(item, Swap):
-                lane.swap(item)
             else:
-                lane.enqueue(item)
-                is_idle = False
+                if isinstance(item, Swap):
+                    lane.swap(item)
+                elif isinstance(item, Pause):
+                    lane.pause(item)
+                else:
+                    lane.enqueue(item)
+                is_idle = is_idle and not any(lane.has_work for lane in self._lanes)
         return True
 
     def _fail_remaining(self) -> None:
         rest: dict[Lane, list[Row]] = {lane: [] for lane in self._lanes}
         while not self._inbox.empty():
             lane, item = self._inbox.get()
-            if isinstance(item, Swap) and item.done.set_running_or_notify_cancel():
+            if isinstance(item, Swap | Pause) and item.done.set_running_or_notify_cancel():
                 item.done.set_exception(EngineError(CLOSED))
             elif isinstance(item, list):
                 rest.setdefault(lane, []).extend(item)

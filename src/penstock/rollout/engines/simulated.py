@@ -29,6 +29,8 @@ from penstock.types import FinishReason, PolicyName, Version
 _NORMAL = NormalDist()
 CHUNK_INTERVAL_S = 0.02
 """Shortest time between two chunks of one answer."""
+CLOCK_ERROR_S = 1e-3
+"""A timer may fire a little early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +51,30 @@ class SimulatedEngine:
         self._load = load or LoadProfile()
         self._seed = seed
         self._history: list[tuple[float, Version]] = []
-        """When each version went live, by the event loop's clock."""
+        """When each version went live, by the clock of the engine."""
         self._snapshot: Snapshot | None = None
         self._pending: set[asyncio.Future[None]] = set()
         self._is_closed = False
+        self._paused_at: float | None = None
+        self._paused_s = 0.0
+        """In all, before the pause in progress."""
+
+    def _now(self) -> float:
+        """The clock of the engine: it stands still in pauses."""
+        now = self._paused_at
+        return (asyncio.get_running_loop().time() if now is None else now) - self._paused_s
+
+    async def pause(self) -> int:
+        if self._paused_at is None:
+            self._paused_at = asyncio.get_running_loop().time()
+        return 0  # it has no keys and values
+
+    async def resume(self) -> None:
+        if self._paused_at is not None:
+            self._paused_s += asyncio.get_running_loop().time() - self._paused_at
+            self._paused_at = None
+            for future in self._pending:
+                _finish(future)  # those that waited for this, too
 
     @property
     def live(self) -> Version | None:
@@ -60,7 +82,7 @@ class SimulatedEngine:
 
     async def load(self, folder: Path, version: Version) -> None:
         self._snapshot = read_snapshot(folder)
-        self._history.append((asyncio.get_running_loop().time(), version))
+        self._history.append((self._now(), version))
 
     async def __call__(self, request: GenerationRequest) -> Completion:
         live_for(request.policy, self.live, is_closed=self._is_closed)
@@ -72,7 +94,7 @@ class SimulatedEngine:
             answer = derive(0, zlib.crc32(array("i", request.prompt_ids).tobytes()))
         num_tokens = self._num_tokens(answer, max_tokens)
         delay_s = self._lognormal(self._load.first_token_s, derive(seed, 0))
-        first_at = asyncio.get_running_loop().time() + delay_s
+        first_at = self._now() + delay_s
         vocab_size = self._snapshot.vocab_size
         ids = [int(_unit(derive(answer, 3 + at)) * vocab_size) for at in range(num_tokens)]
         if on_chunk is None:
@@ -100,7 +122,7 @@ class SimulatedEngine:
         logprob = -math.log(self._snapshot.vocab_size) if self._snapshot else 0.0
         while num_sent < len(ids):
             await self._sleep_until(when)
-            now = asyncio.get_running_loop().time()
+            now = self._now()
             due = max(num_sent + 1, self._num_due(now - first_at, len(ids)))
             for span in self._spans(first_at, due).spans(due):
                 start = max(span.start, num_sent)
@@ -122,15 +144,24 @@ class SimulatedEngine:
 
     async def _sleep_until(self, when: float) -> None:
         """Sleep with one timer per request, not per token: thousands run concurrently."""
+        while True:
+            await self._sleep(when)
+            if self._paused_at is None and self._now() >= when - CLOCK_ERROR_S:
+                return
+
+    async def _sleep(self, when: float) -> None:
+        """Until then, or until a pause ends."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        timer = loop.call_at(when, _finish, future)
+        is_paused = self._paused_at is not None
+        timer = None if is_paused else loop.call_at(when + self._paused_s, _finish, future)
         self._pending.add(future)
         try:
             await future
         finally:
             self._pending.discard(future)
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
 
     def _num_tokens(self, seed: int, max_tokens: int) -> int:
         median = self._load.median_tokens

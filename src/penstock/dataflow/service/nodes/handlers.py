@@ -31,6 +31,7 @@ from penstock.dataflow.service.nodes.polls import Poll, PollQueue
 from penstock.dataflow.service.nodes.turns import TurnHandlers
 from penstock.dataflow.service.operators.messages import PartitionMetrics
 from penstock.dataflow.service.process import IsDisconnected, Process, never_disconnected
+from penstock.dataflow.service.resource_sharing import ResourceSharing
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.errors import BadRequest, Busy, TooLarge
 from penstock.types import NodeId, PolicyName, PublishedVersion, subject_of_node
@@ -56,8 +57,10 @@ class NodeHandlers:
         rows: RowService,
         is_finished: Callable[[], bool],
         catch_up: CatchUpWithCoordinator | None = None,
+        sharing: ResourceSharing | None = None,
     ) -> None:
-        """`catch_up`: given when the coordinator runs in another process."""
+        """`catch_up`: given when the coordinator runs in another process; `sharing`: when it runs
+        in this one."""
         self.trajectories = 0
         self.sampled_tokens = 0
         self.failed_tokens = 0
@@ -69,6 +72,7 @@ class NodeHandlers:
         self._rows = rows
         self._is_finished = is_finished
         self._catch_up = catch_up
+        self._sharing = sharing
         self.intake = DeliveryIntake(
             host.partition,
             process.ledger,
@@ -106,7 +110,11 @@ class NodeHandlers:
     def orders(self, node_id: NodeId) -> NodeDirectives:
         wanted, pinned = self._sent_versions[node_id] = self._versions_for(node_id)
         finished = self._is_finished()
+        node, sharing = self.partition.nodes.get(node_id), self._sharing
+        is_shared = sharing is not None and node is not None and sharing.is_shared(node)
         return NodeDirectives(
+            pause=sharing.pause_of(node) if sharing and node and is_shared else "",
+            is_shared=is_shared,
             wanted=wanted,
             pinned=pinned,
             drain=finished,
@@ -117,11 +125,15 @@ class NodeHandlers:
     async def register(self, body: RegisterRequest) -> NodeDirectives:
         self.partition.register(body, self.process.clock())
         self._call(body.node_id)
+        if self._sharing is not None:
+            self._sharing.joined(self.partition.nodes[body.node_id])
         await self.process.make_durable()
         log.info("node registered", node=body.node_id, capacity=body.capacity)
         return self.orders(body.node_id)
 
     async def heartbeat(self, node_id: NodeId, body: Heartbeat) -> NodeDirectives:
+        known = self.partition.nodes.get(node_id)
+        before = None if known is None else (known.state, known.live)
         is_new = self.partition.heartbeat(
             node_id,
             body.boot_id,
@@ -134,6 +146,8 @@ class NodeHandlers:
         node.work, node.num_done = body.work, body.num_done
         if is_new:
             self._call(node_id)
+            if self._sharing is not None and before is not None:
+                self._sharing.reported(node, *before)
         return self.orders(node_id)
 
     async def leave(self, node_id: NodeId, boot_id: str) -> None:

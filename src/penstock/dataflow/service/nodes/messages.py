@@ -191,6 +191,11 @@ class NodeDirectives:
     pinned: tuple[PublishedVersion, ...] = ()
     """Versions of the evaluation in progress, to be loaded beside the others; from the coordinator,
     empty means that none is in progress."""
+    pause: str = ""
+    """Why to generate nothing and keep all leases, such as `samples`: the node's resource is needed
+    for training. Empty: go on. Only the coordinator says so."""
+    is_shared: bool = False
+    """The node's resource also trains: it sends heartbeats more often, to be told to pause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

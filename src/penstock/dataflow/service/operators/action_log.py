@@ -27,7 +27,7 @@ class ActionLog:
     async def on_call(self, action: str, call: Call) -> None:
         """A call of an audited route has succeeded."""
         who = f"{call.credential.role} {call.credential.subject}".strip()
-        details = {**call.path, "token": call.credential.id}
+        details = {**call.query, **call.path, "token": call.credential.id}
         await self._append(AdminAction(action), who, details)
 
     async def on_quarantine(self, subject: str, policy: str, why: str) -> None:

@@ -32,6 +32,15 @@ class ForgetSessionAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTags:
+    """`PUT /v1/nodes/{node_id}/tags`."""
+
+    node_id: str
+    tags: tuple[str, ...]
+    """All that it has now; `rollout` unless it was taken away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionMetrics:
     """Metrics that a partition in another process reports to the coordinator."""
 

@@ -30,6 +30,7 @@ from penstock.dataflow.records import (
 )
 from penstock.dataflow.report.balance import BalanceMonitor
 from penstock.dataflow.service.process import Process
+from penstock.dataflow.service.resource_sharing import ResourceSharing
 from penstock.dataflow.service.row_payloads import RowPayloads, RowsQuery
 from penstock.dataflow.service.trainers.messages import (
     BatchAnswer,
@@ -71,6 +72,7 @@ class TrainerHandlers:
         payloads: RowPayloads,
         balance: BalanceMonitor,
         address_of: Callable[[RowId], str | None],
+        sharing: ResourceSharing,
     ) -> None:
         self.seen: dict[PolicyName, float] = {}
         """Time of the last call of each policy's trainer."""
@@ -85,6 +87,7 @@ class TrainerHandlers:
         """Newest batch known to be on disk, by policy."""
         self._balance = balance
         self._address_of = address_of
+        self._sharing = sharing
         self.on_quarantine: OnQuarantine = _not_logged
         """Called with the subject, the policy of the trainer that found it, if one did, and why."""
 
@@ -168,7 +171,14 @@ class TrainerHandlers:
             while True:
                 change = process.changed
                 consumer.lineage.require(body.incarnation)
-                answer = await self._try(consumer, body.seq, body.instalment)
+                may_ask = self._coordinator.has_ended(consumer) or self._sharing.may_train(
+                    consumer, body.seq
+                )
+                answer = (
+                    await self._try(consumer, body.seq, body.instalment)
+                    if may_ask
+                    else BatchAnswer(manifest=None)
+                )
                 if answer.manifest:
                     self._balance.served(consumer.terms.policy, body.seq, process.clock())
                 if answer.manifest or answer.end or process.clock() >= give_up_at:
