@@ -11,7 +11,7 @@ from enum import StrEnum
 
 class Pipeline(StrEnum):
     NAIVE = "naive"
-    """Generate a batch, then train it; each on resources of its own."""
+    """Generate a batch, then train it; each on separate resources."""
     MICRO_BATCH = "micro_batch"
     """The same, but training begins with the first finished groups."""
     OFF_POLICY = "off_policy"

@@ -31,7 +31,7 @@ class Peaks:
 
     def attainable(self, tokens_per_pass: float) -> float:
         """The roofline: floating-point operations per second, if each pass over the weights serves
-        so many tokens. In 16 bits a weight is 2 bytes, and costs 2 operations per token."""
+        this number of tokens. In 16 bits a weight is 2 bytes, and costs 2 operations per token."""
         return min(self.flops_per_s, tokens_per_pass * self.bytes_per_s)
 
 

@@ -24,7 +24,7 @@ class ServiceNeed:
     selector: frozenset[str] = frozenset()
     """Tags that it must have, too."""
     count: int | None = None
-    """So many or none: a trainer cannot run with fewer ranks. None: all that are left."""
+    """All of them or none: a trainer cannot run with fewer ranks. None: all that are left."""
 
     def fits(self, resource: Resource) -> bool:
         return resource.is_alive and resource.tags >= self.selector | {self.tag}
@@ -72,21 +72,21 @@ def plan_tags(resources: Sequence[Resource], needs: Sequence[ServiceNeed]) -> Ta
     """Give every living resource the work that its tags allow. Who works for a service with a count
     stays, as long as it fits; the rest of the count is filled by `train_priority`, from resources
     that are idle or do what can be interrupted. Needs without a count share what is left."""
-    gangs = [need for need in needs if need.count is not None]
+    counted = [need for need in needs if need.count is not None]
     services: dict[str, str] = {}
-    for need in gangs:
+    for need in counted:
         for one in _ranked(need, resources)[: need.count]:
             if one.service == need.service:
                 services[one.name] = need.service
     missing: dict[str, int] = {}
-    for need in gangs:
+    for need in counted:
         _fill(need, resources, services, missing)
     others = [need for need in needs if need.count is None]
     for one in resources:
         fitting = [need.service for need in others if need.fits(one)]
         if one.name not in services and fitting:
             services[one.name] = _least_served(one, fitting, services)
-    changes = tuple(_changes(resources, services, {need.service for need in gangs}))
+    changes = tuple(_changes(resources, services, {need.service for need in counted}))
     return TagPlan(services=services, changes=changes, missing=missing)
 
 
@@ -112,7 +112,7 @@ def _fill(
     services: dict[str, str],
     missing: dict[str, int],
 ) -> None:
-    """Complete a gang, or dissolve it."""
+    """Give a service all that it asks for, or nothing."""
     assert need.count is not None
     lacking = need.count - sum(found == need.service for found in services.values())
     free = [one for one in _ranked(need, resources) if one.name not in services]
@@ -132,9 +132,9 @@ def _least_served(one: Resource, fitting: Sequence[str], services: Mapping[str, 
 
 
 def _changes(
-    resources: Sequence[Resource], services: Mapping[str, str], gangs: set[str]
+    resources: Sequence[Resource], services: Mapping[str, str], counted: set[str]
 ) -> Iterator[Change]:
-    bereaved = [one.service for one in resources if not one.is_alive and one.service in gangs]
+    bereaved = [one.service for one in resources if not one.is_alive and one.service in counted]
     for one in resources:
         after = services.get(one.name)
         if after == one.service:
@@ -144,7 +144,7 @@ def _changes(
         elif after in bereaved:
             bereaved.remove(after)
             cause = Cause.REPLACES_DEAD
-        elif after in gangs:
+        elif after in counted:
             cause = Cause.NEEDED
         elif after is None:
             cause = Cause.TAG_REMOVED
@@ -159,8 +159,8 @@ def _changes(
 def split_by_rates(
     resources: Sequence[Resource], *, rollout_tokens: float, train_tokens: float
 ) -> frozenset[str]:
-    """Who trains if everybody does one thing only (disaggregated), so that most batches pass; a
-    batch generates and trains so many tokens. Needs measured rates."""
+    """Who trains if everybody does one thing only (disaggregated), so that most batches pass.
+    `rollout_tokens`, `train_tokens`: of one batch. Needs measured rates."""
     alive = [one for one in resources if one.is_alive]
     fixed = [one for one in alive if TRAIN in one.tags and ROLLOUT not in one.tags]
     able = [one for one in alive if one.tags >= {TRAIN, ROLLOUT}]

@@ -261,7 +261,7 @@ class Node:
     pauses: deque[tuple[float, float]] = field(
         default_factory=lambda: deque[tuple[float, float]](maxlen=MAX_PAUSES)
     )
-    """The newest times in which it generated nothing because it was told to."""
+    """The newest times in which it generated nothing because it was ordered to."""
     revoked: list[RowId] = field(default_factory=list[RowId])
     """Its leases that were cut or cancelled, until they are reported to it."""
 

@@ -50,15 +50,15 @@ class ResourceSharing:
         self._visit = visit
         self._machines: dict[PolicyName, Multiplexer] = {}
         self._ordered: dict[NodeId, tuple[str, float]] = {}
-        """The pause that each node was last told of, or its end, and when it was decided."""
+        """The last order to each node, to pause or to go on, and when it was decided."""
         self._tagged_at: dict[NodeId, float] = {}
         self._with_train: set[NodeId] = set()
         """Nodes with the tag `train` that were seen: few, so a batch request looks at no others."""
 
-    # --- what nodes are told ------------------------------------------------------------------
+    # --- orders to nodes ----------------------------------------------------------------------
 
     def is_shared(self, node: Node) -> bool:
-        """Whether it is told to pause at once when it should. Nodes for sessions and evaluations
+        """Whether it may be ordered to pause, and so asks for orders often. Nodes for sessions and evaluations
         are not, nor untrusted ones: a trainer would wait for them."""
         node_id = node.record.node_id
         is_plain = not (node.is_session_gateway or node.is_evaluator or node.is_untrusted)

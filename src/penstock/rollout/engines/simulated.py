@@ -60,7 +60,7 @@ class SimulatedEngine:
         """In all, before the pause in progress."""
 
     def _now(self) -> float:
-        """The clock of the engine: it stands still in pauses."""
+        """The clock of the engine: it stops in pauses."""
         now = self._paused_at
         return (asyncio.get_running_loop().time() if now is None else now) - self._paused_s
 

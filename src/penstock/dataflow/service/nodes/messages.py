@@ -195,7 +195,7 @@ class NodeDirectives:
     """Why to generate nothing and keep all leases, such as `samples`: the node's resource is needed
     for training. Empty: go on. Only the coordinator says so."""
     is_shared: bool = False
-    """The node's resource also trains: it sends heartbeats more often, to be told to pause."""
+    """The node's resource also trains: it sends heartbeats more often, to learn of a pause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
