@@ -58,8 +58,8 @@ class ResourceSharing:
     # --- orders to nodes ----------------------------------------------------------------------
 
     def is_shared(self, node: Node) -> bool:
-        """Whether it may be ordered to pause, and so asks for orders often. Nodes for sessions and evaluations
-        are not, nor untrusted ones: a trainer would wait for them."""
+        """Whether it may be ordered to pause, and so asks for orders often. Not for sessions and
+        evaluations, and not if it is untrusted: a trainer would wait for it."""
         node_id = node.record.node_id
         is_plain = not (node.is_session_gateway or node.is_evaluator or node.is_untrusted)
         if is_plain and TRAIN in tags_of(node):
