@@ -128,6 +128,8 @@ class Loader:
         default_factory=dict[PolicyName, Sequence[int]]
     )
     _num_probes: int = 0
+    _is_paused: bool = False
+    """Whether the engines have stopped, as ordered."""
     _has_tried: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait_until_current(self) -> None:
@@ -143,7 +145,7 @@ class Loader:
         while True:
             self._orders.changed.clear()
             await self._follow_pause()
-            for target in () if self._membership.is_paused else self._versions_to_load():
+            for target in () if self._is_paused else self._versions_to_load():
                 await self._try(target)
                 self._has_tried.set()
             if self._pinned is not None:
@@ -155,7 +157,7 @@ class Loader:
     async def _follow_pause(self) -> None:
         """Stop the engines, or let them go on, as ordered. Between two loads, which need them."""
         is_wanted = bool(self._orders.pause)
-        if is_wanted == self._membership.is_paused:
+        if is_wanted == self._is_paused:
             return
         began_at = time.monotonic()
         try:
@@ -171,6 +173,7 @@ class Loader:
             seconds=round(time.monotonic() - began_at, 4),
             num_tokens=num_tokens,
         )
+        self._is_paused = is_wanted
         self._membership.announce_pause(is_wanted)
 
     def _versions_to_load(self) -> list[PublishedVersion]:
