@@ -32,13 +32,12 @@ from penstock.dataflow.report.shape import (
     Thresholds,
     TimeAccount,
 )
-from penstock.dataflow.report.time_accounts import shares, sum_accounts
+from penstock.dataflow.report.time_accounts import SERVING, shares, sum_accounts
 from penstock.types import NodeId
 
 HEALTHY: StatusName = "healthy"
 SUSPECT: StatusName = "suspect"
 GONE: StatusName = "gone"
-SERVING = (NodeActivity.ROLLING_OUT, NodeActivity.LOADING, NodeActivity.WAITING)
 
 
 def make_report(

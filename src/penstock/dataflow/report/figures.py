@@ -86,6 +86,8 @@ class NodeActivity(StrEnum):
     """Holds no slot, and its live version is older than the newest published one."""
     WAITING = "waiting"
     """Holds no slot, ready for work."""
+    PAUSED = "paused"
+    """Generates nothing, because its resource trains or may not roll out."""
     DRAINING = "draining"
     SILENT = "silent"
     """No heartbeat for a full ttl, so its leases expired; counted from its last heartbeat."""

@@ -10,6 +10,13 @@ from collections.abc import Sequence
 
 from penstock.dataflow.report.figures import Account, NodeActivity, StepTiming, TrainerActivity
 
+SERVING = (
+    NodeActivity.ROLLING_OUT,
+    NodeActivity.LOADING,
+    NodeActivity.WAITING,
+    NodeActivity.PAUSED,
+)
+"""What a node of the pool does; one that trains meanwhile is busy."""
 TRAINER_SILENT_S = 60.0
 """A waiting trainer polls at least every half minute; after this silence it counts as offline."""
 
@@ -209,7 +216,7 @@ class NodeClock:
                 self._starting_since = booked_until
             return None
         started_at, self._starting_since = self._starting_since, None
-        is_live = activity in (NodeActivity.ROLLING_OUT, NodeActivity.LOADING, NodeActivity.WAITING)
+        is_live = activity in SERVING
         return now - started_at if started_at is not None and is_live else None
 
     def account(self, now: float) -> Account:

@@ -92,6 +92,8 @@ def activity_of(node: Node, wanted: Mapping[PolicyName, PublishedVersion]) -> No
         return NodeActivity.STARTING
     if node.state is NodeState.DRAINING:
         return NodeActivity.DRAINING
+    if node.state is NodeState.PAUSED:
+        return NodeActivity.PAUSED
     if node.num_leases:
         return NodeActivity.ROLLING_OUT
     is_behind = any(
