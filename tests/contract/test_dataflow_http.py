@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from penstock.dataflow.core.leasing import (
     NodeState,
     RegisterRequest,
 )
+from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,
     Heartbeat,
@@ -33,9 +35,10 @@ from penstock.dataflow.service.nodes.messages import (
     LeaseRequest,
 )
 from penstock.dataflow.service.trainers.messages import BatchRequest, CommitRequest
-from penstock.errors import BadRequest, Fenced, Unreachable
+from penstock.errors import BadRequest, Fenced, Forbidden, NotFound, Unreachable
 from penstock.types import NodeId, PublishedVersion, RowId
-from penstock.wire.client import AsyncServiceClient, connect
+from penstock.wire.auth import Role
+from penstock.wire.client import AsyncServiceClient, ServiceClient, connect
 from penstock.wire.codec import encode
 
 
@@ -297,3 +300,33 @@ async def test_numbers_that_are_none_are_refused_or_left_out(tmp_path: Path) -> 
         with pytest.raises(BadRequest, match="at most"):
             await node.client.deliver(many)
         await node.client.close()
+
+
+async def test_an_operator_drains_one_process_of_a_node(tmp_path: Path) -> None:
+    with dataflow(tmp_path, small_config()) as running:
+        await asyncio.to_thread(FakeTrainer, running)
+        node, other = SmallNode(running), SmallNode(running, "n1")
+        await node.join()
+        await other.join()
+        held = (await node.client.lease(node.request(1))).grants
+
+        def drain(role: Role, name: str = "n0") -> None:
+            token = running.token(role, subject="alice")
+            with contextlib.closing(ServiceClient(running.url, token)) as client:
+                client.call("POST", f"/v1/nodes/{name}/drain?why=slow", None, Ack, deadline_s=60.0)
+
+        for role in (Role.READER, Role.ROLLOUT, Role.TRAINER):
+            with pytest.raises(Forbidden):
+                await asyncio.to_thread(drain, role)
+        with pytest.raises(NotFound, match="no node ghost"):
+            await asyncio.to_thread(drain, Role.ADMIN, "ghost")
+        await asyncio.to_thread(drain, Role.ADMIN)
+        answer = await node.client.lease(node.request(1))
+        assert answer.orders.drain and not answer.orders.finished and not answer.grants
+        assert await node.deliver(*held) == ["stored"], "what it has finished counts"
+        assert not (await other.client.lease(other.request(1))).orders.drain
+        node.boot_id = uuid.uuid4().hex
+        await node.join()
+        assert (await node.client.lease(node.request(1))).grants, "another process is not meant"
+        await node.client.close()
+        await other.client.close()

@@ -32,16 +32,10 @@ def explain(run: Path, id: str, /, *, json: bool = False) -> int:
     from dataclasses import asdict
 
     from penstock.cli.output import print_json, print_text
-    from penstock.dataflow.explain.explain import explain as read
-    from penstock.dataflow.ledger.recorded import open_recorded_run
+    from penstock.runs.explained import explain_with_text
     from penstock.runs.target import find_run_folder
 
-    recorded = open_recorded_run(find_run_folder(run).path / "ledger")
-    try:
-        explanation = read(recorded, id)
-    finally:
-        recorded.close()
-    said = _samples(run, explanation)
+    explanation, said = explain_with_text(find_run_folder(run), id)
     if json:
         trees = {one.row_id: tree for one, tree in _trees(said)}
         print_json({**asdict(explanation), "samples": said, "agents": trees})
@@ -50,20 +44,6 @@ def explain(run: Path, id: str, /, *, json: bool = False) -> int:
         print_text("\n".join(lines(explanation, width)))
         _print_samples(said, explanation.id)
     return 0
-
-
-def _samples(run: Path, explanation: Explanation) -> list[Sample]:
-    """What the model said, for a row or a group whose text is still there."""
-    from penstock.runs.history import open_run
-    from penstock.runs.samples import of_group
-
-    if explanation.kind not in ("row", "group"):
-        return []
-    group_id = explanation.id.partition(".")[0]
-    with open_run(run) as opened:
-        found = of_group(opened, group_id)
-    is_row = explanation.kind == "row"
-    return [one for one in found if one.turns and (not is_row or one.row_id == explanation.id)]
 
 
 def _print_samples(said: list[Sample], id: str) -> None:

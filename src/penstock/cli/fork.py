@@ -15,6 +15,7 @@ def fork(
     *overrides: str,
     at: Annotated[int, Parameter(required=True)],
     name: str | None = None,
+    why: str = "",
     json: bool = False,
 ) -> int:
     """Create a new run folder next to RUN that starts from step STEP of RUN.
@@ -29,6 +30,7 @@ def fork(
         overrides: Settings that differ in the new run, such as training.learning_rate=1e-4.
         at: Step to start from.
         name: Name of the new run; by default NAME-fork-STEP.
+        why: Reason, for the log of operators' actions.
         json: Print one JSON object as the last line.
     """
     from penstock.cli.output import print_json, print_note, print_text
@@ -36,7 +38,7 @@ def fork(
     from penstock.runs.target import find_run_folder
 
     parent = find_run_folder(run)
-    fork_folder, weights_only = fork_run(parent, overrides, at, name)
+    fork_folder, weights_only = fork_run(parent, overrides, at, name, why=why)
     for policy, damage in weights_only.items():
         why = f"checkpoint of step {at} is unusable: {damage}" if damage else "no checkpoint"
         print_note(f"{policy}: starting from weights only, with a fresh optimizer ({why})")

@@ -30,7 +30,6 @@ COMMANDS = (
     ("init", START, "Create a task, a reward and a config to start from."),
     ("check", START, "Check a config, its code and this machine before a run."),
     ("try", START, "Make a few rollouts without training, and print them."),
-    ("plan", START, "Show the training pipeline: stages, placement and memory."),
     ("doctor", START, "List installed components and how to add missing ones."),
     ("run", START, "Start or resume a run on this machine."),
     ("ls", RUNS, "List runs: state, step, reward, age and size."),
@@ -49,6 +48,8 @@ COMMANDS = (
     ("simulate", RUNS, "Simulate a recorded run under different data rules."),
     ("replay", RUNS, "Recompute a training step and compare it bit for bit."),
     ("fork", RUNS, "Create a new run from a checkpoint of another run."),
+    ("mcp", RUNS, "Let an agent watch and operate a run, over MCP."),
+    ("drain", RUNS, "Take one rollout node out of a running run."),
     ("stop", RUNS, "Stop a run gracefully; `penstock run` resumes it."),
     ("audit", RUNS, "Verify that no data was lost or trained twice."),
     ("push", RUNS, "Upload an exported folder to the Hugging Face Hub."),
@@ -96,6 +97,7 @@ def build() -> App:
         export.command(f"penstock.cli.export:{verb}", name=verb, help=text)
     app.command(export)
     app.command(_build_token())
+    app.command(_build_plan())
     conformance = App(name="conformance", help="Test a third-party node or trainer.", group=RUNS)
     for role, text in (("rollout", "Test a rollout node."), ("trainer", "Test a trainer.")):
         conformance.command(f"penstock.cli.conformance:{role}", name=role, help=text)
@@ -151,6 +153,19 @@ def _build_token() -> App:
         ("rotate", "Replace the signing key."),
     ):
         found.command(f"penstock.cli.token:{verb}", name=verb, help=text)
+    return found
+
+
+def _build_plan() -> App:
+    """`penstock plan RUN` shows a pipeline; `penstock plan capacity` does without a run."""
+    from penstock.cli.plan import plan
+
+    order = next(i for i, (name, *_) in enumerate(COMMANDS) if name == "doctor")
+    text = "Show the training pipeline: stages, placement, memory, predicted steps."
+    found = App(name="plan", help=text, group=START, sort_key=order - 0.5)
+    found.default(plan)
+    capacity = "Show what a run of a given size needs, and what breaks first."
+    found.command("penstock.cli.capacity:capacity", name="capacity", help=capacity)
     return found
 
 

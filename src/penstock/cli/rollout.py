@@ -44,6 +44,7 @@ def rollout(
 
     from penstock.cli.relay_options import RELAY_EXAMPLE, parse_sharing, read_relay_token
     from penstock.cli.service_options import check_url, exit_now, make_tls
+    from penstock.fleet.launchers.local import EXIT_DRAINED
     from penstock.runs.join import local_node_options, split_tags
     from penstock.runs.service_process import (
         enter_run,
@@ -77,7 +78,7 @@ def rollout(
     )
     from penstock.rollout.node import run_node
 
-    uvloop.run(
+    is_drained = uvloop.run(
         run_node(
             endpoints.dataflow,
             service_token(folder, config.name, Role.ROLLOUT, subject=name),
@@ -89,4 +90,4 @@ def rollout(
             **node_options,
         )
     )
-    exit_now(0)
+    exit_now(EXIT_DRAINED if is_drained else 0)

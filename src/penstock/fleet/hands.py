@@ -51,14 +51,15 @@ class LauncherHands:
     def start(self, number: int) -> str:
         """The number does not matter: nodes are named like replicas, and the first free name, with
         its devices, is used again."""
-        running = self._launcher.nodes()
-        node = next(node for index in range(len(running) + 1) if (node := self._free(index)))
+        num_taken = len(self._launcher.nodes()) + len(self._launcher.drained)
+        node = next(node for index in range(num_taken + 1) if (node := self._free(index)))
         self._launcher.add(node)
         return node.name
 
     def _free(self, index: int) -> ServiceSpec | None:
         node = self._make_node(index)
-        return None if node.name in self._launcher.nodes() else node
+        taken = self._launcher.nodes().keys() | self._launcher.drained
+        return None if node.name in taken else node
 
     def retire(self, name: str) -> None:
         self._launcher.retire(name)

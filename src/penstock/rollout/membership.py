@@ -55,6 +55,8 @@ class NodeOrders:
         self.is_shared = False
         """Whether its resource also trains."""
         self.is_finished = False
+        self.is_ordered_to_leave = False
+        """An operator drains this node; the run goes on without it."""
         self.on_stop: Callable[[RowId], None] = lambda row_id: None
         """Called for each lease of this node that has ended; its work can no longer be used."""
 
@@ -79,6 +81,7 @@ class NodeOrders:
         for row_id in orders.stop:
             self.on_stop(row_id)
         if orders.drain or orders.finished:
+            self.is_ordered_to_leave = self.is_ordered_to_leave or not orders.finished
             self.drain()
 
     def drain(self) -> None:

@@ -59,7 +59,9 @@ from penstock.wire.held_token import Token
 log = structlog.get_logger(__name__)
 
 CAPACITY = 256
-GRACE_S = 5.0
+GRACE_S = 1.0
+"""A machine that is taken away may give two seconds: what is not finished by then is handed back,
+and the next node reuses its finished turns."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -439,7 +441,7 @@ async def run_node(
     sharing: PeerRelayConfig | None = None,
     store_root: Path | None = None,
     **options: Unpack[NodeOptions],
-) -> None:
+) -> bool:
     """Join the run at `url` and work until the run ends, the node is drained, or SIGTERM or SIGINT
     arrives. `options` as in `connect`.
 
@@ -448,7 +450,8 @@ async def run_node(
     - `store_root`: the run's weight store on this machine, whose files are linked. It is not used
       with a relay, with `sharing`, or if the run names a kind of transfer.
 
-    Returns after a graceful leave; otherwise raises the error that ended the node.
+    Returns after a graceful leave: whether an operator drained the node. Otherwise raises the error
+    that ended the node.
     """
 
     state_dir = options["state_dir"]
@@ -475,6 +478,7 @@ async def run_node(
     ):
         with on_stop_signals(node.orders.drain):
             await node.run()
+        return node.orders.is_ordered_to_leave
 
 
 @contextmanager

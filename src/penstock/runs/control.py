@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and controls a run through its folder: status, report, versions in use, forget, stop."""
+"""Reads and controls a run through its folder: status, report, versions in use, forget, drain,
+stop."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import signal
 import time
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from penstock.dataflow.client.dataflow import StatusClient
 from penstock.errors import BadRequest, ConfigError, LaunchError, WireError
@@ -32,6 +34,7 @@ TOKEN_TTL_S = 60.0
 PATIENCE_S = 2.0
 """Retry an unreachable service for this long: a person is waiting."""
 FORGET_DEADLINE_S = 20.0
+DRAIN_POLL_S = 0.2
 STOP_POLL_S = 0.1
 
 
@@ -76,6 +79,27 @@ def read_stored_report(folder: RunFolder) -> BalanceReport:
         raise ConfigError(
             f"{folder.report} cannot be read: {error}; the next start of the run replaces it"
         ) from None
+
+
+def drain_node(folder: RunFolder, node: str, *, who: str, why: str, timeout_s: float) -> bool:
+    """Tell a node to return its work and leave for good, and wait until it has left; False if it is
+    still there after `timeout_s`. `who`: name of the operator, for the log of actions. NotFound if
+    the run has no such node."""
+    from penstock.dataflow.service.messages import Ack
+    from penstock.wire.client import ServiceClient
+
+    run = folder.read_config().name
+    token = folder.token(run, Role.ADMIN, ttl_s=TOKEN_TTL_S, subject=who)
+    with closing(ServiceClient(folder.endpoints().dataflow, token)) as client:
+        path = f"/v1/nodes/{quote(node, safe='')}/drain?why={quote(why)}"
+        client.call("POST", path, None, Ack, deadline_s=FORGET_DEADLINE_S)
+    give_up_at = time.monotonic() + timeout_s
+    with _status_client(folder) as reader:
+        while any(str(one.node_id) == node for one in reader.status().nodes):
+            if time.monotonic() > give_up_at:
+                return False
+            time.sleep(DRAIN_POLL_S)
+    return True
 
 
 def versions_in_use(folder: RunFolder, config: RunConfig) -> list[VersionInUse]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from penstock.observe.admin_log import local_user
 from penstock.runs import control
 from penstock.runs.target import find_run_folder
 from penstock.wire.auth import Role
@@ -60,6 +61,13 @@ class ControlClient:
 
         chosen = None if mode is None else ScaleMode(mode)
         request_scale(self._folder, gpus=to, mode=chosen)
+
+    def drain(self, node: str, *, why: str = "", timeout_s: float = 60.0) -> bool:
+        """Tell a node to return its work and leave for good; False if it is still there after
+        `timeout_s`."""
+        return control.drain_node(
+            self._folder, node, who=local_user(), why=why, timeout_s=timeout_s
+        )
 
     def stop(self, *, timeout_s: float = 60.0) -> bool:
         """Stop the run gracefully and wait until it has ended; False if it was not running.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from penstock.config import RunConfig, load
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import ForkOrigin, RunFolder
+from penstock.observe.admin_log import AdminAction
 from penstock.runs.stored_versions import published_version, stored_versions, write_version
 
 if TYPE_CHECKING:
@@ -30,12 +31,19 @@ class _WeightsOnly:
 
 
 def fork_run(
-    parent: RunFolder, overrides: Sequence[str], step: int, name: str | None
+    parent: RunFolder,
+    overrides: Sequence[str],
+    step: int,
+    name: str | None,
+    *,
+    who: str | None = None,
+    why: str = "",
 ) -> tuple[RunFolder, Mapping[str, str]]:
     """Create a run folder next to `parent` that starts from its step `step`.
 
     Returns the new folder, and the policies that start from weights only, each with the damage of
     its checkpoint (empty if it has none). Built in a hidden folder and renamed when complete.
+    `who` and `why`: for the parent's log of operators' actions.
     """
     old = parent.read_config()
     runs_dir = parent.path.parent
@@ -71,6 +79,9 @@ def fork_run(
             Path(known.work_dir), known.python_path, num_partitions=config.dataflow.partitions
         )
         staging.path.rename(folder)
+    parent.admin_log.append(
+        AdminAction.FORKED, who=who, fork=folder.name, step=step, overrides=list(overrides), why=why
+    )
     return RunFolder(folder), weights_only
 
 

@@ -285,9 +285,15 @@ class Scaler:
 
 
 def request_scale(
-    folder: RunFolder, *, gpus: int | None = None, mode: ScaleMode | None = None, why: str = ""
+    folder: RunFolder,
+    *,
+    gpus: int | None = None,
+    mode: ScaleMode | None = None,
+    who: str | None = None,
+    why: str = "",
 ) -> ScaleRequest:
-    """Ask the launcher of a running run for another size of its pool, or another mode."""
+    """Ask the launcher of a running run for another size of its pool, or another mode. `who`: by
+    default the user of this process."""
     if gpus is None and mode is None:
         raise ConfigError("nothing to change: pass --to N, --mode act or --mode recommend")
     config = folder.read_config()
@@ -297,8 +303,9 @@ def request_scale(
             f"{folder.path} has no launcher, which starts and ends nodes. Start it with `penstock "
             f"run {folder.path}`, or start nodes yourself with `penstock join`"
         )
-    request = ScaleRequest(at=time.time(), who=local_user(), why=why, gpus=gpus, mode=mode)
-    folder.admin_log.append(AdminAction.SCALED, gpus=gpus, mode=mode, why=why)
+    who = local_user() if who is None else who
+    request = ScaleRequest(at=time.time(), who=who, why=why, gpus=gpus, mode=mode)
+    folder.admin_log.append(AdminAction.SCALED, who=who, gpus=gpus, mode=mode, why=why)
     folder.write_scale_request(request)
     return request
 

@@ -93,7 +93,7 @@ def test_a_topic_is_documented(page: str, topics: list[str]) -> None:
 
 def test_every_block_says_what_it_is() -> None:
     """A language, and a reason where it is not run."""
-    known = {"bash", "python", "yaml", "text", "toml", "ini"}
+    known = {"bash", "python", "yaml", "json", "text", "toml", "ini"}
     odd = [block.where for block in all_blocks() if block.language not in known]
     assert odd == []
     commands = [

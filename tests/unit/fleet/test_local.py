@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from penstock.errors import LaunchError
+from penstock.fleet.hands import LauncherHands
 from penstock.fleet.launchers import local
 from penstock.fleet.launchers.local import LocalLauncher, ServiceExit, describe_exit
 from penstock.fleet.services import ServiceKind, ServiceSpec
@@ -384,3 +385,17 @@ def test_a_run_whose_trainers_are_started_elsewhere_is_not_over_when_its_publish
             assert launcher.has_finished_training() is trains
         finally:
             launcher.kill()
+
+
+def test_a_drained_node_is_not_started_again(launch: Launch) -> None:
+    code = f"raise SystemExit({local.EXIT_DRAINED})"
+    bad = fake_service("node-0", code, kind=ServiceKind.NODE)
+    good = fake_service("node-1", FOREVER, kind=ServiceKind.NODE)
+    launcher = launch(bad, good)
+    wait_until(lambda: launcher.poll() or "node-0" not in launcher.nodes())
+    wait_until(lambda: "node-0" not in launcher.nodes())
+    assert launcher.drained == {"node-0"} and launcher.nodes().keys() == {"node-1"}
+    hands = LauncherHands(
+        launcher, lambda index: fake_service(f"node-{index}", FOREVER, kind=ServiceKind.NODE)
+    )
+    assert hands.start(0) == "node-2", "the name and the devices of a drained node stay unused"

@@ -24,6 +24,7 @@ from penstock.dataflow.ledger.sealed_batches import partition_folder
 from penstock.dataflow.report.shape import BalanceReport
 from penstock.dataflow.service.build import build_partition, build_partly_restored, run_info
 from penstock.dataflow.service.coordinator import DataflowService, EvaluationWriter
+from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.eviction import evict_denied
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.dataflow.service.nodes.routes import node_routes
@@ -88,6 +89,18 @@ class ServiceRoutes:
         """Published versions that may still be requested from the weight store."""
         nodes = self.service.partition.nodes.values()
         return self.service.trainers.versions_in_use([live for node in nodes for live in node.live])
+
+    @route(
+        "POST",
+        "/v1/nodes/{node_id}/drain",
+        OPERATORS,
+        query=("why",),
+        audited=AdminAction.NODE_DRAINED,
+    )
+    async def drain(self, call: Call) -> Ack:
+        """Drain this node: it returns its work and leaves; the status shows when it is gone."""
+        self.service.nodes.drain(call.path["node_id"])
+        return Ack()
 
     @route("GET", "/v1/explain/{id}", READERS)
     async def explain(self, call: Call) -> Explanation:

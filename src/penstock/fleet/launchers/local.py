@@ -35,7 +35,7 @@ them. The window is long enough for eight starts that import torch on a busy mac
 NODE_RESTART_DELAY_S = 3.0
 """A node that exits with code 0 is restarted after this delay, unless the run has ended."""
 NODE_STOP_TIMEOUT_S = 6.0
-"""Nodes return their work within five seconds."""
+"""Nodes return their work within two seconds, if the machine is not busy."""
 TRAINER_STOP_TIMEOUT_S = 20.0
 """Time for a trainer to finish its step; a killed trainer gets the same batch after a restart."""
 SERVER_STOP_TIMEOUT_S = 8.0
@@ -47,6 +47,9 @@ would keep replacing each other."""
 EXIT_RESUME_REJECTED = 4
 """A trainer's exit code: the ledger rejects its newest checkpoint. Using an older one would discard
 work, so the user decides."""
+EXIT_DRAINED = 7
+"""A node's exit code: an operator drained it. It is not restarted, and its name and devices are not
+used again by this launcher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +127,8 @@ class LocalLauncher:
         self._reaper = processes.OrphanReaper()
         self._fork_server = fork_server
         self._renew_at = time.time() + RENEW_S
+        self.drained: set[str] = set()
+        """Nodes that operators drained."""
         self.is_finishing = False
         """Set when the run is complete: nodes that exit are not restarted."""
 
@@ -278,6 +283,10 @@ class LocalLauncher:
             return
         if code == 0 and kind is ServiceKind.TRAINER:
             entry.is_done = True
+            return
+        if code == EXIT_DRAINED and kind is ServiceKind.NODE:
+            self.drained.add(entry.service.name)
+            self._supervised.remove(entry)
             return
         if code == 0 and kind is ServiceKind.NODE:
             entry.restart_at = now + NODE_RESTART_DELAY_S

@@ -33,7 +33,7 @@ from penstock.dataflow.service.operators.messages import PartitionMetrics
 from penstock.dataflow.service.process import IsDisconnected, Process, never_disconnected
 from penstock.dataflow.service.resource_sharing import ResourceSharing
 from penstock.dataflow.service.rows.handlers import RowService
-from penstock.errors import BadRequest, Busy, TooLarge
+from penstock.errors import BadRequest, Busy, NotFound, TooLarge
 from penstock.types import NodeId, PolicyName, PublishedVersion, subject_of_node
 
 log = structlog.get_logger(__name__)
@@ -86,6 +86,8 @@ class NodeHandlers:
         )
         """Versions of the evaluation in progress; only the coordinator knows of all."""
         self._sent_versions: dict[NodeId, _Versions] = {}
+        self._ordered_to_leave: dict[NodeId, str] = {}
+        """The process of each node that an operator drains."""
         self._polls = PollQueue()
         self._session_polls = PollQueue()
         """Polls of nodes that serve external agents; they lease other slots."""
@@ -117,7 +119,7 @@ class NodeHandlers:
             is_shared=is_shared,
             wanted=wanted,
             pinned=pinned,
-            drain=finished,
+            drain=finished or self._is_ordered_to_leave(node_id),
             finished=finished,
             stop=self.partition.node_registry.revoked(node_id),
         )
@@ -155,7 +157,25 @@ class NodeHandlers:
         self._call(node_id)
         await self.process.make_durable()
         self._sent_versions.pop(node_id, None)
+        self._ordered_to_leave.pop(node_id, None)
         log.info("node left", node=node_id)
+
+    def drain(self, name: str) -> None:
+        """Tell this process of a node to return its work and leave; its next answer says so. A
+        later process of the node is not meant."""
+        node_id = NodeId(name)
+        node = self.partition.nodes.get(node_id)
+        if node is None:
+            raise NotFound(
+                f"no node {name[:128]} in this run; `penstock status RUN --json` lists the nodes"
+            )
+        self._ordered_to_leave[node_id] = node.record.boot_id
+        log.info("node ordered to leave", node=node_id)
+        self._call(node_id)
+
+    def _is_ordered_to_leave(self, node_id: NodeId) -> bool:
+        node = self.partition.nodes.get(node_id)
+        return node is not None and self._ordered_to_leave.get(node_id) == node.record.boot_id
 
     def forget_silent(self, subject: str) -> bool:
         """Forget the node of this subject that is silent for longest; False if there is none.
@@ -163,6 +183,7 @@ class NodeHandlers:
         node_id = self.partition.forget_silent(subject, self.process.clock())
         if node_id is not None:
             self._sent_versions.pop(node_id, None)
+            self._ordered_to_leave.pop(node_id, None)
         return node_id is not None
 
     # --- leases -------------------------------------------------------------------------------
@@ -247,11 +268,12 @@ class NodeHandlers:
 
     async def _try_lease(self, body: LeaseRequest) -> LeaseAnswer:
         process = self.process
+        is_leaving = self._is_ordered_to_leave(body.node_id)
         grants = self.partition.lease(
             body.node_id,
             body.boot_id,
             body.request_id,
-            body.max_slots if process.has_room else 0,
+            body.max_slots if process.has_room and not is_leaving else 0,
             self._live_now(body),
             process.clock(),
             self._pinned_now(body),
@@ -267,7 +289,7 @@ class NodeHandlers:
             tasks=tasks,
             grants=tuple(self.turns.with_num_recorded(body.node_id, grants)),
             orders=self.orders(body.node_id)
-            if wanted is None or finished
+            if wanted is None or finished or is_leaving
             else NodeDirectives(wanted=wanted[0], pinned=wanted[1]),
         )
 
