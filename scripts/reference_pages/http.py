@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from scripts.reference_pages.markdown import head
 
+from penstock.dashboard.server import Dashboard
 from penstock.dataflow.service.nodes.routes import NodeRoutes
 from penstock.dataflow.service.partitions.routes import PartitionRoutes, RowPayloadRoutes
 from penstock.dataflow.service.rows.routes import BlobRoutes, RowRoutes
@@ -103,6 +104,7 @@ def services() -> dict[str, list[RouteEntry]]:
         found[f"Dataflow: {title.lower()}"] = [one for kind in kinds for one in declared(kind)]
     found["Dataflow, weight server and relay: all"] = list(BOTH)
     found["Weight server and relay"] = list(declared(WeightServer))
+    found["Dashboard"] = list(declared(Dashboard))
     found["Gateway"] = list(gateway())
     found["Gateway of external agents"] = list(online())
     return found

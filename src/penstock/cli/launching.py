@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -25,10 +25,11 @@ def launch_and_show(
     headless: bool,
     sources: Mapping[str, str] | None = None,
     accept_changes: bool = False,
+    dashboard: bool = False,
 ) -> LaunchResult:
-    """Launch a run with a display on stderr; signals stop it."""
+    """Launch a run with a display on stderr, and a dashboard if asked to; signals stop it."""
     config = pin_models(target.config, target.folder, print_note)  # here ^C ends a download at once
-    with stop_on_signals() as stop:
+    with stop_on_signals() as stop, _browser(target) if dashboard else nullcontext():
         return launch(
             config,
             target.folder,
@@ -38,6 +39,12 @@ def launch_and_show(
             sources=sources,
             accept_changes=accept_changes,
         )
+
+
+def _browser(target: RunTarget) -> AbstractContextManager[None]:
+    from penstock.dashboard.serving import background_dashboard
+
+    return background_dashboard(target.folder, print_note)
 
 
 @contextmanager

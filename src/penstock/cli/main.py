@@ -35,6 +35,7 @@ COMMANDS = (
     ("ls", RUNS, "List runs: state, step, reward, age and size."),
     ("status", RUNS, "Show a run's state and what it is waiting for."),
     ("top", RUNS, "Watch flow, curves and fleet of a run on one screen."),
+    ("dashboard", RUNS, "Show runs in a browser: curves, trajectories, flow, fleet, spend."),
     ("logs", RUNS, "Show a run's logs, all services in order of time."),
     ("plot", RUNS, "Draw the reward, or any metric, of one or more runs."),
     ("report", RUNS, "Show how well rollout and training are balanced."),

@@ -15,6 +15,7 @@ def run(
     accept_changes: bool = False,
     python_path: list[Path] | None = None,
     check_deadline: float | None = None,
+    dashboard: bool = False,
 ) -> int:
     """Start or resume a run and supervise it until its last step.
 
@@ -27,6 +28,7 @@ def run(
         python_path: Folder of your modules; by default the config file's folder, or the last one.
         check_deadline: Seconds that each step of your code may take in the check before the start;
             30 if not given.
+        dashboard: Also show the run in a browser; prints the address.
     """
     from penstock.cli.launching import launch_and_show, print_result
     from penstock.cli.output import print_json
@@ -39,6 +41,7 @@ def run(
         headless=headless,
         sources=ensure_startable(resolved, deadline_s=check_deadline),
         accept_changes=accept_changes,
+        dashboard=dashboard,
     )
     code = print_result(result)
     if json:

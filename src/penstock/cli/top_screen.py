@@ -20,6 +20,7 @@ from rich.text import Text
 from penstock.cli.live_panel import STALL_S, UNREACHABLE_S, sparkline
 from penstock.cli.output import format_clock, format_duration, pluralise, printable
 from penstock.dataflow.service.operators.messages import NodeStatus, Status
+from penstock.runs.bottleneck import NODES, TRAINER, bottleneck
 from penstock.runs.monitor import RunView
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -27,7 +28,6 @@ HINT = "Ctrl-C leaves, the run goes on"
 MIN_CURVE_LINES, MAX_CURVE_LINES = 3, 20
 FIXED_LINES = 9
 """Title, the three lines of the flow, three rules, the head of the fleet, the last line."""
-NODES, TRAINER, NEITHER = "nodes", "step", ""
 
 
 @dataclass(slots=True)
@@ -113,17 +113,6 @@ def _title(view: RunView) -> Text:
         (f" · {printable(view.name)}", "bold"),
         (f" · {format_clock(view.elapsed_s)}{ended}", "dim"),
     )
-
-
-def bottleneck(status: Status) -> str:
-    """What the run waits for: the nodes while a trainer waits for a batch, the trainer while nodes
-    wait for work; empty if neither waits, or both."""
-    trainers = any(one.who.startswith("trainer ") for one in status.waiting)
-    names = {str(node.node_id) for node in status.nodes}
-    nodes = any(one.who in names for one in status.waiting)
-    if status.finished or trainers == nodes:
-        return NEITHER
-    return NODES if trainers else TRAINER
 
 
 def _flow(status: Status) -> Table:

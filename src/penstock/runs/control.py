@@ -46,14 +46,17 @@ def make_status_client(
     return StatusClient(folder.endpoints().dataflow, token, patience_s=patience_s)
 
 
-def _status_client(folder: RunFolder, *, patience_s: float = PATIENCE_S) -> closing[StatusClient]:
-    name = folder.read_config().name
+def _status_client(
+    folder: RunFolder, *, run: str = "", patience_s: float = PATIENCE_S
+) -> closing[StatusClient]:
+    name = run or folder.read_config().name
     return closing(make_status_client(folder, name, patience_s=patience_s))
 
 
-def read_status(folder: RunFolder, *, patience_s: float = PATIENCE_S) -> Status:
-    """The state of a running run. WireError if its dataflow does not answer."""
-    with _status_client(folder, patience_s=patience_s) as client:
+def read_status(folder: RunFolder, *, run: str = "", patience_s: float = PATIENCE_S) -> Status:
+    """The state of a running run. WireError if its dataflow does not answer. `run`: its name, if
+    the caller knows it."""
+    with _status_client(folder, run=run, patience_s=patience_s) as client:
         return client.status()
 
 

@@ -126,7 +126,8 @@ class Run:
     def __init__(self, folder: RunFolder, config: RunConfig, recorded: RecordedRun) -> None:
         self.folder = folder
         self.config = config
-        self._recorded = recorded
+        self.recorded = recorded
+        """The ledger itself."""
         self.policies: tuple[PolicyName, ...] = tuple(map(PolicyName, config.models))
         self.reader = TrajectoryReader(
             recorded,
@@ -148,7 +149,7 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        self._recorded.close()
+        self.recorded.close()
 
     # --- records ------------------------------------------------------------------------------
 
@@ -236,12 +237,12 @@ class Run:
             after = 0
             while page or not after:
                 values = {"policy": name, "after": after, "num": PAGE_BATCHES}
-                page = self._recorded.coordinator.read(BatchRecord, where, **values)
+                page = self.recorded.coordinator.read(BatchRecord, where, **values)
                 yield from map(self._batch, page)
                 after = page[-1].seq if page else 1
 
     def _batch(self, record: BatchRecord) -> RecordedBatch:
-        commits = self._recorded.commits(record.consumer, record.seq)
+        commits = self.recorded.commits(record.consumer, record.seq)
         commit: CommitRecord | None = commits[-1] if commits else None
         is_trained = commit is not None and not commit.skipped
         stats = {} if commit is None else msgspec.json.decode(commit.stats, type=dict[str, float])
@@ -266,7 +267,7 @@ class Run:
     def _read_versions(self, policy: str | None) -> Iterator[RecordedVersion]:
         where = "policy = :policy ORDER BY incarnation, number"
         for name in self._policies(policy):
-            for record in self._recorded.coordinator.read(VersionRecord, where, policy=name):
+            for record in self.recorded.coordinator.read(VersionRecord, where, policy=name):
                 yield RecordedVersion(
                     policy=record.policy,
                     incarnation=record.incarnation,

@@ -18,6 +18,7 @@ from penstock.runs.last_evaluation import has_last_evaluation
 from penstock.runs.progress import RunProgress, progress_of, read_progress
 
 if TYPE_CHECKING:
+    from penstock.config import RunConfig
     from penstock.dataflow.service.operators.messages import Status
     from penstock.fleet.run_folder import RunFolder
 
@@ -59,11 +60,12 @@ class RunSummary:
     """The answer of its dataflow service; None if it gave none."""
 
 
-def read_summary(folder: RunFolder) -> RunSummary:
-    """The state of a run. An unreachable service is an answer too, never an error."""
-    config = folder.read_config()
+def read_summary(folder: RunFolder, config: RunConfig | None = None) -> RunSummary:
+    """The state of a run. An unreachable service is an answer too, never an error. `config`: its
+    config, if the caller has read it."""
+    config = config or folder.read_config()
     launcher, pid = folder.launcher(), folder.launcher_pid()
-    status, error = _ask(folder, has_launcher=pid is not None)
+    status, error = _ask(folder, config.name, has_launcher=pid is not None)
     if status is not None:
         progress = progress_of(status, time.time())
     else:
@@ -83,12 +85,12 @@ def read_summary(folder: RunFolder) -> RunSummary:
     )
 
 
-def _ask(folder: RunFolder, *, has_launcher: bool) -> tuple[Status | None, str]:
+def _ask(folder: RunFolder, run: str, *, has_launcher: bool) -> tuple[Status | None, str]:
     """The status of the run's dataflow service, or why there is none."""
     try:
         if has_launcher:
-            return read_status(folder), ""
-        return read_status(folder, patience_s=DIRECT_PATIENCE_S), ""
+            return read_status(folder, run=run), ""
+        return read_status(folder, run=run, patience_s=DIRECT_PATIENCE_S), ""
     except (WireError, ConfigError) as error:
         return None, str(error)
 

@@ -244,6 +244,15 @@ class TrajectoryReader:
                         if selection.group in (None, group.group_id):
                             yield from ((row.row_id, row.reward) for row in group.rows)
 
+    def by_id(self, row_id: str) -> RecordedTrajectory | None:
+        """The trajectory with this id, of training or of an evaluation."""
+        return self._by_id([RowId(row_id)]).get(RowId(row_id))
+
+    def row_ids_of_step(self, step: int, policy: str | None = None) -> list[RowId]:
+        """The rows that this step trained, of one policy or of all."""
+        selection = Selection(policy=policy, first_step=step, last_step=step)
+        return [row_id for row_id, _ in self._step_rows(selection)]
+
     def _by_id(self, ids: Sequence[RowId]) -> dict[RowId, RecordedTrajectory]:
         found: dict[RowId, RecordedTrajectory] = {}
         for index, tables in self._tables.items():
@@ -264,7 +273,7 @@ class TrajectoryReader:
             one.group_id: one for one in tables.read(GroupRecord, "group_id IN :ids", ids=group_ids)
         }
         tasks = {one.group_id: msgspec.json.decode(one.task, type=Task) for one in groups.values()}
-        uses = self._uses(group_ids)
+        uses = self.uses(group_ids)
         gone = self._forgotten(tables, ids)
         columns: defaultdict[RowId, list[ColumnRecord]] = defaultdict(list)
         where = "space = :space AND row_id IN :ids AND failed = '' AND name != 'admitted'"
@@ -279,7 +288,8 @@ class TrajectoryReader:
             payload = _GONE if row.row_id in gone else self._payload(index, row)
             yield self._make(index, row, facts, payload, columns[row.row_id])
 
-    def _uses(self, group_ids: Sequence[GroupId]) -> defaultdict[GroupId, list[TrainingUse]]:
+    def uses(self, group_ids: Sequence[GroupId]) -> defaultdict[GroupId, list[TrainingUse]]:
+        """What each policy did with these groups."""
         tables = self._recorded.coordinator
         fates = tables.read(
             FateRecord,

@@ -61,6 +61,8 @@ class Audience(StrEnum):
     """Weight relays, on machines that the run need not trust."""
     GATEWAY = "gateway"
     """A gateway that serves external agents."""
+    DASHBOARD = "dashboard"
+    """One dashboard, which has its own key."""
 
 
 class Credential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

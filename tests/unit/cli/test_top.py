@@ -11,8 +11,9 @@ from rich.console import Console
 from tests.unit.cli.sample_statuses import policy_status, status, view
 
 from penstock.cli.main import COMMANDS, build
-from penstock.cli.top_screen import NodeRates, block_chart, bottleneck, draw
+from penstock.cli.top_screen import NodeRates, block_chart, draw
 from penstock.dataflow.service.operators.messages import Status, WaitStatus
+from penstock.runs.bottleneck import bottleneck
 from penstock.runs.monitor import RunView
 from penstock.types import NodeId, PolicyName
 
