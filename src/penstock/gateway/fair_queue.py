@@ -30,7 +30,7 @@ class FairQueue:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         """Calls that wait, by key; the key whose turn is next comes first."""
         self._clock = clock
-        self._last_at: dict[str, float] = {}
+        self._last_at: OrderedDict[str, float] = OrderedDict()
         """When each key last took or released a place, oldest first."""
 
     @property
@@ -60,13 +60,13 @@ class FairQueue:
         self._note(key)
 
     def _note(self, key: str) -> None:
-        self._last_at.pop(key, None)
         self._last_at[key] = now = self._clock()
+        self._last_at.move_to_end(key)
         self._forget_before(now - ALONE_S)
 
     def _forget_before(self, oldest: float) -> None:
         while self._last_at and next(iter(self._last_at.values())) < oldest:
-            del self._last_at[next(iter(self._last_at))]
+            self._last_at.popitem(last=False)
 
     def _is_alone(self) -> bool:
         """Whether one key has been the only one for a while."""

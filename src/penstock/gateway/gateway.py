@@ -21,6 +21,7 @@ from penstock.gateway.template_probe import TemplateTraits, probe
 from penstock.types import PolicyName, SamplingSpec, Turn
 
 log = structlog.get_logger(__name__)
+NO_ANSWERS = SalvagedAnswers()
 MAX_RUNNING = 256
 """Calls that run in the engines at the same time; further ones wait, and their keys take turns."""
 MAX_TOKENIZING = 2
@@ -86,7 +87,7 @@ class Gateway:
             policies=policies,
             sampling=sampling,
             seed=seed,
-            salvaged_answers=SalvagedAnswers(salvaged_turns),
+            salvaged_answers=SalvagedAnswers(salvaged_turns) if salvaged_turns else NO_ANSWERS,
             on_turn=on_turn,
             roles=roles,
         )

@@ -248,7 +248,9 @@ class Context:
 
     def unplayed_roles(self, run_roles: Collection[str]) -> tuple[str, ...]:
         """Roles with a reward that neither a turn nor the run file names. The node asks."""
-        played = {turn.role for turn in self._session.turns()} if self.role_rewards else set[str]()
+        if not self.role_rewards:
+            return ()
+        played = {turn.role for turn in self._session.turns()}
         return tuple(sorted(self.role_rewards.keys() - played - set(run_roles)))
 
     async def score(self, completion: str) -> float:

@@ -80,8 +80,9 @@ class SlotRunner:
 
     async def lease(self, tasks: asyncio.TaskGroup) -> None:
         """consumes: free slots · produces: one asyncio task per grant
-        waits for: a live version; a free slot (briefly, a quarter of all slots); work; the
-        back-off while every attempt fails
+        waits for: a live version; a free slot (briefly, half of all slots: a pass through the
+        model costs much the same for few answers as for many); work; the back-off while every
+        attempt fails
         woken by: `Membership.announce()`, an attempt that ends"""
         await self._membership.ready.wait()
         while True:
@@ -115,7 +116,7 @@ class SlotRunner:
         await self._until_free(1)
         with suppress(TimeoutError):
             async with asyncio.timeout(COALESCE_S):
-                await self._until_free(self.capacity // 4)
+                await self._until_free(self.capacity // 2)
 
     async def _until_free(self, num_slots: int) -> None:
         while self.capacity - len(self._running) < num_slots:

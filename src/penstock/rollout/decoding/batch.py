@@ -104,6 +104,8 @@ class Batch:
         self.tokenizer: Tokenizer | None = None
         self._decoder = decoder
         self._specs = SpecColumns.of(())
+        self._checked: tuple[Sequence[int], Snapshot] | None = None
+        """The last prompt without a problem, and the snapshot that it was checked for."""
         self._logits: Logits | None = None
         """Next-token logits of each row."""
         self._is_freed = False
@@ -113,7 +115,7 @@ class Batch:
         """Prepare a row for `step`, or return why it cannot be decoded."""
         assert self.snapshot is not None
         prompt_ids, sampling = row.request.prompt_ids, row.request.sampling
-        if (why := prompt_problem([*prompt_ids, *row.request.given], self.snapshot)) is not None:
+        if (why := self._problem(prompt_ids, row.request.given)) is not None:
             return RequestRejected(why)
         if sampling.stop and self.tokenizer is None:
             return RequestRejected("stop strings need tokenizer.json, which the snapshot lacks")
@@ -125,6 +127,18 @@ class Batch:
         row.sampled, row.logprobs = list(row.request.given), [0.0] * len(row.request.given)
         row.spans.switch(0, version)
         row.kv = (version.incarnation, version.number) if self._keeps_kv else None
+        return None
+
+    def _problem(self, prompt_ids: Sequence[int], given: Sequence[int]) -> str | None:
+        """Why the model cannot answer; members of a group ask with the same prompt in a row."""
+        assert self.snapshot is not None
+        if given:
+            return prompt_problem([*prompt_ids, *given], self.snapshot)
+        if self._checked != (prompt_ids, self.snapshot):
+            why = prompt_problem(prompt_ids, self.snapshot)
+            if why is not None:
+                return why
+            self._checked = (prompt_ids, self.snapshot)
         return None
 
     def step(self, admitted: list[Row]) -> list[Result]:
