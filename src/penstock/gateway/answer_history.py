@@ -10,7 +10,7 @@ complete: dropped reasoning or a changed argument counts as a rewritten history.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -35,17 +35,30 @@ class AnswerHistory:
     def __init__(self) -> None:
         self._past_answers: dict[_Key, list[_PastAnswer]] = {}
         self._has_sampled_texts = False
+        self._new: list[Callable[[], None]] = []
+        """Answers not looked at yet: most sessions make one call."""
 
     def remember(
         self,
         policy: PolicyName,
         parent: int,
         answer: Answer,
-        sampled_text: str | None,
+        sampled_text: Callable[[], str | None],
         agent: str = "",
     ) -> None:
         """`agent`: the sub-agent that got it. `sampled_text`: the escaped answer as sampled,
         without its end token; None if the agent received exactly that text."""
+        self._new.append(partial(self._add, policy, parent, answer, sampled_text, agent))
+
+    def _add(
+        self,
+        policy: PolicyName,
+        parent: int,
+        answer: Answer,
+        get_text: Callable[[], str | None],
+        agent: str,
+    ) -> None:
+        sampled_text = get_text()
         calls = tuple((call.name, _canonical(call.arguments)) for call in answer.tool_calls)
         key = (policy, answer.text, answer.reasoning, calls)
         ids = tuple(call.id for call in answer.tool_calls)
@@ -62,6 +75,9 @@ class AnswerHistory:
         Identical answers are distinguished by the ids of their tool calls, then by the sub-agent
         that sends them, then by the preceding answer; otherwise the newest wins. A wrong guess
         costs a branch, never a wrong token."""
+        for add in self._new:
+            add()
+        self._new.clear()
         found: dict[int, str] = {}
         before = ROOT
         for at, message in enumerate(messages if self._has_sampled_texts else ()):

@@ -31,7 +31,7 @@ from penstock.gateway.salvaged_answers import SalvagedAnswers
 from penstock.gateway.sampling import Overrides, override, read_overrides
 from penstock.gateway.stream_decoder import StreamDecoder
 from penstock.gateway.template_probe import TemplateTraits
-from penstock.gateway.turn_tree import TurnTree
+from penstock.gateway.turn_tree import TOKEN_BYTES, TurnTree
 from penstock.seeds import derive
 from penstock.types import (
     FinishReason,
@@ -293,7 +293,7 @@ class Session:
         completion: Completion,
         started_at: float,
     ) -> Turn:
-        num_tokens = len(prompt.new_ids) + len(view_ids(completion.sampled_ids))
+        num_tokens = len(prompt.new_ids) + len(completion.sampled_ids) // TOKEN_BYTES
         return Turn(
             policy=prompt.policy,
             parent=prompt.parent,
@@ -328,7 +328,7 @@ class Session:
             prompt.answer_format,
             lambda at: f"call_{derive(self._seed, (index + 1) * MAX_CALLS + at):016x}",
         )
-        num_sampled = len(view_ids(turn.sampled_ids))
+        num_sampled = len(turn.sampled_ids) // TOKEN_BYTES
         answer = Answer(
             text=parts.text,
             finish=turn.finish,
@@ -337,16 +337,13 @@ class Session:
             reasoning=parts.reasoning,
             tool_calls=parts.tool_calls,
         )
-        sampled_text = cut_at_stop(texts.without_end, stop)
-        has_parts = bool(parts.reasoning or parts.tool_calls)
-        is_plain_text = not has_parts and sampled_text == prompt.renderer.escape_untrusted(
-            parts.text
-        )
-        self._answer_history.remember(
-            turn.policy,
-            turn.parent,
-            answer,
-            None if is_plain_text else sampled_text,
-            self.agent,
-        )
+
+        def sampled_text() -> str | None:
+            """None if the agent received exactly what was sampled."""
+            text = cut_at_stop(texts.without_end, stop)
+            has_parts = bool(parts.reasoning or parts.tool_calls)
+            is_plain = not has_parts and text == prompt.renderer.escape_untrusted(parts.text)
+            return None if is_plain else text
+
+        self._answer_history.remember(turn.policy, turn.parent, answer, sampled_text, self.agent)
         return answer

@@ -38,6 +38,9 @@ if TYPE_CHECKING:  # a reward worker that imports a user's workflow module must 
     from penstock.tasks.harbor import HarborTask
 
 
+_NOTHING_GIVEN = (None,) * 8
+
+
 @dataclass(frozen=True, slots=True)
 class BoundPolicy:
     """Calls one policy; each call is recorded as a turn of this attempt."""
@@ -83,18 +86,21 @@ class BoundPolicy:
             json_schema: JSON schema that the answer must match. Such an answer is not trained.
 
         None takes the value of `sampling` in the run file."""
-        overrides = read_overrides(
-            {
-                "temperature": temperature,
-                "top_p": top_p,
-                "top_k": top_k,
-                "min_p": min_p,
-                "max_tokens": max_tokens,
-                "seed": seed,
-                "stop": _stop(stop),
-                "json_schema": json_schema,
-            }
-        )
+        given = (temperature, top_p, top_k, min_p, max_tokens, seed, stop, json_schema)
+        overrides = None
+        if given != _NOTHING_GIVEN:
+            overrides = read_overrides(
+                {
+                    "temperature": temperature,
+                    "top_p": top_p,
+                    "top_k": top_k,
+                    "min_p": min_p,
+                    "max_tokens": max_tokens,
+                    "seed": seed,
+                    "stop": _stop(stop),
+                    "json_schema": json_schema,
+                }
+            )
         return await self._session.call(
             Call(
                 messages=messages,
