@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.contract.dataflow_server import POLICY, small_config, trajectory
+from tests.contract.dataflow_server import POLICY, dataflow, small_config, trajectory
 
 from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, NodeState, RegisterRequest
 from penstock.dataflow.service.build import build
@@ -20,7 +20,9 @@ from penstock.dataflow.service.nodes.messages import (
     Heartbeat,
     LeaseRequest,
     NodeDirectives,
+    RegisterAnswer,
 )
+from penstock.dataflow.service.operators.messages import NodeTags
 from penstock.dataflow.service.trainers.messages import (
     BatchAnswer,
     BatchRequest,
@@ -28,8 +30,10 @@ from penstock.dataflow.service.trainers.messages import (
     IncarnationRequest,
     PublishRequest,
 )
-from penstock.errors import BadRequest, NotFound
+from penstock.errors import BadRequest, Forbidden, NotFound
 from penstock.types import NodeId
+from penstock.wire.auth import Role
+from penstock.wire.client import ServiceClient
 
 SHARED, OTHER = NodeId("shared"), NodeId("other")
 
@@ -220,3 +224,23 @@ async def test_the_tags_of_an_operator_survive_a_restart_of_the_service(
     beat = Heartbeat(boot_id="b", state=NodeState.LIVE, live=(scene.live,))
     assert (await again.nodes.heartbeat(OTHER, beat)).pause == "tag_changed"
     scene.service = again
+
+
+def test_an_operator_changes_tags_over_http_and_a_node_may_not(tmp_path: Path) -> None:
+    config = small_config(groups_per_batch=2, num_generations=2, steps=9)
+    with dataflow(tmp_path, config) as running:
+        node = ServiceClient(running.url, running.node_token("n0"))
+        register = RegisterRequest(node_id=NodeId("n0"), boot_id="b", capacity=4, policies=())
+        assert not node.call("POST", "/v1/nodes", register, RegisterAnswer).orders.pause
+        admin = ServiceClient(running.url, running.token(Role.ADMIN))
+        path = "/v1/nodes/n0/tags?add=train&remove=rollout&why=a%20test"
+        assert admin.call("PUT", path, None, NodeTags).tags == ("train",)
+        assert (
+            node.call("POST", "/v1/nodes", register, RegisterAnswer).orders.pause == "tag_changed"
+        )
+        with pytest.raises(Forbidden):
+            node.call("PUT", path, None, NodeTags)
+        with pytest.raises(BadRequest, match="is not valid"):
+            admin.call("PUT", "/v1/nodes/n0/tags?add=a%20b", None, NodeTags)
+        node.close()
+        admin.close()
