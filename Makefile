@@ -47,7 +47,7 @@ SEEDS ?= 300
 KILLS ?= 1000
 BENCHMARKS ?= dataflow_ingest dataflow_lease dataflow_batch dataflow_vs_transferqueue dataflow_scale dataflow_restart \
   data_algorithms staleness pacing_policies streaming_overlap streaming_steps async_overlap multipolicy_overlap autoscale bubbles trainer_step size swap \
-  trainer_dataplane staleness_sweep \
+  trainer_dataplane staleness_sweep staleness_price versus_trl \
   eval_cost weights_delta weights_wan weights_fanout gateway_tree gateway_overhead gateway_fairness sandbox doors
 BENCH_ARGS ?=
 IMAGES ?= 300

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,11 @@ class Answers:
 class Sampler:
     """A model that follows the learner's at a distance, and tasks without end."""
 
-    def __init__(self, model: Any, tokenizer: Path, seed: int) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Path, seed: int, *, group_size: int = NUM_GENERATIONS
+    ) -> None:
         self._model = model
+        self._group_size = group_size
         self._tokenizer = Tokenizer.from_file(str(tokenizer))
         self._generator = torch.Generator().manual_seed(seed)
         self._seed = seed
@@ -65,9 +68,10 @@ class Sampler:
     def batch(self, num_groups: int, *, number: int, trains_from: int) -> Batch:
         """Fresh tasks answered by the weights loaded, which are of version `number`."""
         prompts, answers, rewards_R = self._play(num_groups)
-        prompts_RP = np.repeat(prompts, NUM_GENERATIONS, axis=0)
+        prompts_RP = np.repeat(prompts, self._group_size, axis=0)
         numbers_R = np.full(rewards_R.size, number)
-        return make_batch(prompts_RP, answers, rewards_R, numbers_R, trains_from)
+        batch = make_batch(prompts_RP, answers, rewards_R, numbers_R, trains_from)
+        return replace(batch, groups_R=np.arange(rewards_R.size) // self._group_size)
 
     def reward(self, num_groups: int) -> float:
         """What the weights loaded earn with fresh tasks, on average."""
@@ -78,8 +82,8 @@ class Sampler:
         self._num_tasks += num_groups
         tasks = [reverse.make_task(ordinal, self._seed) for ordinal in ordinals]
         prompts = np.array([self.encode(task["prompt"]) for task in tasks])
-        answers = self.answer(prompts)
-        truths = [task["answer"] for task in tasks for _ in range(NUM_GENERATIONS)]
+        answers = self.answer(prompts, copies=self._group_size)
+        truths = [task["answer"] for task in tasks for _ in range(self._group_size)]
         return prompts, answers, np.array(reverse.reward(self.texts(answers), truths))
 
     def encode(self, prompt: str) -> list[int]:
@@ -224,19 +228,19 @@ def train(
 
     The first `lag` versions train on answers of version 0, as a run does that has just begun.
     """
-    states: deque[State] = deque([_copy(trainee.actor)], maxlen=lag + 1)
+    states: deque[State] = deque([copy_weights(trainee.actor)], maxlen=lag + 1)
     rewards: list[float] = []
     for step in range(steps):
         sampler.load(states[0])
         oldest = step - len(states) + 1
         batch = sampler.batch(num_groups, number=oldest, trains_from=step)
         trainee.step(batch)
-        states.append(_copy(trainee.actor))
+        states.append(copy_weights(trainee.actor))
         if step >= steps - num_evaluated:
             sampler.load(states[-1])
             rewards.append(sampler.reward(num_groups))
     return statistics.fmean(rewards)
 
 
-def _copy(learner: Learner) -> State:
+def copy_weights(learner: Learner) -> State:
     return {name: value.detach().clone() for name, value in learner.model.state_dict().items()}

@@ -88,7 +88,7 @@ class TrainingConfig(Section):
     checkpoint_every: PositiveInt = 20
     """Steps between two checkpoints."""
     weight_decay: float = Field(default=0.01, ge=0, lt=10)
-    """AdamW's weight decay."""
+    """AdamW's weight decay, of matrices; norms and biases do not decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
     precision: Literal["float32", "bfloat16"] = "float32"

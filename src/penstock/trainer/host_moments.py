@@ -22,7 +22,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class HostMoments:
-    """Updates the parameters of an optimizer with a single parameter group."""
+    """Updates the parameters of an optimizer."""
 
     def __init__(self, optimizer: torch.optim.AdamW) -> None:
         self._optimizer = optimizer
@@ -31,13 +31,14 @@ class HostMoments:
 
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
-        [group] = self._optimizer.param_groups
+        groups = self._optimizer.param_groups
         try:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(group, parameter)
+            for group in groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(group, parameter)
         finally:
-            self._optimizer.param_groups = [group]
+            self._optimizer.param_groups = groups
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # a checkpoint reads the host's copies
 

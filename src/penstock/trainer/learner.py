@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import structlog
@@ -111,11 +112,10 @@ class Learner:
         self._forward_pass = forward_pass
         self._parameters = {name: p for name, p in scorer.named_parameters() if p.requires_grad}
         self._optimizer = torch.optim.AdamW(
-            self._parameters.values(),
+            decay_groups(self._parameters.values(), optimizer.weight_decay),
             lr=optimizer.schedule.peak,
             betas=(0.9, 0.999),
             eps=1e-8,
-            weight_decay=optimizer.weight_decay,
             fused=True,
         )
         self._host_moments = HostMoments(self._optimizer) if optimizer.is_offloaded else None
@@ -355,6 +355,18 @@ class Learner:
 
 _RANDOM = "random_generator"
 _WEIGHTS = "weights/"
+
+
+def decay_groups(
+    parameters: Iterable[torch.nn.Parameter], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Matrices decay, norms and biases do not: a norm's scale near 0 would silence its layer.
+    Checkpoints name moments by parameter, so they fit any grouping."""
+    matrices, vectors = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
+    for parameter in parameters:
+        (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+    groups = [(matrices, weight_decay), (vectors, 0.0)]
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
 def not_seen(batch: Batch) -> Floats:

@@ -26,7 +26,9 @@ Credit = Callable[[Floats, Ints], Floats]
 """Rewards and groups of all rows of a batch to their advantages. Groups are numbered 0, 1, …"""
 
 
-def group_advantages(rewards_R: Floats, groups_R: Ints, *, std_ddof: int = 1) -> Floats:
+def group_advantages(
+    rewards_R: Floats, groups_R: Ints, *, std_ddof: int = 1, epsilon: float = EPSILON
+) -> Floats:
     """GRPO: (reward - group mean) / (group std + ε); a group of one, or without spread, gets zeros.
 
     `std_ddof` 1 is the unbiased std, 0 the population's: 7 % apart in groups of 8.
@@ -34,7 +36,7 @@ def group_advantages(rewards_R: Floats, groups_R: Ints, *, std_ddof: int = 1) ->
     groups = _compare(rewards_R, groups_R)
     squares_G = np.bincount(groups_R, groups.centred_R**2, groups.sizes_G.size)
     stds_G = np.sqrt(squares_G / np.maximum(groups.sizes_G - std_ddof, 1))
-    return groups.centred_R / (stds_G[groups_R] + EPSILON)
+    return groups.centred_R / (stds_G[groups_R] + epsilon)
 
 
 def centred_advantages(rewards_R: Floats, groups_R: Ints) -> Floats:
