@@ -28,12 +28,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
 
 from benchmarks import staleness_price, trl
 from benchmarks.harness import log_line, result, scratch
@@ -151,7 +151,7 @@ class Bench:
         }
 
     def long(self) -> Figures:
-        groups = self._setting.long_groups
+        groups, group_size = self._setting.long_groups, demo_config(0).algorithm.num_generations
         pairs: list[tuple[Metered, Metered]] = []
         for seed in range(min(self._setting.seeds, 3)):
             model = self._folder / f"endless-{seed}"
@@ -169,7 +169,7 @@ class Bench:
             assert all(
                 line["completions/mean_length"] == LONG_TOKENS for line in pairs[-1][0].lines
             )
-        return _compare(pairs, groups * config.algorithm.num_generations, "_long")
+        return _compare(pairs, groups * group_size, "_long")
 
     def steps(self) -> Figures:
         """TRL's seeds in one process on one core, our harness in this process on another."""
@@ -203,64 +203,70 @@ class Bench:
 
     def kill(self) -> Figures:
         config = self._config("kill", 0, KILLED_AFTER + GO_ON, "training.groups_per_batch=32")
-        rows = 32 * config.algorithm.num_generations
+        rows, run_dir = 32 * config.algorithm.num_generations, self._run_dir(config)
         command, metrics, log = self._ours(config)
-        ours_s = self._crash([command, command], metrics, log, os.environ)
-        report = audit(self._run_dir(config))
+        killed_at, ours_s = _crash([command, command], metrics, log, os.environ)
+        report = audit(run_dir)
         run = self._their_run(config, save_every=SAVE_EVERY)
         folder = Path(run.folder)
         commands = [trl.command(self._python, [one]) for one in (run, replace(run, resume=True))]
-        theirs_s = self._crash(commands, folder / "metrics.jsonl", folder / "log", trl.variables())
+        _, theirs_s = _crash(commands, folder / "metrics.jsonl", folder / "log", trl.variables())
         made = sum(line["rows"] for line in read_lines(folder / "generated.jsonl"))
         repeated = made - rows * (KILLED_AFTER + GO_ON)
         return {
-            "lost_ours": report.summary.lost,
+            "lost_ours": report.summary.lost + stale_rows(run_dir, killed_at, made_before=True),
             "lost_theirs": repeated,  # every answer that it makes again is one that it had lost
-            "stale_ours": stale_rows(self._run_dir(config)),
-            "repeated_ours": repeated_rows(self._run_dir(config)),
+            "repeated_ours": repeated_rows(run_dir),
             "repeated_theirs": repeated,
+            "wasted_ours": stale_rows(run_dir, killed_at, made_before=False),
             "trained_twice_ours": report.summary.trained_twice,
             "crash_s_ours": ours_s,
             "crash_s_theirs": theirs_s,
         }
 
-    def _crash(
-        self, commands: Sequence[Sequence[str]], metrics: Path, log: Path, env: Mapping[str, str]
-    ) -> float:
-        """Seconds from the kill to the first step that the run had not yet reached."""
-        with running(commands[0], metrics, log, env) as run:
-            run.wait(KILLED_AFTER)
-            killed_at = time.monotonic()
-            run.kill()
-        with running(commands[1], metrics, log, env) as run:
-            while _last_step(metrics) <= KILLED_AFTER:
-                run.wait(1)
-                time.sleep(0.05)
-            seconds = time.monotonic() - killed_at
-            run.wait_for_end()
-        log_line(f"{log}: {seconds:.1f} s after the kill it was one step further")
-        return seconds
+
+def _crash(
+    commands: Sequence[Sequence[str]], metrics: Path, log: Path, env: Mapping[str, str]
+) -> tuple[float, float]:
+    """(when all processes were killed, seconds from then to a step that it had not reached)."""
+    with running(commands[0], metrics, log, env) as run:
+        run.wait(KILLED_AFTER)
+        killed_at, began_at = time.time(), time.monotonic()
+        run.kill()
+    with running(commands[1], metrics, log, env) as run:
+        num_lines = 1
+        while run.wait(num_lines) and _last_step(metrics) <= KILLED_AFTER:
+            num_lines += 1
+        seconds = time.monotonic() - began_at
+        run.wait_for_end()
+    log_line(f"{log.name}: {seconds:.1f} s after the kill it was one step further")
+    return killed_at, seconds
 
 
 def _last_step(metrics: Path) -> int:
     line = read_lines(metrics)[-1]
-    return line.get("step", line.get("number", 0))
+    return int(line["step"] if "step" in line else line["number"])
 
 
 def make_endless(model: Path) -> None:
     """Change the weights so that the end of an answer has no chance: one dimension of every token's
     embedding outweighs all others, and only that token's output reads it."""
-    weights = load_file(model / WEIGHTS)
+    safetensors: Any = import_module("safetensors.numpy")
+    weights = safetensors.load_file(model / WEIGHTS)
     weights["model.embed_tokens.weight"][:, 0] = 1.0
     head = weights["lm_head.weight"]
     head[:, 0] = 0.0
     head[END, 0] = np.float32(-3.0)
-    save_file(weights, model / WEIGHTS, metadata={"format": "pt"})
+    safetensors.save_file(weights, model / WEIGHTS, metadata={"format": "pt"})
 
 
-def stale_rows(run_dir: Path) -> int:
-    """Delivered rows of groups that became too old while others of the group were made again."""
-    query = "SELECT count(*) FROM rows JOIN fates USING (group_id) WHERE fates.reason = 'stale'"
+def stale_rows(run_dir: Path, killed_at: float, *, made_before: bool) -> int:
+    """Rows that a crash made too old to train: delivered before it, or after it by nodes that went
+    on from the newest version while the trainer was still behind."""
+    query = (
+        "SELECT count(*) FROM rows JOIN fates USING (group_id) WHERE fates.reason = 'stale' "
+        f"AND fates.at > {killed_at} AND (rows.delivered_at < {killed_at}) = {int(made_before)}"
+    )
     return _count(run_dir, query)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.trainer.actor import Actor
-from penstock.trainer.advantages.baselines import group_advantages
+from penstock.trainer.advantages.baselines import EPSILON, group_advantages
 from penstock.trainer.arrays import Floats
 from penstock.trainer.batches import Batch, assemble
 from penstock.trainer.forward_pass import ForwardPass
@@ -95,8 +95,8 @@ def new_small_model(recorded: Recorded, tmp_path: Path) -> NewModel:
     return lambda: load_model(tmp_path)
 
 
-def advantages(rewards_R: Floats, **options: float) -> Floats:
-    return group_advantages(rewards_R, np.arange(rewards_R.size) // GROUP_SIZE, **options)
+def advantages(rewards_R: Floats, epsilon: float = EPSILON) -> Floats:
+    return group_advantages(rewards_R, np.arange(rewards_R.size) // GROUP_SIZE, epsilon=epsilon)
 
 
 def assembled(sealed: Sealed) -> Batch:
