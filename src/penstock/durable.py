@@ -19,7 +19,12 @@ def sync(path: Path) -> None:
 def write_durably(path: Path, content: bytes) -> None:
     """On disk when this returns, and never half a file under this name."""
     temporary = path.with_name(f".new-{path.name}")
-    temporary.write_bytes(content)
-    sync(temporary)
+    temporary.unlink(missing_ok=True)
+    # Never through a link: the folder may be somebody else's.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    with os.fdopen(descriptor, "wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(descriptor)
     temporary.rename(path)
     sync(path.parent)

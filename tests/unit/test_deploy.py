@@ -96,6 +96,23 @@ def test_services_find_their_pods_on_the_ports_of_the_run() -> None:
     assert NetworkConfig(port=PORT).port == PORT
 
 
+def test_nodes_get_no_key_that_signs() -> None:
+    """A node's machine may be anybody's: neither the run folder with the keys of tokens, nor the
+    key of the authority reaches it."""
+    node = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["node"]
+    targets = {volume.split("}", 1)[1].split(":", 1)[1] for volume in node["volumes"]}
+    assert targets == {"/data:ro", "/join"} and node["tmpfs"] == ["/data/outputs"]
+    spot = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
+    assert "workdir" not in spot
+    sources = {Path(source) for source in spot["file_mounts"].values()}
+    allowed = {"node.token", "tls/ca.pem", "pyproject.toml", "README.md", "LICENSE", "src"}
+    assert sources == {Path(name) for name in allowed}
+    for spec in pod_specs():
+        mounted = {volume["name"] for volume in spec["volumes"]}
+        args = spec["containers"][0]["args"]
+        assert args[0] != "join" or "work" not in mounted
+
+
 @pytest.mark.parametrize("script", sorted((DEPLOY / "slurm").iterdir()), ids=lambda path: path.name)
 def test_scripts_parse(script: Path) -> None:
     done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)

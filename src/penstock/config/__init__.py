@@ -7,7 +7,7 @@ and no torch; every other folder takes plain values from here through its own `b
 from penstock.config.algorithms import AlgorithmConfig, CorrectionConfig
 from penstock.config.dataflow import DataflowConfig, LeaseConfig, SurvivorsClosing
 from penstock.config.hosts import HostConfig
-from penstock.config.loader import demo_config, load
+from penstock.config.loader import demo_config, load, load_stored
 from penstock.config.models import LoraConfig, ModelConfig
 from penstock.config.pipeline import PipelineConfig, PipelineStageConfig
 from penstock.config.resolved import config_changes, dump, identity, identity_changes, run_dir
@@ -52,5 +52,6 @@ __all__ = [
     "identity",
     "identity_changes",
     "load",
+    "load_stored",
     "run_dir",
 ]

@@ -24,8 +24,8 @@ class BudgetConfig(Section):
     """What a run may use, over all its starts; null: any amount."""
 
     tokens: int | None = Field(default=None, gt=0)
-    """Sampled tokens of delivered trajectories, without evaluations. Then the run ends with a
-    checkpoint and exit code 6."""
+    """Sampled tokens of delivered trajectories, without evaluations and untrusted nodes. Then the
+    run ends with a checkpoint and exit code 6."""
     node_hours: float | None = Field(default=None, gt=0)
-    """Hours of live rollout nodes, added up, on all hosts. Then the run ends with a checkpoint and
-    exit code 6."""
+    """Hours of live rollout nodes, added up, on all hosts; untrusted nodes do not count. Then the
+    run ends with a checkpoint and exit code 6."""

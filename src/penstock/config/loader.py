@@ -98,14 +98,22 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return parse(_read(path), origin=str(path), overrides=overrides)
 
 
+def load_stored(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """As `load`, for the config of a run folder. Its values are written out: it takes nothing from
+    the environment, since the folder may be somebody else's. Overrides may."""
+    return parse(_read(path), origin=str(path), overrides=overrides, is_stored=True)
+
+
 def demo_config(seed: int, overrides: Sequence[str] = ()) -> RunConfig:
     """The built-in demo: a tiny model learns to reverse three letters on a CPU."""
     text = resources.files("penstock.config").joinpath("demo.yaml").read_text(encoding="utf-8")
     return parse(text, origin="demo.yaml", overrides=[f"seed={seed}", *overrides])
 
 
-def parse(text: str, *, origin: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """As `load`, for text; `origin` is its name in messages."""
+def parse(
+    text: str, *, origin: str, overrides: Sequence[str] = (), is_stored: bool = False
+) -> RunConfig:
+    """As `load`, for text; `origin` is its name in messages. `is_stored`: as `load_stored`."""
     positions = locate_keys(text)
     report = _ErrorReport(origin, positions, overrides)
     for problem in positions.problems:
@@ -121,6 +129,8 @@ def parse(text: str, *, origin: str, overrides: Sequence[str] = ()) -> RunConfig
     if report.lines:
         report.fail()
     tree = _tree(text, report)
+    if is_stored:
+        _refuse_interpolation(tree, report)
     for override in overrides:
         _apply(override, tree, report)
     values = _resolve_interpolation(tree, report)
@@ -195,6 +205,21 @@ def _apply(text: str, tree: DictConfig, report: _ErrorReport) -> None:
         return
     path = tuple(re.findall(r"[^.\[\]]+", key))
     report.overrides.append(_Override(text=text, path=path))
+
+
+def _refuse_interpolation(tree: DictConfig, report: _ErrorReport) -> None:
+    """A value of the environment would go wherever the file says, such as to a server."""
+    for path, leaf in leaves(OmegaConf.to_container(tree)):
+        if isinstance(leaf, str) and "${" in leaf:
+            *parents, last = path
+            node: Any = tree
+            for part in parents:
+                node = node[part]
+            if OmegaConf.is_interpolation(node, last):
+                text = "${} is for run files; in the config of a run folder write the value itself"
+                report.add(ConfigProblem(keys=(path,), text=text))
+    if report.lines:
+        report.fail()
 
 
 def _resolve_interpolation(tree: DictConfig, report: _ErrorReport) -> Any:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel says about processes: suspended or not, and which signals they handle. Changes
-nothing, except that a process that handles it may be asked for its stacks."""
+"""What the kernel says about processes: whose they are, suspended or not, and which signals they
+handle. Changes nothing, except that a process that handles it may be asked for its stacks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def is_suspended(pid: int) -> bool:
 
 def handles(pid: int, number: signal.Signals) -> bool:
     """It has a handler for this signal; without one, the signal may kill it."""
-    with suppress(OSError):
-        for line in (PROC / str(pid) / "status").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "SigCgt":
-                return bool(int(value, 16) >> (number - 1) & 1)
-    return False
+    return bool(int(_status(pid, "SigCgt") or "0", 16) >> (number - 1) & 1)
+
+
+def owner_of(pid: int) -> int | None:
+    """Its real user; None if there is no such process."""
+    users = _status(pid, "Uid").split()
+    return int(users[0]) if users else None
 
 
 def ask_for_stacks(group: int, number: signal.Signals) -> int:
@@ -43,6 +44,15 @@ def _members(group: int) -> Iterator[int]:
     for entry in PROC.iterdir():
         if entry.name.isdigit() and _stat(int(entry.name))[2:3] == [str(group)]:
             yield int(entry.name)
+
+
+def _status(pid: int, name: str) -> str:
+    """The line of this name; empty if there is no such process."""
+    with suppress(OSError):
+        for line in (PROC / str(pid) / "status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return line.partition(":")[2].strip()
+    return ""
 
 
 def _stat(pid: int) -> list[str]:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import structlog
 
-from penstock.config import RunConfig, dump, load
+from penstock.config import RunConfig, dump, load_stored
 from penstock.config.network import NetworkConfig
 from penstock.durable import write_durably
 from penstock.errors import BadRequest, ConfigError, LaunchError
@@ -178,7 +178,7 @@ class RunFolder:
         return folder
 
     def read_config(self) -> RunConfig:
-        return load(self.config_file)
+        return load_stored(self.config_file)
 
     def _create(self) -> None:
         """For the owner alone: others could read tasks, answers and keys."""
@@ -192,7 +192,7 @@ class RunFolder:
     def last_started_config(self) -> RunConfig | None:
         """The config of the last launch, whatever config.yaml contains now."""
         stored = self._run / "adopted.yaml"
-        return load(stored) if stored.exists() else None
+        return load_stored(stored) if stored.exists() else None
 
     def write_last_started_config(self, config: RunConfig) -> None:
         _write_file(self._run / "adopted.yaml", dump(config).encode())
@@ -383,6 +383,11 @@ class RunFolder:
                 return None
             text = lock.read().strip()
         return int(text) if text.isdigit() else None
+
+    def lock_owner(self) -> int:
+        """The user whose launcher may hold the lock: anybody can write any pid into a file of their
+        own."""
+        return (self._run / "lock").stat().st_uid
 
     # --- logs, tokens -----------------------------------------------------------------------------
 

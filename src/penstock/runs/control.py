@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from penstock.dataflow.client.dataflow import StatusClient
 from penstock.errors import BadRequest, ConfigError, LaunchError, WireError
+from penstock.fleet.process_state import owner_of
 from penstock.observe.admin_log import AdminAction
 from penstock.wire.auth import Role
 from penstock.wire.held_token import HeldToken
@@ -160,6 +161,11 @@ def stop_run(folder: RunFolder, *, timeout_s: float) -> bool:
     pid = folder.launcher_pid()
     if pid is None:
         return False
+    if owner_of(pid) != folder.lock_owner():
+        raise LaunchError(
+            f"the lock of {folder.path} names process {pid}, which is not of the user who owns the "
+            f"lock; nothing was stopped. If it is the launcher (`ps -fp {pid}`): kill {pid}"
+        )
     with suppress(OSError):  # a full disk may be why it has to stop
         folder.admin_log.append(AdminAction.RUN_STOPPED, launcher=pid)
     os.kill(pid, signal.SIGTERM)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config import RunConfig, load
+from penstock.config import RunConfig, load_stored
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import ForkOrigin, RunFolder
 from penstock.observe.admin_log import AdminAction
@@ -48,7 +48,7 @@ def fork_run(
     old = parent.read_config()
     runs_dir = parent.path.parent
     new_name = f"{old.name}-fork-{step}" if name is None else name
-    loaded = load(parent.config_file, [f"name={json.dumps(new_name)}", *overrides])
+    loaded = load_stored(parent.config_file, [f"name={json.dumps(new_name)}", *overrides])
     if loaded.output_dir != old.output_dir:
         raise ConfigError(
             f"a fork is created next to its parent, in {runs_dir}: remove the output_dir override, "

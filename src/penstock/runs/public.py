@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from penstock.config import RunConfig, dump, load, run_dir
+from penstock.config import RunConfig, dump, load, load_stored, run_dir
 from penstock.config.loader import parse
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
@@ -37,7 +37,9 @@ def load_config(config: ConfigSource, *, overrides: Sequence[str] = ()) -> RunCo
     """
     if isinstance(config, str | Path):
         path = Path(config)
-        return load(RunFolder.open_existing(path).config_file if path.is_dir() else path, overrides)
+        if path.is_dir():
+            return load_stored(RunFolder.open_existing(path).config_file, overrides)
+        return load(path, overrides)
     if isinstance(config, RunConfig):
         return parse(dump(config), origin="config", overrides=overrides) if overrides else config
     try:

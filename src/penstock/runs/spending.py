@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches what a run uses, and says when its budget is spent.
+"""Watches what a run uses, and says when its budget is spent. What untrusted nodes do costs their
+owners, and must not end a run.
 
 Owns the sums on disk, which outlive a start of the run. They come from the status of the run: what
 a data partition counts between the last status and its death is missing in them.
@@ -36,8 +37,9 @@ class BudgetGuard:
     def check(self, now: float, view: RunView) -> str:
         """The same, with what the run has used until now."""
         if view.status is not None:
-            nodes = [node for node in view.status.nodes if node.state not in GONE]
-            tokens = view.status.sampled_tokens
+            status = view.status
+            nodes = [n for n in status.nodes if n.state not in GONE and not n.is_untrusted]
+            tokens = status.sampled_tokens - status.untrusted_tokens
             self._meter.observe(now, tokens=tokens, num_nodes=len(nodes))
         found = self.spent()
         if found or now - self._written_at >= WRITE_S:

@@ -170,7 +170,8 @@ def _culprit(chain: tuple[Link, ...]) -> str:
 
 
 def progress_mark(status: Status | None) -> Hashable:
-    """All that advances in a run, also within a step or an attempt."""
+    """All that advances in a run, also within a step or an attempt. Of untrusted nodes only what
+    they deliver: what they say of themselves would keep a stall from being seen."""
     if status is None:
         return None
     found = status.evaluation
@@ -182,7 +183,11 @@ def progress_mark(status: Status | None) -> Hashable:
         tuple(
             (p.incarnation, p.number, p.published, p.sealed, p.progress) for p in status.policies
         ),
-        tuple((node.node_id, node.live, node.num_done) for node in status.nodes),
+        tuple(
+            (node.node_id, node.live, node.num_done)
+            for node in status.nodes
+            if not node.is_untrusted
+        ),
     )
 
 

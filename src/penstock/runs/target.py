@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.config import RunConfig, load, run_dir
+from penstock.config import RunConfig, load, load_stored, run_dir
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.runs.device_defaults import with_device_defaults
@@ -34,7 +34,7 @@ def read_target(
     given = tuple(str(folder.absolute()) for folder in python_path)
     if path.is_dir():
         folder = RunFolder.open_existing(path)
-        config = load(folder.config_file, overrides)
+        config = load_stored(folder.config_file, overrides)
         found = given or folder.python_path()
         _require_modules(config, folder, found)
         return RunTarget(

@@ -67,6 +67,13 @@ class NodeWait:
     silent_s: float
     """Since its last heartbeat; 0 unless it has missed several."""
     work: tuple[Activity, ...]
+    is_untrusted: bool = False
+    """What it says of itself blames nobody else."""
+
+    @property
+    def service(self) -> str:
+        """Its process, if that may be one of this run's launcher."""
+        return "" if self.is_untrusted else self.node_id
 
     @property
     def since_s(self) -> float:
@@ -87,14 +94,14 @@ def find_chain(
     busy = [node for node in nodes if node.num_leases] or list(nodes)
     if not busy:
         return first, _link(batch, "a rollout node", "none has joined", trainer.since_s, "")
-    node = max(busy, key=attrgetter("since_s"))
+    node = max([one for one in busy if not one.is_untrusted] or busy, key=attrgetter("since_s"))
     rows = f"{node.num_leases} row{'' if node.num_leases == 1 else 's'}"
-    held = _link(batch, node.node_id, rows, trainer.since_s, node.node_id)
+    held = _link(batch, node.node_id, rows, trainer.since_s, node.service)
     if node.silent_s:
         return first, held, _silent(node)
     if node.work:
         found = node.work[0]
-        waits = _link(node.node_id, found.what, found.item, found.since_s, node.node_id)
+        waits = _link(node.node_id, found.what, found.item, found.since_s, node.service)
         return first, held, waits
     if node.num_leases:
         return first, held
@@ -106,7 +113,7 @@ def _link(who: str, on: str, item: str, since_s: float, service: str) -> Link:
 
 
 def _silent(node: NodeWait) -> Link:
-    return _link(node.node_id, "its process", "no heartbeat", node.silent_s, node.node_id)
+    return _link(node.node_id, "its process", "no heartbeat", node.silent_s, node.service)
 
 
 @dataclass(slots=True)

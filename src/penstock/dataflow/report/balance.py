@@ -62,6 +62,7 @@ class NodeObservation:
     num_leases: int
     capacity: int
     gpus: int = 1
+    """0: it counts for nothing in the size of the pool."""
     cost_per_hour: float = 0.0
 
 
@@ -180,7 +181,7 @@ class BalanceMonitor:
                 self._nodes[node.node_id] = tracked
             tracked.last_observation = node
             started_s = tracked.clock.observe(node.activity, node.last_seen, now)
-            if started_s is not None:
+            if started_s is not None and node.gpus:
                 self._starts.append(started_s)
         present = {node.node_id for node in observation.nodes}
         for node_id, tracked in self._nodes.items():

@@ -132,7 +132,9 @@ def status_of(node: NodeFigures, terms: BalanceSettings) -> StatusName:
 
 
 def _serves(node: NodeFigures, terms: BalanceSettings) -> bool:
-    return node.activity in SERVING and status_of(node, terms) == HEALTHY
+    """Whether it is a part of the pool whose size is decided."""
+    is_serving = node.activity in SERVING and status_of(node, terms) == HEALTHY
+    return is_serving and node.gpus > 0
 
 
 def _node(node: NodeFigures, terms: BalanceSettings) -> NodeReport:

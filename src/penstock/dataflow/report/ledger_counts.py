@@ -11,9 +11,14 @@ from typing import Any, Protocol
 
 from penstock.dataflow.report.figures import REFUSAL_REASONS, Flow
 from penstock.dataflow.report.shape import ZERO, Amount
+from penstock.types import UNTRUSTED_TAG
 
 REFUSED = frozenset(str(reason) for reason in REFUSAL_REASONS)
 ROWS = "SELECT group_id, outcome, sampled FROM rows WHERE space = 'train'"
+UNTRUSTED_ROWS = (
+    "SELECT sampled FROM rows JOIN nodes ON nodes.node_id = rows.node_id "
+    "WHERE space = 'train' AND tags LIKE :tag"
+)
 FATES = "SELECT consumer, group_id, state, reason, tokens, uses FROM fates"
 
 
@@ -35,6 +40,12 @@ class _PolicySums:
             replayed=self.replayed,
             wasted={str(why): counts for why, counts in self.wasted.items() if counts != ZERO},
         )
+
+
+def count_untrusted_tokens(tables: SqlReader) -> int:
+    """Sampled tokens that untrusted nodes delivered since the run started."""
+    found = tables.rows(UNTRUSTED_ROWS, tag=f'%"{UNTRUSTED_TAG}"%')
+    return sum(sum(json.loads(sampled).values()) for (sampled,) in found)
 
 
 def count_from_ledger(tables: SqlReader) -> dict[str, Flow]:

@@ -153,7 +153,8 @@ class NodeReport:
     """Suspect: missed heartbeats. Gone: silent for a full ttl, or left."""
     activity: str
     gpus: Count
-    """From its tag `gpus=N`; 1 without the tag."""
+    """From its tag `gpus=N`; 1 without the tag. 0 for an untrusted node: it counts for nothing in
+    the size of the pool."""
     cost_per_hour: float
     """From its tag `cost=X`."""
     leases: Count

@@ -30,6 +30,7 @@ from penstock.dataflow.records import (
 )
 from penstock.dataflow.report.figures import BalanceSettings
 from penstock.dataflow.report.flow_counter import SCORED
+from penstock.dataflow.report.ledger_counts import count_untrusted_tokens
 from penstock.dataflow.service.nodes.handlers import NodeHandlers
 from penstock.dataflow.service.operators.forget import SessionEraser
 from penstock.dataflow.service.operators.observe import make_monitor, observe_service
@@ -176,6 +177,7 @@ class DataflowService:
         )
         totals = [counters.flow for counters in self.balance.flow_counter.policies.values()]
         self.nodes.sampled_tokens = sum(flow.produced.tokens for flow in totals)
+        self.nodes.untrusted_tokens = count_untrusted_tokens(tables)
         self.nodes.failed_tokens = sum(
             flow.wasted[kind].tokens
             for flow in totals

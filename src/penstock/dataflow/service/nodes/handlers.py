@@ -63,6 +63,8 @@ class NodeHandlers:
         in this one."""
         self.trajectories = 0
         self.sampled_tokens = 0
+        self.untrusted_tokens = 0
+        """Of these, tokens that untrusted nodes delivered."""
         self.failed_tokens = 0
         """Tokens of failed attempts."""
         self.tokens_seen: deque[tuple[float, int]] = deque()
@@ -408,6 +410,7 @@ class NodeHandlers:
         node = self.partition.nodes.get(row.node_id)
         if node is not None:
             node.num_tokens += tokens
+            self.untrusted_tokens += tokens if node.is_untrusted else 0
         self.tokens_seen.append((now, tokens))
         while self.tokens_seen and self.tokens_seen[0][0] < now - RATE_WINDOW_S:
             self.tokens_seen.popleft()
@@ -425,6 +428,7 @@ class NodeHandlers:
             num_nodes=len(self.partition.nodes),
             trajectories=self.trajectories,
             sampled_tokens=self.sampled_tokens,
+            untrusted_tokens=self.untrusted_tokens,
             failed_tokens=self.failed_tokens,
             salvaged_tokens=self.turns.salvaged_tokens,
             tokens_per_s=self._tokens_per_s(),

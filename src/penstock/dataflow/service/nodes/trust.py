@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from an untrusted credential: its nodes are tagged, deliver without a reward, and
-sample exactly as their leases say, with the versions that they serve.
+"""What follows from an untrusted credential: its nodes are tagged, deliver without a reward and
+without expert choices, and sample exactly as their leases say, with the versions that they serve.
 
 Owns these rules; pure. Refuses nodes of strangers where the run does not check them. Whether a row
 is true is for the trainer and the stage `trusted-reward` to find out."""
@@ -53,8 +53,11 @@ def require_same_trust(node: Node | None, credential: Trust) -> None:
 
 
 def facts_for(facts: RunInfo, credential: Trust) -> RunInfo:
-    """What a node learns of the run: an untrusted one does not score."""
-    return facts if credential.is_trusted else replace(facts, is_scored=False)
+    """What a node learns of the run: an untrusted one does not score, nor record experts."""
+    if credential.is_trusted:
+        return facts
+    engines = {policy: replace(one, records_experts=False) for policy, one in facts.engines.items()}
+    return replace(facts, is_scored=False, engines=engines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,9 @@ class LeaseSampling:
                 return f"turn {index}: the lease fixes the sampling as {fixed}, not {given}"
             if (num := len(turn.sampled_ids) // 4) > given.max_tokens:
                 return f"turn {index}: {num} sampled tokens; its limit is {given.max_tokens}"
+            if turn.experts is not None:
+                # A trainer replays them, so its log-probs agree with whatever they are.
+                return f"turn {index}: experts are believed of trusted nodes only; send none"
             if given.seed not in seeds:
                 return f"turn {index}: its seed is not one of the lease's"
         return ""

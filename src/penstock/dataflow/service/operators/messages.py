@@ -49,6 +49,7 @@ class PartitionMetrics:
     num_nodes: Count = 0
     trajectories: Count = 0
     sampled_tokens: Count = 0
+    untrusted_tokens: Count = 0
     failed_tokens: Count = 0
     salvaged_tokens: Count = 0
     tokens_per_s: Finite = 0.0
@@ -79,6 +80,8 @@ class NodeStatus:
     """What it is busy with, the longest first, by its last heartbeat."""
     num_done: int = 0
     """Model calls, environment calls, rewards and loads that it has finished."""
+    is_untrusted: bool = False
+    """It joined with an untrusted token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +181,8 @@ class Status:
     wasted_tokens: dict[str, int]
     """Tokens generated and never trained, by reason."""
     tokens_per_s: float
+    untrusted_tokens: int = 0
+    """Those of the sampled tokens that untrusted nodes delivered; they count for no budget."""
     salvaged_tokens: int = 0
     """Tokens reused by retries instead of being generated again."""
     partitions: tuple[PartitionStatus, ...] = ()

@@ -72,7 +72,8 @@ def observe_nodes(
 ) -> Iterable[NodeObservation]:
     for node in nodes:
         record = node.record
-        gpus, cost_per_hour = _parse_tags(record.tags)
+        # What a stranger says of itself must not keep own nodes from being started, or end them.
+        gpus, cost_per_hour = (0, 0.0) if node.is_untrusted else _parse_tags(record.tags)
         yield NodeObservation(
             node_id=record.node_id,
             activity=activity_of(node, wanted),

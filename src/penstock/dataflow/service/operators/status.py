@@ -45,6 +45,7 @@ def status(service: DataflowService, run: str) -> Status:
         waiting=tuple(_waiting(service, now)),
         trajectories=sum(found.trajectories for found in figures),
         sampled_tokens=sum(found.sampled_tokens for found in figures),
+        untrusted_tokens=sum(found.untrusted_tokens for found in figures),
         wasted_tokens=_wasted(service, sum(found.failed_tokens for found in figures)),
         tokens_per_s=sum(found.tokens_per_s for found in figures),
         salvaged_tokens=sum(found.salvaged_tokens for found in figures),
@@ -136,6 +137,7 @@ def _nodes(service: DataflowService, now: float) -> Iterator[NodeStatus]:
             delivered=node.num_delivered,
             work=node.work,
             num_done=node.num_done,
+            is_untrusted=node.is_untrusted,
         )
 
 
@@ -181,6 +183,7 @@ def _chain(service: DataflowService, now: float) -> tuple[Link, ...]:
             num_leases=node.num_leases,
             silent_s=max(0.0, now - node.last_seen) if node.is_expired else 0.0,
             work=node.work,
+            is_untrusted=node.is_untrusted,
         )
         for node_id, node in service.partition.nodes.items()
         if not node.is_evaluator
