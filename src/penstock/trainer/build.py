@@ -156,7 +156,7 @@ def _has_model(stage: PipelineStageConfig) -> bool:
 
 def _vocab_size(folder: Path) -> int:
     """Of a model that this rank holds no shard of."""
-    config: Any = AutoConfig.from_pretrained(folder)
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return config.get_text_config().vocab_size
 
 

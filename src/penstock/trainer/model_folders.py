@@ -152,6 +152,7 @@ def _load(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
         attn_implementation="sdpa",
         use_safetensors=True,
         local_files_only=True,
+        trust_remote_code=False,  # otherwise a terminal is asked, and may say yes
         output_loading_info=True,
     )
     model, report = loaded

@@ -334,9 +334,9 @@ def _stack(parts: Sequence[_Rows]) -> _Rows:
 
 
 def _build(folder: Path) -> Any:
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     model: Any = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="sdpa"
+        config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
     )
     # The imported libraries are millions of permanent objects. Without freezing them, each full
     # garbage collection would stop decoding for 200 ms.
@@ -366,7 +366,12 @@ def _converted(folder: Path) -> dict[str, Tensor] | None:
     """The model's tensors, fused from the files' ones; None if some are missing or left over."""
     loader: Any = AutoModelForCausalLM
     model, report = loader.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        folder,
+        dtype=torch.float32,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
     )
     if any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         return None

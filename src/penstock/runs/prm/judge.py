@@ -92,7 +92,7 @@ def _content(response: httpx2.Response) -> str:
     try:
         answer: Any = response.json()
         return str(answer["choices"][0]["message"]["content"] or "")
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return ""
 
 

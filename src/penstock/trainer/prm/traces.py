@@ -74,7 +74,7 @@ def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
         for number, line in enumerate(lines, 1):
             try:
                 yield decoder.decode(line)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 raise ConfigError(
                     f"{path}, line {number}: not a line of this kind of file ({error}); write it "
                     "again with `penstock prm collect` or `penstock prm label`"

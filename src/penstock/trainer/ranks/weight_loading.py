@@ -29,10 +29,10 @@ from penstock.trainer.ranks.regions import TensorRegion, local, region_of
 
 def make_meta_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a folder without its content."""
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     maker: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        return maker.from_config(config, dtype=dtype)
+        return maker.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def load_meta_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
