@@ -453,6 +453,9 @@ FORGERIES: dict[str, Callable[[Trajectory], Trajectory]] = {
     "its own stop string": lambda row: forge_spec(row, stop=("a",)),
     "its own seed": lambda row: forge_spec(row, seed=12345),
     "another slot's seed": lambda row: forge_spec(row, seed=row.turns[0].sampling.seed ^ 1),
+    "a second call of its own": lambda row: replace(
+        row, turns=(replace(row.turns[0], prompt_ids=token_ids([7, 7])), row.turns[0])
+    ),
     "another slot": lambda row: replace(row, slot=row.slot + 1),
     "another node": lambda row: replace(row, node_id=NodeId("good")),
     "another boot": lambda row: replace(row, boot_id="other"),

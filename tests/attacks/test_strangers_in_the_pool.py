@@ -21,7 +21,13 @@ from tests.unit.cli.sample_statuses import policy_status, view
 from tests.unit.cli.sample_statuses import status as sample_status
 
 from penstock.config.limits import BudgetConfig
-from penstock.dataflow.core.leasing import Activity, DeliveryStatus, NodeState, RegisterRequest
+from penstock.dataflow.core.leasing import (
+    Activity,
+    DeliveryStatus,
+    Grant,
+    NodeState,
+    RegisterRequest,
+)
 from penstock.dataflow.core.stalls import NodeWait, TrainerWait, find_chain
 from penstock.dataflow.report.shape import BalanceReport
 from penstock.dataflow.service.build import build, run_info
@@ -39,14 +45,17 @@ from penstock.fleet.autoscaler import NodeType, plan
 from penstock.fleet.pool_facts import StartedNode, pool_nodes
 from penstock.fleet.run_folder import RunFolder
 from penstock.runs.spending import BudgetGuard
+from penstock.runs.spot_checker import begins_alike
 from penstock.runs.stall_guard import progress_mark
 from penstock.types import (
     UNTRUSTED_TAG,
     ExpertChoices,
+    GroupId,
     NodeId,
     Outcome,
     OutcomeKind,
     Trajectory,
+    token_ids,
 )
 from penstock.wire.auth import Audience, Credential, Role
 from penstock.wire.codec import encode
@@ -217,3 +226,21 @@ def test_only_a_trusted_node_is_asked_for_experts(is_trusted: bool) -> None:
         is_trusted=is_trusted,
     )
     assert facts_for(info, holder).engines[POLICY].records_experts == is_trusted
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def test_a_stranger_s_prompt_is_compared_though_engines_differ() -> None:
+    """Answers of vLLM differ between two draws; what it was asked first does not. Otherwise a node
+    could ask what it likes, and train the model on that."""
+    config = untrusted_config()
+    grant = Grant(group_id=GroupId("g"), slot=0, epoch=1, attempt=1, task=0, seed=1)
+    row = honest_row(grant, config)
+    other = replace(row.turns[0], sampled_ids=token_ids([5, 6, 7]), role="")
+    again = replace(row, turns=(replace(other, prompt_ids=token_ids([9])), other))
+    assert begins_alike(row, again), "of calls that were made at once, any may be the first"
+    for forged in ({"prompt_ids": token_ids([1, 3])}, {"role": "judge"}, {"parent": 0}):
+        changed = replace(row, turns=(replace(row.turns[0], **forged),))
+        assert not begins_alike(changed, again), forged
+    assert begins_alike(replace(row, turns=()), again)

@@ -39,6 +39,7 @@ from penstock.types import (
     PublishedVersion,
     ToolUse,
     Trajectory,
+    Turn,
     Version,
     subject_of_node,
 )
@@ -113,6 +114,18 @@ def has_same_tokens(trajectory: Trajectory, again: Trajectory) -> bool:
         and calls(trajectory) == calls(again)
         and uses(trajectory) == uses(again)
     )
+
+
+def begins_alike(trajectory: Trajectory, again: Trajectory) -> bool:
+    """Whether its first call is one with which the repetition began, too. No sampled token comes
+    before it, so it is the same with an engine that does not repeat itself. Calls that a workflow
+    makes at once may be recorded in any order."""
+
+    def start(turn: Turn) -> tuple[object, ...]:
+        return turn.policy, turn.role, turn.agent, turn.parent, turn.prompt_ids
+
+    known = [start(turn) for turn in again.turns if turn.parent == -1]
+    return all(start(turn) in known for turn in trajectory.turns[:1])
 
 
 def choose_versions(
@@ -248,9 +261,10 @@ class SpotChecker:
         if again.reward is None:
             self._not_checked(check, again.outcome.detail)
             return
-        same = has_same_tokens(trajectory, again) if self._is_reproducible else None
+        compare = has_same_tokens if self._is_reproducible else begins_alike
+        same = compare(trajectory, again)
         subject = subject_of_node(trajectory.node_id)
-        self._chooser.checked(subject, agrees=same is not False)
+        self._chooser.checked(subject, agrees=same)
         report = SpotCheck(
             has_same_tokens=same,
             reward_change=check.reward - again.reward,
@@ -258,5 +272,5 @@ class SpotChecker:
             seconds=time.perf_counter() - started,
         )
         await caller.call("POST", f"/v1/nodes/{subject}/checks", report, Ack)
-        if same is False:
+        if not same:
             _log.warning("row differs when generated again", row=trajectory.row_id, node=subject)

@@ -4,8 +4,9 @@
 Owns the counts by subject and the verdict. Pure: a stage generates, this decides.
 
 Two sequential tests, each valid however often it is looked at: with n results so far, a verdict
-needs a chance below ALPHA / (n (n + 1)), which adds up to ALPHA over all n. *Tokens*, where the
-engine repeats itself: rows with other tokens, against the share that rounding may cause. *Rewards*:
+needs a chance below ALPHA / (n (n + 1)), which adds up to ALPHA over all n. *Tokens*: rows
+with other tokens (of the first prompt, where the engine does not repeat itself), against the share
+that rounding may cause. *Rewards*:
 rows that earned more than their repetition, against a fair coin; a node that picks its best answers
 fails it with any engine."""
 
@@ -31,7 +32,8 @@ class SpotCheck:
     """One row that was generated again."""
 
     has_same_tokens: bool | None
-    """None where the engine does not repeat itself."""
+    """Of an engine that does not repeat itself, the tokens of the first prompt alone. None: nothing
+    was compared."""
     reward_change: Finite
     """Reward of the row minus the reward of its repetition."""
     num_tokens: Count
@@ -72,7 +74,7 @@ class CheckCounts:
         if k and binomial_tail(k, n, tolerated_share) < ALPHA / (n * (n + 1)):
             return (
                 f"{k} of {n} of its rows have other tokens when they are generated again from the "
-                f"same seed and version; honest engines differ in at most {tolerated_share:g}"
+                f"same task, seed and version; honest engines differ in at most {tolerated_share:g}"
             )
         n, k = self.num_better + self.num_worse, self.num_better
         if k and binomial_tail(k, n, 0.5) < ALPHA / (n * (n + 1)):

@@ -20,7 +20,7 @@ from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import RowRecord, row_id
 from penstock.dataflow.service.nodes import validate
 from penstock.dataflow.service.nodes.messages import Delivery, DeliveryResult
-from penstock.dataflow.service.nodes.trust import LeaseSampling, version_problem
+from penstock.dataflow.service.nodes.trust import LeaseSampling, call_problem, version_problem
 from penstock.dataflow.sources import slot_seeds
 from penstock.errors import BadRequest
 from penstock.redaction import for_people
@@ -140,7 +140,11 @@ class DeliveryIntake:
         task = self._partition.groups[group_id].task
         [seed] = slot_seeds(task.seed, range(slot, slot + 1))
         live = self._partition.live_at_lease(trajectory.node_id, group_id, slot)
-        return self.sampling.problem(turns, task.source, seed) or version_problem(turns, live)
+        return (
+            self.sampling.problem(turns, task.source, seed)
+            or call_problem(turns, task.workflow)
+            or version_problem(turns, live)
+        )
 
     def _store(
         self, delivery: Delivery, trajectory: Trajectory, summary: RowSummary, now: float

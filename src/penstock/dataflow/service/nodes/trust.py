@@ -16,7 +16,7 @@ from penstock.dataflow.core.leasing import LiveVersion, RegisterRequest
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.errors import Forbidden
 from penstock.seeds import derive
-from penstock.types import SESSION_TAG, UNTRUSTED_TAG, SamplingSpec, Turn
+from penstock.types import SESSION_TAG, UNTRUSTED_TAG, SamplingSpec, Turn, is_trainable
 
 
 class Trust(Protocol):
@@ -95,6 +95,15 @@ class LeaseSampling:
         return ""
 
 
+def call_problem(turns: Sequence[Turn], workflow: str) -> str:
+    """Why these are not the calls of this workflow; empty if they may be. A node could add calls
+    with prompts of its own, which would be trained with the reward of the answer."""
+    num_calls = sum(map(is_trainable, turns))
+    if workflow in ONE_CALL and num_calls > 1:
+        return f"{num_calls} model calls; the workflow {workflow} makes one"
+    return ""
+
+
 def version_problem(turns: Sequence[Turn], live: Sequence[LiveVersion]) -> str:
     """Which turn names a version older than one that the node served before it; empty if none does.
     Otherwise a node could try versions and name the one whose answer it likes.
@@ -112,5 +121,7 @@ def version_problem(turns: Sequence[Turn], live: Sequence[LiveVersion]) -> str:
     return ""
 
 
+ONE_CALL = ("single_turn", '{"name": "single_turn"}')
+"""The workflow that makes one model call, as tasks name it."""
 MAX_LOST_CALLS = 64
 """Calls of an attempt that may have failed, and so have a seed but no turn."""
