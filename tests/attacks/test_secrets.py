@@ -11,12 +11,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.attacks.scoring import score_once
 from tests.attacks.thief import NAMES
 
-from penstock.errors import SandboxError
+from penstock.config import demo_config
+from penstock.errors import SandboxError, Unauthorized
+from penstock.fleet.run_folder import RunFolder
 from penstock.rollout.isolation import (
     Isolation,
     IsolationSettings,
@@ -38,7 +42,9 @@ from penstock.rollout.visible_folders import (
     program_folders,
     python_folders,
 )
+from penstock.runs.scaling_setup import build_scaler
 from penstock.types import FailureKind
+from penstock.wire.auth import Audience, Signer
 
 ROOT = Path(__file__).parents[2]
 EVIL = """
@@ -178,6 +184,37 @@ def test_no_variable_passes_that_was_not_allowed(
     monkeypatch.setenv(name, "secret")
     assert name not in passed_env()
     assert passed_env([name])[name] == "secret", "the config can name it"
+
+
+def test_a_command_that_starts_nodes_gets_no_password_and_its_token_ends_with_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler passes the whole environment on to another machine, which may be anybody's
+    next."""
+    for name in ("PGPASSWORD", "PENSTOCK_TOKEN"):
+        monkeypatch.setenv(name, f"secret of {name}")
+    command = "{start: [sh, -c, 'env > {name}.env; cat {token_file} > {name}.token'], "
+    command += "stop: ['true', '{name}'], max_nodes: 1}"
+    config = demo_config(0, [f"autoscale.node_types={{far: {command}}}"])
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config(config)
+    Signer.create(folder.keys, config.name)
+    folder.allocate_endpoints(tmp_path, ())
+    launcher: Any = SimpleNamespace(nodes=dict[str, float])
+    scaler = build_scaler(
+        config, folder, launcher, log_dir=tmp_path, read_report=lambda: None, notify=print
+    )
+    name = scaler.hands["far"].start(0)
+    scaler.hands["far"].close()
+    shown = (tmp_path / f"{name}.env").read_text()
+    assert "HOME=" in shown and "secret of" not in shown
+    token = (tmp_path / f"{name}.token").read_text().strip()
+    verifier = Signer.read(folder.keys, config.name).verifier(Audience.DATAFLOW)
+    assert verifier.verify(token).subject == name
+    scaler.revoke(name)
+    with pytest.raises(Unauthorized, match="revoked"):
+        Signer.read(folder.keys, config.name).verifier(Audience.DATAFLOW).verify(token)
+    assert not [*(folder.keys / "nodes").iterdir()]
 
 
 # --- walls ----------------------------------------------------------------------------------------

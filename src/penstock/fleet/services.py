@@ -194,10 +194,15 @@ def _store_env(config: RunConfig) -> Mapping[str, str]:
     return {PASSWORD_ENV: password} if password else {}
 
 
+def inherited_env() -> dict[str, str]:
+    """The launcher's environment as far as its children get it. A command that starts a node may
+    pass all of it on to another machine."""
+    return {name: os.environ[name] for name in os.environ if name not in _NOT_INHERITED}
+
+
 def _env(num_threads: int) -> dict[str, str]:
-    inherited = {name: os.environ[name] for name in os.environ if name not in _NOT_INHERITED}
     return {
-        **inherited,
+        **inherited_env(),
         **dict.fromkeys(THREAD_COUNT_ENVS, str(num_threads)),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",

@@ -87,6 +87,8 @@ class Scaler:
     read_report: Callable[[], BalanceReport | None]
     notify: Callable[[str], None]
     record: ScalingRecord
+    revoke: Callable[[str], None] = lambda name: None
+    """Ends the token of a node that has left: its machine may be anybody's next."""
     _leaving: set[str] = field(default_factory=set[str])
     """Nodes of the launcher that were asked to leave, until the report knows."""
     _blocked_until: dict[str, float] = field(default_factory=dict[str, float])
@@ -265,6 +267,7 @@ class Scaler:
     def _drop(self, name: str) -> None:
         nodes = {other: node for other, node in self.record.nodes.items() if other != name}
         self.record = replace(self.record, nodes=nodes)
+        self.revoke(name)
 
     def _block(self, node_type: str, why: str) -> None:
         self._blocked_until[node_type] = time.monotonic() + BLOCKED_S

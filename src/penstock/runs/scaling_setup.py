@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,16 +12,16 @@ from penstock.config import RunConfig
 from penstock.config.device_layout import launched_nodes
 from penstock.dataflow.report.shape import BalanceReport
 from penstock.devices import visible_devices
-from penstock.errors import LaunchError
+from penstock.errors import ConfigError, LaunchError
 from penstock.fleet.autoscaler import NodeType
 from penstock.fleet.device_plan import deal_devices
 from penstock.fleet.hands import CommandHands, Hands, LauncherHands
 from penstock.fleet.launchers.local import LocalLauncher
 from penstock.fleet.run_folder import RunFolder
 from penstock.fleet.scaling_records import ScalingRecord
-from penstock.fleet.services import ServiceSpec, local_services
+from penstock.fleet.services import ServiceSpec, inherited_env, local_services
 from penstock.runs.scaling import Scaler
-from penstock.runs.tokens import issue
+from penstock.runs.tokens import issue, revoke
 from penstock.wire.auth import Role
 from penstock.wire.keys import make_private_folder, write_secret
 
@@ -72,13 +72,14 @@ def build_scaler(
             request_at=stored.request_at,
             actions=stored.actions,
         ),
+        revoke=partial(_revoke, folder),
     )
 
 
 def _hands(
     config: RunConfig, folder: RunFolder, launcher: LocalLauncher, log_dir: Path
 ) -> Mapping[str, Hands]:
-    endpoints, env = folder.endpoints(), {**os.environ}
+    endpoints, env = folder.endpoints(), inherited_env()
     found: dict[str, Hands] = {}
     for name, one in config.autoscale.node_types.items():
         if not one.start:
@@ -113,6 +114,12 @@ def _placeholders(folder: RunFolder, url: str, tags: str, node: str) -> Mapping[
         "tags": tags or "gpus=1",
         "run_dir": str(folder.path),
     }
+
+
+def _revoke(folder: RunFolder, node: str) -> None:
+    with suppress(ConfigError, OSError):  # a full disk; the token expires within a day
+        revoke(folder, name=node)
+        (folder.keys / "nodes" / node).unlink(missing_ok=True)
 
 
 def _make_node(config: RunConfig, folder: RunFolder, num_devices: int, index: int) -> ServiceSpec:

@@ -68,6 +68,7 @@ class World:
         self.launched: dict[str, float] = {}
         self.report: BalanceReport | None = None
         self.notes: list[str] = []
+        self.revoked: list[str] = []
         self.mode = mode
         self.scaler = self.restarted()
 
@@ -91,6 +92,7 @@ class World:
             read_report=lambda: self.report,
             notify=self.notes.append,
             record=replace(stored, mode=self.mode, **changes),
+            revoke=self.revoked.append,
         )
         return self.scaler
 
@@ -153,8 +155,10 @@ def test_a_node_that_is_gone_is_ended_and_replaced_before_the_rule_speaks(world:
     world.see("guest", spot_0="silent")
     assert world.hands["spot"].retired == ["spot-0"]
     assert world.hands["spot"].started == ["spot-0", "spot-1"]
+    assert world.revoked == [], "it may still return its work"
     world.see("guest", "spot-1")
     assert {*world.scaler.record.nodes} == {"spot-1"}
+    assert world.revoked == ["spot-0"]
 
 
 def test_a_type_that_cannot_start_is_replaced_by_the_next(world: World) -> None:
