@@ -30,6 +30,8 @@ STOLEN = [
     "name: ${oc.env:RED_SECRET}",
     "name: ${${output_dir}:RED_SECRET}\noutput_dir: oc.env",
     "name: a-${oc.decode:${oc.env:RED_SECRET}}",
+    "name: \\\\${oc.env:RED_SECRET}",
+    "name: ${oc.env:RED_UNSET}",
 ]
 
 

@@ -6,6 +6,7 @@ mistake becomes one line of a `ConfigError`: `FILE:LINE: path.to.key: what; fix`
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 
 from penstock.config.base import leaves
 from penstock.config.error_messages import ConfigProblem, path_text, problems_of
+from penstock.config.resolved import escape_interpolation
 from penstock.config.run import RunConfig
 from penstock.config.yaml_positions import KeyPositions, locate_keys
 from penstock.errors import ConfigError
@@ -208,16 +210,18 @@ def _apply(text: str, tree: DictConfig, report: _ErrorReport) -> None:
 
 
 def _refuse_interpolation(tree: DictConfig, report: _ErrorReport) -> None:
-    """A value of the environment would go wherever the file says, such as to a server."""
+    """A value of the environment would go wherever the file says, such as to a server. Text that
+    only looks like one is escaped as `dump` does it, so it reads as what was written."""
     for path, leaf in leaves(OmegaConf.to_container(tree)):
-        if isinstance(leaf, str) and "${" in leaf:
-            *parents, last = path
-            node: Any = tree
-            for part in parents:
-                node = node[part]
-            if OmegaConf.is_interpolation(node, last):
-                text = "${} is for run files; in the config of a run folder write the value itself"
-                report.add(ConfigProblem(keys=(path,), text=text))
+        if not isinstance(leaf, str) or "${" not in leaf:
+            continue
+        found: Any = tree
+        with suppress(OmegaConfBaseException, RecursionError):
+            for part in path:
+                found = found[part]
+        if not isinstance(found, str) or escape_interpolation(found) != leaf:
+            text = "${} is for run files; in the config of a run folder write the value itself"
+            report.add(ConfigProblem(keys=(path,), text=text))
     if report.lines:
         report.fail()
 

@@ -32,7 +32,7 @@ def run_dir(config: RunConfig) -> Path:
 def dump(config: RunConfig) -> str:
     """The resolved config as YAML; reading it gives an equal config, except for the password of the
     store."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escape_interpolation(_public_values(config))))
+    return OmegaConf.to_yaml(OmegaConf.create(escape_interpolation(_public_values(config))))
 
 
 def identity(config: RunConfig) -> dict[str, str]:
@@ -145,14 +145,14 @@ def _public_values(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def _escape_interpolation(value: Any) -> Any:
+def escape_interpolation(value: Any) -> Any:
     """Escape a literal `${`, so that reading does not resolve it."""
     if isinstance(value, dict):
         return {
-            key: _escape_interpolation(child) for key, child in cast(dict[str, Any], value).items()
+            key: escape_interpolation(child) for key, child in cast(dict[str, Any], value).items()
         }
     if isinstance(value, list):
-        return [_escape_interpolation(child) for child in cast(list[Any], value)]
+        return [escape_interpolation(child) for child in cast(list[Any], value)]
     if isinstance(value, str):
         return _INTERPOLATION.sub(lambda match: match[1] * 2 + "\\${", value)
     return value
