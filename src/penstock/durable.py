@@ -20,7 +20,7 @@ def write_durably(path: Path, content: bytes) -> None:
     """On disk when this returns, and never half a file under this name."""
     temporary = path.with_name(f".new-{path.name}")
     temporary.unlink(missing_ok=True)
-    # Never through a link: the folder may be somebody else's.
+    # Never through a link: the folder may belong to another user.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     with os.fdopen(descriptor, "wb") as out:
         out.write(content)

@@ -102,7 +102,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def load_stored(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """As `load`, for the config of a run folder. Its values are written out: it takes nothing from
-    the environment, since the folder may be somebody else's. Overrides may."""
+    the environment, since the folder may belong to another user. Overrides may."""
     return parse(_read(path), origin=str(path), overrides=overrides, is_stored=True)
 
 

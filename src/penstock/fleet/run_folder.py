@@ -385,8 +385,8 @@ class RunFolder:
         return int(text) if text.isdigit() else None
 
     def lock_owner(self) -> int:
-        """The user whose launcher may hold the lock: anybody can write any pid into a file of their
-        own."""
+        """The user whose launcher may hold the lock: any user can write any pid into their
+        files."""
         return (self._run / "lock").stat().st_uid
 
     # --- logs, tokens -----------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class NodeWait:
     """Since its last heartbeat; 0 unless it has missed several."""
     work: tuple[Activity, ...]
     is_untrusted: bool = False
-    """What it says of itself blames nobody else."""
+    """What it says of itself shifts no blame."""
 
     @property
     def service(self) -> str:

@@ -97,7 +97,7 @@ class LeaseSampling:
 
 def call_problem(turns: Sequence[Turn], workflow: str) -> str:
     """Why these are not the calls of this workflow; empty if they may be. A node could add calls
-    with prompts of its own, which would be trained with the reward of the answer."""
+    with other prompts, which would be trained with the reward of the answer."""
     num_calls = sum(map(is_trainable, turns))
     if workflow in ONE_CALL and num_calls > 1:
         return f"{num_calls} model calls; the workflow {workflow} makes one"

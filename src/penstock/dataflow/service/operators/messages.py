@@ -182,7 +182,7 @@ class Status:
     """Tokens generated and never trained, by reason."""
     tokens_per_s: float
     untrusted_tokens: int = 0
-    """Those of the sampled tokens that untrusted nodes delivered; they count for no budget."""
+    """Sampled tokens that untrusted nodes delivered; they count for no budget."""
     salvaged_tokens: int = 0
     """Tokens reused by retries instead of being generated again."""
     partitions: tuple[PartitionStatus, ...] = ()
