@@ -101,6 +101,10 @@ def test_a_file_is_never_written_through_a_link(tmp_path: Path, is_hard: bool) -
     assert not (tmp_path / "admin.head").is_symlink()
 
 
+def _another_user(folder: RunFolder) -> int:
+    return os.getuid() + 1
+
+
 def test_stop_ends_no_process_of_another_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +116,7 @@ def test_stop_ends_no_process_of_another_user(
         try:
             os.write(lock, f"{victim.pid}\n".encode())
             fcntl.flock(lock, fcntl.LOCK_EX)
-            monkeypatch.setattr(RunFolder, "lock_owner", lambda self: os.getuid() + 1)
+            monkeypatch.setattr(RunFolder, "lock_owner", _another_user)
             with pytest.raises(LaunchError, match="not of the user who owns the lock"):
                 stop_run(folder, timeout_s=1.0)
             assert victim.poll() is None

@@ -76,8 +76,9 @@ def test_a_model_s_own_code_is_not_run(
 def _calls() -> Iterator[tuple[str, ast.Call]]:
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-            if is_method and node.func.attr in ("from_pretrained", "from_config"):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if node.func.attr in ("from_pretrained", "from_config"):
                 yield f"{path.relative_to(SOURCE)}:{node.lineno}", node
 
 

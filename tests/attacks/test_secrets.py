@@ -20,6 +20,7 @@ from tests.attacks.thief import NAMES
 
 from penstock.config import demo_config
 from penstock.errors import SandboxError, Unauthorized
+from penstock.fleet.fork_server import ForkServer
 from penstock.fleet.run_folder import RunFolder
 from penstock.rollout.isolation import (
     Isolation,
@@ -215,6 +216,18 @@ def test_a_command_that_starts_nodes_gets_no_password_and_its_token_ends_with_th
     with pytest.raises(Unauthorized, match="revoked"):
         Signer.read(folder.keys, config.name).verifier(Audience.DATAFLOW).verify(token)
     assert not [*(folder.keys / "nodes").iterdir()]
+
+
+def test_the_ledger_s_password_never_enters_the_memory_that_services_share(tmp_path: Path) -> None:
+    """The fork server reads the environment of each service before it forks the next: a node or
+    trainer, which runs code of others, would find the password in its own memory."""
+    server = ForkServer(tmp_path / "server.log")
+    try:
+        env = {**os.environ, "PGPASSWORD": "secret of the ledger"}
+        started = server.start((), env=env, cwd=None, log=tmp_path / "log", preload=())
+        assert started is None, "it is started in the ordinary way"
+    finally:
+        server.close()
 
 
 # --- walls ----------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 
 Importing takes a service seconds, torch and transformers most of them: one process
 (`penstock.cli.fork_server`) imports for all, and its memory is shared. Owns the launcher's end of
-its pipe. A service that it cannot start (another environment, a server that ended) is left to an
-ordinary start. A forked service is a child of the launcher like any other: the server forks twice,
-and the kernel gives orphans to the nearest process that asks for them.
+its pipe. A service that it cannot start (another environment, a password, a server that ended) is
+left to an ordinary start. A forked service is a child of the launcher like any other: the server
+forks twice, and the kernel gives orphans to the nearest process that asks for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMMAND = (sys.executable, "-m", "penstock.cli.fork_server")
 START_TIMEOUT_S = 120.0
 """Most seconds for the imports of a service, on a busy machine too."""
 EXIT_TIMEOUT_S = 10.0
-_OWN_ENVS = (TOKEN_FILE_ENV, PASSWORD_ENV, PARENT_PID_ENV)
+_OWN_ENVS = (TOKEN_FILE_ENV, PARENT_PID_ENV)
 """What each service has for itself and reads after its imports. Libraries read other variables
 while they are imported, so a service that differs in one is not forked."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -56,6 +56,8 @@ class ForkServer:
         output is appended to `log`. None if it must be started in the ordinary way.
 
         preload: modules to import before."""
+        if PASSWORD_ENV in env:
+            return None  # services forked later, which run code of others, would find it in memory
         with log.open("ab"):  # raises here what the child could not report
             pass
         if self._process is None:
