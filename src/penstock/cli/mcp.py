@@ -19,7 +19,7 @@ def mcp(
     json: bool = False,
 ) -> int:
     """Serve a run's tools to an agent: status, report, explain, samples; with a token of role admin
-    also scale, drain and fork. Every action takes a reason and is logged with who asked for it.
+    also scale, drain, tag and fork. Every action takes a reason and is logged with its caller.
 
     Serves standard input and output until they end, or with --http until a signal. Over HTTP each
     request carries its own token, of role reader or admin.

@@ -9,7 +9,7 @@ import signal
 import time
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from penstock.dataflow.client.dataflow import StatusClient
 from penstock.errors import BadRequest, ConfigError, LaunchError, WireError
@@ -139,17 +139,22 @@ def forget_session(folder: RunFolder, session: str) -> ForgetSessionAnswer:
 
 
 def tag_node(
-    folder: RunFolder, node: str, *, add: Sequence[str], remove: Sequence[str], why: str = ""
+    folder: RunFolder,
+    node: str,
+    *,
+    add: Sequence[str],
+    remove: Sequence[str],
+    who: str = "",
+    why: str = "",
 ) -> NodeTags:
-    """Add and remove tags of a node; the run must be running."""
-    from urllib.parse import quote, urlencode
-
+    """Add and remove tags of a node; the run must be running. `who`: name of the operator, for the
+    log of actions."""
     from penstock.dataflow.service.operators.messages import NodeTags
     from penstock.wire.client import ServiceClient
 
     if not add and not remove:
         raise ConfigError("nothing to change: pass --add TAG or --remove TAG, such as --add train")
-    token = folder.token(folder.read_config().name, Role.ADMIN, ttl_s=TOKEN_TTL_S)
+    token = folder.token(folder.read_config().name, Role.ADMIN, ttl_s=TOKEN_TTL_S, subject=who)
     query = urlencode({"add": ",".join(add), "remove": ",".join(remove), "why": why})
     with closing(ServiceClient(folder.endpoints().dataflow, token)) as client:
         path = f"/v1/nodes/{quote(node, safe='')}/tags?{query}"

@@ -18,7 +18,7 @@ from msgspec import Meta
 from penstock.errors import Forbidden
 from penstock.fleet.autoscaler import ScaleMode
 from penstock.fleet.run_folder import RunFolder
-from penstock.runs.control import drain_node, read_report, read_stored_report
+from penstock.runs.control import drain_node, read_report, read_stored_report, tag_node
 from penstock.runs.explained import explain_with_text
 from penstock.runs.fork import fork_run
 from penstock.runs.history import open_run
@@ -84,6 +84,13 @@ class ScaleArguments(Arguments, frozen=True, kw_only=True, forbid_unknown_fields
 class DrainArguments(Arguments, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reason: Reason
     node: Annotated[Name, Meta(description="Name of the node, as status shows it.")]
+
+
+class TagArguments(Arguments, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    reason: Reason
+    node: Annotated[Name, Meta(description="Name of the node, as status shows it.")]
+    add: Annotated[tuple[Name, ...], Meta(max_length=16, description="Such as train.")] = ()
+    remove: Annotated[tuple[Name, ...], Meta(max_length=16, description="Such as rollout.")] = ()
 
 
 class ForkArguments(Arguments, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,6 +168,17 @@ def _drain(folder: RunFolder, caller: Caller, asked: DrainArguments) -> object:
     return {"node": asked.node, "has_left": has_left}
 
 
+def _tag(folder: RunFolder, caller: Caller, asked: TagArguments) -> object:
+    return tag_node(
+        folder,
+        asked.node,
+        add=asked.add,
+        remove=asked.remove,
+        who=caller.name,
+        why=_one_line(asked.reason),
+    )
+
+
 def _fork(folder: RunFolder, caller: Caller, asked: ForkArguments) -> object:
     created, weights_only = fork_run(
         folder,
@@ -228,6 +246,13 @@ TOOLS = {
             roles=OPERATORS,
             arguments=DrainArguments,
             do=_drain,
+        ),
+        OperatorTool(
+            name="tag",
+            description="Add and remove tags of a node: with train it also gives way to training.",
+            roles=OPERATORS,
+            arguments=TagArguments,
+            do=_tag,
         ),
         OperatorTool(
             name="fork",

@@ -29,6 +29,7 @@ READING = ["status", "report", "explain", "samples"]
 ACTIONS: dict[str, dict[str, Any]] = {
     "scale": {"to": 2, "reason": "trainers wait for data"},
     "drain": {"node": "node-0", "reason": "its engine returns noise"},
+    "tag": {"node": "node-0", "add": ["train"], "reason": "the trainer died"},
     "fork": {"step": 0, "reason": "the reward was wrong"},
 }
 

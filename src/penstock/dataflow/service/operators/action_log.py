@@ -17,6 +17,9 @@ log = structlog.get_logger(__name__)
 ADMIN_LOG_KEY = "admin_log"
 """Key in the ledger of the number and hash of the last line at that time."""
 
+LOGGED = ("add", "remove", "why")
+"""Parameters of a call that stand in the log; others could have the name of a field."""
+
 
 class ActionLog:
     def __init__(self, process: Process, log: AdminLog) -> None:
@@ -27,7 +30,8 @@ class ActionLog:
     async def on_call(self, action: str, call: Call) -> None:
         """A call of an audited route has succeeded."""
         who = f"{call.credential.role} {call.credential.subject}".strip()
-        details = {**call.query, **call.path, "token": call.credential.id}
+        said = {name: call.query[name] for name in LOGGED if name in call.query}
+        details = {**said, **call.path, "token": call.credential.id}
         await self._append(AdminAction(action), who, details)
 
     async def on_quarantine(self, subject: str, policy: str, why: str) -> None:
