@@ -38,7 +38,8 @@ def page() -> str:
             *_entries(STEP_METRICS.values()),
             "## Prometheus { #prometheus }\n",
             "`GET /metrics` on the dataflow service, on weight servers and on relays. A counter's "
-            "name ends with `_total` in the text format. Nodes and trainers have no `/metrics`.\n",
+            "name ends with `_total` in the text format. Nodes and trainers "
+            "listen on no port: the dataflow service serves their figures.\n",
             *_entries(PROMETHEUS.values()),
         ]
     )

@@ -23,6 +23,7 @@ PenstockError
 ├── WeightsError                  a snapshot is missing, damaged or belongs to another model
 ├── StoreError                    the ledger or a segment is damaged
 │   └── ResumeRejected            the ledger does not allow resuming from this checkpoint
+├── TrackerError                  a tracker did not take the points; they are sent again later
 └── LaunchError                   a process could not be started or kept running
     └── Stalled                   nothing in the run advances; exit code 5
 
@@ -160,6 +161,10 @@ class StoreError(PenstockError):
 
 
 class ResumeRejected(StoreError):
+    pass
+
+
+class TrackerError(PenstockError):
     pass
 
 

@@ -54,6 +54,8 @@ WORKFLOW_GROUP = "penstock.workflows"
 """Entry points of workflows: async functions."""
 REWARD_GROUP = "penstock.rewards"
 """Entry points of rewards: functions."""
+TRACKER_GROUP = "penstock.trackers"
+"""Entry points of trackers: classes that take a `TrackedRun`."""
 
 
 def builtin_names(package: str) -> tuple[str, ...]:

@@ -38,7 +38,8 @@ from penstock.dataflow.service.nodes.messages import (
     RecordedTurn,
     RecordRequest,
 )
-from penstock.dataflow.service.operators.status import metrics, status
+from penstock.dataflow.service.operators.prometheus import prometheus_text
+from penstock.dataflow.service.operators.status import status
 from penstock.dataflow.service.rows.messages import GetRequest
 from penstock.dataflow.service.trainers.messages import IncarnationRequest, PublishRequest
 from penstock.errors import Forbidden, SandboxError
@@ -239,7 +240,7 @@ async def test_rows_that_differ_cost_the_credential_its_work_for_good(tmp_path: 
     assert service.partition.nodes[EVIL].is_quarantined
     shown = status(service, "r").checks["evil"]
     assert (shown.num_checked, shown.num_different, shown.num_tokens) == (8, 5, 24)
-    assert b'penstock_checked_tokens{subject="evil"} 24.0' in metrics(service, "r")
+    assert b'penstock_checked_tokens{subject="evil"} 24.0' in prometheus_text(service, "r")
     service.close()
     service = build(untrusted_config(), tmp_path)
     assert service.partition.nodes[EVIL].is_quarantined

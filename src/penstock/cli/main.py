@@ -38,6 +38,7 @@ COMMANDS = (
     ("dashboard", RUNS, "Show runs in a browser: curves, trajectories, flow, fleet, spend."),
     ("logs", RUNS, "Show a run's logs, all services in order of time."),
     ("plot", RUNS, "Draw the reward, or any metric, of one or more runs."),
+    ("track", RUNS, "Send a run's metrics to trackio, W&B, TensorBoard or MLflow."),
     ("report", RUNS, "Show how well rollout and training are balanced."),
     ("scale", RUNS, "Grow or shrink the rollout pool, or let the autoscaler do it."),
     ("tag", RUNS, "Add or remove tags of a node, such as train or rollout."),

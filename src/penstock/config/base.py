@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator
 
 from penstock.options import Contradiction, KeyPath, Options
 from penstock.plugins import REWARD_GROUP, plugin_names, quoted, suggest
@@ -43,17 +43,6 @@ def is_url(value: str, *schemes: str) -> bool:
     except ValueError:
         return False
     return parts.scheme in schemes and bool(parts.netloc or parts.path.strip("/"))
-
-
-def only_supported(*supported: object, fix: str) -> BeforeValidator:
-    """Accept these values: the key is planned, and this release supports nothing else."""
-
-    def check(value: T) -> T:
-        if value not in supported:
-            raise ValueError(f"{quoted(value)} is not supported yet; {fix}")
-        return value
-
-    return BeforeValidator(check)
 
 
 def matching(pattern: re.Pattern[str], fix: str) -> Callable[[str], str]:

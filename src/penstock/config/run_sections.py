@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from penstock.config.algorithms import AlgorithmConfig, with_minibatches
 from penstock.config.autoscale import AutoscaleConfig
-from penstock.config.base import NAME, Name, Section, non_blank, only_supported
+from penstock.config.base import NAME, Name, Section, non_blank
 from penstock.config.dataflow import DataflowConfig
 from penstock.config.evaluation import EvalConfig
 from penstock.config.harbor import harbor_workflow
@@ -33,6 +33,7 @@ from penstock.config.sources import (
 )
 from penstock.config.stages import PipelineStageConfig, StageConfig
 from penstock.config.tools import ToolServerConfig
+from penstock.config.trackers import TrackerName
 from penstock.config.trainer import SamplingConfig, TrainingConfig
 from penstock.config.trust import SCORE_STAGE, AnyReward, RewardConfig, TrustConfig
 from penstock.config.weights import WeightsConfig
@@ -129,12 +130,8 @@ class RunSections(Section):
     """When a run counts as stalled, and what happens then."""
     budget: BudgetConfig = BudgetConfig()
     """What the run may use; then it ends with a checkpoint."""
-    report_to: Annotated[
-        tuple[str, ...],
-        Field(strict=False),
-        only_supported((), [], fix="set report_to: [] (metrics.jsonl is always written)"),
-    ] = ()
-    """Trackers in addition to metrics.jsonl; none is supported yet."""
+    report_to: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
+    """Trackers in addition to metrics.jsonl: trackio, wandb, tensorboard, mlflow, or your own."""
 
     @model_validator(mode="before")
     @classmethod

@@ -23,6 +23,7 @@ from penstock.config.models import BUILTIN_MODELS, ENGINES_PACKAGE
 from penstock.config.rules import builtin_rules
 from penstock.config.run import RunConfig
 from penstock.config.sources import WORKFLOWS
+from penstock.config.trackers import TRACKERS_PACKAGE
 from penstock.options import Options
 from penstock.plugins import builtin_names
 
@@ -76,6 +77,7 @@ def _add_known_names(sections: Mapping[str, Schema]) -> None:
         "examples": ["Qwen/Qwen3-0.6B", *BUILTIN_MODELS],
         "anyOf": [{"enum": list(BUILTIN_MODELS)}, {"pattern": r"^(?!builtin:)\s*\S"}],
     }
+    run["report_to"]["items"] |= _suggest(builtin_names(TRACKERS_PACKAGE))
     _text_form(run["workflow"]).update(_suggest(WORKFLOWS))
     sections["AlgorithmConfig"]["properties"]["name"]["enum"] = list(builtin_algorithms())
 
@@ -119,8 +121,7 @@ def _full(pattern: re.Pattern[str]) -> Schema:
 
 
 def _add_written_forms(sections: Mapping[str, Schema], defs: dict[str, Schema]) -> None:
-    """What a file may leave out or write shorter, and what only one value is supported for."""
-    sections["RunConfig"]["properties"]["report_to"]["maxItems"] = 0
+    """What a file may leave out or write shorter."""
     if data := sections["SourceConfig"]["properties"].get("data"):
         data["anyOf"].append({"type": "string"})  # a path alone
     closing = sections["DataflowConfig"]["properties"]["closing"]

@@ -89,9 +89,10 @@ class ServiceSpec:
 def local_services(
     config: RunConfig, folder: RunFolder, devices: Mapping[str, str] | None = None
 ) -> tuple[ServiceSpec, ...]:
-    """Every service of a run on this machine: dataflow and its partitions, weight server, a worker
-    for each pipeline stage outside the trainer, and per policy one trainer and `replicas` nodes. A
-    frozen policy has, in place of a trainer, a process that publishes it and exits.
+    """Every service of a run on this machine: dataflow and its partitions, weight server, the
+    exporter to trackers, a worker for each pipeline stage outside the trainer, and per policy one
+    trainer and `replicas` nodes. A frozen policy has, in place of a trainer, a process that
+    publishes it and exits.
 
     `devices`: CUDA_VISIBLE_DEVICES by service; with any, services that are not listed see none."""
     server, node, trainer = ServiceKind.SERVER, ServiceKind.NODE, ServiceKind.TRAINER
@@ -135,6 +136,10 @@ def local_services(
         services.append(dataflow(name, server, *args, role=Role.PARTITION))
     serve = ("weights", "serve", *run_dir)
     services.append(service("weights", server, *serve, preload=_WEIGHTS_MODULES))
+    if config.report_to:
+        names = (option for name in config.report_to for option in ("--to", name))
+        args = ("track", str(folder.path), "--follow", *names)
+        services.append(service("trackers", server, *args))
     for _, stage in config.pipeline.services if config.pipeline else ():
         args = ("stage", str(folder.path), stage.id)
         services.append(service(stage_subject(stage.id), server, *args, role=Role.STAGE))

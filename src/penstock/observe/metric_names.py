@@ -21,7 +21,7 @@ class Metric:
     labels: tuple[str, ...] = ()
     """Prometheus only."""
     kind: str = "gauge"
-    """Prometheus only: gauge or counter."""
+    """Prometheus only: gauge, counter or histogram."""
 
 
 def _rows(*rows: tuple[str, str, str]) -> Mapping[str, Metric]:
@@ -121,11 +121,13 @@ PROMETHEUS = {
             name="penstock_trajectories_stored",
             unit="trajectories",
             meaning="Trajectories stored since the start of the dataflow service.",
+            kind="counter",
         ),
         Metric(
             name="penstock_sampled_tokens",
             unit="tokens",
             meaning="Sampled tokens in those trajectories.",
+            kind="counter",
         ),
         Metric(
             name="penstock_tokens_per_second",
@@ -133,6 +135,60 @@ PROMETHEUS = {
             meaning="Sampled tokens per second, recently.",
         ),
         Metric(name="penstock_nodes", unit="nodes", meaning="Registered rollout nodes."),
+        Metric(
+            name="penstock_node_tokens",
+            unit="tokens",
+            meaning="Tokens that a node's engines sampled and delivered, since it registered: the "
+            "rate is the speed of its engines.",
+            labels=("node",),
+            kind="counter",
+        ),
+        Metric(
+            name="penstock_node_leases",
+            unit="leases",
+            meaning="Slots that a node works on.",
+            labels=("node",),
+        ),
+        Metric(
+            name="penstock_node_silent_seconds",
+            unit="s",
+            meaning="Since the last call of a node.",
+            labels=("node",),
+        ),
+        Metric(
+            name="penstock_node_versions_behind",
+            unit="versions",
+            meaning="Published versions that the engines of a node have not loaded yet.",
+            labels=("node", "policy"),
+        ),
+        Metric(
+            name="penstock_training",
+            unit="",
+            meaning="Every figure of the newest step, as its trainer reported it: `metric` is the "
+            "name in metrics.jsonl, such as `reward/mean` and `loss`.",
+            labels=("policy", "metric"),
+        ),
+        Metric(
+            name="penstock_skipped_batches",
+            unit="batches",
+            meaning="Batches that a trainer did not train.",
+            labels=("policy",),
+        ),
+        Metric(
+            name="penstock_reward",
+            unit="reward",
+            meaning="Rewards of the trajectories sealed into batches, since the start of the "
+            "dataflow service.",
+            labels=("policy",),
+            kind="histogram",
+        ),
+        Metric(
+            name="penstock_staleness",
+            unit="versions",
+            meaning="Staleness of the same trajectories.",
+            labels=("policy",),
+            kind="histogram",
+        ),
         Metric(
             name="penstock_checked_rows",
             unit="rows",
@@ -170,6 +226,7 @@ PROMETHEUS = {
             unit="tokens",
             meaning="Tokens that were sampled and will never be trained, by reason.",
             labels=("reason",),
+            kind="counter",
         ),
         Metric(
             name="penstock_role_reward",

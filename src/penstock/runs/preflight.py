@@ -17,11 +17,13 @@ from pathlib import Path
 
 from penstock.config import CommandWorkflow, RunConfig
 from penstock.config.models import BUILTIN_MODELS
+from penstock.config.trackers import TRACKERS_PACKAGE
 from penstock.dataflow.service.read_prompts import read_prompt, with_prompts
 from penstock.devices import visible_devices
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.hub import check_hub_model, parse_hub_model
+from penstock.plugins import builtin_names
 from penstock.runs.check_problem import CheckProblem, located
 from penstock.runs.data_check import data_problems
 from penstock.runs.device_check import device_notes
@@ -162,6 +164,7 @@ def _find_problems(target: RunTarget) -> Iterator[CheckProblem]:
     yield from _missing_engines(config)
     yield from environment_problems(config)
     yield from missing_tool_packages(config)
+    yield from missing_trackers(config)
     yield from isolation_problems(config, target.folder.path)
     yield from machine_problems(config, target.folder.path, this_machine())
     for key, text in data_problems(config, target.folder.sources()):
@@ -180,6 +183,16 @@ def _resume_problems(target: RunTarget, probed: ProbeResult) -> Iterator[CheckPr
         key = "sources" if key.startswith("source ") else key
         text = f"{values}: changed since {target.folder.path} was started; {fix}"
         yield located(CheckProblem(key=key, text=text), target)
+
+
+def missing_trackers(config: RunConfig) -> Iterator[CheckProblem]:
+    """Libraries of built-in trackers; each has the tracker's name."""
+    for name in config.report_to:
+        if name in builtin_names(TRACKERS_PACKAGE) and find_spec(name) is None:
+            own = name in ("tensorboard", "trackio")
+            package = "'penstock-rl[tracking]'" if own else name
+            text = f"{name} is not installed; run: pip install {package}"
+            yield CheckProblem(key="report_to", text=text)
 
 
 def _missing_engines(config: RunConfig) -> Iterator[CheckProblem]:

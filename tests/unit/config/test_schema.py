@@ -126,6 +126,7 @@ LEFT_TO_CHECK = {
     "learning_rate: .nan",
     # a plug-in may have this name
     "engine: hff",
+    "report_to: [wandbb]",
     "workflow: single_trun",
     "workflow: mine.py",
     "reward: penstock.tasks.reverse",

@@ -14,6 +14,7 @@ from math import inf
 
 from penstock.dataflow.core import pacing
 from penstock.dataflow.core.closed_groups import ClosedGroup, PartCounts, VisibleRoles, with_rows
+from penstock.dataflow.core.histograms import AGES, REWARDS, Histogram
 from penstock.dataflow.core.ids import partition_of
 from penstock.dataflow.core.messages import (
     Admitted,
@@ -170,6 +171,8 @@ class Consumer:
         self.partner_lags: dict[PolicyName, Counter[int]] = {}
         """Rows sealed since the start of the service, by other policy and by how many versions its
         oldest token was behind."""
+        self.sealed_rewards, self.sealed_ages = Histogram(REWARDS), Histogram(AGES)
+        """Rewards of the rows sealed since the start of the service, and their staleness."""
         self._last_expiry_check = (-1, -1)
         """Next number and incarnation at the last check for stale groups."""
         self._deps = deps
@@ -240,6 +243,13 @@ class Consumer:
         for row in rows:
             for partner, age in self.partner_ages(row):
                 self.partner_lags.setdefault(partner, Counter())[age] += 1
+
+    def count_sealed(self, rewards: Iterable[float], ages: Iterable[int]) -> None:
+        """Count rows that are being sealed."""
+        for reward in rewards:
+            self.sealed_rewards.add(reward)
+        for age in ages:
+            self.sealed_ages.add(age)
 
     def is_lagging(self, group: FateRecord) -> bool:
         """Whether tokens of another policy in it exceed `max_partner_lag`. Needs its rows."""

@@ -165,6 +165,7 @@ class Sealing:
         ages = self._ages(consumer, manifest)
         assert all(not consumer.is_stale(group) for group in fresh), "expire() ran just before"
         consumer.count_partners(manifest.rows)
+        consumer.count_sealed(map(manifest.reward, manifest.rows), ages)
         body = self._manifests.encode(manifest)
         return InstalmentRecord(
             consumer=consumer.terms.policy,
@@ -248,6 +249,7 @@ class Sealing:
         ages = self._ages(consumer, manifest)
         assert all(not consumer.is_stale(group) for group in fresh), "expire() ran just before"
         consumer.count_partners(manifest.rows)
+        consumer.count_sealed(map(manifest.reward, manifest.rows), ages)
         body = self._manifests.encode(manifest)
         return BatchRecord(
             consumer=policy,

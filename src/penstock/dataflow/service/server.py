@@ -32,6 +32,7 @@ from penstock.dataflow.service.operators import status as reading
 from penstock.dataflow.service.operators.action_log import ActionLog
 from penstock.dataflow.service.operators.messages import ForgetSessionAnswer, NodeTags, Status
 from penstock.dataflow.service.operators.observe import observe_service
+from penstock.dataflow.service.operators.prometheus import prometheus_text
 from penstock.dataflow.service.partition import PartitionService
 from penstock.dataflow.service.partitions.coordinator_client import CoordinatorClient
 from penstock.dataflow.service.partitions.routes import OPERATORS, PartitionRoutes, RowPayloadRoutes
@@ -131,7 +132,7 @@ class ServiceRoutes:
     @route("GET", "/metrics", ALL_ROLES, response=None)
     async def metrics(self, call: Call) -> RawResponse:
         """Prometheus metrics."""
-        body = reading.metrics(self.service, self.facts.run)
+        body = prometheus_text(self.service, self.facts.run)
         return RawResponse(body, "text/plain; version=0.0.4; charset=utf-8")
 
     def routes(self) -> list[Route]:

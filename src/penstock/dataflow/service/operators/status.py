@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run's state for operators: status, waits, and Prometheus metrics. Read-only."""
+"""The run's state for operators: status and waits. Read-only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
 
 from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.evaluations import Evaluations
@@ -23,7 +21,6 @@ from penstock.dataflow.service.operators.messages import (
     Status,
     WaitStatus,
 )
-from penstock.observe.metric_names import PROMETHEUS
 from penstock.types import NodeId, PolicyName
 
 TRAINER_SILENT_S = 15.0
@@ -260,71 +257,3 @@ def _batch_blocker(service: DataflowService) -> str:
     if service.partition.num_waiting:
         return "a node to take work"
     return "work to be issued"
-
-
-def _gauge(name: str, value: float | None = None) -> GaugeMetricFamily:
-    """A gauge with its help text and labels; without a value, its samples are added later."""
-    metric = PROMETHEUS[name]
-    return GaugeMetricFamily(name, metric.meaning, value, metric.labels or None)
-
-
-class _Collector:
-    def __init__(self, service: DataflowService, run: str) -> None:
-        self._service = service
-        self._run = run
-
-    def collect(self) -> Iterator[Metric]:
-        now = status(self._service, self._run)
-        plain = {
-            "penstock_trajectories_stored": now.trajectories,
-            "penstock_sampled_tokens": now.sampled_tokens,
-            "penstock_tokens_per_second": now.tokens_per_s,
-            "penstock_nodes": len(now.nodes),
-        }
-        for name, value in plain.items():
-            yield _gauge(name, value)
-        depth, version = _gauge("penstock_queue_depth"), _gauge("penstock_weight_version")
-        for policy in now.policies:
-            for state in ("issued", "ready", "sealed"):
-                depth.add_metric([policy.policy, state], getattr(policy, state))
-            version.add_metric([policy.policy], policy.number)
-        wasted = _gauge("penstock_wasted_tokens")
-        for reason, tokens in now.wasted_tokens.items():
-            wasted.add_metric([reason], tokens)
-        yield from (depth, version, wasted)
-        yield from _part_metrics(now)
-        yield from _check_metrics(now)
-
-
-def _part_metrics(now: Status) -> Iterator[Metric]:
-    rewards, tokens = _gauge("penstock_role_reward"), _gauge("penstock_role_tokens")
-    dropped, lag = _gauge("penstock_role_dropped_groups"), _gauge("penstock_partner_lag_rows")
-    for policy in now.policies:
-        for part in policy.parts:
-            labels = [policy.policy, part.role, part.source]
-            tokens.add_metric(labels, part.tokens)
-            if part.reward_mean is not None:
-                rewards.add_metric(labels, part.reward_mean)
-            for reason, number in part.dropped.items():
-                dropped.add_metric([*labels, reason], number)
-        for partner, ages in policy.partner_lag.items():
-            for age, number in ages.items():
-                lag.add_metric([policy.policy, partner, age], number)
-    yield from (rewards, tokens, dropped, lag)
-
-
-def _check_metrics(now: Status) -> Iterator[Metric]:
-    rows, tokens = _gauge("penstock_checked_rows"), _gauge("penstock_checked_tokens")
-    seconds = _gauge("penstock_checked_seconds")
-    for subject, counts in now.checks.items():
-        rows.add_metric([subject, "all"], counts.num_checked)
-        rows.add_metric([subject, "different"], counts.num_different)
-        tokens.add_metric([subject], counts.num_tokens)
-        seconds.add_metric([subject], counts.seconds)
-    yield from (rows, tokens, seconds)
-
-
-def metrics(service: DataflowService, run: str) -> bytes:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(service, run))
-    return generate_latest(registry)
