@@ -29,23 +29,30 @@ EVERY = [
 
 @pytest.mark.parametrize("name", EVERY)
 def test_points_are_read_back_once(name: str, tmp_path: Path) -> None:
+    call(name, tmp_path, "1", "2")
+    call(name, tmp_path, "2", "3")
+    found = json.loads(call(name, tmp_path).splitlines()[-1])
+    if name == "wandb":  # the second start begins a new offline folder, and knows no other
+        assert found.pop(2) == CURVE[1]
+    assert found == CURVE
+
+
+def call(name: str, folder: Path, *points: str) -> str:
     is_foreign = name in IN_AN_ENVIRONMENT_OF_THEIR_OWN
+    python = environment_python("trackers") if is_foreign else sys.executable
     done = subprocess.run(
-        [environment_python("trackers") if is_foreign else sys.executable, SCRIPT, name, tmp_path],
+        [python, SCRIPT, name, folder, *points],
         env={
             **os.environ,
             "PYTHONPATH": str(SOURCES),
-            "TRACKIO_DIR": str(tmp_path / "trackio"),
-            "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}",
+            "TRACKIO_DIR": str(folder / "trackio"),
+            "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
             "WANDB_MODE": "offline",
         },
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    if name == "wandb":  # the second start begins a new offline folder, and knows no other
-        assert found.pop(2) == CURVE[1]
-    assert found == CURVE
+    return done.stdout

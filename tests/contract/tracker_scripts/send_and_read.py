@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends points with the tracker of argv[1]: two, then after a restart one of them and a third one.
-Prints what the tracker stored, read with its own library, as JSON: [step, value] pairs of a metric.
+"""Sends the points of argv[3:] with the tracker of argv[1]. Without any, prints what the tracker
+stored, read with its own library, as JSON: [step, value] pairs of a metric.
 
 Runs in the environment of that library, with penstock's sources and none of its dependencies."""
 
@@ -85,8 +85,9 @@ def log_records(data: bytes) -> list[bytes]:
     return records[:-1]
 
 
-for page in ((point(1), point(2)), (point(2), point(3))):
+if sys.argv[3:]:
     tracker = load_tracker(NAME)(RUN)
-    tracker.send(page)
+    tracker.send([point(int(number)) for number in sys.argv[3:]])
     tracker.close()
-print(json.dumps(globals()[f"read_{NAME}"]()))
+else:
+    print(json.dumps(globals()[f"read_{NAME}"]()))
