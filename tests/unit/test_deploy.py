@@ -14,7 +14,11 @@ import pytest
 import yaml
 
 from penstock.cli.main import build
+from penstock.config import demo_config
 from penstock.config.network import NetworkConfig
+from penstock.fleet.launchers.ray_cluster import selector
+from penstock.fleet.run_folder import RunFolder
+from penstock.fleet.services import local_services
 from penstock.rollout.environments.environments import environment_python
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -29,10 +33,20 @@ def documents() -> Iterator[dict[str, Any]]:
         yield from yaml.safe_load_all(path.read_text())
 
 
+def ray_job() -> dict[str, Any]:
+    return [*yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())][1]
+
+
 def pod_specs() -> Iterator[dict[str, Any]]:
     for document in documents():
         if template := document["spec"].get("template"):
             yield template["spec"]
+
+
+def ray_pod_specs() -> Iterator[dict[str, Any]]:
+    cluster = ray_job()["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        yield group["template"]["spec"]
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -44,6 +58,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         yield f"compose {name}", service["command"]
     scripts = [path.read_text() for path in sorted((DEPLOY / "slurm").iterdir())]
     scripts.append(yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["run"])
+    scripts.append(ray_job()["spec"]["entrypoint"])
     for script in scripts:
         for line in script.replace("\\\n", " ").splitlines():
             code = line.partition(" # ")[0]
@@ -66,7 +81,7 @@ def test_there_are_commands_to_check() -> None:
 def test_what_pods_mount_is_there() -> None:
     """Volumes, claims, secrets, config maps: declared here, or made by a command of the guide."""
     claims = {one["metadata"]["name"] for one in documents() if "Claim" in one["kind"]}
-    for spec in pod_specs():
+    for spec in (*pod_specs(), *ray_pod_specs()):
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
         for container in (*spec["containers"], *spec.get("initContainers", [])):
             assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
@@ -78,6 +93,15 @@ def test_what_pods_mount_is_there() -> None:
                     assert volume[kind][key] in MADE_BY_HAND
     guide = (DEPLOY.parent / "docs" / "how-to" / "deploy.md").read_text()
     assert all(name in guide for name in MADE_BY_HAND)
+
+
+def test_a_ray_cluster_has_authentication_and_the_tags_of_our_services() -> None:
+    cluster = ray_job()["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    labels = [group["labels"] for group in cluster["workerGroupSpecs"]]
+    tags = {tag for one in local_services(demo_config(0), RunFolder(Path())) for tag in one.tags}
+    assert tags == {"train", "rollout"}
+    assert all(any(selector((tag,), None, [one]) for one in labels) for tag in tags)
 
 
 def test_services_find_their_pods_on_the_ports_of_the_run() -> None:

@@ -26,6 +26,7 @@ CORE = (
     "penstock.weights.client",
     "penstock.weights.serving.server",
     "penstock.fleet.launchers.local",
+    "penstock.fleet.launchers.ray_cluster",
     "penstock.audit",
     "penstock.conformance",
     "penstock.observe",

@@ -13,6 +13,8 @@ def run(
     headless: bool = False,
     json: bool = False,
     accept_changes: bool = False,
+    launcher: str | None = None,
+    ray_address: str | None = None,
     python_path: list[Path] | None = None,
     check_deadline: float | None = None,
     dashboard: bool = False,
@@ -25,6 +27,8 @@ def run(
         headless: Print plain progress lines instead of the live panel.
         json: Print one JSON object as the last line.
         accept_changes: Resume even if the config or dataset has changed since the run was started.
+        launcher: What starts the processes: local, ray or ssh; the same as launcher=ray.
+        ray_address: Address of a running Ray cluster; the same as ray.address=10.0.0.1:6379.
         python_path: Folder of your modules; by default the config file's folder, or the last one.
         check_deadline: Seconds that each step of your code may take in the check before the start;
             30 if not given.
@@ -35,7 +39,9 @@ def run(
     from penstock.runs.preflight import ensure_startable
     from penstock.runs.target import read_target
 
-    resolved = read_target(target, overrides, python_path or ())
+    flags = {"launcher": launcher, "ray.address": ray_address}
+    set_by_flags = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    resolved = read_target(target, (*overrides, *set_by_flags), python_path or ())
     result = launch_and_show(
         resolved,
         headless=headless,

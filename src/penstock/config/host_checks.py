@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from penstock.addresses import is_loopback
 from penstock.config.hosts import expand, names_of
 from penstock.config.run_sections import RunSections
 from penstock.options import Contradiction, KeyPath
@@ -17,6 +18,7 @@ def host_contradictions(config: RunSections) -> Iterator[Contradiction]:
     yield from _repeated_hosts(config)
     yield from _addresses(config)
     yield from _unknown_hosts(config)
+    yield from _launcher_hosts(config)
 
 
 def _repeated_hosts(config: RunSections) -> Iterator[Contradiction]:
@@ -56,3 +58,15 @@ def _unknown_hosts(config: RunSections) -> Iterator[Contradiction]:
         elif repeated is not None:
             text = f"host {repeated} is named twice; its ranks are as many as its devices"
             yield Contradiction(text=f"{text}: name it once", keys=((*at, "hosts"), at))
+
+
+def _launcher_hosts(config: RunSections) -> Iterator[Contradiction]:
+    if config.launcher != "ssh":
+        return
+    if not config.hosts:
+        text = "ssh has no hosts to go to: name this machine and the others under hosts, each with "
+        yield Contradiction(text=f"{text}its address", keys=(("launcher",),))
+    elif len(config.all_hosts) > 1 and is_loopback(config.network.host):
+        text = f"other hosts cannot reach the services at {config.network.host}: set network.host, "
+        text += "advertise and tls; `penstock tls init` makes the certificates"
+        yield Contradiction(text=text, keys=(("launcher",), ("network",)))

@@ -30,9 +30,10 @@ def rank_host_contradictions(config: RunSections) -> Iterator[Contradiction]:
         at = ("models", policy, "training") if model.training is not None else ("training",)
         num_ranks, training = config.num_ranks_of(policy), config.for_policy(policy).training
         num_devices = sum(config.all_hosts[name].devices for name in names)
-        if not training.external:
-            text = f"the trainer of {policy} has {len(names)} hosts, and the launcher starts it on "
-            text += "one; set external: true and start `penstock trainer --host NAME` on each"
+        if not training.external and config.launcher == "local":
+            text = f"the trainer of {policy} has {len(names)} hosts, and launcher local starts it "
+            text += "on one; use launcher ray or ssh, or set external: true and start `penstock "
+            text += "trainer --host NAME` on each"
             yield Contradiction(text=text, keys=((*at, "hosts"), at))
         elif training.devices is None and num_devices not in (0, num_ranks):
             text = f"the {len(names)} hosts of the trainer of {policy} have {num_devices} devices "

@@ -113,6 +113,8 @@ MUTABLE_ON_RESUME: tuple[tuple[str, ...], ...] = (
     ("weights",),
     ("sandbox",),
     ("launcher",),
+    ("ray",),
+    ("ssh",),
     ("stall",),
     ("budget",),
     ("training", "external"),

@@ -17,6 +17,7 @@ from penstock.config.dataflow import DataflowConfig
 from penstock.config.evaluation import EvalConfig
 from penstock.config.harbor import harbor_workflow
 from penstock.config.hosts import HostConfig, HostName, expanded
+from penstock.config.launchers import RayConfig, SshConfig
 from penstock.config.limits import BudgetConfig, StallConfig
 from penstock.config.models import ModelConfig
 from penstock.config.network import NetworkConfig
@@ -66,8 +67,11 @@ class PolicyConfig:
 
 
 def _launcher(value: object) -> object:
-    if value in ("ray", "kubernetes", "slurm"):
-        raise ValueError(f"{quoted(value)} is not supported yet; use local")
+    if value in ("kubernetes", "slurm"):
+        raise ValueError(
+            f"{quoted(value)} is not a launcher: the files in deploy/{value} start `penstock run` "
+            "there; use local, ray or ssh"
+        )
     return value
 
 
@@ -78,8 +82,13 @@ class RunSections(Section):
     """Names the run and its folder."""
     output_dir: Annotated[str, AfterValidator(non_blank)] = "outputs"
     """Folder of the run folders; relative to the working directory."""
-    launcher: Annotated[Literal["local"], BeforeValidator(_launcher)] = "local"
-    """What starts the processes."""
+    launcher: Annotated[Literal["local", "ray", "ssh"], BeforeValidator(_launcher)] = "local"
+    """What starts the processes: `local` on this machine, `ray` on a Ray cluster, `ssh` on the
+    machines under `hosts`. The dataflow service and the weight server stay on this machine."""
+    ray: RayConfig = RayConfig()
+    """The cluster of `launcher: ray`."""
+    ssh: SshConfig = SshConfig()
+    """The connections of `launcher: ssh`."""
     seed: int = Field(default=0, ge=0, le=2**32 - 1)
     """Seeds everything random in the run."""
     deterministic: bool = False

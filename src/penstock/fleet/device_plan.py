@@ -66,8 +66,12 @@ def deal_devices(
     for policy, places in layout.ranks.items():
         if config.for_policy(policy).training.external:
             continue
-        _refuse_other_hosts(policy, places, here)
-        devices[f"trainer-{policy}"] = [place.device for place in places]
+        if config.launcher == "local":
+            _refuse_other_hosts(policy, places, here)
+        hosts = list(dict.fromkeys(place.host for place in places))
+        for host in hosts:
+            name = f"trainer-{policy}@{host}" if len(hosts) > 1 else f"trainer-{policy}"
+            devices[name] = [place.device for place in places if place.host == host]
     return {
         service: ",".join(names[n].strip() if n < len(names) else str(n) for n in dealt)
         for service, dealt in devices.items()

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
 from penstock.config import RunConfig
 from penstock.config.device_layout import LaunchedNode, launched_nodes
+from penstock.config.hosts import names_of
 from penstock.config.stages import stage_subject
 from penstock.config.store_password import PASSWORD_ENV, password_in
 from penstock.config.trust import SCORE_STAGE
@@ -37,6 +38,13 @@ CLI = (sys.executable, "-m", "penstock.cli.main")
 _NOT_INHERITED = (TOKEN_FILE_ENV, "PENSTOCK_TOKEN", PASSWORD_ENV)
 """The user's own tokens, which no service needs; and the ledger's password, which only those get
 that open it: nodes and trainers run code of others."""
+_SENT_ALONG = (
+    *THREAD_COUNT_ENVS,
+    *("TOKENIZERS_PARALLELISM", "PYTHONUNBUFFERED", "PYTHONPATH", "SSL_CERT_FILE"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),
+    *(TOKEN_FILE_ENV, PASSWORD_ENV, VISIBLE_ENV),
+)
+"""What a service on another host gets from here, besides the environment of that host."""
 
 
 _SERVICE_MODULES = ("uvloop", "penstock.cli.service_options", "penstock.runs.service_process")
@@ -84,6 +92,14 @@ class ServiceSpec:
     """Called at intervals while it runs."""
     preload: tuple[str, ...] = ()
     """Modules that it imports, of our own and of libraries; a fork server imports them before."""
+    tags: tuple[str, ...] = ()
+    """Where it may run, on a cluster: on hosts with these tags; empty: beside the launcher, with
+    the ledger and the weights."""
+    host: str | None = None
+    """The one host that it may run on."""
+    all_hosts: tuple[str, ...] = ()
+    """Of a trainer on several hosts, of which this is the part on `host`."""
+    threads: int = 1
 
 
 def local_services(
@@ -106,12 +122,14 @@ def local_services(
         threads: int = 1,
         with_store: bool = False,
         preload: tuple[str, ...] = (),
+        tags: tuple[str, ...] = (),
+        host: str | None = None,
     ) -> ServiceSpec:
         token_file = folder.service_tokens / name
 
         def renew_token() -> None:
             if role is not None:
-                write_token(folder, token_file, config.name, role, subject=name)
+                write_token(folder, token_file, config.name, role, subject=name.partition("@")[0])
 
         def build_env() -> Mapping[str, str]:
             renew_token()
@@ -127,6 +145,9 @@ def local_services(
             build_env=build_env,
             renew_token=renew_token,
             preload=preload,
+            tags=tags,
+            host=host,
+            threads=threads,
         )
 
     dataflow = partial(service, with_store=True, preload=_DATAFLOW_MODULES)
@@ -142,7 +163,8 @@ def local_services(
         services.append(service("trackers", server, *args))
     for _, stage in config.pipeline.services if config.pipeline else ():
         args = ("stage", str(folder.path), stage.id)
-        services.append(service(stage_subject(stage.id), server, *args, role=Role.STAGE))
+        name, wanted = stage_subject(stage.id), stage.place or ()
+        services.append(service(name, server, *args, role=Role.STAGE, tags=wanted))
     if config.has_score_stage:
         threads = next(iter(config.models.values())).torch_threads
         args, name = ("stage", str(folder.path), SCORE_STAGE), stage_subject(SCORE_STAGE)
@@ -164,22 +186,25 @@ def local_services(
             role=Role.ROLLOUT,
             threads=model.torch_threads,
             preload=(*_NODE_MODULES, *(_HF_MODULES if model.engine == "hf" else ())),
+            tags=(ROLLOUT,),
         )
 
-    for policy, model in config.models.items():
+    def trainers(policy: str, name: str, threads: int) -> Iterator[ServiceSpec]:
         args = ("trainer", *run_dir, "--policy", policy)
+        make = partial(service, role=Role.TRAINER, threads=threads, preload=_TRAINER_MODULES)
+        make = partial(make, tags=(TRAIN,))
+        hosts = names_of(config.for_policy(policy).training.hosts or ())
+        if config.models[policy].frozen or len(hosts) < 2:
+            yield make(name, trainer, *args, host=hosts[0] if hosts else None)
+            return
+        for host in hosts:
+            part = make(f"{name}@{host}", trainer, *args, "--host", host, host=host)
+            yield replace(part, all_hosts=hosts)
+
+    for policy, model in config.models.items():
         name = f"publisher-{policy}" if model.frozen else f"trainer-{policy}"
         if model.frozen or not config.for_policy(policy).training.external:
-            services.append(
-                service(
-                    name,
-                    trainer,
-                    *args,
-                    role=Role.TRAINER,
-                    threads=model.torch_threads,
-                    preload=_TRAINER_MODULES,
-                )
-            )
+            services += trainers(policy, name, model.torch_threads)
         own = (one for one in nodes if one.policy == policy and not one.evaluates_only)
         services += map(node_service, own)
     services += (node_service(one) for one in nodes if one.evaluates_only)
@@ -212,3 +237,8 @@ def _env(num_threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def remote_env(env: Mapping[str, str]) -> dict[str, str]:
+    """The part of a service's environment that goes to another host; secrets of the user stay."""
+    return {name: env[name] for name in _SENT_ALONG if name in env}

@@ -21,10 +21,8 @@ from typing import Protocol
 from penstock.config import RunConfig, config_changes
 from penstock.dataflow.service.read_prompts import with_prompts
 from penstock.dataflow.sources import preferred_digest
-from penstock.devices import visible_devices
 from penstock.errors import ConfigError, LaunchError, PenstockError, Stalled
 from penstock.fleet.device_plan import deal_devices
-from penstock.fleet.fork_server import ForkServer
 from penstock.fleet.launchers.local import POLL_S, LocalLauncher
 from penstock.fleet.ports import wait_for_port
 from penstock.fleet.run_folder import (
@@ -46,6 +44,7 @@ from penstock.runs.scaling import ReportPoller, Scaler
 from penstock.runs.scaling_setup import build_scaler
 from penstock.runs.spending import BudgetGuard
 from penstock.runs.stall_guard import StallGuard
+from penstock.runs.starters import build_starter
 from penstock.runs.user_code import record_code
 from penstock.wire.auth import Signer
 
@@ -293,16 +292,15 @@ def _supervise(
         line = json.dumps({"service": "launcher", "level": "warning", "msg": code_note})
         (log_dir / "launcher.log").write_text(line + "\n")
 
-    num_devices = len(visible_devices())
+    work_dir = Path(folder.endpoints().work_dir)
+    starter, num_devices = build_starter(config, work_dir, log_dir, notify)
     launcher = LocalLauncher(
         local_services(config, folder, deal_devices(config, num_devices)),
         log_dir=log_dir,
-        work_dir=Path(folder.endpoints().work_dir),
+        starter=starter,
         on_exit=notify,
         monitor=poller,
         trains=not any(config.for_policy(name).training.external for name in config.trained),
-        # With GPUs every service imports for itself: their driver does not survive a fork.
-        fork_server=None if num_devices else ForkServer(log_dir / "fork-server.log"),
     )
 
     def record() -> None:

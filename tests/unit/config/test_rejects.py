@@ -175,7 +175,7 @@ CHOICES = [
 ]  # fmt: skip
 
 NOT_SUPPORTED = [
-    case("launcher: local", "launcher: ray #@", "launcher", "is not supported yet; use local"),
+    case("launcher: local", "launcher: slurm #@", "launcher", "use local, ray or ssh"),
     case("eval: null", "eval: {every: 10} #@", "eval.suites", "required"),
     case("eval: null", "eval: {every: 5, suites: [a, a]} #@", "eval.suites", "called a"),
     case("eval: null", "eval: {every: 5, suites: [a], best: b} #@", "eval.best", "use one"),

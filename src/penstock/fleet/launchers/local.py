@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the processes of a run alive on this machine and leaves none behind.
+"""Keeps the processes of a run alive and leaves none behind.
 
 Owns starting, restarting with back-off, giving up and stopping in order. Knows only commands and
-exit codes; a RunMonitor says whether the run advances.
+exit codes: a Starter starts them, here or on other hosts, and a RunMonitor says whether the run
+advances.
 
 The kernel's parent-death signal is tied to the thread that started a child, so one thread makes
 all calls here.
@@ -19,10 +20,10 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.errors import LaunchError
-from penstock.fleet import processes
 from penstock.fleet.fork_server import ForkServer
+from penstock.fleet.launchers.starter import EXIT_HOST_LOST, Child, LocalStarter, Starter
 from penstock.fleet.service_tokens import RENEW_S
-from penstock.fleet.services import CLI, ServiceKind, ServiceSpec
+from penstock.fleet.services import ServiceKind, ServiceSpec
 
 INITIAL_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
@@ -88,7 +89,7 @@ class _Supervised:
 
     service: ServiceSpec
     log: Path
-    child: processes.Child | None = None
+    child: Child | None = None
     started_at: float = 0.0
     restart_at: float = 0.0
     """When to restart it."""
@@ -114,18 +115,19 @@ class LocalLauncher:
         monitor: RunMonitor,
         trains: bool = True,
         fork_server: ForkServer | None = None,
+        starter: Starter | None = None,
     ) -> None:
-        """trains: whether trainers are among the services, or started elsewhere."""
+        """trains: whether trainers are among the services, or started elsewhere.
+        starter: None: children of this process, in `work_dir`, forked where they can be."""
         self.trains = trains
         self._supervised = [
             _Supervised(service, log_dir / f"{service.name}.log") for service in services
         ]
         self._log_dir = log_dir
-        self._work_dir = work_dir
         self._on_exit = on_exit
         self._monitor = monitor
-        self._reaper = processes.OrphanReaper()
-        self._fork_server = fork_server
+        self._starter = starter or LocalStarter(work_dir, fork_server=fork_server)
+        self._known_pids: dict[str, int] = {}
         self._renew_at = time.time() + RENEW_S
         self.drained: set[str] = set()
         """Nodes that operators drained."""
@@ -136,6 +138,7 @@ class LocalLauncher:
         """Start all services, servers first. Clients wait for their servers."""
         for entry in self._supervised:
             self._start(entry)
+        self._known_pids = self.pids()
 
     def add(self, node: ServiceSpec) -> None:
         """Start one more node, and keep it running."""
@@ -163,8 +166,9 @@ class LocalLauncher:
 
     def poll(self) -> bool:
         """Restart services that exited. Returns True if a process started or exited; raises
-        LaunchError if a service keeps failing."""
-        changed = False
+        LaunchError if a service keeps failing, or if none can be started any more."""
+        self._starter.check()
+        changed = self.pids() != self._known_pids  # one has got its place
         now = time.monotonic()
         if time.time() >= self._renew_at:  # by the clock of the tokens, which a suspend advances
             self._renew_tokens()
@@ -183,6 +187,7 @@ class LocalLauncher:
             if code is not None:
                 changed = True
                 self._handle_exit(entry, code, now)
+        self._known_pids = self.pids()
         return changed
 
     def has_finished_training(self) -> bool:
@@ -190,21 +195,22 @@ class LocalLauncher:
         return self.trains and all(entry.is_done for entry in self._of_kind(ServiceKind.TRAINER))
 
     def pids(self) -> dict[str, int]:
-        return {e.service.name: e.child.pid for e in self._supervised if e.child is not None}
+        """Of the services on this machine."""
+        found = {e.service.name: e.child.pid for e in self._supervised if e.child is not None}
+        return {name: pid for name, pid in found.items() if pid is not None}
 
     def logs(self) -> dict[str, Path]:
         return {entry.service.name: entry.log for entry in self._supervised}
 
     def restart(self, service: str) -> bool:
-        """Kill a service, or start it again if it has exited; `poll()` starts it. False if it is
-        none of these."""
-        for entry in self._supervised:
-            if entry.service.name == service:
-                self._signal([entry], signal.SIGKILL)
-                if entry.child is None:
-                    entry.is_done, entry.restart_at = False, 0.0
-                return True
-        return False
+        """Kill a service, on all of its hosts, or start it again if it has exited; `poll()` starts
+        it. False if it is none of these."""
+        found = [e for e in self._supervised if e.service.name.partition("@")[0] == service]
+        for entry in found:
+            self._signal([entry], signal.SIGKILL)
+            if entry.child is None:
+                entry.is_done, entry.restart_at = False, 0.0
+        return bool(found)
 
     def wait_for_nodes(self, timeout_s: float) -> None:
         """Let nodes exit by themselves at the end of a run."""
@@ -231,29 +237,12 @@ class LocalLauncher:
         running = [entry for entry in self._supervised if entry.child is not None]
         self._signal(running, signal.SIGKILL)
         self._wait(running, timeout_s=60.0)
-        self._reaper.close()
-        if self._fork_server is not None:
-            self._fork_server.close()
+        self._starter.close()
 
     # --- one process ------------------------------------------------------------------------------
 
     def _start(self, entry: _Supervised) -> None:
-        service, env, child = entry.service, entry.service.build_env(), None
-        try:
-            if self._fork_server is not None and service.preload:
-                child = self._fork_server.start(
-                    service.command[len(CLI) :],
-                    env=env,
-                    cwd=self._work_dir,
-                    log=entry.log,
-                    preload=service.preload,
-                )
-            entry.child = child or processes.start(
-                service.command, env=env, cwd=self._work_dir, log=entry.log
-            )
-        except OSError as error:
-            raise LaunchError(f"cannot start {entry.service.name}: {error}") from error
-        self._reaper.add(entry.child.pid)
+        entry.child = self._starter.start(entry.service, entry.log)
         entry.started_at = time.monotonic()
 
     def _renew_tokens(self) -> None:
@@ -270,9 +259,8 @@ class LocalLauncher:
 
     def _reap(self, entry: _Supervised) -> int | None:
         assert entry.child is not None
-        code = processes.reap(entry.child)
+        code = entry.child.exit_code()
         if code is not None:
-            self._reaper.remove(entry.child.pid)
             entry.child = None
         return code
 
@@ -304,7 +292,8 @@ class LocalLauncher:
         uptime_s = now - entry.started_at
         if uptime_s >= BACKOFF_RESET_S:
             entry.delay_s = INITIAL_BACKOFF_S
-        self._count_failure(entry, code, now)
+        if code != EXIT_HOST_LOST:
+            self._count_failure(entry, code, now)
         entry.restart_at = now + entry.delay_s
         self._on_exit(
             ServiceExit(
@@ -312,7 +301,7 @@ class LocalLauncher:
                 code=code,
                 uptime_s=uptime_s,
                 delay_s=entry.delay_s,
-                reason=log_tail(entry.log, 1).strip()[:200] if code > 0 else "",
+                reason=_reason(entry.log, code),
                 log=entry.log,
             )
         )
@@ -345,9 +334,9 @@ class LocalLauncher:
             if entry.child is None:
                 continue
             if number is signal.SIGKILL:
-                processes.signal_group(entry.child.pid, number)
+                entry.child.kill()
             else:
-                entry.child.send_signal(number)  # the service stops its own children
+                entry.child.terminate()
 
     def _wait(self, entries: Sequence[_Supervised], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -359,12 +348,19 @@ class LocalLauncher:
 
 def describe_exit(code: int) -> str:
     """`exited with code 1`, or `was killed by SIGKILL`."""
+    if code == EXIT_HOST_LOST:
+        return "lost its host"
     if code >= 0:
         return f"exited with code {code}"
     try:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
+
+
+def _reason(log: Path, code: int) -> str:
+    """What the service said last, if it ended by itself."""
+    return log_tail(log, 1).strip()[:200] if 0 < code < EXIT_HOST_LOST else ""
 
 
 def log_tail(log: Path, num_lines: int = LOG_TAIL_LINES) -> str:

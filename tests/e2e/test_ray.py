@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on Ray clusters whose hosts die, hang and come, and whose control store dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Generator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.e2e.ray_clusters import RayCluster, kill_raylet, ray_cluster, workers_of
+from tests.e2e.system import SMALL, System, assert_complete, is_gone, penstock, until
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray"),
+]
+BOTH = {"rollout": "true", "train": "true"}
+LONG = ("training.steps=40", *SMALL[1:])
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Generator[System]:
+    made = System(tmp_path / "run")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cluster() -> Generator[RayCluster]:
+    with ray_cluster() as made:
+        yield made
+
+
+def until_placed(system: System, *services: str) -> dict[str, int]:
+    until(lambda: set(services) <= system.pids().keys(), timeout_s=600.0, what="a place for each")
+    return system.pids()
+
+
+def test_a_run_on_a_new_cluster_ends_and_leaves_nothing(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that is killed comes back, as on this machine; the cluster ends with the run."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    steps = 4
+    system.start(f"training.steps={steps}", *SMALL[1:], "launcher=ray")
+    system.until_step(1)
+    parents = psutil.Process(system.pids()["node-0"]).parents()
+    raylets = [process.pid for process in parents if process.name() == "raylet"]
+    system.kill("node-0")
+    assert system.wait() == 0, system.output()
+    assert "node-0 was killed by SIGKILL" in system.output()
+    assert_complete(system, steps=steps)
+    assert raylets, "it ran in a worker of Ray"
+    until(lambda: all(map(is_gone, raylets)), timeout_s=60.0, what="the cluster is gone")
+
+
+def test_a_cluster_without_authentication_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    done = penstock("demo", "--dir", str(tmp_path / "run"), "--headless", "launcher=ray")
+    assert done.returncode != 0 and "RAY_AUTH_MODE=token" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_host_is_lost_and_another_comes(
+    system: System, cluster: RayCluster, record_property: Any
+) -> None:
+    hosts = {name: cluster.add(name, **BOTH) for name in ("b", "c")}
+    system.start(*LONG, "launcher=ray")
+    system.until_step(3)
+    before = until_placed(system, "trainer-policy", "node-0", "node-1")
+    lost = cluster.host_of(before["trainer-policy"], hosts)
+    there = [name for name in before if name not in ("dataflow", "weights")]
+    there = [name for name in there if cluster.host_of(before[name], hosts) == lost]
+    kill_raylet(hosts.pop(lost))
+    killed_at = time.monotonic()
+    hosts["d"] = cluster.add("d", **BOTH)
+    for service in there:
+        system.until_back(service, before[service])
+        record_property(f"recovery_s {service}", round(time.monotonic() - killed_at, 1))
+        print(f"{service} runs again {time.monotonic() - killed_at:.1f} s after its host was lost")
+    step = system.step()
+    system.until_step(step + 1)
+    print(f"step {step + 1} {time.monotonic() - killed_at:.1f} s after the loss")
+    assert system.wait() == 0, system.output()
+    assert "trainer-policy lost its host" in system.output()
+    assert_complete(system, steps=40)
+
+
+@pytest.mark.slow
+def test_two_live_copies_of_a_trainer_and_a_node(system: System, cluster: RayCluster) -> None:
+    """The host hangs, as behind a broken network: its services go on, and Ray starts others."""
+    hosts = {name: cluster.add(name, **BOTH) for name in ("b", "c")}
+    system.start(*LONG, "launcher=ray")
+    system.until_step(3)
+    before = until_placed(system, "trainer-policy", "node-0", "node-1")
+    hung = hosts[cluster.host_of(before["trainer-policy"], hosts)]
+    stopped = workers_of(hung)
+    old = psutil.Process(before["trainer-policy"])
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        system.until_back("trainer-policy", before["trainer-policy"])
+        assert old.is_running(), "both copies live"
+        until(lambda: is_gone(old.pid), timeout_s=600.0, what="the old trainer gives up")
+        assert system.wait() == 0, system.output()
+    finally:
+        for process in stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+    logs = "".join(path.read_text() for path in system.folder.logs.rglob("trainer-policy.log"))
+    assert "fenced" in logs.lower() or "another trainer" in logs.lower(), logs[-3000:]
+    assert_complete(system, steps=40)
+
+
+@pytest.mark.slow
+def test_the_control_store_is_lost_and_one_command_resumes(system: System) -> None:
+    with ray_cluster() as cluster:
+        cluster.add("b", **BOTH)
+        system.start(*LONG, "launcher=ray")
+        system.until_step(3)
+        cluster.kill_store()
+        killed_at = time.monotonic()
+        assert system.wait() != 0
+        print(f"the run ended {time.monotonic() - killed_at:.1f} s after the control store")
+        assert "Ray's control store" in system.output()
+        system.until_nothing_is_left()
+    reached = system.step()
+    assert reached < 40
+    with ray_cluster() as cluster:
+        cluster.add("b", **BOTH)
+        system.start()
+        assert system.wait() == 0, system.output()
+        assert_complete(system, steps=40)
+    assert os.environ.get("RAY_ADDRESS") is None

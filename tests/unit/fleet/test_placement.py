@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a service may run, by its tags: on Ray's nodes and on the hosts of a run file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.config import HostConfig, demo_config
+from penstock.errors import ConfigError, LaunchError
+from penstock.fleet.launchers import ray_cluster
+from penstock.fleet.launchers.ray_cluster import selector
+from penstock.fleet.launchers.ssh import candidates
+from penstock.fleet.run_folder import RunFolder
+from penstock.fleet.services import ServiceKind, ServiceSpec, local_services
+
+TWO_HOSTS = (
+    "hosts={a: {memory_gb: 4, address: 10.0.0.1}, b: {memory_gb: 4, address: 10.0.0.2}}",
+    "training.hosts=[a, b]",
+    "training.parallel.dp=2",
+)
+
+
+def service(*tags: str, host: str | None = None) -> ServiceSpec:
+    return ServiceSpec(
+        name="one", kind=ServiceKind.NODE, command=("true",), build_env=dict, tags=tags, host=host
+    )
+
+
+def host(*tags: str) -> HostConfig:
+    return HostConfig(memory_gb=4, tags=tags)
+
+
+def test_a_service_goes_to_ray_nodes_with_its_tags() -> None:
+    labels = [{"train": "true", "ray.io/node-id": "1"}, {"rollout": "true"}, {"h100": "false"}]
+    assert selector(("train",), None, labels) == {"train": "true"}
+    assert selector(("train",), "a", labels) == {"host": "a"}
+
+
+def test_a_tag_that_no_ray_node_has_constrains_nothing() -> None:
+    assert selector(("train",), None, [{"rollout": "true"}, {"train": "false"}]) == {}
+
+
+def test_a_service_goes_to_hosts_with_all_its_tags() -> None:
+    hosts = {"a": host("train"), "b": host("rollout", "train"), "c": host("rollout", "h100")}
+    assert candidates(service("rollout"), hosts, "a") == ("b", "c")
+    assert candidates(service("rollout", "h100"), hosts, "a") == ("c",)
+    assert candidates(service("train", host="b"), hosts, "a") == ("b",)
+    assert candidates(service("judge"), hosts, "a") == ("a", "b", "c"), "no host has this tag"
+    assert candidates(service("train", "h100"), hosts, "a") == (), "no host has both"
+
+
+def test_services_with_files_stay_beside_the_launcher(tmp_path: Path) -> None:
+    hosts = {"a": host("train"), "b": host("rollout")}
+    placed = {
+        one.name: candidates(one, hosts, "a")
+        for one in local_services(demo_config(0), RunFolder(tmp_path))
+    }
+    assert placed == {
+        "dataflow": ("a",),
+        "weights": ("a",),
+        "trainer-policy": ("a",),
+        "node-0": ("b",),
+        "node-1": ("b",),
+    }
+
+
+@pytest.mark.parametrize("launcher", ["ray", "ssh"])
+def test_a_trainer_on_two_hosts_has_a_part_on_each(tmp_path: Path, launcher: str) -> None:
+    network = "network={host: 10.0.0.1, tls: {cert: c, key: k}}"
+    config = demo_config(0, [*TWO_HOSTS, network, f"launcher={launcher}"])
+    parts = [
+        (one.name, one.host, one.all_hosts, one.command[-2:])
+        for one in local_services(config, RunFolder(tmp_path))
+        if one.kind is ServiceKind.TRAINER
+    ]
+    assert parts == [
+        (f"trainer-policy@{name}", name, ("a", "b"), ("--host", name)) for name in ("a", "b")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (TWO_HOSTS, "launcher local starts it on one; use launcher ray or ssh"),
+        (("launcher=ssh",), "ssh has no hosts to go to"),
+        ((*TWO_HOSTS, "launcher=ssh"), "other hosts cannot reach the services at 127.0.0.1"),
+    ],
+    ids=["local", "no hosts", "loopback"],
+)
+def test_hosts_that_a_launcher_cannot_use_are_refused(overrides: tuple[str, ...], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        demo_config(0, overrides)
+
+
+def test_a_cluster_that_everybody_may_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(LaunchError, match="RAY_AUTH_MODE=token"):
+        ray_cluster.connect(None)
