@@ -168,7 +168,7 @@ class LocalLauncher:
         """Restart services that exited. Returns True if a process started or exited; raises
         LaunchError if a service keeps failing, or if none can be started any more."""
         self._starter.check()
-        changed = self.pids() != self._known_pids  # one has got its place
+        changed = False
         now = time.monotonic()
         if time.time() >= self._renew_at:  # by the clock of the tokens, which a suspend advances
             self._renew_tokens()
@@ -187,8 +187,8 @@ class LocalLauncher:
             if code is not None:
                 changed = True
                 self._handle_exit(entry, code, now)
-        self._known_pids = self.pids()
-        return changed
+        before, self._known_pids = self._known_pids, self.pids()
+        return changed or before != self._known_pids  # or one has got its place
 
     def has_finished_training(self) -> bool:
         """Every trainer exited with code 0; False if they are started elsewhere."""
