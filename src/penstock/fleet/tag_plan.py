@@ -8,7 +8,7 @@ nothing, reads no clock."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from penstock.fleet.inventory import ROLLOUT, TRAIN, Resource, train_priority
@@ -72,6 +72,19 @@ def plan_tags(resources: Sequence[Resource], needs: Sequence[ServiceNeed]) -> Ta
     """Give every living resource the work that its tags allow. Who works for a service with a count
     stays, as long as it fits; the rest of the count is filled by `train_priority`, from resources
     that are idle or do what can be interrupted. Needs without a count share what is left."""
+    settled = list(resources)
+    services, missing = _assign(settled, needs)
+    for _ in needs:  # who gave way to a service that cannot be complete is free for another
+        settled = [replace(one, service=services.get(one.name)) for one in settled]
+        services, missing = _assign(settled, needs)
+    counted = [need for need in needs if need.count is not None]
+    changes = tuple(_changes(resources, services, {need.service for need in counted}))
+    return TagPlan(services=services, changes=changes, missing=missing)
+
+
+def _assign(
+    resources: Sequence[Resource], needs: Sequence[ServiceNeed]
+) -> tuple[dict[str, str], dict[str, int]]:
     counted = [need for need in needs if need.count is not None]
     services: dict[str, str] = {}
     for need in counted:
@@ -86,8 +99,7 @@ def plan_tags(resources: Sequence[Resource], needs: Sequence[ServiceNeed]) -> Ta
         fitting = [need.service for need in others if need.fits(one)]
         if one.name not in services and fitting:
             services[one.name] = _least_served(one, fitting, services)
-    changes = tuple(_changes(resources, services, {need.service for need in counted}))
-    return TagPlan(services=services, changes=changes, missing=missing)
+    return services, missing
 
 
 def _ranked(need: ServiceNeed, resources: Sequence[Resource]) -> list[Resource]:
