@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 
 
 async def with_upkeep(
-    work: Coroutine[None, None, None],
+    work: Coroutine[None, None, object],
     token: HeldToken,
     *,
     urls: Sequence[str],
