@@ -19,7 +19,7 @@ from penstock.config import RunConfig
 from penstock.tasks import reverse
 
 PINS = ROOT / "constraints" / "envs" / "trl.txt"
-TRAIN = ROOT / "benchmarks" / "baselines" / "trl_train.py"
+TRAIN = ROOT / "benchmarks" / "trl_train.py"
 
 
 def environment() -> Path:
@@ -45,7 +45,7 @@ def variables() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrlRun:
-    """One run of `baselines/trl_train.py`."""
+    """One run of `trl_train.py`."""
 
     folder: str
     """Where it writes."""

@@ -535,8 +535,8 @@ BROKEN_CONFIGS: tuple[BrokenConfig, ...] = (
         "an unknown launcher",
         "launcher: slurm",
         key="launcher",
-        says='"slurm" is not supported yet',
-        fix="use local",
+        says='"slurm" is not a launcher',
+        fix="use local, ray or ssh",
     ),
     BrokenConfig(
         "a stage that reads an unknown column",

@@ -2,7 +2,7 @@
 """What GRPO learns from a batch, against TRL: the gradient of a batch, and ten updates in a row.
 
 `recorded/trl.safetensors` holds what TRL computed, in its own environment; to record it again, run
-`benchmarks/baselines/trl_gradient.py` with the interpreter of `benchmarks.trl`."""
+`benchmarks/trl_gradient.py` with the interpreter of `benchmarks.trl`."""
 
 from __future__ import annotations
 
