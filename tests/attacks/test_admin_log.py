@@ -230,6 +230,7 @@ def test_stopping_a_run_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pids = iter([os.getpid(), None])
     sent: list[int] = []
     monkeypatch.setattr(RunFolder, "launcher_pid", lambda _: next(pids))  # pyright: ignore
+    monkeypatch.setattr(RunFolder, "lock_owner", lambda _: os.getuid())  # pyright: ignore
     monkeypatch.setattr(os, "kill", lambda _, number: sent.append(number))  # pyright: ignore
     assert stop_run(folder, timeout_s=120.0)
     assert sent == [signal.SIGTERM]
