@@ -139,8 +139,10 @@ async def test_a_trainer_gets_its_batch_when_its_resource_has_paused(scene: Scen
     assert not (await scene.beat(SHARED)).pause
     await scene.deliver(rows[:4])
     waiting = asyncio.create_task(scene.ask(1, wait_s=60.0))
-    while not (pause := (await scene.beat(SHARED)).pause):
+    pause = (await scene.beat(SHARED)).pause
+    while not pause:
         await asyncio.sleep(0.02)
+        pause = (await scene.beat(SHARED)).pause
     assert pause == "samples"
     assert not waiting.done(), "the node still generates"
     await scene.beat(SHARED, NodeState.PAUSED)
