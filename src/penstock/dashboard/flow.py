@@ -108,6 +108,6 @@ def _stall_records(run: ShownRun) -> list[dict[str, Any]]:
             if path.stat().st_size <= MAX_STALL_BYTES:
                 record = msgspec.json.decode(path.read_bytes())
                 found.append({"file": f"{path.parent.name}/{path.name}", "record": record})
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, RecursionError):
             continue
     return found
