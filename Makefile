@@ -71,7 +71,7 @@ GPUS ?= 1
 HAS_POSTGRES = $(shell ls -d /usr/lib/postgresql/*/bin/postgres 2>/dev/null)
 # Campaigns on a real engine run where one is installed.
 HAS_VLLM = $(shell ls "$${PENSTOCK_CACHE:-$$HOME/.cache/penstock}/vllm/bin/vllm" 2>/dev/null)
-NEEDS_MORE = slow or gpu or vllm or envs or ray$(if $(HAS_POSTGRES),, or postgres)
+NEEDS_MORE = slow or gpu or vllm or envs$(if $(HAS_POSTGRES),, or postgres)
 # No test reaches for the network, and no tokenizer starts threads before a fork.
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 

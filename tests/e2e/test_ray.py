@@ -48,7 +48,7 @@ def test_a_run_on_a_new_cluster_ends_and_leaves_nothing(
 ) -> None:
     """A service that is killed comes back, as on this machine; the cluster ends with the run."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    steps = 4
+    steps = 10
     system.start(f"training.steps={steps}", *SMALL[1:], "launcher=ray")
     system.until_step(1)
     parents = psutil.Process(system.pids()["node-0"]).parents()
