@@ -13,11 +13,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from benchmarks.overlap_real import Folder
 from tests.chaos.processes import ROOT
 
 from penstock.dataflow.client.dataflow import NodeClient
@@ -26,7 +26,7 @@ from penstock.rollout.context import Context
 from penstock.rollout.delivery_queue import AckLog
 from penstock.rollout.engines.simulated import LoadProfile, SimulatedEngine
 from penstock.rollout.node import NodeDeps, build, on_stop_signals
-from penstock.types import NodeId, PublishedVersion, Task
+from penstock.types import NodeId, Task
 from penstock.wire.auth import Role
 
 LOAD = LoadProfile(first_token_s=1.5, spread=0.4)
@@ -40,28 +40,6 @@ async def answer(task: Task, ctx: Context) -> float:
     return float(len(set(said.text)))
 
 
-class SameFolder:
-    """Every version is one folder: weights are not what churns here."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    async def __call__(self, weights_url: str, target: PublishedVersion) -> Path:
-        return self._folder
-
-    def require_unchanged(self, folder: Path) -> None:
-        return None
-
-    def make_patch(self, base: Path, folder: Path) -> None:
-        return None
-
-    def prune_except(self, keep: Collection[str]) -> None:
-        return None
-
-    async def close(self) -> None:
-        return None
-
-
 async def live(folder: RunFolder, snapshot: Path, name: str, capacity: int) -> None:
     """One node, until it is drained or killed."""
     token = folder.token(folder.read_config().name, Role.ROLLOUT, ttl_s=TOKEN_S, subject=name)
@@ -71,7 +49,7 @@ async def live(folder: RunFolder, snapshot: Path, name: str, capacity: int) -> N
     deps = NodeDeps(
         ack_log=AckLog(acks / f"{name}.txt"),
         dataflow=client,
-        make_fetcher=lambda _: SameFolder(snapshot),
+        make_fetcher=lambda _: Folder(snapshot),
         make_engine=lambda facts, policy, seat: SimulatedEngine(LOAD, seed=hash(name) % 2**31),
     )
     async with build(deps, node_id=NodeId(name), capacity=capacity) as node:

@@ -53,12 +53,13 @@ def predict_idle(
     step_s = (
         _shared_step_s(load, tagging, batches_per_visit)
         if pipeline is Pipeline.MULTIPLEXED
-        else _dedicated_step_s(pipeline, load, tagging)
+        else dedicated_step_s(pipeline, load, tagging)
     )
     return 1 - (load.rollout_s + load.train_s) / (tagging.total * step_s)
 
 
-def _dedicated_step_s(pipeline: Pipeline, load: Load, tagging: Tagging) -> float:
+def dedicated_step_s(pipeline: Pipeline, load: Load, tagging: Tagging) -> float:
+    """Seconds of a step when no resource does both."""
     generate_s, train_s = load.rollout_s / tagging.rollout, load.train_s / tagging.train
     if pipeline is Pipeline.OFF_POLICY:
         return max(generate_s, train_s)

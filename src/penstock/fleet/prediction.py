@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step time, bubbles and the best split of GPUs, predicted from the rates of a run: pure functions.
 
-Owns the model: a step takes as long as its slower side when rollout and training overlap, and as
-long as both when they do not. Measures nothing; the rates come from a balance report."""
+How long a step takes is the model of `idle_forecast`; owns what a balance report says of a run's
+rates, and what they give for another split. Measures nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from penstock.dataflow.report.shape import BalanceReport, PolicyReport
+from penstock.fleet.idle_forecast import Load, Pipeline, Tagging, dedicated_step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,11 @@ def predict(
     rollout_gpu_s = rates.rollout_gpu_s * work_ratio
     rollout_s = rollout_gpu_s / (max(1, rollout_gpus) * rates.pool_share)
     train_s = rates.train_s * work_ratio
-    step_s = max(rollout_s, train_s) if overlaps else rollout_s + train_s
+    step_s = dedicated_step_s(
+        Pipeline.OFF_POLICY if overlaps else Pipeline.NAIVE,
+        Load(rollout_s=rollout_s, train_s=train_s),
+        Tagging(rollout=1, train=1),  # both sides as a whole
+    )
     return Prediction(
         policy=rates.policy,
         rollout_gpus=rollout_gpus,
