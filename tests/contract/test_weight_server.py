@@ -59,6 +59,7 @@ def paths(tmp_path: Path) -> list[str]:
         f"/v1/manifests/{manifest_digest(tmp_path)}",
         f"/v1/blobs/{blob_digest(tmp_path)}",
         f"/v1/deltas/{blob_digest(tmp_path)}?bytes=1&from={'0' * 64}",
+        f"/v1/updates/{manifest_digest(tmp_path)}?from={'0' * 64}",
         "/metrics",
         "/openapi.json",
     ]

@@ -48,11 +48,7 @@ async def test_unchanged_files_are_fetched_once(tmp_path: Path) -> None:
         assert len(asked) == 1 + 5
         asked.clear()
         folder = await Puller(tmp_path / "cache").pull([caller], second)
-        assert sorted(path.split("/")[2] for path in asked) == [
-            "blobs",
-            "deltas",
-            "manifests",
-        ]
+        assert [path.split("/")[2] for path in asked] == ["updates", "blobs"]
     assert contents(folder) == contents(tmp_path / "hf-1")
     assert contents(tmp_path / "cache" / "versions" / first.manifest_digest) == contents(
         tmp_path / "hf-0"

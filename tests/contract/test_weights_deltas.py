@@ -8,17 +8,23 @@ import asyncio
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zstandard
 from starlette.requests import Request
 from tests.unit.weights.snapshot_folders import contents, weights_bytes
 from tests.unit.weights.weight_servers import put_folder, running_weight_server, tampering_server
 
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
-from penstock.weights.manifest import FileEntry, parse_manifest
+from penstock.weights.manifest import MAX_MANIFEST_BYTES, FileEntry, parse_manifest
 from penstock.weights.pulling import links as module
 from penstock.weights.store import DirectoryStore
+from penstock.weights.update import Update, unpack_manifest
+from penstock.wire.auth import Audience, Role, Signer
+from penstock.wire.client import AsyncServiceClient
+from penstock.wire.codec import decode, encode
 
 WEIGHTS = "model.safetensors"
 SHAPES = {"a.weight": (200, 300), "b.weight": (300,), "c.weight": (40_000,)}
@@ -50,6 +56,11 @@ def versions(tmp_path: Path, num: int) -> list[PublishedVersion]:
 def weights_file(tmp_path: Path, version: PublishedVersion) -> FileEntry:
     data = DirectoryStore(tmp_path / "store").read_manifest(version.manifest_digest)
     return next(file for file in parse_manifest(data).files if file.name == WEIGHTS)
+
+
+def read_token(tmp_path: Path) -> str:
+    """For a server over `tmp_path`."""
+    return Signer.read(tmp_path / "keys", "run").mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=3600)
 
 
 async def test_only_changes_travel(tmp_path: Path) -> None:
@@ -84,6 +95,65 @@ async def test_the_real_server_offers_deltas(tmp_path: Path) -> None:
     assert (fetched / step.blob).exists(), "it came as a delta"
 
 
+class RoundCounter(AsyncServiceClient):
+    """Requests that are in flight together are one round trip."""
+
+    num_rounds = 0
+    num_in_flight = 0
+
+    async def request(self, method: str, path: str, *words: Any, **options: Any) -> Any:
+        self.num_rounds += self.num_in_flight == 0
+        self.num_in_flight += 1
+        try:
+            return await super().request(method, path, *words, **options)
+        finally:
+            self.num_in_flight -= 1
+
+
+async def test_a_delta_takes_two_round_trips(tmp_path: Path) -> None:
+    """One that names manifest and deltas, one for the bytes: a link of 300 ms makes each dear."""
+    made = versions(tmp_path, 3)
+    async with running_weight_server(tmp_path) as served:
+        caller = RoundCounter(served.base_url, read_token(tmp_path))
+        await Puller(tmp_path / "cache").pull([caller], made[0])
+        for number in (1, 2):
+            caller.num_rounds = 0
+            folder = await Puller(tmp_path / "cache").pull([caller], made[number])
+            assert contents(folder) == contents(tmp_path / f"hf-{number}")
+            assert caller.num_rounds == 2
+        await caller.close()
+
+
+@pytest.mark.parametrize("spoil", ["bits", "size", "no size", "other version", "chains"])
+async def test_a_spoiled_update_is_not_believed(tmp_path: Path, spoil: str) -> None:
+    made = versions(tmp_path, 2)
+    asked: list[str] = []
+
+    async def meddle(request: Request, data: bytes) -> bytes:
+        asked.append(request.path_params["kind"])
+        if asked[-1] != "updates":
+            return data
+        update = decode(data, Update)
+        manifest = unpack_manifest(update)
+        if spoil == "bits":
+            manifest = manifest[:-20] + b"x" * 20
+        elif spoil == "other version":
+            manifest = DirectoryStore(tmp_path / "store").read_manifest(made[0].manifest_digest)
+        frame = zstandard.compress(manifest)
+        if spoil == "size":
+            frame = zstandard.compress(b" " * (MAX_MANIFEST_BYTES + 1))
+        elif spoil == "no size":
+            frame = zstandard.ZstdCompressor(write_content_size=False).compress(manifest)
+        chains = {blob: (*steps, *steps) for blob, steps in update.chains.items()}
+        return encode(Update(manifest=frame, chains=chains))
+
+    async with tampering_server(tmp_path / "store", meddle) as caller:
+        await Puller(tmp_path / "cache").pull([caller], made[0])
+        folder = await Puller(tmp_path / "cache").pull([caller], made[1])
+    assert contents(folder) == contents(tmp_path / "hf-1")
+    assert ("manifests" in asked[asked.index("updates") :]) == (spoil != "chains")
+
+
 @pytest.mark.parametrize("spoil", ["delta", "base", "chain"])
 async def test_a_failed_delta_costs_only_its_bytes(tmp_path: Path, spoil: str) -> None:
     made = versions(tmp_path, 2)
@@ -94,7 +164,7 @@ async def test_a_failed_delta_costs_only_its_bytes(tmp_path: Path, spoil: str) -
         kind = request.path_params["kind"]
         if spoil == "delta" and step.blob in request.url.path:
             return data[:-9] + bytes(9)
-        if spoil == "chain" and kind == "deltas":
+        if spoil == "chain" and kind in ("deltas", "updates"):
             return data.replace(step.blob.encode(), file.blob.encode())
         return data
 
@@ -126,7 +196,7 @@ async def test_a_server_failing_on_deltas_costs_a_moment(
     monkeypatch.setattr(module, "QUERY_TIMEOUT_S", 0.1)
 
     async def fail(request: Request, data: bytes) -> bytes:
-        if request.path_params["kind"] == "deltas":
+        if request.path_params["kind"] in ("deltas", "updates"):
             raise RuntimeError("no such thing")
         return data
 

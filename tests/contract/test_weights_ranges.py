@@ -305,7 +305,7 @@ async def test_measured_speeds_choose_deltas_or_full_files(
             assert contents(folder) == contents(tmp_path / f"hf-{wanted.number}")
             blob = weights_file(tmp_path, wanted).blob
             assert (f"blobs {blob}" in asked) is (kind == "full")
-            assert (f"deltas {blob}" in asked) is (transfer != "full")
+            assert (f"updates {wanted.manifest_digest}" in asked) is (transfer != "full")
 
 
 async def test_a_cancelled_writer_finishes_before_releasing_its_lock() -> None:

@@ -41,6 +41,7 @@ from penstock.weights.pulling.links import (
 from penstock.weights.pulling.partial import ByteRange, Partial
 from penstock.weights.store import DirectoryStore
 from penstock.weights.tensors import Scan, TensorEntry
+from penstock.weights.update import MAX_UPDATE_BYTES, Chains, Update, unpack_manifest
 from penstock.wire.client import AsyncServiceClient
 
 log = structlog.get_logger(__name__)
@@ -101,8 +102,11 @@ class Puller:
             blobs = BlobCache(self._cache)
             async with blobs.in_use():
                 clients = weight_server_clients(weight_servers, self._links)
-                manifest = await _first_success(
-                    clients, lambda weight_server: _fetch_manifest(weight_server, target)
+                have: list[str] = []
+                if self._transfer != "full":
+                    have = await asyncio.to_thread(blobs.largest_blobs)
+                manifest, offered = await _first_success(
+                    clients, lambda weight_server: _fetch_version(weight_server, target, have)
                 )
                 slots = asyncio.Semaphore(self._num_ranges)
                 tensors = {tensor.name: tensor for tensor in manifest.tensors}
@@ -114,6 +118,7 @@ class Puller:
                     self._rebuild_speed,
                     self._transfer,
                     self._store,
+                    offered,
                 )
                 scans = await pull.fetch_all(manifest.files)
                 _check_scans(manifest, tensors, scans)
@@ -216,11 +221,29 @@ async def _gather(coroutines: Iterable[Coroutine[None, None, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+async def _fetch_version(
+    weight_server: WeightServerClient, target: PublishedVersion, have: Sequence[str]
+) -> tuple[SnapshotManifest, _OfferedChains | None]:
+    """The manifest, and deltas from what we have, in one answer if the server gives it."""
+    digest = target.manifest_digest
+    if have and is_digest(digest):
+        path = f"/v1/updates/{digest}?from={','.join(have)}"
+        try:
+            update = await weight_server.request(path, Update, MAX_UPDATE_BYTES)
+            data = unpack_manifest(update)
+            if digest_of(data) == digest:
+                offered = _OfferedChains(weight_server, update.chains)
+                return _parse_manifest(data, target), offered
+        except (WeightsError, WireError) as error:
+            log.debug("no update, asking for the manifest", error=str(error))
+    return await _fetch_manifest(weight_server, target), None
+
+
 async def _fetch_manifest(
     weight_server: WeightServerClient, target: PublishedVersion
 ) -> SnapshotManifest:
     digest = target.manifest_digest
-    what = f"manifest of {target.policy}@{target.incarnation}.{target.number}"
+    what = _manifest_name(target)
     if not is_digest(digest):
         raise WeightsError(f"{what}: {digest[:80]!r} is not a BLAKE3 digest")
     for _ in range(MAX_TRIES):
@@ -233,13 +256,29 @@ async def _fetch_manifest(
             f"{what}: {weight_server.url} sent data that does not match digest {digest} "
             f"({MAX_TRIES} attempts); check its store"
         )
+    return _parse_manifest(data, target)
+
+
+def _manifest_name(target: PublishedVersion) -> str:
+    return f"manifest of {target.policy}@{target.incarnation}.{target.number}"
+
+
+def _parse_manifest(data: bytes, target: PublishedVersion) -> SnapshotManifest:
     manifest = parse_manifest(data)
     if (manifest.policy, manifest.number) != (target.policy, target.number):
         raise WeightsError(
-            f"{what} describes {manifest.policy} number {manifest.number}; "
+            f"{_manifest_name(target)} describes {manifest.policy} number {manifest.number}; "
             "the trainer published the wrong digest"
         )
     return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _OfferedChains:
+    """Deltas that came with the manifest; not trusted."""
+
+    weight_server: WeightServerClient
+    chains: Chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +292,7 @@ class _Pull:
     rebuild_speed: Throughput
     transfer: Transfer
     store: DirectoryStore | None
+    offered: _OfferedChains | None
     chains: dict[str, tuple[DeltaEntry, ...]] = field(
         default_factory=dict[str, tuple[DeltaEntry, ...]]
     )
@@ -310,10 +350,13 @@ class _Pull:
         for weight_server in self.weight_servers:
             if not weight_server.is_usable:
                 continue
-            try:
-                steps = (await weight_server.request(path, DeltaChain)).steps
-            except WireError:
-                continue  # no deltas or no response: fetch the full file instead
+            if self.offered is not None and weight_server is self.offered.weight_server:
+                steps = self.offered.chains.get(file.blob, ())
+            else:
+                try:
+                    steps = (await weight_server.request(path, DeltaChain)).steps
+                except WireError:
+                    continue  # no deltas or no response: fetch the full file instead
             if is_valid_chain(file.blob, steps, have, below=file.bytes):
                 return steps if self._is_delta_faster(weight_server, steps, file) else ()
         return ()

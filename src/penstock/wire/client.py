@@ -47,7 +47,8 @@ NO_COMPRESSION = {"accept-encoding": "identity"}
 """Header for a response that must have a declared length."""
 MAX_ERROR_BYTES = 512 << 10
 """Most bytes of an error that a bounded call reads: the longest message fits."""
-LIMITS = httpx2.Limits(max_connections=64, max_keepalive_connections=64)
+LIMITS = httpx2.Limits(max_connections=64, max_keepalive_connections=64, keepalive_expiry=60.0)
+"""Services close a connection that was idle for 75 s; a new one costs two round trips with TLS."""
 WARN_AFTER_S = 3.0
 """Log a warning after this many seconds of retrying, then every ten times that."""
 

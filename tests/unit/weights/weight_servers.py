@@ -16,10 +16,12 @@ from tests.unit.weights.snapshot_folders import write_folder
 
 from penstock.types import PolicyName, PublishedVersion
 from penstock.weights.deltas.chain import DeltaChain
+from penstock.weights.manifest import parse_manifest
 from penstock.weights.publish import StoredVersion, put_snapshot
 from penstock.weights.serving.origin import Origin
 from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
+from penstock.weights.update import pack_update
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncServiceClient, connect
 from penstock.wire.codec import MSGPACK, encode
@@ -81,6 +83,9 @@ async def tampering_server(store: Path, tamper: Tamper) -> AsyncGenerator[AsyncS
             size, target = int(request.query_params["bytes"]), request.path_params["digest"]
             chain = DeltaChain(steps=DirectoryStore(store).chain_to(target, size, have))
             return Response(await tamper(request, encode(chain)), media_type=MSGPACK)
+        if request.path_params["kind"] == "updates":
+            update = _update(store, request.path_params["digest"], request.query_params["from"])
+            return Response(await tamper(request, update), media_type=MSGPACK)
         path = store / request.url.path.removeprefix("/v1/")
         if path.parent.name == "manifests":
             path = path.with_suffix(".json")
@@ -94,3 +99,13 @@ async def tampering_server(store: Path, tamper: Tamper) -> AsyncGenerator[AsyncS
     app = Starlette(routes=[StarletteRoute("/v1/{kind}/{digest}", answer)])
     async with listening(app) as url, connect(url, "none") as caller:
         yield caller
+
+
+def _update(store: Path, digest: str, have: str) -> bytes:
+    here = DirectoryStore(store)
+    data = here.read_manifest(digest)
+    chains = {
+        file.blob: here.chain_to(file.blob, file.bytes, have.split(","))
+        for file in parse_manifest(data).files
+    }
+    return encode(pack_update(data, {blob: steps for blob, steps in chains.items() if steps}))

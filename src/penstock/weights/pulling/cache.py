@@ -91,6 +91,13 @@ class BlobCache:
             if is_digest(blob.name) and blob.stat().st_size == file.bytes
         )[:MAX_BASES]
 
+    def largest_blobs(self) -> list[str]:
+        """Cached blobs that may be bases of deltas to files not yet known: the largest."""
+        sizes = {
+            blob.name: blob.stat().st_size for blob in self._blobs.iterdir() if is_digest(blob.name)
+        }
+        return sorted(sizes, key=lambda name: (-sizes[name], name))[:MAX_BASES]
+
     def rebuild(self, file: FileEntry, steps: Sequence[DeltaEntry]) -> Scan:
         """Rebuild the blob from a cached base and cached deltas; raises WeightsError if the result
         has the wrong digest."""

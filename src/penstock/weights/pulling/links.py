@@ -152,14 +152,14 @@ class WeightServerClient:
                 f"{SLOW_BACKOFF_S:.0f} s"
             ) from None
 
-    async def request(self, path: str, kind: type[T]) -> T:
-        """A small record; a compressed answer, or a long one, is not read."""
+    async def request(self, path: str, kind: type[T], max_bytes: int = MAX_RECORD_BYTES) -> T:
+        """A record; a compressed answer, or one that is too long, is not read."""
         async with self.no_slower(0):
             answer = await self.caller.request(
                 "GET",
                 path,
                 headers=NO_COMPRESSION,
-                max_response_bytes=MAX_RECORD_BYTES,
+                max_response_bytes=max_bytes,
                 deadline_s=QUERY_TIMEOUT_S,
                 timeout_s=QUERY_TIMEOUT_S,
             )

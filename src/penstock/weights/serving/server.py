@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read-only HTTP server for a source of weights: manifests, blobs with Range, delta chains,
-metrics.
+"""Read-only HTTP server for a source of weights: manifests, blobs with Range, delta chains, both
+in one answer, metrics.
 
 Owns ranges and streaming; holds at most one piece of a blob per request. Accepts no writes:
 trainers write to the store directly, and readers verify all data themselves.
@@ -8,6 +8,7 @@ trainers write to the store directly, and readers verify all data themselves.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,11 +21,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from penstock.bounds import is_digest
-from penstock.errors import BadRequest, WireError
+from penstock.errors import BadRequest, NotFound, WeightsError, WireError
 from penstock.observe.metric_names import PROMETHEUS
 from penstock.observe.prometheus import new_registry
 from penstock.weights.deltas.chain import MAX_BASES, DeltaChain
+from penstock.weights.manifest import parse_manifest
 from penstock.weights.serving.sources import Blob, Source
+from penstock.weights.update import MAX_CHAINS, Update, pack_update
 from penstock.wire.auth import Role, Verifier
 from penstock.wire.codec import JSON
 from penstock.wire.routes import Call, RawResponse, route, routes_of
@@ -96,15 +99,31 @@ class WeightServer:
     async def deltas(self, call: Call) -> DeltaChain:
         """Deltas to the blob with this BLAKE3 and size `bytes` from one of the blobs
         `from=DIGEST,DIGEST,…`; empty if they would not be smaller than the blob."""
-        have = call.query.get("from", "").split(",")
+        have = _bases(call)
         target, num_bytes = _digest(call), call.query.get("bytes", "")
-        if not all(map(is_digest, have)) or len(have) > MAX_BASES:
-            raise BadRequest(f"`from` must list 1 to {MAX_BASES} BLAKE3 digests")
         if not (num_bytes.isascii() and num_bytes.isdecimal()) or len(num_bytes) > MAX_DIGITS:
             raise BadRequest(f"bytes is {num_bytes[:20]!r}; pass the size of the target blob")
         chain = await self._source.chain(target, int(num_bytes), have)
         self._requests.labels("deltas", call.credential.role).inc()
         return DeltaChain(steps=chain)
+
+    @route("GET", "/v1/updates/{digest}", READERS, query=("from",))
+    async def updates(self, call: Call) -> Update:
+        """The manifest with this BLAKE3, compressed, and deltas to its weights from the blobs
+        `from=DIGEST,DIGEST,…`, by the blob to which they lead."""
+        have, data = _bases(call), await self._source.manifest(_digest(call))
+        try:
+            files = parse_manifest(data).files
+        except WeightsError as error:
+            raise NotFound(str(error)) from None
+        weights = [file for file in files if file.name.endswith(".safetensors")][:MAX_CHAINS]
+        new = [file for file in weights if file.blob not in have]
+        chains = await asyncio.gather(
+            *(self._source.chain(file.blob, file.bytes, have) for file in new)
+        )
+        self._requests.labels("updates", call.credential.role).inc()
+        found = {file.blob: chain for file, chain in zip(new, chains, strict=True) if chain}
+        return pack_update(data, found)
 
     @route("GET", "/metrics", METRICS_READERS, response=None)
     async def metrics(self, call: Call) -> RawResponse:
@@ -174,6 +193,13 @@ def _digest(call: Call) -> str:
     if not is_digest(digest):
         raise BadRequest(f"{digest[:80]!r} is not a BLAKE3 digest (64 lowercase hex characters)")
     return digest
+
+
+def _bases(call: Call) -> list[str]:
+    have = call.query.get("from", "").split(",")
+    if not all(map(is_digest, have)) or len(have) > MAX_BASES:
+        raise BadRequest(f"`from` must list 1 to {MAX_BASES} BLAKE3 digests")
+    return have
 
 
 def _unsatisfiable(range_header: str, size: int) -> Response:
