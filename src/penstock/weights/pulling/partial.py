@@ -25,17 +25,21 @@ from penstock.weights.tensors import Layout, Scan, TensorEntry, read_layout, sca
 ByteRange = tuple[int, int]
 """First byte and end (exclusive)."""
 
-MIN_PIECE_BYTES = 128 << 10
+MIN_PIECE_BYTES = 16 << 10
+"""About what a new connection may send before the first answer."""
+SMALL_PIECE_BYTES = 128 << 10
 MAX_PIECE_BYTES = 4 << 20
-MAX_PIECES = 512
-"""Target number of pieces, within the size limits. Large pieces waste time at the end, when fewer
-connections are busy; small ones cost more requests."""
+MIN_PIECES, MAX_PIECES = 32, 512
+"""Target numbers of pieces, within the size limits. Large pieces waste time at the end, when fewer
+connections are busy; small ones cost more requests. A small blob goes over many connections at
+once: over a long link each would take several round trips to come up to speed."""
 _SIZE_BYTES = 8
 
 
 def piece_bytes(num_bytes: int) -> int:
     """Piece size for a blob of this size."""
-    return min(max(-(-num_bytes // MAX_PIECES), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+    small = min(max(-(-num_bytes // MIN_PIECES), MIN_PIECE_BYTES), SMALL_PIECE_BYTES)
+    return min(max(-(-num_bytes // MAX_PIECES), small), MAX_PIECE_BYTES)
 
 
 class Partial:

@@ -166,5 +166,7 @@ def test_damage_is_located() -> None:
 
 def test_a_piece_is_a_small_part_of_a_large_file() -> None:
     assert piece_bytes(1) == piece_bytes(1000) == PIECE
+    assert piece_bytes(1 << 20) == 32 << 10, "as many at once as there are connections"
+    assert piece_bytes(8 << 20) == piece_bytes(64 << 20) == 128 << 10
     assert piece_bytes(512 << 20) == 1 << 20
     assert piece_bytes(1 << 40) == 4 << 20
