@@ -124,9 +124,10 @@ async def test_a_delta_takes_two_round_trips(tmp_path: Path) -> None:
         await caller.close()
 
 
-@pytest.mark.parametrize("spoil", ["bits", "size", "no size", "other version", "chains"])
+@pytest.mark.parametrize("spoil", ["bits", "size", "no size", "other weights", "chains"])
 async def test_a_spoiled_update_is_not_believed(tmp_path: Path, spoil: str) -> None:
     made = versions(tmp_path, 2)
+    other = put_folder(tmp_path, write_version(tmp_path / "other", 2), 1)
     asked: list[str] = []
 
     async def meddle(request: Request, data: bytes) -> bytes:
@@ -137,8 +138,8 @@ async def test_a_spoiled_update_is_not_believed(tmp_path: Path, spoil: str) -> N
         manifest = unpack_manifest(update)
         if spoil == "bits":
             manifest = manifest[:-20] + b"x" * 20
-        elif spoil == "other version":
-            manifest = DirectoryStore(tmp_path / "store").read_manifest(made[0].manifest_digest)
+        elif spoil == "other weights":
+            manifest = DirectoryStore(tmp_path / "store").read_manifest(other.manifest_digest)
         frame = zstandard.compress(manifest)
         if spoil == "size":
             frame = zstandard.compress(b" " * (MAX_MANIFEST_BYTES + 1))
