@@ -103,6 +103,11 @@ async def test_over_budget_agents_are_answered_unrecorded(tmp_path: Path) -> Non
             "unrecorded": 3,
             "rewarded": 2,
         }
+        scraped = await made.http.get("/metrics", headers=bearer(made.operator))
+        assert 'penstock_gateway_sessions_total{event="unrecorded"} 3.0' in scraped.text
+        assert "penstock_gateway_open_sessions 0.0" in scraped.text
+        assert (await made.http.get("/metrics", headers=bearer(made.token))).status_code == 403
+        assert (await made.http.get("/metrics")).status_code == 401
         await made.delivered()
         for _ in range(2):
             await asyncio.to_thread(made.trainer.step)

@@ -13,7 +13,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.contract.dataflow_server import (
     POLICY,
     FakeTrainer,
@@ -237,6 +239,27 @@ def test_work_and_rows_go_through_every_partition(tmp_path: Path) -> None:
             with pytest.raises(BadRequest, match="between 0 and 7"):
                 trainer.client.rows(POLICY, 1, beyond)
         assert second.nodes.trajectories > 0
+        by_url = {one.index: one.url for one in running.reader().status().partitions}
+        told = scrape(by_url[2], running.token(Role.READER))
+        assert told["penstock_partition_trajectories_stored_total"] == [
+            ({"partition": "2"}, second.nodes.trajectories)
+        ]
+        [(labels, tokens)] = told["penstock_node_tokens_total"]
+        assert set(labels) == {"node"} and tokens == second.nodes.sampled_tokens > 0
+        with httpx2.Client() as stranger:
+            assert stranger.get(f"{by_url[2]}/metrics").status_code == 401
+
+
+def scrape(url: str, token: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """What Prometheus reads there."""
+    with httpx2.Client(headers={"authorization": f"Bearer {token}"}, timeout=60) as http:
+        answer = http.get(f"{url}/metrics")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
 
 
 def test_partition_is_killed_and_comes_back_with_its_work(tmp_path: Path) -> None:

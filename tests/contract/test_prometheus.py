@@ -23,8 +23,8 @@ from penstock.dataflow.service.trainers.messages import CommitRequest
 from penstock.observe.metric_names import PROMETHEUS
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "penstock.json"
-ELSEWHERE = ("penstock_weights_", "penstock_info")
-"""Metrics of weight servers."""
+ELSEWHERE = ("penstock_weights_", "penstock_info", "penstock_partition_", "penstock_gateway_")
+"""Metrics of weight servers, additional partitions and gateways."""
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 

@@ -164,6 +164,11 @@ class OnlineGateway(Gateway):
         self._num_open: Counter[str] = Counter()
         """Open and waiting sessions, by owner."""
 
+    @property
+    def num_open(self) -> int:
+        """Open and waiting sessions."""
+        return self._num_open.total()
+
     # --- agents -------------------------------------------------------------------------------
 
     def find(self, api_key: str, session_id: str | None = None) -> Session:

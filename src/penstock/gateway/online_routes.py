@@ -8,10 +8,12 @@ and ends its session; it neither rewards nor forgets it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,13 +22,14 @@ from starlette.routing import Route
 from penstock.errors import Forbidden, WireError
 from penstock.gateway.online import OnlineGateway, OnlineSession
 from penstock.gateway.server import SESSION, build_app, read_key
+from penstock.observe.metric_names import PROMETHEUS
 from penstock.types import JsonObject
 from penstock.wire.codec import JSON, decode, encode_json
 from penstock.wire.server import error_response, read_body
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 64 << 10
-Handler = Callable[[Request], Awaitable[JsonObject]]
+Handler = Callable[[Request], Awaitable[JsonObject | bytes]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,12 @@ ONLINE_ROUTES = (
         callers="gateway, admin",
         summary="Counts since the start: opened, recorded, rewarded, expired, and so on.",
     ),
+    OnlineRoute(
+        method="GET",
+        path="/metrics",
+        callers="gateway, admin",
+        summary="The same counts, and the sessions that are open, for Prometheus.",
+    ),
     OnlineRoute(method="GET", path=SESSION, callers=_ITS_OWN, summary="The state of a session."),
     OnlineRoute(
         method="DELETE",
@@ -100,6 +109,19 @@ def build_online_app(online: OnlineGateway) -> Starlette:
     app = build_app(online)
     app.router.routes += OnlineRoutes(online).routes()
     return app
+
+
+class _Collector:
+    def __init__(self, online: OnlineGateway) -> None:
+        self._online = online
+
+    def collect(self) -> Iterator[Metric]:
+        known = PROMETHEUS["penstock_gateway_sessions"]
+        events = CounterMetricFamily(known.name, known.meaning, labels=known.labels)
+        for event, number in sorted(self._online.counts.items()):
+            events.add_metric([event], number)
+        known = PROMETHEUS["penstock_gateway_open_sessions"]
+        yield from (events, GaugeMetricFamily(known.name, known.meaning, self._online.num_open))
 
 
 class OnlineRoutes:
@@ -134,14 +156,24 @@ class OnlineRoutes:
         return handle
 
     async def counts(self, request: Request) -> JsonObject:
+        self._require_operator(request)
+        return dict(self._online.counts)
+
+    async def metrics(self, request: Request) -> bytes:
+        self._require_operator(request)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(self._online))
+        return generate_latest(registry)
+
+    def _require_operator(self, request: Request) -> None:
         if not self._online.admit(read_key(request)).is_operator:
             raise Forbidden("session counts need a gateway or admin token")
-        return dict(self._online.counts)
 
     def routes(self) -> list[Route]:
         handlers = (
             self.open,
             self.counts,
+            self.metrics,
             self._on_session(),
             self._on_session(self._online.forget, needs_judge=True),
             self.reward,
@@ -172,7 +204,10 @@ class OnlineRoutes:
 def _route(method: str, path: str, handler: Handler) -> Route:
     async def handle(request: Request) -> Response:
         try:
-            return Response(encode_json(await handler(request)), media_type=JSON)
+            found = await handler(request)
+            is_text = isinstance(found, bytes)
+            body, kind = (found, CONTENT_TYPE_LATEST) if is_text else (encode_json(found), JSON)
+            return Response(body, media_type=kind)
         except WireError as error:
             return error_response(error)
 

@@ -268,6 +268,39 @@ PROMETHEUS = {
             kind="counter",
         ),
         Metric(
+            name="penstock_partition_trajectories_stored",
+            unit="trajectories",
+            meaning="Trajectories that an additional data partition stored since it started; "
+            "`penstock_trajectories_stored` of the dataflow includes them.",
+            labels=("partition",),
+            kind="counter",
+        ),
+        Metric(
+            name="penstock_partition_sampled_tokens",
+            unit="tokens",
+            meaning="Sampled tokens in those trajectories.",
+            labels=("partition",),
+            kind="counter",
+        ),
+        Metric(
+            name="penstock_partition_open_groups",
+            unit="groups",
+            meaning="Groups of an additional data partition that nodes have not finished.",
+            labels=("partition",),
+        ),
+        Metric(
+            name="penstock_gateway_sessions",
+            unit="sessions",
+            meaning="Sessions of a gateway since it started, by what happened to them.",
+            labels=("event",),
+            kind="counter",
+        ),
+        Metric(
+            name="penstock_gateway_open_sessions",
+            unit="sessions",
+            meaning="Sessions of a gateway that are open, or wait for their reward.",
+        ),
+        Metric(
             name="penstock_info",
             unit="",
             meaning="Always 1; its labels name the service and the run. Weight servers only.",
@@ -275,7 +308,8 @@ PROMETHEUS = {
         ),
     )
 }
-"""Metrics of `/metrics` on the dataflow and on weight servers and relays. Weight servers add the
+"""Metrics of `/metrics` on the dataflow, its additional partitions, weight servers, relays and
+gateways. Weight servers add the
 `process_` and `python_info` metrics of prometheus_client."""
 
 

@@ -32,7 +32,10 @@ from penstock.dataflow.service.operators import status as reading
 from penstock.dataflow.service.operators.action_log import ActionLog
 from penstock.dataflow.service.operators.messages import ForgetSessionAnswer, NodeTags, Status
 from penstock.dataflow.service.operators.observe import observe_service
-from penstock.dataflow.service.operators.prometheus import prometheus_text
+from penstock.dataflow.service.operators.prometheus import (
+    partition_prometheus_text,
+    prometheus_text,
+)
 from penstock.dataflow.service.partition import PartitionService
 from penstock.dataflow.service.partitions.coordinator_client import CoordinatorClient
 from penstock.dataflow.service.partitions.routes import OPERATORS, PartitionRoutes, RowPayloadRoutes
@@ -57,6 +60,7 @@ log = structlog.get_logger(__name__)
 
 REPORT_INTERVAL_S = 10.0
 """Seconds between two reports that are stored for the time after the service."""
+CONTENT_TYPE_PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 BEFORE_RESTORE = frozenset({("POST", "/v1/leases"), ("PUT", "/v1/nodes/{node_id}")})
 """Answered before the restore is complete: they need only the partition and end no group."""
 
@@ -132,8 +136,7 @@ class ServiceRoutes:
     @route("GET", "/metrics", ALL_ROLES, response=None)
     async def metrics(self, call: Call) -> RawResponse:
         """Prometheus metrics."""
-        body = prometheus_text(self.service, self.facts.run)
-        return RawResponse(body, "text/plain; version=0.0.4; charset=utf-8")
+        return RawResponse(prometheus_text(self.service, self.facts.run), CONTENT_TYPE_PLAIN)
 
     def routes(self) -> list[Route]:
         service = self.service
@@ -221,8 +224,19 @@ def build_partition_server(
         *node_routes(service.nodes, run_info(config), weights_url, config.dataflow.lease.ttl_s),
         *routes_of(RowPayloadRoutes(payloads=payloads)),
         *row_routes(service.rows),
+        *routes_of(_PartitionMetricsRoute(service=service)),
     ]
     return _app(routes, service, service.run, verifier, "penstock dataflow partition")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartitionMetricsRoute:
+    service: PartitionService
+
+    @route("GET", "/metrics", ALL_ROLES, response=None)
+    async def metrics(self, call: Call) -> RawResponse:
+        """Prometheus metrics of the partition and its nodes."""
+        return RawResponse(partition_prometheus_text(self.service), CONTENT_TYPE_PLAIN)
 
 
 def _app(

@@ -4,7 +4,7 @@ no port. Measures nothing: every figure is counted anyway, and read at each scra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -14,16 +14,43 @@ from prometheus_client.core import (
     Metric,
 )
 
+from penstock.dataflow.core.groups import Node
 from penstock.dataflow.service.coordinator import DataflowService
 from penstock.dataflow.service.operators.messages import Status
 from penstock.dataflow.service.operators.status import status
+from penstock.dataflow.service.partition import PartitionService
 from penstock.observe.metric_names import PROMETHEUS
+from penstock.types import NodeId, PolicyName
 
 
 def prometheus_text(service: DataflowService, run: str) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(service, run))
     return generate_latest(registry)
+
+
+def partition_prometheus_text(service: PartitionService) -> bytes:
+    """Of an additional partition: what it stored, and its nodes, which the coordinator does not
+    know one by one."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_PartitionCollector(service))
+    return generate_latest(registry)
+
+
+class _PartitionCollector:
+    def __init__(self, service: PartitionService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        found, index = self._service.figures(), str(self._service.partition.index)
+        stored = _counter("penstock_partition_trajectories_stored")
+        stored.add_metric([index], found.trajectories)
+        tokens = _counter("penstock_partition_sampled_tokens")
+        tokens.add_metric([index], found.sampled_tokens)
+        groups = _gauge("penstock_partition_open_groups")
+        groups.add_metric([index], found.num_open)
+        yield from (stored, tokens, groups)
+        yield from _node_metrics(self._service.partition.nodes, self._service.process.clock())
 
 
 class _Collector:
@@ -42,26 +69,12 @@ class _Collector:
             wasted.add_metric([reason], tokens)
         yield wasted
         yield from _policy_metrics(now)
-        yield from self._node_metrics(now)
+        service, published = self._service, {one.policy: one.published for one in now.policies}
+        yield from _node_metrics(service.partition.nodes, service.process.clock())
+        yield _versions_behind(now, published)
         yield from self._histograms()
         yield from _part_metrics(now)
         yield from _check_metrics(now)
-
-    def _node_metrics(self, now: Status) -> Iterator[Metric]:
-        tokens = _counter("penstock_node_tokens")
-        leases, silent = _gauge("penstock_node_leases"), _gauge("penstock_node_silent_seconds")
-        behind = _gauge("penstock_node_versions_behind")
-        published = {policy.policy: policy.published for policy in now.policies}
-        for node in now.nodes:
-            tokens.add_metric(
-                [node.node_id], self._service.partition.nodes[node.node_id].num_tokens
-            )
-            leases.add_metric([node.node_id], node.num_leases)
-            silent.add_metric([node.node_id], node.silent_s)
-            for live in node.live:
-                missing = max(0, published.get(live.policy, live.number) - live.number)
-                behind.add_metric([node.node_id, live.policy], missing)
-        yield from (tokens, leases, silent, behind)
 
     def _histograms(self) -> Iterator[Metric]:
         rewards, ages = _histogram("penstock_reward"), _histogram("penstock_staleness")
@@ -71,6 +84,25 @@ class _Collector:
             found = consumer.sealed_ages
             ages.add_metric([policy], buckets=found.buckets(), sum_value=found.total)
         yield from (rewards, ages)
+
+
+def _node_metrics(nodes: Mapping[NodeId, Node], now: float) -> Iterator[Metric]:
+    tokens = _counter("penstock_node_tokens")
+    leases, silent = _gauge("penstock_node_leases"), _gauge("penstock_node_silent_seconds")
+    for node_id, node in nodes.items():
+        tokens.add_metric([node_id], node.num_tokens)
+        leases.add_metric([node_id], node.num_leases)
+        silent.add_metric([node_id], round(max(0.0, now - node.last_seen), 1))
+    yield from (tokens, leases, silent)
+
+
+def _versions_behind(now: Status, published: Mapping[PolicyName, int]) -> Metric:
+    behind = _gauge("penstock_node_versions_behind")
+    for node in now.nodes:
+        for live in node.live:
+            missing = max(0, published.get(live.policy, live.number) - live.number)
+            behind.add_metric([node.node_id, live.policy], missing)
+    return behind
 
 
 def _gauge(name: str, value: float | None = None) -> GaugeMetricFamily:
