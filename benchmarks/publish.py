@@ -17,6 +17,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -26,11 +28,13 @@ from benchmarks.harness import ROOT, log_line, result, scratch
 
 NUM_RANKS = 4
 NUM_VERSIONS = 6
+NUM_UNCOUNTED = 2
+"""The first versions: one has no version before it, one finds memory that was never used."""
 MILLIONS, QUICK_MILLIONS = 1000, 100
 BFLOAT16_BYTES = 2
 
 
-def measure(folder: Path, millions: int, checkout: Path) -> dict[str, float]:
+def measure(folder: Path, millions: int, num_versions: int, checkout: Path) -> dict[str, float]:
     """All processes once, with the sources of this checkout."""
     env = {
         **os.environ,
@@ -44,20 +48,27 @@ def measure(folder: Path, millions: int, checkout: Path) -> dict[str, float]:
         return subprocess.Popen(command, cwd=ROOT, env=env)
 
     ranks = [
-        start("publish_ranks", str(folder), str(rank), str(NUM_RANKS), str(millions))
+        start("publish_ranks", str(folder), *map(str, (rank, NUM_RANKS, millions, num_versions)))
         for rank in range(NUM_RANKS)
     ]
     with ExitStack() as stack:
         others = [
             start("publish_node", "serve", str(folder)),
-            start("publish_node", "pull", str(folder), str(NUM_VERSIONS)),
+            start("publish_node", "pull", str(folder), str(num_versions)),
         ]
         for child in (*ranks, *others):
             stack.callback(_end, child)
-        for child in ranks:
-            if child.wait() != 0:
-                raise RuntimeError("a rank ended with an error; see its messages above")
-    return _figures(folder)
+        _await(ranks, others)
+    return _figures(folder, range(NUM_UNCOUNTED, num_versions))
+
+
+def _await(ranks: Sequence[subprocess.Popen[bytes]], others: Sequence[Any]) -> None:
+    """Until all ranks have ended. If any process fails, the others would wait for it forever."""
+    while any(child.poll() is None for child in ranks):
+        failed = [child for child in (*ranks, *others) if child.poll()]
+        if failed:
+            raise RuntimeError(f"{failed[0].args} ended with an error; see its messages above")
+        time.sleep(0.1)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -65,14 +76,12 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _figures(folder: Path) -> dict[str, float]:
-    """Medians over the versions after the first two, which have versions before them and memory
-    that is in use already; of ranks, the slowest."""
+def _figures(folder: Path, versions: range) -> dict[str, float]:
+    """Medians over these versions; of ranks, the slowest."""
     ranks: list[dict[str, Any]] = [
         json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(NUM_RANKS)
     ]
     num_bytes = ranks[0]["elements"][0] * BFLOAT16_BYTES
-    versions = range(2, NUM_VERSIONS)
     live = [json.loads((folder / f"live-{number}.json").read_text()) for number in versions]
     started = [json.loads((folder / f"started-{number}.json").read_text()) for number in versions]
     blocked_s = [max(rank["blocked_s"][number] for rank in ranks) for number in versions]
@@ -82,6 +91,7 @@ def _figures(folder: Path) -> dict[str, float]:
     checkpoint = [path for path in (folder / "checkpoints").rglob("*") if path.is_file()]
     return {
         "gb": num_bytes / 1e9,
+        "resident_gb": sum(rank["resident_bytes"][0] for rank in ranks) / 1e9,
         "blocked_s": median(blocked_s),
         "bare_s": median(bare_s),
         "blocked_ratio": median(b / c for b, c in zip(blocked_s, bare_s, strict=True)),
@@ -101,15 +111,23 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the size")
     parser.add_argument("--folder", type=Path, help="where versions are written")
     parser.add_argument("--millions", type=int, help="parameters, instead of 1000 (quick: 100)")
+    parser.add_argument(
+        "--versions",
+        type=int,
+        default=NUM_VERSIONS,
+        choices=range(NUM_UNCOUNTED + 1, 100),
+        metavar="NUM",
+        help=f"published in turn, of which the first {NUM_UNCOUNTED} are not counted",
+    )
     parser.add_argument("--before", type=Path, help="a checkout of the commit to compare with")
     args = parser.parse_args()
     millions = args.millions or (QUICK_MILLIONS if args.quick else MILLIONS)
     found: dict[str, dict[str, float]] = {}
-    sides = {"before": args.before, "ours": ROOT}
+    sides = {"ours": ROOT, "before": args.before}
     for name, checkout in sides.items():
         if checkout is not None:
             with scratch(args.folder) as folder:
-                found[name] = measure(folder, millions, checkout.resolve())
+                found[name] = measure(folder, millions, args.versions, checkout.resolve())
             log_line(f"{name}: " + ", ".join(f"{k} {v:.3f}" for k, v in found[name].items()))
     ours, before = found["ours"], found.get("before", {})
     result(

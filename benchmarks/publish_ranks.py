@@ -2,7 +2,8 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportArgumentType=false
-"""One rank of `benchmarks.publish`: `publish_ranks.py FOLDER RANK NUM_RANKS MILLIONS`.
+"""One rank of `benchmarks.publish`: `publish_ranks.py FOLDER RANK NUM_RANKS MILLIONS
+NUM_VERSIONS`.
 
 Holds its shard of a model in float32 and publishes versions in bfloat16, then saves a checkpoint.
 It also runs on the commit before ranks wrote their own shares (`is_before`): there rank 0 gathers
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.harness import log_line
 from benchmarks.weights_messages import log_to_stderr
 from penstock.config.stages import ParallelConfig
 from penstock.trainer import snapshots as snapshots_module
@@ -37,7 +40,6 @@ from penstock.weights.deltas import file_delta
 from penstock.weights.publish import StoredVersion
 
 POLICY = PolicyName("policy")
-NUM_VERSIONS = 6
 CHANGED_EVERY = 100
 """One element in so many changes between two versions."""
 is_before = not hasattr(snapshots_module, "names_in_files")
@@ -188,6 +190,9 @@ class Rank:
         while not live.exists():  # a node has it
             time.sleep(0.02)
         dist.barrier()
+        if self.rank == 0:
+            blocked_s, live_s = self.figures["blocked_s"][-1], time.perf_counter() - began_at
+            log_line(f"version {number}: blocked {blocked_s:.2f} s, live after {live_s:.1f} s")
 
     def save(self) -> None:
         """A checkpoint of weights in float32, of which versions have other bits; then a start."""
@@ -228,15 +233,19 @@ class Rank:
         dist.barrier()
 
 
-def main(folder: Path, rank: int, num_ranks: int, millions: int) -> None:
+def main(folder: Path, rank: int, num_ranks: int, millions: int, num_versions: int) -> None:
     torch.set_num_threads(1)
     store = cast(Any, dist).FileStore(str(folder / "rendezvous"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     one = Rank(folder, rank, num_ranks, millions)
-    for number in range(NUM_VERSIONS):
+    for number in range(num_versions):
         one.publish(number)
     one.save()
-    figures = {**one.figures, "elements": [sum(p.numel() for p in one.model.parameters())]}
+    figures = {
+        **one.figures,
+        "elements": [sum(p.numel() for p in one.model.parameters())],
+        "resident_bytes": [1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss],
+    }
     (folder / f"rank-{rank}.json").write_text(json.dumps(figures))
     dist.barrier()
     os._exit(0)
@@ -244,4 +253,4 @@ def main(folder: Path, rank: int, num_ranks: int, millions: int) -> None:
 
 if __name__ == "__main__":
     log_to_stderr()
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:6]))

@@ -3,9 +3,10 @@
 tensors, go into a running engine, in turn as a patch and as full files.
 
 How long the engine is paused and what it reads; then the same load with `kv: drop` and `kv: keep`:
-tokens per second, and how far log-probs are from those of the version that they name. The engine
-is vLLM where it is installed (`make setup-engine`), else `hf`; the JSON says which. Versions go
-through a real store: published, pulled by link, patched from the store's deltas.
+tokens per second, and how far log-probs are from those of the version that they name; then many
+patches in a row under many agents, where every log-prob must agree with the version that it names.
+The engine is vLLM where it is installed (`make setup-engine`), else `hf`; the JSON says which.
+Versions go through a real store: published, pulled by link, patched from the store's deltas.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,10 +53,20 @@ POLICY = PolicyName("policy")
 SHARE = 0.01
 WEIGHTS = "model.safetensors"
 PROMPT_TOKENS, ANSWER_TOKENS = 256, 48
+SHORT_PROMPT_TOKENS, SHORT_ANSWER_TOKENS = 8, 16
+"""Under many agents: every swap computes the keys and values of all of them again."""
 WARM_UP = 2
 """Swaps that are not counted: the first of each kind."""
+NUM_SWAPS, NUM_AGENTS = 200, 32
+LOUD = 1 << 4
+"""A bit that moves log-probs far enough to tell versions apart."""
+TOLERANCE = 1e-3
+"""In log-probability, token by token: the rounding of another order of sums."""
+PARTS = ("pauses", "kv", "agents")
 
 Engine = VllmEngine | HfEngine
+Answer = tuple[Sequence[int], Completion]
+"""A prompt, and what followed it."""
 
 
 def smollm2() -> Path:
@@ -62,18 +74,17 @@ def smollm2() -> Path:
     return cache / "models" / "SmolLM2-135M-Instruct"
 
 
-def write_next(folder: Path, base: Path, number: int) -> Path:
-    """The next version: 1 % of the elements of each tensor move by one bit pattern."""
-    shutil.copytree(base, folder, ignore=shutil.ignore_patterns(".*"))
-    draw = np.random.default_rng(number)
-    raw = np.memmap(folder / WEIGHTS, np.uint8, mode="r+")
-    for tensor in layout_of(folder / WEIGHTS).byte_ranges.values():
-        assert tensor.dtype == "BF16", "versions of SmolLM2 are in bfloat16"
-        bits = raw[tensor.start : tensor.end].view("<u2")
-        where = draw.integers(len(bits), size=max(1, int(SHARE * len(bits))))
-        bits[where] ^= 1
+def flip(weights: Path, seeds: Sequence[int], bit: int) -> None:
+    """Flip a bit in 1 % of the elements of each tensor, as many of them by each seed."""
+    raw = np.memmap(weights, np.uint8, mode="r+")
+    for seed in seeds:
+        draw = np.random.default_rng(seed)
+        for tensor in layout_of(weights).byte_ranges.values():
+            assert tensor.dtype == "BF16", "versions of SmolLM2 are in bfloat16"
+            bits = raw[tensor.start : tensor.end].view("<u2")
+            num_changed = max(1, int(SHARE / len(seeds) * len(bits)))
+            bits[draw.integers(len(bits), size=num_changed)] ^= bit
     raw.flush()
-    return folder
 
 
 @dataclass
@@ -87,13 +98,14 @@ class Versions:
     written: list[Path] = field(default_factory=list[Path])
     last: PublishedVersion | None = None
 
-    async def add(self) -> tuple[Path, Version]:
+    async def add(self, seeds: Sequence[int] = (), bit: int = 1) -> tuple[Path, Version]:
+        """The next version differs from the last by these flips."""
         number = len(self.folders)
         folder = self.root / f"hf-{number}"
+        base = self.written[-1] if number else smollm2()
+        shutil.copytree(base, folder, ignore=shutil.ignore_patterns(".*"))
         if number:
-            write_next(folder, self.written[-1], number)
-        else:
-            shutil.copytree(smollm2(), folder, ignore=shutil.ignore_patterns(".*"))
+            flip(folder / WEIGHTS, seeds or (number,), bit)
         after = (
             None
             if self.last is None
@@ -111,11 +123,22 @@ class Versions:
             shutil.rmtree(self.written[-2])
         return self.folders[-1], Version(policy=POLICY, incarnation=1, number=number)
 
-    def patch(self) -> Path:
-        """From the last but one to the last."""
-        made = self.puller.make_patch(self.folders[-2], self.folders[-1])
+    def patch(self, base: int = -2, number: int = -1) -> Path:
+        """From the last but one to the last, or between two others."""
+        made = self.puller.make_patch(self.folders[base], self.folders[number])
         assert made is not None, "the store has a delta between any two versions"
         return made
+
+    async def add_ring(self) -> list[Path]:
+        """Three versions and patches from each to the next, also from the last to the first. Each
+        patch changes 1 % of the elements: the sets P, Q and R are flipped in pairs."""
+        first = len(self.folders)
+        for seeds in ((1, 2), (1, 3), (2, 3), (1, 2)):
+            await self.add(seeds, LOUD)
+        self.patch(first, first + 1)
+        self.patch(first + 1, first + 2)
+        self.patch(first + 2, first)  # by the delta of the fourth, which has the bits of the first
+        return self.folders[first : first + 3]
 
 
 @asynccontextmanager
@@ -141,9 +164,9 @@ class Load:
     """Agents that always have an answer under way."""
 
     engine: Engine
-    answers: list[tuple[Sequence[int], Completion]] = field(
-        default_factory=list[tuple[Sequence[int], Completion]]
-    )
+    prompt_tokens: int = PROMPT_TOKENS
+    answer_tokens: int = ANSWER_TOKENS
+    answers: list[Answer] = field(default_factory=list[Answer])
     num_tokens: int = 0
     is_over: bool = False
     has_answered: asyncio.Event = field(default_factory=asyncio.Event)
@@ -151,11 +174,11 @@ class Load:
     async def agent(self, number: int) -> None:
         for turn in itertools.count():
             draw = np.random.default_rng([number, turn])
-            prompt = draw.integers(1000, 40_000, PROMPT_TOKENS).tolist()
+            prompt = draw.integers(1000, 40_000, self.prompt_tokens).tolist()
             answer = await self.engine(
                 GenerationRequest(
                     prompt,
-                    SamplingSpec(max_tokens=ANSWER_TOKENS, seed=turn),
+                    SamplingSpec(max_tokens=self.answer_tokens, seed=turn),
                     policy=POLICY,
                     session=f"{number}.{turn}",
                 )
@@ -168,8 +191,7 @@ class Load:
 
 
 @asynccontextmanager
-async def busy(engine: Engine, num_agents: int) -> AsyncGenerator[Load]:
-    load = Load(engine)
+async def busy(load: Load, num_agents: int) -> AsyncGenerator[Load]:
     async with asyncio.TaskGroup() as tasks:
         for number in range(num_agents):
             tasks.create_task(load.agent(number))
@@ -199,7 +221,7 @@ async def measure_pauses(
     """Swaps in turn: one as a patch, one as full files."""
     paused_ms: dict[str, list[float]] = {"patch": [], "full": []}
     patch_bytes, read_bytes = list[int](), list[int]()
-    async with busy(engine, num_agents) as load:
+    async with busy(Load(engine), num_agents) as load:
         await load.has_answered.wait()
         for number in range(WARM_UP + 2 * num_swaps):
             folder, version = await versions.add()
@@ -236,7 +258,7 @@ async def measure_kv(
     try:
         first = len(versions.folders) - 1
         await engine.load(versions.folders[-1], _version(first))
-        async with busy(engine, num_agents) as load:
+        async with busy(Load(engine), num_agents) as load:
             await load.has_answered.wait()
             num_before, began_at = load.num_tokens, time.monotonic()
             for _ in range(num_swaps):
@@ -245,7 +267,7 @@ async def measure_kv(
                 await engine.load(folder, version)
             rate = (load.num_tokens - num_before) / (time.monotonic() - began_at)
         mixed = [pair for pair in load.answers if len(pair[1].spans) > 1]
-        errors = log_prob_errors(versions, mixed[:8])
+        errors = log_prob_errors(versions.folders.__getitem__, mixed[:8], first_span=1)
     finally:
         await engine.close()
     log_line(f"{kind}: {rate:.1f} tokens/s, {len(mixed)} answers of several versions")
@@ -256,30 +278,72 @@ async def measure_kv(
     }
 
 
+async def measure_agents(
+    engine: Engine, versions: Versions, num_swaps: int, num_agents: int
+) -> dict[str, float]:
+    """Patches in a row; every log-prob of every answer is compared with the version it names."""
+    ring = await versions.add_ring()
+    first = len(versions.folders)
+    paused_s: list[float] = []
+    load = Load(engine, SHORT_PROMPT_TOKENS, SHORT_ANSWER_TOKENS)
+    try:
+        await engine.load(ring[0], _version(first))
+        began_at = time.monotonic()
+        async with busy(load, num_agents):
+            await load.has_answered.wait()
+            for number in range(1, num_swaps + 1):
+                await engine.load(ring[number % len(ring)], _version(first + number))
+                assert num_patches(engine) == number, "full files were loaded"
+                paused_s.append(engine.paused_s)
+                if number % 10 == 0:
+                    log_line(f"{number} swaps, {len(load.answers)} answers")
+        spent_s = time.monotonic() - began_at
+    finally:
+        await engine.close()
+    log_line("comparing log-probs")
+    errors = log_prob_errors(lambda number: ring[(number - first) % len(ring)], load.answers)
+    others = log_prob_errors(
+        lambda number: ring[(number + 1 - first) % len(ring)], load.answers[:num_agents]
+    )
+    return {
+        "agents": num_agents,
+        "swaps": num_swaps,
+        "swaps_s": spent_s,
+        "swaps_paused_ms": 1000 * median(paused_s),
+        "swaps_answers": len(load.answers),
+        "swaps_tokens": len(errors),
+        "swaps_mixed_answers": sum(len(answer.spans) > 1 for _, answer in load.answers),
+        "swaps_error_max": max(errors),
+        "swaps_wrong_log_probs": sum(error > TOLERANCE for error in errors),
+        "swaps_other_version_error": median(others),
+    }
+
+
 def log_prob_errors(
-    versions: Versions, answers: Sequence[tuple[Sequence[int], Completion]]
+    folder_of: Callable[[int], Path], answers: Sequence[Answer], first_span: int = 0
 ) -> list[float]:
-    """Of tokens after the first swap in their answer: the distance between their log-prob and that
-    of the version that their span names, computed at once over the whole context."""
+    """Of tokens from this span on: the distance between their log-prob and that of the version that
+    their span names, computed at once over the whole context."""
     import torch
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
-    wanted = sorted({span.number for _, answer in answers for span in answer.spans[1:]})
+    wanted: defaultdict[Path, list[tuple[Answer, range]]] = defaultdict(list)
+    for prompt, answer in answers:
+        for span in answer.spans[first_span:]:
+            tokens = range(span.start, span.end)
+            wanted[folder_of(span.number)].append(((prompt, answer), tokens))
     errors: list[float] = []
-    for number in wanted:
-        model = auto.from_pretrained(versions.folders[number], dtype=torch.float32).eval()
-        for prompt, answer in answers:
+    for folder, spans in wanted.items():
+        model = auto.from_pretrained(folder, dtype=torch.float32).eval()
+        for (prompt, answer), tokens in spans:
             ids = [*prompt, *view_ids(answer.sampled_ids)]
             recorded = view_log_probs(answer.logprobs)
-            spans = [span for span in answer.spans[1:] if span.number == number]
-            if not spans:
-                continue
             with torch.inference_mode():
-                logits = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
-            for at in (at for span in spans for at in range(span.start, span.end)):
-                expected = float(logits[len(prompt) + at - 1, ids[len(prompt) + at]])
-                errors.append(abs(expected - recorded[at]))
+                logits = model(input_ids=torch.tensor([ids[: len(prompt) + tokens.stop]])).logits[0]
+            for at in tokens:
+                log_probs = logits[len(prompt) + at - 1].log_softmax(-1)
+                errors.append(abs(float(log_probs[ids[len(prompt) + at]]) - recorded[at]))
     assert errors, "no answer saw a swap; make more swaps"
     return errors
 
@@ -288,21 +352,28 @@ def _version(number: int) -> Version:
     return Version(policy=POLICY, incarnation=1, number=number)
 
 
-async def main(folder: Path, name: str, *, is_quick: bool) -> None:
+async def main(folder: Path, name: str, arguments: argparse.Namespace) -> None:
+    is_quick, parts = arguments.quick, arguments.only or PARTS
     num_swaps, num_agents = (3, 4) if is_quick else (10, 8)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    figures: dict[str, float] = {}
     async with opened(folder) as versions:
-        # hf computes keys and values again in the pause, in both kinds alike; here it keeps them.
-        engine = make_engine(name, keeps_kv=name == "hf")
         first, version = await versions.add()
-        try:
-            await engine.load(first, version)
-            figures = await measure_pauses(engine, versions, num_swaps, num_agents)
-        finally:
-            await engine.close()
-        for keeps_kv in (False, True):
+        if "pauses" in parts:
+            # hf computes keys and values again in the pause, in both kinds alike; here it keeps
+            # them.
+            engine = make_engine(name, keeps_kv=name == "hf")
+            try:
+                await engine.load(first, version)
+                figures |= await measure_pauses(engine, versions, num_swaps, num_agents)
+            finally:
+                await engine.close()
+        for keeps_kv in (False, True) if "kv" in parts else ():
             engine = make_engine(name, keeps_kv=keeps_kv)
             figures |= await measure_kv(engine, versions, num_swaps, num_agents, keeps_kv=keeps_kv)
+        if "agents" in parts:
+            swaps = arguments.swaps or (NUM_SWAPS // 20 if is_quick else NUM_SWAPS)
+            figures |= await measure_agents(make_engine(name), versions, swaps, NUM_AGENTS)
     result(benchmark="swap", engine=name, model="SmolLM2-135M", **figures)
 
 
@@ -311,10 +382,12 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true", help="3 swaps of each kind, not 10")
     parser.add_argument("--folder", type=Path, help="parent of the scratch folder")
     parser.add_argument("--engine", choices=("hf", "vllm"), help="vllm, if it is installed")
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated")
+    parser.add_argument("--swaps", type=int, help="under many agents, instead of 200 (quick: 10)")
     arguments = parser.parse_args()
     if not smollm2().is_dir():
         parser.error(f"{smollm2()} is missing; run `make setup-engine`")
     has_vllm = (default_environment() / "bin" / "vllm").exists()
     engine_name = arguments.engine or ("vllm" if has_vllm else "hf")
     with scratch(arguments.folder) as where:
-        asyncio.run(main(where, engine_name, is_quick=arguments.quick))
+        asyncio.run(main(where, engine_name, arguments))

@@ -77,8 +77,21 @@ FOUR = {
     "dp4 replicas2": Job(kind="dense", parallel=P(dp=4, replicas=2), steps=FEW_STEPS),
     "dp2 replicas2 tp2": Job(kind="dense", parallel=P(dp=2, replicas=2, tp=2), steps=FEW_STEPS),
     "dp2 replicas2 cp2": Job(kind="moe", parallel=P(dp=2, replicas=2, cp=2), steps=FEW_STEPS),
+    "dp2 tp2 critic": Job(kind="dense", parallel=P(dp=2, tp=2), steps=FEW_STEPS, algorithm="ppo"),
+    "dp4 replicas2 lora": Job(
+        kind="dense", parallel=P(dp=4, replicas=2), steps=FEW_STEPS, is_adapted=True
+    ),
+    "dp4 ep2": Job(kind="moe", parallel=P(dp=4, ep=2), steps=FEW_STEPS),
+    "dp4 ep4": Job(kind="moe", parallel=P(dp=4, ep=4), steps=FEW_STEPS),
+    "dp4 ep2 lora": Job(kind="moe", parallel=P(dp=4, ep=2), steps=FEW_STEPS, is_adapted=True),
+    "dp4 ep2 critic": Job(kind="moe", parallel=P(dp=4, ep=2), steps=FEW_STEPS, algorithm="ppo"),
 }
-JOBS = {2: TWO, 4: FOUR}
+EIGHT = {
+    "dp2 replicas2 cp2 tp2": Job(
+        kind="dense", parallel=P(dp=2, replicas=2, cp=2, tp=2), steps=FEW_STEPS
+    ),
+}
+JOBS = {2: TWO, 4: FOUR, 8: EIGHT}
 
 
 def write_models(folder: Path) -> None:
@@ -90,8 +103,7 @@ def write_models(folder: Path) -> None:
         made: Any = cast(Any, AutoModelForCausalLM).from_config(config)
         for target in (name, f"{name}+lora"):
             made.float().save_pretrained(folder / target)
-        if kind != "qwen3_moe":
-            init_adapter(folder / f"{name}+lora", LoraConfig.model_validate(LORA), seed=0)
+        init_adapter(folder / f"{name}+lora", LoraConfig.model_validate(LORA), seed=0)
 
 
 def sealed_batch(seq: int) -> Sealed:

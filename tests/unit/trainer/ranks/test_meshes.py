@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.unit.trainer.mesh_jobs import EACH, FOUR, RESUMED, TWO, Job, train, write_models
+from tests.unit.trainer.mesh_jobs import (
+    EACH,
+    EIGHT,
+    FOUR,
+    RESUMED,
+    TWO,
+    Job,
+    train,
+    write_models,
+)
 from tests.unit.trainer.rank_jobs import forked
 
 from penstock.config.stages import ParallelConfig
@@ -37,6 +46,11 @@ def two(work: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def four(work: Path) -> list[dict[str, Any]]:
     return forked("meshes", 4, work, MODULE)
+
+
+@pytest.fixture(scope="module")
+def eight(work: Path) -> list[dict[str, Any]]:
+    return forked("meshes", 8, work, MODULE)
 
 
 @cache
@@ -77,6 +91,14 @@ def test_four_ranks_train_as_one_process_does(
     work: Path, four: list[dict[str, Any]], name: str
 ) -> None:
     check(work, four, name, FOUR[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EIGHT)
+def test_eight_ranks_train_as_one_process_does(
+    work: Path, eight: list[dict[str, Any]], name: str
+) -> None:
+    check(work, eight, name, EIGHT[name])
 
 
 @pytest.mark.slow
