@@ -34,7 +34,9 @@ MILLIONS, QUICK_MILLIONS = 1000, 100
 BFLOAT16_BYTES = 2
 
 
-def measure(folder: Path, millions: int, num_versions: int, checkout: Path) -> dict[str, float]:
+def measure(
+    side: str, folder: Path, millions: int, num_versions: int, checkout: Path
+) -> dict[str, float]:
     """All processes once, with the sources of this checkout."""
     env = {
         **os.environ,
@@ -48,7 +50,7 @@ def measure(folder: Path, millions: int, num_versions: int, checkout: Path) -> d
         return subprocess.Popen(command, cwd=ROOT, env=env)
 
     ranks = [
-        start("publish_ranks", str(folder), *map(str, (rank, NUM_RANKS, millions, num_versions)))
+        start("publish_ranks", side, *map(str, (folder, rank, NUM_RANKS, millions, num_versions)))
         for rank in range(NUM_RANKS)
     ]
     with ExitStack() as stack:
@@ -127,7 +129,7 @@ def main() -> None:
     for name, checkout in sides.items():
         if checkout is not None:
             with scratch(args.folder) as folder:
-                found[name] = measure(folder, millions, args.versions, checkout.resolve())
+                found[name] = measure(name, folder, millions, args.versions, checkout.resolve())
             log_line(f"{name}: " + ", ".join(f"{k} {v:.3f}" for k, v in found[name].items()))
     ours, before = found["ours"], found.get("before", {})
     result(

@@ -2,12 +2,12 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportArgumentType=false
-"""One rank of `benchmarks.publish`: `publish_ranks.py FOLDER RANK NUM_RANKS MILLIONS
+"""One rank of `benchmarks.publish`: `publish_ranks.py SIDE FOLDER RANK NUM_RANKS MILLIONS
 NUM_VERSIONS`.
 
 Holds its shard of a model in float32 and publishes versions in bfloat16, then saves a checkpoint.
-It also runs on the commit before ranks wrote their own shares (`is_before`): there rank 0 gathers
-everything. Leaves its figures in FOLDER/rank-RANK.json.
+It also runs on the commit before ranks wrote their own shares (SIDE is `before`, not `ours`): there
+rank 0 gathers everything. Leaves its figures in FOLDER/rank-RANK.json.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from penstock.weights.publish import StoredVersion
 POLICY = PolicyName("policy")
 CHANGED_EVERY = 100
 """One element in so many changes between two versions."""
-is_before = not hasattr(snapshots_module, "names_in_files")
 
 
 def make_model(millions: int) -> Any:
@@ -90,7 +89,10 @@ def passed_bytes() -> int:
 
 
 class Rank:
-    def __init__(self, folder: Path, rank: int, num_ranks: int, millions: int) -> None:
+    def __init__(
+        self, folder: Path, rank: int, num_ranks: int, millions: int, *, is_before: bool
+    ) -> None:
+        self.is_before = is_before
         self.folder = folder
         self.rank = rank
         self.num_ranks = num_ranks
@@ -126,7 +128,9 @@ class Rank:
                 time.sleep(0.01)
             self.writer = ShareWriter(store, folder / "model", rank=rank)
         if not is_before:
-            self.names = snapshots_module.names_in_files(self.model)
+            from penstock.trainer.file_tensors import file_tensors
+
+            self.file_tensors = file_tensors(self.model)
 
     def _announce(self, number: int, stored: StoredVersion) -> None:
         done = {"manifest_digest": stored.manifest_digest, "stored_at": time.monotonic()}
@@ -138,13 +142,13 @@ class Rank:
     def _in_use(self) -> tuple[list[str], list[str]]:
         return self.digests, self.digests[-1:]
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Any]:
         state = self.model.state_dict(keep_vars=True)
-        if is_before:
+        if self.is_before:
             gathered = gather(state, self.ranks)
             return snapshots_module.weights_of(self.model, gathered) if gathered else {}
-        assert self.names is not None
-        return {name: state[own].detach() for name, own in self.names.items()}
+        assert self.file_tensors is not None
+        return {name: one.part_of(state[one.source]) for name, one in self.file_tensors.items()}
 
     def change(self, number: int) -> None:
         with torch.no_grad():
@@ -169,7 +173,7 @@ class Rank:
         before = passed_bytes() + self.mapped.num_bytes
         dist.barrier()
         began_at, started_at = time.perf_counter(), time.monotonic()
-        if is_before:
+        if self.is_before:
             weights = self.weights()
             if self.rank == 0:
                 self.publisher.submit(weights, number)
@@ -182,7 +186,7 @@ class Rank:
         if self.rank == 0:
             (self.folder / f"started-{number}.json").write_text(json.dumps(started_at))
             self.publisher.flush()
-        elif not is_before:
+        elif not self.is_before:
             self.writer.flush()
         dist.barrier()
         self.figures["passed"].append(passed_bytes() + self.mapped.num_bytes - before)
@@ -219,7 +223,7 @@ class Rank:
         else:
             saver = ShardSaver(root, rank=self.rank, num_ranks=self.num_ranks)
             weights = self.weights()
-            saver.submit(token, {"one": torch.ones(1)}, *([] if is_before else [weights]))
+            saver.submit(token, {"one": torch.ones(1)}, *([] if self.is_before else [weights]))
         self.figures["checkpoint_blocked_s"] = [time.perf_counter() - began_at]
         saver.flush()
         self.figures["checkpoint_s"] = [time.perf_counter() - began_at]
@@ -233,11 +237,13 @@ class Rank:
         dist.barrier()
 
 
-def main(folder: Path, rank: int, num_ranks: int, millions: int, num_versions: int) -> None:
+def main(side: str, folder: Path, rank: int, num_ranks: int, num: tuple[int, int]) -> None:
+    """num: millions of parameters, and versions."""
+    millions, num_versions = num
     torch.set_num_threads(1)
     store = cast(Any, dist).FileStore(str(folder / "rendezvous"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    one = Rank(folder, rank, num_ranks, millions)
+    one = Rank(folder, rank, num_ranks, millions, is_before=side == "before")
     for number in range(num_versions):
         one.publish(number)
     one.save()
@@ -253,4 +259,5 @@ def main(folder: Path, rank: int, num_ranks: int, millions: int, num_versions: i
 
 if __name__ == "__main__":
     log_to_stderr()
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:6]))
+    of_rank, of_ranks, *sizes = map(int, sys.argv[3:])
+    main(sys.argv[1], Path(sys.argv[2]), of_rank, of_ranks, (sizes[0], sizes[1]))

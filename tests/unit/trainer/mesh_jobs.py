@@ -24,7 +24,6 @@ from penstock.trainer.build import build_models
 from penstock.trainer.lora import init_adapter
 from penstock.trainer.models import Models
 from penstock.trainer.ranks.group import Ranks, make_rank_group
-from penstock.trainer.ranks.sharding import gather
 from penstock.trainer.state_shards import copy_shard, open_state, state_names, write_shard
 
 NUM_STEPS = 20
@@ -149,7 +148,7 @@ def train(folder: Path, name: str, job: Job, ranks: Ranks) -> list[tuple[float, 
     """Loss and norm of the gradient by step; the weights are written as NAME.safetensors."""
     models = build(folder, job, ranks)
     curve = [_step(models, seq, ranks) for seq in range(1, job.steps + 1)]
-    weights = gather(cast(Any, models.weights()), ranks)
+    weights = models.gather_weights()
     if ranks.position.is_rank0:
         save_file(
             {key: one.contiguous() for key, one in weights.items()}, folder / f"{name}.safetensors"
@@ -194,7 +193,7 @@ def _resumed(folder: Path) -> list[tuple[float, float]]:
         first = 1 + EACH * index
         curve += [_step(models, seq, ranks) for seq in range(first, first + EACH)]
         after = folder / f"after {index}"
-        weights = gather(cast(Any, models.weights()), ranks)
+        weights = models.gather_weights()
         if ranks.position.is_rank0:
             shutil.copytree(folder / "dense", after)
             save_file(weights, after / "model.safetensors", metadata={"format": "pt"})
