@@ -122,8 +122,9 @@ class ParallelConfig(Section):
         for name, size in (("replicas", self.replicas), ("cp", self.cp), ("tp", self.tp)):
             if self.ep > 1 and size > 1:
                 yield Contradiction(
-                    text=f"ep {self.ep} with {name} {size} is not supported; set {name}: 1 and "
-                    "raise dp",
+                    text=f"ep {self.ep} with {name} {size} is not supported: tokens travel between "
+                    "ranks that have whole samples, whole layers and one copy of the state; set "
+                    f"{name}: 1 and raise dp",
                     keys=(("ep",), (name,)),
                 )
 

@@ -8,6 +8,7 @@ import pytest
 from penstock.config import HostConfig, RunConfig, demo_config
 from penstock.config.device_layout import DeviceLayout, lay_out
 from penstock.config.hosts import Place, expand, expanded
+from penstock.errors import ConfigError
 
 EIGHT = "hosts={gpu0: {devices: 8, memory_gb: 80}}"
 FOUR_RANKS = "training.parallel.dp=4"
@@ -29,6 +30,13 @@ def ranks(found: DeviceLayout, policy: str = "policy") -> list[str]:
 def refusal(*overrides: str, host: str | None = "gpu0", num_devices: int = 0) -> tuple[str, str]:
     [problem] = layout(*overrides, host=host, num_devices=num_devices).problems
     return problem.key, problem.text
+
+
+@pytest.mark.parametrize("other", ["tp", "cp", "replicas"])
+def test_experts_are_spread_over_ranks_of_data_parallelism_alone(other: str) -> None:
+    text = f"ep 2 with {other} 2 is not supported: tokens travel between .* set {other}: 1"
+    with pytest.raises(ConfigError, match=text):
+        demo_config(0, (f"training.parallel={{dp: 4, ep: 2, {other}: 2}}",))
 
 
 # --- names ----------------------------------------------------------------------------------------
