@@ -16,15 +16,17 @@
 #   make constraints    refresh constraints/*.txt, their hashes and the bill of materials, from fresh environments
 #   make audit          known vulnerabilities of the pinned versions, as far as the index answers
 #   make bench          the promises about speed, measured             BENCH_ARGS=--quick
+#   make release        wheel and source archive of the last commit in dist/, built twice and compared
 #   make gpu            what needs GPUs, with a report to send       GPUS=1, GPUS=8 or, on two hosts at once, GPUS=hosts
 #   make setup-engine   vLLM for CPUs, a small real model and traces of its training, in ~/.cache/penstock (15 to 50 minutes)
 #   make setup-envs     virtual environments of gymnasium, OpenEnv, verifiers and reasoning-gym, in ~/.cache/penstock/envs (minutes)
+#   make setup-axe      axe-core, in ~/.cache/penstock/axe, for the test of the dashboard's accessibility
 #   make setup-llama    llama-cpp-python, built from source in ~/.cache/penstock/llama (10 to 60 minutes)
 
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := check
-.PHONY: gpu setup check test e2e e2e-long sim mutants bench chaos chaos-quick attacks attacks-quick audit docs setup-engine setup-envs setup-llama constraints
+.PHONY: release gpu setup check test e2e e2e-long sim mutants bench chaos chaos-quick attacks attacks-quick audit docs setup-engine setup-axe setup-envs setup-llama constraints
 
 PYTHON ?= python3
 VENV := .venv
@@ -179,6 +181,15 @@ setup-envs:
 	@$(PYTHON) scripts/setup_envs.py
 
 # Without llama.cpp's code for images, which would take half of the time.
+release:
+	@$(PYTHON) scripts/release.py
+
+# A package that brings axe-core's script, which is under the MPL and therefore not in this repository.
+setup-axe:
+	@folder="$${PENSTOCK_CACHE:-$$HOME/.cache/penstock}/axe"; \
+	test -f "$$folder/axe_playwright_python/axe.min.js" \
+	  || $(PIP) --no-deps --target "$$folder" "axe-playwright-python==0.1.8"
+
 setup-llama:
 	@folder="$${PENSTOCK_CACHE:-$$HOME/.cache/penstock}/llama"; \
 	if "$$folder/bin/python" -c "import llama_cpp" 2>/dev/null; then exit 0; fi; \

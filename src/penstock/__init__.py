@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.trainer.pipeline.layout import Layout, RowColumn, Stage, TokenColumn
     from penstock.types import DropReason, Outcome, Task, Trajectory, Turn, Version
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "Admit",

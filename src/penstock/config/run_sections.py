@@ -140,7 +140,8 @@ class RunSections(Section):
     budget: BudgetConfig = BudgetConfig()
     """What the run may use; then it ends with a checkpoint."""
     report_to: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
-    """Trackers in addition to metrics.jsonl: trackio, wandb, tensorboard, mlflow, or your own."""
+    """Trackers in addition to metrics.jsonl: trackio, wandb, tensorboard, mlflow, or your own;
+    opentelemetry gets a trace of each rollout instead of metrics."""
 
     @model_validator(mode="before")
     @classmethod

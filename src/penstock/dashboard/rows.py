@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages of trajectories, and one trajectory with its tokens.
 
-A page reads no payload and looks at no more than SCAN_ROWS rows, whatever the filters; its cursor
+A page looks at no more than SCAN_ROWS rows, whatever the filters, and reads no payload, except
+that a search for text reads MAX_READ; its cursor
 says where the next page starts. So a page of a run with a million rows costs what one of a small
 run costs.
 """
@@ -30,7 +31,9 @@ from penstock.types import OutcomeKind, RowSummary, Task
 
 PAGE_ROWS = 50
 SCAN_ROWS = 20_000
-"""Arrivals that one page looks at."""
+"""Arrivals that one page looks at, if the database can tell which match."""
+DESCRIBED_ROWS = 4_000
+"""Arrivals that one page looks at, if each must be described first: a fate, a text."""
 READ_ROWS = 256
 MAX_READ = 100
 """Payload that a search for text decodes for one page."""
@@ -65,12 +68,15 @@ class PageQuery:
         if order not in ("newest", "best", "worst"):
             raise BadRequest(f"order {order[:40]!r}; known: newest, best, worst")
         try:
+            number = int(step) if step else None
+            if number is not None and not 0 <= number < NEWEST:
+                raise ValueError
             return cls(
                 outcome=outcome,
                 policy=query.get("policy", ""),
                 node=query.get("node", ""),
                 fate=query.get("fate", ""),
-                step=int(step) if step else None,
+                step=number,
                 text=query.get("text", "").strip(),
                 order=order,
                 evaluations=query.get("evaluations", "") == "1",
@@ -138,7 +144,7 @@ class _Finder:
         tables, query = self._run.recorded.at(index), self._query
         where, values = query.condition()
         before = min(self._at[index], _last_arrival(tables, values["space"]) + 1)
-        floor = max(0, before - SCAN_ROWS)
+        floor = max(0, before - (DESCRIBED_ROWS if query.fate or query.text else SCAN_ROWS))
         order = "arrival DESC"
         if query.order != "newest":
             where += f" AND {REWARD} IS NOT NULL"

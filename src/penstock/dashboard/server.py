@@ -37,13 +37,17 @@ READERS = frozenset({Role.READER, Role.ADMIN})
 NUM_THREADS = 4
 """Queries at a time."""
 EVENTS_S = 1.0
+TURNS = 5
+"""How often between two states a stream looks whether the dashboard ends."""
 KEEP_ALIVE_S = 15.0
 MAX_METRICS = 24
 IMPORT_MAP = re.compile(r'<script type="importmap">(.*?)</script>', re.DOTALL)
 
 
-def build(runs: Sequence[ShownRun], verifier: Verifier) -> Starlette:
-    """The app; it closes the runs when it ends."""
+def build(
+    runs: Sequence[ShownRun], verifier: Verifier, is_ending: Callable[[], bool] = lambda: False
+) -> Starlette:
+    """The app; it closes the runs when it ends. Once `is_ending`, open pages are notified."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
@@ -52,15 +56,19 @@ def build(runs: Sequence[ShownRun], verifier: Verifier) -> Starlette:
             run.close()
 
     app = build_app(
-        routes_of(Dashboard(runs)), verifier, title="penstock dashboard", lifespan=lifespan
+        routes_of(Dashboard(runs, is_ending)),
+        verifier,
+        title="penstock dashboard",
+        lifespan=lifespan,
     )
     app.router.routes.extend(page_routes())
     return app
 
 
 class Dashboard:
-    def __init__(self, runs: Sequence[ShownRun]) -> None:
+    def __init__(self, runs: Sequence[ShownRun], is_ending: Callable[[], bool]) -> None:
         self._runs = {run.key: run for run in runs}
+        self._is_ending = is_ending
         self._room = asyncio.Semaphore(NUM_THREADS)
 
     @route("GET", "/api/runs", READERS, response=None)
@@ -142,9 +150,12 @@ class Dashboard:
     # --- reading ------------------------------------------------------------------------------
 
     async def _changes(self) -> AsyncIterator[bytes]:
-        """A slow reader gets fewer states, never a queue of them."""
-        sent, silent_s = "", 0.0
-        while True:
+        """A slow reader gets fewer states, never a queue of them. `end` comes before the last
+        state: a page without it has lost the connection, and asks again."""
+        sent, silent_s, is_last = "", 0.0, False
+        while not is_last:
+            if is_last := self._is_ending():
+                yield b"event: end\ndata:\n\n"
             found = await self._read(self._summaries)
             state = re.sub(rb'"at":[0-9.e+]+,', b"", found.body)
             if (digest := hashlib.sha256(state).hexdigest()) != sent:
@@ -153,8 +164,10 @@ class Dashboard:
             elif silent_s >= KEEP_ALIVE_S:
                 silent_s = 0.0
                 yield b": alive\n\n"
+            for _ in range(0 if is_last else TURNS):
+                if not self._is_ending():
+                    await asyncio.sleep(EVENTS_S / TURNS)
             silent_s += EVENTS_S
-            await asyncio.sleep(EVENTS_S)
 
     async def _of_run(self, call: Call, read: Callable[[ShownRun], Any]) -> RawResponse:
         run = self._runs.get(call.path["run"])

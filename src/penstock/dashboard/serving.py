@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from starlette.applications import Starlette
 
@@ -31,6 +32,8 @@ TOKEN_TTL_S = 365 * 86_400.0
 LOOPBACK = "127.0.0.1"
 LOOK_S = 0.3
 END_S = 5.0
+NOTICE_S = 0.5
+"""Between the notice to open pages and the end: they ask nothing more then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +43,23 @@ class OpenDashboard:
     url: str
     """With the token behind `#`, which browsers keep to themselves."""
     tls: Tls | None
+    ending: threading.Event
+    """Set when it ends, before connections close, so that open pages are notified."""
 
     async def serve(self) -> None:
         """Until SIGINT or SIGTERM."""
         host, port, *_ = self.listener.getsockname()
-        await server(self.app, host, port, self.tls).serve(sockets=[self.listener])
+        served, loop = server(self.app, host, port, self.tls), asyncio.get_running_loop()
+        close = served.handle_exit
+
+        def on_signal(sig: int, frame: FrameType | None) -> None:
+            if self.ending.is_set():
+                close(sig, frame)
+            self.ending.set()
+            loop.call_soon_threadsafe(loop.call_later, NOTICE_S, close, sig, frame)
+
+        served.handle_exit = on_signal
+        await served.serve(sockets=[self.listener])
 
 
 @contextmanager
@@ -61,11 +76,14 @@ def open_dashboard(
         token = signer.mint(Role.READER, [Audience.DASHBOARD], ttl_s=TOKEN_TTL_S)
         scheme = "http" if tls is None else "https"
         shown_host = f"[{host}]" if ":" in host else host
+        ending = threading.Event()
+        verifier = signer.verifier(Audience.DASHBOARD)
         yield OpenDashboard(
-            app=build(name_runs([*folders]), signer.verifier(Audience.DASHBOARD)),
+            app=build(name_runs([*folders]), verifier, ending.is_set),
             listener=listener,
             url=f"{scheme}://{shown_host}:{listener.getsockname()[1]}/#token={token}",
             tls=tls,
+            ending=ending,
         )
 
 
@@ -110,6 +128,8 @@ def _serve_until(folder: RunFolder, notify: Callable[[str], None], ended: thread
         serving = asyncio.create_task(serve_on_socket(opened.app, opened.listener))
         while not ended.is_set() and not serving.done():
             await asyncio.wait({serving}, timeout=LOOK_S)
+        opened.ending.set()
+        await asyncio.sleep(NOTICE_S)
         serving.cancel()
         with suppress(asyncio.CancelledError):
             await serving

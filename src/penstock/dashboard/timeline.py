@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from penstock.dashboard.shown_run import ShownRun
@@ -47,7 +48,7 @@ def read_timeline(run: ShownRun, before: int) -> dict[str, Any]:
     return {
         "start": start,
         "end": end,
-        "nodes": _node_lanes(leases, start, end),
+        "nodes": node_lanes(leases, start, end),
         "trainers": _trainer_lanes(records, start, end),
         "versions": tables.read(VersionRecord, where, start=start, end=end),
         "restarts": tables.read(IncarnationRecord, where, start=start, end=end),
@@ -56,23 +57,28 @@ def read_timeline(run: ShownRun, before: int) -> dict[str, Any]:
     }
 
 
-def _node_lanes(leases: Sequence[Lease], start: float, end: float) -> list[dict[str, Any]]:
+def node_lanes(leases: Sequence[Lease], start: float, end: float) -> list[dict[str, Any]]:
     """By node: the mean number of slots in use in each of NUM_BUCKETS parts of the time, and the
-    attempts that failed."""
+    attempts that failed. The mean grows where an attempt starts, by the rest of that part, and one
+    part later by what is left of 1; where it ends, it falls likewise."""
     width_s = max(1e-6, (end - start) / NUM_BUCKETS)
-    busy: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * NUM_BUCKETS)
+    changes: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * (NUM_BUCKETS + 1))
     failed: defaultdict[str, list[float]] = defaultdict(list)
     for node, granted, delivered, outcome, _ in leases:
-        first = min(NUM_BUCKETS - 1, int((granted - start) / width_s))
-        last = min(NUM_BUCKETS - 1, int((delivered - start) / width_s))
-        for bucket in range(first, last + 1):
-            low, high = start + bucket * width_s, start + (bucket + 1) * width_s
-            busy[node][bucket] += max(0.0, min(delivered, high) - max(granted, low)) / width_s
+        for at, sign in ((granted, 1.0), (max(granted, delivered), -1.0)):
+            place = (at - start) / width_s
+            bucket = min(NUM_BUCKETS - 1, int(place))
+            changes[node][bucket] += sign * (1.0 - (place - bucket))
+            changes[node][bucket + 1] += sign * (place - bucket)
         if outcome not in ("completed", "truncated"):
             failed[node].append(delivered)
     return [
-        {"node": node, "busy": [round(one, 2) for one in lane], "failed": failed[node]}
-        for node, lane in sorted(busy.items())
+        {
+            "node": node,
+            "busy": [round(abs(busy), 2) for busy in accumulate(lane[:NUM_BUCKETS])],
+            "failed": failed[node],
+        }
+        for node, lane in sorted(changes.items())
     ]
 
 

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.plugins import TRACKER_GROUP, builtin_names, load_object
+from penstock.types import Trajectory
 
 _PACKAGE = "penstock.observe.trackers"
+OPENTELEMETRY = "opentelemetry"
+"""The one tracker of rollouts."""
 PROJECT = "penstock"
 """The project, or experiment, of runs whose user names no other in the tracker's own variable."""
 
@@ -48,6 +51,18 @@ class Point:
     """Unix time of the step's commit."""
     values: Mapping[str, float]
     """Finite numbers, by the names in docs/reference/metrics.md."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One rollout of training: what OPENTELEMETRY gets instead of points."""
+
+    trajectory: Trajectory
+    workflow: str
+    source: str
+    task_key: str
+    reward: float | None
+    """Of the rollout, or of the stage that scored it."""
 
 
 class Tracker(Protocol):

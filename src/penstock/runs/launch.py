@@ -331,6 +331,7 @@ def _supervise(
         )
         with reports:
             _supervise_loop(launcher, scaler, poller, display, tail, stop, record, guards)
+        guards.budget.close(time.monotonic(), poller.view())
         if failure := poller.failure():
             display.notify("stopping: every group fails")
             scaler.close()

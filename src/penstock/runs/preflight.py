@@ -23,6 +23,7 @@ from penstock.devices import visible_devices
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.hub import check_hub_model, parse_hub_model
+from penstock.observe.tracking import OPENTELEMETRY
 from penstock.plugins import builtin_names
 from penstock.runs.check_problem import CheckProblem, located
 from penstock.runs.data_check import data_problems
@@ -185,12 +186,23 @@ def _resume_problems(target: RunTarget, probed: ProbeResult) -> Iterator[CheckPr
         yield located(CheckProblem(key=key, text=text), target)
 
 
+def _is_installed(tracker: str) -> bool:
+    module = "opentelemetry.exporter.otlp.proto.http" if tracker == OPENTELEMETRY else tracker
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even a package around it
+        return False
+
+
+_TRACKER_EXTRAS = {"tensorboard": "tracking", "trackio": "tracking", OPENTELEMETRY: "traces"}
+
+
 def missing_trackers(config: RunConfig) -> Iterator[CheckProblem]:
     """Libraries of built-in trackers; each has the tracker's name."""
     for name in config.report_to:
-        if name in builtin_names(TRACKERS_PACKAGE) and find_spec(name) is None:
-            own = name in ("tensorboard", "trackio")
-            package = "'penstock-rl[tracking]'" if own else name
+        if name in builtin_names(TRACKERS_PACKAGE) and not _is_installed(name):
+            extra = _TRACKER_EXTRAS.get(name)
+            package = f"'penstock-rl[{extra}]'" if extra else name
             text = f"{name} is not installed; run: pip install {package}"
             yield CheckProblem(key="report_to", text=text)
 

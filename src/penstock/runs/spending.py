@@ -36,15 +36,26 @@ class BudgetGuard:
 
     def check(self, now: float, view: RunView) -> str:
         """The same, with what the run has used until now."""
+        self._observe(now, view)
+        found = self.spent()
+        if found or now - self._written_at >= WRITE_S:
+            self._written_at = now
+            self._write()
+        return found
+
+    def close(self, now: float, view: RunView) -> None:
+        """Write what the run has used to its end."""
+        self._observe(now, view)
+        self._write()
+
+    def _observe(self, now: float, view: RunView) -> None:
         if view.status is not None:
             status = view.status
             nodes = [n for n in status.nodes if n.state not in GONE and not n.is_untrusted]
             tokens = status.sampled_tokens - status.untrusted_tokens
             self._meter.observe(now, tokens=tokens, num_nodes=len(nodes))
-        found = self.spent()
-        if found or now - self._written_at >= WRITE_S:
-            self._written_at = now
-            usage = self._meter.usage
-            with suppress(OSError):  # a full disk; the next one may fit
-                self._folder.write_usage(UsageRecord(tokens=usage.tokens, node_s=usage.node_s))
-        return found
+
+    def _write(self) -> None:
+        usage = self._meter.usage
+        with suppress(OSError):  # a full disk; the next one may fit
+            self._folder.write_usage(UsageRecord(tokens=usage.tokens, node_s=usage.node_s))

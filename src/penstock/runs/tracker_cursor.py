@@ -34,6 +34,8 @@ class TrackerCursor:
     id: str
     """Of this run folder; the tracker's runs are named by it."""
     policies: dict[str, SentPoints] = field(default_factory=dict[str, SentPoints])
+    arrivals: dict[int, int] = field(default_factory=dict[int, int])
+    """The last rollout, by partition, of a tracker that takes rollouts."""
 
     def of(self, policy: str) -> SentPoints:
         return self.policies.get(policy, SentPoints())

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -20,9 +21,10 @@ import structlog
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, StoreError, TrackerError, wrap_errors
 from penstock.fleet.run_folder import RunFolder
-from penstock.observe.tracking import TrackedRun, Tracker, load_tracker
+from penstock.observe.tracking import OPENTELEMETRY, TrackedRun, load_tracker
 from penstock.redaction import hide_secrets
 from penstock.runs.points import next_points
+from penstock.runs.rollouts import next_rollouts
 from penstock.runs.tracker_cursor import CursorFile
 
 POLL_S = 2.0
@@ -42,13 +44,16 @@ class Exporter:
         self._config = config
         self._name = tracker
         self._held = ExitStack()
-        self._trackers: dict[str, Tracker] = {}
+        self._trackers: dict[str, Any] = {}
         self._file = CursorFile(folder.path, tracker)
         self._held.enter_context(self._file.locked())
         self._cursor = self._file.read()
 
     def send_page(self) -> int:
-        """Send the next points of every policy, and remember that; the number of points sent."""
+        """Send the next points of every policy, or the next rollouts, and remember that; how many
+        were sent."""
+        if self._name == OPENTELEMETRY:
+            return self._send_rollouts()
         num_sent = 0
         for policy in self._config.trained:
             points, sent = next_points(self._folder, policy, self._cursor.of(policy))
@@ -60,6 +65,16 @@ class Exporter:
                 self._file.write(self._cursor)
             num_sent += len(points)
         return num_sent
+
+    def _send_rollouts(self) -> int:
+        rollouts, arrivals = next_rollouts(self._folder, self._cursor.arrivals)
+        if rollouts:
+            with wrap_errors(TrackerError, f"{self._name} did not take {len(rollouts)} rollouts"):
+                self._tracker(next(iter(self._config.trained))).send(rollouts)
+        if arrivals != self._cursor.arrivals:
+            self._cursor = replace(self._cursor, arrivals=arrivals)
+            self._file.write(self._cursor)
+        return len(rollouts)
 
     def send_all(self) -> int:
         total = 0
@@ -73,7 +88,7 @@ class Exporter:
             for tracker in self._trackers.values():
                 tracker.close()
 
-    def _tracker(self, policy: str) -> Tracker:
+    def _tracker(self, policy: str) -> Any:
         if policy not in self._trackers:
             self._trackers[policy] = load_tracker(self._name)(self._tracked_run(policy))
         return self._trackers[policy]

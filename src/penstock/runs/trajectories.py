@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from penstock.dataflow.records import (
     gone_key,
 )
 from penstock.errors import NotFound, PenstockError, StoreError
-from penstock.redaction import for_people
+from penstock.redaction import for_people, hide_secrets
 from penstock.runs.decoded import Decoder
 from penstock.runs.recorded_trajectory import PayloadState, RecordedTrajectory, TrainingUse
 from penstock.types import (
@@ -162,6 +162,19 @@ class TrajectoryReader:
         """Arrival of the newest trajectory, by partition: where to continue later."""
         query = "SELECT coalesce(max(arrival), 0) FROM rows WHERE space = :space"
         return {i: int(tables.scalar(query, space=TRAIN)) for i, tables in self._tables.items()}
+
+    def after(
+        self, arrivals: Mapping[int, int], limit: int
+    ) -> tuple[list[RecordedTrajectory], dict[int, int]]:
+        """The next `limit` of each partition that arrived after these, and where to continue."""
+        reached, found = dict(arrivals), list[RecordedTrajectory]()
+        query = "space = :space AND arrival > :at ORDER BY arrival LIMIT :num"
+        for index, tables in self._tables.items():
+            at = arrivals.get(index, 0)
+            rows = tables.read(RowRecord, query, space=TRAIN, at=at, num=limit)
+            found += self._load(index, rows)
+            reached[index] = rows[-1].arrival if rows else at
+        return found, reached
 
     def newest_between(
         self, after: Mapping[int, int], upto: Mapping[int, int], selection: Selection, limit: int
@@ -357,7 +370,7 @@ class TrajectoryReader:
             uses=facts.uses,
             columns=values,
             state=state,
-            detail=detail if payload is None else for_people(payload.outcome.detail),
+            detail=detail if payload is None else payload.outcome.detail,
             payload=payload,
             decoder=self.decoder,
         )
@@ -365,7 +378,7 @@ class TrajectoryReader:
     def _payload(self, index: int, row: RowRecord) -> _FoundPayload:
         try:
             data = self._read_bytes(index, row)
-            return decode(data, Trajectory), PayloadState.STORED, ""
+            return _without_secrets(decode(data, Trajectory)), PayloadState.STORED, ""
         except (PenstockError, OSError) as error:
             query = "SELECT count(*) FROM freed WHERE group_id = :id"
             if self._tables[index].scalar(query, id=row.group_id):
@@ -401,6 +414,20 @@ class TrajectoryReader:
     def count(self, measure: Callable[[Tables], int]) -> int:
         """The sum over the ledgers of all partitions."""
         return sum(map(measure, self._tables.values()))
+
+
+def _without_secrets(one: Trajectory) -> Trajectory:
+    """What is written for people only: nodes of strangers hide nothing. Tokens stay."""
+    if not (one.tool_uses or one.outcome.reason or one.outcome.detail):
+        return one
+    outcome = replace(
+        one.outcome, reason=for_people(one.outcome.reason), detail=for_people(one.outcome.detail)
+    )
+    uses = tuple(
+        replace(use, arguments=hide_secrets(use.arguments), result=hide_secrets(use.result))
+        for use in one.tool_uses
+    )
+    return replace(one, outcome=outcome, tool_uses=uses)
 
 
 def _is_scored(row: RowRecord) -> bool:

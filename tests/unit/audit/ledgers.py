@@ -45,6 +45,7 @@ from penstock.types import (
     PolicyName,
     RowId,
     SamplingSpec,
+    ToolUse,
     Trajectory,
     Turn,
     VersionSpan,
@@ -105,6 +106,7 @@ class FakeNode:
     explain: Callable[[Grant], str] = lambda grant: ""
     """Why an attempt failed."""
     tags: tuple[str, ...] = ()
+    tool_uses: Callable[[Grant], tuple[ToolUse, ...]] = lambda grant: ()
     role: Callable[[], str] = lambda: ""
     """Of the next turn."""
 
@@ -218,6 +220,7 @@ class FakeNode:
             turns=(aborted, turn) if grant.slot == 0 else (turn,),
             reward=grant.slot / 4 if outcome.has_reward else None,
             outcome=outcome,
+            tool_uses=self.tool_uses(grant),
         )
 
 

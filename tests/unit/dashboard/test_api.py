@@ -17,7 +17,7 @@ from tests.unit.audit.ledgers import small_config
 from tests.unit.dashboard.recorded_run import HOSTILE, HOSTILE_TOKEN, NUM_STEPS, record_run
 
 from penstock.audit import audit
-from penstock.dashboard import rows
+from penstock.dashboard import rows, timeline
 from penstock.dashboard.server import build
 from penstock.dashboard.shown_run import ShownRun, name_runs
 from penstock.fleet.run_folder import RunFolder
@@ -87,6 +87,7 @@ def test_pages_hold_each_matching_row_once(
     monkeypatch.setattr(rows, "PAGE_ROWS", 7)
     monkeypatch.setattr(rows, "READ_ROWS", 5)
     monkeypatch.setattr(rows, "SCAN_ROWS", 11)
+    monkeypatch.setattr(rows, "DESCRIBED_ROWS", 9)
     found: list[str] = []
     cursor, num_pages = "", 0
     while cursor or not num_pages:
@@ -153,9 +154,9 @@ def test_views_answer(get: Get) -> None:
     rules = get("/api/runs/run/rules")["policies"]["policy"]
     sealed = [line for line in rules if line["verdict"] == "sealed"]
     assert sum(line["groups"] for line in sealed) == NUM_STEPS * 3
-    timeline = get("/api/runs/run/timeline")
-    assert {lane["node"] for lane in timeline["nodes"]} == {"node-0", "node-1"}
-    assert sum(len(lane["failed"]) for lane in timeline["nodes"]) >= 3
+    lanes = get("/api/runs/run/timeline")
+    assert {lane["node"] for lane in lanes["nodes"]} == {"node-0", "node-1"}
+    assert sum(len(lane["failed"]) for lane in lanes["nodes"]) >= 3
     versions = get("/api/runs/run/weights")["versions"]
     assert [one["number"] for one in versions] == [5, 4, 3, 2, 1, 0]
     assert get("/api/runs/run/stalls")["records"] == []
@@ -166,6 +167,18 @@ def test_views_answer(get: Get) -> None:
     assert series["reward/mean"]["steps"] == [1, 2, 3, 4, 5]
     assert series["loss"]["steps"] == [1, 3, 4, 5], "NaN has no place on a chart"
     assert len(series["seconds per step"]["values"]) == NUM_STEPS - 1
+
+
+def test_lanes_hold_every_second_of_every_attempt() -> None:
+    leases = [("a", 0.0, 100.0, "completed", 1), ("a", 12.3, 12.4, "failed", 2)]
+    leases += [("a", 99.0, 100.0, "completed", 3), ("b", 50.0, 75.5, "truncated", 4)]
+    lanes = {lane["node"]: lane for lane in timeline.node_lanes(leases, 0.0, 100.0)}
+    width_s = 100.0 / timeline.NUM_BUCKETS
+    assert sum(lanes["a"]["busy"]) * width_s == pytest.approx(101.1, abs=0.5)
+    assert sum(lanes["b"]["busy"]) * width_s == pytest.approx(25.5, abs=0.1)
+    assert lanes["a"]["busy"][3] == 1.0 and lanes["a"]["busy"][-1] == 2.0
+    assert lanes["b"]["busy"][10] == 0.0 == lanes["b"]["busy"][-1]
+    assert lanes["a"]["failed"] == [12.4]
 
 
 def test_only_its_own_token_opens_it(
@@ -184,6 +197,9 @@ def test_only_its_own_token_opens_it(
         ("/api/runs/other/rows", "no run 'other'"),
         ("/api/runs/run/rows?outcome=great", "known: completed"),
         ("/api/runs/run/rows?before=x", "numbers"),
+        (f"/api/runs/run/rows?step={10**19}", "numbers"),
+        (f"/api/runs/run/rows?step={'9' * 5000}", "numbers"),
+        ("/api/runs/run/rows?step=-1", "numbers"),
         ("/api/runs/run/rows/p0-9999.0.1", "no trajectory"),
         ("/api/runs/run/explain?id=p0-9999", "no such group"),
         ("/api/runs/run/timeline?before=-1", "a number"),
@@ -193,6 +209,24 @@ def test_mistakes_are_explained(ask: Callable[..., httpx.Response], path: str, w
     answer = ask(path)
     assert answer.status_code in (400, 404)
     assert why in answer.json()["error"]["message"]
+
+
+def test_an_open_page_is_told_that_the_dashboard_ends(folder: Path, tmp_path: Path) -> None:
+    signer = Signer.create(tmp_path, "dashboard")
+    token = signer.mint(Role.READER, [Audience.DASHBOARD], ttl_s=60)
+    answers = iter([False, False, True])
+    shown = ShownRun(RunFolder(folder), "run")
+    app = build([shown], signer.verifier(Audience.DASHBOARD), lambda: next(answers, True))
+
+    async def read() -> str:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://d") as client:
+            headers = {"authorization": f"Bearer {token}"}
+            return (await client.get("/api/events", headers=headers)).text
+
+    text = asyncio.run(read())
+    assert text.startswith('data: [{"key":"run"')
+    assert text.endswith("event: end\ndata:\n\n"), "and no state that is known"
 
 
 def test_the_page_runs_nothing_but_its_own_files(ask: Callable[..., httpx.Response]) -> None:

@@ -4,23 +4,22 @@ at two widths, without an error in the console and without running what models w
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
+import threading
 from collections.abc import Generator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, expect
+from tests.unit.dashboard.browsing import CHROMIUM, dashboard_of, go, open_browser, open_page
 from tests.unit.dashboard.recorded_run import NUM_STEPS, record_run
 
 from penstock.audit import audit
 
-CHROMIUM = Path("/usr/bin/chromium")
-TIMEOUT_MS = 60_000
 VIEWS = {
     "overview": "mean reward",
     "trajectories": "p0-",
@@ -47,39 +46,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     """A dashboard of two runs, as a process of its own."""
     other = record_run(tmp_path_factory.mktemp("other"), name="second", rising=0.15)
-    command = [sys.executable, "-m", "penstock.cli.main", "dashboard", str(folder), str(other)]
-    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield json.loads(process.stdout.readline())["url"]
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
+    with dashboard_of(folder, other) as (address, _):
+        yield address
 
 
 @pytest.fixture(scope="module")
 def browser(url: str) -> Generator[Browser]:
     """After `url`: playwright keeps an event loop in this thread; recording a run needs one."""
-    with sync_playwright() as playwright:
-        options = ["--no-sandbox"] if os.geteuid() == 0 else []
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
+    with open_browser() as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture
 def problems() -> list[str]:
     return []
-
-
-def open_page(browser: Browser, url: str, problems: list[str], **options: Any) -> Page:
-    page = browser.new_context(**options).new_page()
-    page.set_default_timeout(TIMEOUT_MS)
-    page.on("console", lambda line: problems.append(f"{line.type}: {line.text}"))
-    page.on("pageerror", lambda error: problems.append(f"error: {error}"))
-    page.goto(url)
-    page.wait_for_selector("nav.side")
-    return page
 
 
 @pytest.mark.parametrize(("width", "light"), [(1280, "light"), (390, "dark")])
@@ -90,10 +70,7 @@ def test_every_view_draws_without_an_error(
     page = open_page(browser, url, problems, viewport=size, color_scheme=light)
     assert "token" not in page.url, "the token does not stay in the address"
     for view, text in VIEWS.items():
-        page.goto(f"{url.partition('#')[0]}#/first/{view}")
-        expect(page.locator("main")).to_contain_text(text, timeout=TIMEOUT_MS)
-        wide = page.evaluate("document.documentElement.scrollWidth")
-        assert wide <= width, f"{view} is {wide} pixels wide"
+        go(page, url, f"first/{view}", text)
     page.context.close()
     assert problems == []
 
@@ -135,6 +112,7 @@ def test_keys_search_and_colours(browser: Browser, url: str, problems: list[str]
     page.wait_for_selector("tbody tr.link")
     page.keyboard.press("j")
     page.keyboard.press("j")
+    expect(page.locator("tbody tr.link").nth(1)).to_have_class(re.compile(r"\bat\b"))
     chosen = page.locator("tr.at a").inner_text()
     page.keyboard.press("Enter")
     expect(page.locator("h1")).to_have_text(chosen)
@@ -155,3 +133,61 @@ def test_keys_search_and_colours(browser: Browser, url: str, problems: list[str]
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
     page.context.close()
     assert problems == []
+
+
+AXE = Path(os.environ.get("PENSTOCK_CACHE", Path.home() / ".cache" / "penstock")) / "axe"
+AXE_SCRIPT = AXE / "axe_playwright_python" / "axe.min.js"
+
+
+@pytest.mark.skipif(not AXE_SCRIPT.exists(), reason="needs axe-core: make setup-axe")
+@pytest.mark.parametrize("light", ["light", "dark"])
+def test_no_serious_fault_for_people_who_see_or_hear_otherwise(
+    browser: Browser, url: str, problems: list[str], light: Any
+) -> None:
+    page = open_page(browser, url, problems, color_scheme=light)
+    found: list[str] = []
+    row = "trajectory/p0-3.2.1"
+    for view, text in {**VIEWS, row: "against its group", "group/p0-3": "attempts"}.items():
+        go(page, url, f"first/{view}", text)
+        page.evaluate(AXE_SCRIPT.read_text())
+        answer = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        for fault in answer["violations"]:
+            where = [node["target"] for node in fault["nodes"]][:3]
+            print(f"{view}: {fault['impact']}: {fault['id']}: {where}")
+            if fault["impact"] in ("serious", "critical"):
+                found.append(f"{view}: {fault['id']}: {fault['help']}: {where}")
+    page.context.close()
+    assert found == []
+
+
+class _OneLine(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = b"<!doctype html><title>one</title><p>one line"
+        self.send_response(200)
+        self.send_header("content-type", "text/html")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silent."""
+
+
+def test_the_first_paint_takes_no_longer_than_two_of_one_line(browser: Browser, url: str) -> None:
+    """Median of ten, each with an empty cache, in turns."""
+    served = ThreadingHTTPServer(("127.0.0.1", 0), _OneLine)
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    took: dict[str, list[float]] = {f"http://127.0.0.1:{served.server_address[1]}/": [], url: []}
+    for _ in range(10):
+        for address, times in took.items():
+            page = browser.new_context().new_page()
+            page.goto(address)
+            paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+            page.wait_for_function(paint)
+            times.append(page.evaluate(paint))
+            page.context.close()
+    served.shutdown()
+    served.server_close()
+    line_ms, ours_ms = (median(times) for times in took.values())
+    print(f"first paint: one line {line_ms:.0f} ms, dashboard {ours_ms:.0f} ms")
+    assert ours_ms <= 2 * line_ms

@@ -36,6 +36,8 @@ def make_run(folder: Path, num_rows: int) -> ShownRun:
 
 def views(run: ShownRun, num_rows: int) -> dict[str, Callable[[], Any]]:
     middle = f"p0-{num_rows // GROUP_SIZE // 2}"
+    [group] = run.recorded.groups("group_id = :id", id=middle)
+    task_key = group.task_key
 
     def page(**filters: Any) -> Callable[[], Any]:
         return lambda: rows.read_page(run, rows.PageQuery(**filters))
@@ -50,6 +52,9 @@ def views(run: ShownRun, num_rows: int) -> dict[str, Callable[[], Any]]:
         "text": page(text="no such text"),
         "flow": lambda: flow.read_flow(run),
         "lineage": lambda: explain(run.recorded, middle),
+        "of a row": lambda: explain(run.recorded, f"{middle}.0.1"),
+        "of a task": lambda: explain(run.recorded, task_key),
+        "of a version": lambda: explain(run.recorded, f"{POLICY}@1.0"),
         "fleet": lambda: timeline.read_timeline(run, rows.NEWEST),
         "rules": lambda: decisions.read_decisions(run),
         "spend": lambda: spend.read_spend(run),

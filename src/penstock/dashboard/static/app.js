@@ -28,13 +28,13 @@ function App() {
   const [at, setAt] = useState(readAddress());
   const [runs, setRuns] = useState(null);
   const [error, setError] = useState("");
-  const [isLost, setLost] = useState(false);
+  const [lost, setLost] = useState("");
   const [hasHelp, setHelp] = useState(false);
   useEffect(() => {
     const stop = new AbortController();
     const moved = () => { takeToken(); setAt(readAddress()); document.querySelector("main")?.focus({ preventScroll: true }); };
     addEventListener("hashchange", moved, { signal: stop.signal });
-    get("/api/runs").then((found) => { setRuns(found); follow((state) => { setRuns(state); setLost(false); }, () => setLost(true), stop.signal); })
+    get("/api/runs").then((found) => { setRuns(found); follow((state) => { setRuns(state); setLost(""); }, (wait) => setLost(wait == null ? "The dashboard has ended; this is its last state" : `Connection lost; asking again in ${wait} s`), stop.signal); })
       .catch((problem) => setError(problem.message));
     return () => stop.abort();
   }, []);
@@ -59,13 +59,15 @@ function App() {
   });
   const View = HIDDEN[at.view] || VIEWS.find(([name]) => name === at.view)?.[2] || Overview;
   const top = { trajectory: "trajectories", group: "trajectories" }[at.view] || at.view;
+  useEffect(() => { document.querySelector("nav.side [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" }); }, [top, !runs]);
   useEffect(() => { document.title = run ? `${run.name} · ${top} · penstock` : "penstock"; });
   return html`<header class="bar"><a class="brand" href=${address(run?.key || "", "overview")}>penstock</a>
       ${runs && html`<label class="sr" for="run">Run</label><select id="run" value=${run.key} onChange=${(event) => go(event.target.value, top)}>${runs.map((one) => html`<option value=${one.key}>${one.key}</option>`)}</select>
         <span class="state"><i class="dot ${run.state}"></i>${run.state}<span class="quiet wide">${run.policies.map((one) => `step ${one.step} of ${one.steps}`).slice(0, 1)}</span></span>`}
-      <span class="grow"></span>${isLost && html`<span class="warn" role="status">connection lost, trying again</span>`}
+      <span class="grow"></span>
       <button aria-label="Light or dark" title="Light or dark (t)" onClick=${() => setTheme(theme() === "dark" ? "light" : "dark")}>◐</button>
       <button class="wide" aria-label="Keys" title="Keys (?)" onClick=${() => setHelp(true)}>?</button></header>
+    ${lost && html`<p class="lost" role="status">${lost} <button onClick=${() => document.dispatchEvent(new Event("retry"))}>Ask now</button></p>`}
     <div class="shell">${run && html`<nav class="side" aria-label="Views">${VIEWS.map(([name, label], i) => html`<a href=${address(run.key, name)} aria-current=${name === top ? "page" : undefined}>${label}<kbd>${i + 1}</kbd></a>`)}</nav>`}
     <main tabindex="-1">${error ? html`<p class="error" role="alert">${error}</p>` : !runs ? html`<p class="quiet">Reading the runs …</p>`
       : html`<${View} key=${at.view + run.key + at.id} run=${run} runs=${runs} id=${at.id} query=${at.query} />`}</main></div>

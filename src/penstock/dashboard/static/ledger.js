@@ -14,18 +14,28 @@ export function Lineage({ run, query }) {
     ${!id ? html`<p class="quiet">Every id leads to those before and after it: a task to its groups, a row to its batch, a batch to the version that it made.</p>` : html`<${Shown} of=${state}>${(found) => html`<${Story} run=${run} found=${found} />`}<//>`}`;
 }
 
+/** Related ids by kind: `group 1`, `group 2` and so on are groups. */
+function kinds(related) {
+  const found = new Map();
+  for (const [label, id] of Object.entries(related)) {
+    const kind = label.replace(/ \d+$/, "");
+    found.set(kind, [...(found.get(kind) || []), id]);
+  }
+  return [...found];
+}
+
 function Story({ run, found }) {
   const times = found.steps.map((one) => one.at).filter(Boolean), first = Math.min(...times);
   return html`<section class="panel"><h2>${found.kind} <span class="mono">${found.id}</span></h2><p>${found.summary}</p>
     ${found.kind === "row" && html`<p><a href=${address(run.key, "trajectory", found.id)}>its text and tokens</a></p>`}${found.kind === "group" && html`<p><a href=${address(run.key, "group", found.id)}>its attempts side by side</a></p>`}
-    <p class="soft">${Object.entries(found.related).map(([label, id]) => html`${label} <a class="mono" href=${link(run, id)}>${id}</a>   `)}</p></section>
+    <p class="soft">${kinds(found.related).map(([label, ids]) => html`${label}${ids.length > 1 ? "s" : ""} ${ids.map((id) => html`<a class="mono" href=${link(run, id)}>${id}</a> `)}  `)}</p></section>
     <section class="panel"><h2>${times.length ? `From ${moment(first)}` : "Events"}</h2><ol class="story">${found.steps.map((one) => html`<li><time>${one.at ? `+${duration(one.at - first)}` : ""}</time><span>${one.text}</span></li>`)}</ol></section>`;
 }
 
 export function Rules({ run }) {
   const state = useGet(api(run, "rules"), run.policies.map((one) => one.step).join());
   return html`<h1>Data rules</h1><${Shown} of=${state}>${(found) => html`<p class="soft">Of the newest ${count(found.looked_at)} decisions of each policy.</p>
-    ${Object.entries(found.policies).map(([policy, lines]) => html`<section class="panel scroll"><h2>${policy}</h2>${lines.length ? html`<table><thead><tr><th>rule</th><th>verdict</th><th>reason</th><th class="num">groups</th><th class="num">tokens</th><th>examples</th></tr></thead><tbody>${lines.map((one) => html`<tr><td>${one.rule || DASH}</td><td><span class="chip ${one.verdict === "dropped" ? "bad" : "good"}">${one.verdict}</span></td><td>${one.reason || DASH}</td><td class="num">${count(one.groups)}</td><td class="num">${count(one.tokens)}</td><td>${one.examples.map((example) => html`<a class="mono" href=${link(run, example.group_id)}>${example.group_id}</a> `)}</td></tr>`)}</tbody></table>` : html`<p class="quiet">No group was judged yet.</p>`}</section>`)}
+    ${Object.entries(found.policies).map(([policy, lines]) => html`<section class="panel scroll"><h2>${policy}</h2>${lines.length ? html`<table><thead><tr><th>rule</th><th>verdict</th><th>reason</th><th class="num">groups</th><th class="num">tokens</th><th>examples</th></tr></thead><tbody>${lines.map((one) => html`<tr><td>${one.rule || DASH}</td><td><span class="chip ${one.verdict === "dropped" ? "bad" : "good"}">${one.verdict}</span></td><td>${one.reason || DASH}</td><td class="num">${count(one.groups)}</td><td class="num">${count(one.tokens)}</td><td class="nowrap">${one.examples.map((example) => html`<a class="mono" href=${link(run, example.group_id)}>${example.group_id}</a> `)}</td></tr>`)}</tbody></table>` : html`<p class="quiet">No group was judged yet.</p>`}</section>`)}
     <div class="grid"><section class="panel w6"><h2>Tasks that rules skipped</h2><table><thead><tr><th>source</th><th class="num">tasks</th><th class="num">skipped</th></tr></thead><tbody>${found.skipped.map((one) => html`<tr><td>${one.source}</td><td class="num">${count(one.tasks)}</td><td class="num">${count(one.skipped)}</td></tr>`)}</tbody></table></section>
       <section class="panel w6"><h2>Configured</h2>${found.configured.length ? html`<pre class="scroll">${JSON.stringify(found.configured, null, 2)}</pre>` : html`<p class="quiet">No rule of its own: the defaults decide.</p>`}</section></div>
     ${found.others.length > 0 && html`<section class="panel scroll"><h2>Other decisions, and errors of rules</h2><table><thead><tr><th>hook</th><th>rule</th><th>about</th><th>verdict</th><th>detail</th></tr></thead><tbody>${found.others.map((one) => html`<tr><td>${one.hook}</td><td>${one.rule}</td><td class="mono">${one.subject}</td><td>${one.verdict}</td><td class="mono">${one.detail}</td></tr>`)}</tbody></table></section>`}`}<//>`;

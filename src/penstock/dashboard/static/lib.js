@@ -17,8 +17,12 @@ export function takeToken() {
 
 const headers = () => ({ authorization: `Bearer ${localStorage.getItem(KEY) || ""}` });
 
+let isGone = false; // the dashboard said that it ends: asking it would only fill the console
+const GONE = "The dashboard does not answer. If it has ended, start it again: penstock dashboard RUN";
+
 export async function get(path, signal) {
-  const answer = await fetch(path, { headers: headers(), signal });
+  if (isGone) throw new Error(GONE);
+  const answer = await fetch(path, { headers: headers(), signal }).catch((error) => { throw signal?.aborted ? error : new Error(GONE); });
   const body = await answer.json().catch(() => null);
   if (answer.ok) return body;
   const text = body?.error?.message || `HTTP ${answer.status}`;
@@ -26,11 +30,15 @@ export async function get(path, signal) {
     ? "This page has no valid token. Open the address that `penstock dashboard` printed last." : text);
 }
 
-/** Server-sent events, read with fetch because EventSource sends no token. */
+/** Server-sent events, read with fetch because EventSource sends no token. `onLost` gets the seconds until it asks
+    again, each time twice as many, or null if the dashboard said that it ends; the event `retry` asks at once. */
 export async function follow(onState, onLost, signal) {
+  let wait = 1;
   while (!signal.aborted) {
+    let isEnded = isGone = false;
     try {
       const answer = await fetch("/api/events", { headers: headers(), signal });
+      isEnded = answer.status === 401; // another dashboard listens here now
       if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
       const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
       let text = "";
@@ -41,15 +49,23 @@ export async function follow(onState, onLost, signal) {
         const events = text.split("\n\n");
         text = events.pop();
         const data = events.filter((one) => one.startsWith("data: ")).pop();
-        if (data) onState(JSON.parse(data.slice(6)));
+        isEnded = isGone ||= events.some((one) => one.startsWith("event: end"));
+        if (data) { wait = 1; onState(JSON.parse(data.slice(6))); }
       }
     } catch (error) {
       if (signal.aborted) return;
     }
-    onLost();
-    await new Promise((wake) => setTimeout(wake, 2000));
+    wait = Math.min(60, 2 * wait);
+    onLost(isEnded ? null : wait);
+    await new Promise((wake) => {
+      document.addEventListener("retry", wake, { once: true });
+      if (!isEnded) setTimeout(wake, 1000 * wait);
+    });
   }
 }
+
+/** What is shown of it already, if the dashboard has ended: better than nothing. */
+export const keep = (known, path) => isGone && known.data && known.path === path ? known : null;
 
 /** What an address of the API answers; read again when `mark` changes. */
 export function useGet(path, mark) {
@@ -58,7 +74,7 @@ export function useGet(path, mark) {
     if (!path) return;
     const stop = new AbortController();
     get(path, stop.signal).then((data) => set({ path, data, error: null }))
-      .catch((error) => stop.signal.aborted || set({ path, data: null, error: error.message }));
+      .catch((error) => stop.signal.aborted || set((known) => keep(known, path) || { path, data: null, error: error.message }));
     return () => stop.abort();
   }, [path, mark]);
   return state.path === path ? state : { path, data: null, error: null };
@@ -94,7 +110,7 @@ export function figure(value) {
   if (size !== 0 && size < 1e-3) return value.toExponential(1);
   return value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 3);
 }
-export const percent = (value) => value == null ? DASH : `${(100 * value).toFixed(value < 0.1 && value > 0 ? 1 : 0)} %`;
+export const percent = (value) => value == null ? DASH : `${(100 * value).toFixed(value > 0 && value < 0.1 || value > 0.99 && value < 1 ? 1 : 0)} %`;
 export function duration(seconds) {
   if (seconds == null) return DASH;
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
@@ -112,7 +128,7 @@ export const clock = (at) => at ? new Date(at * 1000).toLocaleTimeString("sv") :
 
 export const colour = (index) => `var(--s${index % 6})`;
 /** The same colour for an activity in every view. */
-const ACTIVITIES = { rolling_out: 0, training: 0, loading: 5, publishing: 5, starting: 3, evaluating: 2, other: 2, draining: 1 };
+const ACTIVITIES = { rolling_out: 0, training: 0, loading: 5, publishing: 5, starting: 3, evaluating: 2, other: 2, draining: 1, offline: 4 };
 export const activityColour = (name) => name in ACTIVITIES ? colour(ACTIVITIES[name]) : "var(--line)";
 export const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 

@@ -2,7 +2,7 @@
 // How the run is doing: what it reached, what needs a look, its curves; several runs side by side.
 import { useEffect, useState } from "preact/hooks";
 import { LineChart } from "./charts.js";
-import { DASH, Shown, address, count, duration, figure, get, go, html, moment, percent, short } from "./lib.js";
+import { DASH, Shown, address, count, duration, figure, get, go, html, keep, moment, percent, short } from "./lib.js";
 
 const METRICS = ["reward/mean", "staleness/mean", "trained tokens per second", "completions/mean_length", "entropy", "loss", "grad_norm", "kl", "seconds per step", "advantage/zero_share"];
 const TITLES = { "reward/mean": "mean reward", "staleness/mean": "staleness, in versions", "completions/mean_length": "tokens per answer", grad_norm: "gradient norm", kl: "KL to the sampling policy", "advantage/zero_share": "share of samples without advantage", "seconds per step": "seconds per step" };
@@ -19,7 +19,7 @@ function useCurves(runs, metrics) {
   useEffect(() => {
     const stop = new AbortController();
     Promise.all(runs.map((run) => get(`/api/runs/${encodeURIComponent(run.key)}/curves?metrics=${encodeURIComponent(metrics)}`, stop.signal)))
-      .then((data) => set({ data, error: null })).catch((error) => stop.signal.aborted || set({ data: null, error: error.message }));
+      .then((data) => set({ data, error: null })).catch((error) => stop.signal.aborted || set((known) => keep(known) || { data: null, error: error.message }));
     return () => stop.abort();
   }, [mark]);
   return found;

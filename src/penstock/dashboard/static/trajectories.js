@@ -48,7 +48,7 @@ export function Trajectories({ run, query }) {
         <td class="nowrap"><a class="mono" href=${address(run.key, "trajectory", row.row_id)}>${row.row_id}</a></td><td class="num">${figure(row.reward)}</td><td><span class="chip ${tone(row.outcome)}">${row.outcome}</span></td>
         <td class="nowrap"><span class="chip ${tone(row.fate)}">${row.fate}${row.steps.length ? ` in step ${row.steps.join(", ")}` : ""}</span></td><td class="cut mono wide">${row.task}</td><td class="num">${count(row.tokens)}</td><td class="nowrap soft wide">${row.versions.join(", ")}</td><td class="nowrap soft wide">${row.node}</td><td class="num soft">${clock(row.at)}</td></tr>`)}</tbody></table>
       ${page.rows.length === 0 && html`<p class="quiet">${page.is_complete ? "No trajectory matches." : "None in the part that was searched."}</p>`}</section>
-      ${asked.order && asked.order !== "newest" && !asked.step && html`<p class="quiet">Of the newest 20,000.</p>`}
+      ${asked.order && asked.order !== "newest" && !asked.step && html`<p class="quiet">Of the newest ${asked.fate || asked.text ? "4,000" : "20,000"}.</p>`}
       ${page.next && html`<button class="more" disabled=${isBusy} onClick=${() => load(page.next)}>${isBusy ? "Reading …" : page.rows.length ? "Show more" : "Search further back"}</button>`}`}`;
 }
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from penstock.dataflow.core.names import TRAIN
 from penstock.dataflow.explain import sentences
 from penstock.dataflow.explain.sentences import ExplainStep
 from penstock.dataflow.ledger.recorded import RecordedRun
@@ -36,6 +37,10 @@ from penstock.wire.codec import decode
 
 MIN_PREFIX = 4
 """Minimum length of a task key prefix; the prefix must be unique."""
+MAX_COUNTED = 20_000
+"""Rows that are looked at to count a version's rows."""
+MAX_ISSUES = 20
+"""Issues of a task that are described, the newest."""
 MAX_LOOK_BACK = 1000
 """Batches searched for earlier uses of a group."""
 _GROUP = re.compile(r"p[0-9]+-(?:e[0-9]+-[0-9]+-)?[0-9]+", re.ASCII)
@@ -200,14 +205,18 @@ class _Explainer:
         )
         batch = self._recorded.batch(version.policy, commits[0].seq) if commits else None
         pair = f"[{version.incarnation},{version.number}]"
-        sampled = sum(
-            int(tables.scalar("SELECT count(*) FROM rows WHERE versions LIKE :p", p=f"%{pair}%"))
+        counts = [
+            _count_sampled(tables, pair, version.at)
             for tables in (self._tables, *self._recorded.partitions.values())
-        )
+        ]
+        sampled = sum(number for number, _ in counts)
+        is_complete = all(is_all for _, is_all in counts)
         return Explanation(
             id=id,
             kind="version",
-            summary=sentences.version_summary(version, commits, incarnation_record, sampled),
+            summary=sentences.version_summary(
+                version, commits, incarnation_record, sampled, is_complete=is_complete
+            ),
             steps=_in_order(sentences.version_steps(version, commits, batch, incarnation_record)),
             related={} if batch is None else {"batch": f"{policy}.{batch.seq}"},
         )
@@ -217,19 +226,20 @@ class _Explainer:
         issued = self._recorded.groups("task_key = :key", key=key)
         skipped = self._tables.read(DecisionRecord, "subject = :key", key=key)
         steps: list[ExplainStep] = [sentences.decision(one) for one in skipped]
-        ends: list[str] = []
-        for one in issued:
+        end = ""
+        newest = [*enumerate(issued, 1)][-MAX_ISSUES:]
+        for _, one in newest:
             fates = self._recorded.fates(one.group_id)
-            ends.append(sentences.group_summary(one, fates))
+            end = sentences.group_summary(one, fates)
             steps += [*self._issue_steps(one), *self._fate_steps(one, fates)]
         rule_states = self._tables.read(RuleStateRecord, "key LIKE :key", key=f"%{key}%")
         steps += [sentences.rule_state(record) for record in rule_states]
         return Explanation(
             id=key,
             kind="task",
-            summary=sentences.task_summary(key, skipped, ends),
+            summary=sentences.task_summary(key, skipped, len(issued), end),
             steps=_in_order(steps),
-            related={f"issue {n}": one.group_id for n, one in enumerate(issued, 1)},
+            related={f"issue {number}": one.group_id for number, one in newest},
         )
 
     # --- groups of steps ----------------------------------------------------------------------
@@ -245,9 +255,10 @@ class _Explainer:
 
     def _decisions_before(self, group: GroupRecord) -> int:
         """Number of the last decision made before the previous issue."""
-        previous = self._tables.scalar(
-            "SELECT max(issued_at) FROM groups WHERE issue = :issue", issue=group.issue - 1
-        )
+        last = self._tables.scalar("SELECT max(partition) FROM groups")
+        ids = [f"p{partition}-{group.issue - 1}" for partition in range(1 + (last or 0))]
+        query = "SELECT max(issued_at) FROM groups WHERE group_id IN :ids"
+        previous = self._tables.scalar(query, ids=ids)
         return int(
             self._tables.scalar(
                 "SELECT coalesce(max(number), 0) FROM decisions WHERE at <= :at",
@@ -369,6 +380,8 @@ class _Explainer:
         return found[0]
 
     def _task_key(self, id: str) -> str:
+        if self._tables.rows("SELECT 1 FROM groups WHERE task_key = :id LIMIT 1", id=id):
+            return id
         is_prefix = len(id) >= MIN_PREFIX
         matches = "substr({0}, 1, length(:id)) = :id" if is_prefix else "{0} = :id"
         queries = (
@@ -384,6 +397,27 @@ class _Explainer:
                 f"task key prefix {id!r} is ambiguous ({len(keys)} matches); add more characters"
             )
         raise _missing(id, "task", "no task with this key has been issued or skipped yet")
+
+
+def _count_sampled(tables: Tables, pair: str, published_at: float) -> tuple[int, bool]:
+    """Rows with tokens of a version, among the MAX_COUNTED that arrived after it was published;
+    whether those are all that did. The first is found by halving: later arrivals came later."""
+    at_arrival = "SELECT min(arrival) FROM rows WHERE space = :space AND arrival >= :at"
+    moment = "SELECT delivered_at FROM rows WHERE space = :space AND arrival = :at"
+    last = tables.scalar("SELECT max(arrival) FROM rows WHERE space = :space", space=TRAIN) or 0
+    low, high = 0, last + 1
+    while low < high:
+        at = tables.scalar(at_arrival, space=TRAIN, at=(low + high) // 2)
+        if at is None or tables.scalar(moment, space=TRAIN, at=at) >= published_at:
+            high = (low + high) // 2
+        else:
+            low = at + 1
+    query = (
+        "SELECT count(*) FROM rows WHERE space = :space AND arrival >= :low AND arrival < :high "
+        "AND versions LIKE :pair"
+    )
+    bounds = {"space": TRAIN, "low": low, "high": low + MAX_COUNTED, "pair": f"%{pair}%"}
+    return int(tables.scalar(query, **bounds)), low + MAX_COUNTED > last
 
 
 def _batches_of(fates: list[FateRecord]) -> dict[str, str]:

@@ -373,23 +373,29 @@ def version_summary(
     commits: Sequence[CommitRecord],
     incarnation_record: IncarnationRecord,
     sampled: int,
+    *,
+    is_complete: bool = True,
 ) -> str:
+    """is_complete: whether `sampled` counts all rows that came after it."""
     name = f"{version.policy}@{version.incarnation}.{version.number}"
     origin = "is the initial model"
     if commits:
         origin = f"came from batch {version.policy}.{commits[0].seq}"
     elif version.number or incarnation_record.incarnation > 1:
         origin = f"is the restore point of incarnation {incarnation_record.incarnation}"
-    return f"version {name} {origin}; it sampled tokens in {_plural(sampled, 'row')}"
+    least = "" if is_complete else "at least "
+    return f"version {name} {origin}; it sampled tokens in {least}{_plural(sampled, 'row')}"
 
 
-def task_summary(key: str, skipped: Sequence[DecisionRecord], ends: Sequence[str]) -> str:
+def task_summary(
+    key: str, skipped: Sequence[DecisionRecord], num_issues: int, last_end: str
+) -> str:
     num_skipped = sum(one.verdict == "skipped" for one in skipped)
-    text = f"task {key} was issued {_plural(len(ends), 'time')}"
+    text = f"task {key} was issued {_plural(num_issues, 'time')}"
     if num_skipped:
         rules = ", ".join(sorted({one.rule for one in skipped if one.verdict == "skipped"}))
         text += f" and skipped {_plural(num_skipped, 'time')} by {rules}"
-    return f"{text}; {ends[-1]}" if ends else text
+    return f"{text}; {last_end}" if last_end else text
 
 
 def describe_drop(reason: str) -> str:

@@ -60,7 +60,19 @@ class RecordedRun:
         return [found[key] for key in sorted(found)]
 
     def fates(self, group_id: GroupId) -> list[FateRecord]:
-        return self.coordinator.read(FateRecord, "group_id = :id", id=group_id)
+        where = "consumer IN :policies AND group_id = :id"
+        return self.coordinator.read(FateRecord, where, policies=self._consumers(), id=group_id)
+
+    def _consumers(self) -> list[str]:
+        """Those that judged groups, each found by its place in the key: a scan for one group would
+        read the fates of all."""
+        found: list[str] = []
+        query = "SELECT min(consumer) FROM fates WHERE consumer > :last"
+        while (
+            consumer := self.coordinator.scalar(query, last=found[-1] if found else "")
+        ) is not None:
+            found.append(consumer)
+        return found
 
     def batch(self, policy: PolicyName, seq: int) -> BatchRecord | None:
         where = "consumer = :policy AND seq = :seq"

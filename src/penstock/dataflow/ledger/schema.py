@@ -34,6 +34,7 @@ INDEXES: tuple[tuple[str, type[Record], tuple[str, ...]], ...] = (
     ("rows_by_segment", RowRecord, ("segment",)),
     ("items_by_arrival", ItemRecord, ("space", "arrival")),
     ("groups_by_state", GroupRecord, ("partition", "state")),
+    ("groups_by_task", GroupRecord, ("task_key",)),
     ("fates_by_state", FateRecord, ("consumer", "state")),
     ("fates_by_arrival", FateRecord, ("consumer", "arrival")),
     ("fates_by_batch", FateRecord, ("consumer", "seq", "group_id")),
