@@ -53,17 +53,17 @@ class Collector(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Collector
-
     def do_POST(self) -> None:
+        collector = self.server
+        assert isinstance(collector, Collector)
         body = self.rfile.read(int(self.headers["content-length"]))
         assert self.path == "/v1/traces"
         assert self.headers["content-type"] == "application/x-protobuf"
-        status = 400 if self.server.is_dead else 200
+        status = 400 if collector.is_dead else 200
         if status == 200:
-            self.server.store(body)
-        if self.server.dies_after_storing:
-            self.server.dies_after_storing, status = False, 400
+            collector.store(body)
+        if collector.dies_after_storing:
+            collector.dies_after_storing, status = False, 400
         self.send_response(status)
         self.send_header("content-length", "0")
         self.end_headers()
