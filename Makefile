@@ -41,8 +41,8 @@ TORCH := $(shell grep '^torch==' constraints/dev.txt)
 
 # Programs the checks and tests call, as program:debian-package. node runs pyright; tmux captures the live panel;
 # a PostgreSQL server, which the tests start for themselves, comes with pg_ctlcluster.
-# chromium opens the dashboard, sshd stands for another host, zsh completes commands.
-SYSTEM_TOOLS := node:nodejs tmux:tmux pg_ctlcluster:postgresql bwrap:bubblewrap runsc:runsc chromium:chromium sshd:openssh-server zsh:zsh
+# chromium opens the dashboard, sshd stands for another host, zsh completes commands, iptables is in the two-host page.
+SYSTEM_TOOLS := node:nodejs tmux:tmux pg_ctlcluster:postgresql bwrap:bubblewrap runsc:runsc chromium:chromium sshd:openssh-server zsh:zsh iptables:iptables
 
 PYTEST_ARGS ?=
 SEEDS ?= 300
@@ -147,7 +147,7 @@ chaos:
 # that a slow machine does not end a run before its last kill, and fall on what the end-to-end tests do not kill.
 chaos-quick:
 	PENSTOCK_CHAOS_SEED=31 $(MAKE) chaos KILLS=16 IMAGES=10 FLIPS=200 FILLS=2 SYNC_FAULTS=4 DEMO_KILLS=2 CHAINS=100 WEIGHTS_FAULTS=30 SWAPS=6 ENGINE_KILLS=2 \
-	  SESSIONS=60 ONLINE_S=20 TRAINER_KILLS=2 CHURN_S=0 CLIENTS=0 PYTEST_ARGS="-m 'not vllm' $(PYTEST_ARGS)"
+	  SESSIONS=60 ONLINE_S=20 TRAINER_KILLS=2 CHURN_S=20 CLIENTS=100 OUTAGE_S=6 PYTEST_ARGS="-m 'not vllm' $(PYTEST_ARGS)"
 
 # Every attack that must fail, one test at a time: some flood a service.
 attacks:

@@ -2,6 +2,8 @@
 """Does the cost of a trajectory stay the same when a run grows? 1 and 8 partitions, 10 and 2,000
 nodes; then memory under a slow trainer, and the lag of a heartbeat while 2 MB trajectories arrive.
 
+How many bytes pass between the coordinator and the other partitions is counted, too.
+
 Nodes are clients that only speak the protocol. Costs are processor seconds of all dataflow
 processes, so that what else this machine does counts little."""
 
@@ -105,6 +107,26 @@ async def partitions(folder: Path, *, most: int, groups: int, rounds: int) -> tu
         median(b.trajectory_s / a.trajectory_s for a, b in pairs) - 1,
         median(b.lease_s / a.lease_s for a, b in pairs) - 1,
     )
+
+
+async def link_bytes(folder: Path, num_partitions: int, *, groups: int, rounds: int) -> float:
+    """Bytes between home and the further partitions for each of their trajectories of 72 KB."""
+    tokens = make_tokens(NORMAL_BYTES)
+    run = scale_config(groups_per_batch=groups * num_partitions)
+    async with world(folder, run, num_partitions) as here:
+        for service in here.services:
+            await service.register(service.node_id)
+        await _partition_round(here, groups, tokens)
+        before = here.link_bytes()
+        for _ in range(rounds):
+            await _partition_round(here, groups, tokens)
+        after = here.link_bytes()
+    if missing := before.keys() - after.keys():
+        raise RuntimeError(f"{len(missing)} connections closed, and what they carried is unknown")
+    total = sum(after.values()) - sum(before.values())
+    found = total / (rounds * groups * GROUP_SIZE * (num_partitions - 1))
+    log_line(f"{num_partitions:>5} partitions: {found:6.0f} bytes at home per trajectory elsewhere")
+    return found
 
 
 def _log_cost(what: str, cost: Cost) -> None:
@@ -225,6 +247,10 @@ async def measure(folder: Path, plan: Plan) -> dict[str, float]:
         folder / "partitions", most=plan.partitions, groups=plan.groups, rounds=plan.rounds
     )
     grown = await nodes(folder / "nodes", few=plan.few, many=plan.many, rounds=plan.rounds)
+    two, many = [
+        await link_bytes(folder / f"bytes-{num}", num, groups=plan.groups, rounds=plan.rounds)
+        for num in (2, plan.partitions)
+    ]
     rss_mb = await memory(folder / "memory", seconds=plan.slow_trainer_s)
     idle_ms, lag_ms = await lag(folder / "lag", num=plan.large)
     return {
@@ -232,6 +258,8 @@ async def measure(folder: Path, plan: Plan) -> dict[str, float]:
         "cpu_growth_partitions_trajectory": trajectories,
         "cpu_growth_partitions_lease": leases,
         "cpu_growth_nodes": grown,
+        "coordinator_bytes": many,
+        "coordinator_bytes_growth": many / two - 1,
         "rss_mb": rss_mb,
         "rss_cap_mb": CAP_MB,
         "lag_p99_ms": lag_ms,

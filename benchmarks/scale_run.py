@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import subprocess
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -43,6 +46,20 @@ class World:
             for process in self.processes
             for path in Path(f"/proc/{process.server.pid}/task").glob("*/schedstat")
         )
+
+    def link_bytes(self) -> dict[str, int]:
+        """What each connection between home and a further partition has carried both ways, as the
+        kernel counts it: HTTP with its headers, without those of packets."""
+        home = urlsplit(self.coordinator.server.url).port
+        words = ["ss", "--no-header", "--oneline", "-tnpi", f"( dport = :{home} )"]
+        shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        found: dict[str, int] = {}
+        for line in shown.splitlines():
+            pid = re.search(r"pid=(\d+)", line)
+            if pid and int(pid[1]) in {one.server.pid for one in self.processes}:
+                numbers = re.findall(r"bytes_(?:sent|received):(\d+)", line)
+                found[line.split()[3]] = sum(map(int, numbers))
+        return found
 
     def check(self) -> None:
         for process in self.processes:

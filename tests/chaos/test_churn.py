@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nodes that join and leave once a second, in every way a node can leave: the trainer goes on, what
-is alive is busy, work that was handed back is free at once, and nothing is lost or trained twice.
+is alive is busy, work that was handed back is free at once, that of a dead node has another after
+its ttl, and nothing is lost or trained twice.
 
 `make chaos CHURN_S=600`: seconds of churn. Repeat a plan with `PENSTOCK_CHAOS_SEED=…`."""
 
@@ -15,7 +16,7 @@ import sqlite3
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,7 @@ TTL_S = 3.0
 LOOK_S = 0.1
 LEAVES = ("notice of 30 s", "notice of 2 s", "no notice", "stopped", "drained")
 MIN_BUSY = 0.9
+HANDED_BACK_S = 2.0
 
 pytestmark = [
     pytest.mark.chaos,
@@ -63,8 +65,13 @@ class Churn:
     number: int = 0
     leaves: Counter[str] = field(default_factory=Counter[str])
     told_at: dict[str, float] = field(default_factory=dict[str, float])
-    """Nodes that were asked to leave and still hold work."""
-    handed_back_s: list[float] = field(default_factory=list[float])
+    """When nodes were asked to leave, by the clock of the wall, as the ledger has it."""
+    leaving: set[str] = field(default_factory=set[str])
+    """Those of them that still hold work."""
+    silent_at: dict[str, float] = field(default_factory=dict[str, float])
+    """When nodes were killed or stopped."""
+    events: Counter[str] = field(default_factory=Counter[str])
+    """Signals sent."""
     busy: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Leases and capacity of the nodes that are alive, at each look."""
     later: set[asyncio.Task[None]] = field(default_factory=set["asyncio.Task[None]"])
@@ -79,28 +86,29 @@ class Churn:
         how = LEAVES[sum(self.leaves.values()) % len(LEAVES)]
         name = self.alive.popleft()
         self.leaves[how] += 1
+        if how in ("no notice", "stopped"):
+            self.silent_at[name] = time.time()
+        else:
+            self.told_at[name] = time.time()
+            self.leaving.add(name)
         if how == "no notice":
-            self.nodes.signal(name, signal.SIGKILL)
+            self._send(name, signal.SIGKILL)
         elif how == "stopped":
-            self.nodes.signal(name, signal.SIGSTOP)
+            self._send(name, signal.SIGSTOP)
             self._after(2 * TTL_S, name, signal.SIGCONT)
             self._after(3 * TTL_S, name, signal.SIGTERM)
+        elif how == "drained":
+            drain = asyncio.to_thread(
+                drain_node, self.folder, name, who="churn", why="churn", timeout_s=0.0
+            )
+            self._keep(asyncio.create_task(_quietly(drain)))
         else:
-            self.told_at[name] = time.monotonic()
-            if how == "drained":
-                drain = asyncio.to_thread(
-                    drain_node, self.folder, name, who="churn", why="churn", timeout_s=0.0
-                )
-                self._keep(asyncio.create_task(_quietly(drain)))
-            else:
-                self.nodes.signal(name, signal.SIGTERM)
-                self._after(30.0 if "30" in how else 2.0, name, signal.SIGKILL)
+            self._send(name, signal.SIGTERM)
+            self._after(30.0 if "30" in how else 2.0, name, signal.SIGKILL)
 
     def see(self, status: Status) -> None:
-        now, held = time.monotonic(), {str(n.node_id): n for n in status.nodes}
-        for name in [*self.told_at]:
-            if name not in held or not held[name].num_leases:
-                self.handed_back_s.append(now - self.told_at.pop(name))
+        held = {str(n.node_id): n for n in status.nodes}
+        self.leaving = {name for name in self.leaving if name in held and held[name].num_leases}
         live = [held[n] for n in self.alive if n in held and held[n].state == "live"]
         if live:
             leases = sum(min(node.num_leases, node.capacity) for node in live)
@@ -109,9 +117,14 @@ class Churn:
     def _after(self, delay_s: float, name: str, number: signal.Signals) -> None:
         async def act() -> None:
             await asyncio.sleep(delay_s)
-            self.nodes.signal(name, number)
+            if self.nodes.is_alive(name):
+                self._send(name, number)
 
         self._keep(asyncio.create_task(act()))
+
+    def _send(self, name: str, number: signal.Signals) -> None:
+        self.events[number.name] += 1
+        self.nodes.signal(name, number)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self.later.add(task)
@@ -150,6 +163,31 @@ def never_trained_twice(folder: RunFolder) -> list[str]:
         return [f"{group}: {number} times" for group, number in ledger.execute(query)]
 
 
+def handed_back_s(folder: RunFolder, told_at: Mapping[str, float]) -> list[float]:
+    """For each node that held work when it was asked to leave: until the last of it was free."""
+    query = (
+        "SELECT node_id, max(ended_at) FROM leases WHERE ended IN ('released', 'expired') "
+        "GROUP BY node_id"
+    )
+    with closing(sqlite3.connect(folder.path / "ledger" / "ledger.db")) as ledger:
+        ends = dict[str, float](ledger.execute(query).fetchall())
+    return [ends[name] - at for name, at in told_at.items() if ends.get(name, 0.0) > at]
+
+
+def leased_again_s(folder: RunFolder, silent_at: Mapping[str, float]) -> list[float]:
+    """For each lease that a silent node lost: from its silence until another node had the work."""
+    query = (
+        "SELECT l.node_id, (SELECT min(g.granted_at) FROM grants g WHERE g.group_id = l.group_id "
+        "AND g.epoch > l.epoch AND l.slot BETWEEN g.slot AND g.slot + g.num_slots - 1) AS again "
+        "FROM leases l WHERE l.ended = 'expired'"
+    )
+    with closing(sqlite3.connect(folder.path / "ledger" / "ledger.db")) as ledger:
+        found = ledger.execute(query).fetchall()
+    return [
+        again - silent_at[node] for node, again in found if node in silent_at and again is not None
+    ]
+
+
 async def test_nodes_join_and_leave_every_second(tmp_path: Path) -> None:
     figures, rng = begin("nodes join and leave once a second"), random.Random(SEED)
     print(f"PENSTOCK_CHAOS_SEED={SEED}")
@@ -183,14 +221,25 @@ async def test_nodes_join_and_leave_every_second(tmp_path: Path) -> None:
     figures.acknowledged = report.checks[0].num_examined
     figures.lost += [] if report.ok else report.lines()
     figures.trained_twice += never_trained_twice(folder)
-    _judge(churn, [at for at in commits if began_at <= at <= ended_at], began_at, ended_at)
     leases, capacity = (sum(numbers) for numbers in zip(*churn.busy, strict=True))
+    back_s, again_s = (
+        handed_back_s(folder, churn.told_at),
+        leased_again_s(folder, churn.silent_at),
+    )
     figures.note = (
         f"busy {leases / capacity:.1%} of alive, {len(commits)} steps, handed back in "
-        f"{statistics.median(churn.handed_back_s):.2f} s (median), {max(churn.handed_back_s):.2f} s"
+        f"{_spread(back_s)}, leased again {_spread(again_s)} after silence, ttl {TTL_S:g} s"
     )
-    print(figures.note, dict(churn.leaves))
+    print(figures.note, dict(churn.leaves), dict(churn.events))
     figures.require_clean()
+    _judge(churn, [at for at in commits if began_at <= at <= ended_at], began_at, ended_at)
+    # On a machine that is not overloaded, the slowest too; a busy one may hold up a few.
+    assert statistics.median(back_s) <= HANDED_BACK_S, back_s
+    assert statistics.median(again_s) <= TTL_S + 1.0, again_s
+
+
+def _spread(found: list[float]) -> str:
+    return f"{statistics.median(found):.2f} s (median; {max(found):.2f} s at most, {len(found)})"
 
 
 async def _churn(churn: Churn, reader: StatusClient) -> tuple[float, float]:
@@ -210,7 +259,7 @@ async def _churn(churn: Churn, reader: StatusClient) -> tuple[float, float]:
         churn.see(await asyncio.to_thread(reader.status))
         await asyncio.sleep(LOOK_S)
     ended_at = time.monotonic()
-    while churn.told_at or churn.later:  # who was asked to leave leaves
+    while churn.leaving or churn.later:  # who was asked to leave leaves
         churn.see(await asyncio.to_thread(reader.status))
         await asyncio.sleep(LOOK_S)
     return began_at, ended_at
@@ -222,5 +271,3 @@ def _judge(churn: Churn, commits: list[float], began_at: float, ended_at: float)
     middle = (began_at + ended_at) / 2  # steps continue all the time
     assert min(commits) < middle < max(commits), [at - began_at for at in commits]
     assert set(churn.leaves) == set(LEAVES)
-    # Handed back, not taken away after a ttl. On a machine that is not overloaded: within 2 s.
-    assert statistics.median(churn.handed_back_s) < TTL_S, churn.handed_back_s

@@ -30,11 +30,12 @@ sampling: {max_tokens: 3}
 sandbox: {backend: none}
 sources: [{name: train, task: penstock.tasks.reverse}]
 reward: "faults:broken"
-training: {learning_rate: 1.0e-3, groups_per_batch: 4, steps: 100000, max_staleness: 1,
+training: {learning_rate: 1.0e-3, groups_per_batch: 4, steps: 100000, max_staleness: 8,
   checkpoint_every: 2, lr_scheduler_type: constant}
 dataflow: {rules: [{admit: all}], report: {max_gpus: 3}}
 """
 FAULTS = """
+import asyncio
 import os
 
 def broken(completions, answer, **_):
@@ -50,12 +51,11 @@ def build_engine(settings):
     from penstock.rollout.engines.hf import HfEngine
 
     class Engine(HfEngine):
-        num_calls = 0
-
         async def __call__(self, request):
-            self.num_calls += 1
-            if os.environ.get("BAD_GPU") and self.num_calls % 2:
-                raise EngineError("uncorrectable memory error on device 0")
+            if request.session != "probe":  # new weights are fine, long answers are not
+                if os.environ.get("BAD_GPU"):
+                    raise EngineError("uncorrectable memory error on device 0")
+                await asyncio.sleep(0.5)  # or hundreds of steps would pass at each look
             return await super().__call__(request)
 
     return Engine(torch_threads=settings.torch_threads)
@@ -63,9 +63,9 @@ def build_engine(settings):
 
 
 def calls_of_the_page() -> dict[str, dict[str, Any]]:
-    """The arguments that the page shows for each tool."""
+    """The arguments that the page first shows for each tool."""
     blocks = [json.loads(text) for text in re.findall(r"```json\n(.*?)\n```", PAGE, re.DOTALL)]
-    return {block["tool"]: block["arguments"] for block in blocks if "tool" in block}
+    return {block["tool"]: block["arguments"] for block in reversed(blocks) if "tool" in block}
 
 
 class Maintainer:
@@ -75,12 +75,12 @@ class Maintainer:
         self._session = session
         self._known = calls_of_the_page()
 
-    async def __call__(self, tool: str, **found: Any) -> Any:
+    async def __call__(self, tool: str, /, **found: Any) -> Any:
         is_error, text = await self.tried(tool, **found)
         assert not is_error, text
         return json.loads(text)
 
-    async def tried(self, tool: str, **found: Any) -> tuple[bool, str]:
+    async def tried(self, tool: str, /, **found: Any) -> tuple[bool, str]:
         return await call(self._session, tool, **{**self._known[tool], **found})
 
     async def until(self, condition: Callable[[Any], Any], tool: str, **found: Any) -> Any:
@@ -143,7 +143,7 @@ def serving(system: System) -> Generator[str]:
         yield json.loads(server.stdout.readline())["url"]
     finally:
         server.terminate()
-        server.wait(60)
+        server.communicate(timeout=60)
 
 
 @pytest.mark.slow
@@ -190,10 +190,16 @@ async def _find_the_reward(keeper: Maintainer) -> None:
 async def _drain_the_node(keeper: Maintainer) -> None:
     """Failures of one node only: that machine."""
 
-    def on_one_node(found: Any) -> Any:
+    def by_node(found: Any) -> Any:
         return [one for one in found["samples"] if "memory error" in one["detail"]]
 
-    failed = await keeper.until(on_one_node, "samples", count=20)
+    failed: list[Any] = []
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while not failed:
+        assert time.monotonic() < give_up_at, "no node ever showed it"
+        for node in [one["node_id"] for one in (await keeper("report"))["nodes"]]:
+            failed += by_node(await keeper("samples", count=20, node=node))
+        await asyncio.sleep(1.0)
     [node] = {one["node"] for one in failed}
     done = await keeper("drain", node=node, reason=f"{len(failed)} memory errors, on it only")
     assert done == {"node": node, "has_left": True}

@@ -27,6 +27,7 @@ def samples(
     best: int = 0,
     worst: int = 0,
     failed: bool = False,
+    node: str = "",
     eval: bool = False,
     number: Annotated[int, Parameter(name=["--number", "-n"])] = DEFAULT_COUNT,
     follow: bool = False,
@@ -41,6 +42,7 @@ def samples(
         best: Show the N trajectories with the highest rewards.
         worst: Show the N trajectories with the lowest rewards.
         failed: Only failed rollouts, with the reason.
+        node: Only of this node.
         eval: Answers to questions of evaluations, instead of training.
         number: How many to show; the newest first.
         follow: Show new ones as they arrive, until the run ends.
@@ -54,9 +56,10 @@ def samples(
 
     outcome = OutcomeKind.FAILED if failed else None
     steps = parse_steps(step)
-    if follow and (steps or best or worst or html):
+    if follow and (steps or best or worst or html or node):
         raise ConfigError(
-            "--follow shows what arrives from now on; remove --step, --best, --worst and --html"
+            "--follow shows what arrives from now on; remove --step, --best, --worst, --node and "
+            "--html"
         )
     if eval and (steps or follow):
         raise ConfigError("--eval shows answers that no step trained; remove --step and --follow")
@@ -65,7 +68,9 @@ def samples(
     with open_run(run) as opened:
         if follow:
             return _follow(opened, number, outcome, json=json)
-        select = partial(choose, opened, steps=steps, outcome=outcome, evaluations=eval)
+        select = partial(
+            choose, opened, steps=steps, outcome=outcome, node=node or None, evaluations=eval
+        )
         found = _choose(select, number, best=best, worst=worst)
         return _show(opened, found, html, json=json)
 

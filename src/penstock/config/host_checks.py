@@ -70,3 +70,16 @@ def _launcher_hosts(config: RunSections) -> Iterator[Contradiction]:
         text = f"other hosts cannot reach the services at {config.network.host}: set network.host, "
         text += "advertise and tls; `penstock tls init` makes the certificates"
         yield Contradiction(text=text, keys=(("launcher",), ("network",)))
+    known = sorted({tag for host in config.all_hosts.values() for tag in host.tags})
+    for at, place in _places(config):
+        if missing := [tag for tag in place if tag not in known]:
+            yield Contradiction(text=unknown("tag", missing[0], known), keys=(at,))
+
+
+def _places(config: RunSections) -> Iterator[tuple[KeyPath, tuple[str, ...]]]:
+    """Of trainers and nodes; a stage may name what a cluster brings later."""
+    yield ("training", "place"), config.training.place or ()
+    for name, model in config.models.items():
+        yield ("models", name, "place"), model.place or ()
+        if model.training is not None and model.training.place != config.training.place:
+            yield ("models", name, "training", "place"), model.training.place or ()

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, Field, NonNegativeInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat
 
 from penstock.config.base import NAME, Section, non_blank
 from penstock.config.stages import Tags
@@ -82,10 +82,17 @@ class HostConfig(Section):
     memory_gb: float = Field(gt=0)
     """Memory for models in GB (10^9 bytes): of each device, or of the machine without devices."""
     tags: Tags = (TRAIN,)
-    """Labels that stages request with `place`; trainers go to hosts with `train`."""
+    """Labels that services request with `place`; trainers go to hosts with `train`, nodes to those
+    with `rollout`."""
     address: Annotated[str, AfterValidator(_address)] | None = None
     """Name or address at which the other hosts reach it, or a range of the same length,
     like 10.0.0.[10-17]; null: its name."""
+    tflops: PositiveFloat | None = None
+    """What each device, or the machine without devices, computes at most in 16 bits: 10^12
+    operations per second. With memory_gb_per_s, launcher ssh sends trainers first to the hosts that
+    compute most for the speed of their memory, and nodes to the others."""
+    memory_gb_per_s: PositiveFloat | None = None
+    """What it reads from its memory at most: 10^9 bytes per second."""
 
 
 Hosts = Mapping[HostName, HostConfig]

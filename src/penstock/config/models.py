@@ -20,6 +20,7 @@ from pydantic import (
 from penstock.config.algorithms import AlgorithmConfig
 from penstock.config.base import Section, is_custom, matching, non_blank
 from penstock.config.dataflow import PolicyDataflowConfig
+from penstock.config.stages import Tags
 from penstock.config.trainer import TrainingConfig
 from penstock.options import Contradiction, non_empty
 from penstock.plugins import ENGINE_GROUP, builtin_names, load_object, plugin_names, unknown
@@ -168,6 +169,9 @@ class ModelConfig(Section):
     replicas: NonNegativeInt = 1
     """Rollout nodes that the launcher starts with these engines; 0 for none. Each serves all
     policies, or, where a source names its `policies`, those that share a source with this one."""
+    place: Tags | None = None
+    """Tags that the hosts of these nodes must have besides `rollout`, with launcher ssh or ray;
+    null: none."""
     frozen: bool = False
     """Used and never trained, such as a judge or an opponent: no trainer, and always version 0."""
     capacity: PositiveInt = 256

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_
 from penstock.config.base import Section
 from penstock.config.hosts import HostName
 from penstock.config.pipeline import ParallelConfig
+from penstock.config.stages import Tags
 from penstock.options import Contradiction, non_empty
 from penstock.types import MAX_TEMPERATURE, MIN_TEMPERATURE
 
@@ -75,6 +76,8 @@ class TrainingConfig(Section):
     hosts: Annotated[tuple[HostName, ...], Field(strict=False), non_empty()] | None = None
     """Hosts of its ranks, like ["gpu[0-3]"], one after another; null: those with the tag `train`,
     or this machine if the file has no hosts."""
+    place: Tags | None = None
+    """Tags that its host must have besides `train`, with launcher ssh or ray; null: none."""
     devices: Annotated[tuple[NonNegativeInt, ...], Field(strict=False), non_empty()] | None = None
     """Devices of its ranks on each of these hosts, like [0, 1, 2, 3]; null: the first that no other
     process of the run names."""

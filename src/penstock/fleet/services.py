@@ -186,14 +186,15 @@ def local_services(
             role=Role.ROLLOUT,
             threads=model.torch_threads,
             preload=(*_NODE_MODULES, *(_HF_MODULES if model.engine == "hf" else ())),
-            tags=(ROLLOUT,),
+            tags=(ROLLOUT, *(model.place or ())),
         )
 
     def trainers(policy: str, name: str, threads: int) -> Iterator[ServiceSpec]:
         args = ("trainer", *run_dir, "--policy", policy)
         make = partial(service, role=Role.TRAINER, threads=threads, preload=_TRAINER_MODULES)
-        make = partial(make, tags=(TRAIN,))
-        hosts = names_of(config.for_policy(policy).training.hosts or ())
+        training = config.for_policy(policy).training
+        make = partial(make, tags=(TRAIN, *(training.place or ())))
+        hosts = names_of(training.hosts or ())
         if config.models[policy].frozen or len(hosts) < 2:
             yield make(name, trainer, *args, host=hosts[0] if hosts else None)
             return

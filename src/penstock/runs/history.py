@@ -165,6 +165,7 @@ class Run:
         steps: int | tuple[int | None, int | None] | None = None,
         outcome: OutcomeKind | str | None = None,
         group: str | None = None,
+        node: str | None = None,
         order: Order = OLDEST,
         evaluations: bool = False,
     ) -> Trajectories:
@@ -172,8 +173,8 @@ class Run:
 
         policy: only those with tokens of this policy · steps: only those that this step trained, or
         the steps of an inclusive range (None: open) · outcome: completed, truncated, failed or
-        cancelled · group: one group id · order: by arrival, or by reward · evaluations: instead of
-        training, answers to questions of evaluations, which no step trained
+        cancelled · group: one group id · node: of one node · order: by arrival, or by reward ·
+        evaluations: instead of training, answers to questions of evaluations, which no step trained
         """
         self._policies(policy)  # raises for an unknown one
         first, last = (steps, steps) if isinstance(steps, int) else steps or (None, None)
@@ -183,6 +184,7 @@ class Run:
             last_step=last,
             outcome=None if outcome is None else OutcomeKind(outcome),
             group=group,
+            node=node,
             order=order,
             space=EVAL if evaluations else TRAIN,
         )

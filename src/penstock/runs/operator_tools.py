@@ -73,6 +73,7 @@ class SamplesArguments(Arguments, frozen=True, kw_only=True, forbid_unknown_fiel
     order: Literal["newest", "best", "worst"] = "newest"
     failed: Annotated[bool, Meta(description="Only failed rollouts, with the reason.")] = False
     step: Annotated[int | None, Meta(description="Only what this step trained.")] = None
+    node: Annotated[Name | None, Meta(description="Only of this node.")] = None
 
 
 class ScaleArguments(Arguments, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,7 +153,14 @@ def _samples(folder: RunFolder, caller: Caller, asked: SamplesArguments) -> obje
     steps = None if asked.step is None else (asked.step, asked.step)
     outcome = OutcomeKind.FAILED if asked.failed else None
     with open_run(folder.path) as run:
-        return choose(run, count=asked.count, steps=steps, outcome=outcome, order=asked.order)
+        return choose(
+            run,
+            count=asked.count,
+            steps=steps,
+            outcome=outcome,
+            node=asked.node,
+            order=asked.order,
+        )
 
 
 def _scale(folder: RunFolder, caller: Caller, asked: ScaleArguments) -> object:

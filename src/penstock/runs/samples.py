@@ -67,13 +67,16 @@ def choose(
     count: int,
     steps: tuple[int | None, int | None] | None = None,
     outcome: OutcomeKind | None = None,
+    node: str | None = None,
     order: Order = NEWEST,
     evaluations: bool = False,
 ) -> SampleList:
     """The first `count` readable trajectories in this order, of training or of evaluations."""
     found: list[Sample] = []
     num_without_text = 0
-    matching = run.trajectories(steps=steps, outcome=outcome, order=order, evaluations=evaluations)
+    matching = run.trajectories(
+        steps=steps, outcome=outcome, node=node, order=order, evaluations=evaluations
+    )
     for one in islice(matching, MAX_SCANNED):
         if one.state is not PayloadState.STORED:
             num_without_text += 1

@@ -68,6 +68,7 @@ class Selection:
     last_step: int | None = None
     outcome: OutcomeKind | None = None
     group: str | None = None
+    node: str | None = None
     order: str = OLDEST
     space: str = TRAIN
     """TRAIN, or EVAL for answers to questions of evaluations."""
@@ -75,6 +76,9 @@ class Selection:
     @property
     def has_steps(self) -> bool:
         return self.first_step is not None or self.last_step is not None
+
+    def matches(self, outcome: OutcomeKind, node: str) -> bool:
+        return self.outcome in (None, outcome) and self.node in (None, node)
 
     def condition(self) -> tuple[str, dict[str, Any]]:
         """As SQL over `rows`."""
@@ -85,6 +89,9 @@ class Selection:
         if self.group is not None:
             where += " AND group_id = :group"
             values["group"] = self.group
+        if self.node is not None:
+            where += " AND node_id = :node"
+            values["node"] = self.node
         if self.policy is not None:
             where += " AND instr(sampled, :policy) > 0"
             values["policy"] = f'"{self.policy}":'
@@ -233,7 +240,7 @@ class TrajectoryReader:
         while page := [*islice(ids, PAGE_ROWS)]:
             by_id = self._by_id(page)
             wanted = (by_id[row_id] for row_id in page if row_id in by_id)
-            yield from (one for one in wanted if selection.outcome in (None, one.outcome))
+            yield from (one for one in wanted if selection.matches(one.outcome, one.node_id))
 
     def _step_rows(self, selection: Selection) -> Iterator[tuple[RowId, float | None]]:
         tables = self._recorded.coordinator

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -86,6 +87,17 @@ def test_steps_best_worst_and_failed(show: Show, finished: Path) -> None:
     assert found["freed"] == 0 and found["trajectories"] > 24
     text = show(failed=True, number=50)
     assert len(heads(text)) >= 3 and "no reward  failed" in text and "completed" not in text
+
+
+def test_those_of_one_node(show: Show, finished: Path) -> None:
+    with open_run(finished) as run:
+        of_nodes = Counter(one.node_id for one in run.trajectories())
+        rewarded = [one.row_id for one in run.trajectories(steps=2, node=min(of_nodes))]
+    assert len(of_nodes) > 1
+    for node, count in of_nodes.items():
+        assert len(heads(show(node=node, number=500))) == count
+    assert len(rewarded) > 0 and {*heads(show(node=min(of_nodes), step="2"))} <= {*rewarded}
+    assert show(node="nobody") == ""
 
 
 async def test_answers_of_evaluations_are_shown_apart(

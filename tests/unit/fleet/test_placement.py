@@ -51,6 +51,35 @@ def test_a_service_goes_to_hosts_with_all_its_tags() -> None:
     assert candidates(service("train", "h100"), hosts, "a") == (), "no host has both"
 
 
+def test_a_trainer_goes_to_the_best_trainer_and_then_to_the_next() -> None:
+    """A host that is lost is replaced by the holder of `train` with the highest priority."""
+
+    def peaks(*tags: str, tflops: float, gb_per_s: float) -> HostConfig:
+        return HostConfig(memory_gb=4, tags=tags, tflops=tflops, memory_gb_per_s=gb_per_s)
+
+    hosts = {
+        "old": peaks("train", "rollout", tflops=125, gb_per_s=900),
+        "big": peaks("train", "rollout", tflops=990, gb_per_s=3350),
+        "fat": peaks("train", "rollout", tflops=148, gb_per_s=4000),
+        "eu": peaks("rollout", tflops=990, gb_per_s=3350),
+    }
+    assert candidates(service("train"), hosts, "old") == ("big", "old", "fat")
+    assert candidates(service("rollout"), hosts, "old") == ("fat", "old", "big", "eu")
+
+
+def test_each_service_has_a_selector(tmp_path: Path) -> None:
+    selectors = ("training.place=[h100]", "models.policy.place=[eu, cheap]")
+    config = demo_config(0, [*selectors])
+    services = local_services(config, RunFolder(tmp_path))
+    assert {one.kind: one.tags for one in services if one.tags} == {
+        ServiceKind.TRAINER: ("train", "h100"),
+        ServiceKind.NODE: ("rollout", "eu", "cheap"),
+    }
+    network = "network={host: 10.0.0.1, tls: {cert: c, key: k}}"
+    with pytest.raises(ConfigError, match=r"unknown tag .*h100"):
+        demo_config(0, [selectors[0], TWO_HOSTS[0], network, "launcher=ssh"])
+
+
 def test_services_with_files_stay_beside_the_launcher(tmp_path: Path) -> None:
     hosts = {"a": host("train"), "b": host("rollout")}
     placed = {

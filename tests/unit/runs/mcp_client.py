@@ -25,7 +25,7 @@ async def client(url: str, token: str) -> AsyncGenerator[ClientSession]:
         yield session
 
 
-async def call(session: ClientSession, name: str, **arguments: Any) -> tuple[bool, str]:
+async def call(session: ClientSession, name: str, /, **arguments: Any) -> tuple[bool, str]:
     result = await session.call_tool(name, arguments)
     [content] = result.content
     assert isinstance(content, mcp_types.TextContent)

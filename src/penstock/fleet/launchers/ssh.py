@@ -10,12 +10,15 @@ import json
 import shlex
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from penstock.config import HostConfig
+from penstock.config.hosts import TRAIN
 from penstock.errors import LaunchError
+from penstock.fleet.inventory import Peaks, Resource, train_priority
 from penstock.fleet.launchers.starter import EXIT_HOST_LOST, LocalChild, LocalStarter
 from penstock.fleet.services import ServiceSpec, remote_env
 
@@ -30,14 +33,25 @@ SSH_FAILED = 255
 
 
 def candidates(service: ServiceSpec, hosts: Mapping[str, HostConfig], here: str) -> tuple[str, ...]:
-    """The hosts that a service may run on. A tag that no host has constrains nothing."""
+    """The hosts that a service may run on: for a trainer the best trainer first, for others last.
+    A tag that no host has constrains nothing."""
     if not service.tags:
         return (here,)
     if service.host is not None:
         return (service.host,)
     known = {tag for host in hosts.values() for tag in host.tags}
     wanted = {tag for tag in service.tags if tag in known}
-    return tuple(name for name, host in hosts.items() if wanted <= set(host.tags))
+    fit = [name for name, host in hosts.items() if wanted <= set(host.tags)]
+    sign = -1.0 if TRAIN in service.tags else 1.0
+    return tuple(sorted(fit, key=lambda name: sign * train_priority(_resource(name, hosts[name]))))
+
+
+def _resource(name: str, host: HostConfig) -> Resource:
+    """With the peaks that the run file gives."""
+    peaks = None
+    if host.tflops is not None and host.memory_gb_per_s is not None:
+        peaks = Peaks(flops_per_s=1e12 * host.tflops, bytes_per_s=1e9 * host.memory_gb_per_s)
+    return Resource(name=name, tags=frozenset(host.tags), peaks=peaks)
 
 
 class SshStarter:
@@ -57,7 +71,9 @@ class SshStarter:
         self._local = LocalStarter(work_dir)
         self._next: dict[str, int] = {}
         """Of each service, which of its candidates is tried next."""
-        self._num_started = 0
+        self._has_peaks = any(_resource(name, one).peaks for name, one in hosts.items())
+        self._num_started: Counter[str] = Counter()
+        """Of services that may go elsewhere; with peaks, by what they do."""
 
     def start(self, service: ServiceSpec, log: Path) -> LocalChild | SshChild:
         fit = candidates(service, self._hosts, self._here)
@@ -67,8 +83,9 @@ class SshStarter:
                 "hosts in the run file"
             )
         if service.name not in self._next:
-            self._next[service.name] = self._num_started if service.tags else 0
-            self._num_started += bool(service.tags)
+            tag = next(iter(service.tags), "")
+            self._next[service.name] = self._num_started[tag if self._has_peaks else ""]
+            self._num_started[tag if self._has_peaks else ""] += bool(service.tags)
         host = fit[self._next[service.name] % len(fit)]
         if host == self._here:
             return self._local.start(service, log)
