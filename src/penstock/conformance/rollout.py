@@ -136,6 +136,7 @@ class RolloutExaminer:
             "POST /v1/leases": self._lease,
             "POST /v1/trajectories": self._deliver,
             "GET /v1/manifests/{digest}": self.fetches.manifest,
+            "GET /v1/updates/{digest}": self.fetches.manifest,
             "GET /v1/blobs/{digest}": self.fetches.blob,
         }.get(name)
         if examine is None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tracks which weights the peer under test fetched, and serves one blob damaged.
 
-Owns byte ranges and the damage. Does not know which version is live.
+A manifest may come alone or within an update. Owns byte ranges and the damage. Does not
+know which version is live.
 """
 
 from __future__ import annotations
