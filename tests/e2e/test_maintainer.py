@@ -163,7 +163,8 @@ async def test_a_scripted_maintainer_repairs_a_run(tmp_path: Path) -> None:
             await _scale(keeper)
             fork = await _fork(keeper)
         assert penstock("stop", str(system.folder.path), "--timeout-s", "600").returncode == 0
-        log = [json.loads(one) for one in (system.folder.path / "admin.jsonl").open()]
+        lines = (system.folder.path / "admin.jsonl").read_text().splitlines()
+        log = [json.loads(one) for one in lines]
         done = [(one["action"], one["who"], one["details"].get("why", "")) for one in log]
         keeps = [one for one in done if one[1] == "admin keeper"]
         assert [action for action, _, _ in keeps] == ["node_drained", "scaled", "scaled", "forked"]

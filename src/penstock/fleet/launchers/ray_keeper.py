@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one service as a child of a Ray worker: what an actor of the Ray launcher does.
 
-Owns the process group of the service, which dies with the worker. Holds no state of the run."""
+Owns the process group of the service, which dies with the worker, and the worker with its raylet:
+Ray's own workers outlive a raylet that is killed. Holds no state of the run."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ class ServiceKeeper:
     worker. The kernel's parent-death signal is tied to that thread. Ray promises no order."""
 
     def __init__(self) -> None:
+        self._raylet = os.getppid()
         self._reaper = processes.OrphanReaper()
         self._child: asyncio.Future[subprocess.Popen[bytes]] | None = None
 
@@ -47,7 +49,10 @@ class ServiceKeeper:
 
         waits for: its end · ended by: the service, or `send`"""
         child = await self._started()
-        while (code := processes.reap(child)) is None:  # noqa: ASYNC110 - a child has no event
+        while (code := processes.reap(child)) is None:
+            if os.getppid() != self._raylet:
+                processes.signal_group(child.pid, signal.SIGKILL)
+                os._exit(1)
             await asyncio.sleep(POLL_S)
         self._reaper.remove(child.pid)
         return code
