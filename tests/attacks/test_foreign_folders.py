@@ -7,23 +7,34 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import ssl
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.unit.dashboard.recorded_run import record_run
 
 from penstock import load_config
 from penstock.config import demo_config
+from penstock.dataflow.ledger.tables import open_tables
+from penstock.dataflow.records import RowRecord
 from penstock.durable import write_durably
-from penstock.errors import ConfigError, LaunchError
+from penstock.errors import ConfigError, LaunchError, StoreError
 from penstock.fleet import process_state
 from penstock.fleet.run_folder import RunFolder
 from penstock.runs.control import stop_run
+from penstock.runs.export.trajectories import export_trajectories
 from penstock.runs.fork import fork_run
 from penstock.runs.listing import list_runs
 from penstock.runs.target import read_target
-from penstock.wire.auth import Signer
+from penstock.runs.tokens import revoke
+from penstock.types import RowId
+from penstock.wire import trust
+from penstock.wire.auth import Role, Signer
+from penstock.wire.certificates import Authority
+from penstock.wire.codec import encode_json
 
 SECRET = "hf_of_who_opens_it"
 STOLEN = [
@@ -124,3 +135,120 @@ def test_stop_ends_no_process_of_another_user(
         finally:
             os.close(lock)
             victim.kill()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> RunFolder:
+    """A run of who opens the foreign folder, with the same name."""
+    folder = foreign_folder(tmp_path / "own")
+    (folder.path / "run").mkdir()
+    (folder.path / "run" / "lock").write_text("")
+    return folder
+
+
+KEYS = ("keys", "keys/signing.key", "keys/root.key")
+
+
+def _linked(own: RunFolder, path: Path, what: str) -> RunFolder:
+    """A foreign folder in which this is a link to the same place of `own`."""
+    folder = foreign_folder(path)
+    there = folder.path / what
+    if there.is_dir():
+        there.rename(folder.path / "elsewhere")
+    else:
+        there.parent.mkdir(exist_ok=True)
+        there.unlink(missing_ok=True)
+    there.symlink_to(own.path / what)
+    return folder
+
+
+@pytest.mark.parametrize("what", KEYS)
+def test_no_token_is_signed_with_a_key_to_which_the_folder_links(
+    own: RunFolder, tmp_path: Path, what: str
+) -> None:
+    """The name of the run and the address that gets its tokens are what the folder says: a token
+    that the key of another run signs would be the owner's of that folder."""
+    folder = _linked(own, tmp_path / "evil", what)
+    with pytest.raises(ConfigError, match="is a link, which may lead to a file of yours"):
+        folder.token("theirs", Role.READER, ttl_s=60)
+        revoke(folder, name="somebody")  # by the root key
+    [found] = [one for one in list_runs(tmp_path) if one.name == "own"]
+    assert found.state == "new"
+
+
+def test_a_hard_link_to_a_key_of_another_user_is_one_too(
+    own: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = foreign_folder(tmp_path / "evil")
+    key = folder.keys / "signing.key"
+    key.unlink()
+    key.hardlink_to(own.keys / "signing.key")
+    folder.token("theirs", Role.READER, ttl_s=60)  # a copy with `cp -al`, of the same user
+    if os.getuid() == 0:
+        os.chown(folder.keys, 12345, -1)
+        with pytest.raises(ConfigError, match="is a link"):
+            folder.token("theirs", Role.READER, ttl_s=60)
+
+
+@pytest.mark.parametrize("what", ["run", "run/lock"])
+def test_stop_does_not_follow_a_lock_to_another_run(
+    own: RunFolder, tmp_path: Path, what: str
+) -> None:
+    folder = _linked(own, tmp_path / "evil", what)
+    with subprocess.Popen(["sleep", "600"]) as launcher, (own.path / "run/lock").open("w") as lock:
+        try:
+            lock.write(f"{launcher.pid}\n")
+            lock.flush()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert own.launcher_pid() == launcher.pid
+            with pytest.raises(ConfigError, match="is a link"):
+                stop_run(folder, timeout_s=1.0)
+            with pytest.raises(ConfigError, match="is a link"), folder.locked():
+                pass
+            assert launcher.poll() is None
+        finally:
+            launcher.kill()
+
+
+@pytest.mark.parametrize("name", ["{victim}", "../../settings", ""])
+def test_an_export_writes_no_file_that_the_ledger_names_elsewhere(
+    tmp_path: Path, name: str
+) -> None:
+    """Ids of rows are names of documents; the checksums of a ledger hold nobody back."""
+    victim = tmp_path / "settings"
+    name = name.format(victim=victim)
+    run = record_run(tmp_path / "evil")
+    tables = open_tables(run / "ledger")
+    [first, *_] = tables.read(RowRecord, "space = 'train' ORDER BY arrival DESC")
+    forged = replace(first.summary, row_id=RowId(name))
+    tables.commit([replace(first, summary=forged, delivered_at=0.0)])
+    tables.close()
+    with pytest.raises(StoreError, match="names no file"):
+        export_trajectories(run, tmp_path / "out" / "documents", format="atif")
+    assert not list(tmp_path.rglob("settings*")) and not list((tmp_path / "out").iterdir())
+
+
+def test_the_authority_of_a_foreign_run_vouches_for_its_own_addresses_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of runs asks the servers of several owners: who sits between us and one of them would
+    else get our token with a certificate of his own authority."""
+    for name in (trust.CA_ENV, trust.CERTIFICATE_ENV, trust.KEY_ENV):
+        monkeypatch.delenv(name, raising=False)
+    authority = Authority.create(tmp_path / "tls").certificate
+    evil, other = RunFolder(tmp_path / "evil"), "https://192.0.2.1:18500"
+    evil.write_config(demo_config(0))
+    evil.allocate_endpoints(tmp_path, ())
+    endpoints = evil.endpoints()
+    encoded = encode_json(replace(endpoints, dataflow="https://192.0.2.9:18500", ca=str(authority)))
+    (evil.path / "run" / "endpoints.json").write_bytes(encoded)
+    before = _num_authorities(other)
+    assert _num_authorities(evil.endpoints().dataflow) == before + 1
+    assert _num_authorities(other) == before
+    assert trust.CA_ENV not in os.environ, "children inherit it"
+
+
+def _num_authorities(url: str) -> int:
+    context = trust.client_context(url)
+    assert isinstance(context, ssl.SSLContext)
+    return len(context.get_ca_certs())

@@ -123,7 +123,7 @@ def _join_by_folder(
     from penstock.wire.auth import Audience, Role, Verifier
 
     folder = find_run_folder(run)
-    config, endpoints = folder.read_config(), folder.endpoints()
+    config, endpoints = folder.read_config(), folder.trusted_endpoints()
     named = resolve_policy(config, policy)
     verifier = Verifier.read(folder.keys, run=config.name, audience=Audience.GATEWAY)
     node_options = local_node_options(folder, config, named, node)

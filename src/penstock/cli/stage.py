@@ -80,14 +80,17 @@ def serve_stage(
         folder = find_run_folder(run)
         token = service_token(folder, target.config.name, Role.STAGE, subject=stage_subject(id))
         print_note("stage trusted-reward: computing rewards on the trusted side")
-        work, urls = run_score_stage(target.config, folder, token), [folder.endpoints().dataflow]
+        work, urls = (
+            run_score_stage(target.config, folder, token),
+            [folder.trusted_endpoints().dataflow],
+        )
         uvloop.run(_until_signalled(with_upkeep(work, token, urls=urls)))
         return 0
     found, terms = find_service_stage(target.config, id)
     scorer = _load_scorer(target.config, found, run, url, model)
     if url is None:
         folder = find_run_folder(run)
-        url = folder.endpoints().dataflow
+        url = folder.trusted_endpoints().dataflow
         token = service_token(folder, target.config.name, Role.STAGE, subject=stage_subject(id))
     else:
         refuse_clear_text(check_url(url, example="http://127.0.0.1:18080"))

@@ -7,6 +7,7 @@ weights or a checkpoint.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -21,14 +22,14 @@ import structlog
 
 from penstock.config import RunConfig, dump, load_stored
 from penstock.config.network import NetworkConfig
-from penstock.durable import write_durably
+from penstock.durable import open_own, write_durably
 from penstock.errors import BadRequest, ConfigError, LaunchError
 from penstock.fleet.ports import free_port
 from penstock.fleet.scaling_records import ScaleRequest, ScalingRecord
 from penstock.observe.admin_log import AdminLog
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import JSON, decode, encode_json
-from penstock.wire.trust import trust
+from penstock.wire.trust import trust, trust_at
 
 T = TypeVar("T")
 LOCK_TIMEOUT_S = 1.0
@@ -227,13 +228,21 @@ class RunFolder:
     # --- state of the run -------------------------------------------------------------------------
 
     def endpoints(self) -> Endpoints:
-        """The addresses of this run. This process trusts their certificates from now on."""
+        """The addresses of this run. This process trusts its authority there from now on."""
         found = self._read("endpoints.json", Endpoints)
         if found is None:
             raise ConfigError(
                 f"{self.path} was never started; start it with `penstock run {self.path}`"
             )
         found = self._relocated(found)
+        addresses = (found.dataflow, found.weights, *found.partitions)
+        trust_at(addresses, _path(found.ca), _path(found.certificate), _path(found.key))
+        return found
+
+    def trusted_endpoints(self) -> Endpoints:
+        """As `endpoints`, for a process of this run: it and its children trust the authority of the
+        run also at relays, and at partitions on other hosts."""
+        found = self.endpoints()
         trust(_path(found.ca), _path(found.certificate), _path(found.key))
         return found
 
@@ -357,7 +366,7 @@ class RunFolder:
         The lock belongs to the open file, so it ends with the process, however that ends."""
         self._create()
         self._run.mkdir(exist_ok=True)
-        lock = os.open(self._run / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = self._open_lock(os.O_RDWR | os.O_CREAT)
         try:
             if not _try_lock(lock, fcntl.LOCK_EX, timeout_s=LOCK_TIMEOUT_S):
                 launcher_pid = self.launcher_pid()
@@ -375,10 +384,10 @@ class RunFolder:
 
         Tests with a shared lock, so that two tests do not mistake each other for a launcher."""
         try:
-            lock = (self._run / "lock").open("r")
+            opened = self._open_lock(os.O_RDONLY)
         except FileNotFoundError:
             return None
-        with lock:
+        with os.fdopen(opened) as lock:
             if _try_lock(lock.fileno(), fcntl.LOCK_SH):
                 return None
             text = lock.read().strip()
@@ -387,7 +396,17 @@ class RunFolder:
     def lock_owner(self) -> int:
         """The user whose launcher may hold the lock: any user can write any pid into their
         files."""
-        return (self._run / "lock").stat().st_uid
+        return os.lstat(self._run / "lock").st_uid
+
+    def _open_lock(self, flags: int) -> int:
+        """Never the lock of another run, whose launcher would be stopped in place of this one's."""
+        path = self._run / "lock"
+        try:
+            return open_own(path, flags, 0o644)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ConfigError(f"{path}: {error.strerror}; delete the link") from None
 
     # --- logs, tokens -----------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class ControlClient:
     @property
     def url(self) -> str:
         """URL of the run's dataflow, for clients of rows and versions."""
-        return self._folder.endpoints().dataflow
+        return self._folder.trusted_endpoints().dataflow
 
     def token(self, role: RoleName, *, ttl_s: float = TOKEN_TTL_S) -> str:
         """An access token with this role: `stage` for a RowsClient, `trainer` for a

@@ -79,7 +79,7 @@ def build_scaler(
 def _hands(
     config: RunConfig, folder: RunFolder, launcher: LocalLauncher, log_dir: Path
 ) -> Mapping[str, Hands]:
-    endpoints, env = folder.endpoints(), inherited_env()
+    endpoints, env = folder.trusted_endpoints(), inherited_env()
     found: dict[str, Hands] = {}
     for name, one in config.autoscale.node_types.items():
         if not one.start:

@@ -29,7 +29,7 @@ from penstock.wire.held_token import Token
 
 async def run_score_stage(config: RunConfig, folder: RunFolder, token: Token) -> None:
     """Score and check rows until cancelled; raises if a reward function cannot be imported."""
-    info, endpoints = run_info(config), folder.endpoints()
+    info, endpoints = run_info(config), folder.trusted_endpoints()
     terms = next(stage for stage in config.dataflow.stages if stage.name == SCORE_STAGE)
     isolation = Isolation(isolation_settings(config, folder.path))
     rewards = {source.name: source.reward for source in info.sources}

@@ -29,7 +29,7 @@ def enter_run(run_dir: Path, service: str) -> tuple[RunFolder, RunConfig, Endpoi
     logs.configure(service)
     write_stacks_on_signal()
     folder = RunFolder.open_existing(run_dir)
-    endpoints = folder.endpoints()
+    endpoints = folder.trusted_endpoints()
     add_import_paths(endpoints.python_path)
     if named := os.environ.get(TOKEN_FILE_ENV):
         os.environ[TOKEN_FILE_ENV] = os.path.abspath(named)

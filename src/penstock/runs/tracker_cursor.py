@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from penstock.durable import write_durably
+from penstock.durable import open_own, write_durably
 from penstock.errors import BadRequest, TrackerError
 from penstock.wire.codec import JSON, decode, encode_json
 
@@ -55,7 +55,7 @@ class CursorFile:
     def locked(self) -> Generator[None]:
         """Ends with the process, however that ends."""
         self._path.parent.mkdir(exist_ok=True)
-        lock = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        lock = open_own(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
         try:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

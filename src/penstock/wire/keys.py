@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from penstock.durable import sync
+from penstock.durable import open_own, sync
 from penstock.errors import ConfigError
 
 ROOT, SIGNING, RENEWAL, PUBLIC = "root.key", "signing.key", "renewal.key", "public.key"
@@ -182,7 +182,8 @@ def write_secret(path: Path, text: str) -> None:
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        return path.read_text().split()
+        with os.fdopen(open_own(path)) as file:
+            return file.read().split()
     except OSError as error:
         raise ConfigError(
             f"no key {path.name} in {path.parent}: {error.strerror}; create, revoke and rotate "

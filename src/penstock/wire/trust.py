@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,19 +27,39 @@ KEY_ENV = "PENSTOCK_TLS_KEY"
 
 ROOTS_ENV = "SSL_CERT_FILE"
 """Roots to trust instead of the usual ones."""
+_ENVS = (CA_ENV, CERTIFICATE_ENV, KEY_ENV)
+_by_server: dict[str, dict[str, str]] = {}
+"""What is used in place of the environment, by scheme, host and port."""
 
 
 def trust(ca: Path | None, certificate: Path | None = None, key: Path | None = None) -> None:
-    """Trust a private authority in this process and its children."""
-    for name, path in ((CA_ENV, ca), (CERTIFICATE_ENV, certificate), (KEY_ENV, key)):
-        if path is None:
-            continue
-        if not path.is_file():
+    """Trust a private authority in this process and its children, wherever they call."""
+    os.environ.update(_files(ca, certificate, key))
+
+
+def trust_at(
+    urls: Iterable[str], ca: Path | None, certificate: Path | None = None, key: Path | None = None
+) -> None:
+    """Trust a private authority at these addresses, and nowhere else: one process may look at the
+    runs of several owners, who must not vouch for each other's servers."""
+    files = _files(ca, certificate, key)
+    _by_server.update((_server(url), files) for url in urls)
+
+
+def _files(*paths: Path | None) -> dict[str, str]:
+    for path in paths:
+        if path is not None and not path.is_file():
             raise ConfigError(
                 f"{path}: no such file; make certificates with `penstock tls init`, or copy ca.pem "
                 "from the host that has the run folder"
             )
-        os.environ[name] = str(path.absolute())
+    found = zip(_ENVS, paths, strict=True)
+    return {name: str(path.absolute()) for name, path in found if path is not None}
+
+
+def _server(url: str) -> str:
+    where = urlsplit(url)
+    return f"{where.scheme}://{where.netloc}"
 
 
 def refuse_clear_text(url: str) -> None:
@@ -61,8 +82,8 @@ def client_context(url: str) -> ssl.SSLContext | bool:
     refuse_clear_text(url)
     if not url.startswith("https://"):
         return False
-    named = (os.environ.get(name, "") for name in (CA_ENV, CERTIFICATE_ENV, KEY_ENV, ROOTS_ENV))
-    return _context(*named)
+    own = _by_server.get(_server(url), {})
+    return _context(*(own.get(name) or os.environ.get(name, "") for name in (*_ENVS, ROOTS_ENV)))
 
 
 @lru_cache(maxsize=8)

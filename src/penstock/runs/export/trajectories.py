@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from penstock.bounds import is_safe_name
 from penstock.errors import ConfigError, StoreError
 from penstock.runs.export.dataset_card import dataset_card
 from penstock.runs.export.prompt_parts import PromptReader
@@ -228,7 +229,15 @@ def _write_documents(found: Iterable[RecordedTrajectory], reader: PromptReader, 
         with path.open("w") as file:
             return sum(bool(file.write(text + "\n")) for _, text in documents())
     path.mkdir()
-    return sum(bool((path / f"{name}.json").write_text(text + "\n")) for name, text in documents())
+    num_written = 0
+    for name, text in documents():
+        if not is_safe_name(name):  # the run may belong to another user
+            raise StoreError(
+                f"the ledger names a row {name[:80]!r}, which names no file; it is damaged"
+            )
+        (path / f"{name}.json").write_text(text + "\n")
+        num_written += 1
+    return num_written
 
 
 # --- reading --------------------------------------------------------------------------------------
