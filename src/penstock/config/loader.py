@@ -100,10 +100,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return parse(_read(path), origin=str(path), overrides=overrides)
 
 
-def load_stored(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_stored(
+    path: Path, overrides: Sequence[str] = (), *, by_another: bool = False
+) -> RunConfig:
     """As `load`, for the config of a run folder. Its values are written out: it takes nothing from
-    the environment, since the folder may belong to another user. Overrides may."""
-    return parse(_read(path), origin=str(path), overrides=overrides, is_stored=True)
+    the environment, since the folder may belong to another user. Overrides may, unless they are
+    `by_another`, such as the agent that operates a run."""
+    text, origin = _read(path), str(path)
+    return parse(text, origin=origin, overrides=overrides, is_stored=True, by_another=by_another)
 
 
 def demo_config(seed: int, overrides: Sequence[str] = ()) -> RunConfig:
@@ -113,9 +117,15 @@ def demo_config(seed: int, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse(
-    text: str, *, origin: str, overrides: Sequence[str] = (), is_stored: bool = False
+    text: str,
+    *,
+    origin: str,
+    overrides: Sequence[str] = (),
+    is_stored: bool = False,
+    by_another: bool = False,
 ) -> RunConfig:
-    """As `load`, for text; `origin` is its name in messages. `is_stored`: as `load_stored`."""
+    """As `load`, for text; `origin` is its name in messages. `is_stored` and `by_another`: as
+    `load_stored`."""
     positions = locate_keys(text)
     report = _ErrorReport(origin, positions, overrides)
     for problem in positions.problems:
@@ -135,6 +145,8 @@ def parse(
         _refuse_interpolation(tree, report)
     for override in overrides:
         _apply(override, tree, report)
+    if by_another:
+        _refuse_interpolation(tree, report)
     values = _resolve_interpolation(tree, report)
     config = _validate(values, report)
     if config is None or report.lines:
@@ -220,7 +232,7 @@ def _refuse_interpolation(tree: DictConfig, report: _ErrorReport) -> None:
             for part in path:
                 found = found[part]
         if not isinstance(found, str) or escape_interpolation(found) != leaf:
-            text = "${} is for run files; in the config of a run folder write the value itself"
+            text = "${} is for run files and their overrides; write the value itself"
             report.add(ConfigProblem(keys=(path,), text=text))
     if report.lines:
         report.fail()

@@ -36,6 +36,7 @@ def fork_run(
     step: int,
     name: str | None,
     *,
+    by_another: bool = False,
     who: str | None = None,
     why: str = "",
 ) -> tuple[RunFolder, Mapping[str, str]]:
@@ -43,12 +44,14 @@ def fork_run(
 
     Returns the new folder, and the policies that start from weights only, each with the damage of
     its checkpoint (empty if it has none). Built in a hidden folder and renamed when complete.
-    `who` and `why`: for the parent's log of operators' actions.
+    `by_another`: overrides and name come from a caller of this process, and take nothing from its
+    environment. `who` and `why`: for the parent's log of operators' actions.
     """
     old = parent.read_config()
     runs_dir = parent.path.parent
     new_name = f"{old.name}-fork-{step}" if name is None else name
-    loaded = load_stored(parent.config_file, [f"name={json.dumps(new_name)}", *overrides])
+    given = [f"name={json.dumps(new_name)}", *overrides]
+    loaded = load_stored(parent.config_file, given, by_another=by_another)
     if loaded.output_dir != old.output_dir:
         raise ConfigError(
             f"a fork is created next to its parent, in {runs_dir}: remove the output_dir override, "

@@ -193,6 +193,7 @@ def _fork(folder: RunFolder, caller: Caller, asked: ForkArguments) -> object:
         asked.overrides,
         asked.step,
         asked.name,
+        by_another=True,
         who=caller.who,
         why=_one_line(asked.reason),
     )
