@@ -34,6 +34,8 @@ Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Int64 = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Moment = Annotated[float, Meta(ge=0, le=1e10)]
+"""Seconds since 1970, until 2286: calendars and traces have no other times."""
 Reward = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 Id = Annotated[str, Meta(max_length=128, pattern=_NO_NUL)]
 """An id of a request, a process or a worker, chosen by its caller."""

@@ -27,6 +27,7 @@ from penstock.bounds import (
     Finite,
     Int64,
     Label,
+    Moment,
     Reward,
     Role,
     Seconds,
@@ -165,6 +166,8 @@ SESSION_TAG = "session"
 """Tag of a node that serves external agents."""
 UNTRUSTED_TAG = "untrusted"
 """Tag that the dataflow gives a node with an untrusted credential."""
+RESERVED_TAGS = (SESSION_TAG, EVALUATION_TAG, UNTRUSTED_TAG)
+"""They say what a node is for and who vouches for it: its token and its command do."""
 
 
 MIN_TEMPERATURE = 1e-3
@@ -258,9 +261,9 @@ class Turn:
     """Why the answer ended."""
     reached_agent: bool = True
     """False: the answer never reached its agent; it stays in the token tree but is not trained."""
-    started_at: Finite = 0.0
+    started_at: Moment = 0.0
     """Seconds since 1970, by the node's clock."""
-    ended_at: Finite = 0.0
+    ended_at: Moment = 0.0
     """Seconds since 1970, by the node's clock."""
     role: Role = ""
     """The policy's role in the workflow, if it sets one; `route` rules can select by it. At most
@@ -383,9 +386,9 @@ class Trajectory:
     """Its score; None if it failed, was cancelled, or is scored later."""
     outcome: Outcome
     """How it ended."""
-    started_at: Finite = 0.0
+    started_at: Moment = 0.0
     """Seconds since 1970, by the node's clock."""
-    ended_at: Finite = 0.0
+    ended_at: Moment = 0.0
     """Seconds since 1970, by the node's clock."""
     boot_id: Label = ""
     """Which start of the node process produced it; may be empty."""

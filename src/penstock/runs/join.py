@@ -16,9 +16,7 @@ from penstock.config import ModelConfig, RunConfig
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.types import (
-    EVALUATION_TAG,
-    SESSION_TAG,
-    UNTRUSTED_TAG,
+    RESERVED_TAGS,
     NodeId,
     PolicyName,
     subject_of_node,
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 20.0
 MAX_TAGS = 15
 """One more is the node's own."""
-RESERVED_TAGS = (SESSION_TAG, EVALUATION_TAG, UNTRUSTED_TAG)
-"""They say what a node is for; its command does."""
 
 
 def split_policies(text: str | None) -> tuple[PolicyName, ...]:

@@ -22,7 +22,7 @@ from penstock.dataflow.core.multiplexing import Multiplexer, Phase, SwitchTrigge
 from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.service.process import Process
 from penstock.errors import BadRequest, NotFound
-from penstock.types import NodeId, PolicyName
+from penstock.types import RESERVED_TAGS, NodeId, PolicyName
 
 ROLLOUT, TRAIN = "rollout", "train"
 NO_ROLLOUT = "rollout=off"
@@ -176,6 +176,11 @@ class ResourceSharing:
         node = self._partition.nodes.get(node_id)
         if node is None:
             raise NotFound(f"node {node_id} is not in this run; `penstock status` lists its nodes")
+        if reserved := sorted({*add, *remove} & {*RESERVED_TAGS}):
+            raise BadRequest(
+                f"tag {reserved[0]} says what the token of {node_id} is for, and stays as it is; "
+                "drain the node, and let it join with another token"
+            )
         both = sorted({*add} & {*remove})
         if both:
             raise BadRequest(f"{both[0]} is to be added and removed; name it once")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -20,7 +21,11 @@ from penstock.types import FinishReason, OutcomeKind, ToolUse, Trajectory, Turn
 
 PROVIDER = "penstock"
 TIMEOUT_S = 10.0
-"""For one page of rollouts; later it is sent again, with the same ids."""
+"""For one request; later its page of rollouts is sent again, with the same ids."""
+MAX_SPANS = 1024
+"""Of one request: a rollout of thousands of calls must not outgrow what a collector takes, which
+then would get no later rollout either."""
+MAX_NANOSECONDS = (1 << 63) - 1
 Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 
 
@@ -33,11 +38,12 @@ class Spans:
         self._exporter = OTLPSpanExporter(timeout=TIMEOUT_S)
 
     def send(self, rollouts: Sequence[Rollout]) -> None:
-        spans = [span for rollout in rollouts for span in self._spans(rollout)]
-        if self._exporter.export(spans) is not SpanExportResult.SUCCESS:
-            raise ConnectionError(
-                "see OTEL_EXPORTER_OTLP_ENDPOINT for where the collector should be"
-            )
+        spans = (span for rollout in rollouts for span in self._spans(rollout))
+        while part := [*islice(spans, MAX_SPANS)]:
+            if self._exporter.export(part) is not SpanExportResult.SUCCESS:
+                raise ConnectionError(
+                    "see OTEL_EXPORTER_OTLP_ENDPOINT for where the collector should be"
+                )
 
     def close(self) -> None:
         self._exporter.shutdown()
@@ -84,7 +90,7 @@ class Spans:
         status: Status,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> ReadableSpan:
-        begin, end = (round(1e9 * (at or rollout.trajectory.started_at)) for at in span)
+        begin, end = (_nanoseconds(at or rollout.trajectory.started_at) for at in span)
         return ReadableSpan(
             name,
             context=self._context(rollout, index),
@@ -108,6 +114,11 @@ class Spans:
             is_remote=False,
             trace_flags=TraceFlags(TraceFlags.SAMPLED),
         )
+
+
+def _nanoseconds(at: float) -> int:
+    """What a span can say; lengths of calls add up beyond it, by the word of a node."""
+    return round(min(max(0.0, 1e9 * at), MAX_NANOSECONDS))
 
 
 def _rollout_attributes(rollout: Rollout) -> Attributes:

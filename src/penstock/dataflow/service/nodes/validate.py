@@ -63,6 +63,7 @@ def summarise(
         wrong := _check_outcome(trajectory, is_scored)
         or _check_own_rewards(trajectory, is_scored, roles)
         or _check_shapes(turns)
+        or _check_tool_uses(trajectory)
         or (not has_sound_numbers and _check_values(turns, limits.max_id))
         or _check_experts(turns, limits)
     ):
@@ -220,6 +221,14 @@ def _check_shapes(turns: Sequence[Turn]) -> str:
     for index, turn in enumerate(turns):
         if wrong := _check_shape(turn, index):
             return f"turn {index}: {wrong}"
+    return ""
+
+
+def _check_tool_uses(trajectory: Trajectory) -> str:
+    """Exports and traces look up the turn of each call."""
+    for use in trajectory.tool_uses:
+        if not -1 <= use.turn < len(trajectory.turns):
+            return f"a tool was called after turn {use.turn}, of {len(trajectory.turns)} turns"
     return ""
 
 

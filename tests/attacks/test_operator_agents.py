@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An agent with an operator's token acts on the run, by `penstock mcp` or at the service, and gets
+nothing else of the process that serves it. What it reads in a run may tell it what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.attacks.test_foreign_folders import foreign_folder
+from tests.contract.test_resource_sharing import SHARED, make_scene
+
+from penstock.errors import BadRequest, ConfigError
+from penstock.runs.operator_tools import Caller, call_tool
+from penstock.types import EVALUATION_TAG, SESSION_TAG, UNTRUSTED_TAG
+from penstock.wire.auth import Role
+
+SECRET = "hf_of_who_serves_it"
+AGENT = Caller(name="agent-7", role=Role.ADMIN)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"name": "${oc.env:RED_SECRET}"},
+        {"overrides": ["name=a-${oc.env:RED_SECRET}"]},
+        {"overrides": ["workflow=${oc.env:RED_SECRET}"]},
+        {"overrides": ["output_dir=oc.env", "name=${${output_dir}:RED_SECRET}"]},
+    ],
+    ids=str,
+)
+def test_a_fork_takes_nothing_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> None:
+    """The name of the new folder is in the answer, its config in the log of actions."""
+    monkeypatch.setenv("RED_SECRET", SECRET)
+    folder = foreign_folder(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"\$\{\} is for run files") as refused:
+        call_tool(folder, AGENT, "fork", {"step": 1, "reason": "because it is", **arguments})
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("change", ["add", "remove"])
+@pytest.mark.parametrize("tag", [UNTRUSTED_TAG, SESSION_TAG, EVALUATION_TAG])
+async def test_a_tag_that_a_token_gave_is_not_taken_away(
+    tmp_path: Path, tag: str, change: str
+) -> None:
+    """Without `untrusted`, the rewards of a stranger would count unchecked."""
+    scene = await make_scene(tmp_path)
+    try:
+        await scene.join(SHARED, tag if change == "remove" else "spot")
+        node = scene.service.partition.nodes[SHARED]
+        before = node.record.tags
+        asked = {"add": [], "remove": []} | {change: [tag]}
+        with pytest.raises(BadRequest, match=rf"tag {tag} says what the token of shared is for"):
+            scene.service.sharing.retag(SHARED, **asked)
+        assert node.record.tags == before
+    finally:
+        scene.service.close()
