@@ -38,8 +38,8 @@ class Update:
     ] = field(default_factory=dict[Digest, tuple[DeltaEntry, ...]])
 
 
-def pack_update(manifest: bytes, chains: Chains) -> Update:
-    return Update(manifest=zstandard.compress(manifest), chains=dict(chains))
+def pack_manifest(data: bytes) -> bytes:
+    return zstandard.compress(data)
 
 
 def unpack_manifest(update: Update) -> bytes:

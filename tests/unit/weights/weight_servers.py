@@ -21,7 +21,7 @@ from penstock.weights.publish import StoredVersion, put_snapshot
 from penstock.weights.serving.origin import Origin
 from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
-from penstock.weights.update import pack_update
+from penstock.weights.update import Update, pack_manifest
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncServiceClient, connect
 from penstock.wire.codec import MSGPACK, encode
@@ -105,7 +105,8 @@ def _update(store: Path, digest: str, have: str) -> bytes:
     here = DirectoryStore(store)
     data = here.read_manifest(digest)
     chains = {
-        file.blob: here.chain_to(file.blob, file.bytes, have.split(","))
+        file.blob: steps
         for file in parse_manifest(data).files
+        if (steps := here.chain_to(file.blob, file.bytes, have.split(",")))
     }
-    return encode(pack_update(data, {blob: steps for blob, steps in chains.items() if steps}))
+    return encode(Update(manifest=pack_manifest(data), chains=chains))

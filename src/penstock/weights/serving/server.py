@@ -12,9 +12,11 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 
 import structlog
+from anyio.to_thread import run_sync
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, generate_latest
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
@@ -25,9 +27,10 @@ from penstock.errors import BadRequest, NotFound, WeightsError, WireError
 from penstock.observe.metric_names import PROMETHEUS
 from penstock.observe.prometheus import new_registry
 from penstock.weights.deltas.chain import MAX_BASES, DeltaChain
-from penstock.weights.manifest import parse_manifest
+from penstock.weights.manifest import FileEntry, parse_manifest
+from penstock.weights.serving.single_flight import SingleFlight
 from penstock.weights.serving.sources import Blob, Source
-from penstock.weights.update import MAX_CHAINS, Update, pack_update
+from penstock.weights.update import MAX_CHAINS, Update, pack_manifest
 from penstock.wire.auth import Role, Verifier
 from penstock.wire.codec import JSON
 from penstock.wire.routes import Call, RawResponse, route, routes_of
@@ -42,21 +45,46 @@ PIECE_BYTES = 1 << 20
 OCTET_STREAM = "application/octet-stream"
 RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{0,18})|-(\d{1,18}))")
 MAX_DIGITS = 18
+MAX_PACKED = 8
+"""Versions whose packed manifest is kept."""
 
 
 def build(source: Source, verifier: Verifier) -> Starlette:
+    served = WeightServer(source, verifier.run)
+
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
         yield
-        await source.close()
+        await served.close()
 
-    routes = routes_of(WeightServer(source, verifier.run))
-    return build_app(routes, verifier, title="penstock weights", lifespan=lifespan)
+    return build_app(routes_of(served), verifier, title="penstock weights", lifespan=lifespan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """What answers about one version have in common."""
+
+    manifest: bytes
+    """Compressed."""
+    weights: tuple[FileEntry, ...]
+    """The files for which chains are named."""
+
+
+def _pack(data: bytes) -> _Packed:
+    try:
+        files = parse_manifest(data).files
+    except WeightsError as error:
+        raise NotFound(str(error)) from None
+    weights = [file for file in files if file.name.endswith(".safetensors")]
+    return _Packed(pack_manifest(data), tuple(weights[:MAX_CHAINS]))
 
 
 class WeightServer:
     def __init__(self, source: Source, run: str) -> None:
         self._source = source
+        self._packing = SingleFlight[str, _Packed]()
+        self._newest: dict[str, _Packed] = {}
+        self._one_at_a_time = asyncio.Semaphore(1)
         self._registry = registry = new_registry("weights", run)
         self._requests = Counter(
             "penstock_weights_requests",
@@ -111,19 +139,33 @@ class WeightServer:
     async def updates(self, call: Call) -> Update:
         """The manifest with this BLAKE3, compressed, and deltas to its weights from the blobs
         `from=DIGEST,DIGEST,…`, by the blob to which they lead."""
-        have, data = _bases(call), await self._source.manifest(_digest(call))
-        try:
-            files = parse_manifest(data).files
-        except WeightsError as error:
-            raise NotFound(str(error)) from None
-        weights = [file for file in files if file.name.endswith(".safetensors")][:MAX_CHAINS]
-        new = [file for file in weights if file.blob not in have]
+        have, packed = _bases(call), await self._packed(_digest(call))
+        new = [file for file in packed.weights if file.blob not in have]
         chains = await asyncio.gather(
             *(self._source.chain(file.blob, file.bytes, have) for file in new)
         )
         self._requests.labels("updates", call.credential.role).inc()
         found = {file.blob: chain for file, chain in zip(new, chains, strict=True) if chain}
-        return pack_update(data, found)
+        return Update(manifest=packed.manifest, chains=found)
+
+    async def _packed(self, digest: str) -> _Packed:
+        """Half a second of work for a large mixture: once for all that ask, and beside the loop."""
+        if (known := self._newest.get(digest)) is not None:
+            return known
+
+        async def pack() -> _Packed:
+            data = await self._source.manifest(digest)
+            async with self._one_at_a_time:
+                packed = self._newest[digest] = await run_sync(_pack, data)
+            for oldest in [*self._newest][:-MAX_PACKED]:
+                del self._newest[oldest]
+            return packed
+
+        return await self._packing.get(digest, pack)
+
+    async def close(self) -> None:
+        await self._packing.close()
+        await self._source.close()
 
     @route("GET", "/metrics", METRICS_READERS, response=None)
     async def metrics(self, call: Call) -> RawResponse:
