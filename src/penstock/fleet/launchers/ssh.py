@@ -27,10 +27,10 @@ OPTIONS = (
     "ConnectTimeout=15",
     "ServerAliveInterval=5",
     "ServerAliveCountMax=3",
-    *("ForwardAgent=no", "ForwardX11=no", "ClearAllForwardings=yes"),
+    *("ForwardAgent=no", "ForwardX11=no"),
 )
-"""Whatever `~/.ssh/config` says: services run code of others, which may use no key and no port of
-this machine."""
+"""Whatever `~/.ssh/config` says: services run code of others, which may use no key and no
+screen of this machine."""
 SSH_FAILED = 255
 """The exit code of the client when the connection fails; no service uses it."""
 
