@@ -88,6 +88,19 @@ async def test_a_stage_declares_no_column_of_another(tmp_path: Path) -> None:
             assert status == 200, text
 
 
+async def test_a_reader_does_not_take_the_name_of_a_stage(tmp_path: Path) -> None:
+    """While the stage is gone, a reader of its name that writes nothing would keep it out, and the
+    run waits for its columns for ever."""
+    async with dataflow_door(tmp_path, config()) as door:
+        stage, reader = (Role.STAGE, "stage-prm"), (Role.READER, "me")
+        assert (await call(door, "DELETE", "/v1/readers/prm", None, *stage))[0] == 200
+        body = {"reads": ["turns"]}
+        status, text = await call(door, "PUT", "/v1/readers/prm", body, *reader)
+        assert status == 403 and "stage of the run file" in text, text
+        body = {"reads": ["turns"], "writes": ["steps"]}
+        assert (await call(door, "PUT", "/v1/readers/prm", body, *stage))[0] == 200
+
+
 async def test_a_stage_does_not_act_for_the_reader_of_an_operator(tmp_path: Path) -> None:
     """An operator may declare a reader that writes rewards; no stage answers for it."""
     async with dataflow_door(tmp_path, config()) as door:

@@ -39,7 +39,8 @@ class ReaderRights:
                 "with role stage"
             )
         is_own = credential.subject == stage_subject(name)
-        if credential.role is Role.STAGE and name in self._stages and not is_own:
+        is_other = credential.role in (Role.STAGE, Role.READER) and not is_own
+        if name in self._stages and is_other:
             raise Forbidden(
                 f"this token is for {credential.subject!r}, and {name!r} is a stage of the run "
                 f"file; use its own token: `penstock token RUN --role stage --name "
