@@ -23,8 +23,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+from urllib.parse import unquote
 
+import httptools
 import structlog
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -37,6 +39,7 @@ from penstock.wire.lobby import (
     has_greeting,
     has_headers,
 )
+from penstock.wire.request_cycle import RequestCycle
 
 MAX_HEADER_BYTES = 64 << 10
 """Of the request line and headers; also of trailers and chunk extensions."""
@@ -246,6 +249,8 @@ class GuardedConnection(HttpToolsProtocol):
         self._num_other_bytes = 0
         """Received since the last byte of a body."""
         self._has_trailers = False
+        self._idle_timer: asyncio.TimerHandle | None = None
+        """One for many requests: to set one after each costs more than to look again."""
 
     def admit(self, subject: str) -> None:
         if not self._is_known:
@@ -281,6 +286,8 @@ class GuardedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._door.leave(self)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -310,12 +317,39 @@ class GuardedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._enter(_Phase.BODY)
         self._num_body_bytes = self._num_other_bytes = 0
-        super().on_headers_complete()
+        parser, app = cast(Any, self.parser), cast(Any, self).app
+        version, url = parser.get_http_version(), httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        self.scope.update(
+            method=parser.get_method().decode("ascii"),
+            http_version=version,
+            path=unquote(path) if "%" in path else path,
+            raw_path=url.path,
+            query_string=url.query or b"",
+        )
+        previous = self.cycle
+        self.cycle = RequestCycle(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            default_headers=self.server_state.default_headers,
+            expects_continue=self.expect_100_continue,
+            keep_alive=version != "1.0" and parser.should_keep_alive(),
+            is_known=self._is_known,
+            on_response=self.on_response_complete,
+        )
+        if previous is None or previous.response_complete:  # pyright: ignore[reportUnnecessaryComparison]
+            self._start_asgi_task(self.cycle, app)
+        else:  # pipelined
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, app))
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
         self._num_other_bytes = 0
-        super().on_body(body)
+        if not self.cycle.response_complete:
+            cast(RequestCycle, self.cycle).add(body)
 
     def on_message_complete(self) -> None:
         self._phase = _Phase.ANSWERING
@@ -327,7 +361,27 @@ class GuardedConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self._phase is _Phase.ANSWERING and not self.pipeline:
             self._enter(_Phase.IDLE)
-        super().on_response_complete()
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._close_if_idle)
+
+    def _unset_keepalive_if_required(self) -> None:
+        """Nothing: the timer looks for itself whether a request came."""
+
+    def _close_if_idle(self) -> None:
+        self._idle_timer = None
+        if self.transport.is_closing() or self._phase is not _Phase.IDLE:
+            return  # the end of the next answer sets it again
+        left_s = self._since + self.timeout_keep_alive - self.loop.time()
+        if left_s <= 0:
+            self.transport.close()
+        else:
+            self._idle_timer = self.loop.call_later(left_s, self._close_if_idle)
 
     def _enter(self, phase: _Phase) -> None:
         self._phase = phase

@@ -163,9 +163,15 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = await self._respond(scope, receive)
-        await answer(scope, receive, send)
+        if isinstance(answer, Response):
+            await answer(scope, receive, send)
+            return
+        length = (b"content-length", b"%d" % len(answer.body))
+        headers = (length, (b"content-type", answer.media_type.encode()))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": answer.body})
 
-    async def _respond(self, scope: Scope, receive: Receive) -> Response:
+    async def _respond(self, scope: Scope, receive: Receive) -> Response | RawResponse:
         spec = self.spec
         # If a header is repeated, the first one counts.
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in reversed(scope["headers"])}
@@ -192,7 +198,7 @@ class _Endpoint:
 
     async def _handle(
         self, scope: Scope, receive: Receive, headers: dict[str, str], credential: Credential
-    ) -> Response:
+    ) -> Response | RawResponse:
         spec = self.spec
         request = Request(scope, receive)
         body: Any = request.stream() if spec.is_streamed else None
@@ -246,7 +252,9 @@ def _checked(parameters: Mapping[str, str]) -> dict[str, str]:
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The complete body; raises TooLarge, before reading if the declared length is too large."""
-    path, declared = request.scope["path"], request.headers.get("content-length", "")
+    path = request.scope["path"]
+    sizes = [value for name, value in request.scope["headers"] if name == b"content-length"]
+    declared = sizes[0].decode("latin-1") if sizes else ""
     if declared.isdigit() and int(declared) > max_bytes:
         raise TooLarge(
             f"request body is {declared} bytes; the limit for {path} is {max_bytes} bytes"
@@ -273,16 +281,20 @@ def _decode_body(body: bytes, headers: Mapping[str, str], route: Route) -> Any:
     return decode(body, route.request, media_type=media_type)
 
 
-def _response(headers: Mapping[str, str], value: object) -> Response:
+def _response(headers: Mapping[str, str], value: object) -> Response | RawResponse:
+    """What is only bytes is sent without Starlette's response, which costs more than a small
+    one."""
     if isinstance(value, Response):
         return value
     if isinstance(value, RawResponse):
+        if not value.headers:
+            return value
         return Response(value.body, media_type=value.media_type, headers=value.headers)
     if isinstance(value, StreamedResponse):
         return _ChunkedResponse(value)
     if MSGPACK in headers.get("accept", ""):
-        return Response(encode(value), media_type=MSGPACK)
-    return Response(encode_json(value), media_type=JSON)
+        return RawResponse(encode(value))
+    return RawResponse(encode_json(value), JSON)
 
 
 class _ChunkedResponse(Response):
