@@ -205,6 +205,16 @@ class OpenGroup:
             if slot.state is SlotState.LEASED:
                 yield index, slot
 
+    def count_ended(self) -> tuple[int, int]:
+        """Slots that were given up, and those that have a result."""
+        num_dead = num_done = 0
+        for slot in self.known_slots.values():
+            if slot.state is SlotState.DONE:
+                num_done += 1
+            elif slot.state is SlotState.DEAD:
+                num_dead += 1
+        return num_dead, num_done
+
     def count(self, *states: SlotState) -> int:
         found = [slot.state for slot in self.known_slots.values()]
         return sum(map(found.count, states))

@@ -654,11 +654,11 @@ class Partition:
     def _close_if_terminal(self, group: OpenGroup, now: float) -> None:
         if group.record.group_id not in self.groups:
             return  # it ended while several of its slots were given up
-        num_dead = group.count(SlotState.DEAD)
+        num_dead, num_done = group.count_ended()
         if num_dead and self._closing_of(group).kind is not ClosingKind.SURVIVORS:
             self._truncate(group, LeaseEnd.CANCELLED, now)
             self._end_group(group, GroupState.DROPPED, DropReason.FAILED_SLOTS, now)
-        elif num_dead + group.count(SlotState.DONE) == group.record.num_slots:
+        elif num_dead + num_done == group.record.num_slots:
             self._close(group, DropReason.FAILED_SLOTS, now)
 
     def _close(self, group: OpenGroup, reason: DropReason, now: float) -> None:

@@ -59,32 +59,39 @@ def summarise(
     policies: what the run file names; None: any policy. has_sound_numbers: as
     `have_sound_numbers` says."""
     turns = trajectory.turns
+    has_turn_rewards = _has_turn_rewards(turns)
     if (
         wrong := _check_outcome(trajectory, is_scored)
-        or _check_own_rewards(trajectory, is_scored, roles)
-        or _check_shapes(turns)
+        or _check_own_rewards(trajectory, is_scored, roles, has_turn_rewards)
+        or _check_shapes(turns, limits)
         or _check_tool_uses(trajectory)
         or (not has_sound_numbers and _check_values(turns, limits.max_id))
-        or _check_experts(turns, limits)
     ):
         return wrong
     sampled: dict[PolicyName, int] = {}
     versions: dict[PolicyName, set[tuple[int, int]]] = {}
     known: set[tuple[PolicyName, int, int]] = set()
+    lengths: list[int] = []
+    """Tokens of each turn's full context, its answer included."""
+    has_roles = False
     for index, turn in enumerate(turns):
-        made_by = versions_of(turn)
+        policy, made_by = turn.policy, versions_of(turn)
         for incarnation, number in made_by:
-            version = (turn.policy, incarnation, number)
+            version = (policy, incarnation, number)
             if version not in known and not is_published(*version):
-                name = f"{turn.policy}@{incarnation}.{number}"
+                name = f"{policy}@{incarnation}.{number}"
                 return UnknownVersion(f"turn {index}: {name} was never published")
             known.add(version)
-        if policies is not None and turn.policy not in policies:
-            return f"turn {index}: the run has no policy {turn.policy!r}"
-        if turn.sampled_ids and is_usable(turn):
-            sampled[turn.policy] = sampled.get(turn.policy, 0) + len(turn.sampled_ids) // 4
-            versions.setdefault(turn.policy, set()).update(made_by)
-    lengths, leaves = _lengths(turns), _leaves(turns)
+        if policies is not None and policy not in policies:
+            return f"turn {index}: the run has no policy {policy!r}"
+        num_sampled = len(turn.sampled_ids) // 4
+        before = lengths[turn.parent] if turn.parent >= 0 else 0
+        lengths.append(before + len(turn.prompt_ids) // 4 + num_sampled)
+        has_roles = has_roles or turn.role != ""
+        if num_sampled and is_usable(turn):
+            sampled[policy] = sampled.get(policy, 0) + num_sampled
+            versions.setdefault(policy, set()).update(made_by)
+    leaves = _leaves(turns)
     if lengths and max(lengths) > limits.narrowest and (wrong := _overflow(turns, lengths, limits)):
         return wrong
     if (tokens := sum(lengths[leaf] for leaf in leaves)) > MAX_TOKENS:
@@ -96,16 +103,16 @@ def summarise(
         outcome=trajectory.outcome.kind,
         sampled=sampled,
         versions={p: tuple(sorted(made)) for p, made in versions.items()},
-        roles=_by_role(turns) if any(turn.role for turn in turns) else {},
+        roles=_by_role(turns) if has_roles else {},
         compute_cost=_compute_cost(turns, lengths, leaves),
-        values=_own_rewards(trajectory),
+        values=_own_rewards(trajectory, has_turn_rewards),
     )
 
 
-def _own_rewards(trajectory: Trajectory) -> dict[str, float]:
+def _own_rewards(trajectory: Trajectory, has_turn_rewards: bool) -> dict[str, float]:
     """Rewards of roles, and the mean reward of each role's turns where one has its own."""
     values = {ROLE_REWARD + role: reward for role, reward in trajectory.role_rewards.items()}
-    if not _has_turn_rewards(trajectory.turns):
+    if not has_turn_rewards:
         return values
     found: dict[str, list[float | None]] = {}
     for turn in trajectory.turns:
@@ -121,7 +128,7 @@ def _own_rewards(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _has_turn_rewards(turns: Sequence[Turn]) -> bool:
-    return any(turn.reward is not None for turn in turns)
+    return any([turn.reward is not None for turn in turns])  # noqa: C419  cheaper than a generator
 
 
 def _overflow(turns: Sequence[Turn], lengths: Sequence[int], limits: ModelLimits) -> str:
@@ -139,15 +146,6 @@ def _by_role(turns: Sequence[Turn]) -> dict[PolicyName, dict[str, int]]:
             roles = found.setdefault(turn.policy, {})
             roles[turn.role] = roles.get(turn.role, 0) + len(turn.sampled_ids) // 4
     return {policy: roles for policy, roles in found.items() if roles.keys() != {""}}
-
-
-def _lengths(turns: Sequence[Turn]) -> list[int]:
-    """Tokens of each turn's full context, its answer included."""
-    lengths: list[int] = []
-    for turn in turns:
-        before = lengths[turn.parent] if turn.parent >= 0 else 0
-        lengths.append(before + (len(turn.prompt_ids) + len(turn.sampled_ids)) // 4)
-    return lengths
 
 
 def _leaves(turns: Sequence[Turn]) -> list[int]:
@@ -195,10 +193,12 @@ def _check_outcome(trajectory: Trajectory, is_scored: bool) -> str:
     return ""
 
 
-def _check_own_rewards(trajectory: Trajectory, is_scored: bool, run_roles: Collection[str]) -> str:
+def _check_own_rewards(
+    trajectory: Trajectory, is_scored: bool, run_roles: Collection[str], has_turn_rewards: bool
+) -> str:
     """Check the rewards of roles and turns: only who gives the row's reward gives these."""
     turns, own = trajectory.turns, trajectory.role_rewards
-    if not own and not _has_turn_rewards(turns):
+    if not own and not has_turn_rewards:
         return ""
     if not is_scored:
         return "a stage gives the rewards of this row; deliver it without rewards of roles or turns"
@@ -215,11 +215,13 @@ def _check_own_rewards(trajectory: Trajectory, is_scored: bool, run_roles: Colle
     return ""
 
 
-def _check_shapes(turns: Sequence[Turn]) -> str:
+def _check_shapes(turns: Sequence[Turn], limits: ModelLimits) -> str:
     if len(turns) > MAX_TURNS:
         return f"{len(turns)} turns; at most {MAX_TURNS}"
     for index, turn in enumerate(turns):
         if wrong := _check_shape(turn, index):
+            return f"turn {index}: {wrong}"
+        if turn.experts is not None and (wrong := _expert_fault(turn, turn.experts, limits)):
             return f"turn {index}: {wrong}"
     return ""
 
@@ -246,17 +248,18 @@ def _check_shape(turn: Turn, index: int) -> str:
         return "its role has control characters, or the form of a secret"
     if 0 < turn.sampling.temperature < MIN_TEMPERATURE:
         return f"temperature {turn.sampling.temperature:g}: use 0, or at least {MIN_TEMPERATURE:g}"
-    if len(turn.sampled_ids) % 4 or len(turn.prompt_ids) % 4:
+    num_bytes = len(turn.sampled_ids)
+    if num_bytes % 4 or len(turn.prompt_ids) % 4:
         return "token ids must be int32, 4 bytes each"
-    if len(turn.sampled_ids) != len(turn.logprobs):
+    if num_bytes != len(turn.logprobs):
         return "there must be one float32 log-prob per sampled token"
     position = 0
     for span in turn.spans:
-        if span.start != position or span.end <= span.start:
+        if span.start != position or span.end <= position:
             return "spans must cover the sampled tokens in order, without gap or overlap"
         position = span.end
-    if position != len(turn.sampled_ids) // 4:
-        return f"spans cover {position} of {len(turn.sampled_ids) // 4} sampled tokens"
+    if position != num_bytes // 4:
+        return f"spans cover {position} of {num_bytes // 4} sampled tokens"
     return ""
 
 
@@ -264,13 +267,6 @@ def _check_shape(turn: Turn, index: int) -> str:
 def _is_plain(role: str) -> bool:
     """Whether it can stand in status and metrics as it is."""
     return role.isprintable() and role == hide_secrets(role)
-
-
-def _check_experts(turns: Sequence[Turn], limits: ModelLimits) -> str:
-    for index, turn in enumerate(turns):
-        if turn.experts is not None and (wrong := _expert_fault(turn, turn.experts, limits)):
-            return f"turn {index}: {wrong}"
-    return ""
 
 
 def _expert_fault(turn: Turn, experts: ExpertChoices, limits: ModelLimits) -> str:
@@ -304,7 +300,7 @@ def have_sound_numbers(trajectories: Iterable[Trajectory], max_id: int) -> bool:
     wrong."""
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     for turn in turns:
-        if len(turn.sampled_ids) % 4 or len(turn.prompt_ids) % 4 or len(turn.logprobs) % 4:
+        if (len(turn.sampled_ids) | len(turn.prompt_ids) | len(turn.logprobs)) % 4:
             return False
     return not _check_numbers(turns, max_id)
 
