@@ -8,7 +8,7 @@
 #   make sim            the simulator alone, over many seeds            SEEDS=10000
 #   make chaos          faults under load: kills, power loss, bit flips, full disks, failed fsyncs
 #                       KILLS=1000 IMAGES=300 FLIPS=20000 FILLS=20 SYNC_FAULTS=50 DEMO_KILLS=20 CHAINS=20000 WEIGHTS_FAULTS=1000 SESSIONS=1000
-#                       SWAPS=200 ENGINE_KILLS=20 VLLM_SESSIONS=200 TRAINER_KILLS=200 ONLINE_S=600 CHURN_S=600 CLIENTS=500 OUTAGE_S=60
+#                       SWAPS=200 ENGINE_KILLS=20 VLLM_SESSIONS=200 TRAINER_KILLS=200 TINKER_REQUESTS=620 TINKER_KILLS=20 ONLINE_S=600 CHURN_S=600 CLIENTS=500 OUTAGE_S=60
 #   make chaos-quick    the same campaigns with the counts of CI
 #   make attacks        every attack that must fail; `make attacks-quick` leaves out the long ones
 #   make mutants        plant each bug of tests/mutants and see its named tests fail
@@ -19,7 +19,7 @@
 #   make release        wheel and source archive of the last commit in dist/, built twice and compared
 #   make gpu            what needs GPUs, with a report to send       GPUS=1, GPUS=8 or, on two hosts at once, GPUS=hosts
 #   make setup-engine   vLLM for CPUs, a small real model and traces of its training, in ~/.cache/penstock (15 to 50 minutes)
-#   make setup-envs     virtual environments of gymnasium, OpenEnv, verifiers and reasoning-gym, in ~/.cache/penstock/envs (minutes)
+#   make setup-envs     virtual environments of gymnasium, OpenEnv, verifiers, reasoning-gym, trackers and the Tinker SDK, in ~/.cache/penstock/envs (minutes)
 #   make setup-axe      axe-core, in ~/.cache/penstock/axe, for the test of the dashboard's accessibility
 #   make setup-llama    llama-cpp-python, built from source in ~/.cache/penstock/llama (10 to 60 minutes)
 
@@ -32,7 +32,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
-EXTRAS := train,tokens,postgres,s3,data,plot,tools,rewards,export,ray,tracking,traces,dev
+EXTRAS := train,tokens,postgres,s3,data,plot,tools,rewards,export,ray,tracking,traces,tinker,dev
 COMMA := ,
 PIP := $(BIN)/python -m pip install --quiet
 
@@ -61,6 +61,8 @@ CHAINS ?= 20000
 WEIGHTS_FAULTS ?= 1000
 SESSIONS ?= 1000
 TRAINER_KILLS ?= 200
+TINKER_REQUESTS ?= 620
+TINKER_KILLS ?= 20
 SWAPS ?= 200
 ENGINE_KILLS ?= 20
 VLLM_SESSIONS ?= 200
@@ -138,6 +140,7 @@ chaos:
 	  PENSTOCK_FLIPS=$(FLIPS) PENSTOCK_FILLS=$(FILLS) PENSTOCK_SYNC_FAULTS=$(SYNC_FAULTS) \
 	  PENSTOCK_CHAINS=$(CHAINS) PENSTOCK_WEIGHTS_FAULTS=$(WEIGHTS_FAULTS) PENSTOCK_SESSIONS=$(SESSIONS) \
 	  PENSTOCK_SWAPS=$(SWAPS) PENSTOCK_ENGINE_KILLS=$(ENGINE_KILLS) PENSTOCK_ONLINE_S=$(ONLINE_S) PENSTOCK_TRAINER_KILLS=$(TRAINER_KILLS) \
+	  PENSTOCK_TINKER_REQUESTS=$(TINKER_REQUESTS) PENSTOCK_TINKER_KILLS=$(TINKER_KILLS) \
 	  PENSTOCK_CHURN_S=$(CHURN_S) PENSTOCK_CLIENTS=$(CLIENTS) PENSTOCK_OUTAGE_S=$(OUTAGE_S) \
 	  PENSTOCK_VLLM_SESSIONS=$(VLLM_SESSIONS) PENSTOCK_VLLM_SCHEMAS=$(VLLM_SESSIONS) \
 	  $(PYTEST) $(if $(HAS_VLLM),,-m "not vllm") tests/chaos tests/unit/gateway/test_exactness.py \
@@ -147,7 +150,7 @@ chaos:
 # that a slow machine does not end a run before its last kill, and fall on what the end-to-end tests do not kill.
 chaos-quick:
 	PENSTOCK_CHAOS_SEED=31 $(MAKE) chaos KILLS=16 IMAGES=10 FLIPS=200 FILLS=2 SYNC_FAULTS=4 DEMO_KILLS=2 CHAINS=100 WEIGHTS_FAULTS=30 SWAPS=6 ENGINE_KILLS=2 \
-	  SESSIONS=60 ONLINE_S=20 TRAINER_KILLS=2 CHURN_S=20 CLIENTS=100 OUTAGE_S=6 PYTEST_ARGS="-m 'not vllm' $(PYTEST_ARGS)"
+	  SESSIONS=60 ONLINE_S=20 TRAINER_KILLS=2 TINKER_REQUESTS=60 TINKER_KILLS=3 CHURN_S=20 CLIENTS=100 OUTAGE_S=6 PYTEST_ARGS="-m 'not vllm' $(PYTEST_ARGS)"
 
 # Every attack that must fail, one test at a time: some flood a service.
 attacks:

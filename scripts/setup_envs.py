@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual environments of the libraries whose environments penstock plays, of trackers, and of one
-that checks Kubernetes manifests, one each under `$PENSTOCK_CACHE/envs/`, because their pins
-contradict one another. `setup_envs.py [NAME …]` makes those that are missing or differ from their
-pins in `constraints/envs/NAME.txt`; with `--pin` it writes these pins anew.
+"""Virtual environments of the libraries whose environments penstock plays, of trackers, of the
+Tinker SDK, and of one that checks Kubernetes manifests, one each under `$PENSTOCK_CACHE/envs/`,
+because their pins contradict one another. `setup_envs.py [NAME …]` makes those that are missing or
+differ from their pins in `constraints/envs/NAME.txt`; with `--pin` it writes these pins anew.
 
 Standard library only; the environment of this project stays as it is."""
 
@@ -24,6 +24,7 @@ WANTED = {
     "verifiers": ("verifiers>=0.4,<0.5",),
     "reasoning_gym": ("reasoning-gym",),
     "kubernetes": ("kubernetes-validate",),
+    "tinker": ("tinker>=0.36",),
     "trackers": ("wandb>=0.31", "mlflow-skinny>=3.17", "sqlalchemy", "alembic"),
 }
 """What each is made for; the exact versions are in constraints/envs."""

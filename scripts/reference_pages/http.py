@@ -17,6 +17,7 @@ from penstock.dataflow.service.server import ServiceRoutes
 from penstock.dataflow.service.trainers.routes import TrainerRoutes
 from penstock.gateway.online_routes import ONLINE_ROUTES
 from penstock.gateway.server import DIALECTS, openapi_document
+from penstock.tinker.server import TinkerRoutes
 from penstock.weights.serving.server import WeightServer
 
 
@@ -74,8 +75,10 @@ def declared(kind: type[Any]) -> Iterator[RouteEntry]:
 def _fields(kind: Any) -> str:
     """The fields of a message, as in the protocol."""
     if not is_dataclass(kind):
-        return ""
-    return f"`{{{', '.join(field.name for field in fields(kind))}}}`"
+        names = getattr(kind, "__struct_fields__", ())
+    else:
+        names = tuple(field.name for field in fields(kind))
+    return f"`{{{', '.join(names)}}}`" if names else ""
 
 
 def gateway() -> Iterator[RouteEntry]:
@@ -105,6 +108,7 @@ def services() -> dict[str, list[RouteEntry]]:
     found["Dataflow, weight server and relay: all"] = list(BOTH)
     found["Weight server and relay"] = list(declared(WeightServer))
     found["Dashboard"] = list(declared(Dashboard))
+    found["Tinker API"] = list(declared(TinkerRoutes))
     found["Gateway"] = list(gateway())
     found["Gateway of external agents"] = list(online())
     return found

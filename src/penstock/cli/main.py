@@ -116,6 +116,14 @@ def build() -> App:
     serve = "Serve Python, search and files as an MCP server."
     tools.command("penstock.cli.tools:serve", name="serve", help=serve)
     app.command(tools)
+    tinker = App(name="tinker", help="Serve the Tinker API on one base model.", group=SERVICES)
+    for verb, text in (
+        ("serve", "Serve it on a folder, which keeps every request and result."),
+        ("token", "Create a client's key."),
+        ("revoke", "Refuse all keys of a client."),
+    ):
+        tinker.command(f"penstock.cli.tinker:{verb}", name=verb, help=text)
+    app.command(tinker)
     options = Group("Options", sort_key=9)
     complete = "Complete commands and options with Tab in this shell (bash, zsh, fish)."
     app.register_install_completion_command(  # pyright: ignore[reportUnknownMemberType]

@@ -15,6 +15,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -50,11 +51,14 @@ class LoraLinear(nn.Linear):
         return plain + self.scale * self.lora_B(self.lora_A(input)) if self.is_on else plain
 
 
-def attach_adapter(model: PreTrainedModel, folder: Path, config: LoraConfig) -> None:
-    """Give the model the adapter of this folder and freeze everything else."""
+def attach_adapter(
+    model: PreTrainedModel, folder: Path, config: LoraConfig, *, has_head: bool = False
+) -> None:
+    """Give the model the adapter of this folder and freeze everything else. has_head: the targets
+    may name the head, which only the `hf` engine serves."""
     targets = _read_targets(folder, config)
     model.requires_grad_(False)
-    for name, layer in _layers(model, targets).items():
+    for name, layer in _layers(model, targets, has_head).items():
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, LoraLinear(layer, config))
     found, own = load_file(folder / ADAPTER_WEIGHTS), adapter_tensors(model)
@@ -90,7 +94,7 @@ def adapter_disabled(model: nn.Module) -> Generator[None]:
             layer.is_on = True
 
 
-def init_adapter(folder: Path, config: LoraConfig, seed: int) -> None:
+def init_adapter(folder: Path, config: LoraConfig, seed: int, *, has_head: bool = False) -> None:
     """Write the adapter of number 0 next to the model in this folder, unless there is one: then the
     policy continues with that."""
     if (folder / ADAPTER_CONFIG).exists():
@@ -99,7 +103,7 @@ def init_adapter(folder: Path, config: LoraConfig, seed: int) -> None:
     targets = config.targets or tuple({name.rpartition(".")[2] for name in _linears(model)})
     draw = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    for name, layer in sorted(_layers(model, targets).items()):
+    for name, layer in sorted(_layers(model, targets, has_head).items()):
         a = torch.empty(config.rank, layer.in_features)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=draw)
         tensors[f"{ADAPTER_PREFIX}{name}{A}"] = a
@@ -153,8 +157,20 @@ def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     }
 
 
-def _layers(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Linear]:
+def head_name(model: PreTrainedModel) -> str | None:
+    """Of the layer that makes logits; None if it shares the embedding's weights, so that the files
+    do not name it."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    names = (name for name, module in model.named_modules() if module is head)
+    return None if getattr(head, "weight", None) is embedding.weight else next(names, None)
+
+
+def _layers(model: PreTrainedModel, targets: Sequence[str], has_head: bool) -> dict[str, nn.Linear]:
+    """Those whose name ends in a target; the head only if it is one and may be."""
     found = _linears(model)
+    head = head_name(model) if has_head else None
+    if head is not None and head in targets:
+        found[head] = cast(nn.Linear, model.get_submodule(head))
     known = sorted({name.rpartition(".")[2] for name in found})
     if missing := sorted({*targets} - {*known}):
         raise ConfigError(

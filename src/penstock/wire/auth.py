@@ -63,6 +63,8 @@ class Audience(StrEnum):
     """A gateway that serves external agents."""
     DASHBOARD = "dashboard"
     """One dashboard, which has its own key."""
+    TINKER = "tinker"
+    """One Tinker server, which has its own keys."""
 
 
 class Credential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -41,6 +41,7 @@ class Route:
     roles: frozenset[Role]
     summary: str
     request: type[Any] | None = None
+    """What a body is decoded to; `bytes`: it is passed on as it is."""
     response: type[Any] | None = None
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     query: tuple[str, ...] = ()

@@ -44,6 +44,7 @@ log = structlog.get_logger(__name__)
 MAX_PARAMETER_CHARS = 8192
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 OnAction = Callable[[str, Call], Awaitable[None]]
+TokenOf = Callable[[Mapping[str, str]], str]
 
 
 def build_app(
@@ -53,9 +54,10 @@ def build_app(
     title: str,
     lifespan: Lifespan | None = None,
     on_action: OnAction | None = None,
+    token_of: TokenOf = bearer_token,
 ) -> Starlette:
     """Every route requires one of its roles; only `/healthz` is open. `on_action` is called after
-    each call of an audited route, before its answer."""
+    each call of an audited route, before its answer. `token_of`: where requests have the token."""
     document: dict[str, Any] = {}
 
     async def openapi(call: Call) -> object:
@@ -74,7 +76,7 @@ def build_app(
     ]
     document.update(openapi_document(published, title))
     budget = CallBudget()
-    endpoints = [_Endpoint(route, verifier, budget, on_action) for route in published]
+    endpoints = [_Endpoint(route, verifier, budget, on_action, token_of) for route in published]
     app = _App(
         routes=[
             StarletteRoute("/healthz", _healthz, methods=["GET"]),
@@ -149,9 +151,15 @@ class _Endpoint:
     """One route as an ASGI app."""
 
     def __init__(
-        self, spec: Route, verifier: Verifier, budget: CallBudget, on_action: OnAction | None
+        self,
+        spec: Route,
+        verifier: Verifier,
+        budget: CallBudget,
+        on_action: OnAction | None,
+        token_of: TokenOf,
     ) -> None:
         self.spec = spec
+        self._token_of = token_of
         self._on_action = on_action
         self._verifier = verifier
         self._budget = budget
@@ -176,7 +184,7 @@ class _Endpoint:
         # If a header is repeated, the first one counts.
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in reversed(scope["headers"])}
         try:
-            credential = _authorise(headers, spec, self._verifier)
+            credential = _authorise(self._token_of(headers), spec, self._verifier)
             if "connection" in scope:
                 admit(scope, credential.subject)
             if not spec.shares_budget:
@@ -218,8 +226,8 @@ class _Endpoint:
         return _response(headers, answer)
 
 
-def _authorise(headers: Mapping[str, str], route: Route, verifier: Verifier) -> Credential:
-    credential = verifier.verify(bearer_token(headers))
+def _authorise(token: str, route: Route, verifier: Verifier) -> Credential:
+    credential = verifier.verify(token)
     if credential.role not in route.roles:
         allowed = ", ".join(sorted(route.roles))
         raise Forbidden(
@@ -275,6 +283,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 def _decode_body(body: bytes, headers: Mapping[str, str], route: Route) -> Any:
     assert route.request is not None
+    if route.request is bytes:
+        return body
     media_type = headers.get("content-type", MSGPACK).split(";")[0].strip().lower()
     if media_type not in (MSGPACK, JSON):
         raise BadRequest(f"unsupported content-type {media_type!r}; send {MSGPACK} or {JSON}")
