@@ -155,6 +155,13 @@ def endpoints(door: Door) -> list[Any]:
     return [app for app in apps if hasattr(app, "spec")]
 
 
+async def test_large_answers_share_the_budget_of_their_credential(tmp_path: Path) -> None:
+    """Rows by key are up to 16 MB, for a request of a few bytes."""
+    async with dataflow_door(tmp_path) as door:
+        shares = {e.spec.path for e in endpoints(door) if e.spec.shares_budget}
+        assert {"/v1/spaces/{space}/get", "/v1/trajectories"} <= shares
+
+
 # --- integers, floats and texts at the door ------------------------------------------------------
 
 NODE: dict[str, Any] = {"node_id": "n", "boot_id": "b", "capacity": 1, "policies": []}

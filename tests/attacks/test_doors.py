@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import select
 import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator
+from concurrent.futures import Future
 from pathlib import Path
+from queue import Queue
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -23,12 +27,15 @@ from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.certificates import Authority
 from penstock.wire.doors import Door, GuardedConnection
 from penstock.wire.lobby import Lobby, WaitingCaller
-from penstock.wire.routes import Call, Health, Route
+from penstock.wire.routes import Call, Health, RawResponse, Route
 from penstock.wire.server import build_app
 
 HEAD = b"GET /v1/secret HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST /v1/secret HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 PATIENCE_S = 60.0
+LARGE_BYTES = 48 << 20
+"""More than kernels keep for both ends."""
+PART_BYTES = 8 << 20
 
 
 class Service:
@@ -41,8 +48,20 @@ class Service:
         async def answer(call: Call) -> object:
             return Health()
 
+        async def answer_much(call: Call) -> object:
+            return RawResponse(bytes(LARGE_BYTES))
+
+        async def poll(call: Call) -> object:
+            self.is_polled.set()
+            while not await call.is_disconnected():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            return Health()
+
+        self.is_polled = threading.Event()
         common = {"path": "/v1/secret", "roles": frozenset({Role.READER}), "summary": "x"}
         routes = [
+            Route(method="GET", handler=answer_much, **cast(Any, {**common, "path": "/v1/large"})),
+            Route(method="GET", handler=poll, **cast(Any, {**common, "path": "/v1/poll"})),
             Route(method="GET", handler=answer, **cast(Any, common)),
             Route(method="POST", handler=answer, request=dict[str, Any], **cast(Any, common)),
         ]
@@ -391,6 +410,97 @@ def test_silent_tls_handshakes_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ):
             caller.sendall(HEAD + service.authorization + b"\r\n")
             assert caller.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+class Look:
+    """The first connection of a running service, as its door sees it with a clock of its own."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.connections: Queue[GuardedConnection] = Queue()
+        self.connection: GuardedConnection | None = None
+        made = GuardedConnection.connection_made
+
+        def noted(connection: GuardedConnection, transport: Any) -> None:
+            made(connection, transport)
+            self.connections.put(connection)
+
+        patch.setattr(GuardedConnection, "connection_made", noted)
+        patch.setattr(doors, "SWEEP_S", 3600.0)
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """In the thread of the service."""
+        self.connection = connection = self.connection or self.connections.get(timeout=PATIENCE_S)
+        answer: Future[Any] = Future()
+        connection.loop.call_soon_threadsafe(
+            lambda: answer.set_result(getattr(connection, what)(*arguments))
+        )
+        return answer.result(PATIENCE_S)
+
+    def is_overdue(self, now: float) -> bool:
+        return self.ask("is_overdue", now)
+
+    def wait_for_bytes(self, old: int) -> int:
+        """Until another number of bytes waits, twice the same: all is settled."""
+        deadline = time.monotonic() + PATIENCE_S
+        found = old
+        while found == old or found != self.ask("_num_waiting_bytes"):
+            assert time.monotonic() < deadline
+            found = self.ask("_num_waiting_bytes")
+            time.sleep(0.02)
+        return found
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_answers_that_nobody_reads_are_not_kept_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_tls: bool
+) -> None:
+    """A caller with a credential asks for much and reads nothing: it is cut off. One that reads a
+    part now and then stays, and so does one that has read all of it."""
+    look, service = Look(monkeypatch), Service(tmp_path)
+    authority = Authority.create(tmp_path / "tls")
+    tls = authority.issue("server", ["localhost"], days=1)
+    with serving(service.app, tls=tls if has_tls else None) as url:
+        address = urlsplit(url)
+        where = (str(address.hostname), address.port or 0)
+        with contextlib.ExitStack() as stack:
+            caller = stack.enter_context(socket.create_connection(where, PATIENCE_S))
+            if has_tls:
+                context = ssl.create_default_context(cafile=str(authority.certificate))
+                secure = context.wrap_socket(caller, server_hostname="localhost")
+                caller = stack.enter_context(secure)
+            caller.sendall(HEAD.replace(b"secret", b"large") + service.authorization + b"\r\n")
+            waiting, now, left = look.wait_for_bytes(0), 1e6, LARGE_BYTES
+            for _ in range(2):
+                assert not look.is_overdue(now)
+                assert not look.is_overdue(now + doors.UNREAD_S)
+                left -= read(caller, PART_BYTES)
+                waiting = look.wait_for_bytes(waiting)
+                now += doors.UNREAD_S + 1
+            assert not look.is_overdue(now)
+            assert look.is_overdue(now + doors.UNREAD_S + 1)
+            read(caller, left)
+            assert look.wait_for_bytes(waiting) == 0
+            assert not look.is_overdue(now + 86_400)
+
+
+def test_a_long_poll_is_not_an_answer_that_nobody_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service takes the time that it needs, and a known caller may be idle."""
+    look = Look(monkeypatch)
+    with running(tmp_path) as service, service.connect() as caller:
+        assert service.answers(caller)
+        assert not look.is_overdue(1e9)
+        caller.sendall(HEAD.replace(b"secret", b"poll") + service.authorization + b"\r\n")
+        assert service.is_polled.wait(PATIENCE_S)
+        assert not look.is_overdue(1e9) and not look.is_overdue(2e9)
+
+
+def read(caller: socket.socket, num_bytes: int) -> int:
+    found = 0
+    while found < num_bytes:
+        found += len(caller.recv(1 << 16))
+    return found
 
 
 class Knock:

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import logging
 import resource
 import socket
 import ssl
+import sys
+import termios
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -50,6 +53,8 @@ HEAD_S = 10.0
 BODY_GRACE_S = 30.0
 MIN_BODY_BYTES_PER_S = 1024
 """A body that is slower than this on average, after the grace, is cut off."""
+UNREAD_S = 60.0
+"""A caller that reads nothing of an answer for UNREAD_S is cut off."""
 HANDSHAKE_S = 10.0
 MAX_STRANGERS = 2048
 MAX_STRANGERS_PER_ADDRESS = 256
@@ -249,6 +254,10 @@ class GuardedConnection(HttpToolsProtocol):
         self._num_other_bytes = 0
         """Received since the last byte of a body."""
         self._has_trailers = False
+        self._num_unread_bytes = 0
+        """Of answers, at the last look."""
+        self._read_at = self._since
+        """When the caller last read something of them, as far as looks tell."""
         self._idle_timer: asyncio.TimerHandle | None = None
         """One for many requests: to set one after each costs more than to look again."""
 
@@ -264,6 +273,8 @@ class GuardedConnection(HttpToolsProtocol):
             self.handshake.cancel()
 
     def is_overdue(self, now: float) -> bool:
+        if self._has_stopped_reading(now):
+            return True
         waited_s = now - self._since
         match self._phase:
             case _Phase.HEAD:
@@ -278,6 +289,26 @@ class GuardedConnection(HttpToolsProtocol):
                 return not self._is_known and waited_s > HEAD_S
             case _Phase.ANSWERING:
                 return False
+
+    def _has_stopped_reading(self, now: float) -> bool:
+        """Whether an answer waits and nothing of it moved for UNREAD_S."""
+        num_bytes = self._num_waiting_bytes()
+        if num_bytes == 0 or num_bytes != self._num_unread_bytes:
+            self._num_unread_bytes, self._read_at = num_bytes, now
+        return now - self._read_at > UNREAD_S
+
+    def _num_waiting_bytes(self) -> int:
+        """Of answers: in memory and, with these, in the kernel. On a slow link the kernel sends for
+        minutes before it takes more; TLS does not say what waits below it."""
+        if self.transport is None:  # pyright: ignore[reportUnnecessaryComparison]
+            return 0
+        num_bytes = self.transport.get_write_buffer_size()
+        if num_bytes or self.scheme == "https":
+            with suppress(OSError, ValueError):  # it was closed, or the kernel does not tell
+                descriptor = self.transport.get_extra_info("socket").fileno()
+                held = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4))
+                num_bytes += int.from_bytes(held, sys.byteorder)
+        return num_bytes
 
     def read_on(self) -> None:
         """Read what a stranger sent since the last look."""

@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import structlog
 
@@ -16,7 +17,7 @@ from penstock.dataflow.core.groups import Node
 from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, RegisterRequest
 from penstock.dataflow.core.names import EVAL, REWARD, TURNS
 from penstock.dataflow.core.partition_runtime import PartitionRuntime
-from penstock.dataflow.service.nodes.intake import DeliveryIntake, IntakeResult
+from penstock.dataflow.service.nodes.intake import DeliveryIntake, IntakeResult, digest_of
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
     DeliveryAnswer,
@@ -34,7 +35,8 @@ from penstock.dataflow.service.process import IsDisconnected, Process, never_dis
 from penstock.dataflow.service.resource_sharing import ResourceSharing
 from penstock.dataflow.service.rows.handlers import RowService
 from penstock.errors import BadRequest, Busy, NotFound, TooLarge
-from penstock.types import NodeId, PolicyName, PublishedVersion, subject_of_node
+from penstock.types import NodeId, PolicyName, PublishedVersion, RowId, subject_of_node
+from penstock.wire.call_budget import CallBudget
 
 log = structlog.get_logger(__name__)
 
@@ -93,6 +95,8 @@ class NodeHandlers:
         self._polls = PollQueue()
         self._session_polls = PollQueue()
         """Polls of nodes that serve external agents; they lease other slots."""
+        self._reading = CallBudget()
+        """Bytes that deliveries read from blobs, by subject: their bodies are small."""
         self._num_offered = 0
         """Slots on offer when polls were last woken."""
         self._last_orders: tuple[_Versions, bool] = (((), ()), False)
@@ -315,29 +319,54 @@ class NodeHandlers:
     # --- deliveries ---------------------------------------------------------------------------
 
     async def deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
-        self._require_room(body.deliveries)
-        deliveries = [await self._fetched(delivery) for delivery in body.deliveries]
-        taken = self._take(body.node_id, deliveries, is_authoritative=self._catch_up is None)
-        if any(item.is_unknown_version for item in taken):
-            taken = await self._retry_unknown_versions(body.node_id, deliveries, taken)
+        num_blob_bytes = self._require_room(body.deliveries)
+        if not num_blob_bytes:
+            return await self._deliver(body)
+        who = (subject_of_node(body.node_id), "blobs of deliveries")
+        await self._reading.enter(who, num_blob_bytes)
+        try:
+            return await self._deliver(body)
+        finally:
+            self._reading.leave(who, num_blob_bytes)
+
+    async def _deliver(self, body: DeliveryRequest) -> DeliveryAnswer:
+        results = [item.result for item in await self._read_and_take(body)]
         now = self.process.clock()
-        results = [item.result for item in taken]
         results += [self.intake.release(body.node_id, row_id, now) for row_id in body.released]
         await self.process.make_durable()
         if any(result.status is DeliveryStatus.FENCED for result in results):
             await self.process.ledger.flush()  # its first copy may be committing right now
-            results = await self._recheck_fenced(deliveries, results)
+            results = await self._recheck_fenced(body.deliveries, results)
         return DeliveryAnswer(results=tuple(results), durability=self.process.ledger.durability)
+
+    async def _read_and_take(self, body: DeliveryRequest) -> list[IntakeResult]:
+        """Read and decode only what may be stored."""
+        refused = self.intake.refuse_unread(body.node_id, body.deliveries)
+        deliveries = [
+            await self._fetched(delivery)
+            for delivery, no in zip(body.deliveries, refused, strict=True)
+            if no is None
+        ]
+        taken = self._take(body.node_id, deliveries, is_authoritative=self._catch_up is None)
+        if any(item.is_unknown_version for item in taken):
+            taken = await self._retry_unknown_versions(body.node_id, deliveries, taken)
+        judged = iter(taken)
+        return [no or next(judged) for no in refused]
 
     async def _recheck_fenced(
         self, deliveries: Sequence[Delivery], results: Sequence[DeliveryResult]
     ) -> list[DeliveryResult]:
-        payloads = {delivery.row_id: delivery.payload for delivery in deliveries}
+        delivered = {delivery.row_id: delivery for delivery in deliveries}
+
+        @cache  # one row may be named many times
+        def digest_for(row_id: RowId) -> str:
+            return digest_of(delivered[row_id]) if row_id in delivered else ""
+
         rechecked: list[DeliveryResult] = []
         for index, result in enumerate(results):
             if index % RECHECKS_PER_TURN == RECHECKS_PER_TURN - 1:
                 await asyncio.sleep(0)  # each may read the ledger; let other calls run
-            rechecked.append(self.intake.recheck_fenced(result, payloads))
+            rechecked.append(self.intake.recheck_fenced(result, digest_for))
         return rechecked
 
     def _take(
@@ -369,10 +398,10 @@ class NodeHandlers:
         again = iter(self._take(node_id, early, is_authoritative=True))
         return [next(again) if item.is_unknown_version else item for item in taken]
 
-    def _require_room(self, deliveries: Sequence[Delivery]) -> None:
-        """Count blobs too: validation reads them into memory."""
+    def _require_room(self, deliveries: Sequence[Delivery]) -> int:
+        """Count blobs too: validation reads them into memory. Returns their bytes."""
         if not deliveries:
-            return
+            return 0
         sizes = [self._rows.blobs.claim(d.blob) if d.blob else len(d.payload) for d in deliveries]
         if (sum(sizes) > MAX_CALL_BYTES and len(sizes) > 1) or max(sizes) > MAX_ROW_BYTES:
             raise TooLarge(
@@ -381,6 +410,7 @@ class NodeHandlers:
                 "send fewer at a time"
             )
         self.process.require_room(sum(sizes))
+        return sum(size for delivery, size in zip(deliveries, sizes, strict=True) if delivery.blob)
 
     async def _fetched(self, delivery: Delivery) -> Delivery:
         """The delivery with its payload read from the uploaded blob, off the event loop."""

@@ -6,7 +6,7 @@ Decodes, validates and places payload. Trusts only the lease; decides nothing ab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from blake3 import blake3
@@ -20,6 +20,7 @@ from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.records import RowRecord, row_id
 from penstock.dataflow.service.nodes import validate
 from penstock.dataflow.service.nodes.messages import Delivery, DeliveryResult
+from penstock.dataflow.service.nodes.outline import MAX_PARTS_BYTES, parts_bytes
 from penstock.dataflow.service.nodes.trust import LeaseSampling, call_problem, version_problem
 from penstock.dataflow.sources import slot_seeds
 from penstock.errors import BadRequest
@@ -75,14 +76,37 @@ class DeliveryIntake:
         *,
         is_authoritative: bool = True,
     ) -> list[IntakeResult]:
-        """`is_authoritative`: a version unknown here was never published."""
-        read = [_decode(delivery) for delivery in deliveries]
+        """Each names another row. `is_authoritative`: a version unknown here was never
+        published."""
+        refused = self.refuse_unread(node_id, deliveries)
+        read = [
+            "" if no else _decode(delivery)
+            for delivery, no in zip(deliveries, refused, strict=True)
+        ]
         valid = [one for one in read if not isinstance(one, str)]
         are_sound = validate.have_sound_numbers(valid, self.limits.max_id)
         return [
-            self._store_or_refuse(node_id, delivery, one, now, are_sound, is_authoritative)
-            for delivery, one in zip(deliveries, read, strict=True)
+            no or self._store_or_refuse(node_id, delivery, one, now, are_sound, is_authoritative)
+            for delivery, one, no in zip(deliveries, read, refused, strict=True)
         ]
+
+    def refuse_unread(
+        self, node_id: NodeId, deliveries: Sequence[Delivery]
+    ) -> list[IntakeResult | None]:
+        """Refusals that need no payload: without a valid lease, or named before in this call. The
+        secret of a lease outlives it, so these must cost next to nothing."""
+        seen: set[RowId] = set()
+        found: list[IntakeResult | None] = []
+        for delivery in deliveries:
+            name, refused = delivery.row_id, None
+            try:
+                if name in seen or not self._partition.holds(node_id, *parse_row_id(name)):
+                    refused = _refused(delivery, DeliveryStatus.FENCED)
+                seen.add(name)
+            except BadRequest as error:
+                refused = _refused(delivery, DeliveryStatus.INVALID, str(error))
+            found.append(refused)
+        return found
 
     def _store_or_refuse(
         self,
@@ -93,12 +117,9 @@ class DeliveryIntake:
         are_sound: bool,
         is_authoritative: bool,
     ) -> IntakeResult:
-        try:
-            group_id, slot, epoch = parse_row_id(delivery.row_id)
-            if not self._partition.holds(node_id, group_id, slot, epoch):
-                return _refused(delivery, DeliveryStatus.FENCED)
-        except BadRequest as error:
-            return _refused(delivery, DeliveryStatus.INVALID, str(error))
+        group_id, slot, epoch = parse_row_id(delivery.row_id)
+        if not self._partition.holds(node_id, group_id, slot, epoch):  # a row before it ended it
+            return _refused(delivery, DeliveryStatus.FENCED)
         judged = read if isinstance(read, str) else self._judge(node_id, delivery, read, are_sound)
         if isinstance(judged, validate.UnknownVersion) and not is_authoritative:
             return replace(_refused(delivery, DeliveryStatus.INVALID), is_unknown_version=True)
@@ -120,7 +141,7 @@ class DeliveryIntake:
         if is_untrusted and (wrong := self._lease_problem(trajectory)):
             return wrong
         is_question = is_evaluation(trajectory.group_id)
-        digest = blake3(delivery.payload).hexdigest()
+        digest = digest_of(delivery)
         summary = validate.summarise(
             trajectory,
             digest,
@@ -185,21 +206,36 @@ class DeliveryIntake:
         return DeliveryResult(row_id=name, status=status)
 
     def recheck_fenced(
-        self, result: DeliveryResult, payloads: Mapping[RowId, memoryview]
+        self, result: DeliveryResult, digest_for: Callable[[RowId], str]
     ) -> DeliveryResult:
-        """Without a valid lease: a duplicate, a conflict with stored bytes, or too late."""
-        payload = payloads.get(result.row_id)
-        known = None if payload is None else self._ledger.row(result.row_id)
-        if result.status is not DeliveryStatus.FENCED or payload is None or known is None:
+        """Without a valid lease: a duplicate, a conflict with stored bytes, or too late.
+        `digest_for`: of what was delivered for a row; empty if it was only released."""
+        if result.status is not DeliveryStatus.FENCED:
             return result
-        is_same = known.summary.digest == blake3(payload).hexdigest()
+        known = self._ledger.row(result.row_id)
+        digest = "" if known is None else digest_for(result.row_id)
+        if known is None or not digest:
+            return result
+        is_same = known.summary.digest == digest
         status = DeliveryStatus.DUPLICATE if is_same else DeliveryStatus.CONFLICT
         return replace(result, status=status)
+
+
+def digest_of(delivery: Delivery) -> str:
+    """BLAKE3 of the payload; a blob has it as its name, verified when it was stored and is read."""
+    return delivery.blob or blake3(delivery.payload).hexdigest()
 
 
 def _decode(delivery: Delivery) -> Trajectory | str:
     """The trajectory in this payload, or why there is none."""
     try:
+        if len(delivery.payload) > MAX_PARTS_BYTES:
+            num_bytes = parts_bytes(delivery.payload)
+            if num_bytes > MAX_PARTS_BYTES:
+                return (
+                    f"the trajectory has {num_bytes} bytes beside tokens, log-probs, experts and "
+                    f"texts; at most {MAX_PARTS_BYTES}: it has too many spans or other fields"
+                )
         return decode_zero_copy(delivery.payload, Trajectory)
     except BadRequest as error:
         return str(error)

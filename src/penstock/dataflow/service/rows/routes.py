@@ -128,7 +128,7 @@ class RowRoutes:
         writer = call.credential.subject or call.credential.role.value
         return await self.service.put(call.path["space"], body, writer)
 
-    @route("POST", "/v1/spaces/{space}/get", READERS, response=GetAnswer)
+    @route("POST", "/v1/spaces/{space}/get", READERS, response=GetAnswer, shares_budget=True)
     async def get(self, call: Call, body: GetRequest) -> GetAnswer | RawResponse:
         """Columns of rows by key; in 'train' the key is the row id."""
         if MSGPACK in call.headers.get("accept", ""):

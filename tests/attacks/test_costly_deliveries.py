@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small request never makes the dataflow read or decode a large row for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from blake3 import blake3
+from tests.contract.dataflow_server import small_config, trajectory
+from tests.contract.test_dataflow_service import LIVE, NODE, lease, start
+
+from penstock.dataflow.core.leasing import DeliveryStatus, Grant
+from penstock.dataflow.service.build import build
+from penstock.dataflow.service.coordinator import DataflowService
+from penstock.dataflow.service.nodes import intake
+from penstock.dataflow.service.nodes.messages import Delivery, DeliveryAnswer, DeliveryRequest
+from penstock.dataflow.service.nodes.outline import parts_bytes
+from penstock.types import RowId, Trajectory
+from penstock.wire.call_budget import MAX_BYTES
+from penstock.wire.codec import decode, decode_zero_copy, encode
+
+STORED, DUPLICATE, CONFLICT, FENCED, INVALID = (
+    DeliveryStatus.STORED,
+    DeliveryStatus.DUPLICATE,
+    DeliveryStatus.CONFLICT,
+    DeliveryStatus.FENCED,
+    DeliveryStatus.INVALID,
+)
+
+
+@dataclass
+class Work:
+    """What deliveries cost, and rows in uploaded blobs."""
+
+    service: DataflowService
+    grants: tuple[Grant, ...]
+    num_decoded: int = 0
+    num_read: int = 0
+    num_reading: int = 0
+    most_at_once: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def row(self, index: int, reward: float = 0.5) -> Delivery:
+        return trajectory(self.grants[index], NODE, LIVE, reward=reward)
+
+    def uploaded(self, row: Delivery) -> Delivery:
+        data = bytes(row.payload)
+        digest = blake3(data).hexdigest()
+        path = self.service.rows.blobs.path(digest)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+        return replace(row, payload=memoryview(b""), blob=digest)
+
+    async def answer(self, *rows: Delivery) -> DeliveryAnswer:
+        body = DeliveryRequest(node_id=NODE, boot_id="s", deliveries=rows)
+        return await self.service.nodes.deliver(body)
+
+    async def deliver(self, *rows: Delivery) -> list[DeliveryStatus]:
+        return [result.status for result in (await self.answer(*rows)).results]
+
+
+@asynccontextmanager
+async def working(folder: Path, patch: pytest.MonkeyPatch) -> AsyncGenerator[Work]:
+    service = build(small_config(groups_per_batch=8, steps=9), folder)
+    await start(service)
+    work = Work(service, (await service.nodes.lease(lease("a"))).grants)
+    blobs = service.rows.blobs
+    read = blobs.read
+
+    def counted_read(digest: str) -> bytes:
+        with work.lock:
+            work.num_read += 1
+            work.num_reading += 1
+            work.most_at_once = max(work.most_at_once, work.num_reading)
+        try:
+            return read(digest)
+        finally:
+            with work.lock:
+                work.num_reading -= 1
+
+    def counted_decode(data: memoryview, kind: type[Trajectory]) -> Trajectory:
+        work.num_decoded += kind is Trajectory
+        return decode_zero_copy(data, kind)
+
+    patch.setattr(blobs, "read", counted_read)
+    patch.setattr(intake, "decode_zero_copy", counted_decode)
+    yield work
+    service.close()
+
+
+@pytest.mark.parametrize("is_blob", [False, True])
+async def test_a_row_without_a_lease_is_neither_read_nor_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_blob: bool
+) -> None:
+    """A lease that ended, or never was: the secret is valid for ever, and the answer costs a look
+    at the ledger. A delivery repeated after a lost answer is a duplicate as before."""
+    async with working(tmp_path, monkeypatch) as work:
+        row, other = work.row(0), work.row(0, reward=0.25)
+        never = replace(work.row(1), row_id=work.row(1).row_id + "9")
+        if is_blob:
+            row, other, never = (work.uploaded(one) for one in (row, other, never))
+        assert await work.deliver(row) == [STORED]
+        cost = (work.num_read, work.num_decoded)
+        assert cost == (int(is_blob), 1)
+        first = await work.answer(row)
+        assert [one.status for one in first.results] == [DUPLICATE]
+        assert encode(await work.answer(row)) == encode(first)
+        assert await work.deliver(other, never) == [CONFLICT, FENCED]
+        bad = replace(row, row_id=RowId("no-row"))
+        assert await work.deliver(bad) == [INVALID]
+        assert (work.num_read, work.num_decoded) == cost
+
+
+@pytest.mark.parametrize("is_blob", [False, True])
+async def test_a_row_named_many_times_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_blob: bool
+) -> None:
+    """10,000 entries of one call may name one row."""
+    num_hashed = 0
+
+    def counted(data: Any) -> Any:
+        nonlocal num_hashed
+        num_hashed += 1
+        return blake3(data)
+
+    async with working(tmp_path, monkeypatch) as work:
+        row = work.uploaded(work.row(0)) if is_blob else work.row(0)
+        monkeypatch.setattr(intake, "blake3", counted)
+        assert await work.deliver(*[row] * 50) == [STORED] + [DUPLICATE] * 49
+        assert (work.num_read, work.num_decoded) == (int(is_blob), 1)
+        assert num_hashed <= 2
+
+
+async def test_rows_in_blobs_are_read_within_the_budget_of_their_credential(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many small requests that name large blobs wait in line, whatever their bodies declare; who
+    finds its row stored when its turn comes reads nothing."""
+    async with working(tmp_path, monkeypatch) as work:
+        rows = [work.uploaded(work.row(index)) for index in range(4)]
+
+        def claim(digest: str) -> int:
+            return MAX_BYTES
+
+        monkeypatch.setattr(work.service.rows.blobs, "claim", claim)
+        answers = await asyncio.gather(*[work.deliver(row) for row in rows * 4])
+        assert work.most_at_once == 1
+        assert work.num_read == work.num_decoded == 4
+        assert sorted(answers) == [[DUPLICATE]] * 12 + [[STORED]] * 4
+        assert work.most_at_once == 1 and await work.deliver(*rows[:1]) == [DUPLICATE]
+
+
+def spans(num: int) -> list[dict[str, int]]:
+    return [{"start": n, "end": n + 1, "incarnation": 1, "number": 0} for n in range(num)]
+
+
+def with_turns(row: Delivery, num: int, **changes: Any) -> Delivery:
+    """The same row with this many copies of its turn."""
+    record = msgspec.msgpack.decode(row.payload)
+    turn = {**record["turns"][0], **changes}
+    record["turns"] = [{**turn, "parent": n - 1} for n in range(num)]
+    return replace(row, payload=memoryview(encode(record)))
+
+
+def twice(row: Delivery, key: str, value: object, num: int) -> Delivery:
+    """The same row with a field that stands in it again and again."""
+    record = msgspec.msgpack.decode(row.payload)
+    parts = [(name, one) for name, one in record.items()] + [(key, value)] * num
+    data = b"\xdf" + len(parts).to_bytes(4, "big")
+    again = encode(key) + encode(value)
+    data += b"".join(encode(name) + encode(one) for name, one in record.items()) + again * num
+    return replace(row, payload=memoryview(data))
+
+
+@pytest.mark.parametrize("kind", ["spans", "repeated fields", "unknown fields", "expert fields"])
+async def test_a_row_of_millions_of_small_parts_is_refused_before_they_are_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Each part would become an object while no other call is answered."""
+    monkeypatch.setattr(intake, "MAX_PARTS_BYTES", 50_000)
+    async with working(tmp_path, monkeypatch) as work:
+        row = work.row(0)
+        use = {"turn": -1, "name": "n", "arguments": "", "result": ""}
+        large = {
+            "spans": lambda: with_turns(row, 40, spans=spans(100)),
+            "repeated fields": lambda: twice(row, "tool_uses", [use] * 100, 100),
+            "unknown fields": lambda: twice(row, "unknown", [0] * 1_000, 100),
+            "expert fields": lambda: with_turns(
+                row, 10, experts={"choices": b""} | {f"x{n}": 0 for n in range(2_000)}
+            ),
+        }[kind]()
+        answer = await work.answer(large)
+        assert [one.status for one in answer.results] == [INVALID]
+        assert "bytes beside" in answer.results[0].detail
+        assert work.num_decoded == 0
+
+
+async def test_long_rows_and_long_texts_are_within_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, log-probs, experts, texts of tools and schemas are bulk: they count for nothing."""
+    monkeypatch.setattr(intake, "MAX_PARTS_BYTES", 50_000)
+    async with working(tmp_path, monkeypatch) as work:
+        record = decode(work.row(0).payload, Trajectory)
+        ids, schema = b"\1\0\0\0" * 8_000, '{"type": "object"}' + " " * 30_000
+        uses = [
+            {"turn": 0, "name": "n", "arguments": "a" * 9_000, "result": "é" * 8_000},
+        ] * 10
+        turn = {
+            **msgspec.to_builtins(record.turns[0]),
+            "prompt_ids": ids,
+            "sampled_ids": ids,
+            "logprobs": b"\0" * len(ids),
+            "spans": [{"start": 0, "end": 8_000, "incarnation": 1, "number": 0}],
+            "sampling": {"json_schema": schema},
+            "experts": {
+                "num_layers": 2,
+                "num_chosen": 2,
+                "num_experts": 8,
+                "choices": b"\0" * (16_000 * 4),
+            },
+        }
+        whole = {**msgspec.to_builtins(record), "turns": [turn], "tool_uses": uses}
+        row = replace(work.row(0), payload=memoryview(encode(whole)))
+        assert len(row.payload) > 8 * 50_000 // 2
+        assert parts_bytes(row.payload) < 2_000
+        assert (await work.answer(row)).results[0].detail.find("bytes beside") < 0
+        assert work.num_decoded == 1
