@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
+from typing import NamedTuple
 
 
 def sync(path: Path) -> None:
@@ -31,14 +33,37 @@ def write_durably(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
-def open_own(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """Open a file of a run folder, which may belong to another user: neither the file nor the
-    folder that it is in may be a link. It would lead to a key or a lock of who opens it, which is
-    then used as this run's, at the addresses that this run names. OSError for a link."""
+class FolderId(NamedTuple):
+    """One folder, whatever its path leads to later."""
+
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FolderId:
+        return cls(status.st_dev, status.st_ino)
+
+
+def open_own(
+    path: Path,
+    flags: int = os.O_RDONLY,
+    mode: int = 0o600,
+    *,
+    within: FolderId | None = None,
+) -> int:
+    """Open a regular file of a run folder, which may belong to another user: neither the file nor
+    the folder that it is in may be a link. It would lead to a key or a lock of who opens it, which
+    is then used as this run's, at the addresses that this run names. OSError for a link, for what
+    could block or never end, and if the folder above is not `within`: its owner can replace it by a
+    link at any moment."""
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            found = os.open(path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
+            if within not in (None, FolderId.of(os.stat("..", dir_fd=folder))):
+                what = "its run folder is another one than at the start of this; start it again"
+                raise OSError(errno.ESTALE, what, str(path))
+            flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            found = os.open(path.name, flags, mode, dir_fd=folder)
             owner = os.fstat(folder).st_uid
         finally:
             os.close(folder)
@@ -47,10 +72,22 @@ def open_own(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
             raise _is_link(path) from None
         raise
     status = os.fstat(found)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(found)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     if status.st_nlink > 1 and status.st_uid != owner:
         os.close(found)
         raise _is_link(path)
     return found
+
+
+def read_own(path: Path, max_bytes: int, *, within: FolderId | None = None) -> bytes:
+    """The content of such a file; OSError if it is longer."""
+    with os.fdopen(open_own(path, within=within), "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"longer than {max_bytes} bytes", str(path))
+    return content
 
 
 def _is_link(path: Path) -> OSError:

@@ -20,7 +20,7 @@ from penstock.audit.ledger import open_ledger
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.server import build_server, surface
 from penstock.errors import ConfigError
-from penstock.fleet.run_folder import RunFolder
+from penstock.fleet.run_folder import LockHolder, RunFolder
 from penstock.observe.admin_log import HEAD, LOG, AdminAction, AdminLog
 from penstock.runs import tokens
 from penstock.wire.auth import Audience, Role, Signer
@@ -227,10 +227,9 @@ def test_stopping_a_run_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    pids = iter([os.getpid(), None])
+    holders = iter([LockHolder(os.getpid(), os.getuid()), None])
     sent: list[int] = []
-    monkeypatch.setattr(RunFolder, "launcher_pid", lambda _: next(pids))  # pyright: ignore
-    monkeypatch.setattr(RunFolder, "lock_owner", lambda _: os.getuid())  # pyright: ignore
+    monkeypatch.setattr(RunFolder, "lock_holder", lambda _: next(holders))  # pyright: ignore
     monkeypatch.setattr(os, "kill", lambda _, number: sent.append(number))  # pyright: ignore
     assert stop_run(folder, timeout_s=120.0)
     assert sent == [signal.SIGTERM]

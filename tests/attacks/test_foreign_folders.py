@@ -9,8 +9,11 @@ import os
 import re
 import ssl
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -21,18 +24,23 @@ from penstock.config import demo_config
 from penstock.dataflow.ledger.tables import open_tables
 from penstock.dataflow.records import RowRecord
 from penstock.durable import write_durably
-from penstock.errors import ConfigError, LaunchError, StoreError
+from penstock.errors import ConfigError, LaunchError, StoreError, Unauthorized, WireError
 from penstock.fleet import process_state
 from penstock.fleet.run_folder import RunFolder
-from penstock.runs.control import stop_run
+from penstock.runs import control
+from penstock.runs.control import make_status_client, stop_run
+from penstock.runs.decoded import copy_small_files
 from penstock.runs.export.trajectories import export_trajectories
 from penstock.runs.fork import fork_run
 from penstock.runs.listing import list_runs
 from penstock.runs.target import read_target
-from penstock.runs.tokens import revoke
-from penstock.types import RowId
+from penstock.runs.tokens import revoke, rotate
+from penstock.types import PolicyName, RowId
+from penstock.weights.manifest import FileEntry, digest_of, encode_manifest, make_manifest
+from penstock.weights.store import DirectoryStore
+from penstock.weights.tensors import TensorEntry
 from penstock.wire import trust
-from penstock.wire.auth import Role, Signer
+from penstock.wire.auth import Audience, Role, Signer, Verifier
 from penstock.wire.certificates import Authority
 from penstock.wire.codec import encode_json
 
@@ -112,10 +120,6 @@ def test_a_file_is_never_written_through_a_link(tmp_path: Path, is_hard: bool) -
     assert not (tmp_path / "admin.head").is_symlink()
 
 
-def _another_user(folder: RunFolder) -> int:
-    return os.getuid() + 1
-
-
 def test_stop_ends_no_process_of_another_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +131,7 @@ def test_stop_ends_no_process_of_another_user(
         try:
             os.write(lock, f"{victim.pid}\n".encode())
             fcntl.flock(lock, fcntl.LOCK_EX)
-            monkeypatch.setattr(RunFolder, "lock_owner", _another_user)
+            monkeypatch.setattr(control, "owner_of", lambda _: os.getuid() + 1)  # pyright: ignore
             with pytest.raises(LaunchError, match="not of the user who owns the lock"):
                 stop_run(folder, timeout_s=1.0)
             assert victim.poll() is None
@@ -252,3 +256,197 @@ def _num_authorities(url: str) -> int:
     context = trust.client_context(url)
     assert isinstance(context, ssl.SSLContext)
     return len(context.get_ca_certs())
+
+
+# --- the folder is replaced while it is open ------------------------------------------------------
+
+
+def _replace(folder: RunFolder, own: RunFolder) -> None:
+    """What its owner can do at any moment."""
+    folder.path.rename(folder.path.with_name("old"))
+    folder.path.symlink_to(own.path)
+
+
+@contextmanager
+def _server(answer: Callable[[], None]) -> Generator[tuple[str, list[str]]]:
+    """Refuses every call with 401, after `answer`: its address, and the tokens that it was sent."""
+    seen: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers["authorization"].removeprefix("Bearer "))
+            answer()
+            self.send_response(401)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", seen
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _serve_at(folder: RunFolder, url: str) -> None:
+    folder.allocate_endpoints(folder.path.parent, ())
+    encoded = encode_json(replace(folder.endpoints(), dataflow=url))
+    (folder.path / "run" / "endpoints.json").write_bytes(encoded)
+
+
+def _is_accepted(own: RunFolder, token: str) -> bool:
+    verifier = Verifier.read(own.keys, run="theirs", audience=Audience.DATAFLOW)
+    try:
+        verifier.verify(token)
+    except Unauthorized:
+        return False
+    return True
+
+
+def test_a_refusal_brings_no_token_of_the_run_that_the_folder_leads_to_now(
+    own: RunFolder, tmp_path: Path
+) -> None:
+    """A client that is refused makes a new token, and sends it to the address that it has."""
+    evil = foreign_folder(tmp_path / "evil")
+    swaps = iter([lambda: _replace(evil, own)])
+    with _server(lambda: next(swaps, lambda: None)()) as (url, seen):
+        _serve_at(evil, url)
+        with (
+            closing(make_status_client(RunFolder(evil.path), "theirs", patience_s=0.0)) as client,
+            pytest.raises(WireError),
+        ):
+            client.status()
+    assert seen and evil.path.is_symlink()
+    assert [token for token in seen if _is_accepted(own, token)] == []
+
+
+def test_a_new_key_of_the_same_folder_is_used_at_once(tmp_path: Path) -> None:
+    """`penstock token rotate RUN --now` beside a long `penstock top RUN`."""
+    own = foreign_folder(tmp_path / "own", "name: theirs")
+    keys: list[str] = []
+
+    def rotate_once() -> None:
+        keys.append(rotate(own, now=True) if not keys else keys[0])
+
+    with _server(rotate_once) as (url, seen):
+        _serve_at(own, url)
+        with (
+            closing(make_status_client(own, "theirs", patience_s=0.0)) as client,
+            pytest.raises(WireError),
+        ):
+            client.status()
+    assert [_is_accepted(own, token) for token in seen] == [False, True]
+
+
+def test_a_run_folder_is_opened_through_a_link_and_moved_between_commands(
+    own: RunFolder, tmp_path: Path
+) -> None:
+    """By its own user: a link to the newest run, and a run that was moved to another disk."""
+    _serve_at(own, "http://127.0.0.1:1")
+    link = tmp_path / "latest"
+    link.symlink_to(own.path)
+    opened = RunFolder(link)
+    assert _is_accepted(own, opened.token("theirs", Role.READER, ttl_s=60))
+    assert opened.endpoints().dataflow == "http://127.0.0.1:1"
+    moved = RunFolder(own.path.rename(tmp_path / "moved"))
+    assert _is_accepted(moved, moved.token("theirs", Role.READER, ttl_s=60))
+
+
+@pytest.mark.parametrize("first", ["token", "endpoints", "lock_holder"])
+@pytest.mark.parametrize("then", ["token", "endpoints", "lock_holder"])
+def test_address_key_and_lock_are_of_one_folder(
+    own: RunFolder, tmp_path: Path, first: str, then: str
+) -> None:
+    """In either order: commands for operators made the token before they read the address."""
+    _serve_at(own, "http://127.0.0.1:1")
+    evil = foreign_folder(tmp_path / "evil")
+    _serve_at(evil, "http://127.0.0.1:2")
+    (evil.path / "run" / "lock").write_text("")
+    uses: dict[str, Callable[[RunFolder], object]] = {
+        "token": lambda folder: folder.token("theirs", Role.ADMIN, ttl_s=60),
+        "endpoints": RunFolder.endpoints,
+        "lock_holder": RunFolder.lock_holder,
+    }
+    opened = RunFolder(evil.path)
+    uses[first](opened)
+    _replace(evil, own)
+    with pytest.raises(ConfigError, match="its run folder is another one"):
+        uses[then](opened)
+
+
+# --- what never ends ------------------------------------------------------------------------------
+
+
+def _endless(path: Path, kind: str, own: RunFolder) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "long":
+        path.touch()
+        os.truncate(path, 1 << 40)
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else own.path / "config.yaml")
+
+
+@pytest.mark.parametrize("kind", ["link", "device", "pipe", "long"])
+@pytest.mark.parametrize("what", ["run/launcher.json", "run/endpoints.json", "keys/signing.key"])
+def test_a_list_of_runs_reads_nothing_that_never_ends(
+    own: RunFolder, tmp_path: Path, what: str, kind: str
+) -> None:
+    evil = foreign_folder(tmp_path / "shared" / "evil")
+    _serve_at(evil, "http://127.0.0.1:1")
+    _endless(evil.path / what, kind, own)
+    why = {"pipe": "not a regular file", "long": "longer than"}.get(kind, "is a link")
+    [found] = list_runs(tmp_path / "shared")
+    assert found.state == ("unreadable" if what == "run/launcher.json" else "new")
+    with pytest.raises(ConfigError, match=why):
+        evil.launcher()
+        evil.endpoints()
+        evil.token("theirs", Role.READER, ttl_s=60)
+
+
+def test_a_lock_that_is_a_pipe_blocks_nobody(own: RunFolder, tmp_path: Path) -> None:
+    evil = foreign_folder(tmp_path / "shared" / "evil")
+    _endless(evil.path / "run" / "lock", "pipe", own)
+    [found] = list_runs(tmp_path / "shared")
+    assert found.state == "unreadable" and "not a regular file" in found.why
+
+
+def test_a_stored_report_and_a_config_have_an_end(own: RunFolder, tmp_path: Path) -> None:
+    evil = foreign_folder(tmp_path / "evil")
+    _endless(evil.report, "pipe", own)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        control.read_stored_report(evil)
+    os.truncate(evil.config_file, 1 << 40)
+    with pytest.raises(ConfigError, match="longer than"):
+        evil.read_config()
+
+
+@pytest.mark.parametrize("kind", ["link", "device", "pipe", "long"])
+def test_files_beside_the_tensors_are_no_links_and_have_an_end(
+    own: RunFolder, tmp_path: Path, kind: str
+) -> None:
+    """`penstock samples` copies them, to decode with the run's own tokenizer."""
+    evil = foreign_folder(tmp_path / "evil")
+    policy = PolicyName(next(iter(evil.read_config().models)))
+    files = [
+        FileEntry(name=name, blob=digest_of(name.encode()), bytes=1)
+        for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    ]
+    tensor = TensorEntry(name="one", dtype="F32", shape=(1,), digest=digest_of(b"tensor"))
+    store = DirectoryStore(evil.weights)
+    store.prepare()
+    store.put_manifest(encode_manifest(make_manifest(policy, 0, files, [tensor])))
+    for file in files:
+        store.blob_path(file.blob).write_text("{}")
+    _endless(store.blob_path(files[2].blob), kind, own)
+    target = tmp_path / "target"
+    target.mkdir()
+    is_complete = copy_small_files(DirectoryStore(evil.weights), policy, target)
+    assert is_complete is (kind == "long"), "a long file is left out, as tensors are"
+    assert [path.name for path in target.iterdir()] == ["tokenizer.json"]

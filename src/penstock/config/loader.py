@@ -26,6 +26,7 @@ from penstock.errors import ConfigError
 from penstock.options import KeyPath
 from penstock.plugins import did_you_mean
 
+MAX_FILE_BYTES = 16 << 20
 _OVERRIDE_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+|\[[0-9]+\])*", re.ASCII)
 _PARSE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, ValueError, OverflowError)
 """What OmegaConf raises for invalid text: its own errors, PyYAML's, and number parsing."""
@@ -156,7 +157,11 @@ def parse(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: longer than {MAX_FILE_BYTES} bytes; give a run file")
+        return content.decode("utf-8-sig")
     except FileNotFoundError:
         others = [entry.name for entry in path.parent.glob("*.y*ml")]
         closest = did_you_mean(path.name, others)

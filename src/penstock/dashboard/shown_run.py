@@ -33,12 +33,17 @@ class ShownRun:
     """Any thread may call it."""
 
     def __init__(self, folder: RunFolder, key: str) -> None:
-        self.folder = folder
+        self._path = folder.path
         self.key = key
         """How addresses in the browser name it."""
         self._lock = threading.Lock()
         self._known: dict[str, tuple[Hashable, Any]] = {}
         self._opened: list[Run] = []
+
+    @property
+    def folder(self) -> RunFolder:
+        """What is at its path now: a run may be deleted and started again."""
+        return RunFolder(self._path)
 
     @property
     def name(self) -> str:

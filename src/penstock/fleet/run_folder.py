@@ -16,13 +16,13 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 
 from penstock.config import RunConfig, dump, load_stored
 from penstock.config.network import NetworkConfig
-from penstock.durable import open_own, write_durably
+from penstock.durable import FolderId, open_own, read_own, write_durably
 from penstock.errors import BadRequest, ConfigError, LaunchError
 from penstock.fleet.ports import free_port
 from penstock.fleet.scaling_records import ScaleRequest, ScalingRecord
@@ -34,6 +34,8 @@ from penstock.wire.trust import trust, trust_at
 T = TypeVar("T")
 LOCK_TIMEOUT_S = 1.0
 """A process that checks for the launcher takes the lock for a moment, so retry this long."""
+MAX_RECORD_BYTES = 64 << 20
+_MAX_PID_CHARS = 20
 
 LOOPBACK_ONLY = NetworkConfig()
 AUDIENCES: Mapping[Role, tuple[Audience, ...]] = {
@@ -147,11 +149,23 @@ class RunNote:
     note: str
 
 
+class LockHolder(NamedTuple):
+    """Who has the lock, by one opened lock: any user can write any pid into their files."""
+
+    pid: int | None
+    """As its launcher wrote it; None if the lock names no process."""
+    owner: int
+    """The user whose lock it is."""
+
+
 class RunFolder:
-    """One run on disk."""
+    """One run on disk: the folder that was at this path when its keys, records or lock were first
+    used. One that its owner puts there later, perhaps as a link to a run of who opens it, is
+    refused: that run's token would go to the address that this one named."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
+        self._id: FolderId | None = None
         self.config_file = self.path / "config.yaml"
         self.keys = self.path / "keys"
         self.service_tokens = self.keys / "tokens"
@@ -180,6 +194,12 @@ class RunFolder:
 
     def read_config(self) -> RunConfig:
         return load_stored(self.config_file)
+
+    def _bound(self) -> FolderId:
+        """This folder, whatever is at its path later. OSError if there is none."""
+        if self._id is None:
+            self._id = FolderId.of(os.stat(self.path))
+        return self._id
 
     def _create(self) -> None:
         """For the owner alone: others could read tasks, answers and keys."""
@@ -348,9 +368,12 @@ class RunFolder:
     def _read(self, name: str, kind: type[T]) -> T | None:
         path = self._run / name
         try:
-            return decode(path.read_bytes(), kind, media_type=JSON)
+            content = read_own(path, MAX_RECORD_BYTES, within=self._bound())
+            return decode(content, kind, media_type=JSON)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except BadRequest as error:
             raise ConfigError(f"{path} is damaged: {error}; delete it and run again") from None
 
@@ -380,33 +403,35 @@ class RunFolder:
             os.close(lock)
 
     def launcher_pid(self) -> int | None:
-        """Pid of the launcher that has the lock, or None.
+        """Pid of the launcher that has the lock, or None."""
+        holder = self.lock_holder()
+        return None if holder is None else holder.pid
 
-        Tests with a shared lock, so that two tests do not mistake each other for a launcher."""
+    def lock_holder(self) -> LockHolder | None:
+        """Tests with a shared lock, so that two tests do not mistake each other for a launcher."""
         try:
-            opened = self._open_lock(os.O_RDONLY)
+            lock = self._open_lock(os.O_RDONLY)
         except FileNotFoundError:
             return None
-        with os.fdopen(opened) as lock:
-            if _try_lock(lock.fileno(), fcntl.LOCK_SH):
+        try:
+            if _try_lock(lock, fcntl.LOCK_SH):
                 return None
-            text = lock.read().strip()
-        return int(text) if text.isdigit() else None
-
-    def lock_owner(self) -> int:
-        """The user whose launcher may hold the lock: any user can write any pid into their
-        files."""
-        return os.lstat(self._run / "lock").st_uid
+            text = os.read(lock, _MAX_PID_CHARS).strip()
+            return LockHolder(int(text) if text.isdigit() else None, os.fstat(lock).st_uid)
+        finally:
+            os.close(lock)
 
     def _open_lock(self, flags: int) -> int:
         """Never the lock of another run, whose launcher would be stopped in place of this one's."""
         path = self._run / "lock"
         try:
-            return open_own(path, flags, 0o644)
+            return open_own(path, flags, 0o644, within=self._bound())
         except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            raise ConfigError(f"{path}: {error.strerror}; delete the link") from None
+            if error.errno == errno.ELOOP:
+                raise ConfigError(f"{path}: {error.strerror}; delete the link") from None
+            if error.errno in (errno.ESTALE, errno.EINVAL, errno.ENXIO):
+                raise ConfigError(f"{path}: {error.strerror}") from None
+            raise
 
     # --- logs, tokens -----------------------------------------------------------------------------
 
@@ -435,7 +460,7 @@ class RunFolder:
     ) -> str:
         """A token for this role; needs a readable signing key."""
         audiences = AUDIENCES.get(role, (Audience.DATAFLOW, Audience.WEIGHTS))
-        return Signer.read(self.keys, run).mint(
+        return self._signer(run).mint(
             role,
             audiences,
             ttl_s=ttl_s,
@@ -446,8 +471,16 @@ class RunFolder:
 
     def relay_token(self, run: str, role: Role, *, ttl_s: float, subject: str = "") -> str:
         """A token for this role that only relays accept."""
-        signer = Signer.read(self.keys, run)
-        return signer.mint(role, [Audience.RELAY], ttl_s=ttl_s, subject=subject)
+        return self._signer(run).mint(role, [Audience.RELAY], ttl_s=ttl_s, subject=subject)
+
+    def _signer(self, run: str) -> Signer:
+        """Of this folder only, as `endpoints` are."""
+        try:
+            return Signer.read(self.keys, run, within=self._bound())
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path}: {error.strerror}; pass the folder of a run that was started"
+            ) from None
 
     def public_key(self) -> str:
         return (self.keys / "public.key").read_text().strip()

@@ -70,16 +70,19 @@ def read_report(folder: RunFolder, *, patience_s: float = PATIENCE_S) -> Balance
 def read_stored_report(folder: RunFolder) -> BalanceReport:
     """The last report that the dataflow service stored: of a run that is not running."""
     from penstock.dataflow.report.shape import BalanceReport
+    from penstock.durable import read_own
+    from penstock.fleet.run_folder import MAX_RECORD_BYTES
     from penstock.wire.codec import JSON, decode
 
     try:
-        return decode(folder.report.read_bytes(), BalanceReport, media_type=JSON)
+        content = read_own(folder.report, MAX_RECORD_BYTES)
+        return decode(content, BalanceReport, media_type=JSON)
     except FileNotFoundError:
         raise ConfigError(
             f"{folder.path} has no report: its dataflow service stores the first one after "
             f"some seconds. Start the run with `penstock run {folder.path}`"
         ) from None
-    except BadRequest as error:
+    except (BadRequest, OSError) as error:
         raise ConfigError(
             f"{folder.report} cannot be read: {error}; the next start of the run replaces it"
         ) from None
@@ -163,10 +166,10 @@ def tag_node(
 
 def stop_run(folder: RunFolder, *, timeout_s: float) -> bool:
     """Stop a run gracefully and wait for its launcher to exit; False if it was not running."""
-    pid = folder.launcher_pid()
-    if pid is None:
+    holder = folder.lock_holder()
+    if holder is None or (pid := holder.pid) is None:
         return False
-    if owner_of(pid) != folder.lock_owner():
+    if owner_of(pid) != holder.owner:
         raise LaunchError(
             f"the lock of {folder.path} names process {pid}, which is not of the user who owns the "
             f"lock; nothing was stopped. If it is the launcher (`ps -fp {pid}`): kill {pid}"

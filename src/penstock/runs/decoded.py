@@ -7,7 +7,7 @@ text becomes tokens here.
 
 from __future__ import annotations
 
-import shutil
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,8 @@ from penstock.weights.store import DirectoryStore
 if TYPE_CHECKING:
     from penstock.gateway.renderer import Renderer
 
-MAX_FILE_BYTES = 256 << 20
-"""Larger files hold tensors."""
+MAX_SMALL_BYTES = 256 << 20
+"""Of the files of a version beside its tensors; what goes beyond that is left out."""
 TOKENIZER = "tokenizer.json"
 
 
@@ -134,7 +134,7 @@ def load_renderer(folder: RunFolder, policy: PolicyName) -> Renderer:
             f"text needs {error.name}, which is not installed; pip install 'penstock-rl[tokens]'"
         ) from None
     with tempfile.TemporaryDirectory(prefix="penstock-tokenizer-") as temporary:
-        if _copy_small_files(DirectoryStore(folder.weights), policy, Path(temporary)):
+        if copy_small_files(DirectoryStore(folder.weights), policy, Path(temporary)):
             return Renderer.load(Path(temporary))
     init = initial_model_folder(folder, policy)
     if (init / TOKENIZER).is_file():
@@ -154,7 +154,7 @@ def initial_model_folder(folder: RunFolder, policy: PolicyName) -> Path:
         return Path(model.init)
 
 
-def _copy_small_files(store: DirectoryStore, policy: PolicyName, target: Path) -> bool:
+def copy_small_files(store: DirectoryStore, policy: PolicyName, target: Path) -> bool:
     """Copy the files beside the tensors of one version that has a tokenizer."""
     for digest in store.manifests():
         try:
@@ -164,12 +164,15 @@ def _copy_small_files(store: DirectoryStore, policy: PolicyName, target: Path) -
         names = {entry.name for entry in manifest.files}
         if manifest.policy != policy or TOKENIZER not in names:
             continue
+        small = (entry for entry in manifest.files if not entry.name.endswith(".safetensors"))
+        left = MAX_SMALL_BYTES
         try:
-            for entry in manifest.files:
-                path = store.blob_path(entry.blob)
-                if not entry.name.endswith(".safetensors") and path.stat().st_size < MAX_FILE_BYTES:
-                    shutil.copyfile(path, target / entry.name)
+            for entry in small:
+                with store.open_blob(entry.blob) as blob:
+                    size = os.fstat(blob.fileno()).st_size
+                    if size <= left:
+                        left -= (target / entry.name).write_bytes(blob.read(size))
             return True
-        except FileNotFoundError:
+        except OSError:  # deleted meanwhile, or a link
             continue
     return False

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from penstock.durable import FolderId
 from penstock.errors import ConfigError, Forbidden, Unauthorized
 from penstock.wire import keys
 from penstock.wire.denied import FILE, Denied, DenyList
@@ -127,9 +128,9 @@ def _renewed(credential: Credential, expires: str) -> Credential:
 class Signer:
     """Mints tokens; needs the signing key file."""
 
-    def __init__(self, folder: Path, run: str) -> None:
+    def __init__(self, folder: Path, run: str, *, within: FolderId | None = None) -> None:
         self._folder = folder
-        self._key = keys.read_key(folder, keys.SIGNING)
+        self._key = keys.read_key(folder, keys.SIGNING, within=within)
         self.run = run
 
     @classmethod
@@ -139,8 +140,9 @@ class Signer:
         return cls(folder, run)
 
     @classmethod
-    def read(cls, folder: Path, run: str) -> Signer:
-        return cls(folder, run)
+    def read(cls, folder: Path, run: str, *, within: FolderId | None = None) -> Signer:
+        """`within`: the run folder that the keys must be in."""
+        return cls(folder, run, within=within)
 
     @property
     def key_id(self) -> str:

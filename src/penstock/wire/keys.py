@@ -29,11 +29,12 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from penstock.durable import open_own, sync
+from penstock.durable import FolderId, read_own, sync
 from penstock.errors import ConfigError
 
 ROOT, SIGNING, RENEWAL, PUBLIC = "root.key", "signing.key", "renewal.key", "public.key"
 _CERTIFICATE = "penstock-key1"
+_MAX_BYTES = 1 << 16
 
 
 class KeyUse(StrEnum):
@@ -153,8 +154,8 @@ def read_root(folder: Path) -> Ed25519PrivateKey:
     return _parse_private(_read_lines(folder / ROOT)[0])
 
 
-def read_key(folder: Path, name: str) -> CertifiedKey:
-    private, certificate = _read_lines(folder / name)
+def read_key(folder: Path, name: str, *, within: FolderId | None = None) -> CertifiedKey:
+    private, certificate = _read_lines(folder / name, within)
     return CertifiedKey(_parse_private(private), certificate)
 
 
@@ -180,10 +181,9 @@ def write_secret(path: Path, text: str) -> None:
     sync(path.parent)
 
 
-def _read_lines(path: Path) -> list[str]:
+def _read_lines(path: Path, within: FolderId | None = None) -> list[str]:
     try:
-        with os.fdopen(open_own(path)) as file:
-            return file.read().split()
+        return read_own(path, _MAX_BYTES, within=within).decode().split()
     except OSError as error:
         raise ConfigError(
             f"no key {path.name} in {path.parent}: {error.strerror}; create, revoke and rotate "
