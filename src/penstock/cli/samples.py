@@ -57,10 +57,8 @@ def samples(
     outcome = OutcomeKind.FAILED if failed else None
     steps = parse_steps(step)
     if follow and (steps or best or worst or html or node):
-        raise ConfigError(
-            "--follow shows what arrives from now on; remove --step, --best, --worst, --node and "
-            "--html"
-        )
+        others = "--step, --best, --worst, --node and --html"
+        raise ConfigError(f"--follow shows what arrives from now on; remove {others}")
     if eval and (steps or follow):
         raise ConfigError("--eval shows answers that no step trained; remove --step and --follow")
     if min(number, best + 1, worst + 1) < 1:
@@ -91,11 +89,8 @@ def _choose(select: Callable[..., SampleList], number: int, *, best: int, worst:
 
     if not best and not worst:
         return select(count=number)
-    parts = [
-        select(count=count, order=order)
-        for count, order in ((best, "best"), (worst, "worst"))
-        if count
-    ]
+    orders = ((best, "best"), (worst, "worst"))
+    parts = [select(count=count, order=order) for count, order in orders if count]
     return SampleList(
         samples=tuple(sample for part in parts for sample in part.samples),
         num_without_text=sum(part.num_without_text for part in parts),
