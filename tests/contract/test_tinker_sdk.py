@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,7 +41,9 @@ def server(tmp_path: Path) -> Iterator[tuple[str, str]]:
         yield url, penstock("token", str(folder), "--name", "alice").strip()
     finally:
         process.terminate()
-        assert process.wait(timeout=300) == 0
+        assert process.wait(timeout=300) in (0, -signal.SIGTERM)
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def penstock(*words: str) -> str:
