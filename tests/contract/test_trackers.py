@@ -14,6 +14,7 @@ import pytest
 
 import penstock
 from penstock.config.trackers import TRACKERS_PACKAGE
+from penstock.observe.tracking import OPENTELEMETRY
 from penstock.plugins import builtin_names
 from penstock.rollout.environments.environments import environment_python
 
@@ -24,6 +25,7 @@ IN_AN_ENVIRONMENT_OF_THEIR_OWN = ("mlflow", "wandb")
 EVERY = [
     pytest.param(name, marks=pytest.mark.envs if name in IN_AN_ENVIRONMENT_OF_THEIR_OWN else ())
     for name in builtin_names(TRACKERS_PACKAGE)
+    if name != OPENTELEMETRY  # gets rollouts, not points: tests/unit/runs/test_rollouts.py
 ]
 
 

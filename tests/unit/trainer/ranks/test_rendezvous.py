@@ -64,10 +64,17 @@ def test_a_rank_that_came_again_before_the_beginning_takes_part() -> None:
         store = open_store(first, timeout_s=PATIENCE_S)
         other = open_store(second, timeout_s=PATIENCE_S)
         store.add("joined/1", 1)  # by a process of rank 1 that died
-        late = threading.Thread(target=meet, args=(other, second), daemon=True)
+        waits = threading.Event()
+
+        def has_come() -> bool:
+            waits.set()
+            return False
+
+        late = threading.Thread(
+            target=meet, args=(other, second), kwargs={"is_stopping": has_come}, daemon=True
+        )
         late.start()
-        while store.add("joined/1", 0) < 2:
-            late.join(0.01)
+        assert waits.wait(PATIENCE_S)
         meet(store, first)
         late.join(PATIENCE_S)
         assert not late.is_alive()
