@@ -152,10 +152,11 @@ class DataflowService:
         }
         return [one for one in done.values() if (one.incarnation, one.number) not in self._written]
 
-    async def _write_evaluations(self) -> None:
-        """Store what evaluations found. A full disk must not end the service: tried again."""
+    async def _write_evaluations(self, done: Sequence[EvaluationRecord]) -> None:
+        """Store what evaluations found, whose answers are in the ledger. A full disk must not end
+        the service: tried again."""
         evaluations, writer = self.coordinator.evaluations, self.evaluation_writer
-        for one in self._unwritten():
+        for one in done:
             assert evaluations is not None and writer is not None
             answers = read_evaluated(self.process.ledger.tables, one)
             try:
@@ -253,8 +254,9 @@ class DataflowService:
         self._may_issue = True
         self.partitions.tick()
         self.balance.look(observe_service(self.coordinator, self.host), self.process.clock())
+        done = self._unwritten()  # one that is done during the commit may have later answers
         await self.process.make_durable()
-        await self._write_evaluations()
+        await self._write_evaluations(done)
         self.nodes.tick()
         await self.rows.tick()
 
