@@ -66,7 +66,7 @@ class TinkerFolder:
         """Raises ConfigError."""
         try:
             return msgspec.json.decode((self.path / "server.json").read_bytes(), type=ServerFile)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError, RecursionError):
             raise ConfigError(
                 f"{self.path} is not the folder of a Tinker server; `penstock tinker serve "
                 f"{self.path} --model MODEL` makes it one"
