@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.e2e.system import PENSTOCK
@@ -21,6 +22,20 @@ NEEDS_NAMESPACES = [
 ]
 HERE, THERE = "10.77.19.1", "10.77.19.2"
 LONG_S = 300.0
+
+
+@contextmanager
+def ended(process: subprocess.Popen[Any]) -> Generator[subprocess.Popen[Any]]:
+    """Told to end when the block ends, and killed if it does not."""
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 class Host:
@@ -49,15 +64,8 @@ class Host:
             process = subprocess.Popen(
                 self._inside(*words), stdout=log, stderr=log, env=_env(env), cwd=self.log.parent
             )
-        try:
+        with ended(process):
             yield process
-        finally:
-            process.terminate()
-            try:
-                process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
     def _inside(self, *words: str) -> list[str]:
         return ["ip", "netns", "exec", self.name, *PENSTOCK, *words]

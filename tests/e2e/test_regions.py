@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from benchmarks.wan_link import Link
+from tests.e2e.network_hosts import ended
 from tests.e2e.system import PENSTOCK, is_gone, penstock, until
 
 from penstock.fleet.run_folder import RunFolder
@@ -108,19 +109,6 @@ class Regions:
 
     def num_steps(self) -> int:
         return len(self.steps())
-
-
-@contextmanager
-def ended(process: subprocess.Popen[Any]) -> Generator[subprocess.Popen[Any]]:
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=120)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def write_files(folder: Path, *, network: str) -> None:

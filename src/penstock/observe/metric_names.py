@@ -309,8 +309,7 @@ PROMETHEUS = {
     )
 }
 """Metrics of `/metrics` on the dataflow, its additional partitions, weight servers, relays and
-gateways. Weight servers add the
-`process_` and `python_info` metrics of prometheus_client."""
+gateways. Weight servers add the `process_` and `python_info` metrics of prometheus_client."""
 
 
 def family_of(name: str) -> Metric | None:
