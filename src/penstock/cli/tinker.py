@@ -63,7 +63,7 @@ def serve(
 
     try:
         from penstock.tinker.folder import ServerFile, TinkerFolder, default_name
-        from penstock.tinker.service import Limits
+        from penstock.tinker.limits import Limits
         from penstock.tinker.serving import serve as serve_folder
     except ModuleNotFoundError as error:
         raise ConfigError(

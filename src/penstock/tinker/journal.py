@@ -91,6 +91,13 @@ def digest_of(content: bytes) -> str:
     return blake3(content).hexdigest()
 
 
+def sampler_row(id: str, owner: str, path: str, folder: str) -> Change:
+    """Of a sampling session; path: of saved weights, if it has any."""
+    values = {"id": id, "owner": owner, "path": path, "folder": folder}
+    statement = "INSERT INTO samplers VALUES (:id, :owner, :path, :folder) ON CONFLICT DO NOTHING"
+    return Change(statement, values)
+
+
 class Journal:
     """Written by one event loop, read from any thread."""
 

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 
 from penstock.errors import BadRequest, NotFound
 from penstock.tinker.folder import KEY_PREFIX
-from penstock.tinker.journal import Change, Kind, Request
+from penstock.tinker.journal import Change, Kind, Request, sampler_row
 from penstock.tinker.protocol import (
     Anything,
     CreateModel,
@@ -33,7 +33,7 @@ from penstock.tinker.protocol import (
     SaveWeights,
     read_forward_backward,
 )
-from penstock.tinker.service import TinkerService, sampler_row
+from penstock.tinker.service import TinkerService
 from penstock.wire.auth import Role, Verifier
 from penstock.wire.codec import JSON, encode_json
 from penstock.wire.routes import Call, RawResponse, bearer_token, route, routes_of
@@ -186,7 +186,7 @@ class TinkerRoutes:
     @route("POST", "/api/v1/weights_info", CLIENTS)
     async def weights_info(self, call: Call, body: Path) -> dict[str, Any]:
         """Base model and adapter of saved weights."""
-        _, config = self._service.checkpoint(body.tinker_path, call.credential.subject)
+        _, config = self._service.effects.checkpoint(body.tinker_path, call.credential.subject)
         return {
             "base_model": self._service.model_name,
             "is_lora": True,
@@ -203,7 +203,8 @@ class TinkerRoutes:
         self._check_session(call, body.session_id)
         owner, service = call.credential.subject, self._service
         if body.model_path is not None:
-            folder = str(service.checkpoint(body.model_path, owner)[0].relative_to(service.folder))
+            saved, _ = service.effects.checkpoint(body.model_path, owner)
+            folder = service.effects.relative(saved)
         elif body.base_model == service.model_name:
             folder = BASE_ADAPTER
         else:
@@ -218,7 +219,7 @@ class TinkerRoutes:
     async def sampler(self, call: Call) -> dict[str, Any]:
         """What a sampling session samples from."""
         id = call.path["id"]
-        _, path = self._service.sampler(id, call.credential.subject)
+        _, path = self._service.sampling.session(id, call.credential.subject)
         found = {"sampler_id": id, "base_model": self._service.model_name}
         return found | ({"model_path": path} if path else {})
 
@@ -226,7 +227,7 @@ class TinkerRoutes:
     async def sample(self, call: Call, body: Sample) -> Future:
         """Answers to a prompt, with their log-probs."""
         lane = body.sampling_session_id
-        self._service.sampler(lane, call.credential.subject)
+        self._service.sampling.session(lane, call.credential.subject)
         future = await self._accept(call, Kind.SAMPLE, lane, body.seq_id, encode_json(body))
         ids = [f"{future.request_id}:{index}" for index in range(body.num_samples)]
         return Future(request_id=future.request_id, sample_sequence_ids=ids)

@@ -22,8 +22,8 @@ from tests.unit.tinker.tinker_harness import (
 
 from penstock.errors import BadRequest, Busy, Forbidden, NotFound, StoreError
 from penstock.tinker.journal import Kind, State
+from penstock.tinker.limits import Limits
 from penstock.tinker.protocol import MESSAGES
-from penstock.tinker.service import Limits
 
 TOLERANCE = 5e-5
 """As the engine's own tests have it (tests/unit/rollout/engines/test_hf_lora.py)."""
@@ -233,7 +233,7 @@ async def test_saved_weights_continue_bit_for_bit(tmp_path: Path) -> None:
         expected = await client.weights(model)
         assert await client.weights(other) == expected
         numbers = client.numbers
-        (client.service.checkpoint(path, "alice")[0] / "state.bin").unlink()
+        (client.service.effects.checkpoint(path, "alice")[0] / "state.bin").unlink()
     async with opened(folder) as client:
         client.numbers = numbers
         assert await client.weights(other) == expected

@@ -15,8 +15,9 @@ import numpy as np
 
 from penstock.tinker.folder import ServerFile, TinkerFolder
 from penstock.tinker.journal import Change, Kind, Request, Result, State
+from penstock.tinker.limits import Limits
 from penstock.tinker.protocol import MESSAGES
-from penstock.tinker.service import Limits, TinkerService
+from penstock.tinker.service import TinkerService
 from penstock.tinker.serving import open_service
 from penstock.wire.codec import encode_json
 
@@ -145,7 +146,7 @@ class Client:
         """Everything the model consists of, bit for bit."""
         saved = await self.next(Kind.SAVE, model, path="all", overwrite=True)
         path = json.loads(await self.done(saved))["path"]
-        folder, _ = self.service.checkpoint(path, self.owner)
+        folder, _ = self.service.effects.checkpoint(path, self.owner)
         return (folder / "state.bin").read_bytes()
 
     async def sampling_session(self, model: str, number: int = 0) -> str:
