@@ -98,7 +98,7 @@ def use(block: Block, folder: Path, env: Mapping[str, str], *, timeout_s: float)
     if block.language not in ("bash", "python"):
         return ""
     bash = block.language == "bash"
-    command = ["bash", "-euo", "pipefail", "-c"] if bash else [sys.executable, "-c"]
+    command = ["bash", "-euo", "pipefail", "-c"] if bash else ["python", "-c"]
     done = subprocess.run(
         [*command, block.text],
         env=env,
