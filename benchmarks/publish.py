@@ -4,8 +4,9 @@ a node on the same machine makes them live.
 
 How long a step is blocked, over a bare copy of the rank's share; passes over a version's bytes at
 both ends (`/proc/*/io`, and files that are mapped); the time from the step to a version that is
-live; what a checkpoint writes, and how long a start takes to verify it. With `--before PATH`, a
-checkout of another commit, the same is measured there in turn.
+live, and the processor time of all processes for it, which says more on a busy machine; what a
+checkpoint writes, and how long a start takes to verify it. With `--before PATH`, a checkout of
+another commit, the same is measured there in turn.
 
 The folder should be on a fast disk, or in /dev/shm: syncing costs the same in any design.
 """
@@ -89,6 +90,10 @@ def _figures(folder: Path, versions: range) -> dict[str, float]:
     blocked_s = [max(rank["blocked_s"][number] for rank in ranks) for number in versions]
     bare_s = [max(rank["bare_s"][number] for rank in ranks) for number in versions]
     passed = [sum(rank["passed"][number] for rank in ranks) for number in versions]
+    cpu_s = [
+        found["cpu_s"] + sum(rank["cpu_s"][number] for rank in ranks)
+        for number, found in zip(versions, live, strict=True)
+    ]
     since = list(zip(live, started, strict=True))
     checkpoint = [path for path in (folder / "checkpoints").rglob("*") if path.is_file()]
     return {
@@ -101,6 +106,7 @@ def _figures(folder: Path, versions: range) -> dict[str, float]:
         "node_passes": max(found["passed"] for found in live) / num_bytes,
         "stored_s": median(found["stored_at"] - at for found, at in since),
         "live_s": median(found["at"] - at for found, at in since),
+        "live_cpu_s": median(cpu_s),
         "checkpoint_gb": sum(path.stat().st_size for path in checkpoint) / 1e9,
         "checkpoint_blocked_s": max(rank["checkpoint_blocked_s"][0] for rank in ranks),
         "checkpoint_s": max(rank["checkpoint_s"][0] for rank in ranks),
@@ -136,7 +142,11 @@ def main() -> None:
         millions=millions,
         **ours,
         **{f"before_{key}": value for key, value in before.items()},
-        **({"live_speedup": before["live_s"] / ours["live_s"]} if before else {}),
+        **{
+            f"{key}_speedup": before[f"{key}_s"] / ours[f"{key}_s"]
+            for key in ("live", "live_cpu")
+            if before
+        },
     )
 
 

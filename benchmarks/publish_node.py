@@ -62,7 +62,7 @@ async def pull(folder: Path, num_versions: int) -> None:
         stored = json.loads(
             (await asyncio.to_thread(_await, folder / f"version-{number}.json")).read_text()
         )
-        before = passed_bytes() + mapped[0]
+        before, cpu_before_s = passed_bytes() + mapped[0], time.process_time()
         wanted = PublishedVersion(
             policy=POLICY,
             incarnation=1,
@@ -76,8 +76,10 @@ async def pull(folder: Path, num_versions: int) -> None:
         for tensor in weights.values():
             tensor.clone()
         passed += (version / "model.safetensors").stat().st_size  # the load walks the file once
+        cpu_s = time.process_time() - cpu_before_s
         puller.prune({stored["manifest_digest"]})
-        live = {"at": time.monotonic(), "passed": passed, "touched": touched, **stored}
+        at = time.monotonic()
+        live = {"at": at, "passed": passed, "touched": touched, "cpu_s": cpu_s, **stored}
         hidden = folder / f".live-{number}"
         hidden.write_text(json.dumps(live))
         hidden.rename(folder / f"live-{number}.json")

@@ -107,7 +107,8 @@ class Rank:
             for parameter in self.model.parameters():
                 local(parameter).normal_(std=0.02)
         self.mapped = MappedBytes()
-        self.figures: dict[str, list[float]] = {"bare_s": [], "blocked_s": [], "passed": []}
+        self.figures: dict[str, list[float]] = {"bare_s": [], "blocked_s": []}
+        self.figures |= {"passed": [], "cpu_s": []}
         self.digests: list[str] = []
         self.buffers: list[Tensor] = []
         store = folder / "store"
@@ -173,6 +174,7 @@ class Rank:
         before = passed_bytes() + self.mapped.num_bytes
         dist.barrier()
         began_at, started_at = time.perf_counter(), time.monotonic()
+        cpu_before_s = time.process_time()
         if self.is_before:
             weights = self.weights()
             if self.rank == 0:
@@ -190,6 +192,7 @@ class Rank:
             self.writer.flush()
         dist.barrier()
         self.figures["passed"].append(passed_bytes() + self.mapped.num_bytes - before)
+        self.figures["cpu_s"].append(time.process_time() - cpu_before_s)
         live = self.folder / f"live-{number}.json"
         while not live.exists():  # a node has it
             time.sleep(0.02)
