@@ -3,7 +3,7 @@
 
 Knows the form of keys and tokens, ours and common ones of others, and the values of secrets that
 this process was given. A second line of defence: no message should contain a secret in the first
-place. Never applied to data that is trained on.
+place. Forms are never applied to data that is trained on, nor to what a model reads.
 """
 
 from __future__ import annotations
@@ -60,11 +60,18 @@ def register_secret(value: str) -> None:
             del _known[next(iter(_known))]
 
 
-def hide_secrets(text: str) -> str:
-    """The text without secrets."""
+def hide_known(text: str) -> str:
+    """The text without the values of secrets that this process was given. Exact, so also for text
+    that a model reads, where whatever only looks like a secret must stay."""
     for value in (*_of_environment(), *_known):
         if value in text:
             text = text.replace(value, HIDDEN)
+    return text
+
+
+def hide_secrets(text: str) -> str:
+    """The text without secrets."""
+    text = hide_known(text)
     for form, shown in _FORMS:
         text = form.sub(shown, text)
     return text

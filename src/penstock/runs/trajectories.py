@@ -425,16 +425,26 @@ class TrajectoryReader:
 
 def _without_secrets(one: Trajectory) -> Trajectory:
     """What is written for people only: nodes of strangers hide nothing. Tokens stay."""
-    if not (one.tool_uses or one.outcome.reason or one.outcome.detail):
+    is_named = any(turn.agent for turn in one.turns)
+    if not (is_named or one.tool_uses or one.outcome.reason or one.outcome.detail):
         return one
     outcome = replace(
         one.outcome, reason=for_people(one.outcome.reason), detail=for_people(one.outcome.detail)
     )
+    turns = tuple(
+        replace(turn, agent=for_people(turn.agent)) if turn.agent else turn for turn in one.turns
+    )
     uses = tuple(
-        replace(use, arguments=hide_secrets(use.arguments), result=hide_secrets(use.result))
+        replace(
+            use,
+            name=for_people(use.name),
+            agent=for_people(use.agent),
+            arguments=hide_secrets(use.arguments),
+            result=hide_secrets(use.result),
+        )
         for use in one.tool_uses
     )
-    return replace(one, outcome=outcome, tool_uses=uses)
+    return replace(one, outcome=outcome, turns=turns, tool_uses=uses)
 
 
 def _is_scored(row: RowRecord) -> bool:

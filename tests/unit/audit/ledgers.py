@@ -109,6 +109,8 @@ class FakeNode:
     tool_uses: Callable[[Grant], tuple[ToolUse, ...]] = lambda grant: ()
     role: Callable[[], str] = lambda: ""
     """Of the next turn."""
+    agent: Callable[[], str] = lambda: ""
+    """As `role`."""
 
     async def join(self) -> None:
         body = RegisterRequest(
@@ -208,6 +210,7 @@ class FakeNode:
             sampling=SamplingSpec(max_tokens=NUM_TOKENS),
             finish=FinishReason.LENGTH,
             role=self.role(),
+            agent=self.agent(),
         )
         aborted = replace(turn, finish=FinishReason.ABORT)
         return Trajectory(

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from penstock.bounds import MAX_AGENT_CHARS, MAX_TOOL_CHARS, MAX_TOOL_USES
 from penstock.gateway.model_calls import ToolCall
+from penstock.redaction import hide_known
 from penstock.rollout.tool_sandbox import ToolSandbox
 from penstock.rollout.tools.arguments import ArgumentCheck
 from penstock.rollout.tools.types import ToolFailed, ToolResult, ToolSession, ToolSpec
@@ -144,7 +145,8 @@ class Tools:
         if problem := tool.check(given):
             return _error(problem)
         result = await self._within_deadline(tool, given)
-        return replace(result, text=shortened(clean(result.text), tool.max_result_chars))
+        text = hide_known(clean(result.text))  # a server may say its own settings in an error
+        return replace(result, text=shortened(text, tool.max_result_chars))
 
     async def _within_deadline(self, tool: OfferedTool, arguments: JsonObject) -> ToolResult:
         session = self._sessions[tool.server]

@@ -22,6 +22,7 @@ from mcp.client._transport import TransportStreams
 from mcp.client.streamable_http import streamable_http_client
 
 from penstock.errors import ConfigError
+from penstock.redaction import register_secret
 from penstock.rollout.egress.proxy import CONNECT_S, Resolve, resolve
 from penstock.rollout.egress.rules import Denied, EgressRules, Target, read_authority
 from penstock.rollout.tools.mcp_session import Ending
@@ -60,7 +61,9 @@ class HttpServer:
     def _headers(self) -> dict[str, str]:
         headers = {"accept-encoding": "identity"}
         if self.token_file is not None:
-            headers["authorization"] = f"Bearer {self.token_file.read_text().strip()}"
+            token = self.token_file.read_text().strip()
+            register_secret(token)
+            headers["authorization"] = f"Bearer {token}"
         return headers
 
 
