@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Debian's Chromium, a dashboard as a process of its own, and pages that remember every problem."""
+"""Debian's Chromium, a dashboard as a process of its own, and pages that remember every problem.
+With `PENSTOCK_PICTURES=FOLDER`, every view that is visited is photographed there."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = Path("/usr/bin/chromium")
 TIMEOUT_MS = 60_000
+PICTURES = os.environ.get("PENSTOCK_PICTURES", "")
 DASHBOARD = (sys.executable, "-m", "penstock.cli.main", "dashboard")
 
 
@@ -59,3 +61,12 @@ def go(page: Page, url: str, view: str, text: str) -> None:
     expect(page.locator("main")).to_contain_text(text, timeout=TIMEOUT_MS)
     wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     assert wide <= 0, f"{view} is {wide} pixels too wide"
+    if PICTURES:
+        _photograph(page, view)
+
+
+def _photograph(page: Page, view: str) -> None:
+    light = page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches ? 'dark' : 'light'")
+    width = page.evaluate("innerWidth")
+    name = view.partition("?")[0].replace("/", "-")
+    page.screenshot(path=Path(PICTURES) / f"{name}-{width}-{light}.png")

@@ -25,7 +25,7 @@ export function LineChart({ title, series, height = 150, width = "w4", unit = ""
       });
       const axis = { stroke: css("--faint"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
       plot = new uPlot({
-        width: wide, height, padding: [6, 6, 0, 0], legend: { show: false },
+        width: wide, height, padding: [6, 16, 0, 0], legend: { show: false },
         cursor: { y: false, points: { size: 6 }, drag: { x: true, y: false } },
         hooks: { setCursor: [(u) => {
           const i = u.cursor.idx, out = element.parentNode.querySelector(".value");

@@ -45,5 +45,6 @@ function Lanes({ found }) {
 }
 
 function Accounts({ found }) {
+  if (!found.accounts.length) return null;
   return html`<section class="panel scroll"><h2>Time of each node since it joined</h2><table><thead><tr><th>node</th><th>now</th><th class="bars"></th><th class="num">rolling out</th><th class="num">loading</th><th class="num">waiting</th><th class="num">total</th></tr></thead><tbody>${found.accounts.map((node) => html`<tr><td class="nowrap">${node.node_id}</td><td><span class="chip ${node.status === "healthy" ? "good" : "warn"}">${node.status}</span> <span class="soft">${node.activity}</span></td><td><${Parts} whole=${node.time.total_s} write=${duration} parts=${Object.entries(node.time.seconds).map(([name, value]) => ({ label: name, value, colour: activityColour(name) }))} /></td>${["rolling_out", "loading", "waiting"].map((name) => html`<td class="num">${percent(node.time.shares[name])}</td>`)}<td class="num">${duration(node.time.total_s)}</td></tr>`)}</tbody></table><div class="legend">${[...new Set(found.accounts.flatMap((node) => Object.keys(node.time.seconds)))].map((name) => html`<span><i style=${{ background: activityColour(name) }}></i>${name.replace("_", " ")}</span>`)}</div></section>`;
 }
