@@ -21,7 +21,7 @@ from pydantic import (
 
 from penstock.config.base import FUNCTION, OBJECT_STORES, Name, Section, is_url, repeated_names
 from penstock.config.rules import SHARED_HOOKS, Rules, rule_contradictions
-from penstock.config.stages import StageConfig
+from penstock.config.stages import StageConfig, Tags
 from penstock.options import Contradiction, unknown_choice
 from penstock.plugins import quoted
 
@@ -214,6 +214,9 @@ class DataflowConfig(Section):
     of an object store or shared folder, or `module:Class`."""
     partitions: PositiveInt = 1
     """Processes that hold slots, leases and payload."""
+    place: Tags | None = None
+    """Tags that the host of the service and its partitions must have. They run beside the launcher,
+    which refuses to start on another host; null: none."""
     lease: LeaseConfig = LeaseConfig()
     """How long work may be held, and how often it is tried."""
     closing: ClosingConfig = "complete"

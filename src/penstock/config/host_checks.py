@@ -77,7 +77,9 @@ def _launcher_hosts(config: RunSections) -> Iterator[Contradiction]:
 
 
 def _places(config: RunSections) -> Iterator[tuple[KeyPath, tuple[str, ...]]]:
-    """Of trainers and nodes; a stage may name what a cluster brings later."""
+    """Of all services but stages, which may name what a cluster brings later."""
+    yield ("dataflow", "place"), config.dataflow.place or ()
+    yield ("weights", "place"), config.weights.place or ()
     yield ("training", "place"), config.training.place or ()
     for name, model in config.models.items():
         yield ("models", name, "place"), model.place or ()

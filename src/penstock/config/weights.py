@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from penstock.config.base import OBJECT_STORES, Section, is_url
+from penstock.config.stages import Tags
 from penstock.plugins import quoted
 
 
@@ -28,3 +29,6 @@ class WeightsConfig(Section):
     this run only. Credentials come from the environment."""
     anchor_every: int = Field(default=25, ge=1, le=32)
     """The store keeps one complete version in this many; the others are rebuilt from deltas."""
+    place: Tags | None = None
+    """Tags that the host of the weight server must have. It runs beside the launcher, which refuses
+    to start on another host; null: none."""

@@ -212,8 +212,25 @@ def local_services(
     return tuple(services)
 
 
+def with_train_tag(node: ServiceSpec) -> ServiceSpec:
+    """The same node with the tag `train`: it takes turns with a trainer on its host. One that only
+    evaluates never pauses."""
+    before, option, after = node.command, "--tags", ()
+    if node.kind is not ServiceKind.NODE or "--evaluates-only" in node.command:
+        return node
+    tags: tuple[str, ...] = ()
+    if option in node.command:
+        at = node.command.index(option)
+        before, after = node.command[:at], node.command[at + 2 :]
+        tags = tuple(node.command[at + 1].split(","))
+    together = ",".join(dict.fromkeys((*tags, TRAIN)))
+    return replace(node, command=(*before, option, together, *after))
+
+
 def _shared_tags(config: RunConfig) -> tuple[str, ...]:
-    """`train` for the nodes of a machine that is there for both."""
+    """`train` for the nodes of a machine that is there for both; by ssh, `with_train_tag`."""
+    if config.launcher == "ssh":
+        return ()
     host = this_host(config.all_hosts)
     own = config.all_hosts[host].tags if host is not None else ()
     return (TRAIN,) if {ROLLOUT, TRAIN} <= {*own} else ()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from penstock.config import RunConfig
@@ -24,20 +24,36 @@ def build_starter(
         ray = RayStarter(
             config.ray.address, work_dir=work_dir, listens_on=config.network.host, notify=notify
         )
+        require_place(config, *ray.tags())
         return ray, ray.num_devices
     num_devices = len(visible_devices())
+    hosts = config.all_hosts
+    here = this_host(hosts)
+    if config.launcher == "ssh" and here is None:
+        raise LaunchError(
+            f"this machine is none of the hosts of run {config.name} ({', '.join(hosts)}); add it "
+            "with its address: the dataflow service and the weight server run here"
+        )
+    known = {tag for host in hosts.values() for tag in host.tags}
+    require_place(config, hosts[here].tags if here is not None else (), known)
     if config.launcher == "local":
         # With GPUs every service imports for itself: their driver does not survive a fork.
         forks = None if num_devices else ForkServer(log_dir / "fork-server.log")
         return LocalStarter(work_dir, fork_server=forks), num_devices
     from penstock.fleet.launchers.ssh import SshStarter
 
-    hosts = config.all_hosts
-    here = this_host(hosts)
-    if here is None:
-        raise LaunchError(
-            f"this machine is none of the hosts of run {config.name} ({', '.join(hosts)}); add it "
-            "with its address: the dataflow service and the weight server run here"
-        )
-    ssh = SshStarter(hosts, here, work_dir=work_dir, config_file=config.ssh.config)
+    assert here is not None
+    ssh = SshStarter(hosts, here, work_dir=work_dir, config_file=config.ssh.config, notify=notify)
     return ssh, num_devices
+
+
+def require_place(config: RunConfig, own: Collection[str], known: Collection[str]) -> None:
+    """The ledger and the weights are files of this machine, so their services run here: it must
+    have the tags that they ask for. A tag that no host has constrains nothing."""
+    for section, place in (("dataflow", config.dataflow.place), ("weights", config.weights.place)):
+        for tag in place or ():
+            if tag in known and tag not in own:
+                raise LaunchError(
+                    f"{section}.place asks for a host with the tag {tag}, which this machine "
+                    "lacks; start the run on one that has it"
+                )

@@ -4,13 +4,12 @@
 Owns the order of calls that makes training exactly-once: commit before publish, the restore point
 published before the first batch, the cursor inside the checkpoint, and the checkpoint reported to
 the ledger once it is complete. A crash at any point loses nothing: the next process restores the
-newest checkpoint, takes a new incarnation at its cursor, and receives the same sealed batches
-again.
+newest checkpoint, takes a new incarnation at its cursor (`takeover`), and receives the same sealed
+batches again.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,8 +23,6 @@ from penstock.dataflow.service.trainers.messages import (
     BatchRequest,
     CheckpointsRequest,
     CommitRequest,
-    IncarnationAnswer,
-    IncarnationRequest,
     PolicyState,
     PublishRequest,
     QuarantineRequest,
@@ -33,7 +30,7 @@ from penstock.dataflow.service.trainers.messages import (
     VersionsInUse,
     VersionUser,
 )
-from penstock.errors import Conflict, Fenced, ResumeRejected, UnknownCommit
+from penstock.errors import Fenced
 from penstock.observe.metrics import MetricsFile
 from penstock.trainer.batches import Batch
 from penstock.trainer.checkpoint import Checkpoints
@@ -61,11 +58,9 @@ KEEPALIVE_S = 1.0
 
 
 class Versions(Protocol):
-    """The takeover of a policy, and its published versions."""
+    """The published versions of a policy."""
 
     def state(self, policy: PolicyName) -> PolicyState: ...
-
-    def incarnate(self, policy: PolicyName, body: IncarnationRequest) -> IncarnationAnswer: ...
 
     def publish(self, policy: PolicyName, body: PublishRequest) -> None: ...
 
@@ -95,12 +90,14 @@ class Trainer:
         dataflow: TrainerDataflow,
         snapshots: Snapshots,
         checkpoints: Checkpoints,
+        incarnation: int,
         metrics: MetricsFile,
         is_stopping: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
         publish_every_version: bool = False,
     ) -> None:
-        """publish_every_version: training waits if publishing falls behind, and skips no number."""
+        """incarnation: this trainer's, forked at the last checkpoint, as `take_over` gave it.
+        publish_every_version: training waits if publishing falls behind, and skips no number."""
         self._policy = policy
         self._models = models
         self._ranks = ranks or SingleRank()
@@ -126,7 +123,7 @@ class Trainer:
         self._is_stopping = is_stopping
         self._publishes_all = publish_every_version
         self._has_ended = False
-        self._cursor = checkpoints.last.cursor
+        self._cursor = replace(checkpoints.last.cursor, incarnation=incarnation)
         self._other_models_updated = False
         """Since the last checkpoint; if so, its number alone does not identify its state."""
         self._seconds: dict[str, float] = {}
@@ -139,7 +136,8 @@ class Trainer:
         ends: when no batch will follow, when it is stopped (after its step, with a checkpoint), or
         fenced"""
         try:
-            self._take_over()
+            self._snapshots.remove_stale_folders()
+            self._report_checkpoints()
             self._publish()
             self._flush(self._publisher)
             for seq, stats in self._steps():
@@ -156,47 +154,6 @@ class Trainer:
             self._publisher.close()
             self._saver.close()
         return self._has_ended
-
-    def _take_over(self) -> None:
-        """Become the policy's one trainer, forking at the cursor of the restored checkpoint."""
-        while True:
-            known = self._dataflow.state(self._policy).incarnation
-            request = IncarnationRequest(
-                request_id=secrets.token_hex(16),
-                expected=known,
-                number=self._cursor.number,
-                seq=self._cursor.seq,
-            )
-            try:
-                answer = self._dataflow.incarnate(self._policy, request)
-                break
-            except Conflict as error:
-                if self._dataflow.state(self._policy).incarnation == known:
-                    raise self._refused(error) from error
-        self._cursor = replace(self._cursor, incarnation=answer.incarnation)
-        self._snapshots.remove_stale_folders()
-        self._report_checkpoints()
-        _log.info(
-            "trainer took over",
-            policy=self._policy,
-            incarnation=answer.incarnation,
-            number=self._cursor.number,
-            seq=self._cursor.seq,
-            steps=answer.steps,
-        )
-
-    def _refused(self, error: Conflict) -> ResumeRejected:
-        where = f"{self._checkpoints.last.folder}, number {self._cursor.number}, batch"
-        message = (
-            f"{self._policy}: the ledger refuses to resume from {where} {self._cursor.seq}: {error}"
-        )
-        if isinstance(error, UnknownCommit):
-            message += (
-                "\n  it is the ledger of another run, or an older copy of this one. Restore the "
-                "one that belongs to this checkpoint; or move the checkpoint away, and what was "
-                "trained since the previous one is trained again"
-            )
-        return ResumeRejected(message)
 
     def _steps(self) -> Iterator[tuple[int, Stats]]:
         """Train on each sealed batch after the cursor, until there are no more."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import tempfile
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from penstock.trainer.replay import (
 )
 from penstock.trainer.snapshots import Snapshots, unchanged_files, weights_of
 from penstock.trainer.state_shards import StateShard
+from penstock.trainer.takeover import take_over
 from penstock.trainer.weight_shares import ShareBuffers
 from penstock.types import Manifest, PolicyName
 from penstock.wire.held_token import Token
@@ -109,49 +110,54 @@ def _run_rank(
 ) -> int:
     """Do the work of one rank; returns its exit code."""
     reports = ProgressReports(partial(client.progress, PolicyName(policy)))
-    models, checkpoint = restore_models(
-        config, policy, checkpoints, ranks, device, on_micro_batch=reports.count
+    restore = partial(
+        restore_models, config, policy, checkpoints, ranks, device, on_micro_batch=reports.count
     )
     if not ranks.position.is_rank0:
+        models, checkpoint = restore()
         writer = ShareWriter(store_root, checkpoint.folder, rank=ranks.position.rank)
         worker_loop(PolicyName(policy), models, client, ranks, checkpoints.root, writer)
         return 0
-    snapshots = Snapshots(
-        store_root, PolicyName(policy), checkpoint.folder, anchor_every=config.weights.anchor_every
-    )
-    trainer = Trainer(
-        policy=PolicyName(policy),
-        models=models,
-        ranks=ranks,
-        dataflow=client,
-        snapshots=snapshots,
-        checkpoints=checkpoints,
-        metrics=metrics,
-        is_stopping=is_stopping,
-        publish_every_version=config.deterministic,
-    )
-    try:
-        with reports:
-            is_complete = trainer.run()
-    except Fenced as error:
-        _log.error("trainer replaced; exiting", policy=policy, why=str(error))
-        return EXIT_FENCED
-    except Unreachable as error:
-        if not is_stopping():
-            raise
-        _log.warning("stopped while the dataflow was unreachable", policy=policy, why=str(error))
-        return EXIT_STOPPED
-    finally:
-        snapshots.close()
-        metrics.close()
-        client.close()
-    if not is_complete:
-        _log.info(
-            "stopped after a checkpoint", policy=policy, number=checkpoints.last.cursor.number
-        )
-        return EXIT_STOPPED
-    _log.info("training complete", policy=policy, number=checkpoints.last.cursor.number)
-    return 0
+    with ExitStack() as opened:
+        opened.callback(client.close)
+        opened.callback(metrics.close)
+        try:
+            open_newest(config, policy, checkpoints)
+            takeover = take_over(client, PolicyName(policy), checkpoints)
+            models, checkpoint = restore(newest=takeover.checkpoint)
+            snapshots = Snapshots(
+                store_root,
+                PolicyName(policy),
+                checkpoint.folder,
+                anchor_every=config.weights.anchor_every,
+            )
+            opened.callback(snapshots.close)
+            trainer = Trainer(
+                policy=PolicyName(policy),
+                models=models,
+                ranks=ranks,
+                dataflow=client,
+                snapshots=snapshots,
+                checkpoints=checkpoints,
+                incarnation=takeover.incarnation,
+                metrics=metrics,
+                is_stopping=is_stopping,
+                publish_every_version=config.deterministic,
+            )
+            with reports:
+                is_complete = trainer.run()
+        except Fenced as error:
+            _log.error("trainer replaced; exiting", policy=policy, why=str(error))
+            return EXIT_FENCED
+        except Unreachable as error:
+            if not is_stopping():
+                raise
+            why = str(error)
+            _log.warning("stopped while the dataflow was unreachable", policy=policy, why=why)
+            return EXIT_STOPPED
+    ended = "training complete" if is_complete else "stopped after a checkpoint"
+    _log.info(ended, policy=policy, number=checkpoints.last.cursor.number)
+    return 0 if is_complete else EXIT_STOPPED
 
 
 def replay_step(
@@ -221,11 +227,12 @@ def restore_models(
     ranks: Ranks,
     device: torch.device = CPU,
     on_micro_batch: Callable[[], None] = lambda: None,
+    newest: Checkpoint | None = None,
 ) -> tuple[Models, Checkpoint]:
-    """The learners as the newest checkpoint left them; the first start makes the one of number
-    0."""
+    """The learners as the newest checkpoint left them. newest: the first rank's, if it has opened
+    it."""
     if ranks.position.is_rank0:
-        checkpoint = checkpoints.open_newest() or _init_checkpoint(config, policy, checkpoints)
+        checkpoint = newest or open_newest(config, policy, checkpoints)
         ranks.broadcast_from_rank0([checkpoint.cursor.number])
     else:
         [number] = ranks.broadcast_from_rank0([0])
@@ -233,6 +240,11 @@ def restore_models(
     models = build_models(config, policy, checkpoint.folder, ranks, device, on_micro_batch)
     models.restore(checkpoint.read_state())
     return models, checkpoint
+
+
+def open_newest(config: RunConfig, policy: str, checkpoints: Checkpoints) -> Checkpoint:
+    """The newest checkpoint; the first start makes the one of number 0."""
+    return checkpoints.open_newest() or _init_checkpoint(config, policy, checkpoints)
 
 
 def _init_checkpoint(config: RunConfig, policy: str, checkpoints: Checkpoints) -> Checkpoint:

@@ -14,6 +14,7 @@ from penstock.fleet.launchers.ray_cluster import selector
 from penstock.fleet.launchers.ssh import candidates
 from penstock.fleet.run_folder import RunFolder
 from penstock.fleet.services import ServiceKind, ServiceSpec, local_services
+from penstock.runs.starters import require_place
 
 TWO_HOSTS = (
     "hosts={a: {memory_gb: 4, address: 10.0.0.1}, b: {memory_gb: 4, address: 10.0.0.2}}",
@@ -78,6 +79,15 @@ def test_each_service_has_a_selector(tmp_path: Path) -> None:
     network = "network={host: 10.0.0.1, tls: {cert: c, key: k}}"
     with pytest.raises(ConfigError, match=r"unknown tag .*h100"):
         demo_config(0, [selectors[0], TWO_HOSTS[0], network, "launcher=ssh"])
+
+
+@pytest.mark.parametrize("section", ["dataflow", "weights"])
+def test_services_with_files_refuse_a_host_without_their_tags(section: str) -> None:
+    config = demo_config(0, [f"{section}.place=[disk]"])
+    require_place(config, {"disk"}, {"disk", "train"})
+    require_place(config, {"train"}, {"train"})  # no host has this tag
+    with pytest.raises(LaunchError, match=rf"{section}\.place asks for a host with the tag disk"):
+        require_place(config, {"train"}, {"disk", "train"})
 
 
 def test_services_with_files_stay_beside_the_launcher(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from penstock.trainer.ranks.worker_loop import worker_loop
 from penstock.trainer.replay import RecordedCommit
 from penstock.trainer.service import make_checkpoints, replay_step, restore_models
 from penstock.trainer.snapshots import Snapshots
+from penstock.trainer.takeover import take_over
 from penstock.wire.codec import JSON, decode, encode_json
 
 NUM_STEPS = 4
@@ -78,6 +79,7 @@ def lead(
         dataflow=dataflow,
         snapshots=snapshots,
         checkpoints=checkpoints,
+        incarnation=take_over(dataflow, POLICY, checkpoints).incarnation,
         metrics=metrics,
     )
     try:

@@ -39,6 +39,7 @@ from penstock.trainer.ranks.group import SingleRank
 from penstock.trainer.service import make_checkpoints, restore_models
 from penstock.trainer.snapshots import Snapshots, weights_of
 from penstock.trainer.state_shards import OPTIMIZER
+from penstock.trainer.takeover import take_over
 from penstock.types import Trajectory, Turn, log_probs
 from penstock.weights.manifest import parse_manifest
 from penstock.weights.store import DirectoryStore
@@ -106,6 +107,7 @@ def run(
         dataflow=dataflow,
         snapshots=snapshots,
         checkpoints=checkpoints,
+        incarnation=take_over(dataflow, POLICY, checkpoints).incarnation,
         metrics=metrics,
         is_stopping=is_stopping,
     )
@@ -456,3 +458,18 @@ def test_a_trainer_that_stops_between_instalments_trains_the_batch_later(
     assert (dataflow.number, dataflow.retained[-1]) == (2, (2, 2))
     resumed = run(dataflow, tmp_path / "stopped", settings)
     assert all(torch.equal(straight[name], value) for name, value in resumed.items())
+
+
+def test_the_fork_point_is_what_the_trainer_before_saved_last(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """It goes on while its successor starts, and the batches after what that one opened go."""
+    settings = config(model_folder)
+    dataflow = MemoryDataflow(batches=BATCHES[:2])
+    run(dataflow, tmp_path, settings)
+    successor = make_checkpoints(settings, POLICY, tmp_path)
+    assert successor.open_newest() is not None and successor.last.cursor.number == 2
+    dataflow.batches = BATCHES[:4]
+    run(dataflow, tmp_path, settings)
+    dataflow.let_go = 4
+    assert take_over(dataflow, POLICY, successor).checkpoint.cursor.number == 4

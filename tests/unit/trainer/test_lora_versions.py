@@ -36,6 +36,7 @@ from penstock.trainer.replay import RecordedCommit
 from penstock.trainer.service import make_checkpoints, replay_step, restore_models
 from penstock.trainer.snapshots import Snapshots, unchanged_files
 from penstock.trainer.state_shards import StateShard
+from penstock.trainer.takeover import take_over
 from penstock.trainer.weight_shares import ShareBuffers
 from penstock.types import PublishedVersion
 from penstock.weights.client import Puller
@@ -70,6 +71,7 @@ def run(dataflow: MemoryDataflow, run_dir: Path, chosen: RunConfig) -> dict[str,
             dataflow=dataflow,
             snapshots=snapshots,
             checkpoints=checkpoints,
+            incarnation=take_over(dataflow, POLICY, checkpoints).incarnation,
             metrics=metrics,
             publish_every_version=True,
         ).run()

@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tests.unit.trainer.doubles import POLICY, MemoryDataflow, random_batch
 
 from penstock.config import RunConfig, demo_config
@@ -25,6 +27,9 @@ from penstock.dataflow.service.trainers.messages import (
     PublishRequest,
 )
 from penstock.fleet.launchers import local
+from penstock.trainer import service
+from penstock.trainer.build import build_models
+from penstock.trainer.models import Models
 from penstock.trainer.service import EXIT_FENCED, EXIT_STOPPED, run_trainer
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.routes import Call, Route
@@ -148,6 +153,21 @@ def test_a_replaced_trainer_exits_with_its_own_code(tmp_path: Path) -> None:
     assert train(dataflow, tmp_path, demo_config(0)) == EXIT_FENCED
     assert local.EXIT_FENCED == EXIT_FENCED, "what the launcher must not start again"
     assert dataflow.commits == []
+
+
+def test_a_trainer_takes_over_before_it_loads_its_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one that is alive would prune the checkpoint that is loaded."""
+    dataflow, seen = MemoryDataflow(batches=[random_batch(0)]), list[int]()
+
+    def build(*args: Any) -> Models:
+        seen.append(dataflow.incarnation)
+        return build_models(*args)
+
+    monkeypatch.setattr(service, "build_models", build)
+    assert train(dataflow, tmp_path, demo_config(0)) == 0
+    assert seen == [1]
 
 
 def test_a_trainer_stops_also_while_the_dataflow_is_away(tmp_path: Path) -> None:

@@ -52,8 +52,12 @@ def selector(
     had, constrains nothing: a cluster without labels runs everything anywhere."""
     if host is not None:
         return {HOST_LABEL: host}
-    known = {name for one in labels for name, value in one.items() if value == TAG_VALUE}
+    known = tags_in(labels)
     return {tag: TAG_VALUE for tag in tags if tag in known}
+
+
+def tags_in(labels: Iterable[Mapping[str, str]]) -> set[str]:
+    return {name for one in labels for name, value in one.items() if value == TAG_VALUE}
 
 
 def connect(address: str | None) -> Any:
@@ -133,6 +137,12 @@ class RayStarter:
     def num_devices(self) -> int:
         """GPUs of the cluster."""
         return int(self._ray.cluster_resources().get("GPU", 0))
+
+    def tags(self) -> tuple[set[str], set[str]]:
+        """Of this host, and of all."""
+        nodes = self._nodes(alive=False)
+        own = [one["Labels"] for one in nodes if one["NodeID"] == self._own_node]
+        return tags_in(own), tags_in(one["Labels"] for one in nodes)
 
     def start(self, service: ServiceSpec, log: Path) -> RayChild | NotStarted:
         if not _answers(self._store):
