@@ -119,7 +119,7 @@ check:
 	$(BIN)/python scripts/supply.py --check
 	$(BIN)/codespell
 	$(BIN)/lint-imports --cache-dir .cache/import-linter
-	$(BIN)/pyright --threads
+	NODE_OPTIONS=--max-old-space-size=6144 $(BIN)/pyright
 
 # Tests of one file stay on one worker, so what a file's fixtures build is built once.
 test:

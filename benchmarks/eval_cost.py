@@ -6,6 +6,10 @@ Real runs of the demo, with all their processes; an evaluation answers five time
 as a step. Each round has one run of every kind, and the ratios are of medians over the rounds, so
 that a busy minute of the machine hits all kinds alike.
 
+A node of its own has a processor of its own where people run one. So the runs whose waits are
+compared have the trainer and its nodes on one core and everything else on another, where a node
+for evaluations gets only the time that the services leave.
+
 The CPU time of the evaluations alone is the difference between two runs of one step, with
 evaluations and without: as many answers as in the long run, so that the noise of the difference is
 not multiplied. Starting the processes costs CPU time too. It is the same in all runs without a
@@ -14,16 +18,22 @@ node of its own for evaluations; the run with that node counts for the wait only
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from benchmarks.harness import log_line, result, scratch
+from penstock.fleet.run_folder import RunFolder
 
 EVERY = 5
 SLOWER = 5
@@ -34,6 +44,7 @@ ONE_STEP_EVALUATIONS = 2
 """Evaluations of a run of one step: before and after it."""
 WARM_UP = 2
 """Steps whose wait is not counted: nodes are starting."""
+PLACE_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +58,8 @@ class Kind:
     """Of each evaluation; 0: no evaluations."""
     own_nodes: int = 0
     """Nodes that only evaluate."""
+    placed: bool = False
+    """Training has a core, and the services and the node for evaluations another."""
 
     def overrides(self) -> list[str]:
         words = [
@@ -69,7 +82,10 @@ def kinds(steps: int, groups: int) -> dict[str, Kind]:
     alone = num_answers * num_evaluations // ONE_STEP_EVALUATIONS
     return {
         "training": Kind(steps=steps, groups=groups),
-        "own_node": Kind(steps=steps, groups=groups, num_answers=num_answers, own_nodes=1),
+        "placed": Kind(steps=steps, groups=groups, placed=True),
+        "own_node": Kind(
+            steps=steps, groups=groups, num_answers=num_answers, own_nodes=1, placed=True
+        ),
         "both": Kind(steps=steps, groups=groups, num_answers=num_answers),
         "one_step": Kind(steps=1, groups=groups),
         "one_step_evaluated": Kind(steps=1, groups=groups, num_answers=alone),
@@ -84,12 +100,41 @@ class Measured:
     """The trainer's wait for batches."""
 
 
-def measure(folder: Path, words: Sequence[str]) -> Measured:
+def place(folder: Path) -> None:
+    """Move what runs to its core; called again and again, since services may start late."""
+    record = RunFolder(folder).launcher()
+    for name, pid in record.services.items() if record else ():
+        trains = name.startswith(("node-", "trainer-"))
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            root = psutil.Process(pid)
+            for process in (root, *root.children(recursive=True)):
+                for thread in process.threads():
+                    os.sched_setaffinity(thread.id, {0 if trains else 1})
+                if name.startswith("eval-node-"):
+                    process.nice(19)
+
+
+def measure(folder: Path, kind: Kind) -> Measured:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "penstock.cli.main", "demo", "--dir", str(folder), *words]
-    done = subprocess.run([*command, "--headless"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the run failed:\n{done.stdout}{done.stderr}")
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.cli.main",
+        "demo",
+        "--headless",
+        "--dir",
+        str(folder),
+    ]
+    output = folder.with_suffix(".log")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w") as log:
+        run = subprocess.Popen([*command, *kind.overrides()], stdout=log, stderr=log)
+        while run.poll() is None:
+            if kind.placed:
+                place(folder)
+            time.sleep(PLACE_EVERY_S)
+    if run.returncode:
+        raise RuntimeError(f"the run failed:\n{output.read_text()}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     waits = [line["seconds/wait"] for line in lines if "seconds/wait" in line]
@@ -109,12 +154,12 @@ def summarise(rounds: Sequence[Mapping[str, Measured]]) -> dict[str, float]:
     alone_s = cpu_s("one_step_evaluated") - cpu_s("one_step")
     return {
         "cpu_ratio": cpu_s("both") / (cpu_s("training") + alone_s),
-        "blocked_ratio": wait_s("own_node") / wait_s("training"),
+        "blocked_ratio": wait_s("own_node") / wait_s("placed"),
         "training_cpu_s": cpu_s("training"),
         "both_cpu_s": cpu_s("both"),
         "evaluations_cpu_s": alone_s,
         "start_cpu_s": cpu_s("one_step"),
-        "wait_s": wait_s("training"),
+        "wait_s": wait_s("placed"),
         "own_node_wait_s": wait_s("own_node"),
     }
 
@@ -131,7 +176,7 @@ def main() -> None:
         for index in range(args.rounds or num_rounds):
             found: dict[str, Measured] = {}
             for name, kind in kinds(steps, groups).items():
-                found[name] = measure(folder / f"round-{index}" / name, kind.overrides())
+                found[name] = measure(folder / f"round-{index}" / name, kind)
                 log_line(f"round {index + 1}, {name}: {found[name]}")
             rounds.append(found)
     result(**summarise(rounds))

@@ -4,12 +4,15 @@ staged."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import pytest
 from starlette.requests import Request
+from tests.unit.rollout.polling import eventually
 from tests.unit.weights.snapshot_folders import contents
 from tests.unit.weights.weight_servers import POLICY, put, running_weight_server, tampering_server
 
@@ -18,6 +21,7 @@ from penstock.types import PublishedVersion
 from penstock.weights import client as module
 from penstock.weights.client import Puller
 from penstock.weights.manifest import FileEntry, encode_manifest, make_manifest, parse_manifest
+from penstock.weights.pulling.partial import Partial
 from penstock.weights.store import DirectoryStore
 from penstock.weights.tensors import TensorEntry
 from penstock.wire.client import AsyncServiceClient, connect
@@ -248,3 +252,32 @@ async def test_without_a_credential_nothing_is_pulled(
     async with connect(caller.base_url, "nonsense") as stranger:
         with pytest.raises(Unauthorized):
             await Puller(tmp_path / "cache").pull([stranger], wanted)
+
+
+@pytest.mark.parametrize("step", ["missing", "finish"])
+async def test_a_cancelled_pull_changes_no_file_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Both truncate: without the lock, they could hit a blob that another pull has verified."""
+    wanted = put(tmp_path)
+    begun, ended, may_end = list[str](), list[str](), threading.Event()
+    real = getattr(Partial, step)
+
+    def slow(partial: Partial) -> object:
+        begun.append(partial.file.name)
+        may_end.wait(60)
+        result = real(partial)
+        ended.append(partial.file.name)
+        return result
+
+    monkeypatch.setattr(Partial, step, slow)
+    async with tampering_server(tmp_path / "store", as_it_is) as caller:
+        pull = asyncio.create_task(Puller(tmp_path / "cache").pull([caller], wanted))
+        await eventually(lambda: len(begun) > 0)
+        pull.cancel()
+        await asyncio.sleep(0.05)
+        assert not pull.done(), "its thread still has the file"
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await pull
+        assert sorted(ended) == sorted(begun)

@@ -379,19 +379,19 @@ class _Pull:
         """Fetch the missing parts from one weight server."""
         async with self.blobs.partial(file, self.tensors) as partial:
             # Another pull may have fetched it while this one waited for the lock.
-            if (found := await asyncio.to_thread(self.blobs.check, file)) is not None:
+            if (found := await run_uncancelled(self.blobs.check, file)) is not None:
                 partial.drop()
                 return found
             if partial.is_complete:  # left by a pull that could not repair it
-                found = await asyncio.to_thread(partial.finish)
+                found = await run_uncancelled(partial.finish)
             for _ in range(MAX_TRIES):
                 if found is not None:
                     return found
-                missing = await asyncio.to_thread(partial.missing)
+                missing = await run_uncancelled(partial.missing)
                 await _gather(
                     self._fetch_range(weight_server, partial, byte_range) for byte_range in missing
                 )
-                found = await asyncio.to_thread(partial.finish)
+                found = await run_uncancelled(partial.finish)
         if found is not None:
             return found
         raise WeightsError(

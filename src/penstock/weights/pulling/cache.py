@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Collection, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from penstock.bounds import is_digest
 from penstock.errors import WeightsError
@@ -28,6 +29,8 @@ from penstock.weights.pulling.partial import Partial, verify
 from penstock.weights.rebuild import apply_chain
 from penstock.weights.store import DirectoryStore, try_lock
 from penstock.weights.tensors import Scan, TensorEntry
+
+Result = TypeVar("Result")
 
 LOCK_POLL_S = 0.02
 RESUME_WINDOW_S = 3600.0
@@ -212,12 +215,12 @@ def _require_digest(text: str) -> str:
     return text
 
 
-async def run_uncancelled(work: Callable[..., object], *args: object) -> None:
-    """Run in a thread. A cancelled caller waits for the thread to end, so that it never writes
-    without the lock or to a blob verified since."""
+async def run_uncancelled(work: Callable[..., Result], *args: object) -> Result:
+    """Run in a thread. A cancelled caller waits for the thread to end, so that it never changes a
+    file without the lock, or a blob verified since."""
     thread = asyncio.ensure_future(asyncio.to_thread(work, *args))
     try:
-        await asyncio.shield(thread)
+        return await asyncio.shield(thread)
     except asyncio.CancelledError:
         await asyncio.wait([thread])
         raise
