@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 from tests.e2e.system import PENSTOCK, System, penstock, until
 
 from penstock.wire.auth import PREFIX
@@ -21,6 +22,7 @@ ENDLESS = (
     "training.checkpoint_every=5",
     "training.lr_scheduler_type=constant",  # or the number of steps could not change on resume
     "algorithm.num_generations=4",
+    "models.policy.capacity=8",  # fewer slots than the run has room for: the guest gets some too
 )
 
 
@@ -67,6 +69,7 @@ def assert_no_token_is_in_sight(system: System) -> None:
             assert PREFIX.encode() not in shown, f"{process.cmdline()}: token in {file}"
 
 
+@pytest.mark.slow  # `test_fleet` rotates the key of a run in CI
 def test_key_rotation_and_revocation_in_a_running_run(system: System, tmp_path: Path) -> None:
     run = str(system.folder.path)
     system.start(*ENDLESS)

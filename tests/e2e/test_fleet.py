@@ -23,6 +23,7 @@ ENDLESS = (
     "training.checkpoint_every=5",
     "training.lr_scheduler_type=constant",  # or the number of steps could not change on resume
     "algorithm.num_generations=4",
+    "models.policy.capacity=8",  # fewer slots than the run has room for: the guest gets some too
 )
 
 
