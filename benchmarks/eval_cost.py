@@ -111,7 +111,7 @@ def place(folder: Path) -> None:
                 for thread in process.threads():
                     os.sched_setaffinity(thread.id, {0 if trains else 1})
                 if name.startswith("eval-node-"):
-                    process.nice(19)
+                    process.nice(min(19, psutil.Process().nice() + 10))
 
 
 def measure(folder: Path, kind: Kind) -> Measured:
