@@ -2,7 +2,8 @@
 """How much work one credential may have in a service at a time; its further calls wait in line.
 
 One event loop serves calls in the order in which they arrive. A credential that sends many at once
-gets its share of the loop and no more, and the bodies of its waiting calls are not read yet.
+gets its share of the loop and of memory and no more: the bodies of its waiting calls are not read
+yet.
 """
 
 from __future__ import annotations
@@ -67,3 +68,21 @@ class CallBudget:
             del self._waiting[who]
         if used:
             self._used[who] = used
+
+
+class Share:
+    """What one call holds of the budget."""
+
+    def __init__(self, budget: CallBudget) -> None:
+        self._budget = budget
+        self._held: tuple[Caller, int] | None = None
+
+    async def take(self, who: Caller, num_bytes: int) -> None:
+        await self._budget.enter(who, num_bytes)
+        self._held = who, num_bytes
+
+    def give_back(self) -> None:
+        """Again has no effect."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._budget.leave(*held)

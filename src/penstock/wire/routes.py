@@ -46,12 +46,18 @@ class Route:
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     query: tuple[str, ...] = ()
     shares_budget: bool = False
-    """Calls of one credential have a limited number of bytes in work at a time; the others wait
-    their turn."""
+    """Calls of one credential have a limited number of bytes in work at a time, until their answers
+    are read; the others wait their turn. Of other calls only the bodies count, while they are
+    read."""
     audited: str = ""
     """What a call does, for the log of operators' actions; empty for none of them."""
     is_streamed: bool = False
     """The handler reads the body itself, as an async iterator of bytes of any length."""
+
+    @property
+    def has_body(self) -> bool:
+        """Whether a body is read into memory before the handler is called."""
+        return self.request is not None and not self.is_streamed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.errors import BadRequest, Forbidden, TooLarge, WireError
 from penstock.redaction import hide_secrets
 from penstock.wire.auth import Credential, Verifier
-from penstock.wire.call_budget import CALL_BYTES, CallBudget
+from penstock.wire.call_budget import CALL_BYTES, CallBudget, Share
 from penstock.wire.codec import JSON, MSGPACK, decode, encode, encode_json
 from penstock.wire.credential_routes import credential_routes
 from penstock.wire.doors import admit
@@ -42,6 +42,8 @@ from penstock.wire.routes import (
 log = structlog.get_logger(__name__)
 
 MAX_PARAMETER_CHARS = 8192
+SMALL_ANSWER_BYTES = 64 << 10
+"""The kernel takes so many at once, whether they are read or not."""
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 OnAction = Callable[[str, Call], Awaitable[None]]
 TokenOf = Callable[[Mapping[str, str]], str]
@@ -170,16 +172,19 @@ class _Endpoint:
         return starlette_route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = await self._respond(scope, receive)
-        if isinstance(answer, Response):
-            await answer(scope, receive, send)
-            return
-        length = (b"content-length", b"%d" % len(answer.body))
-        headers = (length, (b"content-type", answer.media_type.encode()))
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": answer.body})
+        share = Share(self._budget)
+        try:
+            answer = await self._respond(scope, receive, share)
+            if isinstance(answer, Response):
+                await answer(scope, receive, send)
+            else:
+                await _send(answer, send)
+        finally:
+            share.give_back()
 
-    async def _respond(self, scope: Scope, receive: Receive) -> Response | RawResponse:
+    async def _respond(
+        self, scope: Scope, receive: Receive, share: Share
+    ) -> Response | RawResponse:
         spec = self.spec
         # If a header is repeated, the first one counts.
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in reversed(scope["headers"])}
@@ -187,15 +192,16 @@ class _Endpoint:
             credential = _authorise(self._token_of(headers), spec, self._verifier)
             if "connection" in scope:
                 admit(scope, credential.subject)
+            if spec.shares_budget or spec.has_body:
+                # Apart for each route: an upload must not hold up the heartbeats of its sender.
+                await share.take((credential.subject, spec.path), _work_bytes(headers, spec))
+            call = await self._read(scope, receive, headers, credential)
             if not spec.shares_budget:
-                return await self._handle(scope, receive, headers, credential)
-            # Apart for each route: an upload must not hold up the heartbeats of its sender.
-            who, num_bytes = (credential.subject, spec.path), _work_bytes(headers, spec)
-            await self._budget.enter(who, num_bytes)
-            try:
-                return await self._handle(scope, receive, headers, credential)
-            finally:
-                self._budget.leave(who, num_bytes)
+                share.give_back()
+            answer = await spec.handler(call)
+            if spec.audited and self._on_action is not None:
+                await self._on_action(spec.audited, call)
+            return _response(headers, answer)
         except WireError as error:
             return error_response(error)
         except ClientDisconnect:
@@ -204,15 +210,15 @@ class _Endpoint:
             log.exception("handler failed", method=spec.method, path=spec.path)
             return error_response(WireError("internal error; see this service's log"))
 
-    async def _handle(
+    async def _read(
         self, scope: Scope, receive: Receive, headers: dict[str, str], credential: Credential
-    ) -> Response | RawResponse:
+    ) -> Call:
         spec = self.spec
         request = Request(scope, receive)
         body: Any = request.stream() if spec.is_streamed else None
-        if spec.request is not None and not spec.is_streamed:
+        if spec.has_body:
             body = _decode_body(await read_body(request, spec.max_body_bytes), headers, spec)
-        call = Call(
+        return Call(
             body=body,
             credential=credential,
             path=_checked(request.path_params),
@@ -220,10 +226,19 @@ class _Endpoint:
             headers=headers,
             is_disconnected=request.is_disconnected,
         )
-        answer = await spec.handler(call)
-        if spec.audited and self._on_action is not None:
-            await self._on_action(spec.audited, call)
-        return _response(headers, answer)
+
+
+async def _send(answer: RawResponse, send: Send) -> None:
+    """Returns when the caller has read most of it, so that a share of the budget counts until
+    then."""
+    length = (b"content-length", b"%d" % len(answer.body))
+    headers = (length, (b"content-type", answer.media_type.encode()))
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    body = answer.body
+    if len(body) > SMALL_ANSWER_BYTES:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        body = b""  # to be sent only when there is room behind the others
+    await send({"type": "http.response.body", "body": body})
 
 
 def _authorise(token: str, route: Route, verifier: Verifier) -> Credential:
@@ -239,7 +254,7 @@ def _authorise(token: str, route: Route, verifier: Verifier) -> Credential:
 
 def _work_bytes(headers: Mapping[str, str], route: Route) -> int:
     """Bytes of memory and time that a call may cost; a streamed body is never in memory."""
-    if route.is_streamed or route.request is None:
+    if not route.has_body:
         return CALL_BYTES
     declared = headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() and len(declared) < 16 else route.max_body_bytes

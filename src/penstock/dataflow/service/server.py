@@ -74,12 +74,12 @@ class ServiceRoutes:
     weights_url: str
     ttl_s: float
 
-    @route("GET", "/v1/status", READERS)
+    @route("GET", "/v1/status", READERS, shares_budget=True)
     async def status(self, call: Call) -> Status:
         """State of the run, and what it is waiting for."""
         return reading.status(self.service, self.facts.run)
 
-    @route("GET", "/v1/report", READERS)
+    @route("GET", "/v1/report", READERS, shares_budget=True)
     async def report(self, call: Call) -> BalanceReport:
         """Waiting times, wasted work, and the recommended number of nodes."""
         return self.make_report()
@@ -89,7 +89,7 @@ class ServiceRoutes:
         look = observe_service(service.coordinator, service.host)
         return service.balance.report(look, service.process.clock())
 
-    @route("GET", "/v1/versions", READERS | CHECKERS)
+    @route("GET", "/v1/versions", READERS | CHECKERS, shares_budget=True)
     async def versions(self, call: Call) -> VersionsInUse:
         """Published versions that may still be requested from the weight store."""
         nodes = self.service.partition.nodes.values()
@@ -107,7 +107,7 @@ class ServiceRoutes:
         self.service.nodes.drain(call.path["node_id"])
         return Ack()
 
-    @route("GET", "/v1/explain/{id}", READERS)
+    @route("GET", "/v1/explain/{id}", READERS, shares_budget=True)
     async def explain(self, call: Call) -> Explanation:
         """Explain a skipped task, a dropped row, or the composition of a batch."""
         recorded = RecordedRun(coordinator=self.service.process.ledger.tables, partitions={})
@@ -133,7 +133,7 @@ class ServiceRoutes:
         await self.service.process.make_durable()
         return NodeTags(node_id=node_id, tags=tuple(tags))
 
-    @route("GET", "/metrics", ALL_ROLES, response=None)
+    @route("GET", "/metrics", ALL_ROLES, response=None, shares_budget=True)
     async def metrics(self, call: Call) -> RawResponse:
         """Prometheus metrics."""
         return RawResponse(prometheus_text(self.service, self.facts.run), CONTENT_TYPE_PLAIN)
@@ -233,7 +233,7 @@ def build_partition_server(
 class _PartitionMetricsRoute:
     service: PartitionService
 
-    @route("GET", "/metrics", ALL_ROLES, response=None)
+    @route("GET", "/metrics", ALL_ROLES, response=None, shares_budget=True)
     async def metrics(self, call: Call) -> RawResponse:
         """Prometheus metrics of the partition and its nodes."""
         return RawResponse(partition_prometheus_text(self.service), CONTENT_TYPE_PLAIN)

@@ -56,7 +56,7 @@ class RowRoutes:
 
     # --- readers ------------------------------------------------------------------------------
 
-    @route("GET", "/v1/readers", READERS)
+    @route("GET", "/v1/readers", READERS, shares_budget=True)
     async def readers(self, call: Call) -> ReadersAnswer:
         """All readers of rows with their state."""
         names = sorted(self.service.row_window.readers)
@@ -105,7 +105,7 @@ class RowRoutes:
 
     # --- spaces -------------------------------------------------------------------------------
 
-    @route("GET", "/v1/spaces", READERS)
+    @route("GET", "/v1/spaces", READERS, shares_budget=True)
     async def spaces(self, call: Call) -> SpacesAnswer:
         """User spaces with their size and quota."""
         return SpacesAnswer(spaces=self.service.space_states())
