@@ -149,17 +149,22 @@ def _assistant(message: JsonObject, where: str) -> JsonObject:
 def _user(message: JsonObject, where: str) -> list[JsonObject]:
     """One message per tool result; text blocks between them are merged into one message."""
     messages: list[JsonObject] = []
+    texts: list[str] = []
+
+    def end_text() -> None:
+        if texts:  # joined once: a body of small blocks would be copied for each of them
+            messages.append({"role": message["role"], "content": "\n".join(texts)})
+            texts.clear()
+
     for block in _blocks(message, where):
         if block.get("type") == "tool_result":
+            end_text()
             content = join_text(block.get("content"), f"{where}.content", ("text",), "\n")
             result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
             messages.append(result | ({"is_error": True} if block.get("is_error") else {}))
-            continue
-        text = join_text([block], f"{where}.content", ("text",))
-        if messages and messages[-1]["role"] == message["role"]:
-            messages[-1]["content"] += "\n" + text
         else:
-            messages.append({"role": message["role"], "content": text})
+            texts.append(join_text([block], f"{where}.content", ("text",)))
+    end_text()
     return messages
 
 
