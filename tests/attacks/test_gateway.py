@@ -22,18 +22,20 @@ from tests.unit.gateway import bpe
 from tests.unit.gateway.gateway_harness import POLICY, FakeEngine, write_snapshot
 from tests.unit.gateway.test_server import ESCAPES, FORBIDDEN
 
+from penstock.bounds import MAX_TURNS
 from penstock.gateway import online as online_module
 from penstock.gateway import turn_tree
+from penstock.gateway.answer_history import AnswerHistory
 from penstock.gateway.dialects.messages import MESSAGES
 from penstock.gateway.gateway import Gateway, Session
 from penstock.gateway.generation import Completion, GenerationRequest
-from penstock.gateway.model_calls import Call
+from penstock.gateway.model_calls import Answer, Call, Usage
 from penstock.gateway.online import EndedSession, OnlineGateway, SessionTerms
 from penstock.gateway.online_routes import build_online_app
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.server import build_app
-from penstock.types import RowId, SamplingSpec, Version
+from penstock.types import FinishReason, RowId, SamplingSpec, Version
 from penstock.wire import keys
 from penstock.wire.auth import Audience, Role, Signer, read_unverified
 from penstock.wire.denied import Denied, write_denied
@@ -395,10 +397,28 @@ def test_a_body_of_small_blocks_is_read_in_one_pass() -> None:
     assert cpu_s(80_000) < 64 * max(0.01, cpu_s(5_000))
 
 
+def test_many_equal_answers_are_not_searched_for_each_message() -> None:
+    """An agent that gets the same answer again and again sends them back by the thousand."""
+
+    def cpu_s(num_answers: int) -> float:
+        history = AnswerHistory()
+        for turn in range(num_answers):
+            usage = Usage(prompt_tokens=1, completion_tokens=1)
+            answer = Answer(text="", finish=FinishReason.LENGTH, turn=turn, usage=usage)
+            history.remember(POLICY, turn - 1, answer, lambda: "sampled")
+        messages = [{"role": "assistant", "content": ""}] * 512
+        history.find(POLICY, messages[:1])
+        began = time.process_time()
+        assert len(history.find(POLICY, messages)) == len(messages)
+        return time.process_time() - began
+
+    assert cpu_s(MAX_TURNS) < 16 * max(0.02, cpu_s(16))
+
+
 @pytest.mark.finding(5)
 async def test_refused_prompts_cost_quota() -> None:
     """A key that only sends what is refused runs out of its quota like any other."""
-    async with running(Quotas(tokens_per_minute=1_000_000)) as gate:
+    async with running(Quotas(tokens_per_minute=10_000)) as gate:
         statuses = [(await gate.say(gate.attacker, MANY_MB)).status_code for _ in range(4)]
         assert statuses[0] == 400 and statuses[-1] == 429
         assert (await gate.say(gate.victim, "hello")).status_code == 200

@@ -10,9 +10,10 @@ complete: dropped reasoning or a changed argument counts as a rewritten history.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 from penstock.gateway.model_calls import Answer
@@ -20,6 +21,8 @@ from penstock.gateway.turn_tree import ROOT
 from penstock.types import JsonObject, PolicyName
 
 _Key = tuple[PolicyName, str, str, tuple[tuple[str, str], ...]]
+_Known = tuple[object, object, object]
+"""Ids, sub-agent and preceding answer; None stands for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +34,31 @@ class _PastAnswer:
     sampled_text: str | None
 
 
+class _SameAnswers:
+    """Answers with equal parts: the newest by each combination of what may tell them apart, so that
+    a session of thousands of them is not searched for each message of a call."""
+
+    def __init__(self) -> None:
+        self._newest: dict[_Known, _PastAnswer] = {}
+
+    def add(self, past: _PastAnswer) -> None:
+        for known in _combinations(past.call_ids, past.agent, past.parent):
+            self._newest[known] = past
+
+    def find(self, ids: tuple[Any, ...], agent: str, before: int) -> _PastAnswer:
+        """The ids count most, then the sub-agent, then the preceding answer."""
+        found = (self._newest.get(wanted) for wanted in _combinations(ids, agent, before))
+        return next(past for past in found if past is not None)
+
+
+def _combinations(ids: object, agent: object, parent: object) -> Iterator[_Known]:
+    """Of what is known, the most telling first."""
+    return product((ids, None), (agent, None), (parent, None))
+
+
 class AnswerHistory:
     def __init__(self) -> None:
-        self._past_answers: dict[_Key, list[_PastAnswer]] = {}
+        self._past_answers: dict[_Key, _SameAnswers] = {}
         self._has_sampled_texts = False
         self._new: list[Callable[[], None]] = []
         """Answers not looked at yet: most sessions make one call."""
@@ -62,9 +87,8 @@ class AnswerHistory:
         calls = tuple((call.name, _canonical(call.arguments)) for call in answer.tool_calls)
         key = (policy, answer.text, answer.reasoning, calls)
         ids = tuple(call.id for call in answer.tool_calls)
-        self._past_answers.setdefault(key, []).append(
-            _PastAnswer(answer.turn, parent, agent, ids, sampled_text)
-        )
+        same = self._past_answers.setdefault(key, _SameAnswers())
+        same.add(_PastAnswer(answer.turn, parent, agent, ids, sampled_text))
         self._has_sampled_texts |= sampled_text is not None
 
     def find(
@@ -84,19 +108,13 @@ class AnswerHistory:
             if message.get("role") != "assistant":
                 continue
             key, ids = _read(policy, message)
-            past = self._past_answers.get(key, ()) if key is not None else ()
-            best = max(past, key=partial(_match_rank, ids, agent, before), default=None)
-            if best is not None:
+            same = self._past_answers.get(key) if key is not None else None
+            if same is not None:
+                best = same.find(ids, agent, before)
                 before = best.turn
                 if best.sampled_text is not None:
                     found[at] = best.sampled_text
         return found
-
-
-def _match_rank(
-    ids: tuple[Any, ...], agent: str, before: int, past: _PastAnswer
-) -> tuple[bool, bool, bool, int]:
-    return past.call_ids == ids, past.agent == agent, past.parent == before, past.turn
 
 
 def _read(policy: PolicyName, message: JsonObject) -> tuple[_Key | None, tuple[Any, ...]]:
@@ -110,8 +128,9 @@ def _read(policy: PolicyName, message: JsonObject) -> tuple[_Key | None, tuple[A
             (call["function"]["name"], _canonical(call["function"]["arguments"])) for call in calls
         )
         key = (policy, content, reasoning, named)
-        hash(key)
-        return key, tuple(call.get("id") for call in calls)
+        ids = tuple(call.get("id") for call in calls)
+        hash((key, ids))
+        return key, ids
     except (KeyError, TypeError, AttributeError):
         return None, ()
 
