@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one credential makes a service keep in memory: bodies that never end, and answers that nobody
-reads, over as many connections as it likes."""
+"""What one credential makes a service keep in memory: bodies that never end, and answers that
+nobody reads, over as many connections as it likes."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ class Service:
 
     def _route(self, method: str, handler: Any, **options: Any) -> Route:
         roles = frozenset({Role.READER})
-        return Route(
-            method=method, path="/x", handler=handler, roles=roles, summary="x", **options
-        )
+        return Route(method=method, path="/x", handler=handler, roles=roles, summary="x", **options)
 
     async def _record(self, call: Call) -> object:
         return Health()

@@ -46,7 +46,7 @@ def serve(
         deterministic: Sample one answer at a time, so that the same requests give the same bits.
         max_models: Most models in use per client.
         max_waiting: Most requests without a result per client.
-        max_stored_gb: Most saved weights per client.
+        max_stored_gb: Most on disk per client: saved weights, models, requests and results.
         snapshot_every: Requests between two states of a model on disk; fewer make a restart
             shorter.
         tls_cert: TLS certificate file; required off loopback.

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What requests do to a model, in memory and on disk: all of it follows from the request's row.
 
-Owns the files of models, of their states and of saved weights. Runs where the models are, one
-request at a time; knows no order, no result and no other lane.
+Owns the files of models, of their states and of saved weights, and counts what they take. Runs
+where the models are, one request at a time; knows no order, no result and no other lane.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from penstock.tinker.protocol import (
     read_forward_backward,
     write_outputs,
 )
+from penstock.tinker.stored_bytes import StoredBytes
 from penstock.weights.manifest import ADAPTER_WEIGHTS
 from penstock.wire.codec import JSON, decode, encode_json
 
@@ -70,6 +72,7 @@ class Effects:
         self._model_name = model_name
         self._limits = limits
         self._clock = clock
+        self.stored = StoredBytes(self._stored_bytes, limits.max_stored_bytes)
         for name in (CHECKPOINTS, MODELS, STATES):
             (folder / name).mkdir(exist_ok=True)
 
@@ -121,11 +124,13 @@ class Effects:
             )
         if body.optimizer_config.type != "adamw":
             raise BadRequest(f"no optimizer {body.optimizer_config.type!r} here; there is adamw")
+        self.stored.require(lane.owner)
         lora = body.lora_config or Lora(rank=32)
         config = self._base.lora_config(lora)
         seed = int(digest_of(lane.id.encode())[:15], 16) if lora.seed is None else lora.seed
         folder = self._folder / MODELS / _name(lane.id)
         self._base.write_adapter(folder, config, seed & ((1 << 63) - 1))
+        self.stored.add(lane.owner, _own_bytes(folder))
         assert config.targets is not None
         return self._begin(
             lane, ModelConfig(rank=lora.rank, targets=config.targets, folder=self.relative(folder))
@@ -153,8 +158,10 @@ class Effects:
         if not file.exists():
             raise BadRequest(f"{body.path} is for sampling only; load what save_state has written")
         if lane.model is None:
+            self.stored.require(request.owner)
             own = self._folder / MODELS / _name(lane.id)
             self._base.copy_adapter(own, folder, load_file(folder / ADAPTER_WEIGHTS))
+            self.stored.add(request.owner, _own_bytes(own))
             config = msgspec.structs.replace(config, folder=self.relative(own))
             effect = self._begin(lane, config)
         else:
@@ -175,30 +182,36 @@ class Effects:
         query = "SELECT folder FROM checkpoints WHERE path = :path"
         if self._journal.rows(query, path=path) and not body.overwrite:
             raise BadRequest(f"{path} exists; pass overwrite=True or another name")
-        self._check_space(request.owner)
+        self.stored.require(request.owner)
         folder = self._folder / CHECKPOINTS / _name(request.id)
         self._base.copy_adapter(folder, self._folder / lane.config.folder, model.adapter)
         if is_state:
             write_durably(folder / STATE, model.state())
-        num_bytes = sum(one.stat().st_size for one in folder.iterdir() if one.stat().st_nlink == 1)
+        num_bytes = _own_bytes(folder)
+        self.stored.add(request.owner, num_bytes)
         is_ephemeral = body.path is None
         ttl_s = self._limits.keep_s if is_ephemeral else body.ttl_seconds
         config = msgspec.structs.replace(lane.config, folder=self.relative(folder))
+        # Sampling clients may still use what is overwritten, so it is kept for a while, and counts.
+        values = {"path": path, "folder": self.relative(folder)}
+        replaced = Change(
+            "UPDATE checkpoints SET path = 'replaced/' || folder, ends_at = :ends_at "
+            "WHERE path = :path AND folder != :folder",
+            {**values, "ends_at": self._clock() + self._limits.keep_s},
+        )
         row = Change(
             "INSERT INTO checkpoints VALUES (:path, :owner, :folder, :config, :num_bytes, :ends_at)"
-            " ON CONFLICT (path) DO UPDATE SET folder = excluded.folder, config = excluded.config,"
-            " num_bytes = excluded.num_bytes, ends_at = excluded.ends_at",
+            " ON CONFLICT (path) DO NOTHING",
             {
-                "path": path,
+                **values,
                 "owner": request.owner,
-                "folder": self.relative(folder),
                 "config": encode_json(config).decode(),
                 "num_bytes": num_bytes,
                 "ends_at": None if ttl_s is None else self._clock() + ttl_s,
             },
         )
         answer: dict[str, Any] = {"type": request.kind.value, "path": path}
-        changes = [row]
+        changes = [replaced, row]
         if is_ephemeral and not is_state:
             session = lane.id.rpartition(":train:")[0]
             id = f"{session}:sample:{body.sampling_session_seq_id or 0}"
@@ -206,10 +219,12 @@ class Effects:
             answer = {"type": request.kind.value, "sampling_session_id": id}
         return Effect(answer, changes)
 
-    def _check_space(self, owner: str) -> None:
-        query = "SELECT COALESCE(SUM(num_bytes), 0) FROM checkpoints WHERE owner = :owner"
-        [(used,)] = self._journal.rows(query, owner=owner)
-        self._limits.check_stored(used)
+    def _stored_bytes(self, owner: str) -> int:
+        """On disk now."""
+        found = self._journal.rows("SELECT id FROM models WHERE owner = :owner", owner=owner)
+        names = [_name(id) for (id,) in found]
+        folders = [self._folder / part / name for part in (MODELS, STATES) for name in names]
+        return self._journal.stored_bytes(owner) + sum(map(_own_bytes, folders))
 
     # --- states on disk --------------------
 
@@ -217,6 +232,7 @@ class Effects:
         assert lane.model is not None
         state = lane.model.state()
         write_durably(self._state_file(lane, number), state)
+        self.stored.add(lane.owner, len(state))
         lane.num_since_snapshot = 0
         values = {"id": lane.id, "number": number, "digest": digest_of(state)}
         return [
@@ -260,6 +276,16 @@ class Effects:
 
     def relative(self, folder: Path) -> str:
         return str(folder.relative_to(self._folder))
+
+
+def _own_bytes(folder: Path) -> int:
+    """Without hard links to files of the base model."""
+    num_bytes = 0
+    with suppress(FileNotFoundError):  # it is deleted meanwhile
+        for file in folder.iterdir():
+            found = file.stat()
+            num_bytes += found.st_size if found.st_nlink == 1 else 0
+    return num_bytes
 
 
 def _name(id: str) -> str:

@@ -171,19 +171,31 @@ class Journal:
             },
         )
 
-    def finished(self, request: Request, result: Result, at: float) -> Change:
-        """A result is final: a second one changes nothing."""
+    def finished(self, request: Request, result: Result, at: float, *, keeps_body: bool) -> Change:
+        """A result is final: a second one changes nothing. `keeps_body`: it is applied again after
+        a crash."""
         return Change(
             "UPDATE requests SET state = :state, content = :content, media_type = :media_type, "
-            "at = :at WHERE id = :id AND state = 'waiting'",
+            "at = :at, body = CASE WHEN :keeps_body THEN body END "
+            "WHERE id = :id AND state = 'waiting'",
             {
                 "id": request.id,
+                "keeps_body": keeps_body,
                 "state": result.state.value,
                 "content": result.content,
                 "media_type": result.media_type,
                 "at": at,
             },
         )
+
+    def stored_bytes(self, owner: str) -> int:
+        """Of requests, results and saved weights of this owner."""
+        queries = (
+            "SELECT SUM(COALESCE(LENGTH(body), 0) + COALESCE(LENGTH(content), 0)) FROM requests "
+            "WHERE owner = :owner",
+            "SELECT SUM(num_bytes) FROM checkpoints WHERE owner = :owner",
+        )
+        return sum(int(self.rows(query, owner=owner)[0][0] or 0) for query in queries)
 
     def owner_and_digest(self, id: str) -> tuple[str, str] | None:
         found = self.rows("SELECT owner, digest FROM requests WHERE id = :id", id=id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.errors import BadRequest, Busy, Forbidden
+from penstock.errors import Busy, Forbidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class Limits:
     max_waiting: int = 4096
     """Requests without a result."""
     max_stored_bytes: int = 64 << 30
-    """Of saved weights."""
+    """Of saved weights, models, requests and results."""
     idle_s: float = 1800.0
     keep_s: float = 7 * 86_400.0
     """How long results, and weights of sampling clients, are kept."""
@@ -37,12 +37,4 @@ class Limits:
             raise Forbidden(
                 f"this credential has {self.max_models} models in use, its limit; one that is idle "
                 f"for {self.idle_s:.0f} s counts no longer"
-            )
-
-    def check_stored(self, stored_bytes: int) -> None:
-        """Raises BadRequest if there is no room."""
-        if stored_bytes >= self.max_stored_bytes:
-            raise BadRequest(
-                f"this credential keeps {stored_bytes >> 20} MiB of saved weights, its limit; save "
-                "with ttl_seconds, or overwrite"
             )

@@ -22,7 +22,8 @@ from penstock.errors import BadRequest
 PROTOBUF = "application/x-protobuf"
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
+MAX_NAME_CHARS = 256
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
@@ -51,6 +52,16 @@ _MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {
         "forward_only": (6, "bool"),
         "loss_fn_config_v2": (7, "NamedSetting*"),
     },
+    "RequestParts": {
+        "model_id": (1, "string"),
+        "seq_id": (2, "int32"),
+        "data": (3, "bytes*"),
+        "loss_fn": (4, "string"),
+        "loss_fn_config": (5, "bytes*"),
+        "forward_only": (6, "bool"),
+        "loss_fn_config_v2": (7, "bytes*"),
+    },
+    "DatumParts": {"model_input": (1, "bytes*"), "loss_fn_inputs": (2, "bytes*")},
     "Batched": {"data": (1, "bytes"), "offsets": (2, "bytes"), "dtype": (3, "int32")},
     "NamedBatched": {"key": (1, "string"), "value": (2, "Batched")},
     "ArrayRecord": {
@@ -66,10 +77,15 @@ _MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {
     "Sequence": {"stop_reason": (1, "int32"), "tokens": (2, "bytes"), "logprobs": (3, "bytes")},
     "SampleResponse": {"sequences": (1, "Sequence*"), "prompt_logprobs": (2, "bytes")},
 }
-"""Fields by number; `*` for repeated ones. A map is a repeated pair of key and value."""
+"""Fields by number; `*` for repeated ones. A map is a repeated pair of key and value. What has
+`Parts` is the same message with its parts unread: a part of two bytes costs a hundred once it is
+read, so they are counted first."""
 _FLOAT32, _INT64, _INT32 = 1, 2, 3
 _DTYPES = {_FLOAT32: np.float32, _INT64: np.int64, _INT32: np.int32}
 _MAX_DATA = 4096
+_MAX_PARTS = 64
+"""Chunks, inputs or settings of a request or a datum."""
+_MAX_DIMENSIONS = 8
 
 
 def _classes() -> dict[str, Any]:
@@ -121,15 +137,21 @@ class ForwardBackward:
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
     """Raises BadRequest."""
-    found = MESSAGES["ForwardBackwardRequest"]()
-    try:
-        found.ParseFromString(body)
-    except DecodeError as error:
-        raise BadRequest(f"the body is not a forward_backward request: {error}") from None
+    found = _parse("RequestParts", body)
+    if not 0 < len(found.model_id) <= MAX_NAME_CHARS or found.seq_id < 1:
+        raise BadRequest(
+            f"a forward_backward request names its model, in up to {MAX_NAME_CHARS} characters, "
+            "and its number among the model's requests, from 1"
+        )
     if not 0 < len(found.data) <= _MAX_DATA:
         raise BadRequest(f"a request has 1 to {_MAX_DATA} data, this one {len(found.data)}")
-    settings = {pair.key: pair.value for pair in found.loss_fn_config}
-    for pair in found.loss_fn_config_v2:
+    _check_num_parts("a request", len(found.loss_fn_config) + len(found.loss_fn_config_v2))
+    settings: dict[str, float] = {}
+    for part in found.loss_fn_config:
+        pair = _parse("NamedNumber", part)
+        settings[pair.key] = pair.value
+    for part in found.loss_fn_config_v2:
+        pair = _parse("NamedSetting", part)
         if pair.value.text:
             raise BadRequest(f"loss_fn_config {pair.key!r}: this server has only numbers there")
         settings[pair.key] = pair.value.number
@@ -143,16 +165,34 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
     )
 
 
-def _datum(found: Any) -> Datum:
+def _parse(kind: str, content: bytes) -> Any:
+    found = MESSAGES[kind]()
+    try:
+        found.ParseFromString(content)
+    except DecodeError as error:
+        raise BadRequest(f"the body is not a forward_backward request: {error}") from None
+    return found
+
+
+def _check_num_parts(where: str, number: int) -> None:
+    if number > _MAX_PARTS:
+        raise BadRequest(f"{where} has up to {_MAX_PARTS} chunks, inputs or settings, not {number}")
+
+
+def _datum(content: bytes) -> Datum:
+    found = _parse("DatumParts", content)
+    _check_num_parts("a datum", len(found.model_input) + len(found.loss_fn_inputs))
     parts: list[npt.NDArray[np.int32]] = []
-    for chunk in found.model_input:
+    for part in found.model_input:
+        chunk = _parse("Chunk", part)
         if chunk.image or chunk.dmel:
             raise BadRequest("model_input has an image or audio; this server takes tokens only")
         parts.append(_array(chunk.encoded_text.tokens, np.int32))
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
     if not tokens.size:
         raise BadRequest("a datum without tokens; every model_input needs at least one")
-    inputs = {pair.key: _tensor(pair.key, pair.value) for pair in found.loss_fn_inputs}
+    named = [_parse("NamedTensor", part) for part in found.loss_fn_inputs]
+    inputs = {pair.key: _tensor(pair.key, pair.value) for pair in named}
     for name, values in inputs.items():
         if values.shape != tokens.shape:
             raise BadRequest(
@@ -171,6 +211,8 @@ def _tensor(name: str, found: Any) -> npt.NDArray[Any]:
     if dtype is None:
         raise BadRequest(f"loss_fn_inputs[{name!r}] has dtype {found.dtype}; send float32 or int64")
     values = _array(found.dense, dtype)
+    if len(found.shape) > _MAX_DIMENSIONS:
+        raise BadRequest(f"loss_fn_inputs[{name!r}] has {len(found.shape)} dimensions")
     shape = tuple(found.shape) or values.shape
     if np.prod(shape) != values.size or min(shape, default=0) < 0:
         raise BadRequest(f"loss_fn_inputs[{name!r}] has {values.size} numbers for shape {shape}")

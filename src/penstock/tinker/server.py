@@ -9,7 +9,7 @@ exist.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -35,14 +35,24 @@ from penstock.tinker.protocol import (
 )
 from penstock.tinker.service import TinkerService
 from penstock.wire.auth import Role, Verifier
+from penstock.wire.call_budget import CallBudget, Share
 from penstock.wire.codec import JSON, encode_json
-from penstock.wire.routes import Call, RawResponse, bearer_token, route, routes_of
-from penstock.wire.server import Lifespan, build_app
+from penstock.wire.routes import (
+    Call,
+    RawResponse,
+    StreamedResponse,
+    bearer_token,
+    route,
+    routes_of,
+)
+from penstock.wire.server import SMALL_ANSWER_BYTES, Lifespan, build_app
 
 CLIENTS = frozenset({Role.TRAINER, Role.ADMIN})
-MAX_BODY_BYTES = 32 << 20
+MAX_BODY_BYTES = 16 << 20
+"""The SDK sends parts of 5 MB."""
 POLL_S = 20.0
 """How long a request for a result is held; the SDK gives up after 45 s."""
+PIECE_BYTES = 256 << 10
 BASE_ADAPTER = "base-adapter"
 """Folder of an adapter of zeros: the base model itself."""
 
@@ -65,6 +75,7 @@ class TinkerRoutes:
         """tokenizer: what clients load their tokenizer from."""
         self._service = service
         self._tokenizer = tokenizer
+        self._sending = CallBudget()
 
     @route("GET", "/api/v1/healthz", CLIENTS)
     async def health(self, call: Call) -> dict[str, str]:
@@ -134,10 +145,10 @@ class TinkerRoutes:
         """Saved weights into a model, or into a new one."""
         if body.session_id is not None and body.model_seq_id is not None:
             lane, number = self._model_id(call, body.session_id, body.model_seq_id), 0
-        elif body.model_id is not None and body.seq_id is not None:
+        elif body.model_id is not None and body.seq_id:
             lane, number = body.model_id, body.seq_id
         else:
-            raise BadRequest("name a model and a number, or a session and a model's number")
+            raise BadRequest("name a model and a number from 1, or a session and a model's number")
         return await self._accept(call, Kind.LOAD, lane, number, encode_json(body))
 
     @route(
@@ -234,14 +245,29 @@ class TinkerRoutes:
 
     # --- results --------------------
 
-    @route("POST", "/api/v1/retrieve_future", CLIENTS)
-    async def retrieve(self, call: Call, body: Retrieve) -> RawResponse:
+    @route("POST", "/api/v1/retrieve_future", CLIENTS, response=None)
+    async def retrieve(self, call: Call, body: Retrieve) -> RawResponse | StreamedResponse:
         """The result of a request; waits some seconds for it."""
-        found = await self._service.retrieve(body.request_id, call.credential.subject, POLL_S)
+        owner = call.credential.subject
+        found = await self._service.retrieve(body.request_id, owner, POLL_S)
+        if found is not None and len(found.content) > SMALL_ANSWER_BYTES:
+            size, kind = len(found.content), found.media_type
+            return StreamedResponse(self._pieces(body.request_id, owner, size), size, kind)
         if found is None:
             again = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
             return RawResponse(encode_json(again), JSON)
         return RawResponse(found.content, found.media_type)
+
+    async def _pieces(self, id: str, owner: str, size: int) -> AsyncGenerator[memoryview]:
+        """A large result is in memory while it is sent, within the budget of its owner."""
+        share = Share(self._sending)
+        await share.take((owner, "results"), size)
+        try:
+            content = memoryview(self._service.result(id).content)
+            for start in range(0, size, PIECE_BYTES):
+                yield content[start : start + PIECE_BYTES]
+        finally:
+            share.give_back()
 
     async def _accept(self, call: Call, kind: Kind, lane: str, number: int, body: bytes) -> Future:
         owner = call.credential.subject

@@ -28,7 +28,14 @@ import msgspec
 import structlog
 import torch
 
-from penstock.errors import BadRequest, ConfigError, NotFound, RequestRejected, StoreError
+from penstock.errors import (
+    BadRequest,
+    ConfigError,
+    Forbidden,
+    NotFound,
+    RequestRejected,
+    StoreError,
+)
 from penstock.redaction import hide_secrets
 from penstock.tinker.effects import CHECKPOINTS, REPLAYED, Effects
 from penstock.tinker.journal import Change, Journal, Kind, Request, Result, State, digest_of
@@ -42,7 +49,7 @@ from penstock.wire.codec import JSON, encode_json
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
-USER_ERRORS = (BadRequest, RequestRejected, ConfigError, NotFound)
+USER_ERRORS = (BadRequest, RequestRejected, ConfigError, Forbidden, NotFound)
 
 
 class TinkerService:
@@ -108,6 +115,12 @@ class TinkerService:
         self.limits.check_waiting(self._num_waiting[request.owner])
         if request.kind is not Kind.SAMPLE:
             self._check_lane(request)
+        stored = self.effects.stored
+        if not stored.has_room(request.owner, len(body)):
+            await asyncio.to_thread(stored.require, request.owner, len(body))
+            if request.id in self._waiting:  # the same request came meanwhile
+                return await self.submit(request, body)
+        stored.add(request.owner, len(body))
         # Counted first: many arrive while one is written.
         self._waiting.add(request.id)
         self._num_waiting[request.owner] += 1
@@ -130,7 +143,7 @@ class TinkerService:
         return True
 
     def _check_lane(self, request: Request) -> None:
-        if request.number > 0:
+        if request.number > 0 or request.kind not in (Kind.CREATE, Kind.LOAD):
             self.model_config(request.lane, request.owner)
         lane = self._lane(request.lane, request.owner)
         if request.number < lane.next:
@@ -144,9 +157,11 @@ class TinkerService:
     def _num_models(self, owner: str) -> int:
         """In use; those that were idle for long are put aside."""
         now = time.monotonic()
-        for lane in self._lanes.values():
+        for lane in [*self._lanes.values()]:
             if lane.is_idle and now - lane.used_at > self.limits.idle_s:
                 lane.model = None  # its journal has everything
+                if not lane.waiting:
+                    del self._lanes[lane.id]
         return sum(lane.owner == owner and lane.is_in_use for lane in self._lanes.values())
 
     def model_config(self, id: str, owner: str) -> ModelConfig:
@@ -209,6 +224,13 @@ class TinkerService:
                 self._waiters[id].remove(done)
         return self.journal.result(id)
 
+    def result(self, id: str) -> Result:
+        """One that `retrieve` has found."""
+        found = self.journal.result(id)
+        if found is None:
+            raise NotFound(f"the result of {id} is no longer kept")
+        return found
+
     def _settle(self, request: Request) -> None:
         self._waiting.discard(request.id)
         self._num_waiting[request.owner] -= 1
@@ -219,7 +241,10 @@ class TinkerService:
     async def _finish(
         self, request: Request, result: Result, changes: Sequence[Change] = ()
     ) -> None:
-        await self.journal.write(*changes, self.journal.finished(request, result, self._clock()))
+        keeps = result.state is State.DONE and request.kind in REPLAYED
+        finished = self.journal.finished(request, result, self._clock(), keeps_body=keeps)
+        await self.journal.write(*changes, finished)
+        self.effects.stored.add(request.owner, len(result.content))
         self._settle(request)
 
     # --- models --------------------
@@ -305,7 +330,8 @@ class TinkerService:
 
 
 def _failure(error: Exception, category: str) -> Result:
-    """As the SDK reads it."""
-    text = str(error) if isinstance(error, USER_ERRORS) else f"{type(error).__name__}: {error}"
+    """As the SDK reads it; of errors of this server, only the kind."""
+    is_users = isinstance(error, USER_ERRORS)
+    text = str(error) if is_users else f"{type(error).__name__}; the server's log says more"
     content = encode_json({"error": hide_secrets(text), "category": category})
     return Result(state=State.FAILED, content=content, media_type=JSON)

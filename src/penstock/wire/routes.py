@@ -87,11 +87,12 @@ class RawResponse:
 
 @dataclass(frozen=True, slots=True)
 class StreamedResponse:
-    """A response of msgpack bytes that is sent while it is produced."""
+    """A response that is sent while it is produced."""
 
     chunks: AsyncGenerator[bytes | memoryview]
     num_bytes: int | None = None
     """Total size, if known in advance."""
+    media_type: str = MSGPACK
 
 
 def bearer_token(headers: Mapping[str, str]) -> str:

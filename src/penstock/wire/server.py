@@ -326,10 +326,9 @@ class _ChunkedResponse(Response):
     """Like Starlette's StreamingResponse, without its task group, which costs more than a small
     response."""
 
-    media_type = MSGPACK
-
     def __init__(self, answer: StreamedResponse) -> None:
         self._chunks = answer.chunks
+        self.media_type = answer.media_type
         self.status_code = 200
         self.background = None
         size = answer.num_bytes

@@ -294,7 +294,7 @@ async def test_sampling_goes_on_after_a_restart_with_the_same_draws(tmp_path: Pa
 
 
 async def test_limits_of_a_credential(tmp_path: Path) -> None:
-    limits = Limits(max_models=1, max_waiting=2, max_stored_bytes=1)
+    limits = Limits(max_models=1, max_waiting=2)
     async with opened(make_folder(tmp_path), limits=limits) as alice:
         bob = Client(alice.service, owner="bob")
         model = await alice.create()
@@ -307,8 +307,6 @@ async def test_limits_of_a_credential(tmp_path: Path) -> None:
         with pytest.raises(Busy, match="2 requests"):
             await alice.send(Kind.FORWARD_BACKWARD, model, 4, pass_body(model, 4, [TRAINED]))
         await bob.done(await bob.next(Kind.SAVE, other, path="x"))
-        saved = await bob.next(Kind.SAVE, other, path="y")
-        assert "its limit" in await bob.error(saved)
 
 
 async def test_models_that_are_idle_are_put_aside_and_come_back(tmp_path: Path) -> None:
@@ -319,8 +317,7 @@ async def test_models_that_are_idle_are_put_aside_and_come_back(tmp_path: Path) 
             await client.done(id)
         before = await client.weights(model)
         await client.create("s-2")
-        lane = client.service._lanes[model]  # pyright: ignore[reportPrivateUsage]
-        assert lane.model is None
+        assert model not in client.service._lanes  # pyright: ignore[reportPrivateUsage]
         assert await client.weights(model) == before
 
 

@@ -93,6 +93,8 @@ class Client:
     service: TinkerService
     owner: str = "alice"
     numbers: dict[str, int] = field(default_factory=dict[str, int])
+    bodies: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    """Of requests, by id."""
 
     async def create(self, session: str = "s-1", *, rank: int = RANK, seed: int = 3) -> str:
         """A model."""
@@ -111,6 +113,7 @@ class Client:
     async def send(self, kind: Kind, lane: str, number: int, body: bytes) -> str:
         id = f"{lane}:{number}"
         request = Request(id=id, lane=lane, number=number, owner=self.owner, kind=kind)
+        self.bodies[id] = body
         await self.service.submit(request, body)
         return id
 
@@ -166,5 +169,8 @@ class Client:
     async def forget_results(self, *ids: str) -> None:
         """As a crash between the effect of a request and its result would leave it."""
         for id in ids:
-            statement = "UPDATE requests SET state = 'waiting', content = NULL WHERE id = :id"
-            await self.service.journal.write(Change(statement, {"id": id}))
+            statement = (
+                "UPDATE requests SET state = 'waiting', content = NULL, body = :body WHERE id = :id"
+            )
+            values = {"id": id, "body": self.bodies[id]}
+            await self.service.journal.write(Change(statement, values))
