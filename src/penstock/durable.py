@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 
 def sync(path: Path) -> None:
@@ -81,13 +81,32 @@ def open_own(
     return found
 
 
-def read_own(path: Path, max_bytes: int, *, within: FolderId | None = None) -> bytes:
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file: no symbolic link, and no pipe or device that could block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(descriptor, "rb", buffering=1 << 16)
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
     """The content of such a file; OSError if it is longer."""
-    with os.fdopen(open_own(path, within=within), "rb") as file:
-        content = file.read(max_bytes + 1)
+    with open_regular(path) as file:
+        return _read(file, max_bytes, path)
+
+
+def _read(file: BinaryIO, max_bytes: int, path: Path) -> bytes:
+    content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"longer than {max_bytes} bytes", str(path))
     return content
+
+
+def read_own(path: Path, max_bytes: int, *, within: FolderId | None = None) -> bytes:
+    """The content of such a file; OSError if it is longer."""
+    with os.fdopen(open_own(path, within=within), "rb") as file:
+        return _read(file, max_bytes, path)
 
 
 def _is_link(path: Path) -> OSError:

@@ -30,9 +30,11 @@ from penstock.fleet.run_folder import RunFolder
 from penstock.runs import control
 from penstock.runs.control import make_status_client, stop_run
 from penstock.runs.decoded import copy_small_files
+from penstock.runs.evaluations import read_best
 from penstock.runs.export.trajectories import export_trajectories
 from penstock.runs.fork import fork_run
 from penstock.runs.listing import list_runs
+from penstock.runs.result_files import read_results
 from penstock.runs.target import read_target
 from penstock.runs.tokens import revoke, rotate
 from penstock.types import PolicyName, RowId
@@ -425,6 +427,25 @@ def test_a_stored_report_and_a_config_have_an_end(own: RunFolder, tmp_path: Path
     os.truncate(evil.config_file, 1 << 40)
     with pytest.raises(ConfigError, match="longer than"):
         evil.read_config()
+
+
+@pytest.mark.parametrize("kind", ["link", "device", "pipe", "long"])
+@pytest.mark.parametrize("what", ["metrics.jsonl", "evaluations/best.json", "evaluations/p@1.json"])
+def test_metrics_and_results_have_an_end(
+    own: RunFolder, tmp_path: Path, what: str, kind: str
+) -> None:
+    evil = foreign_folder(tmp_path / "shared" / "evil")
+    path = evil.path / what
+    _endless(path, kind, own)
+    if what == "metrics.jsonl":
+        [found] = list_runs(tmp_path / "shared")
+        assert found.state == ("new" if kind == "long" else "unreadable")
+    elif what == "evaluations/best.json":
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_best(evil.path)
+    else:
+        with pytest.raises(ConfigError, match=r"cannot read|more than"):
+            read_results(path)
 
 
 @pytest.mark.parametrize("kind", ["link", "device", "pipe", "long"])

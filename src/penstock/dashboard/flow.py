@@ -15,6 +15,7 @@ from penstock.dashboard.shown_run import ShownRun
 from penstock.dataflow.column_records import ReaderRecord
 from penstock.dataflow.core.names import TRAIN
 from penstock.dataflow.records import SourceRecord
+from penstock.durable import read_regular
 from penstock.errors import PenstockError
 from penstock.runs.bottleneck import bottleneck
 
@@ -105,9 +106,8 @@ def _stall_records(run: ShownRun) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in sorted(run.folder.logs.glob("attempt_*/stall-*.json"), reverse=True)[:MAX_STALLS]:
         try:
-            if path.stat().st_size <= MAX_STALL_BYTES:
-                record = msgspec.json.decode(path.read_bytes())
-                found.append({"file": f"{path.parent.name}/{path.name}", "record": record})
+            record = msgspec.json.decode(read_regular(path, MAX_STALL_BYTES))
+            found.append({"file": f"{path.parent.name}/{path.name}", "record": record})
         except (OSError, msgspec.DecodeError, RecursionError):
             continue
     return found

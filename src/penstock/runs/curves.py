@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import cast
 
 from penstock.bounds import MAX_INT
+from penstock.durable import open_regular
 from penstock.errors import ConfigError
 from penstock.plugins import did_you_mean
 
 REWARD = "reward/mean"
+MAX_LINE_BYTES = 16 << 20
+"""A step of a thousand metrics has 50 kB."""
 IDENTITY = frozenset({"time", "policy", "number", "seq", "incarnation", "skipped", "alarm"})
 """Keys of a record that are no metrics."""
 NUMBERS = ("number", "seq", "time")
@@ -72,11 +75,18 @@ def metric_names(path: Path) -> set[str]:
 
 def read_lines(path: Path) -> Iterator[dict[str, object]]:
     """The complete lines of a metrics.jsonl, one at a time: a long run has more than fits into
-    memory. Nothing if there is no such file."""
-    if not path.exists():
+    memory. Nothing if there is no such file, and nothing after a line without end: the run may
+    belong to another user. ConfigError for a link or a pipe."""
+    try:
+        lines = open_regular(path)
+    except FileNotFoundError:
         return
-    with path.open("rb") as lines:
-        for line in lines:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    with lines:
+        while line := lines.readline(MAX_LINE_BYTES):
+            if len(line) == MAX_LINE_BYTES:
+                return
             try:
                 found: object = json.loads(line)
             except (ValueError, RecursionError):

@@ -12,9 +12,13 @@ import msgspec
 
 from penstock.config import RunConfig
 from penstock.dataflow.service.build_evaluations import best_suite, open_suites
+from penstock.durable import read_regular
+from penstock.errors import ConfigError
 from penstock.evals.figures import figures
 from penstock.evals.recording import BEST_FILE, FOLDER, ResultFiles
 from penstock.runs.result_files import read_results
+
+MAX_BEST_BYTES = 1 << 20
 
 
 def result_files(config: RunConfig, run_dir: Path) -> ResultFiles | None:
@@ -28,7 +32,14 @@ def result_files(config: RunConfig, run_dir: Path) -> ResultFiles | None:
 def read_best(run_dir: Path) -> dict[str, Any] | None:
     """The best version so far, as `evaluations/best.json` names it; None without evaluations."""
     path = run_dir / FOLDER / BEST_FILE
-    return msgspec.json.decode(path.read_bytes()) if path.exists() else None
+    try:
+        return msgspec.json.decode(read_regular(path, MAX_BEST_BYTES), type=dict[str, Any])
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: {error}; delete it") from None
 
 
 def read_evaluations(run_dir: Path) -> Iterator[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.dataflow.sources.suites import Suite
-from penstock.durable import write_durably
+from penstock.durable import open_regular, write_durably
 from penstock.errors import ConfigError
 from penstock.evals.recording import BEST_FILE, FOLDER
 from penstock.evals.results import Evaluation, SuiteResult
@@ -28,7 +28,7 @@ MAX_BYTES = 256 << 20
 def read_results(path: Path) -> Evaluation:
     """The only reader. A file may come from another machine."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ConfigError(

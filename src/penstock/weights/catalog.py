@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.durable import open_regular
 from penstock.errors import WeightsError
 from penstock.types import PolicyName
 from penstock.weights.deltas.chain import DeltaEntry
@@ -21,7 +22,7 @@ from penstock.weights.deltas.file_delta import layout_of
 from penstock.weights.deltas.payload import Kind
 from penstock.weights.manifest import FileEntry, SnapshotManifest, parse_manifest
 from penstock.weights.rebuild import apply_chain, chain_from_full
-from penstock.weights.store import DirectoryStore, open_regular
+from penstock.weights.store import DirectoryStore
 from penstock.weights.tensors import ITEM_BYTES
 
 SHORT_DIGEST_CHARS = 12

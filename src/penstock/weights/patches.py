@@ -20,12 +20,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from penstock.durable import open_regular
 from penstock.errors import WeightsError
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.deltas.file_delta import changed_by, layout_of
 from penstock.weights.deltas.numpy_kernels import BITS, Positions
 from penstock.weights.manifest import file_digest
-from penstock.weights.store import open_regular
 from penstock.weights.tensors import ITEM_BYTES, Layout, TensorEntry, TensorRange, make_layout
 
 POSITIONS = "positions:"

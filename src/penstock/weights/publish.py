@@ -19,6 +19,7 @@ from typing import IO
 
 import structlog
 
+from penstock.durable import open_regular
 from penstock.errors import WeightsError, wrap_errors
 from penstock.types import PolicyName
 from penstock.weights.deltas.delta import Writable, write_delta_header
@@ -41,7 +42,7 @@ from penstock.weights.manifest import (
     parse_manifest,
 )
 from penstock.weights.retention import execute_plan, plan_deletion
-from penstock.weights.store import DigestingWriter, DirectoryStore, open_regular
+from penstock.weights.store import DigestingWriter, DirectoryStore
 from penstock.weights.tensors import PIECE_BYTES, Scan, scan
 
 log = structlog.get_logger(__name__)

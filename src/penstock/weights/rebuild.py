@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from penstock.durable import open_regular
 from penstock.errors import WeightsError
 from penstock.weights.deltas.chain import DeltaEntry, cheapest_chain
 from penstock.weights.deltas.file_delta import apply_in_place, make_delta
 from penstock.weights.manifest import file_digest
-from penstock.weights.store import DirectoryStore, open_regular
+from penstock.weights.store import DirectoryStore
 
 ANY_SIZE = 1 << 62
 

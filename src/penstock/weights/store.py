@@ -14,7 +14,6 @@ import fcntl
 import filecmp
 import os
 import secrets
-import stat
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -26,7 +25,7 @@ import structlog
 from blake3 import blake3
 
 from penstock.bounds import is_digest
-from penstock.durable import sync
+from penstock.durable import open_regular, sync
 from penstock.errors import WeightsError
 from penstock.weights.deltas.chain import DeltaEntry, cheapest_chain
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of
@@ -288,15 +287,6 @@ class DigestingWriter:
 def _files(folder: Path) -> Iterator[Path]:
     with suppress(FileNotFoundError):
         yield from sorted(folder.iterdir())
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file: no symbolic link, and no pipe or device that could block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is not a regular file")
-    return open(descriptor, "rb", buffering=1 << 16)
 
 
 def _require_digest(text: str) -> str:

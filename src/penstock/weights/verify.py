@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.durable import open_regular
 from penstock.errors import WeightsError
 from penstock.weights.catalog import (
     SHORT_DIGEST_CHARS,
@@ -21,7 +22,7 @@ from penstock.weights.catalog import (
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import SnapshotManifest, parse_manifest
 from penstock.weights.rebuild import chain_from_full
-from penstock.weights.store import DirectoryStore, open_regular
+from penstock.weights.store import DirectoryStore
 from penstock.weights.tensors import Scan, TensorEntry, scan
 
 MAX_NAMED_TENSORS = 3

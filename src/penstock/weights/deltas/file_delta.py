@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from penstock.durable import open_regular
 from penstock.errors import WeightsError
 from penstock.weights.deltas.codec import apply_payload, changed_elements
 from penstock.weights.deltas.delta import (
@@ -26,7 +27,6 @@ from penstock.weights.deltas.delta import (
     write_frames,
 )
 from penstock.weights.deltas.numpy_kernels import Positions
-from penstock.weights.store import open_regular
 from penstock.weights.tensors import (
     ITEM_BYTES,
     Layout,

@@ -17,9 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
+from penstock.durable import open_regular
 from penstock.errors import WeightsError
 from penstock.weights.manifest import FileEntry
-from penstock.weights.store import open_regular
 from penstock.weights.tensors import Layout, Scan, TensorEntry, read_layout, scan
 
 ByteRange = tuple[int, int]

@@ -18,6 +18,7 @@ import msgspec
 from blake3 import blake3
 
 from penstock.bounds import is_digest
+from penstock.durable import open_regular
 from penstock.errors import WeightsError, wrap_errors
 from penstock.weights.deltas.chain import DeltaEntry
 from penstock.weights.manifest import digest_of, parse_manifest
@@ -29,7 +30,7 @@ from penstock.weights.serving.object_store import (
     is_valid_entry,
     manifest_name,
 )
-from penstock.weights.store import DirectoryStore, open_regular
+from penstock.weights.store import DirectoryStore
 from penstock.wire.objects import list_objects, open_objects
 
 NUM_FILES = 2

@@ -19,8 +19,8 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from penstock.bounds import is_digest
+from penstock.durable import open_regular
 from penstock.errors import ConfigError, NotFound, Unreachable
-from penstock.weights.store import open_regular
 
 PIECE_BYTES = 1 << 20
 """Size of one upstream request. Bytes are passed on as they arrive, so the size adds no latency."""
