@@ -4,6 +4,7 @@ nothing else of the process that serves it. What it reads in a run may tell it w
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.attacks.test_foreign_folders import foreign_folder
 from tests.contract.test_resource_sharing import SHARED, make_scene
 
 from penstock.errors import BadRequest, ConfigError
+from penstock.runs import mcp_server
 from penstock.runs.operator_tools import Caller, call_tool
 from penstock.types import EVALUATION_TAG, SESSION_TAG, UNTRUSTED_TAG
 from penstock.wire.auth import Role
@@ -39,6 +41,39 @@ def test_a_fork_takes_nothing_from_the_environment(
     with pytest.raises(ConfigError, match=r"\$\{\} is for run files") as refused:
         call_tool(folder, AGENT, "fork", {"step": 1, "reason": "because it is", **arguments})
     assert SECRET not in str(refused.value)
+
+
+async def test_requests_of_one_caller_are_read_within_its_budget() -> None:
+    """Each may have 4 MB, and an agent may send them by the thousand."""
+    num_running, finish = 0, asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_running
+        num_running += 1
+        await finish.wait()
+
+    def caller_of(token: str) -> Caller:
+        return Caller(name=token, role=Role.READER)
+
+    checked = mcp_server._TokenCheck(app, caller_of)  # pyright: ignore[reportPrivateUsage]
+
+    def ask(token: str) -> asyncio.Task[None]:
+        headers = [(b"authorization", f"Bearer {token}".encode())]
+        nothing: Any = None
+        return asyncio.ensure_future(
+            checked({"type": "http", "headers": headers}, nothing, nothing)
+        )
+
+    calls = [ask("greedy") for _ in range(100)]
+    await asyncio.sleep(0)
+    assert 0 < num_running < 20
+    before = num_running
+    calls.append(ask("other"))
+    await asyncio.sleep(0)
+    assert num_running == before + 1
+    finish.set()
+    await asyncio.gather(*calls)
+    assert num_running == 101
 
 
 @pytest.mark.parametrize("change", ["add", "remove"])

@@ -88,6 +88,23 @@ async def test_a_stage_declares_no_column_of_another(tmp_path: Path) -> None:
             assert status == 200, text
 
 
+async def test_a_column_with_a_version_belongs_to_its_stage(tmp_path: Path) -> None:
+    """Who writes `kl` also writes its versions, so `kl` is taken where a stage writes `kl@ref`."""
+    stages = [{"name": "judge", "reads": ["turns"], "writes": ["reward"]}]
+    stages.append({"name": "ref", "reads": ["turns"], "writes": ["kl@ref"]})
+    values = small_config().model_dump() | {"reward": None}
+    run = RunConfig.model_validate(values | {"dataflow": {"stages": stages}})
+    async with dataflow_door(tmp_path, run) as door:
+        for column in ("kl", "kl@ref", "kl@7"):
+            body = {"reads": ["turns"], "writes": [column]}
+            me = (Role.STAGE, "stage-judge")
+            status, text = await call(door, "PUT", "/v1/readers/mine", body, *me)
+            assert status == 403 and "kl" in text, text
+        body = {"reads": ["turns"], "writes": ["kl@ref"]}
+        stage = (Role.STAGE, "stage-ref")
+        assert (await call(door, "PUT", "/v1/readers/ref", body, *stage))[0] == 200
+
+
 async def test_a_reader_does_not_take_the_name_of_a_stage(tmp_path: Path) -> None:
     """While the stage is gone, a reader of its name that writes nothing would keep it out, and the
     run waits for its columns for ever."""

@@ -137,7 +137,7 @@ def forget_session(folder: RunFolder, session: str) -> ForgetSessionAnswer:
 
     token = folder.token(folder.read_config().name, Role.ADMIN, ttl_s=TOKEN_TTL_S)
     with closing(ServiceClient(folder.endpoints().dataflow, token)) as client:
-        path = f"/v1/sessions/{session}"
+        path = f"/v1/sessions/{quote(session, safe='')}"
         return client.call("DELETE", path, None, ForgetSessionAnswer, deadline_s=FORGET_DEADLINE_S)
 
 

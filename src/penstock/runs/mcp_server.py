@@ -21,7 +21,10 @@ import structlog
 from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel.server import Server
 from mcp.server.stdio import stdio_server
-from mcp.server.transport_security import TransportSecuritySettings
+from mcp.server.transport_security import (
+    DEFAULT_MAX_REQUEST_BODY_SIZE,
+    TransportSecuritySettings,
+)
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock import __version__
@@ -31,6 +34,7 @@ from penstock.observe.admin_log import local_user
 from penstock.redaction import hide_secrets
 from penstock.runs.operator_tools import READERS, TOOLS, Caller, call_tool
 from penstock.wire.auth import Role, Verifier
+from penstock.wire.call_budget import CALL_BYTES, CallBudget, Share
 from penstock.wire.codec import encode_json
 from penstock.wire.doors import admit
 from penstock.wire.held_token import HeldToken
@@ -139,6 +143,7 @@ class _TokenCheck:
     def __init__(self, app: ASGIApp, caller_of: Callable[[str], Caller]) -> None:
         self._app = app
         self._caller_of = caller_of
+        self._budget = CallBudget()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -150,4 +155,11 @@ class _TokenCheck:
                 return
             admit(scope, caller.who)
             scope[CALLER] = caller
+            share = Share(self._budget)
+            await share.take((caller.who, "tools"), CALL_BYTES + DEFAULT_MAX_REQUEST_BODY_SIZE)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                share.give_back()
+            return
         await self._app(scope, receive, send)

@@ -22,7 +22,7 @@ from penstock.dataflow.core.multiplexing import Multiplexer, Phase, SwitchTrigge
 from penstock.dataflow.core.partition import Partition
 from penstock.dataflow.service.process import Process
 from penstock.errors import BadRequest, NotFound
-from penstock.types import RESERVED_TAGS, NodeId, PolicyName
+from penstock.types import RESERVED_TAGS, NodeId, PolicyName, subject_of_node
 
 ROLLOUT, TRAIN = "rollout", "train"
 NO_ROLLOUT = "rollout=off"
@@ -54,6 +54,9 @@ class ResourceSharing:
         self._tagged_at: dict[NodeId, float] = {}
         self._with_train: set[NodeId] = set()
         """Nodes with the tag `train` that were seen: few, so a batch request looks at no others."""
+        self._heedless: set[str] = set()
+        """Subjects of nodes that did not pause in time: a node says itself that it shares its
+        resource, so trainers do not wait for them again until an operator tags them."""
 
     # --- orders to nodes ----------------------------------------------------------------------
 
@@ -134,7 +137,11 @@ class ResourceSharing:
         not train. If enough data waits, tell their nodes to pause."""
         nodes = self._partition.nodes
         shared = [
-            nodes[one] for one in self._with_train if one in nodes and not nodes[one].is_expired
+            nodes[one]
+            for one in self._with_train
+            if one in nodes
+            and not nodes[one].is_expired
+            and subject_of_node(one) not in self._heedless
         ]
         if not shared or consumer.terms.is_streamed:
             return True  # a streamed step goes on while it is generated
@@ -156,6 +163,7 @@ class ResourceSharing:
             return False
         if generating:
             log.warning("trainer does not wait for nodes that do not pause", nodes=generating)
+            self._heedless.update(map(subject_of_node, generating))
         return True
 
     def _num_ready(self, consumer: Consumer, seq: int) -> int:
@@ -192,6 +200,7 @@ class ResourceSharing:
         if len(tags) > MAX_TAGS:
             raise BadRequest(f"a node has at most {MAX_TAGS} tags; remove some")
         self._tagged_at[node_id] = self._process.clock()
+        self._heedless.discard(subject_of_node(node_id))
         self._partition.node_registry.retag(node, tuple(tags), self._process.clock())
         return [*([ROLLOUT] if has_rollout else []), *(tag for tag in tags if tag != NO_ROLLOUT)]
 

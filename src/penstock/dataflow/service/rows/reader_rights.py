@@ -47,7 +47,8 @@ class ReaderRights:
                 f"{stage_subject(name)}`"
             )
         own = self._stages.get(name, ())
-        taken = {one for one in writes if _is_among(one, self._owned) and not _is_among(one, own)}
+        owned = {*map(_base, self._owned)}
+        taken = {one for one in writes if _base(one) in owned and not _is_among(one, own)}
         if taken and space == TRAIN and credential.role is not Role.ADMIN:
             raise Forbidden(
                 f"reader {name!r} may not write {sorted(taken)}: only stages of the run file "
@@ -74,4 +75,9 @@ class ReaderRights:
 
 def _is_among(column: str, columns: Collection[str]) -> bool:
     """Whether it is one of these, or one by version (`score@7`)."""
-    return column in columns or column.partition("@")[0] in columns
+    return column in columns or _base(column) in columns
+
+
+def _base(column: str) -> str:
+    """Who writes a column writes its versions, too."""
+    return column.partition("@")[0]
