@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends finished turns of running attempts to the dataflow, in case this node is lost.
 
-Sends a few times a second; attempts never wait for it. Turns of an attempt that ends first are only
-delivered. Turns that were not sent are generated again by the next holder of the slot.
+Sends turns that have waited for an interval, a fraction of a second; attempts never wait for it.
+Turns of an attempt that ends first are only delivered. Turns that were not sent are generated again
+by the next holder of the slot.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Recorder:
         default_factory=dict[RowId, list[RecordedTurn]]
     )
     """Turns of running attempts that were not sent yet."""
+    _num_ripe: dict[RowId, int] = field(default_factory=dict[RowId, int])
+    """How many of them waited at the last interval, by row."""
 
     def track(self, grant: Grant) -> TrackedAttempt:
         """Record the turns of an attempt, until the block ends."""
@@ -44,17 +47,21 @@ class Recorder:
         waits for: the next interval (`RECORD_S`) · woken by: the timer only"""
         while True:
             await asyncio.sleep(RECORD_S)
-            if batch := self._next():
+            if batch := self.take():
                 await self._api.record(RecordRequest(node_id=self._node_id, turns=batch))
 
-    def _next(self) -> tuple[RecordedTurn, ...]:
+    def take(self) -> tuple[RecordedTurn, ...]:
+        """The turns to send at this interval: those that waited at the last one. Most attempts
+        that end after a single answer are over by then, so theirs are never sent."""
         batch: list[RecordedTurn] = []
         num_bytes = 0
-        for turns in self._running.values():
-            while turns and num_bytes <= MAX_BYTES:
-                recorded = turns.pop(0)
+        for row_id, num_ripe in self._num_ripe.items():
+            turns = self._running.get(row_id, [])
+            while turns and num_ripe and num_bytes <= MAX_BYTES:
+                recorded, num_ripe = turns.pop(0), num_ripe - 1
                 batch.append(recorded)
                 num_bytes += len(recorded.turn.prompt_ids) + 2 * len(recorded.turn.sampled_ids)
+        self._num_ripe = {row_id: len(turns) for row_id, turns in self._running.items() if turns}
         return tuple(batch)
 
 

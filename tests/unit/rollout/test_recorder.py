@@ -23,6 +23,7 @@ from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.recorder import Recorder
 from penstock.types import (
+    FinishReason,
     GroupId,
     NodeId,
     RowId,
@@ -30,6 +31,8 @@ from penstock.types import (
     Trajectory,
     Turn,
     Version,
+    log_probs,
+    token_ids,
     view_ids,
 )
 
@@ -126,3 +129,23 @@ async def test_an_attempt_that_ends_soon_is_only_delivered(snapshot: Path) -> No
     row = await attempt(snapshot, kept, Counting(), GRANT)
     assert row is not None and len(row.turns) == 10
     assert not kept.turns
+
+
+async def test_a_turn_is_sent_once_it_has_waited_and_never_after_its_attempt() -> None:
+    recorder = Recorder(Kept(), NODE)
+    turn = Turn(
+        policy=POLICY,
+        parent=-1,
+        prompt_ids=token_ids([1]),
+        sampled_ids=token_ids([]),
+        logprobs=log_probs([]),
+        spans=(),
+        sampling=SamplingSpec(),
+        finish=FinishReason.STOP,
+    )
+    async with recorder.track(GRANT) as (_, on_turn):
+        on_turn(0, turn, False)
+        assert not recorder.take()
+        on_turn(1, turn, False)
+        assert [sent.index for sent in recorder.take()] == [0]
+    assert not recorder.take()
