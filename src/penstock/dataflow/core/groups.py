@@ -207,13 +207,8 @@ class OpenGroup:
 
     def count_ended(self) -> tuple[int, int]:
         """Slots that were given up, and those that have a result."""
-        num_dead = num_done = 0
-        for slot in self.known_slots.values():
-            if slot.state is SlotState.DONE:
-                num_done += 1
-            elif slot.state is SlotState.DEAD:
-                num_dead += 1
-        return num_dead, num_done
+        found = [slot.state for slot in self.known_slots.values()]
+        return found.count(SlotState.DEAD), found.count(SlotState.DONE)
 
     def count(self, *states: SlotState) -> int:
         found = [slot.state for slot in self.known_slots.values()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from blake3 import blake3
 
@@ -76,18 +77,18 @@ class DeliveryIntake:
         *,
         is_authoritative: bool = True,
     ) -> list[IntakeResult]:
-        """Each names another row. `is_authoritative`: a version unknown here was never
+        """What `refuse_unread` let pass. `is_authoritative`: a version unknown here was never
         published."""
-        refused = self.refuse_unread(node_id, deliveries)
-        read = [
-            "" if no else _decode(delivery)
-            for delivery, no in zip(deliveries, refused, strict=True)
+        holds = self._partition.holds
+        read = [  # a lease may have ended while a blob was fetched
+            _decode(delivery) if holds(node_id, *parse_row_id(delivery.row_id)) else ""
+            for delivery in deliveries
         ]
         valid = [one for one in read if not isinstance(one, str)]
         are_sound = validate.have_sound_numbers(valid, self.limits.max_id)
         return [
-            no or self._store_or_refuse(node_id, delivery, one, now, are_sound, is_authoritative)
-            for delivery, one, no in zip(deliveries, read, refused, strict=True)
+            self._store_or_refuse(node_id, delivery, one, now, are_sound, is_authoritative)
+            for delivery, one in zip(deliveries, read, strict=True)
         ]
 
     def refuse_unread(
@@ -259,6 +260,7 @@ def _refused(delivery: Delivery, status: DeliveryStatus, detail: str = "") -> In
     return IntakeResult(result=DeliveryResult(row_id=delivery.row_id, status=status, detail=detail))
 
 
+@lru_cache(maxsize=4096)  # each is parsed for its lease, for its result and for its turns
 def parse_row_id(text: RowId) -> tuple[GroupId, int, int]:
     group_id, _, rest = text.partition(".")
     slot, _, epoch = rest.partition(".")

@@ -160,6 +160,9 @@ def _compute_cost(
 ) -> dict[PolicyName, tuple[int, int]]:
     """Count as trainers cut samples: one path from root to leaf after another, each up to the last
     turn not trained by an earlier path. Visits every turn once, however many branches share it."""
+    if len(turns) == 1:  # most rows
+        turn, length = turns[0], lengths[0]
+        return {turn.policy: (length, length**2)} if is_trainable(turn) else {}
     found: dict[PolicyName, tuple[int, int]] = {}
     is_passed = [False] * len(turns)
     for leaf in leaves:
