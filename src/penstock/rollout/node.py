@@ -469,9 +469,9 @@ async def run_node(
             store_root=store_root if can_link else None,
         )
 
-    # Hundreds of attempts hold their objects for some steps of the model: with the usual thresholds
-    # a quarter of the time goes into looking at them again and again.
-    gc.set_threshold(50_000, 20, 100)
+    # Hundreds of attempts hold their objects for some steps of the model: the young ones must be
+    # more than all attempts hold, or a quarter of the time goes into looking at them again.
+    gc.set_threshold(200_000, 20, 100)
     async with (
         connect(url, token, fetch, node_id=node_id, **options) as deps,
         build(deps, node_id=node_id, capacity=capacity or CAPACITY) as node,
