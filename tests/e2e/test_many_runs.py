@@ -27,10 +27,22 @@ TINY = (
     "algorithm.num_generations=2",
     "models.policy.replicas=1",
 )
+NUM_PROCESSES = 6
+"""Launcher, fork server, dataflow, weights, trainer and node. A launcher ends when some number of
+them was seen, or after the first steps: at any speed of the machine, in any phase of a run."""
 TIMEOUT_S = 1500.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800 * max(1, ROUNDS, ENDS // 4))]
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A shell that starts the tests in the background lets them, and all that they start, ignore
+    SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -82,13 +94,18 @@ def test_a_launcher_that_ends_leaves_nothing(systems: list[System], tmp_path: Pa
         system = System(tmp_path / f"run-{number}")
         systems.append(system)
         system.start("training.steps=100000", *TINY)
-        ends_at, seen = time.monotonic() + rng.uniform(0.2, 15.0), set[int]()
-        while time.monotonic() < ends_at:
+        seen, phase = set[int](), rng.randint(1, NUM_PROCESSES + 2)
+
+        def is_there(system: System = system, seen: set[int] = seen, phase: int = phase) -> bool:
             seen |= family(system)
-            time.sleep(0.05)
+            return len(seen) >= min(phase, NUM_PROCESSES) and system.step() >= phase - NUM_PROCESSES
+
+        until(is_there, timeout_s=TIMEOUT_S, what=f"phase {phase}")
+        time.sleep(rng.uniform(0.0, 1.0))
         seen |= family(system)
         assert system.launcher is not None
         number_sent = SIGNALS[number % len(SIGNALS)]
         system.launcher.send_signal(number_sent)
         system.wait(300.0)
+        print(f"run {number}: {number_sent.name} in phase {phase}, {len(seen)} processes seen")
         until_all_gone(seen)
