@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,39 @@ def test_a_leak_fails_in_the_file_that_leaked(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert "2 passed, 1 error" in done.stdout, done.stdout
     assert re.search(r"^ERROR .*test_a\.py::test_leaks", done.stdout, re.MULTILINE), done.stdout
+
+
+MODULES = {
+    "math_verify": "math-verify",
+    "opentelemetry": "opentelemetry-sdk",
+    "google": "protobuf",
+    "yaml": "pyyaml",
+    "anyio": "starlette",
+    "httpcore2": "httpx2",
+    "huggingface_hub": "transformers",
+    "mcp_types": "mcp",
+    "pydantic_core": "pydantic",
+    "referencing": "jsonschema",
+}
+"""Modules whose distribution has another name, or comes with the one that is named here."""
+ELSEWHERE = {
+    *("gymnasium", "openenv", "reasoning_gym", "verifiers", "serving", "solution"),
+    *("penstock", "penstock_patches", "penstock_slices"),
+}
+"""Imported in environments of other libraries, or written beside their program."""
+
+
+def test_what_we_import_comes_with_the_wheel() -> None:
+    """By a plain installation or an extra for users: the tests' own environment has more."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(w for e in extras if e != "dev" for w in extras[e])]
+    declared = {re.split(r"[\[<>=]", one)[0].lower().replace("_", "-") for one in wanted}
+    line = re.compile(r"^ *(?:from (\w+)\S* import |import (\w+)\S*(?: as \w+)? *(?:#.*)?$)", re.M)
+    missing: dict[str, str] = {}
+    for path in (ROOT / "src").rglob("*.py"):
+        found = {str(a or b) for a, b in line.findall(path.read_text())}
+        for module in found - sys.stdlib_module_names - ELSEWHERE:
+            if str(MODULES.get(module, module)).replace("_", "-") not in declared:
+                missing[module] = str(path.relative_to(ROOT))
+    assert missing == {}, "declare it in pyproject.toml, not only for `dev`"

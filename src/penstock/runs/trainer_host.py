@@ -9,8 +9,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 
-import psutil
-
 from penstock.config import RunConfig
 from penstock.config.rank_hosts import host_of_each_rank
 from penstock.devices import VISIBLE_ENV
@@ -68,6 +66,8 @@ def _address(config: RunConfig, host: str) -> str:
 
 def _interface(address: str) -> str:
     """The network interface of this machine that has this address."""
+    import psutil  # only trainers over several hosts need it
+
     for name, found in psutil.net_if_addrs().items():
         if any(one.address == address for one in found):
             return name
