@@ -89,9 +89,9 @@ class Newcomer:
         assert problems == []
         self.took.append((line, time.monotonic() - began))
 
-    def rewards(self, name: str = "my-run") -> list[float]:
+    def rewards(self, run: str = "outputs/my-run") -> list[float]:
         """Of each step; one that was trained again after a kill counts once."""
-        path = self.folder / "outputs" / name / "metrics.jsonl"
+        path = self.folder / run / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         found = [json.loads(line) for line in lines if line.endswith("}")]
         return [*{one["number"]: one["reward/mean"] for one in found}.values()]
@@ -118,10 +118,16 @@ def newcomer(tmp_path: Path) -> Iterator[Newcomer]:
 
 
 def single(block: Block) -> list[Block]:
-    """Each command of a block."""
+    """Each command of a block, in the folder to which the block has changed."""
     if block.language != "bash" or block.file:
         return [block]
-    return [replace(block, text=f"{line}\n") for line in block.text.splitlines()]
+    moved, found = "", list[Block]()
+    for line in block.text.splitlines():
+        if line.startswith("cd "):
+            moved = f"{line} && "
+        else:
+            found.append(replace(block, text=f"{moved}{line}\n"))
+    return found
 
 
 def test_the_readme_from_the_wheel_to_the_loaded_model(newcomer: Newcomer) -> None:
@@ -144,5 +150,5 @@ def test_the_readme_from_the_wheel_to_the_loaded_model(newcomer: Newcomer) -> No
     assert "mean reward" in printed["penstock plot outputs/my-run"]
     (loaded,) = (text for block, text in printed.items() if "from_pretrained" in block)
     assert re.search(r"cab>[a-j]{1,3}", loaded), loaded
-    assert newcomer.rewards("my-agent")
+    assert newcomer.rewards("my-agent/outputs/my-agent")
     assert (newcomer.folder / "dashboard.png").stat().st_size > 10_000
