@@ -23,7 +23,7 @@ from penstock.gateway.dialects.dialect import AnsweredTurn, ParsedRequest, SseWr
 from penstock.gateway.gateway import Session
 from penstock.gateway.model_calls import Answer, Call, Delta, RawPrompt
 from penstock.gateway.shared import Shared
-from penstock.redaction import hide_secrets
+from penstock.redaction import excerpt
 
 log = structlog.get_logger(__name__)
 
@@ -145,9 +145,9 @@ def error_for_agent(error: BaseException) -> WireError:
     if isinstance(error, WireError):
         return error
     if isinstance(error, RequestRejected):
-        return BadRequest(hide_secrets(str(error)))
+        return BadRequest(excerpt(str(error)))
     if isinstance(error, EngineError):
-        return _EngineFailed(hide_secrets(str(error)))
+        return _EngineFailed(excerpt(str(error)))
     if isinstance(error, RecursionError):
         return BadRequest("the body nests too deeply")
     log.error("model call failed", exc_info=error)

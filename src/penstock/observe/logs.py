@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-from penstock.redaction import for_people, hide_secrets, printable
+from penstock.redaction import excerpt, hide_secrets, printable
 
 NOISY_LOGGERS = (
     "uvicorn",
@@ -28,6 +28,8 @@ NOISY_LOGGERS = (
     "asyncio",
 )
 """Libraries that log every request at INFO; only their warnings are kept."""
+KEPT_CHARS = (4000, 12_000)
+"""Of a long field: the first and the last, where an exception says what it is."""
 
 
 def configure(service: str, *, level: str = "info", stream: TextIO | None = None) -> None:
@@ -81,7 +83,7 @@ def _renderers(*, is_terminal: bool) -> list[Processor]:
 def _hide_in_fields(logger: WrappedLogger, method: str, fields: EventDict) -> EventDict:
     """Before colours and escapes are between a secret and what shows that it is one."""
     return {
-        name: for_people(value) if isinstance(value, str) else value
+        name: printable(excerpt(value, *KEPT_CHARS)) if isinstance(value, str) else value
         for name, value in fields.items()
     }
 

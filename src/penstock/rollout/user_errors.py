@@ -6,7 +6,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from penstock.redaction import hide_secrets
+from penstock.redaction import excerpt, hide_secrets
 
 MAX_DETAIL_CHARS = 2000
 MAX_LAST_WORDS_CHARS = 1500
@@ -33,7 +33,4 @@ def last_words(printed: bytes | bytearray, max_chars: int = MAX_LAST_WORDS_CHARS
 def shorten(text: str) -> str:
     """Cut to 2,000 encodable characters without secrets: it is delivered, stored and shown. Keeps
     the end, where the error itself is."""
-    text = hide_secrets(text.encode(errors="replace").decode())
-    if len(text) <= MAX_DETAIL_CHARS:
-        return text
-    return text[:300] + " … " + text[-(MAX_DETAIL_CHARS - 303) :]
+    return excerpt(text.encode(errors="replace").decode(), 300, MAX_DETAIL_CHARS - 303)

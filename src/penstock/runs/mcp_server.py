@@ -31,7 +31,7 @@ from penstock import __version__
 from penstock.errors import Forbidden, PenstockError, WireError
 from penstock.fleet.run_folder import RunFolder
 from penstock.observe.admin_log import local_user
-from penstock.redaction import hide_secrets
+from penstock.redaction import excerpt
 from penstock.runs.operator_tools import READERS, TOOLS, Caller, call_tool
 from penstock.wire.auth import Role, Verifier
 from penstock.wire.call_budget import CALL_BYTES, CallBudget, Share
@@ -131,7 +131,7 @@ class OperatorServer:
             )
             text, is_error = encode_json(answer).decode(), False
         except (PenstockError, msgspec.ValidationError) as error:
-            text, is_error = hide_secrets(str(error)), True
+            text, is_error = excerpt(str(error)), True
         log.info("tool called", tool=params.name, is_error=is_error)
         content = mcp_types.TextContent(type="text", text=text)
         return mcp_types.CallToolResult(content=[content], is_error=is_error)

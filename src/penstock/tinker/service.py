@@ -36,7 +36,7 @@ from penstock.errors import (
     RequestRejected,
     StoreError,
 )
-from penstock.redaction import hide_secrets
+from penstock.redaction import excerpt
 from penstock.tinker.effects import CHECKPOINTS, REPLAYED, Effects
 from penstock.tinker.journal import Change, Journal, Kind, Request, Result, State, digest_of
 from penstock.tinker.lanes import Lane, ModelConfig
@@ -333,5 +333,5 @@ def _failure(error: Exception, category: str) -> Result:
     """As the SDK reads it; of errors of this server, only the kind."""
     is_users = isinstance(error, USER_ERRORS)
     text = str(error) if is_users else f"{type(error).__name__}; the server's log says more"
-    content = encode_json({"error": hide_secrets(text), "category": category})
+    content = encode_json({"error": excerpt(text), "category": category})
     return Result(state=State.FAILED, content=content, media_type=JSON)

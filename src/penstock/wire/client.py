@@ -31,7 +31,7 @@ from penstock.errors import (
     Unreachable,
     WireError,
 )
-from penstock.redaction import hide_secrets
+from penstock.redaction import excerpt
 from penstock.wire.codec import JSON, MSGPACK, decode, encode
 from penstock.wire.held_token import HeldToken, Token, held
 from penstock.wire.routes import ErrorResponse
@@ -91,10 +91,10 @@ def _raise_for_status(response: httpx2.Response, url: str) -> None:
         error = decode(response.content, ErrorResponse, media_type=JSON).error
         code, message = error.code, error.message
     except BadRequest:
-        code, message = "", response.text[:200]
+        code, message = "", excerpt(response.text, 200, 0)
     kind = WIRE_ERRORS.get(code, WireError)
     raise kind(
-        hide_secrets(f"{url}: {response.status_code} {message}"),  # it may echo our token
+        excerpt(f"{url}: {response.status_code} {message}"),  # it may echo our token
         retry_after_s=_parse_retry_after(response.headers.get("retry-after", "")),
     )
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from penstock.errors import BadRequest
+from penstock.redaction import excerpt
 
 T = TypeVar("T")
 
@@ -59,7 +60,8 @@ def _decode(decoder: Any, data: bytes | memoryview, kind: type[T], *, is_json: b
     except OverflowError:
         raise BadRequest(f"invalid {kind.__name__} in body: an integer exceeds 64 bits") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"invalid {kind.__name__} in body: {error}") from None
+        said = excerpt(str(error), 150, 150)  # it repeats a value that it does not know
+        raise BadRequest(f"invalid {kind.__name__} in body: {said}") from None
 
 
 @cache

@@ -20,7 +20,7 @@ from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Scope, Send
 
 from penstock.errors import BadRequest, Forbidden, TooLarge, WireError
-from penstock.redaction import hide_secrets
+from penstock.redaction import excerpt
 from penstock.wire.auth import Credential, Verifier
 from penstock.wire.call_budget import CALL_BYTES, CallBudget, Share
 from penstock.wire.codec import JSON, MSGPACK, decode, encode, encode_json
@@ -361,5 +361,5 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 def error_response(error: WireError) -> Response:
     headers = {} if error.retry_after_s is None else {"retry-after": f"{error.retry_after_s:g}"}
-    body = ErrorResponse(error=ErrorBody(code=error.code, message=hide_secrets(str(error))))
+    body = ErrorResponse(error=ErrorBody(code=error.code, message=excerpt(str(error))))
     return Response(encode_json(body), status_code=error.status, media_type=JSON, headers=headers)
