@@ -49,7 +49,8 @@ class NodeRegistry:
         self._untrusted_leases: Counter[GroupId] = Counter()
         """Running leases of untrusted nodes, by group."""
         self._median_s = 0.0
-        """Attempt time of the median node; updated at each tick."""
+        """Attempt time of the median node, of those that others are compared with; updated at each
+        tick."""
 
     def get(self, node_id: NodeId, boot_id: str) -> Node:
         node = self.nodes.get(node_id)
@@ -206,8 +207,8 @@ class NodeRegistry:
         return nodes
 
     def finished(self, node: Node, grant: GrantRecord, now: float) -> None:
-        """Update the node's attempt time: one of its attempts has a result. Evaluations have other
-        tasks, so their time says nothing."""
+        """Update the node's attempt time: one of its attempts has a reward. What failed or was
+        cancelled says nothing, nor do evaluations, which have other tasks."""
         if is_evaluation(grant.group_id):
             return
         paused_s = 0.0 if node.is_untrusted else node.paused_s(grant.granted_at, now)
@@ -219,7 +220,7 @@ class NodeRegistry:
         times_s = [
             node.mean_attempt_s
             for node in self.nodes.values()
-            if node.mean_attempt_s and not node.is_session_gateway
+            if node.mean_attempt_s and _is_compared(node)
         ]
         self._median_s = statistics.median(times_s) if len(times_s) > 1 else 0.0
         for node in self.nodes.values():
@@ -300,6 +301,11 @@ class NodeRegistry:
 
 def _is_working(node: Node) -> bool:
     """A trusted node that takes tasks now."""
-    if node.is_untrusted or node.is_session_gateway or node.is_quarantined:
-        return False
-    return node.state is NodeState.LIVE and not node.is_expired
+    return node.state is NodeState.LIVE and _is_compared(node)
+
+
+def _is_compared(node: Node) -> bool:
+    """Whether others are slow beside it: one token may have many names, and say of each at once
+    that it is done."""
+    is_trusted = not (node.is_untrusted or node.is_quarantined)
+    return is_trusted and not (node.is_session_gateway or node.is_expired)

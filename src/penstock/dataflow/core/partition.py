@@ -637,7 +637,8 @@ class Partition:
         if node is not None:
             node.last_seen, node.is_expired = now, False
             node.num_delivered += 1
-            self.node_registry.finished(node, slot.grant, now)
+            if outcome.has_reward:
+                self.node_registry.finished(node, slot.grant, now)
         if outcome.has_reward:
             self._end_lease(group, row.slot, slot, LeaseEnd.DELIVERED, now)
             slot.move(SlotState.DONE)
