@@ -20,6 +20,8 @@ from typing import Any, cast
 
 ESCAPE = "\ufdd0"
 SEPARATOR = f"{ESCAPE}-{ESCAPE}"
+MAX_KEPT_CHARS = 128
+"""Longer keys of JSON are escaped each time: an agent chooses them, and the newest are kept."""
 _ESCAPED = re.compile(f"{ESCAPE}(-|[0-9]*){ESCAPE}")
 
 
@@ -36,7 +38,7 @@ class ControlTokenEscaper:
         cuts = [(token, at) for token in tokens for at in range(1, len(token))]
         self._token_heads = tuple({token[:at] for token, at in cuts})
         self._token_tails = tuple({token[at:] for token, at in cuts})
-        self._escape_key = lru_cache(maxsize=1024)(self.escape_untrusted)
+        self._escape_short = lru_cache(maxsize=1024)(self.escape_untrusted)
 
     def escape_untrusted(self, text: str) -> str:
         """Escape untrusted text: no part of it can become a control token, whatever surrounds
@@ -47,6 +49,10 @@ class ControlTokenEscaper:
         if escaped.endswith(self._token_heads):
             escaped += SEPARATOR
         return SEPARATOR + escaped if escaped.startswith(self._token_tails) else escaped
+
+    def _escape_key(self, key: str) -> str:
+        is_short = len(key) <= MAX_KEPT_CHARS
+        return self._escape_short(key) if is_short else self.escape_untrusted(key)
 
     def escape_untrusted_json(self, value: Any) -> Any:
         """Escape every string in a JSON value."""
