@@ -35,7 +35,7 @@ from penstock.dataflow.service.nodes.validate import summarise
 from penstock.dataflow.service.partitions.messages import PartitionJoin
 from penstock.errors import BadRequest
 from penstock.fleet.run_folder import RunFolder
-from penstock.gateway.bounded_template import BoundedTemplate
+from penstock.gateway.template_process import TemplateProcess
 from penstock.types import (
     FinishReason,
     GroupId,
@@ -625,26 +625,29 @@ ENDLESS = {
 @pytest.mark.finding(18)
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_has_a_deadline(name: str) -> None:
-    """A model's chat template stops by itself, in the CPU time of its own thread."""
+    """A model's chat template is stopped, by the CPU time of its own process."""
+    template = TemplateProcess(ENDLESS[name], max_s=0.3)
     with pytest.raises(TemplateError, match="ran for more than"):
-        BoundedTemplate(ENDLESS[name], max_s=0.05).render(messages=[])
+        template.render(messages=[])
 
 
 BLOWN_UP = {
-    "a text": "{{ ('a' * 100000000)|length }}",
-    "a list": "{{ ([1] * 100000000)|length }}",
-    "the other way round": "{{ (100000000 * 'a')|length }}",
-    "a power": "{{ (9 ** (9 ** 7))|string|length }}",
-    "a power of a power": "{{ 2 ** 100000000 }}",
+    "a text": "{{ ('a' * 10000000000)|length }}",
+    "a list": "{{ ([1] * 10000000000)|length }}",
+    "the other way round": "{{ (10000000000 * 'a')|length }}",
+    "a power": "{{ (9 ** (9 ** 9))|string|length }}",
+    "a power of a power": "{{ 2 ** 100000000000 }}",
 }
 
 
 @pytest.mark.finding(18)
 @pytest.mark.parametrize("name", BLOWN_UP)
 def test_a_template_cannot_multiply_without_end(name: str) -> None:
-    """One operation, which no deadline could interrupt, has a size."""
+    """One operation, which Python does not interrupt, has a size and an end."""
+    template = TemplateProcess(BLOWN_UP[name], max_s=0.3)
     with pytest.raises(TemplateError, match="more than"):
-        BoundedTemplate(BLOWN_UP[name]).render(messages=[])
+        template.render(messages=[])
+    template.close()
 
 
 def test_a_sound_template_renders_as_before() -> None:
@@ -656,5 +659,5 @@ def test_a_sound_template_renders_as_before() -> None:
         "{% endfor %}"
     )
     messages = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "yo"}]
-    assert BoundedTemplate(source).render(messages=messages) == "<user>hi---1<tool>yo---2"
-    assert BoundedTemplate("{{ 2 * 3 }}{{ 2 ** 3 }}{{ 1.5 * 2 }}").render() == "683.0"
+    assert TemplateProcess(source).render(messages=messages) == "<user>hi---1<tool>yo---2"
+    assert TemplateProcess("{{ 2 * 3 }}{{ 2 ** 3 }}{{ 1.5 * 2 }}").render() == "683.0"

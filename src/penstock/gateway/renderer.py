@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders messages to tokens and decodes tokens to text; the only place that does either.
 
-Owns the tokenizer and the chat template of one snapshot. The template runs in an immutable sandbox:
-it can only format messages. Refuses a snapshot that lacks either. Never imports transformers.
+Owns the tokenizer and the chat template of one snapshot. The template runs in a separate process,
+which starts with the first rendering: it can only format messages. Refuses a snapshot that lacks
+either. Never imports transformers.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
 from penstock.errors import BadRequest, WeightsError
-from penstock.gateway.bounded_template import BoundedTemplate
 from penstock.gateway.control_tokens import ESCAPE, ControlTokenEscaper, split_escaped
 from penstock.gateway.detokenize import make_decoder
 from penstock.gateway.parsing import END_THINK, STRUCTURAL_TAGS, tool_format
+from penstock.gateway.template_process import shared_process
 from penstock.gateway.tokenizer_files import (
     find_stop_ids,
     find_window,
@@ -80,7 +81,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self.decode = make_decoder(tokenizer)
         """Ids to text with special tokens, as in the model's context."""
-        self._template = BoundedTemplate(template)
+        self._template = shared_process(template)
         self._special_tokens = special_tokens or {}
         added = tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from penstock.errors import BadRequest
 from penstock.gateway.parsing import ToolFormat
@@ -83,6 +84,14 @@ class TemplateTraits:
                 "tools: this model's chat template uses a tool-call format that the gateway cannot "
                 "parse; describe the tools in a message"
             )
+
+
+def load_probed(folder: Path) -> Renderer:
+    """For a thread: the template's process starts here, and what the first probe rendered is known
+    to the next one."""
+    renderer = Renderer.load(folder)
+    probe(renderer)
+    return renderer
 
 
 def probe(renderer: Renderer) -> TemplateTraits:

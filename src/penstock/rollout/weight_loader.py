@@ -24,7 +24,7 @@ import structlog
 from penstock.errors import EngineError, WeightsError, WireError, wrap_errors
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Completion, GenerationRequest
-from penstock.gateway.renderer import Renderer
+from penstock.gateway.template_probe import load_probed
 from penstock.rollout.activities import Activities
 from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pool import EnginePools
@@ -262,7 +262,7 @@ class Loader:
         # A policy never changes its tokenizer, so the first snapshot's renderer fits all versions.
         lacking = [gateway for gateway in gateways if not gateway.has_renderer(version.policy)]
         if lacking:
-            renderer = await asyncio.to_thread(Renderer.load, folder)
+            renderer = await asyncio.to_thread(load_probed, folder)
             for gateway in lacking:
                 gateway.set_renderer(version.policy, renderer)
             self._probes[version.policy] = renderer.encode(PROBE_TEXT)[:PROBE_TOKENS] or (0,)

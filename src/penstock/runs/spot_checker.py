@@ -26,7 +26,7 @@ from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.dataflow.service.trainers.messages import VersionsInUse
 from penstock.errors import EngineError, WeightsError, WireError
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.renderer import Renderer
+from penstock.gateway.template_probe import load_probed
 from penstock.rollout.engine import Engine
 from penstock.rollout.engine_pool import EnginePools
 from penstock.rollout.isolation import Isolation
@@ -245,7 +245,7 @@ class SpotChecker:
 
     async def _serve(self, folder: Path, version: Version) -> None:
         if version.policy not in self._loaded:
-            renderer = await asyncio.to_thread(Renderer.load, folder)
+            renderer = await asyncio.to_thread(load_probed, folder)
             self._gateway.set_renderer(version.policy, renderer)
         await self._engines.load(folder, version)
         self._loaded[version.policy] = version

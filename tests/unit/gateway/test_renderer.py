@@ -11,6 +11,7 @@ from tests.unit.gateway.chatml import AB, END_ID, TEMPLATE, VOCAB, ids_of, write
 
 from penstock.errors import BadRequest, WeightsError
 from penstock.gateway.renderer import MAX_CACHED, Renderer
+from penstock.gateway.template_probe import load_probed
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -85,7 +86,7 @@ def test_forbidden_template_actions_are_client_errors(tmp_path: Path, template: 
 
 def test_a_template_that_does_not_compile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="compile"):
-        Renderer.load(write_snapshot(tmp_path, template="{% for %}"))
+        load_probed(write_snapshot(tmp_path, template="{% for %}"))
 
 
 def test_a_template_sees_the_special_tokens_and_plain_json(tmp_path: Path) -> None:
