@@ -6,7 +6,6 @@ Opens it without writing a byte. Checks no invariants.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +37,7 @@ from penstock.audit.records import (
     Version,
 )
 from penstock.errors import StoreError
+from penstock.foreign_ledger import ForeignLedger, open_foreign
 
 FORMAT = "3"
 """The ledger format this auditor reads."""
@@ -47,7 +47,7 @@ RecordT = TypeVar("RecordT", bound=TableRecord)
 class LedgerReader:
     """An open ledger; all reads see the same moment."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: ForeignLedger) -> None:
         self._connection = connection
 
     def leases(self) -> list[Lease]:
@@ -72,15 +72,15 @@ class LedgerReader:
 
     def meta(self, key: str) -> str:
         """A single value; empty if there is none."""
-        found = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return "" if found is None else str(found[0])
+        found = self._connection.rows("SELECT value FROM meta WHERE key = ?", (key,))
+        return str(found[0][0]) if found else ""
 
     def table(self, kind: type[RecordT], name: str, order: str, where: str = "1") -> list[RecordT]:
         columns = ", ".join(f'"{field}"' for field in kind.__struct_fields__)
         try:
             query = f"SELECT {columns} FROM {name} WHERE {where} ORDER BY {order}"
-            return msgspec.convert(self._connection.execute(query).fetchall(), list[kind])
-        except (sqlite3.DatabaseError, msgspec.ValidationError) as error:
+            return msgspec.convert(self._connection.rows(query), list[kind])
+        except (StoreError, msgspec.ValidationError) as error:
             raise StoreError(f"table {name} of the ledger is damaged: {error}") from error
 
 
@@ -144,11 +144,7 @@ def open_ledger(folder: Path) -> Generator[LedgerReader]:
             f"there is no ledger at {path}; give the folder of a run that was started, "
             "OUTPUT_DIR/NAME of its config, with the folders of all its partitions"
         )
-    # Without a write-ahead log no process has the ledger open; reading it must not create one.
-    is_open = path.with_name(path.name + "-wal").exists()
-    mode = "mode=ro" if is_open else "mode=ro&immutable=1"
-    uri = f"{path.absolute().as_uri()}?{mode}"
-    connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+    connection = open_foreign(path)
     try:
         connection.execute("BEGIN")
         _check_format(connection)
@@ -158,20 +154,20 @@ def open_ledger(folder: Path) -> Generator[LedgerReader]:
         connection.close()
 
 
-def _check_format(connection: sqlite3.Connection) -> None:
+def _check_format(connection: ForeignLedger) -> None:
     try:
-        found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
-    except sqlite3.DatabaseError as error:
+        found = connection.rows("SELECT value FROM meta WHERE key = 'format'")
+    except StoreError as error:
         raise StoreError(f"the ledger cannot be read: {error}; is this a run folder?") from error
-    if found is None or found[0] != FORMAT:
+    if found != [(FORMAT,)]:
         raise StoreError(
-            f"this ledger has format {found and found[0]}, this auditor reads {FORMAT}; "
+            f"this ledger has format {found and found[0][0]}, this auditor reads {FORMAT}; "
             "audit it with the penstock that wrote it"
         )
 
 
-def _check_pages(connection: sqlite3.Connection) -> None:
+def _check_pages(connection: ForeignLedger) -> None:
     """Detect page damage: a record lost with its page would look as if it had never existed."""
-    [found] = connection.execute("PRAGMA quick_check(1)").fetchone()
+    [(found,)] = connection.rows("PRAGMA quick_check(1)")
     if found != "ok":
         raise StoreError(f"the ledger's database is damaged: {found}")

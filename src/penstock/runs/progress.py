@@ -73,13 +73,16 @@ def read_progress(folder: RunFolder, config: RunConfig) -> RunProgress:
     except StoreError:
         return _from_metrics(folder, config)
     with closing(recorded):
-        return RunProgress(
-            policies=tuple(_from_ledger(recorded, config, policy) for policy in config.trained),
-            trajectories=sum(
-                int(tables.scalar("SELECT count(*) FROM rows WHERE space = 'train'") or 0)
-                for tables in (recorded.coordinator, *recorded.partitions.values())
-            ),
-        )
+        try:
+            return RunProgress(
+                policies=tuple(_from_ledger(recorded, config, policy) for policy in config.trained),
+                trajectories=sum(
+                    int(tables.scalar("SELECT count(*) FROM rows WHERE space = 'train'") or 0)
+                    for tables in (recorded.coordinator, *recorded.partitions.values())
+                ),
+            )
+        except (TypeError, ValueError, OverflowError) as error:
+            raise StoreError(f"the ledger of {folder.path} is damaged: {error}") from None
 
 
 def progress_of(status: Status, at: float) -> RunProgress:

@@ -6,6 +6,7 @@ Interprets nothing."""
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from typing import Any
 
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.ledger.restore import restore_lineage
-from penstock.dataflow.ledger.sqlite import SqliteDatabase
+from penstock.dataflow.ledger.sqlite import RecordedDatabase
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import (
     BatchRecord,
@@ -27,6 +28,9 @@ from penstock.dataflow.records import (
 )
 from penstock.errors import StoreError
 from penstock.types import GroupId, PolicyName
+
+PARTITION = re.compile(r"p[1-9][0-9]{0,2}")
+"""Folder of an additional partition; a run has at most some hundred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +106,7 @@ def open_recorded_run(ledger_folder: Path) -> RecordedRun:
         partitions = {
             int(folder.name[1:]): _open_tables(folder / "ledger.db", opened)
             for folder in sorted(ledger_folder.glob("p[0-9]*"))
-            if folder.name[1:].isdecimal() and (folder / "ledger.db").is_file()
+            if PARTITION.fullmatch(folder.name) and (folder / "ledger.db").is_file()
         }
         coordinator = _open_tables(ledger_folder / "ledger.db", opened)
         return RecordedRun(coordinator=coordinator, partitions=partitions, held=opened.pop_all())
@@ -114,12 +118,9 @@ def _open_tables(path: Path, opened: ExitStack) -> Tables:
             f"there is no ledger at {path}; give the folder of a run that was started, "
             "OUTPUT_DIR/NAME of its config (a run on PostgreSQL answers GET /v1/explain/ID itself)"
         )
-    # Without a write-ahead log no process has the ledger open, and reading must not create one.
-    is_open = path.with_name(path.name + "-wal").exists()
-    mode = "mode=ro" if is_open else "mode=ro&immutable=1"
     try:
-        tables = Tables(SqliteDatabase(f"{path.absolute().as_uri()}?{mode}"))
-    except sqlite3.DatabaseError as error:
+        tables = Tables(RecordedDatabase(path))
+    except (StoreError, sqlite3.DatabaseError) as error:
         raise StoreError(
             f"the ledger at {path} cannot be read: {error}; restore it from a backup, or start the "
             "run again if its first start was interrupted"

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import msgspec
 from penstock.dataflow.ledger.codec import LIST_CONDITION, TYPES, PayloadMove, codec
 from penstock.dataflow.records import Record
 from penstock.errors import StoreError
+from penstock.foreign_ledger import ForeignLedger, open_foreign
 
 MEMORY = ":memory:"
 DURABLE = ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000")
@@ -100,12 +102,17 @@ class SqliteDatabase:
         except IndexError:
             connection = self._connect()
         try:
-            rows = connection.execute(sql, values).fetchall()
+            rows = self._fetch(connection, sql, values)
         except BaseException:
             connection.close()
             raise
         self._idle.append(connection)
         return rows
+
+    def _fetch(
+        self, connection: sqlite3.Connection, sql: str, values: Mapping[str, Any]
+    ) -> list[tuple[Any, ...]]:
+        return connection.execute(sql, values).fetchall()
 
     def verify(self) -> None:
         """A record lost from its page leaves no checksum behind. Reads the full file, about 2 s per
@@ -126,6 +133,23 @@ class SqliteDatabase:
         self._writer.close()
         while self._idle:
             self._idle.pop().close()
+
+
+class RecordedDatabase(SqliteDatabase):
+    """For reading only: a ledger that another user may have made."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        super().__init__(str(path))
+
+    def _connect(self) -> ForeignLedger:
+        return open_foreign(self._path)
+
+    def _fetch(
+        self, connection: sqlite3.Connection, sql: str, values: Mapping[str, Any]
+    ) -> list[tuple[Any, ...]]:
+        assert isinstance(connection, ForeignLedger)
+        return connection.rows(sql, values)
 
 
 def _bindable(value: Any) -> Any:

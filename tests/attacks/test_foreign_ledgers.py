@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger of a run folder of somebody else is a database of their making: reading it ends,
+writes nothing elsewhere, and fills no memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tests.attacks.test_foreign_folders import foreign_folder
+
+from penstock.audit.ledger import open_ledger
+from penstock.dataflow.ledger.recorded import open_recorded_run
+from penstock.dataflow.ledger.tables import open_tables
+from penstock.errors import StoreError
+from penstock.foreign_ledger import open_foreign
+from penstock.runs.listing import list_runs
+
+ENDLESS = "WITH RECURSIVE e(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM e)"
+COUNT = "SELECT count(*) FROM rows WHERE space = 'train'"
+OPENINGS: dict[str, Callable[[Path], object]] = {
+    "recorded": lambda folder: open_recorded_run(folder).coordinator.scalar(COUNT),
+    "audit": lambda folder: open_ledger(folder).__enter__().rows(),
+}
+
+
+def _ledger(folder: Path, *statements: str) -> Path:
+    """A ledger whose owner ran these statements in it."""
+    folder.mkdir(parents=True)
+    open_tables(folder).close()
+    with closing(sqlite3.connect(folder / "ledger.db")) as connection:
+        for statement in ("PRAGMA journal_mode=DELETE", *statements):
+            connection.execute(statement)
+        connection.commit()
+    return folder
+
+
+def _columns(folder: Path, table: str = "rows") -> list[str]:
+    with closing(sqlite3.connect(_ledger(folder) / "ledger.db")) as connection:
+        return [name for _, name, *_ in connection.execute(f"PRAGMA table_info({table})")]
+
+
+def _programs(columns: list[str]) -> dict[str, tuple[str, ...]]:
+    train = {"space": "'train'"}
+    values = ", ".join(f'{train.get(name, "n")} AS "{name}"' for name in columns)
+    names = ", ".join(f'"{name}"' for name in columns)
+    view = f"CREATE VIEW evil AS {ENDLESS} SELECT n AS rowid, {values} FROM e"
+    return {
+        "virtual": (
+            "DROP TABLE rows",
+            view,
+            f"CREATE VIRTUAL TABLE rows USING fts5({names}, content='evil', content_rowid='rowid')",
+        ),
+        "view": ("DROP TABLE rows", view.replace("evil", "rows")),
+        "generated": ('ALTER TABLE rows ADD COLUMN "more" TEXT AS (hex(zeroblob(1000000)))',),
+        "expression": ("CREATE INDEX more ON rows (hex(row_id))",),
+        "trigger": ("CREATE TRIGGER more DELETE ON rows BEGIN SELECT 1; END",),
+    }
+
+
+@pytest.mark.parametrize("opening", OPENINGS)
+@pytest.mark.parametrize("kind", _programs([]))
+def test_a_ledger_has_no_program(tmp_path: Path, kind: str, opening: str) -> None:
+    """A virtual table in place of `rows` kept `penstock ls` counting for ever."""
+    folder = _ledger(tmp_path / "ledger", *_programs(_columns(tmp_path / "own"))[kind])
+    with pytest.raises(StoreError, match="which no ledger has"):
+        OPENINGS[opening](folder)
+
+
+@pytest.mark.parametrize("kind", _programs([]))
+def test_a_list_of_runs_goes_on_after_such_a_ledger(tmp_path: Path, kind: str) -> None:
+    run = foreign_folder(tmp_path / "shared" / "evil").path
+    _ledger(run / "ledger", *_programs(_columns(tmp_path / "own"))[kind])
+    foreign_folder(tmp_path / "shared" / "honest")
+    assert {found.name for found in list_runs(tmp_path / "shared")} == {"evil", "honest"}
+
+
+def test_values_that_are_no_numbers_make_one_run_unreadable(tmp_path: Path) -> None:
+    run = foreign_folder(tmp_path / "shared" / "evil").path
+    names = _columns(tmp_path / "own", "incarnations")
+    values = ", ".join("'policy'" if name == "policy" else "'many'" for name in names)
+    _ledger(run / "ledger", f"INSERT INTO incarnations VALUES ({values})")
+    [found] = list_runs(tmp_path / "shared")
+    assert found.state == "unreadable" and "is damaged" in found.why
+
+
+@pytest.mark.parametrize(
+    ("query", "why"),
+    [
+        (f"{ENDLESS} SELECT count(*) FROM e", "takes longer than its size explains"),
+        (f"{ENDLESS} SELECT hex(zeroblob(500000)) FROM e", "returns more than it has"),
+        ("SELECT zeroblob(1 << 29)", "too big"),
+    ],
+)
+def test_a_query_ends(tmp_path: Path, query: str, why: str) -> None:
+    """Pages of a forged ledger may lead back to themselves: it has rows without end, or one that is
+    as long as it says."""
+    ledger = open_foreign(_ledger(tmp_path / "ledger") / "ledger.db")
+    with closing(ledger), pytest.raises(StoreError, match=why):
+        ledger.rows(query)
+
+
+@pytest.mark.parametrize("name", ["ledger.db", "ledger.db-wal", "ledger.db-shm"])
+@pytest.mark.parametrize("opening", OPENINGS)
+def test_a_ledger_is_no_link_or_pipe(tmp_path: Path, name: str, opening: str) -> None:
+    """SQLite would create the file to which `-wal` leads."""
+    folder = _ledger(tmp_path / "ledger")
+    with closing(sqlite3.connect(folder / "ledger.db")) as connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+    home = tmp_path / "home"
+    home.mkdir()
+    if name == "ledger.db":
+        shutil.move(folder / name, home / name)
+    else:
+        (folder / "ledger.db-wal").touch()
+        (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(home / name)
+    before = sorted(os.listdir(home))
+    with pytest.raises(StoreError, match="or a link"):
+        OPENINGS[opening](folder)
+    assert sorted(os.listdir(home)) == before
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(StoreError, match=r"or a link|there is no ledger"):
+        OPENINGS[opening](folder)
