@@ -9,6 +9,9 @@ import stat
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+COPIED_BYTES = 1 << 20
+"""At once."""
+
 
 def sync(path: Path) -> None:
     """Wait until the content of this file, or the names in this folder, are on disk."""
@@ -81,13 +84,36 @@ def open_own(
     return found
 
 
-def open_regular(path: Path) -> BinaryIO:
+def is_regular(path: Path) -> bool:
+    """Whether it could be opened so: it is there, and no link, pipe or device."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def regular_descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
     """Open a regular file: no symbolic link, and no pipe or device that could block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, mode)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return open(descriptor, "rb", buffering=1 << 16)
+    return descriptor
+
+
+def open_regular(path: Path) -> BinaryIO:
+    return open(regular_descriptor(path), "rb", buffering=1 << 16)
+
+
+def copy_regular(source: Path, target: Path, max_bytes: int | None = None) -> None:
+    """Copy the beginning of such a file, whatever is added to it meanwhile; by default the length
+    that it has now."""
+    with open_regular(source) as file, target.open("wb") as out:
+        left = os.fstat(file.fileno()).st_size if max_bytes is None else max_bytes
+        while left > 0 and (piece := file.read(min(left, COPIED_BYTES))):
+            out.write(piece)
+            left -= len(piece)
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:

@@ -15,6 +15,9 @@ from typing import Any, cast
 from blake3 import blake3
 
 from penstock.audit.report import Check, Violations
+from penstock.durable import read_regular
+
+MAX_LOG_BYTES = 1 << 30
 
 
 def check_admin_log(run_dir: Path, anchor: str) -> Check:
@@ -63,6 +66,6 @@ def _missing(expected: str, hashes: list[str]) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path, MAX_LOG_BYTES)
     except FileNotFoundError:
         return b""

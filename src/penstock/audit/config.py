@@ -10,7 +10,10 @@ from typing import Any
 import msgspec
 import yaml
 
+from penstock.durable import read_regular
 from penstock.errors import StoreError
+
+MAX_FILE_BYTES = 16 << 20
 
 REWARD = "reward"
 
@@ -111,10 +114,10 @@ class AuditedConfig(msgspec.Struct, frozen=True):
 
 def read_config(path: Path) -> AuditedConfig:
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+        text = read_regular(path, MAX_FILE_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
         raise StoreError(
-            f"{path} cannot be read: {error.strerror}; pass a run folder (OUTPUT_DIR/NAME)"
+            f"{path} cannot be read: {error}; pass a run folder (OUTPUT_DIR/NAME)"
         ) from error
     try:
         return msgspec.convert(yaml.safe_load(text), AuditedConfig)

@@ -18,6 +18,10 @@ from penstock.audit.config import REWARD, read_config
 from penstock.audit.ledger import CoordinatorTables, PartitionTables, ReplicatedTables, open_ledger
 from penstock.audit.payloads import PayloadSummary, SegmentReader
 from penstock.audit.records import Column, Instalment, Partition, Row, decode_manifest
+from penstock.durable import read_regular
+
+MAX_LOG_BYTES = 1 << 30
+"""Of the acknowledged rows of one node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,5 +163,5 @@ def _content(segments: SegmentReader, row: Row, freed: Set[str]) -> PayloadSumma
 def _read_acknowledged(folder: Path) -> Iterable[str]:
     for path in sorted(folder.glob("*")):  # one file per node
         # A node killed while writing leaves an incomplete last line.
-        complete, _, _ = path.read_bytes().rpartition(b"\n")
+        complete, _, _ = read_regular(path, MAX_LOG_BYTES).rpartition(b"\n")
         yield from filter(None, complete.decode(errors="replace").split("\n"))

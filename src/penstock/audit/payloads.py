@@ -20,9 +20,13 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
+from penstock.durable import read_regular, regular_descriptor
+
 MAGIC = b"PSR1"
 HEADER = struct.Struct("<4sII")
 """Magic, length of the payload, CRC32C of the payload."""
+MAX_BYTES = 1 << 30
+"""Of one payload."""
 MAX_LOG_PROB = 1e-3
 """Log-probabilities are at most 0; tolerance for rounding in engines."""
 TOKEN_BYTES = 4
@@ -132,11 +136,12 @@ class SegmentReader:
         if segment not in self._open:
             self._open[segment] = -1
             with suppress(OSError):
-                flags = os.O_RDONLY | os.O_CLOEXEC
-                self._open[segment] = os.open(self._folder / name, flags)
+                self._open[segment] = regular_descriptor(self._folder / name)
         descriptor = self._open[segment]
-        if descriptor < 0 or offset < 0 or length < 0:
+        if descriptor < 0 or offset < 0 or not 0 <= length <= MAX_BYTES:
             return f"{name} at offset {offset} cannot be opened"
+        if offset + HEADER.size + length > os.fstat(descriptor).st_size:
+            return f"{name} at offset {offset} is truncated"
         data = os.pread(descriptor, HEADER.size + length, offset)
         if len(data) != HEADER.size + length:
             return f"{name} at offset {offset} is truncated"
@@ -152,7 +157,8 @@ class SegmentReader:
         if len(digest) != 64 or not digest.isalnum():
             return f"{digest[:80]!r} is not a blob digest"
         try:
-            return (self._folder.parent / "blobs" / digest[:2] / digest).read_bytes()
+            path = self._folder.parent / "blobs" / digest[:2] / digest
+            return read_regular(path, MAX_BYTES)
         except OSError as error:
             return f"its blob {digest} cannot be read: {error.strerror}"
 

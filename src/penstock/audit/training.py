@@ -17,6 +17,9 @@ from penstock.audit.evidence import Evidence
 from penstock.audit.lineage import Lineage
 from penstock.audit.records import Commit, Fork, ManifestRow, Version
 from penstock.audit.report import Check, Summary, Violations
+from penstock.durable import read_regular
+
+MAX_MANIFEST_BYTES = 256 << 20
 
 NUM_FIRST = 2
 NUM_LAST = 5
@@ -124,7 +127,7 @@ def _manifest_fault(folder: Path, version: Version, *, is_needed: bool) -> str:
     if len(digest) != 64 or not digest.isalnum():
         return f"{digest[:80]!r} is not a digest"
     try:
-        data = (folder / f"{digest}.json").read_bytes()
+        data = read_regular(folder / f"{digest}.json", MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         return f"its manifest {digest} is missing but still needed" if is_needed else ""
     except OSError as error:

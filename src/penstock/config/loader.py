@@ -22,6 +22,7 @@ from penstock.config.error_messages import ConfigProblem, path_text, problems_of
 from penstock.config.resolved import escape_interpolation
 from penstock.config.run import RunConfig
 from penstock.config.yaml_positions import KeyPositions, locate_keys
+from penstock.durable import open_regular
 from penstock.errors import ConfigError
 from penstock.options import KeyPath
 from penstock.plugins import did_you_mean
@@ -107,7 +108,7 @@ def load_stored(
     """As `load`, for the config of a run folder. Its values are written out: it takes nothing from
     the environment, since the folder may belong to another user. Overrides may, unless they are
     `by_another`, such as the agent that operates a run."""
-    text, origin = _read(path), str(path)
+    text, origin = _read(path, is_stored=True), str(path)
     return parse(text, origin=origin, overrides=overrides, is_stored=True, by_another=by_another)
 
 
@@ -155,9 +156,9 @@ def parse(
     return config
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, *, is_stored: bool = False) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) if is_stored else path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(f"{path}: longer than {MAX_FILE_BYTES} bytes; give a run file")

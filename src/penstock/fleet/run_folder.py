@@ -22,7 +22,7 @@ import structlog
 
 from penstock.config import RunConfig, dump, load_stored
 from penstock.config.network import NetworkConfig
-from penstock.durable import FolderId, open_own, read_own, write_durably
+from penstock.durable import FolderId, open_own, read_own, regular_descriptor, write_durably
 from penstock.errors import BadRequest, ConfigError, LaunchError
 from penstock.fleet.ports import free_port
 from penstock.fleet.scaling_records import ScaleRequest, ScalingRecord
@@ -242,7 +242,8 @@ class RunFolder:
         self._write("code.json", CodeDigests(digests=dict(digests)))
 
     def add_note(self, note: RunNote) -> None:
-        with self.notes.open("ab") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with os.fdopen(regular_descriptor(self.notes, flags, 0o666), "ab") as file:
             file.write(encode_json(note) + b"\n")
 
     # --- state of the run -------------------------------------------------------------------------
@@ -483,7 +484,7 @@ class RunFolder:
             ) from None
 
     def public_key(self) -> str:
-        return (self.keys / "public.key").read_text().strip()
+        return read_own(self.keys / "public.key", MAX_RECORD_BYTES).decode().strip()
 
 
 def free_bytes(path: Path) -> int:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
-from penstock.durable import write_durably
+from penstock.durable import read_regular, regular_descriptor, write_durably
 
 LOG, HEAD = "admin.jsonl", "admin.head"
 MAX_VALUE_CHARS = 2_000
@@ -111,14 +111,14 @@ class AdminLog:
     def head(self) -> LogHead:
         """Of the last line that was written; of none if there is no log."""
         try:
-            number, _, hash = self._head.read_text().strip().partition(" ")
+            number, _, hash = read_regular(self._head, 4096).decode().strip().partition(" ")
             return LogHead(int(number), hash)
         except (OSError, ValueError):
             return LogHead()
 
     @contextmanager
     def _locked(self) -> Generator[int]:
-        log = os.open(self._log, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        log = regular_descriptor(self._log, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         try:
             _lock(log, self._log)
             yield log

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from penstock.durable import is_regular
 from penstock.errors import ConfigError
 from penstock.runs.target import RunTarget
 from penstock.trainer.model_folders import initial_folder
@@ -96,7 +97,7 @@ def _checkpoint(path: Path) -> Generator[Path]:
     """The checkpoint without the trainer's own files."""
     with tempfile.TemporaryDirectory(prefix="penstock-try-") as temporary:
         for file in path.iterdir():
-            if not file.name.startswith(("optimizer", "trainer")):
+            if is_regular(file) and not file.name.startswith(("optimizer", "trainer")):
                 (Path(temporary) / file.name).symlink_to(file.absolute())
         yield Path(temporary)
 

@@ -16,7 +16,7 @@ from penstock.durable import read_regular
 from penstock.errors import ConfigError
 from penstock.evals.figures import figures
 from penstock.evals.recording import BEST_FILE, FOLDER, ResultFiles
-from penstock.runs.result_files import read_results
+from penstock.runs.result_files import read_all
 
 MAX_BEST_BYTES = 1 << 20
 
@@ -44,9 +44,8 @@ def read_best(run_dir: Path) -> dict[str, Any] | None:
 
 def read_evaluations(run_dir: Path) -> Iterator[str]:
     """A line about the newest evaluation and one about the best; none without evaluations."""
-    found = [read_results(path) for path in (run_dir / FOLDER).glob("*@*.json")]
-    if found:
-        last = max(found, key=lambda one: one.step)
+    found = read_all((run_dir / FOLDER).glob("*@*.json"))
+    if last := max(found, key=lambda one: one.step, default=None):
         scores = ", ".join(f"{one.suite} {figures(one).avg:.3f}" for one in last.suites)
         yield f"evaluated at step {last.step}: {scores}"
     if (best := read_best(run_dir)) is not None:

@@ -8,7 +8,6 @@ uses the same copies. Refuses adapters, which are not whole models, and changed 
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import msgspec
 
 from penstock.config import RunConfig
 from penstock.config.models import KEPT_COPY, RUN_PREFIX, own_version
-from penstock.durable import sync, write_durably
+from penstock.durable import copy_regular, read_regular, sync, write_durably
 from penstock.errors import ConfigError, WeightsError
 from penstock.fleet.run_folder import RunFolder
 from penstock.runs.target import RunTarget
@@ -35,6 +34,8 @@ from penstock.weights.catalog import (
 )
 from penstock.weights.manifest import file_digest
 from penstock.weights.store import DirectoryStore
+
+MAX_ORIGIN_BYTES = 1 << 16
 
 INITIAL = "initial"
 """Folder of the copies in a run folder; `KEPT_COPY` finds it in a path."""
@@ -149,7 +150,7 @@ def _kept(folder: RunFolder, digest: str) -> Path | None:
 def _known(name: str, folder: RunFolder) -> Path | None:
     """The copy that this run made for this name before."""
     for record in sorted((folder.path / INITIAL).glob("*.json")):
-        if msgspec.json.decode(record.read_bytes(), type=Origin).name == name:
+        if msgspec.json.decode(read_regular(record, MAX_ORIGIN_BYTES), type=Origin).name == name:
             return _kept(folder, record.stem)
     return None
 
@@ -160,7 +161,7 @@ def _copy(found: _Found, target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".incoming-", dir=target.parent) as temporary:
         staging = Path(temporary) / "model"
         staging.mkdir()
-        _write(found, staging, shutil.copyfile)
+        _write(found, staging, copy_regular)
         for file in found.version.files:
             if file_digest(staging / file.entry.name) != file.entry.blob:
                 raise ConfigError(
@@ -172,11 +173,11 @@ def _copy(found: _Found, target: Path) -> None:
         staging.rename(target)
 
 
-def _write(found: _Found, target: Path, copy: Callable[[Path, Path], Any]) -> None:
+def _write(found: _Found, target: Path, copy: Callable[[Path, Path, int], Any]) -> None:
     with deletion_paused(found.store):
         for file in found.version.files:
             with full_file(found.store, file.entry.blob, target) as path:
-                copy(path, target / file.entry.name)
+                copy(path, target / file.entry.name, file.entry.bytes)
 
 
 @contextmanager
@@ -213,10 +214,10 @@ def _linked(name: str, run: RunFolder, parent: Path, skip_missing: bool) -> str:
     return str(folder)
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def _link_or_copy(source: Path, target: Path, num_bytes: int) -> None:
     """A link to a file of the store; a copy of one that was rebuilt and goes away."""
     if source.parent == target.parent:
-        shutil.copyfile(source, target)
+        copy_regular(source, target, num_bytes)
     else:
         target.symlink_to(source.absolute())
 

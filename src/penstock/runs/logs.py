@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import cast
 
+from penstock.durable import open_regular
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.plugins import suggest
@@ -21,6 +22,8 @@ from penstock.plugins import suggest
 POLL_S = 0.5
 TAIL_BYTES = 1 << 20
 """Read at most this much from the end of a log, unless it is followed."""
+MAX_NEW_BYTES = 64 << 20
+"""Read at once."""
 HIDDEN = frozenset({"service", "level", "timestamp", "msg"})
 
 
@@ -97,12 +100,12 @@ class LogReader:
 
     def new_lines(self) -> list[LogLine]:
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._read_bytes)
-                text = file.read()
+                text = file.read(MAX_NEW_BYTES)
         except OSError:
             return []
-        complete = text[: text.rfind(b"\n") + 1]
+        complete = text[: text.rfind(b"\n") + 1] if len(text) < MAX_NEW_BYTES else text
         self._read_bytes += len(complete)
         lines = complete.decode(errors="replace").split("\n")[:-1]  # text has more kinds of ends
         return [self._parse(line) for line in lines]

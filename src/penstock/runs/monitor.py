@@ -16,6 +16,7 @@ from pathlib import Path
 
 from penstock.dataflow.client.dataflow import StatusClient
 from penstock.dataflow.service.operators.messages import PolicyStatus, Status
+from penstock.durable import open_regular
 from penstock.errors import WireError
 
 POLL_INTERVAL_S = 1.0
@@ -235,7 +236,7 @@ class ErrorTail:
 
     def _new_lines(self, name: str, path: Path) -> list[bytes]:
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 file.seek(self._read_bytes.get(name, 0))
                 text = file.read(1 << 20)
         except OSError:

@@ -7,7 +7,7 @@ one `Evaluation` as JSON."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ LOCAL = "local"
 """Below the folder of a run's evaluations: the results of `penstock eval`."""
 MAX_BYTES = 256 << 20
 """Of one file: more than a million answers."""
+MAX_RUN_BYTES = 1 << 30
+"""Of all files of a run."""
 
 
 def read_results(path: Path) -> Evaluation:
@@ -71,7 +73,20 @@ def run_results(run_dir: Path) -> list[Evaluation]:
     folder = run_dir / FOLDER
     paths = [*folder.glob("*.json"), *folder.glob(f"{LOCAL}/*.json")]
     paths = [path for path in paths if path.name != BEST_FILE]
-    return [read_results(path) for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)]
+    return [*read_all(sorted(paths, key=lambda path: path.stat().st_mtime_ns))]
+
+
+def read_all(paths: Iterable[Path]) -> Iterator[Evaluation]:
+    """Of one run; hard links to one long file must not multiply it."""
+    left = MAX_RUN_BYTES
+    for path in paths:
+        left -= path.lstat().st_size
+        if left < 0:
+            raise ConfigError(
+                f"the files beside {path} have more than {MAX_RUN_BYTES >> 20} MiB; move some of "
+                "the results elsewhere"
+            )
+        yield read_results(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,13 @@ Reads the ledger and the weight store, during a run or after it. Changes neither
 
 from __future__ import annotations
 
-import shutil
 from contextlib import closing
 from pathlib import Path
 
 from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.ledger.sealed_batches import SealedBatches
 from penstock.dataflow.records import VersionRecord
+from penstock.durable import copy_regular
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.types import PolicyName
@@ -44,7 +44,7 @@ def write_version(run: RunFolder, version: CatalogVersion, folder: Path) -> Path
     with deletion_paused(store):
         for kept in version.files:
             with full_file(store, kept.entry.blob, folder) as path:
-                shutil.copyfile(path, folder / kept.entry.name)
+                copy_regular(path, folder / kept.entry.name, kept.entry.bytes)
             if file_digest(folder / kept.entry.name) != kept.entry.blob:
                 raise ConfigError(
                     f"{kept.entry.name} of {version.name} in {run.path} is damaged; "

@@ -14,8 +14,9 @@ import time
 
 import msgspec
 
+from penstock.durable import open_own, read_own
 from penstock.errors import ConfigError
-from penstock.fleet.run_folder import RunFolder
+from penstock.fleet.run_folder import MAX_RECORD_BYTES, RunFolder
 from penstock.fleet.service_tokens import TOKEN_TTL_S, changing_keys, rewrite_tokens
 from penstock.observe.admin_log import AdminAction
 from penstock.wire import keys
@@ -115,7 +116,7 @@ def _record(folder: RunFolder, credential: Credential, key_id: str) -> None:
         key_id=key_id,
     )
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    descriptor = os.open(folder.keys / "issued.jsonl", flags, 0o600)
+    descriptor = open_own(folder.keys / "issued.jsonl", flags)
     with os.fdopen(descriptor, "wb") as file:
         file.write(msgspec.json.encode(record) + b"\n")
         file.flush()
@@ -125,7 +126,7 @@ def _record(folder: RunFolder, credential: Credential, key_id: str) -> None:
 def issued_tokens(folder: RunFolder) -> list[IssuedToken]:
     """Every token that was issued by command, oldest first."""
     try:
-        lines = (folder.keys / "issued.jsonl").read_bytes().splitlines()
+        lines = read_own(folder.keys / "issued.jsonl", MAX_RECORD_BYTES).splitlines()
     except FileNotFoundError:
         return []
     return [msgspec.json.decode(line, type=IssuedToken) for line in lines if line]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from penstock.durable import open_own, write_durably
+from penstock.durable import open_own, read_own, write_durably
 from penstock.errors import BadRequest, TrackerError
 from penstock.wire.codec import JSON, decode, encode_json
 
@@ -71,7 +71,7 @@ class CursorFile:
     def read(self) -> TrackerCursor:
         """A new cursor is on disk before its id is used, so that the id never changes."""
         try:
-            return decode(self._path.read_bytes(), TrackerCursor, media_type=JSON)
+            return decode(read_own(self._path, 1 << 20), TrackerCursor, media_type=JSON)
         except FileNotFoundError:
             cursor = TrackerCursor(id=uuid.uuid4().hex)
             self.write(cursor)

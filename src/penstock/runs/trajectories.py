@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.core.names import TRAIN
-from penstock.dataflow.ledger.blobs import BlobStore
+from penstock.dataflow.ledger.blobs import read_blob
 from penstock.dataflow.ledger.objects import ObjectPayloads
 from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.sealed_batches import partition_folder
@@ -122,7 +122,7 @@ class _Payloads:
 
     def read(self, record: RowRecord | ColumnRecord) -> bytes:
         if record.blob:
-            return BlobStore(self._folder / "blobs").read(record.blob)
+            return read_blob(self._folder / "blobs", record.blob)
         location: Location = location_of(record)
         if self._objects is not None:
             return self._objects.read(location)

@@ -23,7 +23,7 @@ from typing import Any
 import structlog
 
 from penstock.config import identity_changes
-from penstock.durable import sync
+from penstock.durable import copy_regular, is_regular, sync
 from penstock.errors import ConfigError, Fenced, StoreError
 from penstock.trainer.checkpoint_manifest import (
     Checkpoint,
@@ -196,7 +196,7 @@ class Checkpoints:
         partial = self._partial_folder(new_token())
         for name, expected in other.state.files.items():
             try:
-                shutil.copyfile(other.folder / name, partial / name)
+                copy_regular(other.folder / name, partial / name)
             except FileNotFoundError as error:
                 raise _pruned_error(other.folder) from error
             if digest(partial / name) != expected:
@@ -294,7 +294,7 @@ class Checkpoints:
         for name, expected in {**dict.fromkeys(needed, ""), **state.files}.items():
             try:
                 path = folder / name
-                is_whole = (digest(path) == expected) if is_hashed else path.is_file()
+                is_whole = is_regular(path) and (not is_hashed or digest(path) == expected)
             except OSError as error:
                 raise UnusableCheckpoint(f"{name}: {error}") from error
             if not is_whole:

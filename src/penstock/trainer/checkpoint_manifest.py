@@ -18,7 +18,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from penstock.durable import write_durably
+from penstock.durable import read_regular, write_durably
 from penstock.errors import BadRequest, StoreError
 from penstock.trainer.model_folders import WEIGHTS
 from penstock.trainer.state_shards import ShardedState, open_state, state_names
@@ -26,6 +26,7 @@ from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from penstock.wire.codec import JSON, decode, encode_json
 
 STATE = "trainer.json"
+MAX_STATE_BYTES = 64 << 20
 FORMAT = 3
 """The version that is written, and the highest that can be read."""
 _DIGEST = re.compile(rb'\{\s*"digest": "([0-9a-f]{64})"')
@@ -95,7 +96,7 @@ def weights_name(other_names: Iterable[str]) -> str:
 
 def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
     try:
-        content = (folder / STATE).read_bytes()
+        content = read_regular(folder / STATE, MAX_STATE_BYTES)
         has_digest = _check(content)
         written = decode(content, _Format, media_type=JSON).format
         if written > FORMAT:

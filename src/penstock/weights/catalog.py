@@ -184,10 +184,10 @@ def names_by_blob(catalog: Catalog, policy: PolicyName) -> dict[str, str]:
 
 @contextmanager
 def deletion_paused(store: DirectoryStore) -> Generator[None]:
-    """Prevent deletion while reading, if this user has write access."""
+    """Prevent deletion while reading, if this user can read the lock."""
     with ExitStack() as held:
         with suppress(OSError):
-            held.enter_context(store.writing())
+            held.enter_context(store.reading())
         yield
 
 
@@ -213,10 +213,10 @@ def count_changes(
 
 @contextmanager
 def full_file(store: DirectoryStore, blob: str, scratch: Path) -> Generator[Path]:
-    """Path of the full file: the stored one, or a temporary one rebuilt from deltas."""
-    path = store.blob_path(blob)
-    if path.exists():
-        yield path
+    """Path of the full file: the stored one, or a temporary one rebuilt from deltas. It was no link
+    a moment ago; open it so that it is none now."""
+    if store.has_blob(blob):
+        yield store.blob_path(blob)
         return
     chain = chain_from_full(store, blob)
     if not chain:

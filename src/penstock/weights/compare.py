@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.durable import open_regular
 from penstock.errors import WeightsError
 from penstock.weights.catalog import CatalogVersion, deletion_paused, full_file
 from penstock.weights.deltas.file_delta import layout_of
@@ -107,7 +108,8 @@ def _tensors(
         if not file.entry.name.endswith(".safetensors") or names <= found.keys():
             continue
         path = opened.enter_context(full_file(store, file.entry.blob, scratch))
-        mapped = np.memmap(path, np.uint8, "r")
+        with open_regular(path) as opened_file:
+            mapped = np.memmap(opened_file, np.uint8, "r")
         for name, byte_range in layout_of(path).byte_ranges.items():
             if name in names:
                 found[name] = mapped[byte_range.start : byte_range.end]

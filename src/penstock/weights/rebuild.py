@@ -6,12 +6,11 @@ Results are verified before they get their final name. Blocking; do not call on 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from penstock.durable import open_regular
+from penstock.durable import copy_regular, open_regular
 from penstock.errors import WeightsError
 from penstock.weights.deltas.chain import DeltaEntry, cheapest_chain
 from penstock.weights.deltas.file_delta import apply_in_place, make_delta
@@ -59,7 +58,7 @@ def merge_deltas(store: DirectoryStore, base: str, target: str) -> DeltaEntry:
 
 def apply_chain(chain: Sequence[DeltaEntry], blob_path: Callable[[str], Path], made: Path) -> None:
     """Create the target file of a chain at `made`; the caller verifies it."""
-    shutil.copyfile(blob_path(chain[0].base), made)
+    copy_regular(blob_path(chain[0].base), made)
     for step in chain:
         with open_regular(blob_path(step.blob)) as delta:
             apply_in_place(made, delta, base_blob=step.base)

@@ -25,7 +25,7 @@ import structlog
 from blake3 import blake3
 
 from penstock.bounds import is_digest
-from penstock.durable import open_regular, sync
+from penstock.durable import is_regular, open_regular, read_regular, regular_descriptor, sync
 from penstock.errors import WeightsError
 from penstock.weights.deltas.chain import DeltaEntry, cheapest_chain
 from penstock.weights.manifest import MAX_MANIFEST_BYTES, digest_of
@@ -38,6 +38,10 @@ READ_WINDOW_S = 120.0
 """A reader idle for this long has finished or given up; its blob may be deleted."""
 ABANDONED_S = 86_400.0
 """A file still incoming after a day was left by a dead writer."""
+READING_WAIT_S = 60.0
+"""A deletion takes seconds."""
+LOCK_POLL_S = 0.05
+MAX_ENTRY_BYTES = 1 << 16
 _entry_decoder = msgspec.json.Decoder(DeltaEntry)
 
 
@@ -70,6 +74,22 @@ class DirectoryStore:
             yield
 
     @contextmanager
+    def reading(self) -> Generator[None]:
+        """Protects files that are read in this block from deletion, if anybody has ever written
+        here. Creates nothing, since the store may belong to another user, who may also hold the
+        lock permanently."""
+        with open_regular(self._root / "lock") as lock:
+            give_up_at = time.monotonic() + READING_WAIT_S
+            while not try_lock(lock.fileno(), fcntl.LOCK_SH):
+                if time.monotonic() >= give_up_at:
+                    raise WeightsError(
+                        f"{self._root} is locked for a deletion for {READING_WAIT_S:g} s; end the "
+                        "process that has the lock"
+                    )
+                time.sleep(LOCK_POLL_S)
+            yield
+
+    @contextmanager
     def deleting(self) -> Generator[bool]:
         """Yields False while a writer holds the lock; the caller retries later."""
         with self._lock_file() as descriptor:
@@ -77,8 +97,11 @@ class DirectoryStore:
 
     @contextmanager
     def _lock_file(self) -> Generator[int]:
-        with (self._root / "lock").open("ab") as lock:
-            yield lock.fileno()
+        descriptor = regular_descriptor(self._root / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def put_blob(self, source: BinaryIO, name: str) -> Scan:
         """Copy a file into the store, hashing it on the way. Durable only after `sync_blobs`."""
@@ -144,7 +167,7 @@ class DirectoryStore:
         with suppress(OSError):
             for path in sorted((self._deltas / _require_digest(target)).iterdir()):
                 with suppress(msgspec.MsgspecError, OSError):
-                    found.append(_entry_decoder.decode(path.read_bytes()))
+                    found.append(_entry_decoder.decode(read_regular(path, MAX_ENTRY_BYTES)))
         return found
 
     def chain_to(self, file: str, num_bytes: int, have: Collection[str]) -> tuple[DeltaEntry, ...]:
@@ -155,7 +178,7 @@ class DirectoryStore:
         return self._blobs / _require_digest(digest)
 
     def has_blob(self, digest: str) -> bool:
-        return self.blob_path(digest).exists()
+        return is_regular(self.blob_path(digest))
 
     def make_blob(self, digest: str, fill: Callable[[Path], object]) -> None:
         """Store the file that `fill` creates at a path, if it matches this digest."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from penstock.dataflow.ledger.segments import DISK_FULL_ERRNOS
-from penstock.durable import sync
+from penstock.durable import read_regular, sync
 from penstock.errors import BadRequest, Conflict, NotFound, StorageFull, TooLarge
 
 MAX_BLOB_BYTES = 1 << 30
@@ -40,8 +40,7 @@ class BlobStore:
         """A file must not be renewed between the check of its age and its removal."""
 
     def path(self, digest: str) -> Path:
-        _check_digest(digest)
-        return self._folder / digest[:2] / digest
+        return _path(self._folder, digest)
 
     def _upload(self, digest: str, owner: str) -> Path:
         return self._partial / (f"{digest}.{owner}" if owner else digest)
@@ -74,15 +73,7 @@ class BlobStore:
 
     def read(self, digest: str) -> bytes:
         """The complete blob, verified against its digest."""
-        try:
-            data = self.path(digest).read_bytes()
-        except FileNotFoundError:
-            raise NotFound(f"no blob {digest}") from None
-        if blake3(data).hexdigest() != digest:
-            raise NotFound(
-                f"blob {digest} is damaged on disk; delete its file, then upload it again"
-            )
-        return data
+        return read_blob(self._folder, digest)
 
     # --- uploads ------------------------------------------------------------------------------
 
@@ -166,6 +157,22 @@ class BlobStore:
                     path.unlink()
                     num_removed += 1
         return num_removed
+
+
+def read_blob(folder: Path, digest: str) -> bytes:
+    """As `BlobStore.read`, in a folder that may belong to another user: makes nothing there."""
+    try:
+        data = read_regular(_path(folder, digest), MAX_BLOB_BYTES)
+    except FileNotFoundError:
+        raise NotFound(f"no blob {digest}") from None
+    if blake3(data).hexdigest() != digest:
+        raise NotFound(f"blob {digest} is damaged on disk; delete its file, then upload it again")
+    return data
+
+
+def _path(folder: Path, digest: str) -> Path:
+    _check_digest(digest)
+    return folder / digest[:2] / digest
 
 
 def _check_digest(digest: str) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from penstock.dataflow.column_records import STORED_COLUMNS_SQL, ColumnRecord
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.ledger import segments
-from penstock.dataflow.ledger.blobs import BlobStore
+from penstock.dataflow.ledger.blobs import read_blob
 from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.store import location_of
 from penstock.dataflow.ledger.tables import Tables
@@ -117,5 +117,5 @@ def _columns(
 
 def _content(folder: Path, record: RowRecord | ColumnRecord) -> bytes:
     if record.blob:
-        return BlobStore(folder / "blobs").read(record.blob)
+        return read_blob(folder / "blobs", record.blob)
     return segments.read(folder / "segments", location_of(record))

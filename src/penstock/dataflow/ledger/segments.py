@@ -17,7 +17,7 @@ from pathlib import Path
 
 import crc32c
 
-from penstock.durable import sync
+from penstock.durable import regular_descriptor, sync
 from penstock.errors import StoreError
 
 MAGIC = b"PSR1"
@@ -26,6 +26,8 @@ HEADER = struct.Struct("<4sII")
 MAX_SEGMENT_BYTES = 256 << 20
 MIN_SEGMENT_BYTES = 16 << 20
 """A sweep of compaction looks at a few segments: with smaller ones it could fall behind."""
+MAX_PAYLOAD_BYTES = 1 << 30
+"""A ledger that names a longer one is damaged."""
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 MAX_OPEN = 8
 """Segment files that a reader keeps open."""
@@ -198,6 +200,10 @@ class SegmentReader:
         self._open: dict[int, _OpenFile] = {}
 
     def read(self, location: Location) -> bytes:
+        file = self._file(location.segment)
+        end = location.offset + HEADER.size + location.length
+        if not 0 <= location.length <= MAX_PAYLOAD_BYTES or end > os.fstat(file.descriptor).st_size:
+            raise StoreError(f"record {_name(location)} is cut off")
         payload = bytearray(location.length)
         self.read_into(location, memoryview(payload))
         return bytes(payload)
@@ -205,7 +211,7 @@ class SegmentReader:
     def read_into(self, location: Location, payload: memoryview, *, may_block: bool = True) -> None:
         """Read the record into `payload`, or raise StoreError naming the damaged record. Without
         `may_block`, raises BlockingIOError unless all of it is in the page cache."""
-        file = self._open.get(location.segment) or self._open_segment(location.segment)
+        file = self._file(location.segment)
         header = bytearray(HEADER.size)
         parts, at = [header, payload], location.offset
         size = os.preadv(file.descriptor, parts, at) if may_block else _read_nowait(file, parts, at)
@@ -214,10 +220,13 @@ class SegmentReader:
         if HEADER.unpack(header) != (MAGIC, location.length, _crc(payload)):
             raise StoreError(f"record {_name(location)} is damaged: its checksum does not match")
 
+    def _file(self, segment: int) -> _OpenFile:
+        return self._open.get(segment) or self._open_segment(segment)
+
     def _open_segment(self, segment: int) -> _OpenFile:
         path = segment_path(self._folder, segment)
         try:
-            file = _OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            file = _OpenFile(regular_descriptor(path))
         except FileNotFoundError as error:  # other errors may be transient
             raise StoreError(f"segment {path.name} is missing") from error
         self._open[segment] = file
