@@ -133,7 +133,11 @@ def test_records_of_operators_and_configs_are_files(tmp_path: Path, kind: str) -
         load_stored(folder.path / "run" / "adopted.yaml")
 
 
-@pytest.mark.parametrize("read", [run_results, lambda path: [*read_evaluations(path)]])
+def _evaluations(folder: Path) -> object:
+    return [*read_evaluations(folder)]
+
+
+@pytest.mark.parametrize("read", [run_results, _evaluations])
 def test_results_are_bounded_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], object]
 ) -> None:

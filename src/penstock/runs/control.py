@@ -16,6 +16,7 @@ from penstock.errors import BadRequest, ConfigError, LaunchError, WireError
 from penstock.fleet.process_state import owner_of
 from penstock.observe.admin_log import AdminAction
 from penstock.wire.auth import Role
+from penstock.wire.client import REQUEST_TIMEOUT_S, ServiceClient
 from penstock.wire.held_token import HeldToken
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ TOKEN_TTL_S = 60.0
 PATIENCE_S = 2.0
 """Retry an unreachable service for this long: a person is waiting."""
 FORGET_DEADLINE_S = 20.0
+MAX_ANSWER_BYTES = 16 << 20
 DRAIN_POLL_S = 0.2
 STOP_POLL_S = 0.1
 
@@ -88,16 +90,24 @@ def read_stored_report(folder: RunFolder) -> BalanceReport:
         ) from None
 
 
+def _operator_client(folder: RunFolder, token: str) -> ServiceClient:
+    return ServiceClient(
+        folder.endpoints().dataflow,
+        token,
+        max_response_bytes=MAX_ANSWER_BYTES,
+        answer_s=REQUEST_TIMEOUT_S,
+    )
+
+
 def drain_node(folder: RunFolder, node: str, *, who: str, why: str, timeout_s: float) -> bool:
     """Tell a node to return its work and leave for good, and wait until it has left; False if it is
     still there after `timeout_s`. `who`: name of the operator, for the log of actions. NotFound if
     the run has no such node."""
     from penstock.dataflow.service.messages import Ack
-    from penstock.wire.client import ServiceClient
 
     run = folder.read_config().name
     token = folder.token(run, Role.ADMIN, ttl_s=TOKEN_TTL_S, subject=who)
-    with closing(ServiceClient(folder.endpoints().dataflow, token)) as client:
+    with closing(_operator_client(folder, token)) as client:
         path = f"/v1/nodes/{quote(node, safe='')}/drain?why={quote(why)}"
         client.call("POST", path, None, Ack, deadline_s=FORGET_DEADLINE_S)
     give_up_at = time.monotonic() + timeout_s
@@ -133,10 +143,9 @@ def versions_in_use(folder: RunFolder, config: RunConfig) -> list[VersionInUse]:
 def forget_session(folder: RunFolder, session: str) -> ForgetSessionAnswer:
     """Exclude an agent's session from all future batches; the run must be running."""
     from penstock.dataflow.service.operators.messages import ForgetSessionAnswer
-    from penstock.wire.client import ServiceClient
 
     token = folder.token(folder.read_config().name, Role.ADMIN, ttl_s=TOKEN_TTL_S)
-    with closing(ServiceClient(folder.endpoints().dataflow, token)) as client:
+    with closing(_operator_client(folder, token)) as client:
         path = f"/v1/sessions/{quote(session, safe='')}"
         return client.call("DELETE", path, None, ForgetSessionAnswer, deadline_s=FORGET_DEADLINE_S)
 
@@ -153,13 +162,12 @@ def tag_node(
     """Add and remove tags of a node; the run must be running. `who`: name of the operator, for the
     log of actions."""
     from penstock.dataflow.service.operators.messages import NodeTags
-    from penstock.wire.client import ServiceClient
 
     if not add and not remove:
         raise ConfigError("nothing to change: pass --add TAG or --remove TAG, such as --add train")
     token = folder.token(folder.read_config().name, Role.ADMIN, ttl_s=TOKEN_TTL_S, subject=who)
     query = urlencode({"add": ",".join(add), "remove": ",".join(remove), "why": why})
-    with closing(ServiceClient(folder.endpoints().dataflow, token)) as client:
+    with closing(_operator_client(folder, token)) as client:
         path = f"/v1/nodes/{quote(node, safe='')}/tags?{query}"
         return client.call("PUT", path, None, NodeTags, deadline_s=FORGET_DEADLINE_S)
 

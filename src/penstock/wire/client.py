@@ -13,9 +13,10 @@ import asyncio
 import math
 import random
 import ssl
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 import httpx2
@@ -55,7 +56,9 @@ WARN_AFTER_S = 3.0
 
 MAX_RETRY_AFTER_S = 30.0
 """A service cannot make a client wait longer than this before the next attempt."""
-_HEADERS = {"accept": MSGPACK, "content-type": MSGPACK}
+MAX_RESPONSE_BYTES = 4 << 30
+"""Of a call without another limit: more than the rows of a batch."""
+_HEADERS = {"accept": MSGPACK, "content-type": MSGPACK, **NO_COMPRESSION}
 
 
 class _Bearer(httpx2.Auth):
@@ -118,6 +121,39 @@ def _check_length(response: httpx2.Response, url: str, max_bytes: int | None) ->
         raise refusal(f"{url}: response of unknown length; the limit is {max_bytes} bytes")
     if int(declared) > max_bytes:
         raise refusal(f"{url}: response of {declared} bytes; the limit is {max_bytes}")
+
+
+def _is_declared(response: httpx2.Response, url: str, max_bytes: int) -> bool:
+    """Whether it says how long it is, and is no longer than the limit; else TooLarge. One that was
+    packed unasked could be of any length."""
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise TooLarge(f"{url}: packed response of unknown length; the limit is {max_bytes} bytes")
+    declared = response.headers.get("content-length", "")
+    if "transfer-encoding" in response.headers or not declared.isdigit():
+        return False
+    if int(declared) > max_bytes:
+        raise TooLarge(f"{url}: response of {declared} bytes; the limit is {max_bytes}")
+    return True
+
+
+class _Body:
+    """Of a response that does not say how long it is; TooLarge beyond the limit."""
+
+    def __init__(self, url: str, max_bytes: int) -> None:
+        self._url = url
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._pieces: list[bytes] = []
+
+    def add(self, piece: bytes) -> None:
+        self._num_bytes += len(piece)
+        if self._num_bytes > self._max_bytes:
+            raise TooLarge(f"{self._url}: response without end; the limit is {self._max_bytes}")
+        self._pieces.append(piece)
+
+    def of(self, response: httpx2.Response) -> httpx2.Response:
+        content = b"".join(self._pieces)
+        return httpx2.Response(response.status_code, headers=response.headers, content=content)
 
 
 def _is_transient(error: Exception) -> bool:
@@ -240,7 +276,13 @@ class AsyncServiceClient:
                     method, url, content=content, timeout=timeout_s, headers=headers
                 ) as response:
                     _check_length(response, url, max_response_bytes)
-                    await response.aread()
+                    if _is_declared(response, url, MAX_RESPONSE_BYTES):
+                        await response.aread()
+                    else:
+                        body = _Body(url, MAX_RESPONSE_BYTES)
+                        async for piece in response.aiter_raw():
+                            body.add(piece)
+                        response = body.of(response)
                 _raise_for_status(response, url)
                 return response
             except (httpx2.TransportError, WireError) as error:
@@ -279,17 +321,31 @@ class ServiceClient:
     """Calls one service from synchronous code: the trainer, the command line."""
 
     def __init__(
-        self, base_url: str, token: Token, *, is_stopping: Callable[[], bool] = lambda: False
+        self,
+        base_url: str,
+        token: Token,
+        *,
+        is_stopping: Callable[[], bool] = lambda: False,
+        max_response_bytes: int = MAX_RESPONSE_BYTES,
+        answer_s: float | None = None,
     ) -> None:
+        """`answer_s`: cut off a service that has not answered in full by then, however much it
+        sends: one that the folder of another user names."""
         self.base_url = base_url.rstrip("/")
-        self._http = httpx2.Client(
+        self._token = token
+        self._max_response_bytes = max_response_bytes
+        self._answer_s = answer_s
+        self._is_stopping = is_stopping
+        self._http = self._open()
+
+    def _open(self) -> httpx2.Client:
+        return httpx2.Client(
             headers=_HEADERS,
-            auth=_Bearer(token),
+            auth=_Bearer(self._token),
             timeout=REQUEST_TIMEOUT_S,
             trust_env=False,
-            verify=client_context(base_url),
+            verify=client_context(self.base_url),
         )
-        self._is_stopping = is_stopping
 
     def close(self) -> None:
         self._http.close()
@@ -309,9 +365,36 @@ class ServiceClient:
         retry = _RetryState(url, deadline_s, self._is_stopping)
         while True:
             try:
-                response = self._http.request(method, url, content=content, timeout=timeout_s)
+                with self._cut_off():
+                    response = self._request(method, url, content, timeout_s)
                 _raise_for_status(response, url)
                 return _decode(response, kind)
             except (httpx2.TransportError, WireError) as error:
                 delay_s = retry.next_delay_s(error)
             time.sleep(delay_s)
+
+    def _request(
+        self, method: str, url: str, content: bytes | None, timeout_s: float
+    ) -> httpx2.Response:
+        with self._http.stream(method, url, content=content, timeout=timeout_s) as response:
+            if _is_declared(response, url, self._max_response_bytes):
+                response.read()
+                return response
+            body = _Body(url, self._max_response_bytes)
+            for piece in response.iter_raw():
+                body.add(piece)
+        return body.of(response)
+
+    @contextmanager
+    def _cut_off(self) -> Generator[None]:
+        if self._answer_s is None:
+            yield
+            return
+        timer = threading.Timer(self._answer_s, self._http.close)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if self._http.is_closed:
+                self._http = self._open()

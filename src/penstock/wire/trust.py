@@ -25,6 +25,7 @@ CERTIFICATE_ENV = "PENSTOCK_TLS_CERT"
 KEY_ENV = "PENSTOCK_TLS_KEY"
 """This host's certificate and key, for servers that ask for one."""
 
+MAX_FILE_BYTES = 16 << 20
 ROOTS_ENV = "SSL_CERT_FILE"
 """Roots to trust instead of the usual ones."""
 _ENVS = (CA_ENV, CERTIFICATE_ENV, KEY_ENV)
@@ -53,6 +54,8 @@ def _files(*paths: Path | None) -> dict[str, str]:
                 f"{path}: no such file; make certificates with `penstock tls init`, or copy ca.pem "
                 "from the host that has the run folder"
             )
+        if path is not None and path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: longer than {MAX_FILE_BYTES} bytes; name a PEM file")
     found = zip(_ENVS, paths, strict=True)
     return {name: str(path.absolute()) for name, path in found if path is not None}
 

@@ -52,6 +52,9 @@ HEARTBEAT_TIMEOUT_S = 4.0
 PROGRESS_DEADLINE_S = 5.0
 ROWS_TIMEOUT_S = 120.0
 STATUS_TIMEOUT_S = 5.0
+STATUS_ANSWER_S = 10.0
+"""Of a whole answer, by a service that the owner of a run folder may have made."""
+MAX_STATUS_BYTES = 64 << 20
 LEAVE_S = 5.0
 """A leaving node does not wait longer for an unreachable service; its leases expire anyway."""
 
@@ -228,7 +231,9 @@ class StatusClient:
     """Read-only calls for the command line; gives up quickly because a person is waiting."""
 
     def __init__(self, url: str, token: Token, *, patience_s: float = 2.0) -> None:
-        self._caller = ServiceClient(url, token)
+        self._caller = ServiceClient(
+            url, token, max_response_bytes=MAX_STATUS_BYTES, answer_s=STATUS_ANSWER_S
+        )
         self._patience_s = patience_s
 
     def close(self) -> None:
