@@ -118,7 +118,7 @@ class Dashboard:
     async def timeline(self, call: Call) -> RawResponse:
         """What nodes and trainers did over time."""
         text = call.query.get("before", "") or str(rows.NEWEST)
-        if not text.isdecimal() or len(text) > 19:
+        if not text.isdecimal() or len(text) > 19 or int(text) > rows.NEWEST:
             raise BadRequest("before is the arrival of a row, a number")
         return await self._of_run(call, lambda run: timeline.read_timeline(run, int(text)))
 

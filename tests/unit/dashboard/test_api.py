@@ -203,6 +203,8 @@ def test_only_its_own_token_opens_it(
         ("/api/runs/run/rows/p0-9999.0.1", "no trajectory"),
         ("/api/runs/run/explain?id=p0-9999", "no such group"),
         ("/api/runs/run/timeline?before=-1", "a number"),
+        (f"/api/runs/run/timeline?before={10**18 * 9}", "a number"),
+        (f"/api/runs/run/timeline?before={(1 << 63) + 1}", "a number"),
     ],
 )
 def test_mistakes_are_explained(ask: Callable[..., httpx.Response], path: str, why: str) -> None:
