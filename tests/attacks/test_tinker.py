@@ -4,17 +4,21 @@ memory or the disk that they share."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
-from tests.unit.tinker.tinker_harness import Client, make_folder, opened, pass_body
+from tests.unit.tinker.tinker_harness import TINY, WAIT_S, Client, make_folder, opened, pass_body
 
-from penstock.errors import BadRequest, Forbidden, NotFound
-from penstock.tinker import protocol
-from penstock.tinker.journal import Kind
-from penstock.tinker.protocol import MESSAGES, read_forward_backward
+from penstock.errors import BadRequest, Busy, Forbidden, NotFound
+from penstock.tinker import protocol, sampling
+from penstock.tinker.journal import ROW_BYTES, Kind
+from penstock.tinker.protocol import MESSAGES, CreateModel, Sample, Sampled, read_forward_backward
 from penstock.tinker.service import Limits
+from penstock.tinker.serving import app_of
+from penstock.wire.codec import JSON, decode, encode_json
 
 MANY = 20_000
 LINE = ([4, 5], {"target_tokens": [5, 6]})
@@ -110,3 +114,160 @@ async def test_what_one_client_keeps_on_disk_is_bounded(tmp_path: Path) -> None:
         stored = sum(one.stat().st_size for one in (tmp_path / "checkpoints").rglob("state.bin"))
         assert stored < 2 * ROOM
         await bob.create("s-b2")  # another client has all its room
+
+
+@pytest.mark.parametrize("where", ["loss", "setting", "other setting", "input"])
+def test_names_inside_of_a_request_have_bounds(where: str) -> None:
+    """Each was repeated in the error, as long as the body."""
+    name = "n" * 257
+    bodies = {
+        "loss": pass_body("m", 1, [LINE], loss=name),
+        "setting": pass_body("m", 1, [LINE], settings={name: 1.0}),
+        "other setting": pass_body("m", 1, [LINE]) + field(7, field(1, name.encode())),
+        "input": pass_body("m", 1, [(LINE[0], {**LINE[1], name: [1.0, 1.0]})]),
+    }
+    with pytest.raises(BadRequest, match="up to 256 characters") as refused:
+        read_forward_backward(bodies[where])
+    assert len(str(refused.value)) < 200
+
+
+def test_the_name_of_an_optimizer_has_bounds() -> None:
+    body = create_body("s-1", 1)
+    decode(encode_json(body), CreateModel, media_type=JSON)
+    body["optimizer_config"] = {"type": "a" * 257}
+    with pytest.raises(BadRequest, match="optimizer_config"):
+        decode(encode_json(body), CreateModel, media_type=JSON)
+
+
+def create_body(session: str, number: int, *, rank: int = 1, base: str = TINY) -> dict[str, Any]:
+    lora = {"rank": rank, "seed": 1}
+    names = {"session_id": session, "model_seq_id": number, "base_model": base}
+    return {**names, "lora_config": lora}
+
+
+async def create(client: Client, number: int, **asked: Any) -> str:
+    """What became of the request: "", or the name of the refusal."""
+    body = encode_json(create_body("s-0", number, **asked))
+    try:
+        await client.send(Kind.CREATE, f"s-0:train:{number}", 0, body)
+    except (Busy, Forbidden) as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize("has_looked", [True, False])
+async def test_models_asked_for_at_once_are_counted(tmp_path: Path, has_looked: bool) -> None:
+    """All that came while one was written, or while the server looked at what the client keeps,
+    were accepted: each takes the memory of a model. One that is refused leaves nothing."""
+    limits = Limits(max_models=2)
+    async with opened(make_folder(tmp_path), limits=limits) as alice:
+        if has_looked:
+            await alice.create("s-0", rank=1)
+        answers = await asyncio.gather(*(create(alice, number) for number in range(1, 25)))
+        assert answers.count("") == 2 - has_looked
+        lanes = alice.service._lanes  # pyright: ignore[reportPrivateUsage]
+        assert len(lanes) == 2
+        for number in range(1, 25):
+            if not answers[number - 1]:
+                await alice.done(f"s-0:train:{number}:0")
+        assert sum(lane.model is not None for lane in lanes.values()) == 2
+
+
+async def test_models_that_cannot_be_made_leave_nothing(tmp_path: Path) -> None:
+    """Each request of a model looks at all that the server has in memory."""
+    async with opened(make_folder(tmp_path)) as alice:
+        for number in range(1, 9):
+            assert not await create(alice, number, base="another")
+            assert "no model 'another'" in await alice.error(f"s-0:train:{number}:0")
+        assert not alice.service._lanes  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_ranks_of_all_models_are_bounded(tmp_path: Path) -> None:
+    """Eight models of the highest rank are as large as hundreds of the usual one."""
+    async with opened(make_folder(tmp_path), limits=Limits(max_rank=12)) as alice:
+        bob = Client(alice.service, owner="bob")
+        assert await create(alice, 1, rank=13) == "Forbidden"
+        answers = await asyncio.gather(*(create(alice, number, rank=4) for number in range(2, 7)))
+        assert answers == ["", "", "", "Forbidden", "Forbidden"]
+        await bob.create("s-b", rank=12)  # its own limit
+        model = "s-0:train:2"
+        alice.numbers[model] = 0
+        saved = await alice.next(Kind.SAVE, model, path="all")
+        assert b"tinker://" in await alice.done(saved)
+        asked = {"path": f"tinker://{model}/weights/all", "optimizer": True}
+        with pytest.raises(Forbidden, match="rank"):
+            await alice.send(Kind.LOAD, "s-0:train:9", 0, encode_json(asked))
+
+
+async def test_requests_that_arrive_at_once_are_counted(tmp_path: Path) -> None:
+    async with opened(make_folder(tmp_path), limits=Limits(max_waiting=3)) as alice:
+        sampler = await alice.sampling_session(await alice.create())
+        other = Client(alice.service, owner="new")
+
+        async def send(number: int) -> str:
+            try:
+                await other.send(Kind.SAMPLE, sampler, number, b"{}")
+            except Busy:
+                return "Busy"
+            return ""
+
+        answers = await asyncio.gather(*(send(number) for number in range(20)))
+        assert answers.count("") == 3
+
+
+async def test_clients_take_turns_at_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One client's line of thousands was answered before anybody else's first question."""
+    monkeypatch.setattr(sampling, "MAX_SAMPLING", 4)
+    started: asyncio.Queue[tuple[str, asyncio.Event]] = asyncio.Queue()
+
+    async def sample(id: str, folder: Path, body: Sample, window: int) -> list[Sampled]:
+        await started.put((id, done := asyncio.Event()))
+        await asyncio.wait_for(done.wait(), WAIT_S)
+        return []
+
+    async with opened(make_folder(tmp_path)) as alice:
+        bob = Client(alice.service, owner="bob")
+        first, second = [
+            await client.sampling_session(await client.create(session, rank=1))
+            for client, session in ((alice, "s-a"), (bob, "s-b"))
+        ]
+        samplers = alice.service.sampling._samplers  # pyright: ignore[reportPrivateUsage]
+        monkeypatch.setattr(samplers, "sample", sample)
+        for number in range(40):
+            await alice.sample(first, number, [4])
+        running = [await asyncio.wait_for(started.get(), WAIT_S) for _ in range(4)]
+        await bob.sample(second, 0, [4])
+        running[0][1].set()
+        id, _ = await asyncio.wait_for(started.get(), WAIT_S)
+        assert id.startswith(second)
+
+
+async def test_sessions_count_in_what_a_client_keeps(tmp_path: Path) -> None:
+    """They were rows without end, which nobody counted."""
+    limits = Limits(max_stored_bytes=20 * ROW_BYTES)
+    folder = make_folder(tmp_path)
+    async with opened(folder, limits=limits) as alice:
+        headers = {"X-API-Key": folder.issue_key("alice", ttl_s=600.0)}
+        app = app_of(folder, alice.service)
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app=app), base_url="http://tinker/api/v1"
+        ) as http:
+            made = [await http.post("/create_session", json={}, headers=headers) for _ in range(10)]
+            asked = {
+                "session_id": made[0].json()["session_id"],
+                "base_model": alice.service.model_name,
+            }
+            made += [
+                await http.post(
+                    "/create_sampling_session",
+                    json={**asked, "sampling_session_seq_id": number},
+                    headers=headers,
+                )
+                for number in range(15)
+            ]
+            other = {"X-API-Key": folder.issue_key("bob", ttl_s=600.0)}
+            assert (await http.post("/create_session", json={}, headers=other)).status_code == 200
+        assert [one.status_code for one in made] == [200] * 20 + [403] * 5
+        assert alice.service.journal.stored_bytes("alice") == 20 * ROW_BYTES

@@ -159,7 +159,7 @@ async def campaign(folder: TinkerFolder, seed: int, kill_at: Sequence[int]) -> O
     assert rows == [("done", len(ids) + len(OWNERS))]
     for (where,) in journal.rows("SELECT folder FROM checkpoints ORDER BY owner"):
         outcome.weights.append((folder.path / where / "state.bin").read_bytes())
-    journal.close()
+    await journal.close()
     return outcome
 
 

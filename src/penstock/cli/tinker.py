@@ -22,6 +22,7 @@ def serve(
     threads: int = 1,
     deterministic: bool = False,
     max_models: int = 8,
+    max_rank: int = 1024,
     max_waiting: int = 4096,
     max_stored_gb: float = 64.0,
     snapshot_every: int = 16,
@@ -45,6 +46,7 @@ def serve(
         threads: Threads of the trainer; kept for good, because others give other bits.
         deterministic: Sample one answer at a time, so that the same requests give the same bits.
         max_models: Most models in use per client.
+        max_rank: Highest sum of their ranks.
         max_waiting: Most requests without a result per client.
         max_stored_gb: Most on disk per client: saved weights, models, requests and results.
         snapshot_every: Requests between two states of a model on disk; fewer make a restart
@@ -99,6 +101,7 @@ def serve(
                 )
             limits = Limits(
                 max_models=max_models,
+                max_rank=max_rank,
                 max_waiting=max_waiting,
                 max_stored_bytes=int(max_stored_gb * (1 << 30)),
             )

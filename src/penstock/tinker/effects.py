@@ -26,7 +26,6 @@ from penstock.tinker.models import BaseModel, TrainedModel
 from penstock.tinker.protocol import (
     CreateModel,
     LoadWeights,
-    Lora,
     OptimStep,
     SaveWeights,
     read_forward_backward,
@@ -125,7 +124,7 @@ class Effects:
         if body.optimizer_config.type != "adamw":
             raise BadRequest(f"no optimizer {body.optimizer_config.type!r} here; there is adamw")
         self.stored.require(lane.owner)
-        lora = body.lora_config or Lora(rank=32)
+        lora = body.lora
         config = self._base.lora_config(lora)
         seed = int(digest_of(lane.id.encode())[:15], 16) if lora.seed is None else lora.seed
         folder = self._folder / MODELS / _name(lane.id)

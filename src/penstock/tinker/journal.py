@@ -22,6 +22,8 @@ from penstock.errors import StoreError
 
 FORMAT = "1"
 FILE = "journal.sqlite"
+ROW_BYTES = 512
+"""What a session's row takes on disk, from above."""
 
 
 class Kind(StrEnum):
@@ -117,7 +119,9 @@ class Journal:
                 "with the penstock that wrote it"
             )
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        if self._writer is not None:
+            await self._writer  # a thread uses the database
         self._database.close()
 
     async def write(self, *changes: Change) -> None:
@@ -189,11 +193,13 @@ class Journal:
         )
 
     def stored_bytes(self, owner: str) -> int:
-        """Of requests, results and saved weights of this owner."""
+        """Of requests, results, sessions and saved weights of this owner."""
         queries = (
             "SELECT SUM(COALESCE(LENGTH(body), 0) + COALESCE(LENGTH(content), 0)) FROM requests "
             "WHERE owner = :owner",
             "SELECT SUM(num_bytes) FROM checkpoints WHERE owner = :owner",
+            f"SELECT {ROW_BYTES} * COUNT(*) FROM sessions WHERE owner = :owner",
+            f"SELECT {ROW_BYTES} * COUNT(*) FROM samplers WHERE owner = :owner",
         )
         return sum(int(self.rows(query, owner=owner)[0][0] or 0) for query in queries)
 

@@ -40,6 +40,9 @@ class Lane:
     waiting: dict[int, Request] = field(default_factory=dict[int, Request])
     model: TrainedModel | None = None
     config: ModelConfig | None = None
+    asked_rank: int = 0
+    num_arriving: int = 0
+    """Requests that are counted and not yet durable."""
     num_since_snapshot: int = 0
     task: asyncio.Task[None] | None = None
     used_at: float = field(default_factory=time.monotonic)
@@ -50,4 +53,8 @@ class Lane:
 
     @property
     def is_in_use(self) -> bool:
-        return self.model is not None or bool(self.waiting)
+        return self.model is not None or bool(self.waiting or self.num_arriving)
+
+    @property
+    def rank(self) -> int:
+        return self.asked_rank if self.config is None else self.config.rank

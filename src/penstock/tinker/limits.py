@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import Busy, Forbidden
@@ -14,6 +15,8 @@ class Limits:
 
     max_models: int = 8
     """Models in memory; one that was idle for `idle_s` is not."""
+    max_rank: int = 1024
+    """Of the models in memory, all together: adapters, gradients and optimizers grow with it."""
     max_waiting: int = 4096
     """Requests without a result."""
     max_stored_bytes: int = 64 << 30
@@ -31,10 +34,11 @@ class Limits:
                 retry_after_s=1.0,
             )
 
-    def check_models(self, num_models: int) -> None:
-        """Raises Forbidden if one more would be too many."""
-        if num_models >= self.max_models:
+    def check_models(self, ranks: Sequence[int], rank: int) -> None:
+        """Raises Forbidden if a model of this rank, beside those in use, would be too many."""
+        if len(ranks) >= self.max_models or sum(ranks) + rank > self.max_rank:
             raise Forbidden(
-                f"this credential has {self.max_models} models in use, its limit; one that is idle "
-                f"for {self.idle_s:.0f} s counts no longer"
+                f"this credential has {len(ranks)} models in use with rank {sum(ranks)} together; "
+                f"its limits are {self.max_models} and {self.max_rank}. One that is idle for "
+                f"{self.idle_s:.0f} s counts no longer"
             )

@@ -143,15 +143,18 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
             f"a forward_backward request names its model, in up to {MAX_NAME_CHARS} characters, "
             "and its number among the model's requests, from 1"
         )
+    _check_name("loss_fn", found.loss_fn)
     if not 0 < len(found.data) <= _MAX_DATA:
         raise BadRequest(f"a request has 1 to {_MAX_DATA} data, this one {len(found.data)}")
     _check_num_parts("a request", len(found.loss_fn_config) + len(found.loss_fn_config_v2))
     settings: dict[str, float] = {}
     for part in found.loss_fn_config:
         pair = _parse("NamedNumber", part)
+        _check_name("loss_fn_config", pair.key)
         settings[pair.key] = pair.value
     for part in found.loss_fn_config_v2:
         pair = _parse("NamedSetting", part)
+        _check_name("loss_fn_config", pair.key)
         if pair.value.text:
             raise BadRequest(f"loss_fn_config {pair.key!r}: this server has only numbers there")
         settings[pair.key] = pair.value.number
@@ -179,6 +182,12 @@ def _check_num_parts(where: str, number: int) -> None:
         raise BadRequest(f"{where} has up to {_MAX_PARTS} chunks, inputs or settings, not {number}")
 
 
+def _check_name(where: str, name: str) -> None:
+    """Names are repeated in errors."""
+    if len(name) > MAX_NAME_CHARS:
+        raise BadRequest(f"a name in {where} has up to {MAX_NAME_CHARS} characters")
+
+
 def _datum(content: bytes) -> Datum:
     found = _parse("DatumParts", content)
     _check_num_parts("a datum", len(found.model_input) + len(found.loss_fn_inputs))
@@ -192,6 +201,8 @@ def _datum(content: bytes) -> Datum:
     if not tokens.size:
         raise BadRequest("a datum without tokens; every model_input needs at least one")
     named = [_parse("NamedTensor", part) for part in found.loss_fn_inputs]
+    for pair in named:
+        _check_name("loss_fn_inputs", pair.key)
     inputs = {pair.key: _tensor(pair.key, pair.value) for pair in named}
     for name, values in inputs.items():
         if values.shape != tokens.shape:
@@ -283,7 +294,7 @@ class Lora(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Optimizer(msgspec.Struct, frozen=True, kw_only=True):
-    type: str = "adamw"
+    type: Name = "adamw"
 
 
 class CreateModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -292,6 +303,10 @@ class CreateModel(msgspec.Struct, frozen=True, kw_only=True):
     base_model: Name
     lora_config: Lora | None = None
     optimizer_config: Optimizer = Optimizer()
+
+    @property
+    def lora(self) -> Lora:
+        return self.lora_config or Lora(rank=32)
 
 
 class Adam(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,6 @@ knows no order and writes no results.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from penstock.config import LoraConfig
 from penstock.errors import BadRequest, NotFound
+from penstock.gateway.fair_queue import FairQueue
 from penstock.tinker.journal import Journal, Request
 from penstock.tinker.models import AdaptedModel, BaseModel
 from penstock.tinker.protocol import Floats, Sample, write_samples
@@ -25,7 +25,7 @@ from penstock.weights.manifest import ADAPTER_CONFIG
 from penstock.wire.codec import JSON, decode
 
 MAX_SAMPLING = 256
-"""Sampling requests at a time; the others wait."""
+"""Sampling requests at a time; the others wait, and clients take turns."""
 Score = Callable[[Callable[[], Floats]], Awaitable[Floats]]
 """Runs a pass of the trainer's model, where its passes take turns."""
 
@@ -40,7 +40,7 @@ class Sampling:
         self._base = base
         self._samplers = samplers
         self._score = score
-        self._room = asyncio.Semaphore(MAX_SAMPLING)
+        self._room = FairQueue(MAX_SAMPLING)
         self._scorers: dict[str, AdaptedModel] = {}
 
     async def close(self) -> None:
@@ -48,7 +48,7 @@ class Sampling:
 
     async def answer(self, request: Request) -> bytes:
         """Protobuf. Raises what is wrong with the request, and EngineError."""
-        async with self._room:
+        async with self._room.place(request.owner):
             body = decode(self._journal.body(request), Sample, media_type=JSON)
             folder = self._folder / self.session(request.lane, request.owner)[0]
             if not folder.exists():

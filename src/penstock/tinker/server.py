@@ -117,7 +117,7 @@ class TinkerRoutes:
         id = f"s-{secrets.token_hex(8)}"
         values = {"id": id, "owner": call.credential.subject}
         insert = "INSERT INTO sessions (id, owner) VALUES (:id, :owner)"
-        await self._service.journal.write(Change(insert, values))
+        await self._service.keep_row(call.credential.subject, Change(insert, values))
         return {"type": "create_session", "session_id": id}
 
     @route("POST", "/api/v1/session_heartbeat", CLIENTS)
@@ -223,7 +223,7 @@ class TinkerRoutes:
                 f"no model {body.base_model!r} here; this server has {service.model_name!r}"
             )
         id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
-        await service.journal.write(sampler_row(id, owner, body.model_path or "", folder))
+        await service.keep_row(owner, sampler_row(id, owner, body.model_path or "", folder))
         return {"type": "create_sampling_session", "sampling_session_id": id}
 
     @route("GET", "/api/v1/samplers/{id}", CLIENTS)

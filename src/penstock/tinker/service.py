@@ -18,8 +18,9 @@ import asyncio
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -38,14 +39,23 @@ from penstock.errors import (
 )
 from penstock.redaction import excerpt
 from penstock.tinker.effects import CHECKPOINTS, REPLAYED, Effects
-from penstock.tinker.journal import Change, Journal, Kind, Request, Result, State, digest_of
+from penstock.tinker.journal import (
+    ROW_BYTES,
+    Change,
+    Journal,
+    Kind,
+    Request,
+    Result,
+    State,
+    digest_of,
+)
 from penstock.tinker.lanes import Lane, ModelConfig
 from penstock.tinker.limits import Limits
 from penstock.tinker.models import BaseModel
-from penstock.tinker.protocol import PROTOBUF
+from penstock.tinker.protocol import PROTOBUF, CreateModel, LoadWeights
 from penstock.tinker.samplers import Samplers
 from penstock.tinker.sampling import Sampling
-from penstock.wire.codec import JSON, encode_json
+from penstock.wire.codec import JSON, decode, encode_json
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -101,7 +111,7 @@ class TinkerService:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._thread.shutdown(wait=True)
         await self.sampling.close()
-        self.journal.close()
+        await self.journal.close()
 
     # --- requests --------------------
 
@@ -113,23 +123,47 @@ class TinkerService:
         if self._is_known(request, body):
             return
         self.limits.check_waiting(self._num_waiting[request.owner])
-        if request.kind is not Kind.SAMPLE:
-            self._check_lane(request)
+        lane = None if request.kind is Kind.SAMPLE else self._check_lane(request, body)
         stored = self.effects.stored
-        if not stored.has_room(request.owner, len(body)):
-            await asyncio.to_thread(stored.require, request.owner, len(body))
-            if request.id in self._waiting:  # the same request came meanwhile
-                return await self.submit(request, body)
-        stored.add(request.owner, len(body))
-        # Counted first: many arrive while one is written.
+        with self._arriving(request.owner, lane):
+            if not stored.has_room(request.owner, len(body)):
+                await asyncio.to_thread(stored.require, request.owner, len(body))
+            is_new = request.id not in self._waiting
+            if is_new:
+                await self._accept(request, body)
+        if not is_new:  # the same request came meanwhile
+            await self.submit(request, body)
+
+    @contextmanager
+    def _arriving(self, owner: str, lane: Lane | None) -> Generator[None]:
+        """Counted before anything is awaited: many arrive meanwhile."""
+        self._num_waiting[owner] += 1
+        if lane is not None:
+            lane.num_arriving += 1
+        try:
+            yield
+        finally:
+            self._num_waiting[owner] -= 1
+            if lane is not None:
+                lane.num_arriving -= 1
+                self._forget_unused(lane)
+
+    async def _accept(self, request: Request, body: bytes) -> None:
+        self.effects.stored.add(request.owner, len(body))
         self._waiting.add(request.id)
-        self._num_waiting[request.owner] += 1
         try:
             await self.journal.write(self.journal.accepted(request, body, self._clock()))
         except BaseException:
-            self._settle(request)
+            self._waiting.discard(request.id)
             raise
-        self._enqueue(request, is_counted=True)
+        self._enqueue(request)
+
+    async def keep_row(self, owner: str, row: Change) -> None:
+        """Of a session; it counts in what its owner keeps. Raises Forbidden."""
+        stored = self.effects.stored
+        await asyncio.to_thread(stored.require, owner, ROW_BYTES)
+        stored.add(owner, ROW_BYTES)
+        await self.journal.write(row)
 
     def _is_known(self, request: Request, body: bytes) -> bool:
         known = self.journal.owner_and_digest(request.id)
@@ -142,27 +176,46 @@ class TinkerService:
             )
         return True
 
-    def _check_lane(self, request: Request) -> None:
-        if request.number > 0 or request.kind not in (Kind.CREATE, Kind.LOAD):
-            self.model_config(request.lane, request.owner)
-        lane = self._lane(request.lane, request.owner)
-        if request.number < lane.next:
+    def _check_lane(self, request: Request, body: bytes) -> Lane:
+        """The lane in which it may wait; made only now."""
+        rank = self._rank(request, body)
+        lane = self._lanes.get(request.lane)
+        next_number = self.journal.next_number(request.lane) if lane is None else lane.next
+        if request.number < next_number:
             raise BadRequest(
                 f"request {request.number} of {request.lane} has taken effect, and its result is "
                 "no longer kept"
             )
-        if not lane.is_in_use:
-            self.limits.check_models(self._num_models(request.owner))
+        if lane is None or not lane.is_in_use:
+            self.limits.check_models(self._ranks_in_use(request.owner), rank)
+            lane = self._lane(request.lane, request.owner)
+            lane.asked_rank = rank
+        return lane
 
-    def _num_models(self, owner: str) -> int:
-        """In use; those that were idle for long are put aside."""
+    def _rank(self, request: Request, body: bytes) -> int:
+        """Of the request's model; 0 if there are no such weights. Raises NotFound."""
+        if request.number == 0 and request.kind is Kind.CREATE:
+            return decode(body, CreateModel, media_type=JSON).lora.rank
+        if request.number == 0 and request.kind is Kind.LOAD:
+            path = decode(body, LoadWeights, media_type=JSON).path
+            with suppress(BadRequest):  # which is its result
+                return self.effects.checkpoint(path, request.owner)[1].rank
+            return 0
+        return self.model_config(request.lane, request.owner).rank
+
+    def _ranks_in_use(self, owner: str) -> list[int]:
+        """Of each model; those that were idle for long are put aside."""
         now = time.monotonic()
         for lane in [*self._lanes.values()]:
             if lane.is_idle and now - lane.used_at > self.limits.idle_s:
                 lane.model = None  # its journal has everything
-                if not lane.waiting:
-                    del self._lanes[lane.id]
-        return sum(lane.owner == owner and lane.is_in_use for lane in self._lanes.values())
+                self._forget_unused(lane)
+        mine = (lane for lane in self._lanes.values() if lane.owner == owner and lane.is_in_use)
+        return [lane.rank for lane in mine]
+
+    def _forget_unused(self, lane: Lane) -> None:
+        if not lane.is_in_use and self._lanes.get(lane.id) is lane:
+            del self._lanes[lane.id]
 
     def model_config(self, id: str, owner: str) -> ModelConfig:
         """Raises NotFound."""
@@ -179,12 +232,9 @@ class TinkerService:
             lane = self._lanes[id] = Lane(id=id, owner=owner, next=next_number)
         return lane
 
-    def _enqueue(self, request: Request, *, is_counted: bool = False) -> None:
-        if not is_counted:
-            if request.id in self._waiting:
-                return
-            self._waiting.add(request.id)
-            self._num_waiting[request.owner] += 1
+    def _enqueue(self, request: Request) -> None:
+        self._waiting.add(request.id)
+        self._num_waiting[request.owner] += 1
         if request.kind is Kind.SAMPLE:
             task = asyncio.create_task(self._sample(request))
             self._tasks.add(task)
@@ -257,6 +307,7 @@ class TinkerService:
             del lane.waiting[request.number]
             lane.next += 1
             self.effects.delete_old_states(lane)
+        self._forget_unused(lane)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
