@@ -99,15 +99,10 @@ class PromptBuilder:
         parent, length = self._tree.match(policy, text, self._agent)
         new_text = text[length:]
         _check_length(new_text, renderer)
-        try:
-            if len(new_text) <= LOOP_CHARS:
-                new_ids = renderer.encode(new_text)
-            else:
-                new_ids = await self._encode_large(renderer, new_text)
-        except (TypeError, UnicodeEncodeError):
-            raise BadRequest(
-                "the prompt contains characters that cannot be encoded as UTF-8"
-            ) from None
+        if len(new_text) <= LOOP_CHARS:
+            new_ids: Sequence[int] = renderer.encode(new_text)
+        else:
+            new_ids = await self._encode_large(renderer, new_text)
         return self._make(policy, renderer, parent, new_text, new_ids, answer_format)
 
     def _make(

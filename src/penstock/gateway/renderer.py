@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
 from penstock.errors import BadRequest, WeightsError
+from penstock.gateway import tokenizing
 from penstock.gateway.control_tokens import ESCAPE, ControlTokenEscaper, split_escaped
 from penstock.gateway.detokenize import make_decoder
 from penstock.gateway.parsing import END_THINK, STRUCTURAL_TAGS, tool_format
@@ -135,7 +136,7 @@ class Renderer:
         text = self._texts.get(key)
         if text is None:
             text = self._render(messages, tools, thinking, {})
-            if len(key) <= MAX_CACHED_CHARS:
+            if len(key) <= MAX_CACHED_CHARS and len(text) <= MAX_CACHED_CHARS:
                 _cache_put(self._texts, key, text)
         return text
 
@@ -143,6 +144,7 @@ class Renderer:
         """Token ids of escaped text; the template has already written all special tokens."""
         ids = self._ids.get(text)
         if ids is None:
+            tokenizing.check_length(text)
             ids = tuple(self._encode(text))
             if len(text) <= MAX_CACHED_CHARS:
                 _cache_put(self._ids, text, ids)
@@ -150,9 +152,13 @@ class Renderer:
 
     def encode_large(self, text: str) -> tuple[int, ...]:
         """`encode` for a thread: lets the event loop run meanwhile, and caches nothing."""
+        tokenizing.check_length(text)
         ids: list[int] = []
         for part in self._parts(text):
-            ids += part if isinstance(part, list) else self._encode_unlocked(part)
+            if isinstance(part, list):
+                ids += part
+            else:
+                ids += tokenizing.encode_unlocked(self._tokenizer, part)
         return tuple(ids)
 
     def escape_untrusted(self, text: str) -> str:
@@ -205,19 +211,14 @@ class Renderer:
 
     def _encode(self, text: str) -> list[int]:
         if ESCAPE not in text:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return tokenizing.encode(self._tokenizer, text)
         ids: list[int] = []
         for part in self._parts(text):
             if isinstance(part, list):
                 ids += part
             else:
-                ids += self._tokenizer.encode(part, add_special_tokens=False).ids
+                ids += tokenizing.encode(self._tokenizer, part)
         return ids
-
-    def _encode_unlocked(self, text: str) -> list[int]:
-        """Only the batch call releases Python's lock while it works."""
-        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return encoding.ids
 
     def _parts(self, text: str) -> Iterator[str | list[int]]:
         """Escaped text as text to tokenize, and the ids of its literal control tokens."""
@@ -270,7 +271,7 @@ def _literal_token_ids(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[list
     """Ordinary token ids that spell out each control token."""
     tokenizer.encode_special_tokens = True
     try:
-        return [tokenizer.encode(token, add_special_tokens=False).ids for token in tokens]
+        return [tokenizing.encode(tokenizer, token) for token in tokens]
     finally:
         tokenizer.encode_special_tokens = False
 

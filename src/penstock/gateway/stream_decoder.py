@@ -19,6 +19,9 @@ from penstock.gateway.renderer import Renderer
 
 REPLACEMENT_CHAR = "\ufffd"
 """Result of decoding the bytes of an incomplete character."""
+MAX_TRIES = 8
+"""Tokens that together may make one character. What is then still incomplete is hardly ever
+decoded again: bytes that never make one would cost the square of their number."""
 
 
 class _Phase(Enum):
@@ -35,16 +38,23 @@ class _TextDecoder:
         self._renderer = renderer
         self._before: list[int] = []
         self._pending: list[int] = []
+        self._num_tries = 0
+        self._min_pending = 1
+        """Decode when there are this many."""
 
     def add(self, ids: Sequence[int]) -> str:
         self._pending += self._renderer.strip_hidden(ids)
-        if not self._pending:
+        if len(self._pending) < self._min_pending:
             return ""
         # Some decoders treat the first token differently, so put an already emitted one before.
         emitted = self._renderer.decode(self._before)
         text = self._renderer.decode([*self._before, *self._pending])
         if text.endswith(REPLACEMENT_CHAR) or not text.startswith(emitted):
+            self._num_tries += 1
+            if self._num_tries >= MAX_TRIES:
+                self._min_pending = 2 * len(self._pending)
             return ""
+        self._num_tries, self._min_pending = 0, 1
         self._before, self._pending = self._pending[-1:], []
         if self._renderer.decode(self._before).endswith(REPLACEMENT_CHAR):
             self._before = []

@@ -31,13 +31,15 @@ from penstock.types import JsonObject
 PROTOCOL = 1
 """A bridge that answers another number is refused."""
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_TEXT_CHARS = 4 << 20
+"""Of one observation: as much as a window of a million tokens holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationBody:
     """As in Observation."""
 
-    text: str = ""
+    text: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)] = ""
     messages: Annotated[tuple[JsonObject, ...], Meta(max_length=1024)] = ()
     tools: Annotated[tuple[JsonObject, ...], Meta(max_length=1024)] = ()
     done: bool = False

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, WeightsError
+from penstock.gateway import tokenizing
 from penstock.trainer.model_folders import static_files
 
 TOKENS_PER_PASS = 16_384
@@ -107,7 +108,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def tokenize(tokenizer: Tokenizer, text: str, max_tokens: int) -> list[int]:
     """The last `max_tokens` tokens, without added ones; a text without any gives token 0."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    ids = tokenizing.encode(tokenizer, text[-tokenizing.MAX_CHARS :])
     return ids[-max_tokens:] or [0]
 
 

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts that a tokenizer gives up on, or that are made to be kept: neither ends a node nor fills
+its memory. A tokenizer that gives up panics, with an error that is no Exception."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tests.unit.gateway import bpe
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+
+from penstock.errors import BadRequest, ConfigError
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
+from penstock.gateway.model_calls import Delta
+from penstock.gateway.parsing import PLAIN
+from penstock.gateway.prompts import LOOP_CHARS
+from penstock.gateway.renderer import MAX_CACHED_CHARS, Renderer
+from penstock.gateway.stream_decoder import StreamDecoder
+from penstock.gateway.tokenizing import MAX_CHARS
+from penstock.rollout.environments.protocol import MAX_TEXT_CHARS, parse_answer
+from penstock.runs.data_check import _count  # pyright: ignore[reportPrivateUsage]
+from penstock.types import PolicyName, SamplingSpec, Version
+
+POLICY = PolicyName("policy")
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+PANIC = "x" * 40
+"""As ten million spaces are to the patterns in use, but quick."""
+
+
+def user(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def tokenizer() -> Tokenizer:
+    made = Tokenizer(WordLevel({"x": 0, "<unk>": 1}, unk_token="<unk>"))
+    made.pre_tokenizer = Split(Regex(r"(?:x+x+)+y"), "isolated")
+    return made
+
+
+@pytest.fixture
+def fragile() -> Renderer:
+    return Renderer(tokenizer(), PLAIN_TEMPLATE, window=131_072)
+
+
+def test_the_panic_is_no_exception() -> None:
+    with pytest.raises(BaseException) as raised:
+        tokenizer().encode(PANIC)
+    assert not isinstance(raised.value, Exception)
+
+
+def test_a_panic_is_a_refusal(fragile: Renderer) -> None:
+    for encode in (fragile.encode, fragile.encode_large):
+        with pytest.raises(BadRequest, match="tokenizer gave up"):
+            encode(PANIC)
+
+
+@pytest.mark.parametrize("padding", [0, LOOP_CHARS])
+async def test_a_panic_ends_no_other_attempt(fragile: Renderer, padding: int) -> None:
+    async def generate(request: GenerationRequest) -> Completion:
+        raise AssertionError(request)
+
+    gateway = Gateway(generate)
+    gateway.set_renderer(POLICY, fragile)
+    session = gateway.open(policies=[POLICY], sampling=SamplingSpec(), seed=1)
+    refused: list[Exception] = []
+
+    async def attempt() -> None:
+        try:
+            await session.chat(user(PANIC + "z" * padding))
+        except Exception as error:
+            refused.append(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        other = tasks.create_task(asyncio.Event().wait())
+        await tasks.create_task(attempt())
+        assert not other.done()
+        other.cancel()
+    assert isinstance(refused[0], BadRequest)
+
+
+def test_a_panic_over_a_data_set_names_the_row(fragile: Renderer) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer gave up.*xxx"):
+        _count(PANIC, fragile)
+
+
+def test_a_panic_of_a_reward_model_is_a_refusal() -> None:
+    head = pytest.importorskip("penstock.trainer.prm.head")
+    with pytest.raises(BadRequest, match="tokenizer gave up"):
+        head.tokenize(tokenizer(), PANIC, 8)
+
+
+def test_no_text_of_many_millions_of_characters_is_tokenised() -> None:
+    renderer = Renderer(tokenizer(), PLAIN_TEMPLATE)
+    for encode in (renderer.encode, renderer.encode_large):
+        with pytest.raises(BadRequest, match="at most"):
+            encode("z" * (MAX_CHARS + 1))
+
+
+def test_an_observation_is_bounded() -> None:
+    def answer(num_chars: int) -> bytes:
+        return json.dumps({"id": 1, "observation": {"text": " " * num_chars}}).encode()
+
+    assert parse_answer(answer(MAX_TEXT_CHARS)).observation
+    with pytest.raises(ValueError, match="not a valid answer"):
+        parse_answer(answer(MAX_TEXT_CHARS + 1))
+
+
+def test_a_short_prompt_keeps_no_long_text() -> None:
+    """Thousands of rendered prompts are kept; the template decides how long each is."""
+    renderer = Renderer(tokenizer(), "{{ 'y' * 100000 }}" + PLAIN_TEMPLATE)
+    texts = renderer._texts  # pyright: ignore[reportPrivateUsage]
+    for number in range(3):
+        assert renderer.render(user(str(number))).endswith(str(number))
+    assert sum(map(len, texts.values())) <= 3 * MAX_CACHED_CHARS
+
+
+def test_bytes_that_make_no_character_are_hardly_decoded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    renderer = bpe.renderer("append-only")
+    decode, decoded = renderer.decode, [0]
+
+    def counted(ids: Sequence[int]) -> str:
+        decoded[0] += len(ids)
+        return decode(ids)
+
+    monkeypatch.setattr(renderer, "decode", counted)
+    half = next(i for i in range(renderer.num_ids) if decode([i]) == "\ufffd")
+    heard: list[Delta] = []
+    decoder = StreamDecoder(renderer, PLAIN, (), heard.append)
+    version = Version(policy=POLICY, incarnation=1, number=0)
+    for token in [half] * 2_000 + list(renderer.encode("a")) * 2_100:
+        decoder.feed(TokenChunk(sampled_ids=[token], logprobs=[0.0], version=version))
+    assert decoded[0] < 10 * 4_100
+    told = "".join(delta.text for delta in heard)
+    assert told.endswith("aaa") and told == "\ufffd" * 2_000 + "a" * (len(told) - 2_000)
