@@ -25,6 +25,7 @@ from penstock.dataflow.core.leasing import (
     Activity,
     DeliveryStatus,
     Grant,
+    LiveVersion,
     NodeState,
     RegisterRequest,
 )
@@ -37,10 +38,13 @@ from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,
     EngineInfo,
     Heartbeat,
+    LeaseRequest,
 )
 from penstock.dataflow.service.nodes.trust import facts_for
 from penstock.dataflow.service.operators.observe import observe_service
+from penstock.dataflow.service.operators.prometheus import prometheus_text
 from penstock.dataflow.service.operators.status import status
+from penstock.errors import BadRequest
 from penstock.fleet.autoscaler import NodeType, plan
 from penstock.fleet.pool_facts import StartedNode, pool_nodes
 from penstock.fleet.run_folder import RunFolder
@@ -54,6 +58,7 @@ from penstock.types import (
     NodeId,
     Outcome,
     OutcomeKind,
+    PolicyName,
     Trajectory,
     token_ids,
 )
@@ -116,6 +121,71 @@ async def test_a_stranger_s_slow_start_does_not_rest_the_autoscaler(tmp_path: Pa
         look = observe_service(service.coordinator, service.host)
         service.balance.look(look, now + after_s)
     assert report(service).pool.node_start_s_p90 == pytest.approx(10.0, abs=5.0)
+    service.close()
+
+
+# --- what it says it serves -----------------------------------------------------------------------
+
+
+def made_up(num: int) -> tuple[LiveVersion, ...]:
+    names = (PolicyName(f"mine-{index}") for index in range(num))
+    return tuple(LiveVersion(policy=name, incarnation=1, number=7) for name in names)
+
+
+async def test_versions_of_policies_that_the_run_does_not_have_are_not_kept(tmp_path: Path) -> None:
+    """Names of a stranger's choice filled the status and every scrape of the metrics."""
+    service = build(untrusted_config(), tmp_path)
+    await start(service)
+    await join(service, LOUD, UNTRUSTED_TAG)
+    said = (*made_up(200), LIVE)
+    for name, boot_id in ((EVIL, "s"), (LOUD, "b")):
+        body = Heartbeat(boot_id=boot_id, state=NodeState.LIVE, live=said, pinned=said)
+        await service.nodes.heartbeat(name, body)
+    for node in service.partition.nodes.values():
+        assert node.live == node.pinned == (LIVE,)
+    assert all(node.live == (LIVE,) for node in status(service, "run").nodes)
+    assert b"mine-" not in prometheus_text(service, "run")
+    service.close()
+
+
+async def test_one_version_of_each_policy_is_kept(tmp_path: Path) -> None:
+    service = build(untrusted_config(), tmp_path)
+    await start(service)
+    many = tuple(replace(LIVE, number=number) for number in range(200))
+    await service.nodes.heartbeat(
+        EVIL, Heartbeat(boot_id="s", state=NodeState.LIVE, live=many, pinned=many)
+    )
+    node = service.partition.nodes[EVIL]
+    assert node.live == node.pinned == many[-1:]
+    service.close()
+
+
+async def test_a_lease_keeps_no_made_up_versions(tmp_path: Path) -> None:
+    service = build(untrusted_config(), tmp_path)
+    await start(service)
+    body = LeaseRequest(
+        request_id="a",
+        node_id=EVIL,
+        boot_id="s",
+        max_slots=1,
+        wait_s=0,
+        live=(*made_up(200), LIVE),
+        pinned=made_up(200),
+    )
+    assert (await service.nodes.lease(body)).grants
+    assert service.partition.nodes[EVIL].granted["a"].live == (LIVE,)
+    service.close()
+
+
+async def test_a_node_for_policies_that_the_run_does_not_have_is_refused(tmp_path: Path) -> None:
+    service = build(untrusted_config(), tmp_path)
+    body = RegisterRequest(
+        node_id=LOUD, boot_id="b", capacity=1, policies=(POLICY, PolicyName("mine")), tags=()
+    )
+    with pytest.raises(BadRequest, match="'mine'"):
+        await service.nodes.register(body)
+    assert LOUD not in service.partition.nodes
+    await service.nodes.register(replace(body, policies=(POLICY,)))
     service.close()
 
 

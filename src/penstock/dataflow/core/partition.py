@@ -51,6 +51,7 @@ from penstock.dataflow.records import (
 )
 from penstock.dataflow.records import row_id as name_of
 from penstock.dataflow.sources import slot_seeds
+from penstock.errors import BadRequest
 from penstock.types import (
     DropReason,
     GroupId,
@@ -300,6 +301,10 @@ class Partition:
     def register(self, body: RegisterRequest, now: float) -> None:
         """Register a node. A known node with a new boot_id is a new process: the leases of its old
         process become available again."""
+        unknown = [policy for policy in body.policies if policy not in self.gate.lineages]
+        if unknown:
+            known = ", ".join(self.gate.lineages)
+            raise BadRequest(f"this run has no policy {unknown[0][:128]!r}; it has {known}")
         node_to_replace = self.node_registry.node_to_replace(body)
         if node_to_replace is not None:
             self._end_all(node_to_replace, LeaseEnd.EXPIRED, "its node restarted", now)
@@ -317,7 +322,12 @@ class Partition:
     ) -> bool:
         """Record a heartbeat; True if the node's state or versions changed."""
         return self.node_registry.record_heartbeat(
-            node_id, boot_id, now, state=state, live=live, pinned=pinned
+            node_id,
+            boot_id,
+            now,
+            state=state,
+            live=self.gate.known(live),
+            pinned=self.gate.known(pinned),
         )
 
     def leave(self, node_id: NodeId, boot_id: str, now: float) -> None:
@@ -370,6 +380,7 @@ class Partition:
             return self._granted_before(node, request_id)
         if request_id != node.current_request or node.state is not NodeState.LIVE:
             return []
+        live = self.gate.known(live)
         free = min(max_slots, self.node_registry.max_leases(node) - node.num_leases)
         grants = self._lease_evaluations(node, request_id, free, pinned, now)
         num_groups = len({grant.group_id for grant in grants})
@@ -396,7 +407,7 @@ class Partition:
                 grants += self._describe(group, record, record.slots, num_groups)
             num_groups += 1
         if grants:
-            node.granted[request_id].live = tuple(live)
+            node.granted[request_id].live = live
         return grants
 
     def live_at_lease(self, node_id: NodeId, group_id: GroupId, slot: int) -> Sequence[LiveVersion]:

@@ -32,6 +32,12 @@ class VersionGate:
     _targets: tuple[PublishedVersion, ...] = ()
     """Built from `_newest`."""
 
+    def known(self, versions: Sequence[LiveVersion]) -> tuple[LiveVersion, ...]:
+        """What a node says it serves, of the policies of the run: the last version of each. A node
+        may name anything."""
+        last = {one.policy: one for one in versions if one.policy in self.lineages}
+        return tuple(last.values())
+
     def can_lease(
         self,
         due: Mapping[str, int],

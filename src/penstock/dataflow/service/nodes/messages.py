@@ -31,7 +31,8 @@ from penstock.types import (
     Turn,
 )
 
-LiveVersions = Annotated[tuple[LiveVersion, ...], Meta(max_length=1024)]
+LiveVersions = Annotated[tuple[LiveVersion, ...], Meta(max_length=256)]
+"""One for each policy; a version of a policy that the run does not have is ignored."""
 
 SECRET_HEADER = "x-penstock-secret"
 """Carries the secret of a call that has no body: the boot secret to leave, the secret of the lease
