@@ -8,6 +8,7 @@ exist.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -50,6 +51,8 @@ from penstock.wire.server import SMALL_ANSWER_BYTES, Lifespan, build_app
 CLIENTS = frozenset({Role.TRAINER, Role.ADMIN})
 MAX_BODY_BYTES = 16 << 20
 """The SDK sends parts of 5 MB."""
+LOOP_BYTES = 256 << 10
+"""The most that is parsed on the event loop: some milliseconds."""
 POLL_S = 20.0
 """How long a request for a result is held; the SDK gives up after 45 s."""
 PIECE_BYTES = 256 << 10
@@ -160,7 +163,10 @@ class TinkerRoutes:
     )
     async def forward_backward(self, call: Call, body: bytes) -> Future:
         """Log-probs and, unless only those are asked for, a gradient; protobuf."""
-        asked = read_forward_backward(body)
+        if len(body) > LOOP_BYTES:
+            asked = await asyncio.to_thread(read_forward_backward, body)
+        else:
+            asked = read_forward_backward(body)
         kind = Kind.FORWARD if asked.is_forward_only else Kind.FORWARD_BACKWARD
         return await self._accept(call, kind, asked.model_id, asked.number, body)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 from tests.unit.tinker.tinker_harness import TINY, make_folder, pass_body, read_logprobs
 
 from penstock.errors import ConfigError
+from penstock.tinker import server
 from penstock.tinker.folder import ServerFile, TinkerFolder
-from penstock.tinker.protocol import MESSAGES, PROTOBUF
+from penstock.tinker.protocol import MESSAGES, PROTOBUF, ForwardBackward, read_forward_backward
 from penstock.tinker.serving import app_of, open_service
 
 DAY_S = 86_400.0
@@ -164,3 +166,22 @@ async def test_bodies_that_are_no_requests(api: Api) -> None:
     too_long = b"\0" * (33 << 20)
     found = await api.http.post("/api/v1/forward_backward", content=too_long, headers=headers)
     assert found.status_code == 413
+
+
+async def test_a_large_body_is_parsed_off_the_event_loop(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = api.folder.issue_key("alice", ttl_s=DAY_S)
+    headers = {"X-API-Key": key, "Content-Type": PROTOBUF}
+    is_on_loop: list[bool] = []
+
+    def noted(body: bytes) -> ForwardBackward:
+        is_on_loop.append(threading.current_thread() is threading.main_thread())
+        return read_forward_backward(body)
+
+    monkeypatch.setattr(server, "read_forward_backward", noted)
+    for length in (2, server.LOOP_BYTES):
+        body = pass_body("unknown", 1, [([4] * length, {"target_tokens": [5] * length})])
+        found = await api.http.post("/api/v1/forward_backward", content=body, headers=headers)
+        assert found.status_code == 404, found.text
+    assert is_on_loop == [True, False]
