@@ -44,6 +44,7 @@ class RowServiceHost:
             CommandJournal(),
             lambda: self.now,
             on_command=lambda now: self.rows.row_window.pop_completed().clear(),
+            on_wake=lambda: self.rows.on_wake(),
         )
         self.rows = RowService(self.process, BlobStore(folder / "blobs"), {})
         self.rows.restore()

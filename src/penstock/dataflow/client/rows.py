@@ -27,6 +27,7 @@ from penstock.dataflow.columns.values import BlobRef, ColumnStatus, WireValue
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.rows.messages import (
+    MAX_CELLS,
     GetAnswer,
     GetRequest,
     PutAnswer,
@@ -43,6 +44,7 @@ from penstock.wire.held_token import Token
 T = TypeVar("T")
 ROWS_PER_CALL = 256
 CALL_BYTES = 2 << 20
+CALL_CELLS = MAX_CELLS // 2
 MAX_CONCURRENT_CALLS = 4
 """Concurrent calls of one put or get; they may arrive out of order."""
 
@@ -236,13 +238,14 @@ _NewRow = tuple[str, Mapping[str, ColumnValue], bool]
 def _parts(rows: Mapping[str, Mapping[str, ColumnValue]]) -> Iterable[list[_NewRow]]:
     """Split rows into calls that are small enough not to delay others."""
     part: list[_NewRow] = []
-    size = 0
+    size = num_cells = 0
     for key, columns in rows.items():
         sizes = [len(value) for value in columns.values() if isinstance(value, bytes)]
         size += sum(sizes)
+        num_cells += len(columns)
         part.append((key, columns, max(sizes, default=0) > INLINE_BYTES))
-        if len(part) >= ROWS_PER_CALL or size >= CALL_BYTES:
+        if len(part) >= ROWS_PER_CALL or size >= CALL_BYTES or num_cells >= CALL_CELLS:
             yield part
-            part, size = [], 0
+            part, size, num_cells = [], 0, 0
     if part:
         yield part

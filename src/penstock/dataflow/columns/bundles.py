@@ -33,6 +33,8 @@ from penstock.wire.codec import decode, encode
 
 BUNDLE_BYTES = 256 << 10
 """Maximum size of a bundle's values: reading one row reads the full bundle."""
+BUNDLE_CELLS = 8_192
+"""Maximum number of a bundle's values: reading one row also reads their sizes and digests."""
 INLINE_BYTES = 16 << 10
 """Bundles up to this size are stored in the database record. The database is as fast as a file for
 these, and syncing a second file would double the latency of a put."""
@@ -104,9 +106,9 @@ class BundleDraft:
         """Drafts of the remaining rows after removing these keys."""
 
         def existing_cell(name: str, blob: BlobLike) -> Cell:
-            return next(c for c in cells if (c.name, c.blob) == (name, blob.digest))
+            return cells[name, blob.digest]
 
-        cells = [cell for cells in self.single_cells.values() for cell in cells]
+        cells = {(c.name, c.blob): c for made in self.single_cells.values() for c in made}
         return drafts((row for row in self.rows if row[0] not in keys), existing_cell)
 
 
@@ -120,16 +122,18 @@ def drafts(rows: Iterable[NewRow], make_cell: MakeCell) -> Iterator[BundleDraft]
 def _runs_of_same_columns(
     rows: Iterable[NewRow],
 ) -> Iterator[tuple[list[str], list[type], list[NewRow]]]:
-    """Consecutive rows with the same columns, with their names and types."""
+    """Consecutive rows with the same columns, in any order, with their names and types."""
     names: list[str] = []
     kinds: list[type] = []
     run: list[NewRow] = []
     for row in rows:
         row_names, row_kinds = [*row[1]], [*map(type, row[1].values())]
-        if run and (row_names != names or row_kinds != kinds):
-            yield names, kinds, run
-            run = []
-        names, kinds = row_names, row_kinds
+        if (row_names != names or row_kinds != kinds) and (
+            {*zip(row_names, row_kinds, strict=True)} != {*zip(names, kinds, strict=True)}
+        ):
+            if run:
+                yield names, kinds, run
+            names, kinds, run = row_names, row_kinds, []
         run.append(row)
     if run:
         yield names, kinds, run
@@ -149,27 +153,25 @@ class _ColumnKinds:
         for name in names:
             check_column(name)
         kind = dict(zip(names, kinds, strict=True))
-        byte_columns = tuple(name for name in names if kind[name] is bytes)
-        number_columns = tuple(name for name in names if kind[name] in (float, int))
-        blob_columns = tuple(name for name in names if name not in (*byte_columns, *number_columns))
         return cls(
             names=tuple(names),
-            byte_columns=byte_columns,
-            number_columns=number_columns,
-            blob_columns=blob_columns,
+            byte_columns=tuple(n for n in names if kind[n] is bytes),
+            number_columns=tuple(n for n in names if kind[n] in (float, int)),
+            blob_columns=tuple(n for n in names if kind[n] not in (bytes, float, int)),
         )
 
 
 def _drafts_of_shape(
     rows: list[NewRow], shape: _ColumnKinds, make_cell: MakeCell
 ) -> Iterator[BundleDraft]:
-    """Split rows with the same columns into bundles of about BUNDLE_BYTES."""
+    """Split rows with the same columns into bundles of about BUNDLE_BYTES, of BUNDLE_CELLS."""
     values = [_bytes(row[name]) for _, row in rows for name in shape.byte_columns]
     sizes, width = [*map(len, values)], len(shape.byte_columns)
-    start, size = 0, 0
-    for end in range(1, len(rows) + 1) if sum(sizes) > BUNDLE_BYTES else (len(rows),):
+    start, size, most_rows = 0, 0, BUNDLE_CELLS // max(1, len(shape.names))
+    is_one = sum(sizes) <= BUNDLE_BYTES and len(rows) <= most_rows
+    for end in (len(rows),) if is_one else range(1, len(rows) + 1):
         size += sum(sizes[(end - 1) * width : end * width])
-        if size >= BUNDLE_BYTES or end == len(rows):
+        if size >= BUNDLE_BYTES or end == len(rows) or end - start >= most_rows:
             cut = slice(start * width, end * width)
             yield _draft(rows[start:end], shape, values[cut], sizes[cut], make_cell)
             start, size = end, 0
@@ -300,14 +302,18 @@ class Bundle:
         return [*accumulate(sizes, initial=0)]
 
     @cached_property
+    def _byte_positions(self) -> dict[str, int]:
+        return {name: position for position, name in enumerate(self._contents.names)}
+
+    @cached_property
     def _numbers(self) -> dict[str, array[float]]:
         return {name: array("d", data) for name, data in self._contents.numbers.items()}
 
     def select(self, names: Sequence[str]) -> ColumnSlice:
         """These columns, or all columns if `names` is empty."""
-        order = self._contents.names
-        byte_columns = [(n, order.index(n)) for n in order if not names or n in names]
-        numbers = {n: found for n, found in self._numbers.items() if not names or n in names}
+        order, wanted = self._contents.names, frozenset(names)
+        byte_columns = [(n, at) for at, n in enumerate(order) if not wanted or n in wanted]
+        numbers = {n: found for n, found in self._numbers.items() if not wanted or n in wanted}
         return ColumnSlice(len(order), byte_columns, self._starts, numbers)
 
     def require(self, key: RowId, position: int) -> None:
@@ -319,15 +325,14 @@ class Bundle:
 
     def column(self, position: int, name: str) -> ColumnRecord | None:
         """The column as a single record; None if the bundle does not have it."""
-        if name not in self.names:
-            return None
         record, value = self.record, None
+        if name not in self._numbers and name not in self._byte_positions:
+            return None
         if name in self._numbers:
             value = self._numbers[name][position]
             digest, length = number_cell(name, value).digest, 0
         else:
-            names = self._contents.names
-            number = position * len(names) + names.index(name)
+            number = position * len(self._byte_positions) + self._byte_positions[name]
             length = self._starts[number + 1] - self._starts[number]
             start = number * DIGEST_BYTES
             digest = self._contents.digests[start : start + DIGEST_BYTES].hex()

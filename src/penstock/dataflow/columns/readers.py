@@ -8,11 +8,11 @@ attempts or time. Then its missing columns are marked as failed, so that nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from penstock.dataflow.column_records import ReaderRecord, RowLeaseRecord
+from penstock.dataflow.column_records import ColumnRecord, ReaderRecord, RowLeaseRecord
 from penstock.dataflow.columns.cells import Cell, compare_write
 from penstock.dataflow.columns.row_leases import (
     Claim,
@@ -27,12 +27,13 @@ from penstock.dataflow.columns.row_leases import (
 from penstock.dataflow.columns.row_window import RowWindow
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.records import Deletion, Journal
-from penstock.errors import Conflict, NotFound
+from penstock.errors import BadRequest, Conflict, NotFound
 from penstock.types import RowId
 
 ATTEMPTS = "attempts"
 OVERDUE = "overdue"
 MAX_ERROR = 2_000
+MIN_CHECK_S = 0.5
 PAGES_PER_TICK = 4
 """Limits the work on an overdue backlog per tick, to keep the event loop responsive."""
 
@@ -40,6 +41,7 @@ Status = tuple[DeliveryStatus, str]
 """The status, and an explanation for people."""
 LEASE_ENDED: Status = (DeliveryStatus.FENCED, "the lease has already ended")
 STORED: Status = (DeliveryStatus.STORED, "")
+StoredColumns = Mapping[tuple[RowId, str], ColumnRecord]
 
 
 class Readers:
@@ -92,7 +94,7 @@ class Readers:
     def has_worker(self, name: str, now: float) -> bool:
         """Whether a worker of this reader called recently. Idle workers poll, so they count."""
         reader = self._row_window.readers.get(name)
-        return reader is not None and now - reader.last_seen_at <= 2 * reader.terms.ttl_s
+        return reader is not None and now - reader.last_seen_at <= 4 * check_interval_s(reader)
 
     # --- leases -------------------------------------------------------------------------------
 
@@ -131,29 +133,67 @@ class Readers:
                 row_lease.holder.expires_at = now + reader.terms.ttl_s
         return lost
 
+    def require_writes(self, name: str, columns: Iterable[str]) -> None:
+        """Raise BadRequest for a column that this reader does not write."""
+        reader = self.reader(name)
+        for column in columns:
+            if column not in reader.output_bits and not _is_version(column, reader):
+                raise BadRequest(
+                    f"reader {name!r} may not write column {column[:128]!r}; GET /v1/readers shows "
+                    "the columns that each writes. Nothing of this call was stored"
+                )
+
+    def stored(self, name: str, written: Iterable[tuple[Claim, Collection[str]]]) -> StoredColumns:
+        """The columns of these writes that exist already, for `write` to compare with."""
+        reader = self.reader(name)
+        names: dict[RowId, set[str]] = {}
+        for claim, columns in written:
+            row_lease = _find_lease(reader, claim)
+            pending = 0 if row_lease is None else row_lease.pending_outputs
+            known = [c for c in columns if not pending & reader.output_bits.get(c, 0)]
+            if known:
+                names.setdefault(claim.row_id, set()).update(known)
+        return self._row_window.columns.existing_of_rows(
+            reader.terms.space, {row_id: frozenset(found) for row_id, found in names.items()}
+        )
+
     def write(
-        self, name: str, claim: Claim, cells: Sequence[Cell], worker: str, now: float
+        self,
+        name: str,
+        claim: Claim,
+        cells: Sequence[Cell],
+        worker: str,
+        now: float,
+        stored: StoredColumns | None = None,
     ) -> list[Status]:
         """Write columns of a leased row. A column that already exists is compared even without a
-        lease, so a repeated call gets the same answer."""
+        lease, so a repeated call gets the same answer. `stored`: of all writes of a call."""
         reader = self.reader(name)
         reader.last_seen_at = now
-        return [self._write_one(reader, claim, cell, f"{name}/{worker}", now) for cell in cells]
+        self.require_writes(name, [cell.name for cell in cells])
+        if stored is None:
+            stored = self.stored(name, [(claim, [cell.name for cell in cells])])
+        writer = f"{name}/{worker}"
+        return [self._write_one(reader, claim, cell, writer, now, stored) for cell in cells]
 
     def _write_one(
-        self, reader: Reader, claim: Claim, cell: Cell, writer: str, now: float
+        self,
+        reader: Reader,
+        claim: Claim,
+        cell: Cell,
+        writer: str,
+        now: float,
+        stored: StoredColumns,
     ) -> Status:
         bit = reader.output_bits.get(cell.name, 0)
-        is_version = not bit and _is_version(cell.name, reader)
-        if not bit and not is_version:
-            writes = f"this reader writes {list(reader.terms.writes)}"
-            return DeliveryStatus.INVALID, f"{writer} may not write column {cell.name!r}; {writes}"
         row_lease, space = _find_lease(reader, claim), reader.terms.space
         if row_lease is None or not row_lease.pending_outputs & bit:
-            existing = self._row_window.columns.existing(space, [claim.row_id], [cell.name])
-            if existing:
-                return compare_write(existing[claim.row_id, cell.name], cell)
-            if row_lease is None or not is_version:
+            # Of a column that was still to be written when the call came, only what the call wrote.
+            existing = self._row_window.columns.unflushed(space, claim.row_id, cell.name)
+            existing = existing or stored.get((claim.row_id, cell.name))
+            if existing is not None:
+                return compare_write(existing, cell)
+            if row_lease is None or bit:
                 return LEASE_ENDED
         self._row_window.complete(space, claim.row_id, cell, writer, now)
         return STORED
@@ -247,6 +287,11 @@ class Readers:
         self._stall_s += gap_s
         for reader in self._row_window.readers.values():
             reader.last_seen_at += gap_s
+
+
+def check_interval_s(reader: Reader) -> float:
+    """How often a waiting worker is checked for being there."""
+    return max(MIN_CHECK_S, reader.terms.ttl_s / 2)
 
 
 def _find_lease(reader: Reader, claim: Claim) -> RowLease | None:

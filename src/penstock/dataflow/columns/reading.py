@@ -6,10 +6,12 @@ Blocking: call it from a thread, not on the event loop."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
-from penstock.dataflow.columns.bundles import Bundle
+from penstock.dataflow.columns.bundles import Bundle, ColumnSlice
 from penstock.dataflow.columns.column_store import POSITIONS_SQL, RowPosition
 from penstock.dataflow.columns.origins import read_origins
 from penstock.dataflow.columns.values import BlobRef, FailedColumn, RowValues, WireValue
@@ -21,6 +23,9 @@ from penstock.types import RowId
 
 ANSWER_BYTES = 16 << 20
 """A response ends with the row that reaches this size."""
+READ_BYTES = 32 << 20
+"""A response ends with the row for which this much was read: a bundle is read whole for any of its
+columns, and stays in memory for its other rows."""
 KEYS_PER_QUERY = 500
 """Rows located together; the response may end before the last of them."""
 FEW_ROWS = 64
@@ -43,7 +48,7 @@ class RowStoreReader:
         use `read`."""
         if space == TRAIN or len(keys) > FEW_ROWS or self._has_single_columns(space):
             return None
-        located = self._locate(space, keys, names)
+        located = self._locate(space, keys, names, BytesRead())
         if any(bundle.is_in_payload_store for bundle in located.bundles.values()):
             return None
         return [*located.rows(keys)]
@@ -52,19 +57,19 @@ class RowStoreReader:
         """Read a prefix of these keys, at least one row and about ANSWER_BYTES at most. Empty
         `names` selects all columns."""
         found: list[RowValues] = []
-        size = 0
+        size, bytes_read = 0, BytesRead()
         for start in range(0, len(keys), KEYS_PER_QUERY):
             part = keys[start : start + KEYS_PER_QUERY]
             read = self._read_rollouts if space == TRAIN else self._read_items
-            for values in read(space, part, names):
+            for values in read(space, part, names, bytes_read):
                 found.append(values)
                 size += sum([_size(value) for value in values.columns.values()])
-                if size >= ANSWER_BYTES:
+                if size >= ANSWER_BYTES or bytes_read.of_bundles >= READ_BYTES:
                     return found
         return found
 
     def _read_rollouts(
-        self, space: str, keys: Sequence[RowId], names: Sequence[str]
+        self, space: str, keys: Sequence[RowId], names: Sequence[str], bytes_read: BytesRead
     ) -> Iterable[RowValues]:
         tables, ids = self._ledger.tables, list[str](keys)
         rows = {
@@ -82,9 +87,9 @@ class RowStoreReader:
             yield RowValues(key=key, exists=row is not None, columns=values, failed=failed)
 
     def _read_items(
-        self, space: str, keys: Sequence[RowId], names: Sequence[str]
+        self, space: str, keys: Sequence[RowId], names: Sequence[str], bytes_read: BytesRead
     ) -> Iterable[RowValues]:
-        located = self._locate(space, keys, names)
+        located = self._locate(space, keys, names, bytes_read)
         if not self._has_single_columns(space):
             yield from located.rows(keys)
             return
@@ -98,9 +103,11 @@ class RowStoreReader:
                 failed={**row.failed, **failed},
             )
 
-    def _locate(self, space: str, keys: Sequence[RowId], names: Sequence[str]) -> LocatedRows:
+    def _locate(
+        self, space: str, keys: Sequence[RowId], names: Sequence[str], bytes_read: BytesRead
+    ) -> LocatedRows:
         """Rows are often read as they were put, so first check the bundle of the first key."""
-        located = self._find(space, keys[:1], names)
+        located = self._find(space, keys[:1], names, bytes_read)
         if len(keys) == 1:
             return located
         row_positions = {
@@ -111,13 +118,15 @@ class RowStoreReader:
             for bundle in located.bundles.values():
                 bundle.reads_most_rows = len(keys) > len(row_positions) / 2
             return LocatedRows(row_positions=row_positions, bundles=located.bundles)
-        others = self._find(space, rest, names)
+        others = self._find(space, rest, names, bytes_read)
         return LocatedRows(
             row_positions={**row_positions, **others.row_positions},
             bundles={**located.bundles, **others.bundles},
         )
 
-    def _find(self, space: str, keys: Sequence[RowId], names: Sequence[str]) -> LocatedRows:
+    def _find(
+        self, space: str, keys: Sequence[RowId], names: Sequence[str], bytes_read: BytesRead
+    ) -> LocatedRows:
         tables = self._ledger.tables
         found = tables.rows(POSITIONS_SQL, space=space, ids=list[str](keys))
         arrivals = [*{bundle for _, _, bundle in found if bundle}]
@@ -125,7 +134,7 @@ class RowStoreReader:
         records = tables.read(BundleRecord, where, space=space, ids=arrivals) if arrivals else ()
         return LocatedRows(
             row_positions={key: (arrival, bundle) for key, arrival, bundle in found},
-            bundles={r.arrival: BundleReader(self._ledger, r, names) for r in records},
+            bundles={r.arrival: BundleReader(self._ledger, r, names, bytes_read) for r in records},
         )
 
     def _columns(
@@ -183,6 +192,13 @@ class RowStoreReader:
         return self._ledger.read_payload(column)
 
 
+@dataclass(slots=True)
+class BytesRead:
+    """For one call."""
+
+    of_bundles: int = 0
+
+
 class LocatedRows(NamedTuple):
     """Rows that were located but not read yet."""
 
@@ -206,10 +222,17 @@ class BundleReader:
     """Reads columns of one bundle; loads the payload on first use. Empty `names` selects all
     columns."""
 
-    def __init__(self, ledger: Ledger, record: BundleRecord, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        record: BundleRecord,
+        names: Sequence[str],
+        bytes_read: BytesRead | None = None,
+    ) -> None:
         self._ledger = ledger
+        self._bytes_read = bytes_read or BytesRead()
         self._bundle = Bundle(record)
-        self._slice = self._bundle.select(names)
+        self._names = names
         self._payload: bytes | None = None
         self._damage = ""
         self._rows: list[dict[str, float | bytes]] = []
@@ -234,6 +257,10 @@ class BundleReader:
         self._rows = self._rows or self._slice.all_values(len(self._bundle.keys), self._payload)
         return self._rows[position], {}
 
+    @cached_property
+    def _slice(self) -> ColumnSlice:
+        return self._bundle.select(self._names)
+
     def row_positions(self) -> Iterable[tuple[RowId, RowPosition]]:
         first = self._bundle.record.arrival
         return ((key, (arrival, first)) for arrival, key in enumerate(self._bundle.keys, first))
@@ -245,6 +272,7 @@ class BundleReader:
 
     def _read(self) -> bytes:
         record = self._bundle.record
+        self._bytes_read.of_bundles += record.length + len(record.contents)
         return self._ledger.read_payload(record) if self.is_in_payload_store else record.payload
 
 

@@ -186,6 +186,11 @@ class RowWindow:
 
     # --- rows on disk -------------------------------------------------------------------------
 
+    def may_have_rows(self, reader: Reader) -> bool:
+        """Whether a row may be ready for it, in its window or on disk."""
+        is_behind = reader.loaded_through < self._newest.get(reader.terms.space, 0)
+        return bool(reader.waiting) or (is_behind and len(reader.window) < self._window)
+
     def refill(self, reader: Reader, now: float, upto: int = 0) -> None:
         """Load rows from disk until enough are ready, and at least up to arrival `upto`."""
         newest = self._newest.get(reader.terms.space, 0)

@@ -60,8 +60,8 @@ class Spaces:
             for key, values in draft.rows
             if key in row_positions
         }
-        existing = self._columns.existing(
-            name, [*cells], {cell.name for row in cells.values() for cell in row}
+        existing = self._columns.existing_of_rows(
+            name, {key: frozenset([cell.name for cell in row]) for key, row in cells.items()}
         )
         if cells:
             drafts = [fresh for draft in drafts for fresh in draft.without(cells)]

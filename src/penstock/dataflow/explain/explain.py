@@ -43,10 +43,12 @@ MAX_ISSUES = 20
 """Issues of a task that are described, the newest."""
 MAX_LOOK_BACK = 1000
 """Batches searched for earlier uses of a group."""
-_GROUP = re.compile(r"p[0-9]+-(?:e[0-9]+-[0-9]+-)?[0-9]+", re.ASCII)
-_ROW = re.compile(rf"({_GROUP.pattern})\.([0-9]+)\.([0-9]+)", re.ASCII)
-_VERSION = re.compile(r"(.+)@(?:([0-9]+)\.)?([0-9]+)", re.ASCII)
-_BATCH = re.compile(r"(.+)\.([0-9]+)", re.ASCII)
+_NUMBER = "[0-9]{1,18}"
+"""Of an id: what a ledger can store, and no more digits than Python converts."""
+_GROUP = re.compile(rf"p{_NUMBER}-(?:e{_NUMBER}-{_NUMBER}-)?{_NUMBER}", re.ASCII)
+_ROW = re.compile(rf"({_GROUP.pattern})\.({_NUMBER})\.({_NUMBER})", re.ASCII)
+_VERSION = re.compile(rf"(.+)@(?:({_NUMBER})\.)?({_NUMBER})", re.ASCII)
+_BATCH = re.compile(rf"(.+)\.({_NUMBER})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

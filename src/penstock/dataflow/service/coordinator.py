@@ -211,6 +211,7 @@ class DataflowService:
     def _on_wake(self) -> None:
         self.nodes.on_wake()
         self.partitions.on_wake()
+        self.rows.on_wake()
 
     def _on_write(self, records: Sequence[Record | Deletion]) -> Sequence[Record]:
         """Count written records for the report, once it has counted the existing ones."""

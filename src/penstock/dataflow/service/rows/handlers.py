@@ -25,7 +25,7 @@ from penstock.dataflow.columns.cells import (
 )
 from penstock.dataflow.columns.column_store import Columns
 from penstock.dataflow.columns.pages import load_saved_readers
-from penstock.dataflow.columns.readers import Readers
+from penstock.dataflow.columns.readers import Readers, StoredColumns, check_interval_s
 from penstock.dataflow.columns.reading import RowStoreReader
 from penstock.dataflow.columns.row_leases import ReaderSpec
 from penstock.dataflow.columns.row_window import RowWindow
@@ -37,6 +37,7 @@ from penstock.dataflow.ledger.keeping import RELEASED
 from penstock.dataflow.records import RowRecord
 from penstock.dataflow.service.process import IsDisconnected, Process, never_disconnected
 from penstock.dataflow.service.rows.messages import (
+    MAX_CELLS,
     ExtendAnswer,
     ExtendRequest,
     GetAnswer,
@@ -62,7 +63,8 @@ T = TypeVar("T")
 MAX_ROWS = 4_096
 """Limit per call; more would block the event loop."""
 THREAD_BYTES = 1 << 20
-"""Values above this are hashed in a thread."""
+THREAD_CELLS = 8_192
+"""Values above these are hashed in a thread."""
 
 
 class RowService:
@@ -82,6 +84,8 @@ class RowService:
         self._ledger = ledger
         self._clock = process.clock
         self._store_reader = RowStoreReader(ledger, self.columns.has_single_columns)
+        self._news: dict[str, asyncio.Event] = {}
+        """By reader with open polls; set when there may be rows for it."""
         self._delete_lock = asyncio.Lock()
         """Held while rows or a reader are deleted: they must not be created again before that is
         durable, since a commit deletes after writing all records of its group."""
@@ -133,43 +137,61 @@ class RowService:
         self, name: str, body: RowLeaseRequest, is_disconnected: IsDisconnected = never_disconnected
     ) -> RowLeaseAnswer:
         _check_lease(body)
-        ttl_s = self.readers.reader(name).terms.ttl_s
+        reader = self.readers.reader(name)
+        ttl_s = reader.terms.ttl_s
         give_up_at = self._process.poll_deadline(body.wait_s)
         while True:
-            change, now = self._process.changed, self._clock()
+            news, now = self._news.setdefault(name, asyncio.Event()), self._clock()
             grants = self.readers.lease(name, body.worker, body.request_id, body.max_rows, now)
             if grants:
                 await self._process.make_all_durable()
             if grants or now >= give_up_at:
                 return RowLeaseAnswer(rows=tuple(grants), ttl_s=ttl_s)
-            # Checks again every half ttl: a waiting worker counts as live.
-            await self._process.wait_for(change, min(give_up_at, now + ttl_s / 2))
+            # Checks again from time to time: a waiting worker counts as live.
+            await self._process.wait_for(news, min(give_up_at, now + check_interval_s(reader)))
             if await is_disconnected():  # the caller hung up; a grant would have no holder
                 return RowLeaseAnswer(rows=(), ttl_s=ttl_s)
+
+    def on_wake(self) -> None:
+        """Wake the polls of readers that may get rows, and of those that are gone."""
+        for name in [*self._news]:
+            reader = self.row_window.readers.get(name)
+            if reader is None or self.row_window.may_have_rows(reader):
+                self._news.pop(name).set()
 
     async def extend(self, name: str, body: ExtendRequest) -> ExtendAnswer:
         return ExtendAnswer(lost=tuple(self.readers.extend(name, body.claims, self._clock())))
 
     async def record(self, body: ResultsRequest) -> ResultsAnswer:
         """Write the columns first, then end each lease."""
-        _check_count(len(body.results))
+        columns = [(*result.columns, *result.failed) for result in body.results]
+        _check_count(len(columns), sum(map(len, columns)))
+        for names in columns:
+            self.readers.require_writes(body.reader, names)
         cells = await self._in_thread(
             lambda: [self._result_cells(result) for result in body.results],
             [result.columns for result in body.results],
         )
         now = self._clock()
+        claims = (result.claim for result in body.results)
+        stored = self.readers.stored(body.reader, zip(claims, columns, strict=True))
         outcomes = [
-            self._record_one(body, result, row_cells, now)
+            self._record_one(body, result, row_cells, stored, now)
             for result, row_cells in zip(body.results, cells, strict=True)
         ]
         await self._process.make_all_durable()
         return ResultsAnswer(outcomes=tuple(outcomes))
 
     def _record_one(
-        self, body: ResultsRequest, result: RowResult, cells: Sequence[Cell], now: float
+        self,
+        body: ResultsRequest,
+        result: RowResult,
+        cells: Sequence[Cell],
+        stored: StoredColumns,
+        now: float,
     ) -> RowResultStatus:
         claim = result.claim
-        statuses = self.readers.write(body.reader, claim, cells, body.worker, now)
+        statuses = self.readers.write(body.reader, claim, cells, body.worker, now, stored)
         columns = {
             cell.name: WriteStatus(status=status, detail=detail)
             for cell, (status, detail) in zip(cells, statuses, strict=True)
@@ -180,13 +202,14 @@ class RowService:
 
     # --- values -------------------------------------------------------------------------------
 
-    async def _in_thread(self, make: Callable[[], T], rows: Iterable[Mapping[str, WireValue]]) -> T:
-        """Prepare values for storage, off the event loop when they are large. Raises 429 or 507
-        first when there is no room for them."""
+    async def _in_thread(self, make: Callable[[], T], rows: Sequence[Mapping[str, WireValue]]) -> T:
+        """Prepare values for storage, off the event loop when they are large or many. Raises 429 or
+        507 first when there is no room for them."""
         sizes = [len(v) for values in rows for v in values.values() if isinstance(v, bytes)]
         num_bytes = sum(sizes)
         self.require_room(num_bytes)
-        return await asyncio.to_thread(make) if num_bytes > THREAD_BYTES else make()
+        is_long = num_bytes > THREAD_BYTES or sum(map(len, rows)) > THREAD_CELLS
+        return await asyncio.to_thread(make) if is_long else make()
 
     def _result_cells(self, result: RowResult) -> list[Cell]:
         cells = [self._cell(name, value) for name, value in result.columns.items()]
@@ -213,7 +236,7 @@ class RowService:
     # --- spaces -------------------------------------------------------------------------------
 
     async def put(self, space: str, body: PutRequest, writer: str) -> PutAnswer:
-        _check_count(len(body.rows))
+        _check_count(len(body.rows), sum([len(row.columns) for row in body.rows]))
         made = await self._in_thread(
             lambda: self._drafts(body.rows), [row.columns for row in body.rows]
         )
@@ -279,6 +302,11 @@ def _check_lease(body: RowLeaseRequest) -> None:
         raise BadRequest(f"max_rows must be 1 to {MAX_ROWS}")
 
 
-def _check_count(num: int) -> None:
+def _check_count(num: int, num_cells: int = 0) -> None:
     if num > MAX_ROWS:
         raise BadRequest(f"{num} rows in one call; at most {MAX_ROWS} are allowed")
+    if num_cells > MAX_CELLS:
+        raise BadRequest(
+            f"{num_cells} columns of {num} rows in one call; at most {MAX_CELLS} together are "
+            "allowed: send fewer rows in each call"
+        )

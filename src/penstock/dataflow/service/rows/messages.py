@@ -22,6 +22,8 @@ from penstock.types import RowId
 
 MANY = Meta(max_length=100_000)
 """Of rows in one call; handlers allow fewer, by the work that a row is."""
+MAX_CELLS = 65_536
+"""Columns of all rows in one call: each is hashed and compared with what is stored."""
 ColumnName = Annotated[str, Meta(max_length=128)]
 
 # --- readers ----------------------------------------------------------------------------------

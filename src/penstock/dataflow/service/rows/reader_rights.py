@@ -7,7 +7,9 @@ columns, or any reward. Owns these rules; reads and writes no row.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
 
 from penstock.config.stages import stage_subject
 from penstock.dataflow.core.names import REWARD, TRAIN
@@ -17,6 +19,8 @@ from penstock.wire.auth import Credential, Role
 MAX_READERS = 256
 """Readers that one credential declared; each keeps a window of rows in memory."""
 MAX_ALL_READERS = 4096
+MAX_POLLS = 1024
+"""Lease requests of one credential that are held open: one for each of its workers."""
 RETRY_S = 10.0
 
 
@@ -27,6 +31,8 @@ class ReaderRights:
         self._owned = frozenset({REWARD}.union(*stages.values()))
         self._declared: dict[str, set[str]] = {}
         """Readers by the subject that declared them, since the start of the service."""
+        self._polls: Counter[str] = Counter()
+        """Open lease requests by subject."""
 
     def require(
         self, credential: Credential, name: str, space: str, writes: Collection[str]
@@ -61,7 +67,7 @@ class ReaderRights:
         readers that exist."""
         if name in known:
             return
-        subject = credential.subject or credential.role.value
+        subject = _subject_of(credential)
         own = self._declared.get(subject, set[str]()).intersection(known)
         if len(own) >= MAX_READERS or len(known) >= MAX_ALL_READERS:
             raise Busy(
@@ -71,6 +77,29 @@ class ReaderRights:
                 retry_after_s=RETRY_S,
             )
         self._declared[subject] = own | {name}
+
+    @contextmanager
+    def poll(self, credential: Credential) -> Generator[None]:
+        """One lease request of the credential is open. Raises Busy when it has too many."""
+        subject = _subject_of(credential)
+        if self._polls[subject] >= MAX_POLLS:
+            raise Busy(
+                f"credential {subject!r} has {MAX_POLLS} lease requests of readers open, the most "
+                "that it may have; lease more rows with each, or give some workers another token: "
+                "`penstock token RUN --name NAME`",
+                retry_after_s=RETRY_S,
+            )
+        self._polls[subject] += 1
+        try:
+            yield
+        finally:
+            self._polls[subject] -= 1
+            if not self._polls[subject]:
+                del self._polls[subject]
+
+
+def _subject_of(credential: Credential) -> str:
+    return credential.subject or credential.role.value
 
 
 def _is_among(column: str, columns: Collection[str]) -> bool:

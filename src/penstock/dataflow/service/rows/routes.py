@@ -81,14 +81,16 @@ class RowRoutes:
     @route("POST", "/v1/readers/{name}/leases", READERS)
     async def lease(self, call: Call, body: RowLeaseRequest) -> RowLeaseAnswer:
         """Lease up to n rows; held open while there are none."""
-        return await self.service.lease(self._reader(call), body, call.is_disconnected)
+        name = self._reader(call)
+        with self.service.rights.poll(call.credential):
+            return await self.service.lease(name, body, call.is_disconnected)
 
     @route("PUT", "/v1/readers/{name}/leases", READERS)
     async def extend(self, call: Call, body: ExtendRequest) -> ExtendAnswer:
         """Extend leases; the answer names those that are lost."""
         return await self.service.extend(self._reader(call), body)
 
-    @route("PUT", "/v1/rows/columns", READERS, max_body_bytes=PUT_BYTES)
+    @route("PUT", "/v1/rows/columns", READERS, max_body_bytes=PUT_BYTES, shares_budget=True)
     async def record(self, call: Call, body: ResultsRequest) -> ResultsAnswer:
         """Add columns to rows under lease and end leases; durable when answered."""
         self._require(call, body.reader)
@@ -122,7 +124,7 @@ class RowRoutes:
         await self.service.clear(call.path["space"])
         return Ack()
 
-    @route("POST", "/v1/spaces/{space}/rows", WRITERS, max_body_bytes=PUT_BYTES)
+    @route("POST", "/v1/spaces/{space}/rows", WRITERS, max_body_bytes=PUT_BYTES, shares_budget=True)
     async def put(self, call: Call, body: PutRequest) -> PutAnswer:
         """Put rows by key; columns are write-once; durable when answered."""
         writer = call.credential.subject or call.credential.role.value

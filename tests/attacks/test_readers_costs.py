@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one call about rows makes the service do: cells, queries, bytes read and wakeups are bounded
+by what was declared and asked, not by how often a caller repeats a column."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.attacks.in_process import Door, dataflow_door
+from tests.contract.row_service import RowServiceHost
+
+from penstock.dataflow.columns import reading
+from penstock.dataflow.columns.bundles import (
+    BlobLike,
+    Bundle,
+    NewRow,
+    Values,
+    bundle_record,
+    drafts,
+)
+from penstock.dataflow.columns.cells import Cell, blob_cell
+from penstock.dataflow.columns.row_leases import Claim, ReaderSpec
+from penstock.dataflow.columns.values import BlobRef
+from penstock.dataflow.ledger.segments import Location
+from penstock.dataflow.ledger.store import Ledger
+from penstock.dataflow.ledger.tables import Tables
+from penstock.dataflow.service.process import Process
+from penstock.dataflow.service.rows import handlers, reader_rights
+from penstock.dataflow.service.rows.messages import (
+    GetRequest,
+    PutRequest,
+    PutRow,
+    ResultsRequest,
+    RowLeaseRequest,
+    RowResult,
+)
+from penstock.dataflow.service.rows.routes import row_routes
+from penstock.types import RowId
+from penstock.wire.auth import Role
+from penstock.wire.codec import JSON, encode_json
+
+NAMES = [f"{number:x}" for number in range(1024)]
+NUMBERS = dict.fromkeys(NAMES, 1.0)
+CLAIM = Claim(row_id=RowId("a"), arrival=0, epoch=0)
+TURNS = 300
+
+
+@pytest.fixture
+def num_cells(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The columns of which cells were made."""
+    made: list[str] = []
+    real = handlers.number_cell
+
+    def number_cell(name: str, value: float) -> Cell:
+        made.append(name)
+        return real(name, value)
+
+    monkeypatch.setattr(handlers, "number_cell", number_cell)
+    return made
+
+
+@asynccontextmanager
+async def row_service(folder: Path) -> AsyncGenerator[RowServiceHost]:
+    host = RowServiceHost(folder)
+    yield host
+    host.ledger.close()
+
+
+async def record(door: Door, role: Role, num_results: int, columns: object) -> tuple[int, str]:
+    result = {"claim": {"row_id": "a", "arrival": 0, "epoch": 0}, "columns": columns}
+    body = {"reader": "mine", "worker": "w", "results": [result] * num_results}
+    answer = await door.call("PUT", "/v1/rows/columns", role, body=body)
+    return answer.status_code, answer.text
+
+
+async def turns() -> None:
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+def ratio(cost: Callable[[int], Callable[[], object]], num: int) -> float:
+    """CPU time of 4 * num over that of num; 4 when linear, 16 when quadratic."""
+
+    def least(work: Callable[[], object]) -> float:
+        found: list[float] = []
+        for _ in range(5):
+            began = time.process_time()
+            work()
+            found.append(time.process_time() - began)
+        return min(found)
+
+    return least(cost(4 * num)) / least(cost(num))
+
+
+# --- results of readers -----------------------------------------------------------------------
+
+
+async def test_columns_that_a_reader_does_not_write_become_no_cells(
+    tmp_path: Path, num_cells: list[str]
+) -> None:
+    """A token that may only read had four million cells hashed, and each refused with a text."""
+    async with dataflow_door(tmp_path) as door:
+        await door.call("PUT", "/v1/readers/mine", Role.READER, body={"reads": ["turns"]})
+        status, text = await record(door, Role.READER, 60, NUMBERS)
+        assert status == 400 and "may not write column '0'" in text, text[:200]
+        assert not num_cells and len(text) < 1000
+
+
+async def test_a_refusal_does_not_repeat_what_the_reader_writes(tmp_path: Path) -> None:
+    """Eight results of 8 KB were answered with 60 MB: 62 long names for each of their columns."""
+    async with dataflow_door(tmp_path) as door:
+        writes = [f"{number:03}" + "w" * 120 for number in range(62)]
+        body = {"reads": ["turns"], "writes": writes}
+        await door.call("PUT", "/v1/readers/mine", Role.STAGE, body=body)
+        status, text = await record(door, Role.STAGE, 8, NUMBERS)
+        assert status == 400 and "GET /v1/readers" in text, text[:200]
+        assert len(text) < 1000
+
+
+async def test_the_columns_of_one_call_are_bounded(tmp_path: Path, num_cells: list[str]) -> None:
+    """Of results, with the failed ones, and of rows that are put."""
+    versions = {f"x@{name}": 1.0 for name in NAMES}
+    async with dataflow_door(tmp_path) as door:
+        body = {"reads": ["turns"], "writes": ["x"]}
+        await door.call("PUT", "/v1/readers/mine", Role.STAGE, body=body)
+        status, text = await record(door, Role.STAGE, 65, versions)
+        assert status == 400 and "send fewer rows" in text, text[:200]
+        rows = [{"key": f"k{number}", "columns": NUMBERS} for number in range(65)]
+        answer = await door.call("POST", "/v1/spaces/s/rows", Role.STAGE, body={"rows": rows})
+        assert answer.status_code == 400 and "send fewer rows" in answer.text, answer.text[:200]
+        assert not num_cells
+        answer = await door.call("POST", "/v1/spaces/s/rows", Role.STAGE, body={"rows": rows[:64]})
+        assert answer.status_code == 200, answer.text[:200]
+
+
+async def test_columns_of_one_call_are_looked_up_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version of a column (`x@7`) cost a query each."""
+    async with row_service(tmp_path) as host:
+        await host.rows.declare(ReaderSpec(name="mine", reads=("turns",), writes=("x",)))
+        queries: list[str] = []
+        real = Tables.read
+
+        def read(tables: Tables, kind: Any, where: str = "", **values: Any) -> list[Any]:
+            queries.append(kind.__name__)
+            return real(tables, kind, where, **values)
+
+        monkeypatch.setattr(Tables, "read", read)
+        columns = {f"x@{number}": 1.0 for number in range(50)}
+        claims = [Claim(row_id=RowId(f"r{number}"), arrival=0, epoch=0) for number in range(20)]
+        results = tuple(RowResult(claim=claim, columns=columns) for claim in claims)
+        body = ResultsRequest(reader="mine", worker="w", results=results)
+        answer = await host.rows.record(body)
+        assert len(answer.outcomes) == 20 and len(queries) == 1, queries
+
+
+async def test_columns_written_twice_in_one_call_are_compared(tmp_path: Path) -> None:
+    """What a call looked up at its start does not hide what it wrote itself."""
+    async with row_service(tmp_path) as host:
+        spec = ReaderSpec(name="mine", reads=("t",), writes=("x",), space="s")
+        await host.rows.declare(spec)
+        row = PutRow(key=RowId("a"), columns={"t": 1.0})
+        await host.rows.put("s", PutRequest(rows=(row,)), "w")
+        ask = RowLeaseRequest(request_id="r", worker="w", max_rows=1, wait_s=0.0)
+        [leased] = (await host.rows.lease("mine", ask)).rows
+        values = ({"x": 1.0, "x@7": 1.0}, {"x": 1.0, "x@7": 2.0}, {"x": 2.0, "x@7": 1.0})
+        results = tuple(RowResult(claim=leased.claim, columns=columns) for columns in values)
+        body = ResultsRequest(reader="mine", worker="w", results=results)
+        outcomes = (await host.rows.record(body)).outcomes
+        found = [one.status for outcome in outcomes for one in outcome.columns.values()]
+        assert found == ["stored", "stored", "duplicate", "conflict", "conflict", "duplicate"]
+        again = (await host.rows.record(body)).outcomes
+        assert [one.status for one in again[0].columns.values()] == ["duplicate", "duplicate"]
+
+
+async def test_calls_with_large_bodies_share_the_budget_of_their_credential(
+    tmp_path: Path,
+) -> None:
+    """Their answers are large too, and wait in memory for who does not read them."""
+    async with row_service(tmp_path) as host:
+        large = [route for route in row_routes(host.rows) if route.max_body_bytes > 1 << 20]
+        assert {route.path for route in large} >= {"/v1/rows/columns", "/v1/spaces/{space}/rows"}
+        assert all(route.shares_budget for route in large)
+
+
+# --- rows that are put ------------------------------------------------------------------------
+
+
+def no_cell(name: str, blob: BlobLike) -> Cell:
+    raise AssertionError("no row names a blob")
+
+
+def test_rows_whose_columns_come_in_another_order_are_one_bundle() -> None:
+    """One record for each of them otherwise."""
+    backwards = dict(reversed([*NUMBERS.items()]))
+    rows: list[NewRow] = [(RowId(f"k{n}"), backwards if n % 2 else NUMBERS) for n in range(6)]
+    [draft] = drafts(rows, no_cell)
+    assert [key for key, _ in draft.rows] == [key for key, _ in rows]
+
+
+def test_a_bundle_has_a_bounded_number_of_cells() -> None:
+    rows: list[NewRow] = [(RowId(f"k{number}"), NUMBERS) for number in range(50)]
+    made = [*drafts(rows, no_cell)]
+    assert [key for draft in made for key in draft.keys] == [key for key, _ in rows]
+    assert 1 < len(made) < 10 and max(draft.num_cells for draft in made) <= 8_192
+
+
+def no_place(payload: bytes) -> Location:
+    raise AssertionError("no value is long")
+
+
+def numbers_and_blobs(num: int) -> Values:
+    ref = BlobRef(digest="d" * 64, size=1)
+    return {f"{number:x}": ref if number % 2 else b"" for number in range(num)}
+
+
+def one_blob(name: str, blob: BlobLike) -> Cell:
+    return blob_cell(name, blob.digest, blob.size)
+
+
+def test_many_columns_are_packed_in_proportion() -> None:
+    def pack(num: int) -> Callable[[], object]:
+        row = numbers_and_blobs(num)
+        return lambda: [*drafts([(RowId("k"), row)], one_blob)]
+
+    assert ratio(pack, 1000) < 9
+
+
+def test_rows_without_those_that_exist_are_packed_in_proportion() -> None:
+    def remove(num: int) -> Callable[[], object]:
+        rows: list[NewRow] = [
+            (RowId(f"k{n}"), {"a": BlobRef(digest=f"{n:064x}", size=1)}) for n in range(num)
+        ]
+        [draft] = drafts(rows, one_blob)
+        return lambda: [*draft.without({RowId("k0")})]
+
+    assert ratio(remove, 1000) < 9
+
+
+def test_columns_of_a_bundle_are_found_in_proportion() -> None:
+    def find(num: int) -> Callable[[], object]:
+        values = {f"{number:x}": b"" for number in range(num)}
+        [draft] = drafts([(RowId("k"), values)], no_cell)
+        record = bundle_record(draft, no_place, space="s", arrival=1, writer="w", now=0.0)
+        bundle = Bundle(record)
+        return lambda: [bundle.column(0, name) for name in values]
+
+    assert ratio(find, 1000) < 9
+
+
+async def test_many_small_values_are_prepared_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with row_service(tmp_path) as host:
+        threads: list[threading.Thread] = []
+        real = handlers.drafts
+
+        def drafts(*values: Any) -> Any:
+            threads.append(threading.current_thread())
+            return real(*values)
+
+        monkeypatch.setattr(handlers, "drafts", drafts)
+        for num in (2, 20):
+            rows = tuple(PutRow(key=RowId(f"{num}-{n}"), columns=NUMBERS) for n in range(num))
+            await host.rows.put("s", PutRequest(rows=rows), "w")
+        here, elsewhere = threads
+        assert here is threading.current_thread() is not elsewhere
+
+
+# --- rows that are read -----------------------------------------------------------------------
+
+
+async def test_a_get_reads_no_more_than_it_may_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One small column of each row made the service read, and keep, all that it has of them."""
+    monkeypatch.setattr(reading, "READ_BYTES", 100_000)
+    async with row_service(tmp_path) as host:
+        keys = [RowId(f"k{number}") for number in range(10)]
+        for key in keys:
+            row = PutRow(key=key, columns={"n": 1.0, "b": bytes(40_000)})
+            await host.rows.put("s", PutRequest(rows=(row,)), "w")
+        num_read = 0
+        real = Ledger.read_payload
+
+        def read_payload(ledger: Ledger, found: Any) -> bytes:
+            nonlocal num_read
+            num_read += found.length
+            return real(ledger, found)
+
+        monkeypatch.setattr(Ledger, "read_payload", read_payload)
+        seen: list[RowId] = []
+        while len(seen) < len(keys):
+            num_read = 0
+            body = GetRequest(keys=tuple(keys[len(seen) :]), columns=("n",))
+            answer = await host.rows.get("s", body)
+            assert answer.rows and all(row.columns == {"n": 1.0} for row in answer.rows)
+            assert num_read <= 100_000 + 40_000
+            seen += [row.key for row in answer.rows]
+        assert seen == keys
+
+
+# --- polls ------------------------------------------------------------------------------------
+
+
+async def test_open_polls_of_readers_have_a_quota_per_credential(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_rights, "MAX_POLLS", 3, raising=False)
+    async with dataflow_door(tmp_path) as door:
+
+        async def poll(subject: str, request_id: str, wait_s: float) -> int:
+            body = {"request_id": request_id, "worker": "w", "max_rows": 1, "wait_s": wait_s}
+            headers = {"authorization": f"Bearer {door.token(Role.READER, subject)}"}
+            headers["content-type"] = JSON
+            path = "/v1/readers/mine/leases"
+            answer = await door.http.post(path, headers=headers, content=encode_json(body))
+            return answer.status_code
+
+        await door.call("PUT", "/v1/readers/mine", Role.READER, body={"reads": ["turns"]})
+        held = [asyncio.create_task(poll("greedy", f"r{n}", 20.0)) for n in range(5)]
+        await turns()
+        assert [task.done() and task.result() for task in held] == [False, False, False, 429, 429]
+        assert await poll("other", "r", 0.0) == 200
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        assert await poll("greedy", "again", 0.0) == 200, "those who left do not count"
+
+
+class Polls:
+    """Counts how often the polls of a reader look for rows, and how long they wait."""
+
+    def __init__(self, host: RowServiceHost, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_looks = 0
+        self.waits: list[float] = []
+        lease, wait_for = host.rows.readers.lease, Process.wait_for
+
+        def counted(*values: Any) -> Any:
+            self.num_looks += 1
+            return lease(*values)
+
+        async def timed(process: Process, change: asyncio.Event, give_up_at: float) -> None:
+            self.waits.append(give_up_at - process.clock())
+            await wait_for(process, change, give_up_at)
+
+        monkeypatch.setattr(host.rows.readers, "lease", counted)
+        monkeypatch.setattr(Process, "wait_for", timed)
+
+
+async def test_a_poll_wakes_for_rows_of_its_own_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command of the run woke every poll of every reader."""
+    async with row_service(tmp_path) as host:
+        polls = Polls(host, monkeypatch)
+        await host.rows.declare(ReaderSpec(name="mine", reads=("n",), space="s"))
+        ask = RowLeaseRequest(request_id="r", worker="w", max_rows=1, wait_s=20.0)
+        poll = asyncio.create_task(host.rows.lease("mine", ask))
+        await turns()
+        rows = [PutRow(key=RowId(f"k{number}"), columns={"n": 1.0}) for number in range(20)]
+        for row in rows:
+            await host.rows.put("other", PutRequest(rows=(row,)), "w")
+            await turns()
+        assert polls.num_looks == 1 and not poll.done()
+        await host.rows.put("s", PutRequest(rows=(*rows,)), "w")
+        assert [one.claim.row_id for one in (await poll).rows] == ["k0"]
+
+
+async def test_a_short_ttl_does_not_make_polls_look_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with row_service(tmp_path) as host:
+        polls = Polls(host, monkeypatch)
+        await host.rows.declare(ReaderSpec(name="mine", reads=("n",), space="s", ttl_s=0.1))
+        ask = RowLeaseRequest(request_id="r", worker="w", max_rows=1, wait_s=20.0)
+        poll = asyncio.create_task(host.rows.lease("mine", ask))
+        await turns()
+        assert polls.waits == [pytest.approx(0.5)]
+        host.now += polls.waits[0]
+        assert host.rows.readers.has_worker("mine", host.now), "it still waits"
+        await host.rows.remove("mine")
+        await asyncio.gather(poll, return_exceptions=True)
+
+
+# --- explanations -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "form", ["p0-{}", "p0-1.{}.1", "p0-1.1.{}", "main.{}", "main@{}.1", "main@{}"]
+)
+async def test_an_id_of_very_many_digits_is_not_there(form: str, tmp_path: Path) -> None:
+    async with dataflow_door(tmp_path) as door:
+        answer = await door.call("GET", "/v1/explain/" + form.format("9" * 5000), Role.READER)
+        assert answer.status_code == 404, answer.text[:200]
