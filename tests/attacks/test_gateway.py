@@ -295,6 +295,7 @@ class WatchedRenderer(Renderer):
     """Notes how much was tokenised, and in which thread."""
 
     seen: list[tuple[int, int]]
+    rendered_in: list[int]
 
     def note(self, text: str) -> None:
         self.seen.append((threading.get_ident(), len(text)))
@@ -306,6 +307,10 @@ class WatchedRenderer(Renderer):
     def encode_large(self, text: str) -> tuple[int, ...]:
         self.note(text)
         return super().encode_large(text)
+
+    def render(self, *args: Any, **named: Any) -> str:
+        self.rendered_in.append(threading.get_ident())
+        return super().render(*args, **named)
 
     def num_chars(self, thread: int | None = None) -> int:
         """Characters that were tokenised, in one thread or in all."""
@@ -329,7 +334,7 @@ async def running(quotas: Quotas | None = None) -> AsyncGenerator[Gate]:
     renderer = WatchedRenderer(
         bpe.tokenizer(), bpe.TEMPLATES["append-only"], window=bpe.WINDOW, stop_ids=frozenset({1})
     )
-    renderer.seen = []
+    renderer.seen, renderer.rendered_in = [], []
     engine = EchoEngine()
     gateway = Gateway(engine)
     gateway.set_renderer(POLICY, renderer)
@@ -342,6 +347,7 @@ async def running(quotas: Quotas | None = None) -> AsyncGenerator[Gate]:
         assert (await gate.say(gate.victim, "who am I")).status_code == 200
         gate.loop_thread = renderer.seen[-1][0]
         renderer.seen.clear()
+        renderer.rendered_in.clear()
         yield gate
 
 
@@ -378,6 +384,17 @@ async def test_large_prompts_do_not_stop_other_agents(gate: Gate) -> None:
     assert gate.renderer.num_chars() > 4 * len(large)
     assert gate.renderer.num_chars(gate.loop_thread) < len(large), "it tokenised on the event loop"
     assert num_answered >= 20
+
+
+async def test_many_messages_are_rendered_off_the_event_loop(gate: Gate) -> None:
+    """And in a process of their own: some templates look back from each message to all others."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    answer = await gate.ask(gate.attacker, messages=turns * 64 + turns[:1])
+    assert answer.status_code in {200, 400}  # 400: more than the window
+    assert gate.renderer.rendered_in and gate.loop_thread not in gate.renderer.rendered_in
+    gate.renderer.rendered_in.clear()
+    assert (await gate.say(gate.victim, "a question")).status_code == 200
+    assert gate.renderer.rendered_in == [gate.loop_thread]
 
 
 def test_a_body_of_small_blocks_is_read_in_one_pass() -> None:

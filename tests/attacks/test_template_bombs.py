@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 
 from penstock.errors import WeightsError
 from penstock.gateway import template_process
+from penstock.gateway.prompts import MAX_MESSAGES
 from penstock.gateway.template_process import MAX_DEATHS, TemplateProcess
 
 MAX_S = 0.3
@@ -133,6 +134,20 @@ def test_so_is_one_that_is_merely_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [template.render() for _ in range(MAX_DEATHS)] == ["ok"] * MAX_DEATHS
     with pytest.raises(TemplateError, match="refused"):
         template.render()
+    template.close()
+
+
+def test_who_sends_many_messages_gets_no_template_refused() -> None:
+    """gpt-oss and others look back from each message to all before it: that time is the sender's,
+    and whoever has a key could end the service of the template for all."""
+    template = TemplateProcess(
+        "{% for m in messages %}{% for n in messages %}{{ loop.index }}{% endfor %}{% endfor %}",
+        max_s=MAX_S,
+    )
+    for _ in range(2 * MAX_DEATHS):
+        with pytest.raises(TemplateError, match=r"ran for more than 0\.3 s of processor time"):
+            template.render(messages=[0] * MAX_MESSAGES)
+    assert template.render(messages=[0]) == "1"
     template.close()
 
 

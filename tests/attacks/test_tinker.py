@@ -13,9 +13,13 @@ import pytest
 from tests.unit.tinker.tinker_harness import TINY, WAIT_S, Client, make_folder, opened, pass_body
 
 from penstock.errors import BadRequest, Busy, Forbidden, NotFound
-from penstock.tinker import protocol, sampling
+from penstock.gateway.generation import Completion, GenerationRequest
+from penstock.rollout.decoding.continuous import MAX_ROWS, ContinuousEngine
+from penstock.tinker import protocol, samplers, sampling, serving
+from penstock.tinker.effects import CHECKPOINTS
 from penstock.tinker.journal import ROW_BYTES, Kind
 from penstock.tinker.protocol import MESSAGES, CreateModel, Sample, Sampled, read_forward_backward
+from penstock.tinker.samplers import max_answers
 from penstock.tinker.service import Limits
 from penstock.tinker.serving import app_of
 from penstock.wire.codec import JSON, decode, encode_json
@@ -222,7 +226,7 @@ async def test_clients_take_turns_at_sampling(
     monkeypatch.setattr(sampling, "MAX_SAMPLING", 4)
     started: asyncio.Queue[tuple[str, asyncio.Event]] = asyncio.Queue()
 
-    async def sample(id: str, folder: Path, body: Sample, window: int) -> list[Sampled]:
+    async def sample(id: str, owner: str, folder: Path, body: Sample, window: int) -> list[Sampled]:
         await started.put((id, done := asyncio.Event()))
         await asyncio.wait_for(done.wait(), WAIT_S)
         return []
@@ -233,8 +237,8 @@ async def test_clients_take_turns_at_sampling(
             await client.sampling_session(await client.create(session, rank=1))
             for client, session in ((alice, "s-a"), (bob, "s-b"))
         ]
-        samplers = alice.service.sampling._samplers  # pyright: ignore[reportPrivateUsage]
-        monkeypatch.setattr(samplers, "sample", sample)
+        samples = alice.service.sampling._samplers  # pyright: ignore[reportPrivateUsage]
+        monkeypatch.setattr(samples, "sample", sample)
         for number in range(40):
             await alice.sample(first, number, [4])
         running = [await asyncio.wait_for(started.get(), WAIT_S) for _ in range(4)]
@@ -271,3 +275,44 @@ async def test_sessions_count_in_what_a_client_keeps(tmp_path: Path) -> None:
             assert (await http.post("/create_session", json={}, headers=other)).status_code == 200
         assert [one.status_code for one in made] == [200] * 20 + [403] * 5
         assert alice.service.journal.stored_bytes("alice") == 20 * ROW_BYTES
+
+
+async def test_answers_grow_in_a_bounded_part_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request of 800 bytes asks for 1,024 answers, whose keys and values ended the server, and
+    again after each restart. Adapters that answer are bounded, too."""
+    assert (max_answers(1), max_answers(1 << 60)) == (MAX_ROWS, 1)
+    monkeypatch.setattr(serving, "max_answers", lambda num_bytes: 3)  # pyright: ignore
+    monkeypatch.setattr(samplers, "MAX_LOADED", 1)
+    running: list[ContinuousEngine] = []
+    most = (0, 0)
+    generate = ContinuousEngine.__call__
+
+    async def counted(engine: ContinuousEngine, request: GenerationRequest) -> Completion:
+        nonlocal most
+        running.append(engine)
+        most = max(most[0], len(running)), max(most[1], len(set(running)))
+        try:
+            return await generate(engine, request)
+        finally:
+            running.remove(engine)
+
+    monkeypatch.setattr(ContinuousEngine, "__call__", counted)
+    async with opened(make_folder(tmp_path)) as client:
+        sessions = [
+            await client.sampling_session(await client.create(f"s-{name}", rank=1)) for name in "ab"
+        ]
+        ids = [await client.sample(one, 0, [4], num_samples=10) for one in sessions]
+        for id in ids:
+            assert await client.done(id)
+    assert most == (3, 1)
+
+
+async def test_weights_that_are_renamed_while_others_are_deleted(tmp_path: Path) -> None:
+    """A client that saves all the time ended the server."""
+    async with opened(make_folder(tmp_path)) as client:
+        gone = client.service.folder / CHECKPOINTS / ".new-x"
+        gone.symlink_to("nowhere")  # listed, but not there when it is looked at
+        await client.service.prune()
+        assert gone.is_symlink()

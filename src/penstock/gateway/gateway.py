@@ -24,8 +24,8 @@ log = structlog.get_logger(__name__)
 NO_ANSWERS = SalvagedAnswers()
 MAX_RUNNING = 256
 """Calls that run in the engines at the same time; further ones wait, and their keys take turns."""
-MAX_TOKENIZING = 2
-"""Large prompts that are tokenized at the same time."""
+MAX_PREPARING = 2
+"""Large prompts that are rendered or tokenized at the same time."""
 NO_KEY = (
     "missing session key; send `Authorization: Bearer KEY` with the api_key given to the workflow "
     "(ctx.api_key, or OPENAI_API_KEY in its environment)"
@@ -42,7 +42,7 @@ class Gateway:
     ) -> None:
         """`make_session`: builds a session, with the arguments of `Session`."""
         self.generate: Generate = self._generate_in_turn
-        self.tokenizing = FairQueue(MAX_TOKENIZING)
+        self.preparing = FairQueue(MAX_PREPARING)
         self._engines = generate
         self._running = FairQueue(max_running)
         self._make_session = make_session

@@ -2,14 +2,16 @@
 """Turns a call into a prompt: renders it and matches it against the session's earlier turns.
 
 Decides which turn a prompt continues and which of its tokens are new. Refuses a prompt that cannot
-fit by its length, before it is tokenized; a large one is tokenized off the event loop. Does not
-call engines or record anything.
+fit by its length, before it is tokenized; a large one is rendered and tokenized off the event loop.
+Does not call engines or record anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
 
 from penstock.errors import BadRequest, ContextOverflow
 from penstock.gateway.answer_history import AnswerHistory
@@ -23,7 +25,18 @@ from penstock.types import PolicyName, TokenIds, token_ids, view_ids
 MAX_MESSAGES = 2_048
 LOOP_CHARS = 16_384
 """The most that is tokenized on the event loop: some milliseconds."""
-EncodeLarge = Callable[[Renderer, str], Awaitable[Sequence[int]]]
+LOOP_MESSAGES = 128
+"""The most that are rendered on the event loop: some templates look back from each to all others,
+which takes some milliseconds."""
+
+
+T = TypeVar("T")
+
+
+class InThread(Protocol):
+    """Runs work off the event loop, when it is the turn of the agent's key."""
+
+    async def __call__(self, work: Callable[[], T]) -> T: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +60,19 @@ class PromptBuilder:
 
     _tree: TurnTree
     _answer_history: AnswerHistory
-    _encode_large: EncodeLarge
+    _in_thread: InThread
     _agent: str = ""
     """The sub-agent that asks; it continues its own turns where others have the same context."""
 
     async def from_call(self, call: Call, policy: PolicyName, renderer: Renderer) -> Prompt:
         if not 1 <= len(call.messages) <= MAX_MESSAGES:
             raise BadRequest(f"got {len(call.messages)} messages; send 1 to {MAX_MESSAGES}")
-        text = self._render(call, policy, renderer)
+        sampled_texts = self._answer_history.find(policy, call.messages, self._agent)
+        if len(call.messages) <= LOOP_MESSAGES:
+            text = _render(call, renderer, sampled_texts)
+        else:
+            work = partial(_render, call, renderer, sampled_texts, is_large=True)
+            text = await self._in_thread(work)
         answer_format = AnswerFormat(
             has_thinking=renderer.has_thinking,
             is_thinking=renderer.has_thinking and text.rstrip().endswith(THINK),
@@ -75,20 +93,6 @@ class PromptBuilder:
         new_ids = view_ids(TokenIds(ids[length:])).tolist()
         return self._make(policy, renderer, parent, renderer.decode_escaped(new_ids), new_ids)
 
-    def _render(self, call: Call, policy: PolicyName, renderer: Renderer) -> str:
-        """Pass this session's own answers to the template as they were sampled; it may still strip
-        or trim them."""
-        sampled_texts = self._answer_history.find(policy, call.messages, self._agent)
-        try:
-            return renderer.render(
-                call.messages, tools=call.tools, thinking=call.thinking, answers=sampled_texts
-            )
-        except BadRequest:
-            if not sampled_texts:
-                raise
-        # Some templates require the separate parts of an answer.
-        return renderer.render(call.messages, tools=call.tools, thinking=call.thinking)
-
     async def _from_escaped(
         self,
         text: str,
@@ -102,7 +106,7 @@ class PromptBuilder:
         if len(new_text) <= LOOP_CHARS:
             new_ids: Sequence[int] = renderer.encode(new_text)
         else:
-            new_ids = await self._encode_large(renderer, new_text)
+            new_ids = await self._in_thread(partial(renderer.encode_large, new_text))
         return self._make(policy, renderer, parent, new_text, new_ids, answer_format)
 
     def _make(
@@ -128,6 +132,26 @@ class PromptBuilder:
             context_ids=context_ids,
             answer_format=answer_format,
         )
+
+
+def _render(
+    call: Call, renderer: Renderer, sampled_texts: Mapping[int, str], *, is_large: bool = False
+) -> str:
+    """Pass the session's own answers to the template as they were sampled; it may still strip or
+    trim them."""
+    render = partial(
+        renderer.render,
+        call.messages,
+        tools=call.tools,
+        thinking=call.thinking,
+        is_large=is_large,
+    )
+    try:
+        return render(answers=sampled_texts)
+    except BadRequest:
+        if not sampled_texts:
+            raise
+    return render()  # some templates require the separate parts of an answer
 
 
 def _check_length(text: str, renderer: Renderer) -> None:

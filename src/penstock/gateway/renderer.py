@@ -23,7 +23,7 @@ from penstock.gateway import tokenizing
 from penstock.gateway.control_tokens import ESCAPE, ControlTokenEscaper, split_escaped
 from penstock.gateway.detokenize import make_decoder
 from penstock.gateway.parsing import END_THINK, STRUCTURAL_TAGS, tool_format
-from penstock.gateway.template_process import shared_process
+from penstock.gateway.template_process import TemplateProcess, shared_process
 from penstock.gateway.tokenizer_files import (
     find_stop_ids,
     find_window,
@@ -83,6 +83,7 @@ class Renderer:
         self.decode = make_decoder(tokenizer)
         """Ids to text with special tokens, as in the model's context."""
         self._template = shared_process(template)
+        self._large_template = shared_process(template, is_for_large=True)
         self._special_tokens = special_tokens or {}
         added = tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
@@ -121,21 +122,24 @@ class Renderer:
         tools: Sequence[JsonObject] = (),
         thinking: bool | None = None,
         answers: Mapping[int, str] | None = None,
+        is_large: bool = False,
     ) -> str:
         """The escaped prompt, up to the start of the model's answer.
 
         `answers` holds, by message index, the escaped text of answers to keep as sampled: the
-        template gets it as content, instead of the parts sent by the agent.
+        template gets it as content, instead of the parts sent by the agent. is_large: this is a
+        thread, where the template may take its time.
         """
-        if answers:
-            return self._render(messages, tools, thinking, answers)
+        if answers or is_large:
+            template = self._large_template if is_large else self._template
+            return self._render(template, messages, tools, thinking, answers or {})
         try:
             key = encode_json((messages, tools, thinking))
         except (UnicodeEncodeError, TypeError, OverflowError) as error:
             raise BadRequest(f"the messages are not valid JSON: {error}") from None
         text = self._texts.get(key)
         if text is None:
-            text = self._render(messages, tools, thinking, {})
+            text = self._render(self._template, messages, tools, thinking, {})
             if len(key) <= MAX_CACHED_CHARS and len(text) <= MAX_CACHED_CHARS:
                 _cache_put(self._texts, key, text)
         return text
@@ -236,6 +240,7 @@ class Renderer:
 
     def _render(
         self,
+        template: TemplateProcess,
         messages: Sequence[JsonObject],
         tools: Sequence[JsonObject],
         thinking: bool | None,
@@ -243,7 +248,7 @@ class Renderer:
     ) -> str:
         switches = {} if thinking is None else dict.fromkeys(THINKING_SWITCHES, thinking)
         try:
-            return self._template.render(
+            return template.render(
                 messages=[
                     self._prepare_message(message, answers.get(at))
                     for at, message in enumerate(messages)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from penstock.bounds import MAX_TOKENS, MAX_TURNS
 from penstock.errors import ContextOverflow, EngineError, NotFound, TooLarge, Unauthorized
@@ -55,6 +55,7 @@ FULL = (
     f"this session has {MAX_TURNS:,} turns or {MAX_TOKENS:,} tokens, the most that a row can have; "
     "end it and open another (an external agent: POST /sessions/NAME/end, then call again)"
 )
+T = TypeVar("T")
 TurnCallback = Callable[[int, Turn, bool], None]
 """Called after each turn with its index, the turn, and whether an earlier attempt had generated
 it."""
@@ -65,7 +66,7 @@ class SessionGateway(Protocol):
 
     generate: Generate
     template_traits: dict[PolicyName, TemplateTraits]
-    tokenizing: FairQueue
+    preparing: FairQueue
 
     def renderer(self, policy: PolicyName) -> Renderer: ...
     def queue_key(self, session_id: str) -> str: ...
@@ -111,7 +112,7 @@ class Session:
         self._meter: BudgetMeter | None = None
         self._tree = TurnTree()
         self._answer_history = AnswerHistory()
-        self._prompt_builder = PromptBuilder(self._tree, self._answer_history, self._encode_large)
+        self._prompt_builder = PromptBuilder(self._tree, self._answer_history, self._in_thread)
 
     def check_spawn(self) -> None:
         """Raise BudgetExceeded if this agent may have no sub-agent."""
@@ -129,7 +130,7 @@ class Session:
         child._num_calls = 0
         child._meter = BudgetMeter(budget, agent, self._meter)
         child._prompt_builder = PromptBuilder(
-            self._tree, self._answer_history, self._encode_large, agent
+            self._tree, self._answer_history, self._in_thread, agent
         )
         self._gateway.register(child)
         return child
@@ -220,9 +221,9 @@ class Session:
             self.root.has_overflowed = True
             raise
 
-    async def _encode_large(self, renderer: Renderer, text: str) -> Sequence[int]:
-        async with self._gateway.tokenizing.place(self._gateway.queue_key(self.id)):
-            return await asyncio.to_thread(renderer.encode_large, text)
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        async with self._gateway.preparing.place(self._gateway.queue_key(self.id)):
+            return await asyncio.to_thread(work)
 
     def _check_open(self) -> None:
         if not (self.is_open and self.root.is_open):

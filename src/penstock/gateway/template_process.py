@@ -4,7 +4,7 @@ format messages: whatever the template does, the kernel bounds its memory and it
 
 Owns the process: starts it at the first rendering, ends it with the program, starts another one
 after a death. Refuses a template that does not compile, and for good one that has held its callers
-up for MAX_DEATHS times MAX_RENDER_S: they wait at most so long, and FREE_S per rendering.
+up for MAX_DEATHS times MAX_RENDER_S: they wait at most so long, and what is free per rendering.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ MAX_DEATHS = 3
 """Of the process, under the template; or the same time in renderings that are merely slow."""
 FREE_S = 0.1
 FREE_S_PER_BYTE = 1e-6
-"""Processor time that a template may take: more than this is counted against it for good."""
+FREE_S_PER_PAIR = 1.2e-6
+"""Processor time that a template may take: more than this is counted against it for good. Pairs of
+messages count, because good templates look back from each; the most messages that a prompt may
+have take what is allowed at all, so an agent that sends them gets no template refused."""
 MEMORY_BYTES = 1 << 30
 """Of one rendering, beyond what an idle process has."""
 MAX_TEXT_BYTES = 64 << 20
@@ -42,8 +45,8 @@ WAIT_S = 60.0
 """For an answer, or a start, whatever the process is doing: only a very slow machine needs it."""
 REAP_S = 10.0
 """For the kernel to end a process and take back its memory."""
-KEPT = 4
-"""Templates whose process stays, for the next renderer that has the same."""
+KEPT = 8
+"""Processes that stay, for the next renderer that has the same template."""
 _PROGRAM = (
     "import sys; sys.path += sys.argv[1:]; "
     "from penstock.gateway.template_worker import main; main()"
@@ -89,7 +92,8 @@ class TemplateProcess:
         with self._lock:
             if self._held_s >= MAX_DEATHS * self._max_s:
                 raise TemplateError("the template held up its callers too often, it is refused")
-            status, text = self._ask(request)
+            pairs_s = FREE_S_PER_PAIR * len(values.get("messages", ())) ** 2
+            status, text = self._ask(request, pairs_s)
         if status is Status.RENDERED:
             return text
         if status is Status.INVALID:
@@ -101,16 +105,16 @@ class TemplateProcess:
             if self._child is not None:
                 self._child.end()
 
-    def _ask(self, request: bytes) -> tuple[Status, str]:
+    def _ask(self, request: bytes, pairs_s: float) -> tuple[Status, str]:
         child = self._child
         if child is None or not child.lives():
             child = self._child = _Child(self._settings)
         try:
             status, cpu_s, text = child.ask(request, self._max_bytes)
         except (OSError, EOFError) as error:
-            self._held_s += self._max_s
+            self._held_s += max(0.0, self._max_s - pairs_s)
             raise TemplateError(self._why(error, child.end(error))) from None
-        self._held_s += max(0.0, cpu_s - FREE_S - FREE_S_PER_BYTE * len(request))
+        self._held_s += max(0.0, cpu_s - FREE_S - FREE_S_PER_BYTE * len(request) - pairs_s)
         return status, text
 
     def _why(self, error: Exception, code: int | None) -> str:
@@ -200,8 +204,9 @@ def _end(popen: subprocess.Popen[bytes], connection: socket.socket) -> None:
 
 
 @lru_cache(maxsize=KEPT)
-def shared_process(source: str) -> TemplateProcess:
-    """The one of all renderers of this template."""
+def shared_process(source: str, *, is_for_large: bool = False) -> TemplateProcess:
+    """The one of all renderers of this template; large prompts have another, so that no
+    small one waits for them."""
     return TemplateProcess(source)
 
 

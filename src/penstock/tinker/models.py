@@ -45,6 +45,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _ATTENTION, _MLP = (".self_attn.", ".attention."), (".mlp.", ".feed_forward.")
 
 
+def _token_bytes(config: Any) -> int:
+    shape = config.get_text_config()
+    num_heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return 2 * shape.num_hidden_layers * num_heads * head * torch.float32.itemsize
+
+
 class BaseModel:
     """The frozen model that all adapters share."""
 
@@ -53,6 +60,8 @@ class BaseModel:
         self.model = load_model(folder, torch.float32).requires_grad_(False)
         self.vocab_size = vocab_size(self.model)
         self.window = find_window(self.model.config.to_dict()) or 4096
+        self.token_bytes = _token_bytes(self.model.config)
+        """Of the keys and values of one token while it is sampled."""
 
     def adapted(self, folder: Path, config: LoraConfig) -> PreTrainedModel:
         """The model with the adapter of this folder; the base's tensors are shared."""

@@ -8,6 +8,7 @@ ids, no journal and no client.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import BadRequest
+from penstock.gateway.fair_queue import FairQueue
 from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding.continuous import MAX_ROWS, ContinuousEngine
 from penstock.rollout.engines.hf import HfEngine
@@ -34,7 +36,9 @@ from penstock.types import (
 
 MAX_SEED = (1 << 63) - 1
 MAX_LOADED = 16
-"""Adapters kept in memory; one that answers is never dropped."""
+"""Adapters that answer at a time, and as many that did: they are kept in memory."""
+MEMORY_SHARE = 4
+"""Answers together fill a quarter of the machine's memory, however long they get."""
 
 
 @dataclass(slots=True)
@@ -43,10 +47,20 @@ class _Loaded:
     version: Version
     num_running: int = 0
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    has_place: bool = False
+
+
+def max_answers(answer_bytes: int) -> int:
+    """How many of at most this size may grow in memory at a time."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(MAX_ROWS, memory // MEMORY_SHARE // answer_bytes))
 
 
 class Samplers:
-    def __init__(self, *, threads: int, is_deterministic: bool) -> None:
+    def __init__(self, *, threads: int, is_deterministic: bool, num_answers: int) -> None:
+        """num_answers: of all clients, at a time; the others wait, and clients take turns."""
+        self._answers = FairQueue(num_answers)
+        self._places = FairQueue(MAX_LOADED)
         # Sums over a batch depend on its size, so a deterministic engine decodes one at a time.
         self._root = HfEngine(torch_threads=threads, max_rows=1 if is_deterministic else MAX_ROWS)
         self._loaded: OrderedDict[Path, _Loaded] = OrderedDict()
@@ -56,7 +70,9 @@ class Samplers:
             await loaded.engine.close()
         await self._root.close()
 
-    async def sample(self, id: str, folder: Path, body: Sample, window: int) -> list[Sampled]:
+    async def sample(
+        self, id: str, owner: str, folder: Path, body: Sample, window: int
+    ) -> list[Sampled]:
         """`id`: the same one draws the same answers. `window`: of the model. Raises BadRequest and
         EngineError."""
         prompt = prompt_ids(body)
@@ -64,7 +80,12 @@ class Samplers:
         seed = body.sampling_params.seed
         base = int(digest_of(id.encode())[:15], 16) if seed is None else seed
         stop_ids = _stop_ids(body)
-        async with self._engine(folder) as loaded:
+        async with self._engine(folder, owner) as loaded:
+
+            async def answer(request: GenerationRequest) -> Completion:
+                async with self._answers.place(owner):
+                    return await loaded.engine(request)
+
             requests = [
                 GenerationRequest(
                     prompt,
@@ -74,11 +95,11 @@ class Samplers:
                 )
                 for index in range(body.num_samples)
             ]
-            found = await asyncio.gather(*map(loaded.engine, requests))
+            found = await asyncio.gather(*map(answer, requests))
         return [_sampled(one, stop_ids) for one in found]
 
     @asynccontextmanager
-    async def _engine(self, folder: Path) -> AsyncGenerator[_Loaded]:
+    async def _engine(self, folder: Path, owner: str) -> AsyncGenerator[_Loaded]:
         loaded = self._loaded.get(folder)
         if loaded is None:
             policy = PolicyName(digest_of(str(folder).encode())[:16])
@@ -88,11 +109,17 @@ class Samplers:
         loaded.num_running += 1
         try:
             async with loaded.loading:
+                if not loaded.has_place:
+                    await self._places.take(owner)
+                    loaded.has_place = True
                 if loaded.engine.live is None:
                     await loaded.engine.load(folder, loaded.version)
             yield loaded
         finally:
             loaded.num_running -= 1
+            if loaded.has_place and not loaded.num_running:
+                loaded.has_place = False
+                self._places.release(owner)
             await self._drop_idle()
 
     async def _drop_idle(self) -> None:

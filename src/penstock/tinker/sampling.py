@@ -58,7 +58,9 @@ class Sampling:
                 raise BadRequest(
                     f"a prompt has tokens 0 to {self._base.vocab_size - 1}, at least one"
                 )
-            found = await self._samplers.sample(request.id, folder, body, self._base.window)
+            found = await self._samplers.sample(
+                request.id, request.owner, folder, body, self._base.window
+            )
             scores = None
             if body.prompt_logprobs:
                 scores = await self._score(lambda: self._scorer(folder).prompt_logprobs(ids))

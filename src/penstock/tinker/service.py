@@ -366,7 +366,10 @@ class TinkerService:
             await asyncio.to_thread(shutil.rmtree, self.folder / folder, ignore_errors=True)
         used = {name for (name,) in self.journal.rows("SELECT folder FROM checkpoints")}
         for folder in (self.folder / CHECKPOINTS).iterdir():
-            is_old = folder.stat().st_mtime < now - self.limits.keep_s
+            try:
+                is_old = folder.stat().st_mtime < now - self.limits.keep_s
+            except FileNotFoundError:  # it was new, and has its name now
+                continue
             if is_old and self.effects.relative(folder) not in used:  # it was overwritten
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         # A result whose request may still be applied again stays: its body is needed.

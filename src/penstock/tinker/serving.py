@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
+import structlog
 from starlette.applications import Starlette
 
 from penstock.config import LoraConfig
@@ -15,11 +16,12 @@ from penstock.hub import parse_hub_model
 from penstock.tinker.folder import TinkerFolder
 from penstock.tinker.limits import Limits
 from penstock.tinker.models import open_base
-from penstock.tinker.samplers import Samplers
+from penstock.tinker.samplers import Samplers, max_answers
 from penstock.tinker.server import BASE_ADAPTER, build
 from penstock.tinker.service import TinkerService
 from penstock.wire.serving import Tls, require_tls_off_loopback, server
 
+log = structlog.get_logger(__name__)
 PRUNE_S = 3600.0
 LOOK_S = 60.0
 
@@ -39,7 +41,11 @@ async def open_service(
     service = TinkerService(
         folder.path,
         base,
-        Samplers(threads=found.threads, is_deterministic=found.is_deterministic),
+        Samplers(
+            threads=found.threads,
+            is_deterministic=found.is_deterministic,
+            num_answers=max_answers(base.window * base.token_bytes),
+        ),
         model_name=found.model,
         threads=found.threads,
         snapshot_every=snapshot_every,
@@ -88,5 +94,8 @@ async def serve(
 
 async def _prune(service: TinkerService) -> None:
     while True:
-        await service.prune()
+        try:
+            await service.prune()
+        except OSError as error:
+            log.warning("could not delete what is over, trying again later", error=str(error))
         await asyncio.sleep(PRUNE_S)

@@ -73,6 +73,7 @@ def test_all_that_is_honoured() -> None:
         ("ENV A=${B:-c}", "${B:-c}"),
         ("ENV A='open", "not closed"),
         ("ENV 1A=x", "1A"),
+        ("ENV A=" + "$X" * 5_000, "4,096 characters"),
         ("WORKDIR", "argument"),
         ("WORKDIR ../x", "`..`"),
     ],
@@ -94,6 +95,7 @@ def test_anything_else_is_refused_by_name_and_line(line: str, named: str) -> Non
         ("FROM $BASE", "$BASE"),
         ("# escape=`\nFROM a", "escape="),
         ("FROM a\nRUN <<END\nx", "<<END has no end"),
+        ("FROM a\n" + "# x\n" * 20_000, "65,536"),
     ],
 )
 def test_a_file_needs_one_plain_from(text: str, named: str) -> None:

@@ -17,6 +17,9 @@ from penstock.errors import ConfigError
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """What `$PATH` means in a Dockerfile."""
+MAX_CHARS = 1 << 16
+MAX_VALUE_CHARS = 1 << 12
+"""Of a variable: values repeat others, so a few lines could fill the memory."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HEREDOC = re.compile(r"<<-?\s*([\"']?)([A-Za-z_][A-Za-z0-9_]*)\1")
 _CHMOD = re.compile(r"[0-7]{3,4}")
@@ -47,6 +50,8 @@ class Image:
 
 def parse_dockerfile(text: str, place: str) -> Image:
     """`place` names the file in messages. Raises ConfigError."""
+    if len(text) > MAX_CHARS:
+        _refuse(place, 1, f"it has {len(text):,} characters; at most {MAX_CHARS:,} are read")
     reader = _Reader(place)
     for line, words in _instructions(text, place):
         reader.read(line, words)
@@ -156,6 +161,8 @@ class _Reader:
         for name, text in pairs:
             if not _NAME.fullmatch(name):
                 self._refuse(f"ENV: {name!r} cannot name a variable")
+            if len(text) > MAX_VALUE_CHARS:
+                self._refuse(f"ENV {name}: its value has more than {MAX_VALUE_CHARS:,} characters")
             self._env[name] = text
 
     def _pair(self, word: str) -> tuple[str, str]:
