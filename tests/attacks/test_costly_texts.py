@@ -57,6 +57,8 @@ JOINERS = ("", "-", ".", " ", "/", ":", "=", "'", "@")
 SIZES = (2000, 8000)
 MORE = " z" * 6000
 LONG = "eyJ-" * 250_000
+MODEL_ANSWERS = {"gateway/dialects/dialect.py", "runs/logged_gateway.py"}
+"""Read `answer.text` of a model, which is a string."""
 SHOWN_CHARS = SEARCHED_CHARS = 40_000
 
 
@@ -211,3 +213,26 @@ def test_both_ends_of_a_text_are_kept(size: int) -> None:
     assert shown.endswith("last") and shown[0] == text[0]
     assert len(shown) == min(len(text), 1503)
     assert (shown == text) == (len(text) <= 1500)
+
+
+@pytest.mark.parametrize("charset", ["hex", "zlib", "idna", "punycode", "utf-16"])
+def test_a_server_chooses_no_codec(charset: str) -> None:
+    """Some raise what stopped a node from asking the next server, some take the square of the
+    text."""
+    content_type = {"content-type": f"text/plain; charset={charset}"}
+    answer = httpx2.Response(404, headers=content_type, content=b"not here \xff-aa" + b"x" * 9000)
+    with pytest.raises(WireError, match="404 not here \ufffd-aa"):
+        _raise_for_status(answer, "http://there")
+
+
+def test_no_answer_of_a_server_is_read_by_its_codec() -> None:
+    source = Path(redaction.__file__).parent
+    used = re.compile(r"\b(?:answer|reply|response)\.text\b|\.(?:iter|aiter)_(?:text|lines)\(")
+    found = {
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        if "httpx" in (text := path.read_text()) or "wire.client" in text
+        for line in text.splitlines()
+        if used.search(line.split("#")[0]) and "`" not in line
+    }
+    assert found == MODEL_ANSWERS

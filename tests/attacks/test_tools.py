@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import httpx2
 import pytest
 from tests.attacks.test_secrets import needs_root, project, rob
 from tests.unit.rollout.fake_dataflow import facts
@@ -26,8 +27,8 @@ from penstock.rollout.tool_sandbox import ToolSandbox
 from penstock.rollout.tools.arguments import ArgumentCheck
 from penstock.rollout.tools.catalog import make_catalog
 from penstock.rollout.tools.file_tools import FileSession, HostFolder
-from penstock.rollout.tools.http import MAX_RESPONSE_BYTES, HttpServer
-from penstock.rollout.tools.mcp_session import McpSession
+from penstock.rollout.tools.http import MAX_RESPONSE_BYTES, GuardedTransport, HttpServer
+from penstock.rollout.tools.mcp_session import Ending, McpSession
 from penstock.rollout.tools.search_tool import SearchSession
 from penstock.rollout.tools.servers import open_tools
 from penstock.rollout.tools.types import ToolFailed, ToolSpec
@@ -206,6 +207,21 @@ async def test_a_granted_name_that_resolves_inside_is_refused(address: str) -> N
         name = f"tools.example.com:{port}"
         said = await call(f"http://{name}/mcp", (name,), [address])
     assert not heard and "not a public address" in said
+
+
+async def test_a_server_chooses_no_codec() -> None:
+    """With `hex` the reader of events fails; with `punycode` it takes the square of the text."""
+    head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=hex\r\ncontent-length: 2"
+    async with internal_service(f"{head}\r\n\r\nhi".encode()) as (port, _):
+        url, host = f"http://127.0.0.1:{port}/", f"127.0.0.1:{port}"
+
+        async def resolve(name: str, port: int) -> Sequence[str]:
+            return [name]
+
+        transport = GuardedTransport(url, (host,), resolve, Ending())
+        async with httpx2.AsyncClient(transport=transport) as client:
+            answer = await client.get(url)
+    assert (answer.headers["content-type"], answer.text) == ("text/event-stream", "hi")
 
 
 async def test_a_redirect_is_not_followed_inside() -> None:

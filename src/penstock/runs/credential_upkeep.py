@@ -107,7 +107,7 @@ async def _fetch_denied(urls: Sequence[str], token: HeldToken, denied: DenyList)
                 answer = await client.request(
                     "GET", ROUTE, deadline_s=CALL_DEADLINE_S, max_response_bytes=MAX_LIST_BYTES
                 )
-            denied.install(answer.text)
+            denied.install(answer.content.decode("ascii"))
             return
         except (WireError, OSError) as error:
             log.info("deny list not fetched", url=url, error=str(error))

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
 from penstock.runs.state import read_summary
 
@@ -47,7 +47,7 @@ def _listed(path: Path, name: str) -> ListedRun:
     now = time.time()
     try:
         found = read_summary(RunFolder(path))
-    except PenstockError as error:  # one damaged run must not hide the others
+    except Exception as error:  # one damaged run must not hide the others
         return ListedRun(
             name=name,
             path=str(path),
@@ -57,7 +57,7 @@ def _listed(path: Path, name: str) -> ListedRun:
             reward=None,
             age_s=now - touched_at,
             size_bytes=size_bytes,
-            why=str(error),
+            why=str(error) or type(error).__name__,
         )
     return ListedRun(
         name=name,

@@ -105,8 +105,9 @@ class TextServer:
                 f"{url}: {error or type(error).__name__}; check --base-url and that the server runs"
             ) from None
         if reply.status_code >= 400:
+            shown = reply.content[:300].decode("utf-8", "replace")
             fix = "set OPENAI_API_KEY" if reply.status_code in (401, 403) else "check --model"
-            raise EngineError(f"{url} answered {reply.status_code}: {reply.text[:300]}; {fix}")
+            raise EngineError(f"{url} answered {reply.status_code}: {shown}; {fix}")
         try:
             return cast(JsonObject, reply.json())
         except ValueError:

@@ -172,8 +172,9 @@ async def _endpoint() -> AsyncGenerator[Ask]:
                     "sandbox.reward.hosts"
                 ) from None
             if response.status_code != 200:
+                shown = response.content[:200].decode("utf-8", "replace")
                 raise RewardError(
-                    f"judge: {_url()} answered {response.status_code}: {response.text[:200]}; "
+                    f"judge: {_url()} answered {response.status_code}: {shown}; "
                     f"check {MODEL} and {KEY}"
                 )
             return reply_text(response.content)

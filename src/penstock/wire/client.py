@@ -47,6 +47,7 @@ REQUEST_TIMEOUT_S = 30.0
 NO_COMPRESSION = {"accept-encoding": "identity"}
 """Header for a response that must have a declared length."""
 MAX_ERROR_BYTES = 512 << 10
+MAX_SHOWN_BYTES = 8 << 10
 """Most bytes of an error that a bounded call reads: the longest message fits."""
 LIMITS = httpx2.Limits(max_connections=64, max_keepalive_connections=64, keepalive_expiry=60.0)
 """Services close a connection that was idle for 75 s; a new one costs two round trips with TLS."""
@@ -87,6 +88,12 @@ def _parse_retry_after(value: str) -> float | None:
     return min(wait_s, MAX_RETRY_AFTER_S) if wait_s >= 0 else None
 
 
+def _text_of(response: httpx2.Response) -> str:
+    """The start of it, as UTF-8. `response.text` takes the codec that the server names, among them
+    some that raise what no caller expects, and some that take the square of the text."""
+    return response.content[:MAX_SHOWN_BYTES].decode("utf-8", "replace")
+
+
 def _raise_for_status(response: httpx2.Response, url: str) -> None:
     if response.status_code < 400:
         return
@@ -94,7 +101,7 @@ def _raise_for_status(response: httpx2.Response, url: str) -> None:
         error = decode(response.content, ErrorResponse, media_type=JSON).error
         code, message = error.code, error.message
     except BadRequest:
-        code, message = "", excerpt(response.text, 200, 0)
+        code, message = "", excerpt(_text_of(response), 200, 0)
     kind = WIRE_ERRORS.get(code, WireError)
     raise kind(
         excerpt(f"{url}: {response.status_code} {message}"),  # it may echo our token

@@ -153,8 +153,9 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
         if any(encoding != b"identity" for encoding in encodings):
             await response.aclose()
             raise self._error("its response is compressed, which is not accepted")
+        headers = [(name, _without_charset(name, value)) for name, value in response.headers]
         return httpx2.Response(
-            response.status, headers=response.headers, stream=_Bounded(response, self._error)
+            response.status, headers=headers, stream=_Bounded(response, self._error)
         )
 
     def _error(self, why: str) -> httpx2.TransportError:
@@ -163,6 +164,11 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         await self._pool.aclose()
+
+
+def _without_charset(name: bytes, value: bytes) -> bytes:
+    """MCP is UTF-8; some codecs that a server could name take the square of the text."""
+    return value.partition(b";")[0] if name.lower() == b"content-type" else value
 
 
 class _Bounded(httpx2.AsyncByteStream):

@@ -80,9 +80,10 @@ async def _ask(client: httpx2.AsyncClient, url: str, model: str, text: str, nonc
             "--judge; what is labelled stays, and the same command continues"
         ) from error
     if response.status_code >= 400:
+        shown = response.content[:200].decode("utf-8", "replace")
         raise ConfigError(
             f"judge {model} at {url} refused a step: {response.status_code} "
-            f"{response.text[:200]}; check --judge, --judge-model and OPENAI_API_KEY; what is "
+            f"{shown}; check --judge, --judge-model and OPENAI_API_KEY; what is "
             "labelled stays, and the same command continues"
         )
     return _content(response)
