@@ -288,6 +288,26 @@ async def test_long_values_are_uploaded_as_blobs(tmp_path: Path) -> None:
     assert segments < 1_000_000, "the payload store never saw it"
 
 
+@pytest.mark.parametrize("end", [b"!", b"!!"], ids=["damaged", "grown"])
+async def test_a_row_with_a_damaged_blob_fails_alone(tmp_path: Path, end: bytes) -> None:
+    """It ended the reader, again after each restart, and cost the rows beside it their attempts."""
+    data = random.Random(1).randbytes(2_000_000)
+    with running_row_service(tmp_path) as running:
+        async with running.client() as client:
+            await client.put("eval", {"a": {"text": data + b"."}, "b": {"text": b"t"}})
+            path = running.host.rows.blobs.path(blake3(data + b".").hexdigest())
+            path.chmod(0o600)
+            path.write_bytes(data + end)
+            reader = await judge(client, max_attempts=1)
+            async with contextlib.aclosing(reader.stream()) as rows:
+                row = await anext(rows)
+                assert row["text"] == b"t"
+                await row.write(mark=1.0)
+            found = await client.get("eval", ["a", "b"])
+            assert found["b"].columns["mark"] == 1.0
+            assert "cannot be read" in found["a"].failed["mark"].detail
+
+
 async def _resume(running: RunningRowService, client: RowsClient, data: bytes) -> None:
     digest = blake3(data).hexdigest()
     url = f"{running.url}/v1/blobs/{digest}"

@@ -52,7 +52,9 @@ async def _put_piece(
 
 async def get_blob(caller: AsyncServiceClient, ref: BlobRef, *, deadline_s: float) -> bytes:
     path = f"/v1/blobs/{ref.digest}"
-    answer = await caller.request("GET", path, deadline_s=deadline_s, timeout_s=120.0)
+    answer = await caller.request(
+        "GET", path, deadline_s=deadline_s, timeout_s=120.0, max_response_bytes=ref.size
+    )
     found = await asyncio.to_thread(lambda: blake3(answer.content).hexdigest())
     if found != ref.digest:
         raise BadRequest(f"blob {ref.digest} is damaged on the server: it has digest {found}")

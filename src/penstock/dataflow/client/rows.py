@@ -20,6 +20,8 @@ from types import TracebackType
 from typing import Any, Self, TypeGuard, TypeVar
 from urllib.parse import quote
 
+import structlog
+
 from penstock.dataflow.client.blobs import INLINE_BYTES, get_blob, put_blob
 from penstock.dataflow.client.row_stream import ColumnValue, FetchedRow, RowReader
 from penstock.dataflow.columns.row_leases import ReaderRequest, RowTrigger
@@ -36,11 +38,12 @@ from penstock.dataflow.service.rows.messages import (
     QuotaRequest,
     ReaderState,
 )
-from penstock.errors import Conflict
+from penstock.errors import BadRequest, Conflict, NotFound, TooLarge
 from penstock.types import RowId
 from penstock.wire.client import RETRY_DEADLINE_S, AsyncServiceClient
 from penstock.wire.held_token import Token
 
+log = structlog.get_logger(__name__)
 T = TypeVar("T")
 ROWS_PER_CALL = 256
 CALL_BYTES = 2 << 20
@@ -202,7 +205,13 @@ class RowsClient:
     async def _unpack(self, values: Mapping[str, WireValue]) -> Mapping[str, ColumnValue]:
         columns: dict[str, ColumnValue] = {}
         for name, value in values.items():
-            columns[name] = await self.get_blob(value) if isinstance(value, BlobRef) else value
+            if not isinstance(value, BlobRef):
+                columns[name] = value
+                continue
+            try:
+                columns[name] = await self.get_blob(value)
+            except (BadRequest, NotFound, TooLarge) as error:  # others of the rows can be read
+                log.warning("column left out", column=name, error=str(error))
         return columns
 
 

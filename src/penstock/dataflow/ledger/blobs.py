@@ -2,13 +2,15 @@
 """Claim-check blobs: a value too large for a record is a file named by its BLAKE3 digest.
 
 Uploads are written in pieces and can be resumed. Each owner has its own file, so no owner can spoil
-the upload of another. A blob gets its name only after its content was
-hashed and synced, so every visible blob is complete. Knows nothing of rows; the caller reports
-which blobs are referenced. All methods except `claim` block and must run off the event loop.
+the upload of another, and an upload has one writer at a time. A blob gets its name only after its
+content was hashed and synced, and no writer is left then, so every visible blob is complete. Knows
+nothing of rows; the caller reports which blobs are referenced. All methods except `claim` block and
+must run off the event loop.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -20,12 +22,13 @@ from blake3 import blake3
 
 from penstock.dataflow.ledger.segments import DISK_FULL_ERRNOS
 from penstock.durable import read_regular, sync
-from penstock.errors import BadRequest, Conflict, NotFound, StorageFull, TooLarge
+from penstock.errors import BadRequest, Busy, Conflict, NotFound, StorageFull, TooLarge
 
 MAX_BLOB_BYTES = 1 << 30
 UNREFERENCED_TTL_S = 86_400.0
 """Uploads and unreferenced blobs are deleted after this time without access."""
 RETRY_S = 5.0
+BUSY_S = 1.0
 
 FindReferenced = Callable[[list[str]], set[str]]
 """Returns the given digests that a record references."""
@@ -78,7 +81,8 @@ class BlobStore:
     # --- uploads ------------------------------------------------------------------------------
 
     def begin(self, digest: str, offset: int, size: int, owner: str = "") -> int:
-        """Open the upload for writing at `offset`; close the descriptor with `os.close`."""
+        """Open the upload for writing at `offset`; close the descriptor with `os.close`. Raises
+        Busy while another one is open."""
         _check_digest(digest)
         if not 0 <= offset <= size or size > MAX_BLOB_BYTES:
             raise TooLarge(
@@ -87,13 +91,27 @@ class BlobStore:
         with _space():
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(self._upload(digest, owner), flags, 0o600)
-        held = os.fstat(descriptor).st_size
-        if offset > held:
+        try:
+            self._lock(descriptor, digest, owner)
+            held = os.fstat(descriptor).st_size
+            if offset > held:
+                raise Conflict(
+                    f"blob {digest} has {held} bytes, not {offset}; continue at offset {held}"
+                )
+        except BaseException:
             os.close(descriptor)
-            raise Conflict(
-                f"blob {digest} has {held} bytes, not {offset}; continue at offset {held}"
-            )
+            raise
         return descriptor
+
+    def _lock(self, descriptor: int, digest: str, owner: str) -> None:
+        """Until the descriptor is closed: no other caller writes to the upload or publishes it."""
+        busy = Busy(f"another upload of blob {digest} is open", retry_after_s=BUSY_S)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(descriptor), self._upload(digest, owner).stat()):
+                raise busy  # it was published before it was locked
+        except (BlockingIOError, FileNotFoundError):
+            raise busy from None
 
     def write(self, descriptor: int, offset: int, data: bytes) -> int:
         """Write one piece; returns the offset of the next one."""
@@ -111,12 +129,20 @@ class BlobStore:
             source.unlink(missing_ok=True)
             return
         try:
-            found = source.stat().st_size
-            actual = blake3(max_threads=1).update_mmap(source).hexdigest()
+            descriptor = os.open(source, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             raise Conflict(
                 f"the upload of blob {digest} was abandoned; restart it at offset 0"
             ) from None
+        try:
+            self._lock(descriptor, digest, owner)
+            self._publish(source, target, digest, size)
+        finally:
+            os.close(descriptor)
+
+    def _publish(self, source: Path, target: Path, digest: str, size: int) -> None:
+        found = source.stat().st_size
+        actual = blake3(max_threads=1).update_mmap(source).hexdigest()
         if found != size or actual != digest:
             source.unlink(missing_ok=True)
             raise BadRequest(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from blake3 import blake3
 
 from penstock.dataflow.ledger.blobs import BlobStore
-from penstock.errors import BadRequest, Conflict, NotFound, TooLarge
+from penstock.errors import BadRequest, Busy, Conflict, NotFound, TooLarge
 
 DATA = bytes(range(256)) * 20_000
 DIGEST = blake3(DATA).hexdigest()
@@ -117,3 +118,36 @@ def test_it_is_on_disk_before_it_has_its_name(
     upload(store, DATA, DIGEST)
     store.finish(DIGEST, len(DATA))
     assert events == ["sync", "rename", "sync", "sync"]
+
+
+def test_an_upload_has_one_writer_who_is_gone_when_it_is_published(store: BlobStore) -> None:
+    """A node opened its upload twice, published it by one and changed it by the other: a reader of
+    the row found a damaged blob."""
+    early = store.begin(DIGEST, 0, len(DATA))
+    for _ in range(2):
+        with pytest.raises(Busy, match="another upload"):
+            store.begin(DIGEST, 0, len(DATA))
+    store.write(early, 0, DATA)
+    with pytest.raises(Busy):
+        store.finish(DIGEST, len(DATA))
+    os.close(early)
+    store.finish(DIGEST, len(DATA))
+    assert store.read(DIGEST) == DATA
+
+
+def test_an_upload_that_was_published_meanwhile_is_not_opened(
+    store: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its opening and its lock."""
+    upload(store, DATA, DIGEST)
+    lock = fcntl.flock
+
+    def publish_first(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        store.finish(DIGEST, len(DATA))
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", publish_first)
+    with pytest.raises(Busy):
+        store.begin(DIGEST, 0, len(DATA))
+    assert store.read(DIGEST) == DATA
