@@ -306,6 +306,7 @@ async def test_a_row_with_a_damaged_blob_fails_alone(tmp_path: Path, end: bytes)
             found = await client.get("eval", ["a", "b"])
             assert found["b"].columns["mark"] == 1.0
             assert "cannot be read" in found["a"].failed["mark"].detail
+            assert found["a"].failed["text"].kind == "damaged"
 
 
 async def _resume(running: RunningRowService, client: RowsClient, data: bytes) -> None:

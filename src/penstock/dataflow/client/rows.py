@@ -20,12 +20,16 @@ from types import TracebackType
 from typing import Any, Self, TypeGuard, TypeVar
 from urllib.parse import quote
 
-import structlog
-
 from penstock.dataflow.client.blobs import INLINE_BYTES, get_blob, put_blob
 from penstock.dataflow.client.row_stream import ColumnValue, FetchedRow, RowReader
 from penstock.dataflow.columns.row_leases import ReaderRequest, RowTrigger
-from penstock.dataflow.columns.values import BlobRef, ColumnStatus, WireValue
+from penstock.dataflow.columns.values import (
+    BlobRef,
+    ColumnStatus,
+    FailedColumn,
+    RowValues,
+    WireValue,
+)
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.rows.messages import (
@@ -43,7 +47,6 @@ from penstock.types import RowId
 from penstock.wire.client import RETRY_DEADLINE_S, AsyncServiceClient
 from penstock.wire.held_token import Token
 
-log = structlog.get_logger(__name__)
 T = TypeVar("T")
 ROWS_PER_CALL = 256
 CALL_BYTES = 2 << 20
@@ -124,8 +127,10 @@ class RowsClient:
             for row in answer.rows:
                 if row.exists:
                     values = row.columns
-                    data = values if _has_no_blob(values) else await self._unpack(values)
-                    found.append(FetchedRow(key=row.key, columns=data, failed=row.failed))
+                    if _has_no_blob(values):
+                        found.append(FetchedRow(key=row.key, columns=values, failed=row.failed))
+                    else:
+                        found.append(await self._unpack(row))
         return found
 
     async def clear(self, space: str) -> None:
@@ -202,17 +207,19 @@ class RowsClient:
                 packed[name] = value
         return packed
 
-    async def _unpack(self, values: Mapping[str, WireValue]) -> Mapping[str, ColumnValue]:
+    async def _unpack(self, row: RowValues) -> FetchedRow:
+        """A blob that is damaged fails its column, and no other."""
         columns: dict[str, ColumnValue] = {}
-        for name, value in values.items():
+        failed = dict(row.failed)
+        for name, value in row.columns.items():
             if not isinstance(value, BlobRef):
                 columns[name] = value
                 continue
             try:
                 columns[name] = await self.get_blob(value)
-            except (BadRequest, NotFound, TooLarge) as error:  # others of the rows can be read
-                log.warning("column left out", column=name, error=str(error))
-        return columns
+            except (BadRequest, NotFound, TooLarge) as error:
+                failed[name] = FailedColumn(kind="damaged", detail=str(error))
+        return FetchedRow(key=row.key, columns=columns, failed=failed)
 
 
 def _has_no_blob(columns: Mapping[str, WireValue]) -> TypeGuard[Mapping[str, ColumnValue]]:

@@ -7,12 +7,12 @@ with 429; the limits are far above what a fleet needs.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from penstock.dataflow.core.leasing import RegisterRequest
 from penstock.dataflow.core.node_registry import NodeRegistry
+from penstock.dataflow.service.open_polls import OpenPolls
 from penstock.errors import Busy
 from penstock.types import NodeId, subject_of_node
 
@@ -42,7 +42,7 @@ class NodeQuotas:
         self._forget_silent = forget_silent
         self._registered: dict[str, tuple[float, float]] = {}
         """By subject: registrations that it may still make, and when that was counted."""
-        self._polls: Counter[str] = Counter()
+        self._polls = OpenPolls()
 
     def check_registration(self, body: RegisterRequest) -> None:
         """Raise Busy when the subject may not register this node now."""
@@ -67,20 +67,13 @@ class NodeQuotas:
             raise _over(subject, "registers too often", f"{REGISTRATIONS_PER_S:g} per second")
         self._registered[subject] = left - 1, now
 
-    @contextmanager
-    def poll(self, node_id: NodeId) -> Generator[None]:
+    def poll(self, node_id: NodeId) -> AbstractContextManager[None]:
         """One lease request of the subject is open."""
         subject = subject_of_node(node_id)
         limit = MIN_POLLS + POLLS_PER_NODE * len(self._registry.nodes_of(subject))
-        if self._polls[subject] >= limit:
-            raise _over(subject, f"has {self._polls[subject]} lease requests open", f"{limit}")
-        self._polls[subject] += 1
-        try:
-            yield
-        finally:
-            self._polls[subject] -= 1
-            if not self._polls[subject]:
-                del self._polls[subject]
+        if (num_open := self._polls.num_open(subject)) >= limit:
+            raise _over(subject, f"has {num_open} lease requests open", f"{limit}")
+        return self._polls.hold(subject)
 
 
 def _over(subject: str, what: str, limit: str) -> Busy:

@@ -7,12 +7,12 @@ columns, or any reward. Owns these rules; reads and writes no row.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 
 from penstock.config.stages import stage_subject
 from penstock.dataflow.core.names import REWARD, TRAIN
+from penstock.dataflow.service.open_polls import OpenPolls
 from penstock.errors import Busy, Forbidden
 from penstock.wire.auth import Credential, Role
 
@@ -31,8 +31,7 @@ class ReaderRights:
         self._owned = frozenset({REWARD}.union(*stages.values()))
         self._declared: dict[str, set[str]] = {}
         """Readers by the subject that declared them, since the start of the service."""
-        self._polls: Counter[str] = Counter()
-        """Open lease requests by subject."""
+        self._polls = OpenPolls()
 
     def require(
         self, credential: Credential, name: str, space: str, writes: Collection[str]
@@ -78,24 +77,17 @@ class ReaderRights:
             )
         self._declared[subject] = own | {name}
 
-    @contextmanager
-    def poll(self, credential: Credential) -> Generator[None]:
+    def poll(self, credential: Credential) -> AbstractContextManager[None]:
         """One lease request of the credential is open. Raises Busy when it has too many."""
         subject = _subject_of(credential)
-        if self._polls[subject] >= MAX_POLLS:
+        if self._polls.num_open(subject) >= MAX_POLLS:
             raise Busy(
                 f"credential {subject!r} has {MAX_POLLS} lease requests of readers open, the most "
                 "that it may have; lease more rows with each, or give some workers another token: "
                 "`penstock token RUN --name NAME`",
                 retry_after_s=RETRY_S,
             )
-        self._polls[subject] += 1
-        try:
-            yield
-        finally:
-            self._polls[subject] -= 1
-            if not self._polls[subject]:
-                del self._polls[subject]
+        return self._polls.hold(subject)
 
 
 def _subject_of(credential: Credential) -> str:
