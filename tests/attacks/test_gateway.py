@@ -393,8 +393,15 @@ async def test_many_messages_are_rendered_off_the_event_loop(gate: Gate) -> None
     assert answer.status_code in {200, 400}  # 400: more than the window
     assert gate.renderer.rendered_in and gate.loop_thread not in gate.renderer.rendered_in
     gate.renderer.rendered_in.clear()
+    large_tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"x": "y" * (64 << 10)}},
+    }
+    assert (await gate.ask(gate.attacker, tools=[large_tool])).status_code in {200, 400}
+    assert gate.renderer.rendered_in and gate.loop_thread not in gate.renderer.rendered_in
+    gate.renderer.rendered_in.clear()
     assert (await gate.say(gate.victim, "a question")).status_code == 200
-    assert gate.renderer.rendered_in == [gate.loop_thread]
+    assert gate.renderer.rendered_in == [], "a small prompt was rendered with large ones"
 
 
 def test_a_body_of_small_blocks_is_read_in_one_pass() -> None:
@@ -726,14 +733,14 @@ async def test_calls_in_work_count_as_long_as_they_last(
     """A body that was read stays in memory while its call waits for an engine."""
     monkeypatch.setattr("penstock.gateway.server.MAX_HELD_BYTES", 1000)
     app, finish, num_running = build_app(gate.gateway), asyncio.Event(), 0
-    victim_runs = asyncio.Event()
+    attacker_runs, victim_runs = asyncio.Event(), asyncio.Event()
     engine = gate.gateway.generate
 
     async def wait(request: GenerationRequest) -> Completion:
         nonlocal num_running
         num_running += 1
-        if request.session == gate.victim.id:
-            victim_runs.set()
+        is_victim = request.session == gate.victim.id
+        (victim_runs if is_victim else attacker_runs).set()
         await finish.wait()
         return await engine(request)
 
@@ -743,8 +750,9 @@ async def test_calls_in_work_count_as_long_as_they_last(
         one = replace(gate, http=http)
         text = "a" * 200
         calls = [asyncio.create_task(one.say(gate.attacker, text)) for _ in range(20)]
+        await attacker_runs.wait()
         for _ in range(200):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         assert 1 <= num_running <= 3
         other = asyncio.create_task(one.say(gate.victim, "hi"))
         await victim_runs.wait()

@@ -19,8 +19,7 @@ from jinja2 import TemplateError
 
 from penstock.errors import WeightsError
 from penstock.gateway import template_process
-from penstock.gateway.prompts import MAX_MESSAGES
-from penstock.gateway.template_process import MAX_DEATHS, TemplateProcess
+from penstock.gateway.template_process import TemplateProcess
 
 MAX_S = 0.3
 """Of processor time: a slow machine does not change what ends a template."""
@@ -116,58 +115,39 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def test_a_template_that_kills_its_process_is_refused_for_good() -> None:
-    """Else each of its prompts would hold up the node."""
-    template = TemplateProcess(BOMBS["nested lists, compared"], max_s=MAX_S)
-    for _ in range(MAX_DEATHS):
-        with pytest.raises(TemplateError, match=r"ran for more than 0\.3 s of processor time"):
-            template.render()
-        assert template.pid is None
-    with pytest.raises(TemplateError, match="refused"):
-        template.render()
-    assert template.pid is None, "it started once more"
-
-
-def test_so_is_one_that_is_merely_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_process, "FREE_S", -1.0)  # each takes a second
-    template = TemplateProcess("ok", max_s=0.99)
-    assert [template.render() for _ in range(MAX_DEATHS)] == ["ok"] * MAX_DEATHS
-    with pytest.raises(TemplateError, match="refused"):
-        template.render()
-    template.close()
-
-
-def test_who_sends_many_messages_gets_no_template_refused() -> None:
-    """gpt-oss and others look back from each message to all before it: that time is the sender's,
-    and whoever has a key could end the service of the template for all."""
+def test_each_prompt_that_takes_too_long_is_refused() -> None:
+    """None is held against the template: whoever has a key could end it for all, with tools or
+    messages that a good template takes long for."""
     template = TemplateProcess(
-        "{% for m in messages %}{% for n in messages %}{{ loop.index }}{% endfor %}{% endfor %}",
+        "{% for one in range(n) %}{% for two in range(n) %}{% endfor %}{% endfor %}{{ n }}",
         max_s=MAX_S,
     )
-    for _ in range(2 * MAX_DEATHS):
+    for _ in range(5):
         with pytest.raises(TemplateError, match=r"ran for more than 0\.3 s of processor time"):
-            template.render(messages=[0] * MAX_MESSAGES)
-    assert template.render(messages=[0]) == "1"
-    template.close()
-
-
-def test_a_failure_is_not_held_against_a_template() -> None:
-    template = TemplateProcess("{{ 1 // n }}", max_s=MAX_S)
-    for _ in range(20):
-        with pytest.raises(TemplateError, match="division"):
-            template.render(n=0)
+            template.render(n=99_999)
+        assert template.pid is None
     assert template.render(n=1) == "1"
     template.close()
 
 
+def test_a_failure_leaves_the_process() -> None:
+    template = TemplateProcess("{{ 1 // n }}", max_s=MAX_S)
+    assert template.render(n=1) == "1"
+    pid = template.pid
+    for _ in range(20):
+        with pytest.raises(TemplateError, match="division"):
+            template.render(n=0)
+    assert template.render(n=1) == "1" and template.pid == pid
+    template.close()
+
+
 def test_a_process_that_somebody_kills_is_replaced() -> None:
-    """More often than a template may kill it."""
     template = TemplateProcess("{{ n }}")
     pids: set[int] = set()
-    for n in range(MAX_DEATHS + 2):
+    for n in range(5):
         assert template.render(n=n) == str(n)
         pids.add(kill(template))
-    assert len(pids) == MAX_DEATHS + 2
+    assert len(pids) == 5
 
 
 def kill(template: TemplateProcess) -> int:

@@ -26,6 +26,8 @@ MAX_RUNNING = 256
 """Calls that run in the engines at the same time; further ones wait, and their keys take turns."""
 MAX_PREPARING = 2
 """Large prompts that are rendered or tokenized at the same time."""
+MAX_RENDERING = 8
+"""Small prompts on their way through a template's process."""
 NO_KEY = (
     "missing session key; send `Authorization: Bearer KEY` with the api_key given to the workflow "
     "(ctx.api_key, or OPENAI_API_KEY in its environment)"
@@ -43,6 +45,7 @@ class Gateway:
         """`make_session`: builds a session, with the arguments of `Session`."""
         self.generate: Generate = self._generate_in_turn
         self.preparing = FairQueue(MAX_PREPARING)
+        self.rendering = FairQueue(MAX_RENDERING)
         self._engines = generate
         self._running = FairQueue(max_running)
         self._make_session = make_session

@@ -9,6 +9,7 @@ Does not call engines or record anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -25,9 +26,9 @@ from penstock.types import PolicyName, TokenIds, token_ids, view_ids
 MAX_MESSAGES = 2_048
 LOOP_CHARS = 16_384
 """The most that is tokenized on the event loop: some milliseconds."""
-LOOP_MESSAGES = 128
-"""The most that are rendered on the event loop: some templates look back from each to all others,
-which takes some milliseconds."""
+LOOP_MESSAGES, LOOP_BYTES = 128, 64 << 10
+"""The most of a prompt that is prepared on the event loop, and rendered in the queue of small ones.
+A template may look back from each message to all others, or walk through every part of a tool."""
 
 
 T = TypeVar("T")
@@ -61,6 +62,8 @@ class PromptBuilder:
     _tree: TurnTree
     _answer_history: AnswerHistory
     _in_thread: InThread
+    _place: Callable[[], AbstractAsyncContextManager[None]]
+    """In the queue of small prompts, when it is the turn of the agent's key."""
     _agent: str = ""
     """The sub-agent that asks; it continues its own turns where others have the same context."""
 
@@ -68,11 +71,7 @@ class PromptBuilder:
         if not 1 <= len(call.messages) <= MAX_MESSAGES:
             raise BadRequest(f"got {len(call.messages)} messages; send 1 to {MAX_MESSAGES}")
         sampled_texts = self._answer_history.find(policy, call.messages, self._agent)
-        if len(call.messages) <= LOOP_MESSAGES:
-            text = _render(call, renderer, sampled_texts)
-        else:
-            work = partial(_render, call, renderer, sampled_texts, is_large=True)
-            text = await self._in_thread(work)
+        text = await self._render(call, renderer, sampled_texts)
         answer_format = AnswerFormat(
             has_thinking=renderer.has_thinking,
             is_thinking=renderer.has_thinking and text.rstrip().endswith(THINK),
@@ -92,6 +91,36 @@ class PromptBuilder:
         parent, length = self._tree.match_ids(policy, ids, self._agent)
         new_ids = view_ids(TokenIds(ids[length:])).tolist()
         return self._make(policy, renderer, parent, renderer.decode_escaped(new_ids), new_ids)
+
+    async def _render(
+        self, call: Call, renderer: Renderer, sampled_texts: Mapping[int, str]
+    ) -> str:
+        """Pass the session's own answers to the template as they were sampled; it may still strip
+        or trim them."""
+        try:
+            return await self._render_with(sampled_texts, call, renderer)
+        except BadRequest:
+            if not sampled_texts:
+                raise
+        return await self._render_with({}, call, renderer)  # it may need an answer's separate parts
+
+    async def _render_with(self, answers: Mapping[int, str], call: Call, renderer: Renderer) -> str:
+        if (
+            len(call.messages) <= LOOP_MESSAGES
+            and renderer.num_bytes(call.messages, call.tools) <= LOOP_BYTES
+        ):
+            async with self._place():
+                return await renderer.render_soon(
+                    call.messages, tools=call.tools, thinking=call.thinking, answers=answers
+                )
+        work = partial(
+            renderer.render,
+            call.messages,
+            tools=call.tools,
+            thinking=call.thinking,
+            answers=answers,
+        )
+        return await self._in_thread(work)
 
     async def _from_escaped(
         self,
@@ -132,26 +161,6 @@ class PromptBuilder:
             context_ids=context_ids,
             answer_format=answer_format,
         )
-
-
-def _render(
-    call: Call, renderer: Renderer, sampled_texts: Mapping[int, str], *, is_large: bool = False
-) -> str:
-    """Pass the session's own answers to the template as they were sampled; it may still strip or
-    trim them."""
-    render = partial(
-        renderer.render,
-        call.messages,
-        tools=call.tools,
-        thinking=call.thinking,
-        is_large=is_large,
-    )
-    try:
-        return render(answers=sampled_texts)
-    except BadRequest:
-        if not sampled_texts:
-            raise
-    return render()  # some templates require the separate parts of an answer
 
 
 def _check_length(text: str, renderer: Renderer) -> None:

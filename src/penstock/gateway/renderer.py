@@ -9,7 +9,8 @@ either. Never imports transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +24,7 @@ from penstock.gateway import tokenizing
 from penstock.gateway.control_tokens import ESCAPE, ControlTokenEscaper, split_escaped
 from penstock.gateway.detokenize import make_decoder
 from penstock.gateway.parsing import END_THINK, STRUCTURAL_TAGS, tool_format
-from penstock.gateway.template_process import TemplateProcess, shared_process
+from penstock.gateway.template_process import shared_process
 from penstock.gateway.tokenizer_files import (
     find_stop_ids,
     find_window,
@@ -83,7 +84,6 @@ class Renderer:
         self.decode = make_decoder(tokenizer)
         """Ids to text with special tokens, as in the model's context."""
         self._template = shared_process(template)
-        self._large_template = shared_process(template, is_for_large=True)
         self._special_tokens = special_tokens or {}
         added = tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
@@ -122,27 +122,43 @@ class Renderer:
         tools: Sequence[JsonObject] = (),
         thinking: bool | None = None,
         answers: Mapping[int, str] | None = None,
-        is_large: bool = False,
     ) -> str:
-        """The escaped prompt, up to the start of the model's answer.
+        """The escaped prompt, up to the start of the model's answer. For a thread.
 
         `answers` holds, by message index, the escaped text of answers to keep as sampled: the
-        template gets it as content, instead of the parts sent by the agent. is_large: this is a
-        thread, where the template may take its time.
+        template gets it as content, instead of the parts sent by the agent.
         """
-        if answers or is_large:
-            template = self._large_template if is_large else self._template
-            return self._render(template, messages, tools, thinking, answers or {})
-        try:
-            key = encode_json((messages, tools, thinking))
-        except (UnicodeEncodeError, TypeError, OverflowError) as error:
-            raise BadRequest(f"the messages are not valid JSON: {error}") from None
+        key = _cache_key(messages, tools, thinking, answers)
         text = self._texts.get(key)
         if text is None:
-            text = self._render(self._template, messages, tools, thinking, {})
-            if len(key) <= MAX_CACHED_CHARS and len(text) <= MAX_CACHED_CHARS:
-                _cache_put(self._texts, key, text)
+            with _refused_messages():
+                values = self._values(messages, tools, thinking, answers or {})
+                text = self._template.render(**values)
+            self._keep(key, text)
         return text
+
+    async def render_soon(
+        self,
+        messages: Sequence[JsonObject],
+        *,
+        tools: Sequence[JsonObject] = (),
+        thinking: bool | None = None,
+        answers: Mapping[int, str] | None = None,
+    ) -> str:
+        """`render` for an event loop, which goes on meanwhile."""
+        key = _cache_key(messages, tools, thinking, answers)
+        text = self._texts.get(key)
+        if text is None:
+            with _refused_messages():
+                values = self._values(messages, tools, thinking, answers or {})
+                text = await self._template.render_soon(**values)
+            self._keep(key, text)
+        return text
+
+    @staticmethod
+    def num_bytes(messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> int:
+        """Of a prompt, before it is rendered."""
+        return len(_cache_key(messages, tools, None, None))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of escaped text; the template has already written all special tokens."""
@@ -238,31 +254,29 @@ class Renderer:
             elif not part:
                 yield ESCAPE
 
-    def _render(
+    def _values(
         self,
-        template: TemplateProcess,
         messages: Sequence[JsonObject],
         tools: Sequence[JsonObject],
         thinking: bool | None,
         answers: Mapping[int, str],
-    ) -> str:
+    ) -> dict[str, Any]:
+        """What the template sees."""
         switches = {} if thinking is None else dict.fromkeys(THINKING_SWITCHES, thinking)
-        try:
-            return template.render(
-                messages=[
-                    self._prepare_message(message, answers.get(at))
-                    for at, message in enumerate(messages)
-                ],
-                tools=self._escaper.escape_untrusted_json(tools) or None,
-                add_generation_prompt=True,
-                **switches,
-                **self._special_tokens,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
-            raise BadRequest(
-                f"the model's chat template cannot render these messages: {error}; "
-                "check the roles and their order"
-            ) from None
+        return {
+            "messages": [
+                self._prepare_message(message, answers.get(at))
+                for at, message in enumerate(messages)
+            ],
+            "tools": self._escaper.escape_untrusted_json(tools) or None,
+            "add_generation_prompt": True,
+            **switches,
+            **self._special_tokens,
+        }
+
+    def _keep(self, key: bytes, text: str) -> None:
+        if len(key) <= MAX_CACHED_CHARS and len(text) <= MAX_CACHED_CHARS:
+            _cache_put(self._texts, key, text)
 
     def _prepare_message(self, message: JsonObject, answer: str | None) -> JsonObject:
         if answer is None:
@@ -279,6 +293,29 @@ def _literal_token_ids(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[list
         return [tokenizing.encode(tokenizer, token) for token in tokens]
     finally:
         tokenizer.encode_special_tokens = False
+
+
+def _cache_key(
+    messages: Sequence[JsonObject],
+    tools: Sequence[JsonObject],
+    thinking: bool | None,
+    answers: Mapping[int, str] | None,
+) -> bytes:
+    try:
+        return encode_json((messages, tools, thinking, sorted((answers or {}).items())))
+    except (UnicodeEncodeError, TypeError, OverflowError) as error:
+        raise BadRequest(f"the messages are not valid JSON: {error}") from None
+
+
+@contextmanager
+def _refused_messages() -> Generator[None]:
+    try:
+        yield
+    except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+        raise BadRequest(
+            f"the model's chat template cannot render these messages: {error}; "
+            "check the roles and their order"
+        ) from None
 
 
 def _with_objects(message: JsonObject) -> JsonObject:

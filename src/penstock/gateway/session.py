@@ -13,6 +13,7 @@ import copy
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -67,6 +68,7 @@ class SessionGateway(Protocol):
     generate: Generate
     template_traits: dict[PolicyName, TemplateTraits]
     preparing: FairQueue
+    rendering: FairQueue
 
     def renderer(self, policy: PolicyName) -> Renderer: ...
     def queue_key(self, session_id: str) -> str: ...
@@ -112,7 +114,9 @@ class Session:
         self._meter: BudgetMeter | None = None
         self._tree = TurnTree()
         self._answer_history = AnswerHistory()
-        self._prompt_builder = PromptBuilder(self._tree, self._answer_history, self._in_thread)
+        self._prompt_builder = PromptBuilder(
+            self._tree, self._answer_history, self._in_thread, self._place_to_render
+        )
 
     def check_spawn(self) -> None:
         """Raise BudgetExceeded if this agent may have no sub-agent."""
@@ -130,7 +134,7 @@ class Session:
         child._num_calls = 0
         child._meter = BudgetMeter(budget, agent, self._meter)
         child._prompt_builder = PromptBuilder(
-            self._tree, self._answer_history, self._in_thread, agent
+            self._tree, self._answer_history, self._in_thread, self._place_to_render, agent
         )
         self._gateway.register(child)
         return child
@@ -169,11 +173,13 @@ class Session:
         if self._tree.is_full:
             raise TooLarge(FULL)
         policy, role = self.resolve(call)
+        seed = derive(self._seed, self._num_calls)
+        self._num_calls += 1  # before it waits: calls made together get their seeds in this order
         if call.shared_prompt is None:
             prompt = await self._prepare(call, policy)
         else:
             prompt = await call.shared_prompt.get(partial(self._prepare, call, policy))
-        return await self._run(prompt, role, call.overrides, on_chunk)
+        return await self._run(prompt, role, self._spec(prompt, call.overrides, seed), on_chunk)
 
     def resolve(self, call: Call | RawPrompt) -> tuple[PolicyName, str]:
         """The policy of a call, and the role of its turn. Roles come before policies."""
@@ -225,6 +231,9 @@ class Session:
         async with self._gateway.preparing.place(self._gateway.queue_key(self.id)):
             return await asyncio.to_thread(work)
 
+    def _place_to_render(self) -> AbstractAsyncContextManager[None]:
+        return self._gateway.rendering.place(self._gateway.queue_key(self.id))
+
     def _check_open(self) -> None:
         if not (self.is_open and self.root.is_open):
             raise Unauthorized(CLOSED)
@@ -233,10 +242,9 @@ class Session:
         self,
         prompt: Prompt,
         role: str,
-        overrides: Overrides | None,
+        sampling: SamplingSpec,
         on_chunk: DeltaCallback | None,
     ) -> Answer:
-        sampling = self._spec(prompt, overrides)
         started_at = time.time()
         known = self._salvaged_answers.pop(prompt.policy, sampling, prompt.context_ids, self.agent)
         completion = known or await self._generate(prompt, sampling, on_chunk)
@@ -265,9 +273,8 @@ class Session:
             self.root.has_overflowed = True
             raise
 
-    def _spec(self, prompt: Prompt, overrides: Overrides | None) -> SamplingSpec:
+    def _spec(self, prompt: Prompt, overrides: Overrides | None, seed: int) -> SamplingSpec:
         """Sampling spec of this call, with max_tokens capped to the model's context window."""
-        seed = derive(self._seed, self._num_calls)
         if overrides is None:
             sampling = replace(self._sampling, seed=seed)
         else:
@@ -281,7 +288,6 @@ class Session:
             max_tokens = min(max_tokens, window - num_tokens)
         if self._meter is not None:
             max_tokens = self._meter.start_call(max_tokens)
-        self._num_calls += 1
         if max_tokens < sampling.max_tokens:
             return replace(sampling, max_tokens=max_tokens)
         return sampling

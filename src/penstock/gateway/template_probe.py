@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from penstock.errors import BadRequest
 from penstock.gateway.parsing import ToolFormat
@@ -86,15 +87,24 @@ class TemplateTraits:
             )
 
 
+_PROBED: WeakKeyDictionary[Renderer, TemplateTraits] = WeakKeyDictionary()
+
+
 def load_probed(folder: Path) -> Renderer:
-    """For a thread: the template's process starts here, and what the first probe rendered is known
-    to the next one."""
+    """For a thread: a template may take its time."""
     renderer = Renderer.load(folder)
     probe(renderer)
     return renderer
 
 
 def probe(renderer: Renderer) -> TemplateTraits:
+    """Of its template; rendered once."""
+    if renderer not in _PROBED:
+        _PROBED[renderer] = _probe(renderer)
+    return _PROBED[renderer]
+
+
+def _probe(renderer: Renderer) -> TemplateTraits:
     plain = _try(renderer, QUESTION)
     return TemplateTraits(
         prefix=_prefix(renderer, plain),

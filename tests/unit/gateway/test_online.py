@@ -33,10 +33,12 @@ class Engine:
     """Answers one token, when the gate is open."""
 
     def __init__(self) -> None:
+        self.is_asked = asyncio.Event()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
     async def __call__(self, request: GenerationRequest) -> Completion:
+        self.is_asked.set()
         await self.may_answer.wait()
         return Completion(
             sampled_ids=token_ids([1]),
@@ -122,7 +124,7 @@ async def test_a_running_call_is_not_idle(desk: Desk) -> None:
     entry = await desk.open_session(says=False)
     desk.engine.may_answer.clear()
     calling = asyncio.create_task(desk.say(entry))
-    await asyncio.sleep(0)
+    await desk.engine.is_asked.wait()
     desk.pass_time(50.0)
     assert entry.state is State.OPEN
     desk.engine.may_answer.set()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 
@@ -316,3 +317,17 @@ async def test_a_long_session_costs_memory_by_distinct_tokens() -> None:
         return sum(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in turns)
 
     assert await num_bytes(40) < 2.1 * await num_bytes(20)
+
+
+async def test_calls_made_together_get_their_seeds_in_order() -> None:
+    """Whichever prompt is rendered already: a repeated rollout samples the same answers."""
+    seeds: list[list[int]] = []
+    for known in ("neither", "first", "second"):
+        engine = FakeEngine(say("a"), say("b"))
+        session = open_session(engine)
+        session.renderer(POLICY).render([user(known)])
+        await asyncio.gather(session.chat([user("first")]), session.chat([user("second")]))
+        asked = sorted(zip(engine.prompts, engine.specs, strict=True), key=lambda one: one[0])
+        seeds.append([spec.seed or 0 for _, spec in asked])
+    assert seeds[0] == seeds[1] == seeds[2]
+    assert len({*seeds[0]}) == 2
