@@ -20,6 +20,11 @@ MAX_TURNS = 4096
 MAX_TOKENS = 4_000_000
 """Of a row, over all branches: the trainer's unfolded samples must stay in proportion to the
 payload."""
+MAX_ROW_BYTES = 256 << 20
+"""Of a row, encoded; 100,000 tokens are about 1 MB."""
+MAX_SESSION_BYTES = MAX_ROW_BYTES // 2
+"""Of the turns of a session, encoded: it takes no more calls then. The last one may be long, and a
+row has more than turns."""
 MAX_TEXT_CHARS = 2000
 """Maximum length of an error or a reason, for people."""
 MAX_ROLE_CHARS = 64

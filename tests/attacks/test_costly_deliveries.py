@@ -16,13 +16,16 @@ import pytest
 from blake3 import blake3
 from tests.contract.dataflow_server import small_config, trajectory
 from tests.contract.test_dataflow_service import LIVE, NODE, lease, start
+from tests.unit.rollout.test_delivery_queue import Dataflow
 
 from penstock.dataflow.core.leasing import DeliveryStatus, Grant
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
-from penstock.dataflow.service.nodes import intake
+from penstock.dataflow.service.nodes import handlers, intake
 from penstock.dataflow.service.nodes.messages import Delivery, DeliveryAnswer, DeliveryRequest
 from penstock.dataflow.service.nodes.outline import parts_bytes
+from penstock.rollout.delivery_queue import AckLog, DeliveryQueue
+from penstock.rollout.membership import Membership, NodeOrders
 from penstock.types import RowId, Trajectory
 from penstock.wire.call_budget import MAX_BYTES
 from penstock.wire.codec import decode, decode_zero_copy, encode
@@ -234,3 +237,30 @@ async def test_long_rows_and_long_texts_are_within_the_limit(
         assert parts_bytes(row.payload) < 2_000
         assert (await work.answer(row)).results[0].detail.find("bytes beside") < 0
         assert work.num_decoded == 1
+
+
+async def test_a_row_that_is_too_large_ends_neither_its_node_nor_other_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent's long session made the whole call fail, its node end, and the next node, too."""
+    monkeypatch.setattr(handlers, "MAX_ROW_BYTES", 50_000)
+    async with working(tmp_path, monkeypatch) as work:
+        membership = Membership(
+            Dataflow(lambda body: None), NodeOrders(), node_id=NODE, capacity=8, boot_id="s"
+        )
+        acks = AckLog(tmp_path / "acks")
+        queue = DeliveryQueue(work.service.nodes, membership, acks)
+        large = with_turns(work.row(1), 40, sampling={"json_schema": "x" * 2_000})
+        for row in (work.row(0), large, work.row(2)):
+            queue.put(decode(row.payload, Trajectory), row.secret)
+        delivering = asyncio.create_task(queue.deliver())
+        emptied = asyncio.create_task(queue.wait_until_at_most(0))
+        await asyncio.wait({delivering, emptied}, return_when=asyncio.FIRST_COMPLETED)
+        assert not delivering.done(), "the node ended"
+        delivering.cancel()
+        acks.close()
+        assert len((tmp_path / "acks").read_text().split()) == 3
+        grant, nodes = work.grants[1], work.service.nodes
+        slot = nodes.partition.groups[grant.group_id].slot(grant.slot)
+        assert nodes.trajectories == 3 and slot.attempt == 1
+        assert "50000" in slot.reasons[0]

@@ -21,11 +21,14 @@ from tests.contract.dataflow_server import serving
 from tests.unit.gateway import bpe
 from tests.unit.gateway.gateway_harness import POLICY, FakeEngine, write_snapshot
 from tests.unit.gateway.test_server import ESCAPES, FORBIDDEN
+from tests.unit.rollout.polling import eventually
 
 from penstock.bounds import MAX_TURNS
+from penstock.errors import TooLarge
 from penstock.gateway import online as online_module
 from penstock.gateway import turn_tree
 from penstock.gateway.answer_history import AnswerHistory
+from penstock.gateway.dialects.limits import MAX_SCHEMA_BYTES
 from penstock.gateway.dialects.messages import MESSAGES
 from penstock.gateway.gateway import Gateway, Session
 from penstock.gateway.generation import Completion, GenerationRequest
@@ -144,7 +147,9 @@ async def test_one_owner_cannot_take_every_session(
         assert (await online.ask("POST", "/sessions", online.token(owner))).status_code == 200
 
 
-@pytest.mark.parametrize(("bound", "most"), [("MAX_TURNS", 3), ("MAX_TOKENS", 40)])
+@pytest.mark.parametrize(
+    ("bound", "most"), [("MAX_TURNS", 3), ("MAX_TOKENS", 40), ("MAX_SESSION_BYTES", 2_000)]
+)
 async def test_a_session_does_not_grow_without_end(
     online: Online, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
 ) -> None:
@@ -162,6 +167,45 @@ async def test_a_session_does_not_grow_without_end(
     assert judged.json()["state"] == "rewarded"
     assert [len(ended.turns) for ended in online.slots.delivered] == [served]
     assert await online.say((await online.open(token))["api_key"]) == 200
+
+
+async def test_schemas_do_not_make_a_row_too_large(
+    online: Online, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns keep the schema of their call, up to 64 KiB each: 4,096 of few tokens made a row that
+    the dataflow refuses, and that ended the gateway with every open session."""
+    monkeypatch.setattr(turn_tree, "MAX_SESSION_BYTES", 5 * MAX_SCHEMA_BYTES)
+    opened = await online.open(online.token("shop"))
+    schema = {"type": "object", "description": "x" * (MAX_SCHEMA_BYTES - 100)}
+    body = {**CHAT, **with_schema(schema)}
+    assert await online.say(opened["api_key"]) == 200, "one turn to train on"
+    answers = [
+        await online.ask("POST", "/v1/chat/completions", opened["api_key"], body) for _ in range(7)
+    ]
+    assert [answer.status_code for answer in answers] == [200] * 5 + [413] * 2
+    assert "schemas" in answers[-1].json()["error"]["message"]
+    path = f"/sessions/{opened['id']}/reward"
+    await online.ask("POST", path, opened["reward_key"], {"reward": 0.5})
+    assert [len(ended.turns) for ended in online.slots.delivered] == [6]
+
+
+async def test_calls_at_the_same_time_do_not_exceed_a_full_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All begin while there is room; only as many are kept as the row may have."""
+    monkeypatch.setattr(turn_tree, "MAX_TURNS", 3)
+    engine = FakeEngine()
+    engine.gate.clear()
+    gateway = Gateway(engine)
+    gateway.set_renderer(POLICY, Renderer.load(write_snapshot(tmp_path)))
+    session = gateway.open(policies=[POLICY], sampling=SamplingSpec(max_tokens=8), seed=1)
+    messages = [{"role": "user", "content": "hi"}]
+    calls = [asyncio.create_task(session.chat(messages)) for _ in range(8)]
+    await eventually(lambda: engine.num_started == 8)
+    engine.gate.set()
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [answer for answer in answers if isinstance(answer, TooLarge)]
+    assert len(refused) == 5 and len(session.turns()) == 3
 
 
 async def test_an_agent_cannot_forget_its_bad_sessions(online: Online) -> None:

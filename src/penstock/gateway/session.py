@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from penstock.bounds import MAX_TOKENS, MAX_TURNS
+from penstock.bounds import MAX_SESSION_BYTES, MAX_TOKENS, MAX_TURNS
 from penstock.errors import ContextOverflow, EngineError, NotFound, TooLarge, Unauthorized
 from penstock.gateway.answer_history import AnswerHistory
 from penstock.gateway.budgets import Budget, BudgetMeter
@@ -53,8 +53,10 @@ CLOSED = (
     "or node; use the base_url and api_key given to the running workflow"
 )
 FULL = (
-    f"this session has {MAX_TURNS:,} turns or {MAX_TOKENS:,} tokens, the most that a row can have; "
-    "end it and open another (an external agent: POST /sessions/NAME/end, then call again)"
+    f"this session has {MAX_TURNS:,} turns, {MAX_TOKENS:,} tokens, or "
+    f"{MAX_SESSION_BYTES >> 20} MiB of tokens, log-probs, experts, schemas and stop strings, the "
+    "most that its row can have; end it and open another (an external agent: POST "
+    "/sessions/NAME/end, then call again)"
 )
 T = TypeVar("T")
 TurnCallback = Callable[[int, Turn, bool], None]
@@ -170,8 +172,7 @@ class Session:
         """Call a policy and record the turn. Raises EngineError, BadRequest (including
         ContextOverflow), NotFound, Unauthorized, or TooLarge for a session that is full."""
         self._check_open()
-        if self._tree.is_full:
-            raise TooLarge(FULL)
+        self._check_room()
         policy, role = self.resolve(call)
         seed = derive(self._seed, self._num_calls)
         self._num_calls += 1  # before it waits: calls made together get their seeds in this order
@@ -238,6 +239,10 @@ class Session:
         if not (self.is_open and self.root.is_open):
             raise Unauthorized(CLOSED)
 
+    def _check_room(self) -> None:
+        if self._tree.is_full:
+            raise TooLarge(FULL)
+
     async def _run(
         self,
         prompt: Prompt,
@@ -249,6 +254,7 @@ class Session:
         known = self._salvaged_answers.pop(prompt.policy, sampling, prompt.context_ids, self.agent)
         completion = known or await self._generate(prompt, sampling, on_chunk)
         self._check_open()
+        self._check_room()  # calls made at the same time may have filled it
         turn = self._turn(prompt, role, sampling, completion, started_at)
         sampled = view_ids(turn.sampled_ids).tolist()
         if self._meter is not None:

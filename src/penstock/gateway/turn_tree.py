@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import AnyStr
 
-from penstock.bounds import MAX_TOKENS, MAX_TURNS
+from penstock.bounds import MAX_SESSION_BYTES, MAX_TOKENS, MAX_TURNS
 from penstock.types import PolicyName, TokenIds, Turn, view_ids
+from penstock.wire.codec import encoded_bytes
 
 ROOT = -1
 TOKEN_BYTES = 4
@@ -37,11 +38,17 @@ class TurnTree:
         self._segments: list[_Segment] = []
         self._roots: list[int] = []
         self._num_tokens = 0
+        self._num_bytes = 0
+        """Of the turns in a row: each has its prompt there, also where siblings share it here."""
 
     @property
     def is_full(self) -> bool:
-        """No row has more turns or tokens, so none of more would be accepted."""
-        return len(self._segments) >= MAX_TURNS or self._num_tokens >= MAX_TOKENS
+        """A row of more turns, tokens or bytes would not be accepted."""
+        return (
+            len(self._segments) >= MAX_TURNS
+            or self._num_tokens >= MAX_TOKENS
+            or self._num_bytes >= MAX_SESSION_BYTES
+        )
 
     def __getitem__(self, index: int) -> Turn:
         return self._segments[index].turn
@@ -107,6 +114,7 @@ class TurnTree:
                 break
         self._segments.append(_Segment(turn, prompt, sampled, []))
         self._num_tokens += (len(turn.prompt_ids) + len(turn.sampled_ids)) // TOKEN_BYTES
+        self._num_bytes += encoded_bytes(turn)
         siblings.append(index)
         return index
 

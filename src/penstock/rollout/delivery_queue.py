@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import structlog
 
+from penstock.bounds import MAX_ROW_BYTES
 from penstock.dataflow.core.leasing import DeliveryStatus
 from penstock.dataflow.service.nodes.messages import (
     Delivery,
@@ -24,14 +26,22 @@ from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,
     DeliveryResult,
 )
+from penstock.errors import BadRequest, TooLarge
 from penstock.rollout.membership import Membership
-from penstock.types import RowId, Trajectory
-from penstock.wire.codec import encode
+from penstock.rollout.user_errors import shorten
+from penstock.types import FailureKind, GroupId, NodeId, Outcome, OutcomeKind, RowId, Trajectory
+from penstock.wire.codec import decode, encode
 
 MAX_ROWS = 512
 MAX_BYTES = 4 << 20
 FLUSH_S = 10.0
 """How long a leaving node tries to deliver finished work; the rest is redone on other nodes."""
+REFUSED = (BadRequest, TooLarge)
+"""Errors of a call that may be the fault of a single row in it; a repetition ends the same way."""
+FIX = (
+    "if this is rare, nothing: the attempt counts as failed. Else let the workflow or the agent "
+    "make fewer turns per rollout, with shorter schemas and results of tools"
+)
 ACKNOWLEDGED = (DeliveryStatus.STORED, DeliveryStatus.DUPLICATE)
 log = structlog.get_logger(__name__)
 
@@ -101,7 +111,11 @@ class DeliveryQueue:
             stamped = replace(trajectory, boot_id=boot_id)
         queue = self._queue_for(stamped.row_id)
         payload = memoryview(encode(stamped))
-        queue.waiting.append(Delivery(row_id=stamped.row_id, payload=payload, secret=secret))
+        delivery = Delivery(row_id=stamped.row_id, payload=payload, secret=secret)
+        if len(payload) > MAX_ROW_BYTES:
+            why = f"it has {len(payload)} bytes; the limit per trajectory is {MAX_ROW_BYTES}"
+            delivery = _as_failed(delivery, why)
+        queue.waiting.append(delivery)
         queue.filled.set()
 
     def release(self, row_id: RowId, secret: str) -> None:
@@ -146,12 +160,48 @@ class DeliveryQueue:
             await queue.filled.wait()
             await asyncio.sleep(0)  # include results that finish in the same event-loop iteration
             request = self._next_request(queue)
-            answer = await self._membership.with_rejoin(partial(self._api.deliver, request))
-            self._record_results(request, answer.results)
+            await self._send(request)
             queue.num_sending = 0
             self._has_shrunk.set()
             if not queue.waiting and not queue.released:
                 queue.filled.clear()
+
+    async def _send(self, request: DeliveryRequest) -> None:
+        """Send a request; if it is refused as a whole, its rows one by one and then its releases,
+        so that a row that cannot be stored costs no other."""
+        try:
+            return await self._call(request)
+        except REFUSED as error:
+            if not request.deliveries:
+                raise
+            log.info("deliveries refused: sending them one by one", why=str(error))
+        for delivery in request.deliveries:
+            await self._send_row(replace(request, deliveries=(delivery,), released={}), delivery)
+        if request.released:
+            await self._call(replace(request, deliveries=()))
+
+    async def _send_row(self, request: DeliveryRequest, delivery: Delivery) -> None:
+        """Send a row; if it is refused, a failed one in its place, and if that is refused, the
+        release of its slot. A service that refuses all three refuses everything: raises."""
+        try:
+            return await self._call(request)
+        except REFUSED as error:
+            failed = _as_failed(delivery, str(error))
+        try:
+            return await self._call(replace(request, deliveries=(failed,)))
+        except REFUSED as error:
+            log.warning(
+                "failed trajectory refused: releasing its slot",
+                row=delivery.row_id,
+                why=str(error),
+                fix="look for the cause in the log of the dataflow; another node redoes the slot",
+            )
+        released = {delivery.row_id: delivery.secret}
+        await self._call(replace(request, deliveries=(), released=released))
+
+    async def _call(self, request: DeliveryRequest) -> None:
+        answer = await self._membership.with_rejoin(partial(self._api.deliver, request))
+        self._record_results(request, answer.results)
 
     def _next_request(self, queue: _PartitionQueue) -> DeliveryRequest:
         deliveries, queue.waiting = split(queue.waiting)
@@ -174,6 +224,43 @@ class DeliveryQueue:
         rejected = [r for r in results if r.status not in (*ACKNOWLEDGED, DeliveryStatus.FENCED)]
         for r in rejected:  # our bug: the record violates the contract, so a retry cannot help
             log.error("trajectory rejected", row=r.row_id, status=r.status, detail=r.detail)
+
+
+class _Origin(msgspec.Struct):
+    """The fields of a trajectory that a failed one keeps; all are short."""
+
+    row_id: RowId
+    group_id: GroupId
+    slot: int
+    epoch: int
+    attempt: int
+    node_id: NodeId
+    started_at: float
+    ended_at: float
+    boot_id: str
+
+
+def _as_failed(delivery: Delivery, why: str) -> Delivery:
+    """A delivery that says that the trajectory was refused, without turns: a failed attempt counts,
+    while a slot that is only released would be tried again without end."""
+    log.warning(
+        "trajectory refused: delivered as a failed attempt, without its turns",
+        row=delivery.row_id,
+        num_bytes=len(delivery.payload),
+        why=why,
+        fix=FIX,
+    )
+    failed = Trajectory(
+        **msgspec.structs.asdict(decode(delivery.payload, _Origin)),
+        turns=(),
+        reward=None,
+        outcome=Outcome(
+            kind=OutcomeKind.FAILED,
+            reason=FailureKind.WORKFLOW,
+            detail=shorten(f"the trajectory was refused: {why}"),
+        ),
+    )
+    return replace(delivery, payload=memoryview(encode(failed)))
 
 
 def split(deliveries: list[Delivery]) -> tuple[list[Delivery], list[Delivery]]:

@@ -16,6 +16,7 @@ from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RecordedTurn, RecordRequest
 from penstock.gateway.session import TurnCallback
 from penstock.types import NodeId, RowId, Turn
+from penstock.wire.codec import encoded_bytes
 
 RECORD_S = 0.2
 MAX_BYTES = 4 << 20
@@ -60,7 +61,7 @@ class Recorder:
             while turns and num_ripe and num_bytes <= MAX_BYTES:
                 recorded, num_ripe = turns.pop(0), num_ripe - 1
                 batch.append(recorded)
-                num_bytes += len(recorded.turn.prompt_ids) + 2 * len(recorded.turn.sampled_ids)
+                num_bytes += encoded_bytes(recorded.turn)
         self._num_ripe = {row_id: len(turns) for row_id, turns in self._running.items() if turns}
         return tuple(batch)
 

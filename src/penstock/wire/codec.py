@@ -35,6 +35,11 @@ def encode(value: object) -> bytes:
     return _encoder.encode(value)
 
 
+def encoded_bytes(value: object) -> int:
+    """The size of a value on the wire and in a row, all its fields included."""
+    return len(encode(value))
+
+
 def encode_json(value: object) -> bytes:
     return _json_encoder.encode(value)
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from penstock.gateway import turn_tree
 from penstock.gateway.turn_tree import ROOT, TurnTree
 from penstock.types import (
+    ExpertChoices,
     FinishReason,
     PolicyName,
     SamplingSpec,
@@ -76,3 +80,28 @@ def num_bytes(num_turns: int) -> int:
 def test_a_session_costs_memory_by_distinct_tokens() -> None:
     assert num_bytes(20) == 20 * 150 * 4
     assert num_bytes(40) == 2 * num_bytes(20)
+
+
+LONG = {
+    "ids": turn([1] * 250, [2]),
+    "log-probs": turn([1], [2] * 125),
+    "schema": replace(turn([1], [2]), sampling=SamplingSpec(json_schema="é" * 500)),
+    "stop strings": replace(turn([1], [2]), sampling=SamplingSpec(stop=("x" * 250,) * 4)),
+    "spans": replace(turn([1], [2]), spans=turn([1], [2]).spans * 30),
+    "experts": replace(
+        turn([1], [2]),
+        experts=ExpertChoices(num_layers=48, num_chosen=8, num_experts=64, choices=b"0" * 1000),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_all_that_a_turn_brings_into_a_row_fills_the_tree(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_tree, "MAX_SESSION_BYTES", 10_000)
+    tree, num_turns = TurnTree(), 0
+    while not tree.is_full:
+        tree.add(LONG[kind], "q", "a")
+        num_turns += 1
+    assert 5 <= num_turns <= 10, "of 1,000 bytes and more each; the same prompt counts again"

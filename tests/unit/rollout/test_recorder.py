@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from penstock.rollout.endpoint import Endpoint
 from penstock.rollout.engines.scripted import ScriptedEngine
 from penstock.rollout.recorder import Recorder
 from penstock.types import (
+    ExpertChoices,
     FinishReason,
     GroupId,
     NodeId,
@@ -131,9 +133,8 @@ async def test_an_attempt_that_ends_soon_is_only_delivered(snapshot: Path) -> No
     assert not kept.turns
 
 
-async def test_a_turn_is_sent_once_it_has_waited_and_never_after_its_attempt() -> None:
-    recorder = Recorder(Kept(), NODE)
-    turn = Turn(
+def empty_turn() -> Turn:
+    return Turn(
         policy=POLICY,
         parent=-1,
         prompt_ids=token_ids([1]),
@@ -143,9 +144,40 @@ async def test_a_turn_is_sent_once_it_has_waited_and_never_after_its_attempt() -
         sampling=SamplingSpec(),
         finish=FinishReason.STOP,
     )
+
+
+async def test_a_turn_is_sent_once_it_has_waited_and_never_after_its_attempt() -> None:
+    recorder = Recorder(Kept(), NODE)
+    turn = empty_turn()
     async with recorder.track(GRANT) as (_, on_turn):
         on_turn(0, turn, False)
         assert not recorder.take()
         on_turn(1, turn, False)
         assert [sent.index for sent in recorder.take()] == [0]
     assert not recorder.take()
+
+
+LONG = {
+    "ids": replace(empty_turn(), prompt_ids=token_ids([1] * 250)),
+    "schema": replace(empty_turn(), sampling=SamplingSpec(json_schema="x" * 1000)),
+    "stop strings": replace(empty_turn(), sampling=SamplingSpec(stop=("x" * 250,) * 4)),
+    "experts": replace(
+        empty_turn(),
+        experts=ExpertChoices(num_layers=2, num_chosen=5, num_experts=9, choices=b"0" * 1000),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+async def test_calls_are_bounded_by_all_that_turns_have(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 10_000)
+    recorder = Recorder(Kept(), NODE)
+    async with recorder.track(GRANT) as (_, on_turn):
+        for index in range(40):
+            on_turn(index, LONG[kind], False)
+        assert not recorder.take()
+        first, second = recorder.take(), recorder.take()
+    assert 5 <= len(first) <= 11
+    assert [sent.index for sent in (*first, *second)] == [*range(len(first) + len(second))]

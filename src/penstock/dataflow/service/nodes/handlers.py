@@ -13,6 +13,7 @@ from functools import cache
 
 import structlog
 
+from penstock.bounds import MAX_ROW_BYTES
 from penstock.dataflow.core.groups import Node
 from penstock.dataflow.core.leasing import DeliveryStatus, LiveVersion, RegisterRequest
 from penstock.dataflow.core.names import EVAL, REWARD, TURNS
@@ -41,8 +42,6 @@ from penstock.wire.call_budget import CallBudget
 log = structlog.get_logger(__name__)
 
 MAX_CALL_BYTES = 64 << 20
-MAX_ROW_BYTES = 256 << 20
-"""Limit for one trajectory; 100,000 tokens are about 1 MB."""
 RATE_WINDOW_S = 10.0
 RECHECKS_PER_TURN = 64
 _Versions = tuple[tuple[PublishedVersion, ...], tuple[PublishedVersion, ...]]

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from penstock.bounds import SAFE, Count, Id, Seconds
+from penstock.bounds import MAX_ROW_BYTES, SAFE, Count, Id, Seconds
 from penstock.dataflow.core.leasing import (
     Activity,
     DeliveryStatus,
@@ -304,7 +304,7 @@ class TurnsAnswer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     row_id: RowId
-    payload: Annotated[memoryview, Meta(max_length=256 << 20)]
+    payload: Annotated[memoryview, Meta(max_length=MAX_ROW_BYTES)]
     """A msgpack Trajectory, stored and sent to trainers byte for byte; on the receiving side a view
     of the request body."""
     blob: Annotated[str, Meta(max_length=64)] = ""

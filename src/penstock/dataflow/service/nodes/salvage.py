@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from penstock.dataflow.core.version_gate import VersionGate
 from penstock.types import GroupId, OutcomeKind, RowId, RowSummary, Turn, versions_of
-from penstock.wire.codec import encode
+from penstock.wire.codec import encoded_bytes
 
 MAX_BYTES = 256 << 20
 DROP_LAST_TURN_FROM_ATTEMPT = 3
@@ -68,7 +68,7 @@ class Salvage:
         if index != len(turns):
             return False
         turns.append(turn)
-        size = len(encode(turn))  # count everything: a schema or a stop string may be long, too
+        size = encoded_bytes(turn)
         recorded.num_bytes += size
         self._num_bytes += size
         self._slots.move_to_end(slot)
