@@ -361,7 +361,7 @@ def test_safe_names_and_digests_are_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["instruction.md", "task.toml", "environment", "environment/Dockerfile", "tests"]
+    "name", [".", "instruction.md", "task.toml", "environment", "environment/Dockerfile", "tests"]
 )
 def test_a_harbor_task_reads_no_file_of_the_host_by_a_link(tmp_path: Path, name: str) -> None:
     """Tasks come from other people, and what they name goes into prompts and sandboxes."""
@@ -377,3 +377,19 @@ def test_a_harbor_task_reads_no_file_of_the_host_by_a_link(tmp_path: Path, name:
     (task / name).symlink_to(host / name)
     with pytest.raises(ConfigError, match="is a link"):
         read_tasks("train", HarborSpec(path=str(tmp_path / "tasks")))
+
+
+@pytest.mark.parametrize("named", ["tasks", "tasks/task"])
+def test_who_names_harbor_tasks_may_name_a_link(tmp_path: Path, named: str) -> None:
+    task = tmp_path / "real" / "task"
+    (task / "environment").mkdir(parents=True)
+    (task / "tests").mkdir()
+    (task / "task.toml").write_text("")
+    (task / "instruction.md").write_text("Do it.")
+    (task / "environment" / "Dockerfile").write_text("FROM debian\nWORKDIR /app\n")
+    (task / "tests" / "test.sh").write_text("true")
+    link, real = tmp_path / named, tmp_path / named.replace("tasks", "real")
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(real)
+    [payload] = read_tasks("train", HarborSpec(path=str(link)))
+    assert payload["prompt"] == "Do it."

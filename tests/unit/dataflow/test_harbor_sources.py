@@ -13,6 +13,7 @@ import pytest
 from penstock.config import load
 from penstock.dataflow.service.build_sources import build_source
 from penstock.dataflow.sources.harbor import (
+    MAX_TASK_BYTES,
     HarborSpec,
     environment_digest,
     open_harbor,
@@ -20,7 +21,7 @@ from penstock.dataflow.sources.harbor import (
     read_tasks,
 )
 from penstock.errors import ConfigError
-from penstock.tasks.harbor import HarborTask
+from penstock.tasks.harbor import HarborTask, TaskFile
 
 TASKS = Path(__file__).parents[2] / "harbor_tasks"
 RUN = """
@@ -155,6 +156,69 @@ def test_files_that_would_be_missing_are_refused(folder: Path) -> None:
     assert "test.sh is missing" in refusal(folder)
 
 
+def test_copies_of_a_file_count_while_they_are_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small Dockerfile named one file thousands of times; all were in memory before the sum."""
+    made, of = 0, TaskFile.of
+
+    def counted(data: bytes, mode: int) -> TaskFile:
+        nonlocal made
+        made += len(data)
+        return of(data, mode)
+
+    monkeypatch.setattr(TaskFile, "of", counted)
+    (folder / "environment" / "words.txt").write_bytes(b"x" * (MAX_TASK_BYTES // 4))
+    dockerfile = folder / "environment" / "Dockerfile"
+    for target in ("/app/{}", "/app/same"):
+        copies = "".join(f"COPY words.txt {target.format(number)}\n" for number in range(100))
+        dockerfile.write_text(f"FROM debian\nWORKDIR /app\n{copies}")
+        made = 0
+        assert "more than 1,048,576" in refusal(folder)
+        assert made <= MAX_TASK_BYTES
+
+
+def test_names_of_files_count(folder: Path) -> None:
+    """Thousands of empty files, at long paths, travel with every lease, too."""
+    for number in range(20):
+        (folder / "environment" / f"empty-{number}").touch()
+    copies = f"COPY . /app/{'d' * 2000}/\n" * 30
+    dockerfile = folder / "environment" / "Dockerfile"
+    dockerfile.write_text(f"FROM debian\nWORKDIR /app\n{copies}")
+    assert "more than 1,048,576" in refusal(folder)
+
+
+def test_the_instruction_counts(folder: Path) -> None:
+    spec = HarborSpec(path=str(folder))
+    (folder / "instruction.md").write_text("x" * (MAX_TASK_BYTES // 2))
+    read_tasks("shell", spec)
+    (folder / "tests" / "data").write_bytes(b"x" * (MAX_TASK_BYTES // 2))
+    with pytest.raises(ConfigError, match="more than 1,048,576"):
+        read_tasks("shell", spec)
+
+
+@pytest.mark.parametrize(
+    "name", ["instruction.md", "task.toml", "environment/Dockerfile", "tests/test.sh"]
+)
+def test_no_file_of_a_task_is_read_without_end(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, read = 0, Path.read_bytes
+
+    def counted(path: Path) -> bytes:
+        nonlocal most
+        most = max(most, path.stat().st_size)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", counted)
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: counted(path).decode())  # pyright: ignore
+    with (folder / name).open("ab") as file:
+        file.truncate(MAX_TASK_BYTES * 4)  # sparse
+    with pytest.raises(ConfigError, match=r"more than 1,048,576|longer than"):
+        read_tasks("shell", HarborSpec(path=str(folder)))
+    assert most < MAX_TASK_BYTES
+
+
 def test_every_task_that_cannot_be_used_is_named(folder: Path) -> None:
     other = shutil.copytree(folder, folder.with_name("other"))
     (folder / "instruction.md").write_text("\n")
@@ -169,9 +233,11 @@ def test_every_task_that_cannot_be_used_is_named(folder: Path) -> None:
 
 
 def test_markers_of_data_sets_do_not_reach_the_agent(folder: Path) -> None:
-    (folder / "instruction.md").write_text("<!-- x-canary GUID 1 -->\n# canary y\n\nDo it.\n")
+    (folder / "instruction.md").write_bytes(
+        b"<!-- x-canary GUID 1 -->\r\n# canary y\n\nDo\r\nit.\n"
+    )
     [payload] = read_tasks("shell", HarborSpec(path=str(folder)))
-    assert payload["prompt"] == "Do it.\n"
+    assert payload["prompt"] == "Do\nit.\n"
 
 
 def test_a_run_file_names_the_agent_of_its_harbor_tasks(tmp_path: Path) -> None:

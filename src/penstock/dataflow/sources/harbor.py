@@ -7,6 +7,7 @@ Runs nothing: the node does."""
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import json
 import os
@@ -17,9 +18,10 @@ from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
 
-from penstock.dataflow.sources.harbor_dockerfile import Copy, Image, parse_dockerfile
+from penstock.dataflow.sources.harbor_dockerfile import MAX_CHARS, Copy, Image, parse_dockerfile
 from penstock.dataflow.sources.harbor_settings import Settings, read_settings
 from penstock.dataflow.sources.source import Source
+from penstock.durable import COPIED_BYTES, open_regular, read_regular
 from penstock.errors import ConfigError
 from penstock.tasks.harbor import KEY, HarborTask, TaskFile
 from penstock.types import JsonObject
@@ -33,7 +35,7 @@ SYSTEM = frozenset(
 RESERVED = frozenset(("logs", "tests", "solution"))
 """First parts of paths that the format uses itself."""
 MAX_TASK_BYTES = 1 << 20
-"""Files of one task: they travel with every lease."""
+"""Files of one task with their names, and its instruction: they travel with every lease."""
 NUM_LISTED = 20
 """Tasks that one message lists."""
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)\s*", re.IGNORECASE)
@@ -50,6 +52,37 @@ class HarborSpec:
     agent_timeout_s: float | None = None
     """At most so long, whatever task.toml says."""
     verifier_timeout_s: float | None = None
+
+
+@dataclass(slots=True)
+class Room:
+    """For the files of one task. What is read counts at once: a few lines of a Dockerfile can name
+    a file thousands of times."""
+
+    folder: Path
+    """Of the task."""
+    left: int = MAX_TASK_BYTES
+
+    def read(self, path: Path, name: str = "") -> bytes:
+        """The file that the task carries by this name. Raises ConfigError."""
+        self._take(len(name))
+        try:
+            content = read_regular(path, self.left)
+        except OSError as error:
+            if error.errno == errno.EFBIG:
+                self._take(self.left + 1)
+            raise ConfigError(f"{path} cannot be read: {error}; put a file there") from None
+        self._take(len(content))
+        return content
+
+    def _take(self, num_bytes: int) -> None:
+        self.left -= num_bytes
+        if self.left < 0:
+            raise ConfigError(
+                f"{self.folder}: its instruction and files have more than {MAX_TASK_BYTES:,} bytes "
+                "together, with names, each copy counted; put large files into a root file system, "
+                "and name it under harbor.roots"
+            )
 
 
 def open_harbor(
@@ -80,8 +113,11 @@ def open_harbor(
 def read_tasks(source: str, spec: HarborSpec) -> list[JsonObject]:
     """The payload of each task. Raises one ConfigError that names every task it cannot use."""
     found, problems = list[JsonObject](), list[str]()
-    for folder in _task_folders(source, Path(spec.path).expanduser()):
+    named = Path(spec.path).expanduser()
+    for folder in _task_folders(source, named):
         try:
+            if folder != named:  # the run file may name a link
+                _refuse_link(folder)
             found.append(_payload(folder, spec))
         except ConfigError as error:
             problems.append(str(error))
@@ -108,14 +144,17 @@ def _task_folders(source: str, path: Path) -> list[Path]:
 
 
 def _payload(folder: Path, spec: HarborSpec) -> JsonObject:
-    task = read_task(folder, spec)
-    instruction = _instruction(folder / "instruction.md")
+    room = Room(folder=folder)
+    task = read_task(folder, spec, room)
+    instruction = _instruction(folder / "instruction.md", room)
     return {"prompt": instruction, KEY: json.loads(json.dumps(asdict(task)))}
 
 
-def read_task(folder: Path, spec: HarborSpec) -> HarborTask:
+def read_task(folder: Path, spec: HarborSpec, room: Room | None = None) -> HarborTask:
     """Raises ConfigError, which names the file and the line."""
-    _refuse_links(folder)
+    room = room or Room(folder=folder)
+    for path in sorted(folder.rglob("*")):
+        _refuse_link(path)
     settings = read_settings(folder / "task.toml")
     image = _image(folder, settings)
     root = _root(folder, spec, image, has_image=bool(settings.docker_image))
@@ -127,19 +166,13 @@ def read_task(folder: Path, spec: HarborSpec) -> HarborTask:
         )
     _check_place(workdir, f"{folder}: the working directory")
     copies = () if settings.docker_image else image.copies
-    files = dict(_copied(folder / "environment", copies))
-    tests = {
-        str(path.relative_to(folder / "tests")): _read(path)
-        for path in _files_below(folder / "tests")
-    }
+    files = dict(_copied(folder / "environment", copies, room))
+    tests = dict[str, TaskFile]()
+    for path in _files_below(folder / "tests"):
+        name = str(path.relative_to(folder / "tests"))
+        tests[name] = _read(path, name, room)
     if "test.sh" not in tests:
         raise ConfigError(f"{folder / 'tests' / 'test.sh'} is missing; write the verifier there")
-    size = sum(len(file.data) for file in (*files.values(), *tests.values()))
-    if size > MAX_TASK_BYTES:
-        raise ConfigError(
-            f"{folder}: {size:,} bytes of files, more than {MAX_TASK_BYTES:,}; put large files "
-            "into a root file system, and name it under harbor.roots"
-        )
     return HarborTask(
         name=folder.name,
         workdir=workdir,
@@ -160,12 +193,13 @@ def _least(*values: float | None) -> float | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def _instruction(path: Path) -> str:
+def _instruction(path: Path, room: Room) -> str:
     """Without the marker lines that keep it out of training data by accident."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
+        text = room.read(path).decode()
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} cannot be read: {error}; write the instruction there") from None
+    lines = re.sub("\r\n?", "\n", text).splitlines(keepends=True)
     while lines and _CANARY.fullmatch(lines[0].strip()):
         lines.pop(0)
     text = "".join(lines).lstrip("\n")
@@ -181,7 +215,11 @@ def _image(folder: Path, settings: Settings) -> Image:
             raise ConfigError(f"{environment / name} is not supported; use a Dockerfile alone")
     path = environment / "Dockerfile"
     if path.is_file():
-        image = parse_dockerfile(path.read_text(encoding="utf-8"), str(path))
+        try:
+            text = read_regular(path, 4 * MAX_CHARS).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}; correct it") from None
+        image = parse_dockerfile(text, str(path))
     elif settings.docker_image:
         image = Image(base="", workdir="", env={}, copies=(), run_lines=())
     else:
@@ -233,7 +271,11 @@ def environment_digest(folder: Path) -> str:
     for path in _files_below(folder):
         name = str(path.relative_to(folder)).encode()
         found.update(len(name).to_bytes(4, "little") + name)
-        found.update(blake3(path.read_bytes()).digest())
+        content = blake3()
+        with open_regular(path) as file:  # of any length: an image may have its effects already
+            while piece := file.read(COPIED_BYTES):
+                content.update(piece)
+        found.update(content.digest())
     return found.hexdigest()[:16]
 
 
@@ -248,14 +290,14 @@ def _check_place(path: str, what: str) -> None:
         raise ConfigError(f"{what} is {path}, a place of the format itself; use another folder")
 
 
-def _copied(context: Path, copies: tuple[Copy, ...]) -> Iterator[tuple[str, TaskFile]]:
+def _copied(context: Path, copies: tuple[Copy, ...], room: Room) -> Iterator[tuple[str, TaskFile]]:
     """Files by absolute path inside, in the order of the instructions."""
     for copy in copies:
         place = f"{context / 'Dockerfile'}:{copy.line}: COPY"
         _check_place(copy.target, f"{place}: its target")
         for pattern in copy.sources:
             for source in _matching(context, pattern, place):
-                yield from _copy_one(source, copy)
+                yield from _copy_one(source, copy, room)
 
 
 def _matching(context: Path, pattern: str, place: str) -> list[Path]:
@@ -273,33 +315,28 @@ def _matching(context: Path, pattern: str, place: str) -> list[Path]:
     return found
 
 
-def _copy_one(source: Path, copy: Copy) -> Iterator[tuple[str, TaskFile]]:
+def _copy_one(source: Path, copy: Copy, room: Room) -> Iterator[tuple[str, TaskFile]]:
     """A folder's content goes into the target; a file becomes it, or goes into it."""
     target = PurePosixPath(copy.target)
     if source.is_dir():
         for path in _files_below(source):
-            yield str(target / path.relative_to(source)), _read(path, copy.mode)
+            name = str(target / path.relative_to(source))
+            yield name, _read(path, name, room, copy.mode)
     else:
-        inner = target / source.name if copy.target.endswith("/") else target
-        yield str(inner), _read(source, copy.mode)
+        name = str(target / source.name if copy.target.endswith("/") else target)
+        yield name, _read(source, name, room, copy.mode)
 
 
-def _refuse_links(folder: Path) -> None:
+def _refuse_link(path: Path) -> None:
     """A task of other people must not name files of this machine."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink():
-            raise ConfigError(f"{path} is a link; put the file itself there")
+    if path.is_symlink():
+        raise ConfigError(f"{path} is a link; put the file or folder itself there")
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _read(path: Path, mode: int | None = None) -> TaskFile:
+def _read(path: Path, name: str, room: Room, mode: int | None = None) -> TaskFile:
     is_program = os.access(path, os.X_OK) and path.stat().st_mode & 0o100
-    if path.stat().st_size > MAX_TASK_BYTES:
-        raise ConfigError(
-            f"{path} has more than {MAX_TASK_BYTES:,} bytes; put it into a root file system, and "
-            "name that under harbor.roots"
-        )
-    return TaskFile.of(path.read_bytes(), mode or (0o755 if is_program else 0o644))
+    return TaskFile.of(room.read(path, name), mode or (0o755 if is_program else 0o644))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from penstock.durable import read_regular
 from penstock.errors import ConfigError
 
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
@@ -27,6 +28,8 @@ _REFUSED = {
     ("verifier", "collect"): "collecting from services",
 }
 """Keys that change what a task is, and what they ask for."""
+MAX_BYTES = 1 << 16
+"""Of task.toml."""
 _SIZES = {"K": 1 / 1024, "M": 1, "G": 1024}
 
 
@@ -47,7 +50,7 @@ class Settings:
 def read_settings(path: Path) -> Settings:
     """Raises ConfigError."""
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(read_regular(path, MAX_BYTES).decode())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; correct it") from None
     for keys, what in _REFUSED.items():
