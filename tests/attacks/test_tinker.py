@@ -5,6 +5,7 @@ memory or the disk that they share."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding.continuous import MAX_ROWS, ContinuousEngine
 from penstock.tinker import protocol, samplers, sampling, serving
 from penstock.tinker.effects import CHECKPOINTS
-from penstock.tinker.journal import ROW_BYTES, Kind
+from penstock.tinker.journal import ROW_BYTES, Kind, Request
 from penstock.tinker.protocol import MESSAGES, CreateModel, Sample, Sampled, read_forward_backward
 from penstock.tinker.samplers import max_answers
 from penstock.tinker.service import Limits
@@ -201,6 +202,66 @@ async def test_ranks_of_all_models_are_bounded(tmp_path: Path) -> None:
         asked = {"path": f"tinker://{model}/weights/all", "optimizer": True}
         with pytest.raises(Forbidden, match="rank"):
             await alice.send(Kind.LOAD, "s-0:train:9", 0, encode_json(asked))
+
+
+async def test_weights_that_come_later_are_counted(tmp_path: Path) -> None:
+    """Weights that were not there yet had no rank. They were when the request's turn came."""
+    async with opened(make_folder(tmp_path), limits=Limits(max_rank=12)) as alice:
+        model = await alice.create("s-0", rank=10)
+        held = threading.Event()
+        alice.service._thread.submit(held.wait, WAIT_S)  # pyright: ignore[reportPrivateUsage]
+        await alice.next(Kind.SAVE, model, path="x")
+        asked = encode_json({"path": f"tinker://{model}/weights/x", "optimizer": True})
+        answers = await asyncio.gather(
+            *(alice.send(Kind.LOAD, f"s-1:train:{number}", 0, asked) for number in range(4)),
+            return_exceptions=True,
+        )
+        held.set()
+        for one in answers:
+            if isinstance(one, str):
+                await alice.result(one)
+        lanes = alice.service._lanes.values()  # pyright: ignore[reportPrivateUsage]
+        assert sum(lane.rank for lane in lanes if lane.model is not None) == 10
+        assert {type(one) for one in answers} == {BadRequest}
+
+
+async def test_requests_of_one_number_are_counted_as_the_largest(tmp_path: Path) -> None:
+    """Either may be the one that is accepted."""
+    async with opened(make_folder(tmp_path), limits=Limits(max_rank=12)) as alice:
+        answers = await asyncio.gather(*(create(alice, 1, rank=rank) for rank in (1, 13)))
+        assert answers == ["", "Forbidden"]
+
+
+async def test_models_that_wait_are_counted_after_a_restart(tmp_path: Path) -> None:
+    folder, limits = make_folder(tmp_path), Limits(max_rank=12)
+    async with opened(folder, limits=limits) as alice:
+        model = await alice.create("s-0", rank=10)
+        body = pass_body(model, 3, [LINE])
+        await alice.send(Kind.FORWARD_BACKWARD, model, 3, body)  # 1 comes later
+    async with opened(folder, limits=limits) as alice:
+        assert await create(alice, 1, rank=10) == "Forbidden"
+
+
+async def test_weights_that_are_gone_after_a_restart_count_as_any(tmp_path: Path) -> None:
+    async with opened(make_folder(tmp_path), limits=Limits(max_rank=12)) as alice:
+        lost = {"path": "tinker://s-0:train:0/weights/x", "optimizer": True}
+        request = Request(id="s-1:0", lane="s-1", number=0, owner="alice", kind=Kind.LOAD)
+        journal = alice.service.journal
+        await journal.write(journal.accepted(request, encode_json(lost), at=0.0))
+        rank = alice.service._rank_of_accepted(request)  # pyright: ignore[reportPrivateUsage]
+        assert rank == 12
+
+
+@pytest.mark.parametrize("shape", [(1 << 32, 1 << 32), (0, 1 << 62)])
+def test_the_size_of_a_tensor_does_not_wrap(shape: tuple[int, ...]) -> None:
+    """A product of 64 bits is 0 for these, as many numbers as there are."""
+    body = MESSAGES["ForwardBackwardRequest"]()
+    body.ParseFromString(pass_body("m", 1, [(LINE[0], {"target_tokens": []})]))
+    tensor = body.data[0].loss_fn_inputs[0].value
+    del tensor.shape[:]
+    tensor.shape.extend(shape)
+    with pytest.raises(BadRequest, match="0 numbers for shape"):
+        read_forward_backward(body.SerializeToString())
 
 
 async def test_requests_that_arrive_at_once_are_counted(tmp_path: Path) -> None:

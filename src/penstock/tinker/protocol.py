@@ -6,6 +6,7 @@ fields, without generated code. Refuses images, audio and sparse tensors. Knows 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -225,7 +226,7 @@ def _tensor(name: str, found: Any) -> npt.NDArray[Any]:
     if len(found.shape) > _MAX_DIMENSIONS:
         raise BadRequest(f"loss_fn_inputs[{name!r}] has {len(found.shape)} dimensions")
     shape = tuple(found.shape) or values.shape
-    if np.prod(shape) != values.size or min(shape, default=0) < 0:
+    if math.prod(shape) != values.size or min(shape) < 0 or max(shape) > values.size:
         raise BadRequest(f"loss_fn_inputs[{name!r}] has {values.size} numbers for shape {shape}")
     return values.reshape(shape)
 

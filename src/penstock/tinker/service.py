@@ -20,7 +20,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -103,6 +103,9 @@ class TinkerService:
         """Take up what was accepted and has no result."""
         for request in self.journal.waiting():
             self._enqueue(request)
+            lane = self._lanes.get(request.lane)
+            if lane is not None and not lane.asked_rank:
+                lane.asked_rank = self._rank_of_accepted(request)
 
     async def close(self) -> None:
         tasks = [*self._tasks, *(lane.task for lane in self._lanes.values() if lane.task)]
@@ -186,32 +189,41 @@ class TinkerService:
                 f"request {request.number} of {request.lane} has taken effect, and its result is "
                 "no longer kept"
             )
-        if lane is None or not lane.is_in_use:
-            self.limits.check_models(self._ranks_in_use(request.owner), rank)
+        if lane is None or not lane.is_in_use or rank > lane.rank:
+            others = self._ranks_in_use(request.owner, but=request.lane)
+            self.limits.check_models(others, rank)
             lane = self._lane(request.lane, request.owner)
             lane.asked_rank = rank
         return lane
 
     def _rank(self, request: Request, body: bytes) -> int:
-        """Of the request's model; 0 if there are no such weights. Raises NotFound."""
+        """Of the request's model. Raises NotFound, and BadRequest for weights that are not there
+        yet: when its turn comes they may be, of any rank."""
         if request.number == 0 and request.kind is Kind.CREATE:
             return decode(body, CreateModel, media_type=JSON).lora.rank
         if request.number == 0 and request.kind is Kind.LOAD:
             path = decode(body, LoadWeights, media_type=JSON).path
-            with suppress(BadRequest):  # which is its result
-                return self.effects.checkpoint(path, request.owner)[1].rank
-            return 0
+            return self.effects.checkpoint(path, request.owner)[1].rank
         return self.model_config(request.lane, request.owner).rank
 
-    def _ranks_in_use(self, owner: str) -> list[int]:
-        """Of each model; those that were idle for long are put aside."""
+    def _rank_of_accepted(self, request: Request) -> int:
+        """As it was counted before the restart, or more."""
+        try:
+            return self._rank(request, b"" if request.number else self.journal.body(request))
+        except NotFound:  # which is its result
+            return 0
+        except BadRequest:  # the weights are gone; others may be saved under their name
+            return self.limits.max_rank
+
+    def _ranks_in_use(self, owner: str, *, but: str) -> list[int]:
+        """Of each model other than `but`; those that were idle for long are put aside."""
         now = time.monotonic()
         for lane in [*self._lanes.values()]:
             if lane.is_idle and now - lane.used_at > self.limits.idle_s:
                 lane.model = None  # its journal has everything
                 self._forget_unused(lane)
-        mine = (lane for lane in self._lanes.values() if lane.owner == owner and lane.is_in_use)
-        return [lane.rank for lane in mine]
+        mine = (lane for lane in self._lanes.values() if lane.owner == owner and lane.id != but)
+        return [lane.rank for lane in mine if lane.is_in_use]
 
     def _forget_unused(self, lane: Lane) -> None:
         if not lane.is_in_use and self._lanes.get(lane.id) is lane:

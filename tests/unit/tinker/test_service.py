@@ -239,8 +239,8 @@ async def test_saved_weights_continue_bit_for_bit(tmp_path: Path) -> None:
         assert await client.weights(other) == expected
         bob = Client(client.service, owner="bob")
         stolen = {"session_id": "s-3", "model_seq_id": 0, "path": path, "optimizer": True}
-        id = await bob.send(Kind.LOAD, "s-3:train:0", 0, json.dumps(stolen).encode())
-        assert "no saved weights" in await bob.error(id)
+        with pytest.raises(BadRequest, match="no saved weights"):
+            await bob.send(Kind.LOAD, "s-3:train:0", 0, json.dumps(stolen).encode())
 
 
 async def test_sampled_logprobs_are_the_trainers(tmp_path: Path) -> None:
