@@ -173,13 +173,7 @@ class Renderer:
     def encode_large(self, text: str) -> tuple[int, ...]:
         """`encode` for a thread: lets the event loop run meanwhile, and caches nothing."""
         tokenizing.check_length(text)
-        ids: list[int] = []
-        for part in self._parts(text):
-            if isinstance(part, list):
-                ids += part
-            else:
-                ids += tokenizing.encode_unlocked(self._tokenizer, part)
-        return tuple(ids)
+        return tuple(self._encode(text))
 
     def escape_untrusted(self, text: str) -> str:
         """Escape untrusted text."""
@@ -230,8 +224,6 @@ class Renderer:
         return ids[-1] in (self.stop_ids or self._hidden)
 
     def _encode(self, text: str) -> list[int]:
-        if ESCAPE not in text:
-            return tokenizing.encode(self._tokenizer, text)
         ids: list[int] = []
         for part in self._parts(text):
             if isinstance(part, list):

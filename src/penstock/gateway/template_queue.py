@@ -52,10 +52,9 @@ class TemplateQueue:
         self._waiting.append(reply)
         if self._is_ready and len(self._waiting) == 1:
             self._restart_timer()
-        is_first = not self._unsent
+        if not self._unsent:
+            self._loop.call_soon(self._send)  # together with what others ask meanwhile
         self._unsent += frame(request)
-        if is_first:
-            self._send()
         return await reply
 
     def abandon(self) -> None:
@@ -68,6 +67,8 @@ class TemplateQueue:
 
     def _send(self) -> None:
         fileno = self.child.socket.fileno()
+        if fileno < 0:
+            return
         try:
             num_bytes = self.child.socket.send(self._unsent)
         except BlockingIOError:

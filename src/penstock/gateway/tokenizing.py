@@ -21,14 +21,8 @@ million spaces."""
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids, without added ones."""
-    check_length(text)
-    with _refusing():
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def encode_unlocked(tokenizer: Tokenizer, text: str) -> list[int]:
-    """`encode` by the batch call, which alone releases Python's lock while it works."""
+    """Token ids, without added ones. By the batch call: it releases Python's lock while it works,
+    and finds no offsets."""
     check_length(text)
     with _refusing():
         [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)

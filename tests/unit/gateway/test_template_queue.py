@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -107,8 +108,9 @@ def children(before: frozenset[int] = frozenset()) -> list[int]:
 
 def wait_until_gone(pid: int) -> None:
     stat = Path(f"/proc/{pid}/stat")
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        time.sleep(0.01)
+    with suppress(FileNotFoundError):
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
 
 
 def test_each_event_loop_has_its_own(template: TemplateProcess) -> None:
