@@ -34,6 +34,7 @@ class ControlTokenEscaper:
         self._replacements[ESCAPE] = ESCAPE + ESCAPE
         longest_first = sorted(self._replacements, key=len, reverse=True)
         self._lookalikes = re.compile("|".join(map(re.escape, longest_first)))
+        self._first_chars = tuple({token[:1] for token in self._replacements})
         self._token_prefixes = tuple({token[:2] for token in self._replacements})
         cuts = [(token, at) for token in tokens for at in range(1, len(token))]
         self._token_heads = tuple({token[:at] for token, at in cuts})
@@ -44,11 +45,17 @@ class ControlTokenEscaper:
         """Escape untrusted text: no part of it can become a control token, whatever surrounds
         it."""
         escaped = text
-        if any(prefix in text for prefix in self._token_prefixes):  # far cheaper than the regex
+        if self._may_have_tokens(text):
             escaped = self._lookalikes.sub(lambda found: self._replacements[found[0]], text)
         if escaped.endswith(self._token_heads):
             escaped += SEPARATOR
         return SEPARATOR + escaped if escaped.startswith(self._token_tails) else escaped
+
+    def _may_have_tokens(self, text: str) -> bool:
+        """Each step is far cheaper than the next one, and the regex comes last."""
+        if not any(first in text for first in self._first_chars):
+            return False
+        return any(prefix in text for prefix in self._token_prefixes)
 
     def _escape_key(self, key: str) -> str:
         is_short = len(key) <= MAX_KEPT_CHARS
