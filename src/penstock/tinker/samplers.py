@@ -47,7 +47,8 @@ class _Loaded:
     version: Version
     num_running: int = 0
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
-    has_place: bool = False
+    place_of: str | None = None
+    """Whose place it has while it answers: of the first one who asked, not of the last."""
 
 
 def max_answers(answer_bytes: int) -> int:
@@ -109,17 +110,17 @@ class Samplers:
         loaded.num_running += 1
         try:
             async with loaded.loading:
-                if not loaded.has_place:
+                if loaded.place_of is None:
                     await self._places.take(owner)
-                    loaded.has_place = True
+                    loaded.place_of = owner
                 if loaded.engine.live is None:
                     await loaded.engine.load(folder, loaded.version)
             yield loaded
         finally:
             loaded.num_running -= 1
-            if loaded.has_place and not loaded.num_running:
-                loaded.has_place = False
-                self._places.release(owner)
+            if loaded.place_of is not None and not loaded.num_running:
+                place_of, loaded.place_of = loaded.place_of, None
+                self._places.release(place_of)
             await self._drop_idle()
 
     async def _drop_idle(self) -> None:

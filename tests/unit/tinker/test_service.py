@@ -7,6 +7,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.torch import load
@@ -21,9 +22,13 @@ from tests.unit.tinker.tinker_harness import (
 )
 
 from penstock.errors import BadRequest, Busy, Forbidden, NotFound, StoreError
+from penstock.gateway.generation import Completion, GenerationRequest
+from penstock.rollout.decoding.continuous import ContinuousEngine
+from penstock.tinker import samplers
 from penstock.tinker.journal import Kind, State
 from penstock.tinker.limits import Limits
-from penstock.tinker.protocol import MESSAGES
+from penstock.tinker.protocol import MESSAGES, Sample
+from penstock.tinker.server import BASE_ADAPTER
 
 TOLERANCE = 5e-5
 """As the engine's own tests have it (tests/unit/rollout/engines/test_hf_lora.py)."""
@@ -291,6 +296,40 @@ async def test_sampling_goes_on_after_a_restart_with_the_same_draws(tmp_path: Pa
         assert not {4, 5, 6, 7, 8} & {*tokens[:-1]}
         refused = await client.sample(session, 2, [4], topk_prompt_logprobs=3)
         assert "no top-k" in await client.error(refused)
+
+
+async def test_clients_that_share_weights_share_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asked last gave back a place that the first one held: a request failed, and the place was
+    lost. Both sample the base model here."""
+    generate, may_answer = ContinuousEngine.__call__, asyncio.Event()
+    monkeypatch.setattr(samplers, "MAX_LOADED", 1)
+
+    async def gated(engine: ContinuousEngine, request: GenerationRequest) -> Completion:
+        if request.session == "last":
+            await may_answer.wait()
+        return await generate(engine, request)
+
+    monkeypatch.setattr(ContinuousEngine, "__call__", gated)
+    async with opened(make_folder(tmp_path)) as client:
+        folder = client.service.folder / BASE_ADAPTER
+        shared = client.service.sampling._samplers  # pyright: ignore[reportPrivateUsage]
+        body = msgspec.convert(
+            {
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [4, 5]}]},
+                "sampling_params": {"max_tokens": 2},
+                "sampling_session_id": "s",
+                "seq_id": 0,
+            },
+            Sample,
+        )
+        first = asyncio.create_task(shared.sample("first", "alice", folder, body, 32))
+        last = asyncio.create_task(shared.sample("last", "bob", folder, body, 32))
+        await first
+        may_answer.set()
+        assert await last
+        assert await shared.sample("again", "carol", folder, body, 32), "the place is free again"
 
 
 async def test_limits_of_a_credential(tmp_path: Path) -> None:
