@@ -105,6 +105,8 @@ class TemplateQueue:
         text = to_text(self._received[REPLY.size : end])
         del self._received[:end]
         if self._is_ready:
+            if not self._waiting:
+                raise OSError("the process breaks its protocol")
             reply = self._waiting.popleft()
             if not reply.done():  # or its caller was cancelled
                 reply.set_result(Reply(status, text))
