@@ -29,6 +29,11 @@ MAX_TEXT_CHARS = 2000
 """Maximum length of an error or a reason, for people."""
 MAX_ROLE_CHARS = 64
 """Maximum length of a role name; the ledger stores it with the row."""
+MAX_ROW_ROLES = 64
+"""Roles that the turns of a row may name."""
+MAX_SHOWN_ROLES = 256
+"""Of a batch or a run: status, metrics and statistics add up further ones as OTHER_ROLES."""
+OTHER_ROLES = "(others)"
 MAX_TOOL_CHARS = 16 << 10
 """How much is kept of the arguments and of the result of a tool call."""
 MAX_TOOL_USES = 4096
@@ -44,7 +49,8 @@ Moment = Annotated[float, Meta(ge=0, le=1e10)]
 Reward = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 Id = Annotated[str, Meta(max_length=128, pattern=_NO_NUL)]
 """An id of a request, a process or a worker, chosen by its caller."""
-Label = Annotated[str, Meta(max_length=256)]
+MAX_LABEL_CHARS = 256
+Label = Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]
 """A short text of a repeated field."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 """An error or a reason. May have model output in it; the ledger replaces what it cannot store."""

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from penstock.bounds import (
     MAX_AGENT_CHARS,
+    MAX_ROW_ROLES,
     MAX_TOOL_CHARS,
     MAX_TOOL_USES,
     MAX_TURNS,
@@ -392,7 +393,7 @@ class Trajectory:
     """Seconds since 1970, by the node's clock."""
     boot_id: Label = ""
     """Which start of the node process produced it; may be empty."""
-    role_rewards: Annotated[Mapping[Role, Reward], Meta(max_length=64)] = field(
+    role_rewards: Annotated[Mapping[Role, Reward], Meta(max_length=MAX_ROW_ROLES)] = field(
         default_factory=dict[str, float]
     )
     """Rewards of roles that have their own; turns of any other role earn `reward`."""

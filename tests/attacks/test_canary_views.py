@@ -15,11 +15,10 @@ from tests.unit.audit.ledgers import Run, always_completed, small_config
 from tests.unit.cli.test_samples import with_tokenizer
 from tests.unit.dataflow.service.test_validate import turn
 
-from penstock.bounds import MAX_ROLE_CHARS
+from penstock.bounds import MAX_ROLE_CHARS, OTHER_ROLES
 from penstock.cli.explain import explain
 from penstock.cli.samples import samples
 from penstock.config import dump
-from penstock.dataflow.core.closed_groups import OTHER_ROLES
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.validate import check_turn
 from penstock.dataflow.service.server import build_server, surface
@@ -103,7 +102,7 @@ async def test_roles_of_nodes_do_not_fill_status_and_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A role is any text of a node; each has its line in status and its series in Prometheus."""
-    monkeypatch.setattr("penstock.dataflow.core.closed_groups.MAX_PARTS", 8)
+    monkeypatch.setattr("penstock.dataflow.core.closed_groups.MAX_SHOWN_ROLES", 8)
     run = Run(tmp_path / "run", small_config(), choose=always_completed)
     numbers = itertools.count()
     for node in run.nodes:

@@ -41,7 +41,12 @@ STEP_METRICS = _rows(
         "What an operator should do now, a line each; absent if all is well.",
     ),
     ("reward/mean", "reward", "Mean reward of the batch's trajectories."),
-    ("reward/role/{role}", "reward", "The same of one role, where roles have names."),
+    (
+        "reward/role/{role}",
+        "reward",
+        "The same of one role, where roles have names; `(others)`: of all but the 256 that have "
+        "the most tokens.",
+    ),
     ("tokens/role/{role}", "tokens", "Sampled tokens of that role in the batch."),
     ("completions/mean_length", "tokens", "Trained tokens per trajectory, all turns together."),
     ("tokens/trained", "tokens", "Tokens in the loss."),

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import structlog
 from blake3 import blake3
 
+from penstock.bounds import MAX_SHOWN_ROLES, OTHER_ROLES
 from penstock.errors import BadRequest, StoreError
 from penstock.trainer.arrays import Floats, Ints
 from penstock.trainer.pass_cost import TYPICAL, PassCost
@@ -89,14 +90,24 @@ class Roles:
         return cls(names=("",), rows_N=np.arange(num_rows), roles_N=zeros_N, tokens_N=zeros_N)
 
     def figures(self, rewards_R: Floats) -> dict[str, tuple[float, float]]:
-        """(mean reward, tokens) of each named role; empty if no role has a name."""
+        """(mean reward, tokens) of each named role; empty if no role has a name. Nodes name roles:
+        those with the most tokens count apart."""
         rewards_N = rewards_R[self.rows_N] if self.own is None else self.own.rewards_N
-        found: dict[str, tuple[float, float]] = {}
-        for number, name in enumerate(self.names):
-            is_it_N = self.roles_N == number
-            if name and is_it_N.any():
-                found[name] = float(rewards_N[is_it_N].mean()), float(self.tokens_N[is_it_N].sum())
-        return found
+        num_P = np.bincount(self.roles_N, minlength=len(self.names))
+        tokens_P = np.bincount(self.roles_N, self.tokens_N, len(self.names))
+        numbers = [number for number, name in enumerate(self.names) if name and num_P[number]]
+        ranked = sorted(
+            (number for number in numbers if self.names[number] != OTHER_ROLES),
+            key=lambda number: -tokens_P[number],
+        )
+        shown = sorted(ranked[:MAX_SHOWN_ROLES])
+        parts = [(self.names[number], self.roles_N == number) for number in shown]
+        if others := set(numbers) - set(shown):
+            parts.append((OTHER_ROLES, np.isin(self.roles_N, list(others))))
+        return {
+            name: (float(rewards_N[is_it_N].mean()), float(self.tokens_N[is_it_N].sum()))
+            for name, is_it_N in parts
+        }
 
     @classmethod
     def of(cls, manifest: Manifest) -> Roles:

@@ -24,10 +24,12 @@ RUN = TrackedRun(
     config={"training": {"steps": 3}},
 )
 BLOCK = 32_768
+STRANGE = "reward/role/a(b//../ü"
+"""Nodes name roles."""
 
 
 def point(number: int) -> Point:
-    values = {"reward/mean": number / 8, "loss": -number / 4}
+    values = {"reward/mean": number / 8, "loss": -number / 4, STRANGE: 1.0}
     return Point(
         id=f"batch-{number}", index=number - 1, step=number, at=1000.0 + number, values=values
     )
@@ -38,6 +40,7 @@ def read_mlflow() -> list[tuple[int, float]]:
     experiment = client.get_experiment_by_name("penstock")
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.data.params == {"training.steps": "3"}
+    assert run.data.metrics["reward/role/a_b/_/__/ü"] == 1.0
     found = client.get_metric_history(run.info.run_id, "reward/mean")
     return sorted((one.step, one.value) for one in found)
 

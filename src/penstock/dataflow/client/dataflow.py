@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from penstock.dataflow.client.blobs import INLINE_BYTES, put_blob
+from penstock.dataflow.client.statistics import within_bounds
 from penstock.dataflow.core.leasing import RegisterRequest
 from penstock.dataflow.report.shape import BalanceReport
 from penstock.dataflow.service.messages import Ack
@@ -201,6 +202,9 @@ class TrainerClient:
         return self._partitions[url]
 
     def commit(self, policy: PolicyName, seq: int, body: CommitRequest) -> None:
+        """Without statistics that do not fit: a commit that is refused would end the trainer, and
+        at every start again."""
+        body = replace(body, stats=within_bounds(body.stats))
         self._caller.call("POST", f"/v1/batches/{policy}.{seq}/commit", body, Ack)
 
     def publish(self, policy: PolicyName, body: PublishRequest) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from penstock.bounds import MAX_SHOWN_ROLES, OTHER_ROLES
 from penstock.dataflow.records import FateRecord
 from penstock.types import DropReason, GroupId, PolicyName, RowSummary
 
@@ -69,11 +70,6 @@ class ClosedGroup:
         )
 
 
-MAX_PARTS = 256
-"""Pairs of source and role that are counted apart: a node may name any role."""
-OTHER_ROLES = "(others)"
-
-
 @dataclass(slots=True, kw_only=True)
 class PartCount:
     """What one role of a policy did in the groups of one source."""
@@ -88,7 +84,8 @@ class PartCount:
 
 
 class PartCounts:
-    """Counts of one policy by source and role. Kept in memory only; reset on restart."""
+    """Counts of one policy by source and role, of at most MAX_SHOWN_ROLES pairs: a node may name
+    any role. Kept in memory only; reset on restart."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], PartCount] = {}
@@ -115,6 +112,6 @@ class PartCounts:
 
     def _part(self, source: str, role: str) -> PartCount:
         key = (source, role)
-        if key not in self.counts and len(self.counts) >= MAX_PARTS:
+        if key not in self.counts and len(self.counts) >= MAX_SHOWN_ROLES:
             key = (source, OTHER_ROLES)
         return self.counts.setdefault(key, PartCount())

@@ -7,6 +7,7 @@ asks which steps each metric has."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,6 +17,11 @@ from penstock.plugins import load_module
 TAG = "penstock.id"
 MAX_METRICS, MAX_PARAMS, MAX_CHARS = 1000, 100, 500
 """Of one call, and of the text of a parameter."""
+MAX_NAME_CHARS = 250
+"""Of a metric."""
+_REFUSED_CHARS = re.compile(r"[^\w.\- :/]")
+_NO_PARTS = ("", ".", "..")
+"""Of a path: a name is one."""
 
 
 class MLflow:
@@ -28,12 +34,13 @@ class MLflow:
         self._may_have_points = bool(found)
 
     def send(self, points: Sequence[Point]) -> None:
-        names = {name for point in points for name in point.values}
+        values = [with_accepted_names(point.values) for point in points]
+        names = {name for found in values for name in found}
         stored = {name: self._steps(name) for name in names} if self._may_have_points else {}
         metrics = [
             self._entities.Metric(name, value, int(point.at * 1000), point.step)
-            for point in points
-            for name, value in point.values.items()
+            for point, found in zip(points, values, strict=True)
+            for name, value in found.items()
             if point.step not in stored.get(name, ())
         ]
         for start in range(0, len(metrics), MAX_METRICS):
@@ -59,6 +66,23 @@ class MLflow:
         for start in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(made.info.run_id, params=params[start : start + MAX_PARAMS])
         return made.info.run_id
+
+
+def with_accepted_names(values: Mapping[str, float]) -> dict[str, float]:
+    """Under names that MLflow takes; of two that become the same, the first counts."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        found.setdefault(_accepted(name), value)
+    return found
+
+
+def _accepted(name: str) -> str:
+    """Roles, which nodes name, may have any characters, and empty parts between slashes."""
+    parts = _REFUSED_CHARS.sub("_", name).split("/")
+    found = "/".join("_" * max(len(part), 1) if part in _NO_PARTS else part for part in parts)
+    if found.startswith(".."):
+        found = f"_{found[1:]}"
+    return found if len(found) <= MAX_NAME_CHARS else found[:MAX_NAME_CHARS].rstrip("./")
 
 
 def _flat(prefix: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

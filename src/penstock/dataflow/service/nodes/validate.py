@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from penstock.bounds import MAX_REWARD, MAX_ROLE_CHARS, MAX_TOKENS, MAX_TURNS
+from penstock.bounds import MAX_REWARD, MAX_ROLE_CHARS, MAX_ROW_ROLES, MAX_TOKENS, MAX_TURNS
 from penstock.dataflow.service.nodes.model_limits import MAX_TOKEN_ID, ModelLimits
 from penstock.redaction import hide_secrets
 from penstock.types import (
@@ -221,12 +221,20 @@ def _check_own_rewards(
 def _check_shapes(turns: Sequence[Turn], limits: ModelLimits) -> str:
     if len(turns) > MAX_TURNS:
         return f"{len(turns)} turns; at most {MAX_TURNS}"
+    if len(turns) > MAX_ROW_ROLES and (wrong := _check_roles(turns)):
+        return wrong
     for index, turn in enumerate(turns):
         if wrong := _check_shape(turn, index):
             return f"turn {index}: {wrong}"
         if turn.experts is not None and (wrong := _expert_fault(turn, turn.experts, limits)):
             return f"turn {index}: {wrong}"
     return ""
+
+
+def _check_roles(turns: Sequence[Turn]) -> str:
+    """Each role is stored with the row's summary, and has its own figures in status and metrics."""
+    num = len({turn.role for turn in turns} - {""})
+    return f"its turns have {num} roles; at most {MAX_ROW_ROLES}" if num > MAX_ROW_ROLES else ""
 
 
 def _check_tool_uses(trajectory: Trajectory) -> str:

@@ -108,6 +108,9 @@ class RowsRequest:
     columns: Annotated[tuple[Id, ...], Meta(max_length=1024)] = ()
 
 
+MAX_STATS = 10_000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRequest:
     """`POST /v1/batches/{consumer}.{seq}/commit`."""
@@ -117,7 +120,7 @@ class CommitRequest:
     """The version number after this batch: one more when trained, the same when skipped."""
     skipped: Text = ""
     """Reason, when the batch changed no weights."""
-    stats: Annotated[dict[Label, float], Meta(max_length=10_000)] = field(
+    stats: Annotated[dict[Label, float], Meta(max_length=MAX_STATS)] = field(
         default_factory=dict[str, float]
     )
     """Values that are not finite are left out."""
