@@ -37,6 +37,7 @@ OTHER_ROLES = "(others)"
 MAX_TOOL_CHARS = 16 << 10
 """How much is kept of the arguments and of the result of a tool call."""
 MAX_TOOL_USES = 4096
+MAX_SANDBOX_MS = 31 * 86_400_000
 MAX_AGENT_CHARS = 64
 _NO_NUL = r"^[^\u0000]*$"
 

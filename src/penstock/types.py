@@ -20,6 +20,7 @@ from msgspec import Meta
 from penstock.bounds import (
     MAX_AGENT_CHARS,
     MAX_ROW_ROLES,
+    MAX_SANDBOX_MS,
     MAX_TOOL_CHARS,
     MAX_TOOL_USES,
     MAX_TURNS,
@@ -399,6 +400,8 @@ class Trajectory:
     """Rewards of roles that have their own; turns of any other role earn `reward`."""
     tool_uses: Annotated[tuple[ToolUse, ...], Meta(max_length=MAX_TOOL_USES)] = ()
     """Its tool calls, in order."""
+    sandbox_ms: Annotated[int, Meta(ge=0, le=MAX_SANDBOX_MS)] = 0
+    """How long sandboxes of its own were open, all together, by the node's clock."""
 
 
 class DropReason(StrEnum):
@@ -440,6 +443,8 @@ class DropReason(StrEnum):
 
 # --- batches ----------------------------------------------------------------------------------
 
+SANDBOX_MS = "sandbox_ms"
+"""Value of a row with own sandboxes: how long they were open, all together."""
 ROLE_REWARD = "reward."
 """Prefix of the value of a row that holds the reward of a role; the role's name follows."""
 TURN_REWARD = "turn_reward."

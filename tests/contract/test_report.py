@@ -44,6 +44,7 @@ from penstock.dataflow.service.trainers.messages import (
     PublishRequest,
 )
 from penstock.types import (
+    SANDBOX_MS,
     FinishReason,
     NodeId,
     Outcome,
@@ -208,9 +209,10 @@ class World:
             epoch=grant.epoch,
             attempt=grant.attempt,
             node_id=node,
-            turns=(turn,),
+            turns=() if fails and grant.slot else (turn,),
             reward=None if fails else float(self.random.randint(0, 1)),
             outcome=Outcome(kind=OutcomeKind.FAILED if fails else OutcomeKind.COMPLETED),
+            sandbox_ms=self.random.choice((0, 1, 90_000)),
         )
         return Delivery(row_id=row_id, payload=memoryview(encode(record)))
 
@@ -263,9 +265,11 @@ def make(tmp_path: Path) -> Iterator[MakeWorld]:
 def _produced_by_node(tables: SqlReader) -> dict[str, Amount]:
     """Data delivered by each node, over all policies."""
     produced: defaultdict[str, Amount] = defaultdict(lambda: ZERO)
-    for node_id, sampled in tables.rows("SELECT node_id, sampled FROM rows"):
+    query = 'SELECT node_id, sampled, "values" FROM rows'
+    for node_id, sampled, values in tables.rows(query):
+        sandbox_ms = int(json.loads(values).get(SANDBOX_MS, 0))
         for tokens in filter(None, json.loads(sampled).values()):
-            produced[node_id] += Amount(sequences=1, tokens=tokens)
+            produced[node_id] += Amount(sequences=1, tokens=tokens, sandbox_ms=sandbox_ms)
     return produced
 
 
@@ -273,7 +277,7 @@ def _totals(report: BalanceReport) -> Flow:
     totals = report.policies[0].totals
 
     def counts(amount: Any) -> Amount:
-        return Amount(sequences=amount.sequences, tokens=amount.tokens)
+        return msgspec.convert(amount, Amount, from_attributes=True)
 
     return Flow(
         produced=counts(totals.produced),

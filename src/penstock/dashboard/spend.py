@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tokens and seconds went: every token by its fate, every second by activity.
+"""Where it went: every token and minute of sandboxes by its fate, every second by activity.
 
 Each account sums to its whole: what is in no other part is in the part that waits for a decision.
 """
@@ -50,7 +50,12 @@ def _fates(totals: dict[str, Any]) -> dict[str, Any]:
     return {
         "whole": totals["produced"],
         "parts": [
-            {"fate": fate, "tokens": one.tokens, "sequences": one.sequences}
+            {
+                "fate": fate,
+                "tokens": one.tokens,
+                "sequences": one.sequences,
+                "sandbox_ms": one.sandbox_ms,
+            }
             for fate, one in parts.items()
         ],
         "replayed": totals["replayed"],

@@ -51,6 +51,7 @@ from penstock.rollout.isolation import Isolation
 from penstock.rollout.prompt_templates import PromptTemplate, parse_prompt
 from penstock.rollout.recorder import Recorder
 from penstock.rollout.rewards.scorer import NO_REWARD, Failed, RewardScorer, ScoringFailed
+from penstock.rollout.sandbox_time import counting_sandboxes
 from penstock.rollout.tools.servers import ToolServers
 from penstock.rollout.user_errors import shorten, user_traceback
 from penstock.rollout.workflows import find_workflow
@@ -125,8 +126,11 @@ class AttemptRunner:
     async def run(self, grant: Grant, task: Task) -> Trajectory:
         """Run one attempt. Always returns a trajectory; only cancellation is raised."""
         row_id = grant.row_id
-        with self.activities.attempting(f"row {row_id}"):
-            return await self._run(grant, row_id, task)
+        with self.activities.attempting(f"row {row_id}"), counting_sandboxes() as sandboxes:
+            trajectory = await self._run(grant, row_id, task)
+        if not (sandbox_ms := sandboxes.total_ms):
+            return trajectory
+        return replace(trajectory, sandbox_ms=sandbox_ms)
 
     async def _run(self, grant: Grant, row_id: RowId, task: Task) -> Trajectory:
         started_at = time.time()

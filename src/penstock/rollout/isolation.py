@@ -29,6 +29,7 @@ from penstock.rollout.sandbox.types import (
     Sandbox,
     SandboxSpec,
 )
+from penstock.rollout.sandbox_time import SandboxTime, time_of_attempt
 from penstock.rollout.visible_folders import interpreter_folders, narrowed, unreachable, unreadable
 
 FOREVER_S = 1e8
@@ -255,19 +256,33 @@ def passed_env(names: Iterable[str] = ()) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Opened:
-    """A started sandbox, killed at the end of `async with`."""
+    """A started sandbox, killed at the end of `async with`. Its time counts for the attempt that
+    opens it, unless others use it too."""
 
     box: Sandbox
+    is_shared: bool = False
+    _time: SandboxTime | None = None
+    _key: int = 0
 
     async def __aenter__(self) -> Sandbox:
+        if not self.is_shared and (time := time_of_attempt()) is not None:
+            self._time, self._key = time, time.start()
         try:
             await self.box.start()
         except BaseException:
-            await self.box.kill()
+            await self.close()
             raise
         return self.box
 
     async def __aexit__(self, *_: object) -> None:
-        await self.box.kill()
+        await self.close()
+
+    async def close(self) -> None:
+        try:
+            await self.box.kill()
+        finally:
+            if self._time is not None:
+                self._time.end(self._key)
+                self._time = None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from penstock.rollout.grading.grader import grade
 from penstock.rollout.grading.types import GradingLimits, Solution, TestFile, Verdict
-from penstock.rollout.isolation import Isolation, Use
+from penstock.rollout.isolation import Isolation, Opened, Use
 from penstock.rollout.sandbox.run import run
 from penstock.rollout.sandbox.types import CommandRefused, Limits, Sandbox
 from penstock.rollout.visible_folders import interpreter_folders
@@ -46,7 +46,7 @@ class ToolSandbox:
     _row_id: str = ""
     _folders: tuple[Path, ...] = ()
     """Of this machine, which its programs see; read-only."""
-    _box: Sandbox | None = None
+    _opened: Opened | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def exec(
@@ -86,24 +86,21 @@ class ToolSandbox:
         return await (await self.started()).get(path, max_bytes=max_bytes)
 
     async def close(self) -> None:
-        box, self._box = self._box, None
-        if box is not None:
-            await box.kill()
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await opened.close()
 
     async def started(self) -> Sandbox:
         """The sandbox, started if it is not."""
         async with self._lock:
-            if self._box is None:
+            if self._opened is None:
                 box = await self._isolation.open(
                     Use.TOOLS, folders=self._folders, row_id=self._row_id
                 )
-                try:
-                    await box.start()
-                except BaseException:
-                    await box.kill()
-                    raise
-                self._box = box
-            return self._box
+                opened = Opened(box)
+                await opened.__aenter__()
+                self._opened = opened
+            return self._opened.box
 
 
 async def grade_solution(

@@ -224,6 +224,7 @@ class FakeNode:
             reward=grant.slot / 4 if outcome.has_reward else None,
             outcome=outcome,
             tool_uses=self.tool_uses(grant),
+            sandbox_ms=1500 * grant.slot,
         )
 
 

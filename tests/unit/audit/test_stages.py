@@ -47,7 +47,7 @@ def staged_original(original: Path, tmp_path_factory: pytest.TempPathFactory) ->
     def refresh(manifest: Record) -> None:
         for member in (row for group in manifest["groups"] for row in group["rows"]):
             member["digest"] = digests[member["row_id"]]
-            member["values"] = {"length": 3.0}
+            member["values"] = member.get("values", {}) | {"length": 3.0}
             member["columns"] = {"notes": NOTES}
 
     for seq in seqs:

@@ -75,7 +75,8 @@ def test_every_token_has_one_fate(get: Get) -> None:
     parts = {part["fate"]: part for part in account["parts"]}
     assert parts["trained"]["sequences"] == NUM_STEPS * 12
     assert parts["lost: failed"]["sequences"] >= 3
-    for unit in ("tokens", "sequences"):
+    assert parts["trained"]["sandbox_ms"] > 0
+    for unit in ("tokens", "sequences", "sandbox_ms"):
         assert sum(part[unit] for part in parts.values()) == account["whole"][unit]
         assert all(part[unit] >= 0 for part in parts.values())
 

@@ -327,6 +327,7 @@ def test_a_workflow_that_cannot_be_found_is_refused_with_its_cure(name: str, say
 async def test_calls_of_tools_are_recorded_with_the_trajectory(snapshot: Path) -> None:
     servers = tuple(ToolServerInfo(name=name, builtin=name) for name in ("python", "files"))
     row = await attempt(snapshot, "calls_tools", tools=servers)
+    assert 0 < row.sandbox_ms < 1000 * (row.ended_at - row.started_at)
     assert row.reward == 1.0, row.outcome
     uses = [(use.turn, use.name, use.is_error, use.agent) for use in row.tool_uses]
     assert uses == [

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from penstock.types import SANDBOX_MS
+
 TRAIN = "train"
 """The space of the rollout rows; users read it but never write to it."""
 TURNS = "turns"
@@ -11,7 +13,7 @@ ORIGIN = "origin"
 """Not stored: what a rollout row was made from, for stages that score or repeat it."""
 ADMITTED = "admitted"
 """When a policy first admitted the row; written by the service."""
-RESERVED = frozenset({TURNS, ADMITTED})
+RESERVED = frozenset({TURNS, ADMITTED, SANDBOX_MS})
 EVAL = "eval"
 """The space of rows of evaluations; no trainer, stage or reader gets them."""
 NUM_TURNS = "turns"

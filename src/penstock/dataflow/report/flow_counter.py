@@ -28,7 +28,7 @@ from penstock.dataflow.records import (
 from penstock.dataflow.report.figures import REFUSAL_REASONS, Flow
 from penstock.dataflow.report.ledger_counts import SqlReader, count_from_ledger
 from penstock.dataflow.report.shape import ZERO, Amount
-from penstock.types import GroupId, NodeId, OutcomeKind, PolicyName
+from penstock.types import SANDBOX_MS, DropReason, GroupId, NodeId, OutcomeKind, PolicyName
 
 KEY = "report"
 """Key of the totals in the ledger's `meta` table."""
@@ -36,13 +36,13 @@ TOTALS = "SELECT value FROM meta WHERE key = :key"
 ADMITTED = "SELECT consumer, group_id FROM fates WHERE state = 'admitted'"
 LAST_ROW = "SELECT max(arrival) FROM rows WHERE space = 'train'"
 EARLIER_ROWS = (
-    "SELECT node_id, sampled FROM rows WHERE group_id = :group_id AND arrival <= :last "
+    'SELECT node_id, sampled, "values" FROM rows WHERE group_id = :group_id AND arrival <= :last '
     "AND outcome IN ('completed', 'truncated')"
 )
 SCORED = frozenset({OutcomeKind.COMPLETED, OutcomeKind.TRUNCATED})
 
-Member = tuple[NodeId, Mapping[PolicyName, int]]
-"""The node of a scored row, and its sampled tokens by policy."""
+Member = tuple[NodeId, Mapping[PolicyName, int], int]
+"""The node of a scored row, its sampled tokens by policy, and how long its sandboxes were open."""
 EffectiveNumber = Callable[[PolicyName, int, int], int]
 """Maps (policy, incarnation, number) to the version number on the current lineage."""
 LoadEarlierRows = Callable[[GroupId], Sequence[Member]]
@@ -50,7 +50,17 @@ LoadEarlierRows = Callable[[GroupId], Sequence[Member]]
 
 _sampled = msgspec.json.Decoder(dict[PolicyName, int])
 _due = msgspec.json.Decoder(dict[PolicyName, int])
+_values = msgspec.json.Decoder(dict[str, float])
+
+
+class _Values(Struct):
+    """What is read of a packed row."""
+
+    values: dict[str, float] = {}
+
+
 _rows = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_row_values = msgspec.msgpack.Decoder(list[_Values])
 
 
 class MutableAmount(Struct):
@@ -58,14 +68,16 @@ class MutableAmount(Struct):
 
     sequences: int = 0
     tokens: int = 0
+    sandbox_ms: int = 0
 
-    def add(self, sequences: int, tokens: int) -> None:
+    def add(self, sequences: int, tokens: int, sandbox_ms: int = 0) -> None:
         self.sequences += sequences
         self.tokens += tokens
+        self.sandbox_ms += sandbox_ms
 
     @property
     def counts(self) -> Amount:
-        return Amount(sequences=self.sequences, tokens=self.tokens)
+        return Amount(sequences=self.sequences, tokens=self.tokens, sandbox_ms=self.sandbox_ms)
 
 
 class PolicyCounters(Struct):
@@ -77,9 +89,10 @@ class PolicyCounters(Struct):
     replayed: MutableAmount = field(default_factory=MutableAmount)
     wasted: dict[str, MutableAmount] = field(default_factory=dict[str, MutableAmount])
 
-    def waste(self, reason: str, sequences: int, tokens: int) -> None:
-        if sequences or tokens:
-            self.wasted.setdefault(str(reason), MutableAmount()).add(sequences, tokens)
+    def waste(self, reason: str, counts: Amount) -> None:
+        if counts != ZERO:
+            found = self.wasted.setdefault(str(reason), MutableAmount())
+            found.add(counts.sequences, counts.tokens, counts.sandbox_ms)
 
     @property
     def flow(self) -> Flow:
@@ -97,6 +110,10 @@ class NodeCounters(Struct):
 
     produced: MutableAmount = field(default_factory=MutableAmount)
     accepted: MutableAmount = field(default_factory=MutableAmount)
+
+
+def tokenless_fate(outcome: OutcomeKind) -> str:
+    return DropReason.ABSENT if outcome in SCORED else outcome
 
 
 def has_entered(fate: FateRecord) -> bool:
@@ -151,20 +168,32 @@ class FlowCounter:
         if row.space == EVAL:
             return  # not a part of training
         sampled = row.summary.sampled
+        sandbox_ms = sandbox_ms_of(row.summary.values)
         is_scored = row.summary.outcome in SCORED
+        if sandbox_ms and not any(sampled.values()):
+            self._tokenless(row.summary.outcome, sandbox_ms)
         for policy, tokens in sampled.items():
             counters = self.policies.get(PolicyName(policy))
             if counters is None or not tokens:
                 continue
-            counters.produced.add(1, tokens)
-            self.node_counters(row.node_id).produced.add(1, tokens)
+            counters.produced.add(1, tokens, sandbox_ms)
+            self.node_counters(row.node_id).produced.add(1, tokens, sandbox_ms)
             if not is_scored:
-                counters.waste(row.summary.outcome, 1, tokens)
+                failed = Amount(sequences=1, tokens=tokens, sandbox_ms=sandbox_ms)
+                counters.waste(row.summary.outcome, failed)
         if is_scored:
             members = self._members.get(row.group_id)
             if members is None:
                 members = self._members[row.group_id] = []
-            members.append((row.node_id, sampled))
+            members.append((row.node_id, sampled, sandbox_ms))
+
+    def _tokenless(self, outcome: OutcomeKind, sandbox_ms: int) -> None:
+        """A row without a token for any policy is never trained; its sandboxes were open."""
+        for counters in self.policies.values():
+            counters.produced.add(0, 0, sandbox_ms)
+            counters.waste(
+                tokenless_fate(outcome), Amount(sequences=0, tokens=0, sandbox_ms=sandbox_ms)
+            )
 
     def _group(self, record: GroupRecord) -> None:
         if record.state is GroupState.OPEN and not is_evaluation(record.group_id):
@@ -189,15 +218,15 @@ class FlowCounter:
         if has_entered(fate):
             before = ZERO if not is_held else held or counts
             more = counts - before
-            counters.entered.add(more.sequences, more.tokens)
+            counters.entered.add(more.sequences, more.tokens, more.sandbox_ms)
             if not is_held:
                 self._accept(fate)
         if not is_held:
             self._judged(fate)
         if fate.state == FateState.SEALED:
-            counters.consumed.add(counts.sequences, counts.tokens)
+            counters.consumed.add(counts.sequences, counts.tokens, counts.sandbox_ms)
         elif fate.state == FateState.DROPPED:
-            counters.waste(fate.reason, counts.sequences, counts.tokens)
+            counters.waste(fate.reason, counts)
         else:
             self._admitted[key] = counts
 
@@ -205,9 +234,17 @@ class FlowCounter:
         if not fate.tokens:
             return ZERO
         if fate.packed_rows:
-            return Amount(sequences=len(_rows.decode(fate.packed_rows)), tokens=fate.tokens)
-        sequences = sum(sampled.get(fate.consumer, 0) > 0 for _, sampled in self._of(fate.group_id))
-        return Amount(sequences=sequences, tokens=fate.tokens)
+            return Amount(
+                sequences=len(_rows.decode(fate.packed_rows)),
+                tokens=fate.tokens,
+                sandbox_ms=_packed_sandbox_ms(fate.packed_rows),
+            )
+        taken = [
+            sandbox_ms
+            for _, sampled, sandbox_ms in self._of(fate.group_id)
+            if sampled.get(fate.consumer, 0) > 0
+        ]
+        return Amount(sequences=len(taken), tokens=fate.tokens, sandbox_ms=sum(taken))
 
     def _of(self, group_id: GroupId) -> Sequence[Member]:
         members = self._members.get(group_id, [])
@@ -218,10 +255,10 @@ class FlowCounter:
         )
 
     def _accept(self, fate: FateRecord) -> None:
-        for node_id, sampled in self._of(fate.group_id):
+        for node_id, sampled, sandbox_ms in self._of(fate.group_id):
             tokens = sampled.get(fate.consumer, 0)
             if tokens:
-                self.node_counters(node_id).accepted.add(1, tokens)
+                self.node_counters(node_id).accepted.add(1, tokens, sandbox_ms)
 
     def _batch(self, batch: BatchRecord) -> None:
         policy, counters = batch.consumer, self.policies.get(batch.consumer)
@@ -241,7 +278,7 @@ class FlowCounter:
                     age = batch.trains_from - min(numbers, default=batch.trains_from)
                     bucket = histogram.setdefault(max(0, age), MutableAmount())
                     by_versions[sampled_by] = bucket
-                bucket.add(1, tokens)
+                bucket.add(1, tokens, sandbox_ms_of(row.values))
                 if is_replayed:
                     counters.replayed.add(1, tokens)
 
@@ -267,6 +304,20 @@ class FlowCounter:
 
         def earlier(group_id: GroupId) -> Sequence[Member]:
             rows = tables.rows(EARLIER_ROWS, group_id=group_id, last=last)
-            return [(node_id, _sampled.decode(sampled)) for node_id, sampled in rows]
+            return [
+                (node_id, _sampled.decode(sampled), sandbox_ms_of(_values.decode(values or "{}")))
+                for node_id, sampled, values in rows
+            ]
 
         self._load_earlier_rows = earlier
+
+
+def sandbox_ms_of(values: Mapping[str, float]) -> int:
+    return int(values.get(SANDBOX_MS, 0))
+
+
+def _packed_sandbox_ms(packed_rows: bytes) -> int:
+    """Read only where there is one: most runs have no sandboxes, and packed rows are many."""
+    if SANDBOX_MS.encode() not in packed_rows:
+        return 0
+    return sum(sandbox_ms_of(row.values) for row in _row_values.decode(packed_rows))

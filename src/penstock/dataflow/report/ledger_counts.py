@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any, Protocol
 
 from penstock.dataflow.report.figures import REFUSAL_REASONS, Flow
 from penstock.dataflow.report.shape import ZERO, Amount
-from penstock.types import UNTRUSTED_TAG
+from penstock.types import SANDBOX_MS, UNTRUSTED_TAG
 
 REFUSED = frozenset(str(reason) for reason in REFUSAL_REASONS)
-ROWS = "SELECT group_id, outcome, sampled FROM rows WHERE space = 'train'"
+ROWS = "SELECT group_id, outcome, sampled, \"values\" FROM rows WHERE space = 'train'"
 UNTRUSTED_ROWS = (
     "SELECT sampled FROM rows JOIN nodes ON nodes.node_id = rows.node_id "
     "WHERE space = 'train' AND tags LIKE :tag"
@@ -51,25 +52,35 @@ def count_untrusted_tokens(tables: SqlReader) -> int:
 def count_from_ledger(tables: SqlReader) -> dict[str, Flow]:
     """Flow of every policy since the run started, by policy."""
     sums: dict[str, _PolicySums] = defaultdict(_PolicySums)
-    scored: dict[tuple[str, str], int] = defaultdict(int)
-    for group_id, outcome, sampled in tables.rows(ROWS):
-        for policy, tokens in json.loads(sampled).items():
-            one = Amount(sequences=1, tokens=tokens) if tokens else ZERO
+    scored: dict[tuple[str, str], Amount] = defaultdict(lambda: ZERO)
+    tokenless: dict[str, Amount] = defaultdict(lambda: ZERO)
+    for group_id, outcome, sampled, values in tables.rows(ROWS):
+        sandbox_ms = int(json.loads(values or "{}").get(SANDBOX_MS, 0))
+        by_policy = json.loads(sampled)
+        if sandbox_ms and not any(by_policy.values()):
+            fate = "absent" if outcome in ("completed", "truncated") else outcome
+            tokenless[fate] += Amount(sequences=0, tokens=0, sandbox_ms=sandbox_ms)
+        for policy, tokens in by_policy.items():
+            one = Amount(sequences=1, tokens=tokens, sandbox_ms=sandbox_ms) if tokens else ZERO
             sums[policy].produced += one
             if outcome in ("completed", "truncated"):
-                scored[policy, group_id] += one.sequences
+                scored[policy, group_id] += one
             else:
                 sums[policy].wasted[outcome] += one
     for policy, group_id, state, reason, tokens, uses in tables.rows(FATES):
         if not tokens:
             continue
-        counts, total = Amount(sequences=scored[policy, group_id], tokens=tokens), sums[policy]
+        counts, total = replace(scored[policy, group_id], tokens=tokens), sums[policy]
         if state != "dropped" or reason not in REFUSED:
             total.entered += counts
         if state == "sealed":
             total.consumed += counts
             for _ in range(uses - 1):
-                total.replayed += counts
+                total.replayed += replace(counts, sandbox_ms=0)  # nothing ran again
         elif state == "dropped":
             total.wasted[reason] += counts
+    for total in sums.values():
+        for fate, counts in tokenless.items():
+            total.produced += counts
+            total.wasted[fate] += counts
     return {policy: total.flow for policy, total in sums.items()}

@@ -25,17 +25,26 @@ StatusName = Literal["healthy", "suspect", "gone"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """Trajectories and their sampled tokens of one policy. A trajectory with turns of two policies
-    counts once for each."""
+    """Trajectories, their sampled tokens of one policy, and how long their sandboxes were open. A
+    trajectory with turns of two policies counts once for each, and so do its sandboxes."""
 
     sequences: Count
     tokens: Count
+    sandbox_ms: Count = 0
 
     def __add__(self, other: Amount) -> Amount:
-        return Amount(sequences=self.sequences + other.sequences, tokens=self.tokens + other.tokens)
+        return Amount(
+            sequences=self.sequences + other.sequences,
+            tokens=self.tokens + other.tokens,
+            sandbox_ms=self.sandbox_ms + other.sandbox_ms,
+        )
 
     def __sub__(self, other: Amount) -> Amount:
-        return Amount(sequences=self.sequences - other.sequences, tokens=self.tokens - other.tokens)
+        return Amount(
+            sequences=self.sequences - other.sequences,
+            tokens=self.tokens - other.tokens,
+            sandbox_ms=self.sandbox_ms - other.sandbox_ms,
+        )
 
 
 ZERO = Amount(sequences=0, tokens=0)

@@ -50,7 +50,7 @@ class StdioServer:
         outgoing, from_session = anyio.create_memory_object_stream[SessionMessage](0)
         error = bytearray()
         with to_session, incoming, outgoing, from_session:
-            async with Opened(box), anyio.create_task_group() as tasks:
+            async with Opened(box, self.is_shared), anyio.create_task_group() as tasks:
                 process = await box.exec(with_ports({}, self.argv, folder=os.getcwd()))
                 tasks.start_soon(_read, process, to_session, ending, error)
                 tasks.start_soon(_write, process.stdin, from_session)

@@ -15,6 +15,7 @@ from penstock.redaction import hide_secrets
 from penstock.types import (
     MIN_TEMPERATURE,
     ROLE_REWARD,
+    SANDBOX_MS,
     TURN_REWARD,
     ExpertChoices,
     PolicyName,
@@ -105,8 +106,15 @@ def summarise(
         versions={p: tuple(sorted(made)) for p, made in versions.items()},
         roles=_by_role(turns) if has_roles else {},
         compute_cost=_compute_cost(turns, lengths, leaves),
-        values=_own_rewards(trajectory, has_turn_rewards),
+        values=_values(trajectory, has_turn_rewards),
     )
+
+
+def _values(trajectory: Trajectory, has_turn_rewards: bool) -> dict[str, float]:
+    values = _own_rewards(trajectory, has_turn_rewards)
+    if trajectory.sandbox_ms:
+        values[SANDBOX_MS] = float(trajectory.sandbox_ms)
+    return values
 
 
 def _own_rewards(trajectory: Trajectory, has_turn_rewards: bool) -> dict[str, float]:
