@@ -10,17 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 from tests.unit.tinker.tinker_harness import TINY, WAIT_S, Client, make_folder, opened, pass_body
 
-from penstock.errors import BadRequest, Busy, Forbidden, NotFound
+from penstock.errors import BadRequest, Busy, EngineError, Forbidden, NotFound
 from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding.continuous import MAX_ROWS, ContinuousEngine
 from penstock.tinker import protocol, samplers, sampling, serving
-from penstock.tinker.effects import CHECKPOINTS
-from penstock.tinker.journal import ROW_BYTES, Kind, Request
-from penstock.tinker.protocol import MESSAGES, CreateModel, Sample, Sampled, read_forward_backward
-from penstock.tinker.samplers import max_answers
+from penstock.tinker.effects import CHECKPOINTS, Effect
+from penstock.tinker.folder import BASE_ADAPTER
+from penstock.tinker.journal import ROW_BYTES, Kind, Request, sampler_row
+from penstock.tinker.lanes import Lane
+from penstock.tinker.models import AdaptedModel
+from penstock.tinker.protocol import (
+    MESSAGES,
+    CreateModel,
+    Floats,
+    Sample,
+    Sampled,
+    read_forward_backward,
+)
+from penstock.tinker.samplers import Question, max_answers
 from penstock.tinker.service import Limits
 from penstock.tinker.serving import app_of
 from penstock.wire.codec import JSON, decode, encode_json
@@ -196,6 +207,7 @@ async def test_ranks_of_all_models_are_bounded(tmp_path: Path) -> None:
         assert answers == ["", "", "", "Forbidden", "Forbidden"]
         await bob.create("s-b", rank=12)  # its own limit
         model = "s-0:train:2"
+        await alice.done(f"{model}:0")
         alice.numbers[model] = 0
         saved = await alice.next(Kind.SAVE, model, path="all")
         assert b"tinker://" in await alice.done(saved)
@@ -287,7 +299,7 @@ async def test_clients_take_turns_at_sampling(
     monkeypatch.setattr(sampling, "MAX_SAMPLING", 4)
     started: asyncio.Queue[tuple[str, asyncio.Event]] = asyncio.Queue()
 
-    async def sample(id: str, owner: str, folder: Path, body: Sample, window: int) -> list[Sampled]:
+    async def sample(id: str, owner: str, folder: Path, asked: Question) -> list[Sampled]:
         await started.put((id, done := asyncio.Event()))
         await asyncio.wait_for(done.wait(), WAIT_S)
         return []
@@ -377,3 +389,261 @@ async def test_weights_that_are_renamed_while_others_are_deleted(tmp_path: Path)
         gone.symlink_to("nowhere")  # listed, but not there when it is looked at
         await client.service.prune()
         assert gone.is_symlink()
+
+
+async def sampling_sessions(client: Client, *names: str) -> list[str]:
+    return [
+        await client.sampling_session(await client.create(f"s-{name}", rank=1)) for name in names
+    ]
+
+
+async def base_session(client: Client) -> str:
+    id = f"base of {client.owner}"
+    row = sampler_row(id, client.owner, "", BASE_ADAPTER)
+    await client.service.keep_row(client.owner, row)
+    return id
+
+
+async def test_nobody_waits_for_the_turn_of_another_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asked first for the base model had the others wait until it was its turn; with adapters
+    of its own in all its places, that was never."""
+    monkeypatch.setattr(samplers, "MAX_LOADED", 4)
+    generate, may_answer = ContinuousEngine.__call__, asyncio.Event()
+    has_begun: asyncio.Queue[str] = asyncio.Queue()
+
+    async def gated(engine: ContinuousEngine, request: GenerationRequest) -> Completion:
+        if request.session.startswith("s-a"):
+            has_begun.put_nowait(request.session)
+            await asyncio.wait_for(may_answer.wait(), WAIT_S)
+        return await generate(engine, request)
+
+    monkeypatch.setattr(ContinuousEngine, "__call__", gated)
+    async with opened(make_folder(tmp_path)) as alice:
+        bob = Client(alice.service, owner="bob")
+        own = await sampling_sessions(alice, "a0", "a1", "a2")
+        (other,) = await sampling_sessions(bob, "b")
+        await bob.done(await bob.sample(other, 0, [4]))  # so alice is not alone
+        flood = [await alice.sample(session, 0, [4]) for session in own]
+        for _ in range(2):  # the third waits
+            await asyncio.wait_for(has_begun.get(), WAIT_S)
+        flood.append(await alice.sample(await base_session(alice), 0, [4]))
+        asked = await bob.sample(await base_session(bob), 0, [4])
+        assert await alice.service.retrieve(asked, "bob", 20.0) is not None
+        assert has_begun.empty()
+        may_answer.set()
+        for id in flood:
+            await alice.done(id)
+
+
+async def test_adapters_that_are_put_aside_are_not_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one was closed, the next had found a use; it was closed all the same."""
+    close, generate = ContinuousEngine.close, ContinuousEngine.__call__
+    is_closing, may_close, has_begun = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def gated_close(engine: ContinuousEngine) -> None:
+        is_closing.set()
+        await asyncio.wait_for(may_close.wait(), WAIT_S)
+        await close(engine)
+
+    async def gated(engine: ContinuousEngine, request: GenerationRequest) -> Completion:
+        if is_closing.is_set():
+            has_begun.set()
+            await asyncio.wait_for(may_close.wait(), WAIT_S)
+            await asyncio.sleep(0.2)  # the others are closed meanwhile
+        return await generate(engine, request)
+
+    async with opened(make_folder(tmp_path)) as client:
+        sessions = await sampling_sessions(client, "a", "b", "c", "d")
+        for session in sessions:
+            await client.done(await client.sample(session, 0, [4]))
+        monkeypatch.setattr(samplers, "MAX_LOADED", 1)
+        monkeypatch.setattr(ContinuousEngine, "close", gated_close)
+        monkeypatch.setattr(ContinuousEngine, "__call__", gated)
+        last = await client.sample(sessions[3], 1, [4])
+        await asyncio.wait_for(is_closing.wait(), WAIT_S)
+        again = await client.sample(sessions[1], 1, [4])
+        await asyncio.wait_for(has_begun.wait(), WAIT_S)
+        may_close.set()
+        assert await client.done(last)
+        assert await client.done(again)
+
+
+def sample_body(session: str = "s", **params: Any) -> dict[str, Any]:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [4, 5]}]}
+    return {
+        "sampling_session_id": session,
+        "seq_id": 0,
+        "num_samples": 1,
+        "prompt": prompt,
+        "sampling_params": {"max_tokens": 2, **params},
+    }
+
+
+def chunks(count: int) -> dict[str, Any]:
+    return {"prompt": {"chunks": [{"tokens": [4]}] * count}}
+
+
+TOO_MANY: dict[str, dict[str, Any]] = {
+    "chunks": chunks(4097),
+    "type": {"prompt": {"chunks": [{"tokens": [4], "type": "t" * 257}]}},
+    "tokens": {"prompt": {"chunks": [{"tokens": [4] * ((4 << 20) + 1)}]}},
+    "stop tokens": {"sampling_params": {"stop": [4] * 65}},
+    "stop": {"sampling_params": {"stop": "s" * 257}},
+    "stops": {"sampling_params": {"stop": ["s" * 257]}},
+}
+
+
+@pytest.mark.parametrize("part", TOO_MANY)
+def test_parts_of_a_sampling_request_have_bounds(part: str) -> None:
+    """600,000 chunks of 14 bytes took half a second, and a hundred bytes of memory each."""
+    decode(encode_json(sample_body() | chunks(4096)), Sample, media_type=JSON)
+    with pytest.raises(BadRequest, match="invalid Sample"):
+        decode(encode_json(sample_body() | TOO_MANY[part]), Sample, media_type=JSON)
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "fills the model's window",
+        "up to 8192 objects",
+        "is too long for the model's window",
+        "answers of up to",
+        "a prompt has tokens",
+        "no top-k",
+    ],
+)
+async def test_sampling_requests_that_no_model_can_answer_are_not_accepted(
+    tmp_path: Path, why: str
+) -> None:
+    """They were stored, and their bodies were in memory when their turn came. What an older server
+    has accepted has a result all the same."""
+    folder = make_folder(tmp_path)
+    async with opened(folder) as alice:
+        session, service = await base_session(alice), alice.service
+        window, vocab_size = service.base.window, service.base.vocab_size
+        refused: dict[str, dict[str, Any]] = {
+            "fills the model's window": {"prompt": {"chunks": [{"tokens": [4] * window}]}},
+            "up to 8192 objects": chunks(8192),
+            "is too long for the model's window": {
+                "prompt": {"chunks": [{"tokens": [4] * (window + (1 << 17))}]}
+            },
+            "answers of up to": {"num_samples": 1024, "sampling_params": {}},
+            "a prompt has tokens": {"prompt": {"chunks": [{"tokens": [vocab_size]}]}},
+            "no top-k": {"topk_sample_logprobs": 1},
+        }
+        if why == "answers of up to":
+            service.base.window = 1 << 17
+        body = encode_json(sample_body(session) | refused[why])
+        headers = {"X-API-Key": folder.issue_key("alice", ttl_s=600.0)}
+        app = app_of(folder, service)
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app=app), base_url="http://tinker/api/v1"
+        ) as http:
+            found = await http.post("/asample", content=body, headers=headers)
+        assert found.status_code == 400 and why in found.text, found.text
+        assert service.journal.owner_and_digest(f"{session}:0") is None
+        old = await alice.send(Kind.SAMPLE, session, 0, body)
+        assert why in await alice.error(old)
+
+
+async def test_answers_that_wait_for_their_turn_are_not_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 256 requests had a thousand calls and tasks that waited: a gigabyte."""
+    monkeypatch.setattr(serving, "max_answers", lambda num_bytes: 3)  # pyright: ignore
+    generate, made, most = ContinuousEngine.__call__, 0, 0
+
+    def counted(*args: Any, **fields: Any) -> GenerationRequest:
+        nonlocal made, most
+        made += 1
+        most = max(most, made)
+        return GenerationRequest(*args, **fields)
+
+    async def answered(engine: ContinuousEngine, request: GenerationRequest) -> Completion:
+        nonlocal made
+        try:
+            return await generate(engine, request)
+        finally:
+            made -= 1
+
+    monkeypatch.setattr(samplers, "GenerationRequest", counted)
+    monkeypatch.setattr(ContinuousEngine, "__call__", answered)
+    async with opened(make_folder(tmp_path)) as client:
+        session = await base_session(client)
+        ids = [await client.sample(session, number, [4], num_samples=9) for number in range(4)]
+        for id in ids:
+            found = MESSAGES["SampleResponse"]()
+            found.ParseFromString(await client.done(id))
+            assert len(found.sequences) == 9
+    assert most == 3
+
+
+async def test_an_answer_that_fails_gives_back_every_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "max_answers", lambda num_bytes: 2)  # pyright: ignore
+    generate = ContinuousEngine.__call__
+
+    async def failing(engine: ContinuousEngine, request: GenerationRequest) -> Completion:
+        if request.session.endswith(":0"):
+            raise EngineError("no")
+        return await generate(engine, request)
+
+    monkeypatch.setattr(ContinuousEngine, "__call__", failing)
+    async with opened(make_folder(tmp_path)) as client:
+        session = await base_session(client)
+        assert "EngineError" in await client.error(
+            await client.sample(session, 0, [4], num_samples=5)
+        )
+        assert await client.done(await client.sample(session, 1, [4], num_samples=5))
+
+
+async def test_clients_take_turns_at_the_models_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that one client wanted to have scored was scored before another's training went on."""
+    may_score, num_scored = threading.Event(), 0
+    sampled: asyncio.Queue[object] = asyncio.Queue()
+    scored_before: list[int] = []
+
+    async def sample(*asked: object) -> list[Sampled]:
+        sampled.put_nowait(asked)
+        return []
+
+    def score(model: AdaptedModel, ids: list[int]) -> Floats:
+        nonlocal num_scored
+        assert may_score.wait(WAIT_S)
+        num_scored += 1
+        return np.zeros(len(ids), np.float32)
+
+    monkeypatch.setattr(AdaptedModel, "prompt_logprobs", score)
+    async with opened(make_folder(tmp_path)) as alice:
+        bob = Client(alice.service, owner="bob")
+        (session,) = await sampling_sessions(alice, "a")
+        model, effects = await bob.create("s-b", rank=1), alice.service.effects
+        apply = effects.apply
+
+        def noted(lane: Lane, request: Request) -> Effect:
+            scored_before.append(num_scored)
+            return apply(lane, request)
+
+        monkeypatch.setattr(effects, "apply", noted)
+        monkeypatch.setattr(alice.service.sampling._samplers, "sample", sample)  # pyright: ignore
+        flood = [
+            await alice.sample(session, number, [4, 5], prompt_logprobs=True)
+            for number in range(30)
+        ]
+        for _ in flood:
+            await asyncio.wait_for(sampled.get(), WAIT_S)
+        trained = await bob.train(model, 0)
+        await asyncio.sleep(0.1)  # its first pass waits for its turn
+        may_score.set()
+        for id in trained:
+            await bob.done(id)
+        for id in flood:
+            await alice.done(id)
+    assert scored_before[0] <= 2

@@ -4,6 +4,7 @@
     FOLDER/keys/            signs and checks the keys of this server's clients
     FOLDER/server.json      what it serves; the same at every start
     FOLDER/base/            the base model
+    FOLDER/base-adapter/    an adapter of zeros: the base model itself, for all who sample it
     FOLDER/journal.sqlite   every request and result
     FOLDER/models/  states/  checkpoints/
 
@@ -33,6 +34,7 @@ from penstock.wire.codec import encode_json
 from penstock.wire.denied import read_denied, write_denied
 
 NAME = "tinker"
+BASE_ADAPTER = "base-adapter"
 KEY_PREFIX = "tml-"
 """The SDK takes only API keys that begin with this."""
 

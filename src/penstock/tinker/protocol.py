@@ -18,7 +18,9 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from msgspec import Meta
 
+from penstock.bounds import Label
 from penstock.errors import BadRequest
+from penstock.wire.codec import JSON, decode
 
 PROTOBUF = "application/x-protobuf"
 Floats = npt.NDArray[np.float32]
@@ -87,6 +89,9 @@ _MAX_DATA = 4096
 _MAX_PARTS = 64
 """Chunks, inputs or settings of a request or a datum."""
 _MAX_DIMENSIONS = 8
+_MAX_OBJECTS = 8192
+_MAX_COMMAS = 64 << 10
+"""Of a sampling request, beside those between its tokens."""
 
 
 def _classes() -> dict[str, Any]:
@@ -353,18 +358,19 @@ class CreateSamplingSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptChunk(msgspec.Struct, frozen=True, kw_only=True):
-    tokens: list[TokenId]
-    type: str = "encoded_text"
+    tokens: Annotated[list[TokenId], Meta(max_length=4 << 20)]
+    """As many as a body holds; together at most the model's window."""
+    type: Name = "encoded_text"
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    chunks: list[PromptChunk]
+    chunks: Annotated[list[PromptChunk], Meta(max_length=4096)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
     seed: int | None = None
-    stop: str | list[str | TokenId] | None = None
+    stop: Label | Annotated[list[Label | TokenId], Meta(max_length=64)] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -383,6 +389,16 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
+
+
+def read_sample(content: bytes, window: int) -> Sample:
+    """window: of the model. Raises BadRequest. Parts are counted first: while a body is decoded, no
+    thread runs."""
+    if content.count(b"{") > _MAX_OBJECTS:
+        raise BadRequest(f"a sampling request has up to {_MAX_OBJECTS} objects")
+    if content.count(b",") > window + _MAX_COMMAS:
+        raise BadRequest(f"the prompt is too long for the model's window, {window} tokens")
+    return decode(content, Sample, media_type=JSON)
 
 
 class Retrieve(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,13 +23,16 @@ from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding.continuous import MAX_ROWS, ContinuousEngine
 from penstock.rollout.engines.hf import HfEngine
 from penstock.seeds import GAMMA
+from penstock.tinker.folder import BASE_ADAPTER
 from penstock.tinker.journal import digest_of
 from penstock.tinker.protocol import Sample, Sampled
 from penstock.types import (
     FinishReason,
     PolicyName,
     SamplingSpec,
+    TokenIds,
     Version,
+    token_ids,
     view_ids,
     view_log_probs,
 )
@@ -39,16 +42,33 @@ MAX_LOADED = 16
 """Adapters that answer at a time, and as many that did: they are kept in memory."""
 MEMORY_SHARE = 4
 """Answers together fill a quarter of the machine's memory, however long they get."""
+MAX_RESULT_TOKENS = 64 << 20
+"""Of all answers to a request, each of 8 bytes: SQLite stores no result of a billion bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is in memory of a request while it waits: four bytes for a token."""
+
+    prompt: TokenIds
+    spec: SamplingSpec
+    seed: int | None
+    stop_ids: frozenset[int]
+    num_samples: int
+    scores_from: int | None
+    """The first token of the prompt whose log-prob is asked for."""
 
 
 @dataclass(slots=True)
 class _Loaded:
     engine: ContinuousEngine
     version: Version
+    key: str
+    """Takes turns under it: its owner, and for the base model, which all share, its folder."""
     num_running: int = 0
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
-    place_of: str | None = None
-    """Whose place it has while it answers: of the first one who asked, not of the last."""
+    has_place: bool = False
+    """While it answers."""
 
 
 def max_answers(answer_bytes: int) -> int:
@@ -71,33 +91,27 @@ class Samplers:
             await loaded.engine.close()
         await self._root.close()
 
-    async def sample(
-        self, id: str, owner: str, folder: Path, body: Sample, window: int
-    ) -> list[Sampled]:
-        """`id`: the same one draws the same answers. `window`: of the model. Raises BadRequest and
-        EngineError."""
-        prompt = prompt_ids(body)
-        spec = _spec(body, window - len(prompt))
-        seed = body.sampling_params.seed
-        base = int(digest_of(id.encode())[:15], 16) if seed is None else seed
-        stop_ids = _stop_ids(body)
+    async def sample(self, id: str, owner: str, folder: Path, asked: Question) -> list[Sampled]:
+        """`id`: the same one draws the same answers. Raises EngineError."""
+        base = int(digest_of(id.encode())[:15], 16) if asked.seed is None else asked.seed
+        answers: list[asyncio.Task[Completion]] = []
         async with self._engine(folder, owner) as loaded:
-
-            async def answer(request: GenerationRequest) -> Completion:
-                async with self._answers.place(owner):
-                    return await loaded.engine(request)
-
-            requests = [
-                GenerationRequest(
-                    prompt,
-                    replace(spec, seed=(base + index * GAMMA) & MAX_SEED),
-                    policy=loaded.version.policy,
-                    session=id,
-                )
-                for index in range(body.num_samples)
-            ]
-            found = await asyncio.gather(*map(answer, requests))
-        return [_sampled(one, stop_ids) for one in found]
+            try:
+                for index in range(asked.num_samples):
+                    await self._answers.take(owner)  # before anything is made for the answer
+                    request = GenerationRequest(
+                        view_ids(asked.prompt).tolist(),
+                        replace(asked.spec, seed=(base + index * GAMMA) & MAX_SEED),
+                        policy=loaded.version.policy,
+                        session=id,
+                    )
+                    answers.append(asyncio.create_task(loaded.engine(request)))
+                    answers[-1].add_done_callback(lambda _: self._answers.release(owner))
+                found = await asyncio.gather(*answers)
+            finally:
+                for answer in answers:
+                    answer.cancel()
+        return [_sampled(one, asked.stop_ids) for one in found]
 
     @asynccontextmanager
     async def _engine(self, folder: Path, owner: str) -> AsyncGenerator[_Loaded]:
@@ -105,31 +119,50 @@ class Samplers:
         if loaded is None:
             policy = PolicyName(digest_of(str(folder).encode())[:16])
             version = Version(policy=policy, incarnation=0, number=0)
-            loaded = self._loaded[folder] = _Loaded(self._root.share(), version)
+            key = str(folder) if folder.name == BASE_ADAPTER else owner
+            loaded = self._loaded[folder] = _Loaded(self._root.share(), version, key)
         self._loaded.move_to_end(folder)
         loaded.num_running += 1
         try:
             async with loaded.loading:
-                if loaded.place_of is None:
-                    await self._places.take(owner)
-                    loaded.place_of = owner
+                if not loaded.has_place:
+                    await self._places.take(loaded.key)
+                    loaded.has_place = True
                 if loaded.engine.live is None:
                     await loaded.engine.load(folder, loaded.version)
             yield loaded
         finally:
             loaded.num_running -= 1
-            if loaded.place_of is not None and not loaded.num_running:
-                place_of, loaded.place_of = loaded.place_of, None
-                self._places.release(place_of)
+            if loaded.has_place and not loaded.num_running:
+                loaded.has_place = False
+                self._places.release(loaded.key)
             await self._drop_idle()
 
     async def _drop_idle(self) -> None:
         idle = [one for one, loaded in self._loaded.items() if not loaded.num_running]
-        for folder in idle[: max(0, len(self._loaded) - MAX_LOADED)]:
-            await self._loaded.pop(folder).engine.close()
+        oldest = idle[: max(0, len(self._loaded) - MAX_LOADED)]
+        engines = [self._loaded.pop(folder).engine for folder in oldest]
+        # All are gone before the first is closed: who asks for one meanwhile loads it again.
+        await asyncio.shield(asyncio.gather(*(engine.close() for engine in engines)))
 
 
-def prompt_ids(body: Sample) -> list[int]:
+def question_of(body: Sample, window: int, vocab_size: int) -> Question:
+    """Raises BadRequest for what the model cannot answer."""
+    ids = _prompt_ids(body)
+    if not ids or max(ids) >= vocab_size:
+        raise BadRequest(f"a prompt has tokens 0 to {vocab_size - 1}, at least one")
+    last_n = len(ids) if body.prompt_logprobs_last_n is None else body.prompt_logprobs_last_n
+    return Question(
+        prompt=token_ids(ids),
+        spec=_spec(body, window - len(ids)),
+        seed=body.sampling_params.seed,
+        stop_ids=_stop_ids(body),
+        num_samples=body.num_samples,
+        scores_from=max(0, len(ids) - last_n) if body.prompt_logprobs else None,
+    )
+
+
+def _prompt_ids(body: Sample) -> list[int]:
     if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
         raise BadRequest("the prompt has other chunks than encoded_text; send tokens only")
     return [token for chunk in body.prompt.chunks for token in chunk.tokens]
@@ -145,12 +178,18 @@ def _spec(body: Sample, room: int) -> SamplingSpec:
         raise BadRequest("stop=[]: this server cannot sample beyond the model's end token")
     if room < 1:
         raise BadRequest("the prompt fills the model's window; shorten it")
+    max_tokens = min(params.max_tokens or room, room)
+    if body.num_samples * max_tokens > MAX_RESULT_TOKENS:
+        raise BadRequest(
+            f"{body.num_samples} answers of up to {max_tokens} tokens: a request has up to "
+            f"{MAX_RESULT_TOKENS}; lower max_tokens, or send several requests"
+        )
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
     fields = {
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": max(0, params.top_k),
-        "max_tokens": min(params.max_tokens or room, room),
+        "max_tokens": max_tokens,
         "stop": [stop for stop in stops if isinstance(stop, str)],
     }
     try:
@@ -166,7 +205,7 @@ def _stop_ids(body: Sample) -> frozenset[int]:
 
 def _sampled(found: Completion, stop_ids: frozenset[int]) -> Sampled:
     """Cut after the first stop token: what comes before it was drawn without knowing of it."""
-    tokens, logprobs = [*view_ids(found.sampled_ids)], [*view_log_probs(found.logprobs)]
+    tokens, logprobs = view_ids(found.sampled_ids), view_log_probs(found.logprobs)
     end = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), None)
     is_cut = end is None and found.finish is not FinishReason.STOP
     return Sampled(tokens=tokens[:end], logprobs=logprobs[:end], is_cut=is_cut)

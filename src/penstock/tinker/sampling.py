@@ -7,6 +7,7 @@ knows no order and writes no results.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,15 @@ from penstock.errors import BadRequest, NotFound
 from penstock.gateway.fair_queue import FairQueue
 from penstock.tinker.journal import Journal, Request
 from penstock.tinker.models import AdaptedModel, BaseModel
-from penstock.tinker.protocol import Floats, Sample, write_samples
-from penstock.tinker.samplers import Samplers, prompt_ids
+from penstock.tinker.protocol import Floats, Sample, read_sample, write_samples
+from penstock.tinker.samplers import Question, Samplers, question_of
+from penstock.types import view_ids
 from penstock.weights.manifest import ADAPTER_CONFIG
-from penstock.wire.codec import JSON, decode
 
 MAX_SAMPLING = 256
 """Sampling requests at a time; the others wait, and clients take turns."""
-Score = Callable[[Callable[[], Floats]], Awaitable[Floats]]
-"""Runs a pass of the trainer's model, where its passes take turns."""
+Score = Callable[[str, Callable[[], Floats]], Awaitable[Floats]]
+"""Runs a pass of the trainer's model for an owner, where their passes take turns."""
 
 
 class Sampling:
@@ -46,27 +47,35 @@ class Sampling:
     async def close(self) -> None:
         await self._samplers.close()
 
+    def read(self, content: bytes) -> Sample:
+        """A request that the model can answer; raises BadRequest. From any thread."""
+        body = read_sample(content, self._base.window)
+        self._question(body)
+        return body
+
+    def _question(self, body: Sample) -> Question:
+        return question_of(body, self._base.window, self._base.vocab_size)
+
     async def answer(self, request: Request) -> bytes:
         """Protobuf. Raises what is wrong with the request, and EngineError."""
         async with self._room.place(request.owner):
-            body = decode(self._journal.body(request), Sample, media_type=JSON)
+            asked = await asyncio.to_thread(self._stored, request)
             folder = self._folder / self.session(request.lane, request.owner)[0]
             if not folder.exists():
                 raise BadRequest("the weights of this sampling client are gone; save them again")
-            ids = prompt_ids(body)
-            if not ids or max(ids) >= self._base.vocab_size:
-                raise BadRequest(
-                    f"a prompt has tokens 0 to {self._base.vocab_size - 1}, at least one"
-                )
-            found = await self._samplers.sample(
-                request.id, request.owner, folder, body, self._base.window
-            )
+            found = await self._samplers.sample(request.id, request.owner, folder, asked)
             scores = None
-            if body.prompt_logprobs:
-                scores = await self._score(lambda: self._scorer(folder).prompt_logprobs(ids))
-                if body.prompt_logprobs_last_n is not None:
-                    scores[: max(0, scores.size - body.prompt_logprobs_last_n)] = np.nan
+            if asked.scores_from is not None:
+                ids = view_ids(asked.prompt)
+                scores = await self._score(
+                    request.owner, lambda: self._scorer(folder).prompt_logprobs(ids)
+                )
+                scores[: asked.scores_from] = np.nan
             return write_samples(found, scores)
+
+    def _stored(self, request: Request) -> Question:
+        body = read_sample(self._journal.body(request), self._base.window)
+        return self._question(body)
 
     def session(self, id: str, owner: str) -> tuple[str, str]:
         """Folder and path of a sampling session's weights; raises NotFound."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 
 from penstock.errors import BadRequest, NotFound
-from penstock.tinker.folder import KEY_PREFIX
+from penstock.tinker.folder import BASE_ADAPTER, KEY_PREFIX
 from penstock.tinker.journal import Change, Kind, Request, sampler_row
 from penstock.tinker.protocol import (
     Anything,
@@ -30,7 +30,6 @@ from penstock.tinker.protocol import (
     OptimStep,
     Path,
     Retrieve,
-    Sample,
     SaveWeights,
     read_forward_backward,
 )
@@ -48,6 +47,7 @@ from penstock.wire.routes import (
 )
 from penstock.wire.server import SMALL_ANSWER_BYTES, Lifespan, build_app
 
+T = TypeVar("T")
 CLIENTS = frozenset({Role.TRAINER, Role.ADMIN})
 MAX_BODY_BYTES = 16 << 20
 """The SDK sends parts of 5 MB."""
@@ -56,8 +56,6 @@ LOOP_BYTES = 256 << 10
 POLL_S = 20.0
 """How long a request for a result is held; the SDK gives up after 45 s."""
 PIECE_BYTES = 256 << 10
-BASE_ADAPTER = "base-adapter"
-"""Folder of an adapter of zeros: the base model itself."""
 
 
 def api_key(headers: Mapping[str, str]) -> str:
@@ -163,10 +161,7 @@ class TinkerRoutes:
     )
     async def forward_backward(self, call: Call, body: bytes) -> Future:
         """Log-probs and, unless only those are asked for, a gradient; protobuf."""
-        if len(body) > LOOP_BYTES:
-            asked = await asyncio.to_thread(read_forward_backward, body)
-        else:
-            asked = read_forward_backward(body)
+        asked = await _read(read_forward_backward, body)
         kind = Kind.FORWARD if asked.is_forward_only else Kind.FORWARD_BACKWARD
         return await self._accept(call, kind, asked.model_id, asked.number, body)
 
@@ -241,12 +236,14 @@ class TinkerRoutes:
         return found | ({"model_path": path} if path else {})
 
     @route("POST", "/api/v1/asample", CLIENTS, max_body_bytes=8 << 20, shares_budget=True)
-    async def sample(self, call: Call, body: Sample) -> Future:
-        """Answers to a prompt, with their log-probs."""
-        lane = body.sampling_session_id
-        self._service.sampling.session(lane, call.credential.subject)
-        future = await self._accept(call, Kind.SAMPLE, lane, body.seq_id, encode_json(body))
-        ids = [f"{future.request_id}:{index}" for index in range(body.num_samples)]
+    async def sample(self, call: Call, body: bytes) -> Future:
+        """Answers to a prompt, with their log-probs; JSON."""
+        sampling = self._service.sampling
+        asked = await _read(sampling.read, body)
+        lane = asked.sampling_session_id
+        sampling.session(lane, call.credential.subject)
+        future = await self._accept(call, Kind.SAMPLE, lane, asked.seq_id, encode_json(asked))
+        ids = [f"{future.request_id}:{index}" for index in range(asked.num_samples)]
         return Future(request_id=future.request_id, sample_sequence_ids=ids)
 
     # --- results --------------------
@@ -290,3 +287,7 @@ class TinkerRoutes:
         query = "SELECT owner FROM sessions WHERE id = :id"
         if self._service.journal.rows(query, id=id) != [(call.credential.subject,)]:
             raise NotFound(f"no session {id} of this credential")
+
+
+async def _read(read: Callable[[bytes], T], body: bytes) -> T:
+    return await asyncio.to_thread(read, body) if len(body) > LOOP_BYTES else read(body)

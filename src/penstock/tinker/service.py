@@ -37,6 +37,7 @@ from penstock.errors import (
     RequestRejected,
     StoreError,
 )
+from penstock.gateway.fair_queue import FairQueue
 from penstock.redaction import excerpt
 from penstock.tinker.effects import CHECKPOINTS, REPLAYED, Effects
 from penstock.tinker.journal import (
@@ -98,6 +99,8 @@ class TinkerService:
             1, "tinker-models", initializer=torch.set_num_threads, initargs=(threads,)
         )
         """One for all models: their passes take turns."""
+        self._passes = FairQueue(1)
+        """And so do their owners, however many passes each waits for."""
 
     async def start(self) -> None:
         """Take up what was accepted and has no result."""
@@ -314,15 +317,17 @@ class TinkerService:
     async def _run_lane(self, lane: Lane) -> None:
         while (request := lane.waiting.get(lane.next)) is not None:
             lane.used_at = time.monotonic()
-            result, changes = await self._in_thread(partial(self._apply_one, lane, request))
+            work = partial(self._apply_one, lane, request)
+            result, changes = await self._in_thread(lane.owner, work)
             await self._finish(request, result, changes)
             del lane.waiting[request.number]
             lane.next += 1
             self.effects.delete_old_states(lane)
         self._forget_unused(lane)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _in_thread(self, owner: str, work: Callable[[], T]) -> T:
+        async with self._passes.place(owner):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _apply_one(self, lane: Lane, request: Request) -> tuple[Result, list[Change]]:
         """In the models' thread."""

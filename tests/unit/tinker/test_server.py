@@ -15,9 +15,16 @@ import pytest
 from tests.unit.tinker.tinker_harness import TINY, make_folder, pass_body, read_logprobs
 
 from penstock.errors import ConfigError
-from penstock.tinker import server
+from penstock.tinker import sampling, server
 from penstock.tinker.folder import ServerFile, TinkerFolder
-from penstock.tinker.protocol import MESSAGES, PROTOBUF, ForwardBackward, read_forward_backward
+from penstock.tinker.protocol import (
+    MESSAGES,
+    PROTOBUF,
+    ForwardBackward,
+    Sample,
+    read_forward_backward,
+    read_sample,
+)
 from penstock.tinker.serving import app_of, open_service
 
 DAY_S = 86_400.0
@@ -184,4 +191,26 @@ async def test_a_large_body_is_parsed_off_the_event_loop(
         body = pass_body("unknown", 1, [([4] * length, {"target_tokens": [5] * length})])
         found = await api.http.post("/api/v1/forward_backward", content=body, headers=headers)
         assert found.status_code == 404, found.text
+    assert is_on_loop == [True, False]
+
+
+async def test_a_large_sampling_request_is_read_off_the_event_loop(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = api.folder.issue_key("alice", ttl_s=DAY_S)
+    is_on_loop: list[bool] = []
+
+    def noted(content: bytes, window: int) -> Sample:
+        is_on_loop.append(threading.current_thread() is threading.main_thread())
+        return read_sample(content, window)
+
+    monkeypatch.setattr(sampling, "read_sample", noted)
+    for length, status in ((2, 404), (server.LOOP_BYTES, 400)):
+        body = {
+            "sampling_session_id": "unknown",
+            "seq_id": 0,
+            "prompt": {"chunks": [{"tokens": [4] * length}]},
+            "sampling_params": {},
+        }
+        await api.post("asample", body, key=key, status=status)
     assert is_on_loop == [True, False]

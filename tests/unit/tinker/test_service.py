@@ -25,10 +25,10 @@ from penstock.errors import BadRequest, Busy, Forbidden, NotFound, StoreError
 from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding.continuous import ContinuousEngine
 from penstock.tinker import samplers
+from penstock.tinker.folder import BASE_ADAPTER
 from penstock.tinker.journal import Kind, State
 from penstock.tinker.limits import Limits
 from penstock.tinker.protocol import MESSAGES, Sample
-from penstock.tinker.server import BASE_ADAPTER
 
 TOLERANCE = 5e-5
 """As the engine's own tests have it (tests/unit/rollout/engines/test_hf_lora.py)."""
@@ -324,12 +324,13 @@ async def test_clients_that_share_weights_share_their_place(
             },
             Sample,
         )
-        first = asyncio.create_task(shared.sample("first", "alice", folder, body, 32))
-        last = asyncio.create_task(shared.sample("last", "bob", folder, body, 32))
+        asked = samplers.question_of(body, window=32, vocab_size=32)
+        first = asyncio.create_task(shared.sample("first", "alice", folder, asked))
+        last = asyncio.create_task(shared.sample("last", "bob", folder, asked))
         await first
         may_answer.set()
         assert await last
-        assert await shared.sample("again", "carol", folder, body, 32), "the place is free again"
+        assert await shared.sample("again", "carol", folder, asked), "the place is free again"
 
 
 async def test_limits_of_a_credential(tmp_path: Path) -> None:
