@@ -25,7 +25,7 @@ WANTED = {
     "reasoning_gym": ("reasoning-gym",),
     "kubernetes": ("kubernetes-validate",),
     "tinker": ("tinker>=0.36",),
-    "trackers": ("wandb>=0.31", "mlflow-skinny>=3.17", "sqlalchemy", "alembic"),
+    "trackers": ("wandb>=0.31", "mlflow-skinny>=3.17", "sqlalchemy", "alembic", "msgspec"),
 }
 """What each is made for; the exact versions are in constraints/envs."""
 MARKER = ".made-of"

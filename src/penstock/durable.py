@@ -92,9 +92,12 @@ def is_regular(path: Path) -> bool:
         return False
 
 
-def regular_descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """Open a regular file: no symbolic link, and no pipe or device that could block."""
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+def regular_descriptor(
+    path: Path, flags: int = os.O_RDONLY, mode: int = 0o600, *, follow_links: bool = False
+) -> int:
+    """Open a regular file: no pipe or device that could block, and no symbolic link unless links
+    are followed."""
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     descriptor = os.open(path, flags, mode)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -102,8 +105,8 @@ def regular_descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) 
     return descriptor
 
 
-def open_regular(path: Path) -> BinaryIO:
-    return open(regular_descriptor(path), "rb", buffering=1 << 16)
+def open_regular(path: Path, *, follow_links: bool = False) -> BinaryIO:
+    return open(regular_descriptor(path, follow_links=follow_links), "rb", buffering=1 << 16)
 
 
 def copy_regular(source: Path, target: Path, max_bytes: int | None = None) -> None:
@@ -116,9 +119,9 @@ def copy_regular(source: Path, target: Path, max_bytes: int | None = None) -> No
             left -= len(piece)
 
 
-def read_regular(path: Path, max_bytes: int) -> bytes:
+def read_regular(path: Path, max_bytes: int, *, follow_links: bool = False) -> bytes:
     """The content of such a file; OSError if it is longer."""
-    with open_regular(path) as file:
+    with open_regular(path, follow_links=follow_links) as file:
         return _read(file, max_bytes, path)
 
 

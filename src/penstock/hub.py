@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -17,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from penstock.durable import read_regular
 from penstock.errors import ConfigError
 
 TINY_QWEN3 = "builtin:tiny-qwen3"
@@ -25,6 +27,8 @@ TINY_WINDOW = 512
 """Its context window, in tokens."""
 TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")
 """Config and tokenizer: a few MB."""
+MAX_TEXT_BYTES = 64 << 20
+"""Of one of them; the largest tokenizers in use have 35 MB."""
 WEIGHTS = ("*.safetensors",)
 _OTHERS = ("*/*", "consolidated*")
 """Copies of the same weights for other programs."""
@@ -101,6 +105,31 @@ def find_folder(name: str, *, texts_only: bool = False) -> Path | None:
         path = Path(name).expanduser()
         return path if path.is_dir() else None
     return _find(model, *TEXTS, *(() if texts_only else WEIGHTS))
+
+
+def read_text_file(path: Path) -> bytes:
+    """Config or tokenizer of a model, which may be anybody's: OSError for what could block or never
+    end. Follows links, since the Hub's cache consists of them."""
+    return read_regular(path, MAX_TEXT_BYTES, follow_links=True)
+
+
+def check_model_files(folder: Path) -> None:
+    """ConfigError for files that other libraries must not be given: they would read them whole."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            continue
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}; remove it") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{path} is not a regular file; put one there, or remove it")
+        is_text = any(fnmatch(path.name, pattern) for pattern in TEXTS)
+        if is_text and found.st_size > MAX_TEXT_BYTES:
+            raise ConfigError(
+                f"{path} has {found.st_size:,} bytes, and a config or tokenizer file at most "
+                f"{MAX_TEXT_BYTES:,}; remove it if the model does not need it"
+            )
 
 
 def other_files(folder: str, names: Iterable[str]) -> set[str]:

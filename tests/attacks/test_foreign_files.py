@@ -166,7 +166,7 @@ OTHERS = {
     "runs/export/model.py": "a copy that was just made",
     "runs/export/tensor_files.py": "a copy that was just made",
     "runs/export/trajectories.py": "a file of an export",
-    "runs/machine_limits.py": "the model of a run that starts",
+    "runs/machine_limits.py": "files of the kernel",
     "runs/mcp_server.py": "a page of this package",
     "runs/plots.py": "a file that it writes",
     "runs/simulate.py": "a file that the user names",

@@ -32,6 +32,7 @@ from penstock.gateway.tokenizer_files import (
     read_special_tokens,
     read_template,
 )
+from penstock.hub import read_text_file
 from penstock.types import FinishReason, JsonObject
 from penstock.wire.codec import encode_json
 
@@ -100,7 +101,7 @@ class Renderer:
         """From `tokenizer.json`, the chat template and the configs of a Hugging Face folder."""
         config = read_object(folder / "tokenizer_config.json")
         try:
-            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            tokenizer = Tokenizer.from_buffer(read_text_file(folder / "tokenizer.json"))
         except Exception as error:  # tokenizers raises bare Exception
             raise WeightsError(
                 f"no usable tokenizer.json in {folder}: {error}; "

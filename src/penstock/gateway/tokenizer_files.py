@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.errors import WeightsError
+from penstock.hub import read_text_file
 from penstock.types import JsonObject
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -19,10 +20,10 @@ PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor
 
 def read_object(path: Path) -> JsonObject:
     """The JSON object in a file; empty if the file does not exist."""
-    if not path.exists():
+    if (content := _read(path)) is None:
         return {}
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -30,10 +31,25 @@ def read_object(path: Path) -> JsonObject:
     return cast(JsonObject, value)
 
 
+def _read(path: Path) -> bytes | None:
+    """None if the file does not exist."""
+    try:
+        return read_text_file(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise WeightsError(
+            f"{path} cannot be read: {error.strerror}; put the model's own file there"
+        ) from None
+
+
 def read_template(folder: Path, config: JsonObject) -> str:
     path = folder / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
+    if (content := _read(path)) is not None:
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise WeightsError(f"{path} is not UTF-8: {error}; write it so") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # older snapshots list several; "default" is the chat one
         named = cast(list[JsonObject], template)

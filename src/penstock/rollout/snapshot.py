@@ -16,6 +16,7 @@ from typing import cast
 
 from penstock.errors import EngineError
 from penstock.gateway.tokenizer_files import find_stop_ids
+from penstock.hub import read_text_file
 from penstock.rollout.adapter_info import AdapterInfo, read_adapter_info, tensor_files
 from penstock.types import JsonObject
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -85,7 +86,7 @@ def _read_adapter(folder: Path, base: dict[str, tuple[int, ...]]) -> AdapterInfo
 
 def _read_object(path: Path) -> JsonObject:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_text_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise EngineError(f"cannot read {path}: {error}; fetch the snapshot again") from None
     if not isinstance(value, dict):

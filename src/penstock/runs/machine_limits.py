@@ -20,6 +20,7 @@ from penstock.fleet.device_plan import layout_here, this_host
 from penstock.fleet.run_folder import free_bytes
 from penstock.gateway.sampling import MAX_ANSWER_TOKENS
 from penstock.gateway.tokenizer_files import find_window
+from penstock.hub import read_text_file
 from penstock.runs.check_problem import CheckProblem
 from penstock.runs.device_check import device_problems
 from penstock.trainer.model_folders import initial_folder
@@ -113,7 +114,7 @@ def _window(init: str, seed: int) -> int | None:
     """Of the model's config.json; None if that is missing or does not say."""
     try:
         with initial_folder(init, seed) as folder:
-            config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            config: Any = json.loads(read_text_file(folder / "config.json"))
     except (ConfigError, OSError, ValueError, RecursionError):
         return None
     return find_window(cast(JsonObject, config)) if isinstance(config, dict) else None

@@ -22,7 +22,7 @@ from penstock.dataflow.service.read_prompts import read_prompt, with_prompts
 from penstock.devices import visible_devices
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
-from penstock.hub import check_hub_model, parse_hub_model
+from penstock.hub import check_hub_model, check_model_files, parse_hub_model
 from penstock.observe.tracking import OPENTELEMETRY
 from penstock.plugins import builtin_names
 from penstock.runs.check_problem import CheckProblem, located
@@ -257,6 +257,11 @@ def _missing_models(config: RunConfig, folder: RunFolder) -> Iterator[CheckProbl
                 fix = f"built-in models: {', '.join(BUILTIN_MODELS)}"
             text = f"no config.json and *.safetensors in {path}; {fix}"
             yield CheckProblem(key=where, text=text)
+            continue
+        try:
+            check_model_files(path)
+        except ConfigError as error:
+            yield CheckProblem(key=where, text=str(error))
 
 
 def _configured_models(config: RunConfig) -> Iterator[tuple[str, str]]:

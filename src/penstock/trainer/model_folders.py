@@ -22,7 +22,15 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError, WeightsError
 from penstock.gateway.tokenizer_files import PLAIN_TEMPLATE, character_tokenizer
-from penstock.hub import TINY_QWEN3, TINY_WINDOW, model_folder, other_files, parse_hub_model
+from penstock.hub import (
+    TINY_QWEN3,
+    TINY_WINDOW,
+    check_model_files,
+    model_folder,
+    other_files,
+    parse_hub_model,
+    read_text_file,
+)
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
@@ -47,12 +55,14 @@ _ROPE_THETA = 100.0
 
 def init_model(init: str, folder: Path, seed: int) -> None:
     """Write the initial model named by `models.<policy>.init` into a new folder."""
-    if init == TINY_QWEN3:
-        folder.mkdir(parents=True)
+    source = None if init == TINY_QWEN3 else _source(init)
+    folder.mkdir(parents=True)
+    if source is None:
         _write_tiny_qwen3(folder, seed)
         return
-    ignore = other_files if parse_hub_model(init) else None
-    shutil.copytree(_source(init), folder, ignore=ignore)  # follows the links of a hub's cache
+    files = {path.name for path in source.iterdir() if path.is_file()}
+    for name in files - (other_files(str(source), files) if parse_hub_model(init) else set()):
+        shutil.copy2(source / name, folder / name)  # follows the links of the Hub's cache
 
 
 @contextmanager
@@ -74,6 +84,7 @@ def _source(init: str) -> Path:
             "set it to such a folder, to a model of the Hub like Qwen/Qwen3-0.6B, or to "
             f"{TINY_QWEN3}"
         )
+    check_model_files(source)
     return source
 
 
@@ -104,7 +115,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / f"{WEIGHTS}.index.json"
     if (folder / WEIGHTS).is_file() or not index.is_file():
         return [folder / WEIGHTS]
-    parts = {Path(part).name for part in json.loads(index.read_text())["weight_map"].values()}
+    parts = {Path(part).name for part in json.loads(read_text_file(index))["weight_map"].values()}
     return [index, *(folder / part for part in sorted(parts))]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.pipeline import PipelineStageConfig
-from penstock.hub import TINY_QWEN3, find_folder
+from penstock.hub import TINY_QWEN3, find_folder, read_text_file
 from penstock.trainer.model_folders import initial_folder
 
 
@@ -52,6 +52,6 @@ def _read(init: str, name: str) -> dict[str, Any]:
             return json.loads((folder / name).read_text())
     try:
         folder = find_folder(init, texts_only=True) or Path(init)
-        return json.loads((folder / name).read_text(encoding="utf-8"))
+        return json.loads(read_text_file(folder / name))
     except (OSError, ValueError, RecursionError):  # loading the model reports what is wrong with it
         return {}

@@ -2,7 +2,8 @@
 """Sends the points of argv[3:] with the tracker of argv[1]. Without any, prints what the tracker
 stored, read with its own library, as JSON: [step, value] pairs of a metric.
 
-Runs in the environment of that library, with penstock's sources and none of its dependencies."""
+Runs in the environment of that library, with penstock's sources and none of its
+dependencies but msgspec."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from penstock.config import load
 from penstock.dataflow.service.build_sources import build_source
+from penstock.dataflow.sources import harbor
 from penstock.dataflow.sources.harbor import (
     MAX_TASK_BYTES,
     HarborSpec,
@@ -87,6 +89,9 @@ def test_time_limits_of_the_run_file_bound_those_of_a_task(folder: Path) -> None
         ("[agent]\nuser = 'bob'", "agent.user"),
         ("[agent]\ntimeout_sec = 'long'", "agent.timeout_sec"),
         ("[environment]\nmemory_mb = -1", "memory_mb"),
+        ("[environment]\nmemory_mb = 9" + "9" * 40, "memory_mb"),
+        ("[environment]\nmemory = '9" + "9" * 400 + "G'", "memory_mb"),
+        ("[environment]\nstorage = '2000000G'", "storage_mb"),
         ("[verifier.env]\nKEY = '${HOME}'", "verifier.env.KEY"),
         ("not toml", "task.toml"),
     ],
@@ -134,6 +139,18 @@ def test_a_root_file_system_stands_in_for_run_and_for_other_images(
     dockerfile.write_text("FROM alpine:3\nWORKDIR /app\n")
     assert read_task(folder, HarborSpec(path="", roots={"alpine:3": root})).root == root
     assert "no folder usr" in refusal(folder, roots={"alpine:3": str(tmp_path)})
+
+
+def test_an_environment_is_read_to_an_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files need no room on a disk: of a sparse one, a terabyte was read."""
+    environment = folder / "environment"
+    monkeypatch.setattr(harbor, "MAX_ENVIRONMENT_BYTES", 3 << 20)
+    for name in ("first", "second"):
+        (environment / name).touch()
+        os.truncate(environment / name, 2 << 20)
+    assert "environment has more than 3,145,728 bytes" in refusal(folder)
+    (environment / "second").unlink()
+    read_task(folder, HarborSpec(path=""))
 
 
 def test_an_image_made_beforehand_has_all_that_the_dockerfile_does(

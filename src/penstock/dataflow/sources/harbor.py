@@ -36,6 +36,8 @@ RESERVED = frozenset(("logs", "tests", "solution"))
 """First parts of paths that the format uses itself."""
 MAX_TASK_BYTES = 1 << 20
 """Files of one task with their names, and its instruction: they travel with every lease."""
+MAX_ENVIRONMENT_BYTES = 4 << 30
+"""Files in environment/, together: they are all read to name them."""
 NUM_LISTED = 20
 """Tasks that one message lists."""
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)\s*", re.IGNORECASE)
@@ -266,17 +268,32 @@ def _root(folder: Path, spec: HarborSpec, image: Image, *, has_image: bool) -> s
 
 
 def environment_digest(folder: Path) -> str:
-    """Names the content of an environment/ in `harbor.roots`."""
-    found = blake3()
+    """Names the content of an environment/ in `harbor.roots`. Raises ConfigError."""
+    found, left = blake3(), MAX_ENVIRONMENT_BYTES
     for path in _files_below(folder):
         name = str(path.relative_to(folder)).encode()
         found.update(len(name).to_bytes(4, "little") + name)
         content = blake3()
-        with open_regular(path) as file:  # of any length: an image may have its effects already
-            while piece := file.read(COPIED_BYTES):
-                content.update(piece)
+        for piece in _pieces(path):
+            content.update(piece)
+            left -= len(piece)
+            if left < 0:
+                raise ConfigError(
+                    f"{folder} has more than {MAX_ENVIRONMENT_BYTES:,} bytes; put large files into "
+                    "a root file system, and name it under harbor.roots"
+                )
         found.update(content.digest())
     return found.hexdigest()[:16]
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    """Of any file, however long: an image may have its effects already."""
+    try:
+        with open_regular(path) as file:
+            while piece := file.read(COPIED_BYTES):
+                yield piece
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}; put a file there") from None
 
 
 def _check_place(path: str, what: str) -> None:

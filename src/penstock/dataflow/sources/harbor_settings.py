@@ -30,6 +30,7 @@ _REFUSED = {
 """Keys that change what a task is, and what they ask for."""
 MAX_BYTES = 1 << 16
 """Of task.toml."""
+MAX_SIZE_MB = 1 << 30
 _SIZES = {"K": 1 / 1024, "M": 1, "G": 1024}
 
 
@@ -100,15 +101,18 @@ def _seconds(
 
 def _size(path: Path, environment: Mapping[str, Any], name: str) -> int | None:
     """Mebibytes: `memory_mb = 2048`, or `memory = "2G"` as older tasks have it."""
-    value: Any = environment.get(f"{name}_mb", environment.get(name))
-    if value is None:
+    given: Any = environment.get(f"{name}_mb", environment.get(name))
+    if given is None:
         return None
+    value = given
     if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?[KMG]", value.strip().upper()):
         text = value.strip().upper()
-        value = int(float(text[:-1]) * _SIZES[text[-1]])
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        text = f"{path}: environment.{name}_mb: {value!r} is not a size; write mebibytes"
-        raise ConfigError(text)
+        value = int(min(float(text[:-1]) * _SIZES[text[-1]], MAX_SIZE_MB + 1))
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SIZE_MB:
+        raise ConfigError(
+            f"{path}: environment.{name}_mb: {str(given)[:100]!r} is not a size; write mebibytes, "
+            f"at most {MAX_SIZE_MB:,}"
+        )
     return value
 
 

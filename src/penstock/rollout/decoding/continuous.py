@@ -17,6 +17,7 @@ import structlog
 
 from penstock.errors import EngineError, wrap_errors
 from penstock.gateway.generation import Completion, GenerationRequest
+from penstock.hub import read_text_file
 from penstock.rollout.decoding.batch import Decoder, Row, Staged
 from penstock.rollout.decoding.decoding_thread import (
     IMPORT_LOCK,
@@ -170,5 +171,5 @@ class ContinuousEngine:
             from tokenizers import Tokenizer  # an optional dependency
 
             # Only once: a policy's vocabulary never changes, and reading a large one is slow.
-            self._lane.tokenizer = Tokenizer.from_file(str(path))
+            self._lane.tokenizer = Tokenizer.from_buffer(read_text_file(path))
         return staged

@@ -12,43 +12,40 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import WeightsError
+from penstock.errors import EngineError, WeightsError
+from penstock.gateway.tokenizer_files import read_object
+from penstock.rollout.adapter_info import read_adapter_info
 from penstock.runs.export.tensor_files import Array, tensors_of
-from penstock.weights.lora import A, B, unsupported_setting
+from penstock.weights.lora import A, B
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 
 INDEX = "model.safetensors.index.json"
 
 
 def merge_adapter(folder: Path) -> None:
-    """Replace the model and the adapter in this folder by the merged model."""
+    """Replace the model and the adapter in this folder by the merged model. Raises WeightsError
+    before anything is computed: factors of a few bytes can have a product of terabytes."""
     save: Any = import_module("safetensors.numpy").save_file
-    settings: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text())
-    if why := unsupported_setting(settings):
-        raise WeightsError(f"{folder / ADAPTER_CONFIG} cannot be merged: {why}")
-    scale = settings["lora_alpha"] / settings["r"]
+    settings = read_object(folder / ADAPTER_CONFIG)
     factors = {one.name: one for one in tensors_of(folder / ADAPTER_WEIGHTS)}
-    layers = {
-        name.removeprefix(ADAPTER_PREFIX).removesuffix(A) for name in factors if name.endswith(A)
-    }
+    shapes = {name: one.shape for name, one in factors.items()}
+    base = {one.name: one.shape for path in model_files(folder) for one in tensors_of(path)}
+    try:
+        adapter = read_adapter_info(settings, shapes, base, folder / ADAPTER_CONFIG)
+    except EngineError as error:
+        raise WeightsError(f"{error}. `penstock weights verify RUN` looks for damage") from None
     num_bytes = 0
     for path in model_files(folder):
         merged: dict[str, Array] = {}
         for tensor in tensors_of(path):
             layer = tensor.name.removesuffix(".weight")
             merged[tensor.name] = tensor.read()
-            if layer in layers:
-                layers.discard(layer)
+            if layer in adapter.modules:
                 a, b = (factors[f"{ADAPTER_PREFIX}{layer}{part}"].read() for part in (A, B))
-                merged[tensor.name] += scale * (b @ a)
+                merged[tensor.name] += adapter.scale * (b @ a)
         num_bytes += sum(weight.nbytes for weight in merged.values())
         save(merged, path.with_suffix(".merged"), metadata={"format": "pt"})
         path.with_suffix(".merged").replace(path)
-    if layers:
-        raise WeightsError(
-            f"{folder}: the model has no layer {sorted(layers)[0]}, which its adapter changes; "
-            "`penstock weights verify RUN` looks for damage"
-        )
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         (folder / name).unlink()
     _describe(folder, num_bytes)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import LoraConfig
-from penstock.hub import TINY_QWEN3, find_folder
+from penstock.durable import open_regular
+from penstock.hub import TINY_QWEN3, find_folder, read_text_file
 from penstock.trainer.model_folders import tiny_config, tiny_shapes
 from penstock.trainer.pipeline.pass_memory import (
     FLOAT32,
@@ -102,7 +103,7 @@ def shape_of(init: str) -> ModelShape | None:
     if (folder := find_folder(init)) is None:
         return None
     try:
-        config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config: Any = json.loads(read_text_file(folder / "config.json"))
     except (OSError, ValueError, RecursionError):
         return None
     return ModelShape.read(config) if isinstance(config, dict) else None
@@ -155,7 +156,7 @@ def size_text(num_bytes: int) -> str:
 
 def _shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
     """From the header only: eight bytes of its length, then JSON with every tensor's shape."""
-    with path.open("rb") as file:
+    with open_regular(path, follow_links=True) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"{path} is not a safetensors file")

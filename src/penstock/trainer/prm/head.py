@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, WeightsError
 from penstock.gateway import tokenizing
+from penstock.hub import check_model_files, read_text_file
 from penstock.trainer.model_folders import static_files
 
 TOKENS_PER_PASS = 16_384
@@ -99,7 +100,7 @@ def passes(ids: Sequence[Sequence[int]]) -> list[list[int]]:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return Tokenizer.from_buffer(read_text_file(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises bare Exception
         raise WeightsError(
             f"no usable tokenizer.json in {folder}: {error}; name a model with a fast tokenizer"
@@ -136,6 +137,7 @@ def load_classifier(folder: Path, **options: Any) -> tuple[Any, set[str]]:
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
+    check_model_files(folder)
     logging.disable_progress_bar()
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # it reports a head that is new

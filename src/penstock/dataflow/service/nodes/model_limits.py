@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.hub import TINY_QWEN3, TINY_WINDOW, find_folder
+from penstock.hub import TINY_QWEN3, TINY_WINDOW, find_folder, read_text_file
 from penstock.types import PolicyName
 
 MAX_WINDOW = 1 << 20
@@ -82,7 +82,7 @@ def _read_config(init: str) -> dict[str, Any]:
         return {"max_position_embeddings": TINY_WINDOW}
     folder = find_folder(init, texts_only=True)
     try:
-        return {} if folder is None else json.loads((folder / "config.json").read_text("utf-8"))
+        return {} if folder is None else json.loads(read_text_file(folder / "config.json"))
     except (OSError, ValueError, RecursionError):
         return {}
 
