@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders messages to tokens and decodes tokens to text; the only place that does either.
 
-Owns the tokenizer and the chat template of one snapshot. The template runs in a separate process,
-which starts with the first rendering: it can only format messages. Refuses a snapshot that lacks
+Owns the tokenizer and the chat template of one snapshot. A template that does more than put
+messages together runs in a separate process, which starts with the first rendering: it can only
+format messages. Refuses a snapshot that lacks
 either. Never imports transformers.
 """
 
@@ -24,6 +25,7 @@ from penstock.gateway import tokenizing
 from penstock.gateway.control_tokens import ESCAPE, ControlTokenEscaper, split_escaped
 from penstock.gateway.detokenize import make_decoder
 from penstock.gateway.parsing import END_THINK, STRUCTURAL_TAGS, tool_format
+from penstock.gateway.plain_template import MAX_PROMPT_BYTES, plain_template
 from penstock.gateway.template_process import shared_process
 from penstock.gateway.tokenizer_files import (
     find_stop_ids,
@@ -85,6 +87,7 @@ class Renderer:
         self.decode = make_decoder(tokenizer)
         """Ids to text with special tokens, as in the model's context."""
         self._template = shared_process(template)
+        self._render_here = plain_template(template)
         self._special_tokens = special_tokens or {}
         added = tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
@@ -134,7 +137,8 @@ class Renderer:
         if text is None:
             with _refused_messages():
                 values = self._values(messages, tools, thinking, answers or {})
-                text = self._template.render(**values)
+                here = len(key) <= MAX_PROMPT_BYTES and self._render_here
+                text = (here or self._template.render)(**values)
             self._keep(key, text)
         return text
 
@@ -152,7 +156,10 @@ class Renderer:
         if text is None:
             with _refused_messages():
                 values = self._values(messages, tools, thinking, answers or {})
-                text = await self._template.render_soon(**values)
+                if self._render_here is not None and len(key) <= MAX_PROMPT_BYTES:
+                    text = self._render_here(**values)
+                else:
+                    text = await self._template.render_soon(**values)
             self._keep(key, text)
         return text
 
