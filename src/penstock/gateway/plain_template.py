@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds out whether a chat template does nothing but put fields of messages together.
 
-Such a template needs no separate process: its work and its text grow with the prompt, by less than
-its own short length, whoever wrote it. Owns the list of what it may use; anything else is for
-`template_process`. It assigns nothing, calls nothing, formats nothing and has no loop in a loop.
+Such a template needs no separate process, not even a stranger's: its work and its text grow with
+the prompt, by less than its own short length. Owns the list of what it may use; anything else is
+for `template_process`. It assigns nothing, calls nothing, formats nothing and has no loop in a
+loop.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tests.unit.gateway.chatml import TEMPLATE, write_snapshot
 
 from penstock.gateway.plain_template import MAX_CHARS, MAX_PROMPT_BYTES, plain_template
 from penstock.gateway.renderer import Renderer
-from penstock.gateway.template_process import TemplateProcess
+from penstock.gateway.template_process import TemplateProcess, shared_process
 from penstock.gateway.tokenizer_files import PLAIN_TEMPLATE
 
 WITH_SYSTEM = (
@@ -87,9 +87,13 @@ def test_what_could_do_more_is_not_plain(source: str) -> None:
 
 
 def test_only_a_long_prompt_starts_a_process(tmp_path: Path) -> None:
-    renderer = Renderer.load(write_snapshot(tmp_path, template=TEMPLATE + "{# own text #}"))
+    source = TEMPLATE + "{# no other test has its process #}"
+    renderer, process = (
+        Renderer.load(write_snapshot(tmp_path, template=source)),
+        shared_process(source),
+    )
     assert renderer.render([{"role": "user", "content": "a"}]).endswith("assistant\n")
-    assert renderer._template.pid is None
-    long = renderer.render([{"role": "user", "content": "a" * MAX_PROMPT_BYTES}])
-    assert len(long) > MAX_PROMPT_BYTES and renderer._template.pid is not None
-    renderer._template.close()
+    assert process.pid is None
+    text = renderer.render([{"role": "user", "content": "a" * MAX_PROMPT_BYTES}])
+    assert len(text) > MAX_PROMPT_BYTES and process.pid is not None
+    process.close()
