@@ -14,8 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import anyio
 import httpx2
 import pytest
+from mcp.shared.message import SessionMessage
 from tests.attacks.test_secrets import needs_root, project, rob
 from tests.unit.rollout.fake_dataflow import facts
 
@@ -31,6 +33,9 @@ from penstock.rollout.tools.http import MAX_RESPONSE_BYTES, GuardedTransport, Ht
 from penstock.rollout.tools.mcp_session import Ending, McpSession
 from penstock.rollout.tools.search_tool import SearchSession
 from penstock.rollout.tools.servers import open_tools
+from penstock.rollout.tools.stdio import (
+    _read_lines as read_messages,  # pyright: ignore[reportPrivateUsage]
+)
 from penstock.rollout.tools.types import ToolFailed, ToolSpec
 from penstock.rollout.user_errors import MAX_LAST_WORDS_CHARS
 
@@ -298,6 +303,20 @@ COSTLY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+class _Pieces:
+    """Output of a program, cut as it likes."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._left = iter(pieces)
+
+    async def read(self, n: int = -1) -> bytes:
+        await asyncio.sleep(0)
+        return next(self._left, b"")
+
+    async def readexactly(self, n: int) -> bytes:
+        raise AssertionError("lines have no length")
+
+
 class _TooSlow(Exception):
     pass
 
@@ -318,6 +337,33 @@ def cpu_limit(seconds: float) -> Generator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+HALF_A_LINE = (b"x" * (1 << 16),) * 60
+OUTPUTS = {
+    "single bytes of a long line": ((*HALF_A_LINE, *(b"x",) * 1000), ""),
+    "a line without end": (HALF_A_LINE * 2, "it sent a line of more than 4 MiB"),
+    "empty lines": ((b"\n" * (1 << 16),) * 100, "more than 1,000 lines that are not MCP messages"),
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+async def test_a_tool_server_does_not_take_the_event_loop_of_its_node(output: str) -> None:
+    """All that it had sent of a line was copied and searched again for each byte: 7 ms for one."""
+    pieces, why = OUTPUTS[output]
+    to_session, session = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+    with to_session, session, cpu_limit(1):
+        assert why in await read_messages(_Pieces(*pieces), to_session)
+
+
+async def test_a_tool_server_may_end_its_messages_with_an_empty_line() -> None:
+    pong = b'{"jsonrpc": "2.0", "id": 1, "result": {}}\r\n\r\n'
+    to_session, session = anyio.create_memory_object_stream[SessionMessage | Exception](1)
+    with to_session, session:
+        reading = asyncio.create_task(read_messages(_Pieces(*[pong] * 1500), to_session))
+        for _ in range(1500):
+            assert isinstance(await session.receive(), SessionMessage)
+        assert await reading == ""
 
 
 @pytest.mark.parametrize("how", COSTLY)

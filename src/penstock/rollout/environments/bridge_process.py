@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -21,7 +20,8 @@ from penstock.rollout.environments.protocol import (
     pack_call,
     parse_answer,
 )
-from penstock.rollout.sandbox.types import Exit, ReadStream, Sandbox, SandboxProcess
+from penstock.rollout.sandbox.lines import read_lines
+from penstock.rollout.sandbox.types import Exit, Sandbox, SandboxProcess
 from penstock.rollout.user_errors import KEPT_ERROR_BYTES, last_words, shorten
 from penstock.types import JsonObject
 
@@ -154,7 +154,7 @@ class Bridge:
         """consumes: lines of the bridge · produces: the result of each call
         waits for: its output, until its end or an invalid line"""
         try:
-            async for line in _lines(self._process.stdout):
+            async for line in read_lines(self._process.stdout, MAX_MESSAGE_BYTES):
                 self._take(parse_answer(line))
             why = f"{await self._how_it_ended()}{self._said()}; mend it, or see `penstock check`"
         except ValueError as error:
@@ -230,20 +230,6 @@ async def start_bridge(
         await bridge.kill()
         raise
     return bridge
-
-
-async def _lines(source: ReadStream) -> AsyncGenerator[bytes]:
-    rest = bytearray()
-    while chunk := await source.read(1 << 16):
-        *lines, end = chunk.split(b"\n")
-        for line in lines:
-            yield bytes(rest) + line
-            rest.clear()
-        rest += end
-        if len(rest) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a line of more than {MAX_MESSAGE_BYTES >> 20} MiB")
-    if rest:
-        raise ValueError("it ended in the middle of a line")
 
 
 def _how(ended: Exit) -> str:

@@ -20,6 +20,7 @@ from mcp.shared.message import SessionMessage
 
 from penstock.rollout.isolation import FOREVER_S, Isolation, Opened, Use
 from penstock.rollout.proxied_sandbox import with_ports
+from penstock.rollout.sandbox.lines import read_lines
 from penstock.rollout.sandbox.types import ReadStream, Sandbox, SandboxProcess, WriteStream
 from penstock.rollout.tools.mcp_session import Ending
 from penstock.rollout.user_errors import KEPT_ERROR_BYTES, last_words
@@ -27,6 +28,7 @@ from penstock.rollout.visible_folders import program_folders, python_folders
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_WRONG_LINES = 1000
+"""Empty ones too, beyond one for each message."""
 _CHUNK_BYTES = 1 << 16
 Incoming = MemoryObjectSendStream[SessionMessage | Exception]
 Outgoing = MemoryObjectReceiveStream[SessionMessage]
@@ -90,23 +92,21 @@ async def _read(
 
 async def _read_lines(source: ReadStream, session: Incoming) -> str:
     """Why it stopped before the end of the output; empty at the end."""
-    buffer, num_wrong = bytearray(), 0
-    while chunk := await source.read(_CHUNK_BYTES):
-        *lines, rest = (buffer + chunk).split(b"\n")
-        buffer = bytearray(rest)
-        for line in lines:
+    num_wrong = 0
+    try:
+        async for line in read_lines(source, MAX_MESSAGE_BYTES):
             message = _parse(line)
-            num_wrong += message is None and bool(line.strip())
+            num_wrong += 1 if message is None else -1
             if message is not None:
                 await session.send(message)
-        if len(buffer) > MAX_MESSAGE_BYTES:
-            return f"it sent a message of more than {MAX_MESSAGE_BYTES:,} bytes"
-        if num_wrong > MAX_WRONG_LINES:
-            return f"it printed more than {MAX_WRONG_LINES:,} lines that are not MCP messages"
+            if num_wrong > MAX_WRONG_LINES:
+                return f"it printed more than {MAX_WRONG_LINES:,} lines that are not MCP messages"
+    except ValueError as error:
+        return f"it sent {error}"
     return ""
 
 
-def _parse(line: bytes | bytearray) -> SessionMessage | None:
+def _parse(line: bytes) -> SessionMessage | None:
     try:
         return SessionMessage(mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False))
     except ValueError:
