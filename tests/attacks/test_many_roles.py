@@ -5,6 +5,7 @@ that the dataflow refuses would end the trainer at every start."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from penstock.dataflow.client.statistics import within_bounds
 from penstock.dataflow.service.nodes.validate import summarise
 from penstock.dataflow.service.trainers.messages import MAX_STATS, BatchRequest, CommitRequest
 from penstock.trainer.batches import Roles
+from penstock.trainer.learner import Stats
+from penstock.trainer.signals.monitor import SignalMonitor, from_json, to_json
 from penstock.types import GroupId, Manifest, OutcomeKind, RowId, RowSummary, SealedGroup
 from penstock.wire.codec import MSGPACK, decode, encode
 from penstock.wire.routes import DEFAULT_MAX_BODY_BYTES
@@ -59,6 +62,37 @@ def test_the_statistics_of_a_batch_name_few_roles() -> None:
     assert sum(tokens for _, tokens in found.values()) == 1005 + num * (num + 1) / 2
     num_others = 1 + num - len(shown)
     assert found[OTHER_ROLES][0] == pytest.approx(1 / num_others), "one of them earned 1"
+
+
+def _stats(*roles: str) -> Stats:
+    tokens = {f"tokens/role/{role}": 1.0 for role in roles}
+    rewards = {f"{model}reward/role/{role}": 0.5 for role in roles for model in ("", "critic/")}
+    return Stats(skipped=None, values=BASIC | tokens | rewards)
+
+
+def test_the_statistics_of_a_run_name_few_roles() -> None:
+    """New names in each batch were new curves for ever, in the run's file and at its trackers."""
+    honest = ("solver", "judge", OTHER_ROLES)
+    batches = [
+        _stats(*honest, *(f"a/role {batch} {number}\n" for number in range(100)))
+        for batch in range(5)
+    ]
+    monitor = SignalMonitor(lambda node: None, roles={"judge"})
+    reported = [monitor.reported(stats) for stats in batches[:3]]
+    saved = to_json(monitor.state)
+    reported += [monitor.reported(stats) for stats in batches[3:]]
+    names = {name for values in reported for name in values}
+    assert names >= _stats(*honest).values.keys()
+    assert len(names) == len(BASIC) + 3 * (MAX_SHOWN_ROLES + 2)
+    resumed = SignalMonitor(lambda node: None, from_json(saved), roles={"judge"})
+    assert [resumed.reported(stats) for stats in batches[3:]] == reported[3:], "trained again"
+
+
+def test_roles_with_the_most_tokens_are_named_first() -> None:
+    monitor = SignalMonitor(lambda node: None)
+    stats = _stats("solver", *(f"{number}" for number in range(MAX_SHOWN_ROLES)))
+    values = dict(stats.values) | {"tokens/role/solver": 5.0}
+    assert "reward/role/solver" in monitor.reported(replace(stats, values=values))
 
 
 def _row(slot: int, roles: dict[str, int], reward: float) -> RowSummary:

@@ -45,7 +45,7 @@ STEP_METRICS = _rows(
         "reward/role/{role}",
         "reward",
         "The same of one role, where roles have names; `(others)`: of all but the 256 that have "
-        "the most tokens.",
+        "the most tokens. A run has these of the roles in its file, and of the first 256 others.",
     ),
     ("tokens/role/{role}", "tokens", "Sampled tokens of that role in the batch."),
     ("completions/mean_length", "tokens", "Trained tokens per trajectory, all turns together."),

@@ -20,6 +20,8 @@ from penstock.plugins import did_you_mean
 REWARD = "reward/mean"
 MAX_LINE_BYTES = 16 << 20
 """A step of a thousand metrics has 50 kB."""
+MAX_NAMES = 4096
+"""Metrics of a file that are listed, those named first: it may belong to another user."""
 IDENTITY = frozenset({"time", "policy", "number", "seq", "incarnation", "skipped", "alarm"})
 """Keys of a record that are no metrics."""
 NUMBERS = ("number", "seq", "time")
@@ -57,8 +59,9 @@ def read_records(path: Path, metrics: Collection[str]) -> list[MetricsRecord]:
     """The records of a metrics.jsonl with these metrics, each step as it was last trained; empty if
     there is no such file. A half-written last line is left out."""
     kept: dict[str, list[MetricsRecord]] = {}
+    names = frozenset(metrics)
     for found in _steps(path):
-        record = _record(found, metrics)
+        record = _record(found, names)
         records = kept.setdefault(record.policy, [])
         while records and records[-1].seq >= record.seq:
             records.pop()
@@ -67,10 +70,14 @@ def read_records(path: Path, metrics: Collection[str]) -> list[MetricsRecord]:
 
 
 def metric_names(path: Path) -> set[str]:
-    """The metrics that a metrics.jsonl has."""
-    return {
-        name for found in _steps(path) for name, value in found.items() if _is_metric(name, value)
-    }
+    """The metrics that a metrics.jsonl has, at most MAX_NAMES."""
+    names = (name for found in _steps(path) for name in found if _is_metric(name, found[name]))
+    known: set[str] = set()
+    for name in names:
+        known.add(name)
+        if len(known) == MAX_NAMES:
+            break
+    return known
 
 
 def read_lines(path: Path) -> Iterator[dict[str, object]]:
@@ -109,7 +116,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and -MAX_INT <= value <= MAX_INT
 
 
-def _record(found: Mapping[str, object], metrics: Collection[str]) -> MetricsRecord:
+def _record(found: Mapping[str, object], metrics: frozenset[str]) -> MetricsRecord:
     return MetricsRecord(
         policy=str(found["policy"]),
         number=int(cast("int", found["number"])),
@@ -118,8 +125,8 @@ def _record(found: Mapping[str, object], metrics: Collection[str]) -> MetricsRec
         skipped=str(found.get("skipped") or ""),
         values={
             name: float(cast("float", found[name]))
-            for name in metrics
-            if _is_metric(name, found.get(name))
+            for name in metrics.intersection(found)
+            if _is_metric(name, found[name])
         },
     )
 

@@ -11,7 +11,7 @@ batches again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -95,9 +95,11 @@ class Trainer:
         is_stopping: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
         publish_every_version: bool = False,
+        roles: Collection[str] = (),
     ) -> None:
         """incarnation: this trainer's, forked at the last checkpoint, as `take_over` gave it.
-        publish_every_version: training waits if publishing falls behind, and skips no number."""
+        publish_every_version: training waits if publishing falls behind, and skips no number.
+        roles: of the run file."""
         self._policy = policy
         self._models = models
         self._ranks = ranks or SingleRank()
@@ -118,7 +120,7 @@ class Trainer:
         )
         self._metrics = metrics
         self._monitor = SignalMonitor(
-            self._quarantine, from_json(checkpoints.last.state.monitor_state)
+            self._quarantine, from_json(checkpoints.last.state.monitor_state), roles
         )
         self._is_stopping = is_stopping
         self._publishes_all = publish_every_version
@@ -231,7 +233,7 @@ class Trainer:
         trained = stats.skipped is None
         cursor = replace(self._cursor, seq=seq, number=self._cursor.number + (1 if trained else 0))
         seconds = {f"seconds/{what}": value for what, value in self._seconds.items()}
-        values = {**stats.values, **seconds}
+        values = {**self._monitor.reported(stats), **seconds}
         values["seconds"] = values["seconds/read"] + values["seconds/train"]
         body = CommitRequest(
             incarnation=cursor.incarnation,

@@ -143,6 +143,7 @@ def _run_rank(
                 metrics=metrics,
                 is_stopping=is_stopping,
                 publish_every_version=config.deterministic,
+                roles=config.roles,
             )
             with reports:
                 is_complete = trainer.run()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,7 +16,7 @@ from tests.unit.runs.metrics_files import run_with_metrics
 from penstock.cli.main import main
 from penstock.errors import ConfigError
 from penstock.fleet.run_folder import RunFolder
-from penstock.runs.curves import read_records, reward_by_step
+from penstock.runs.curves import MAX_NAMES, metric_names, read_records, reward_by_step
 from penstock.runs.plots import make_plot, plot_text, step_ticks, write_plot
 
 
@@ -47,6 +48,34 @@ def test_a_line_whose_numbers_are_none_is_left_out(tmp_path: Path, key: str, val
 
 def test_the_rewards_of_a_run_that_never_trained_are_empty(tmp_path: Path) -> None:
     assert reward_by_step(tmp_path / "metrics.jsonl") == {}
+
+
+def test_metrics_of_many_names_are_read_in_proportion(tmp_path: Path) -> None:
+    """A file of 560 kB with a new name in each line took 21 s: each line was asked for them all."""
+
+    def cost(num: int) -> int:
+        path = tmp_path / f"{num}.jsonl"
+        same = {"policy": "p", "time": 1.0}
+        lines = ({**same, "number": n, "seq": n, f"m{n}": 1.0} for n in range(1, num + 1))
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        taken: list[int] = []
+        for _ in range(3):
+            started = time.thread_time_ns()
+            assert len(read_records(path, metric_names(path))) == num
+            taken.append(time.thread_time_ns() - started)
+        return min(taken)
+
+    assert cost(4000) / cost(500) < 24, "8 in proportion, 64 if squared"
+
+
+def test_a_file_lists_a_bounded_number_of_metrics(tmp_path: Path) -> None:
+    folder = run_with_metrics(tmp_path / "r", [(1, 1, 0.5)])
+    values = {f"m{number}": 1.0 for number in range(2 * MAX_NAMES)}
+    with folder.metrics.open("a") as file:
+        file.write(json.dumps({"policy": "p", "number": 2, "seq": 2, "time": 1.0} | values) + "\n")
+    names = metric_names(folder.metrics)
+    assert len(names) == MAX_NAMES and "reward/mean" in names
+    assert list(make_plot([folder], ["loss"]).panels) == ["loss"]
 
 
 def test_an_unknown_metric_lists_the_known_ones(tmp_path: Path) -> None:

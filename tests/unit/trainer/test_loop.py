@@ -150,6 +150,31 @@ def test_a_run_in_the_order_that_makes_it_exactly_once(model_folder: Path, tmp_p
     assert {"reward/mean", "loss", "grad_norm", "seconds", "seconds/wait"} <= stats.keys()
 
 
+def test_a_run_reports_a_bounded_number_of_roles(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the statistics of a commit, too: a tracker keeps a curve of each."""
+    monkeypatch.setattr("penstock.trainer.signals.role_names.MAX_SHOWN_ROLES", 1)
+    dataflow = MemoryDataflow(batches=[_played_by(BATCHES[n], f"role {n}") for n in range(2)])
+    run(dataflow, tmp_path, config(model_folder))
+    named = [{name for name in body.stats if "/role/" in name} for _, body in dataflow.commits]
+    assert named == [{"reward/role/role 0", "tokens/role/role 0"}, set()]
+    assert not any("role 1" in str(line) for line in metric_lines(tmp_path))
+
+
+def _played_by(sealed: Sealed, role: str) -> Sealed:
+    groups = [
+        replace(
+            group,
+            rows=tuple(
+                replace(row, roles={POLICY: {role: row.sampled[POLICY]}}) for row in group.rows
+            ),
+        )
+        for group in sealed.manifest.groups
+    ]
+    return replace(sealed, manifest=replace(sealed.manifest, groups=tuple(groups)))
+
+
 def test_number_0_holds_the_policy_and_a_critic_begins_beside_it(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -2,17 +2,17 @@
 """Judges a trainer's own metrics: reports nodes that drift, batches without a signal, engines far
 from the trainer, and process scores that rise without the outcome.
 
-Owns the state over batches (average mismatch by node, consecutive bad batches), which survives a
-restart of the trainer; if a trainer of another version cannot read it, it starts with empty state:
-a checkpoint stays usable without its alarms. Measures nothing itself: the learner does, before the
-weights move.
+Owns the state over batches (average mismatch by node, consecutive bad batches, roles that were
+named), which survives a restart of the trainer; if a trainer of another version cannot read it, it
+starts with empty state: a checkpoint stays usable without its alarms. Measures nothing itself: the
+learner does, before the weights move.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from penstock.trainer.signals.mismatch import (
     NodeMismatches,
 )
 from penstock.trainer.signals.process_scores import HackingWatch
+from penstock.trainer.signals.role_names import RoleNames
 from penstock.wire.codec import JSON, decode, encode_json
 
 _log = structlog.get_logger(__name__)
@@ -40,6 +41,7 @@ class MonitorState:
     no_signal: NoSignalStreak = field(default_factory=NoSignalStreak)
     divergence: DivergenceStreak = field(default_factory=DivergenceStreak)
     hacking: HackingWatch = field(default_factory=HackingWatch)
+    roles: RoleNames = field(default_factory=RoleNames)
 
 
 def to_json(state: MonitorState) -> dict[str, Any]:
@@ -75,10 +77,21 @@ def _is_finite(average: MovingAverage) -> bool:
 
 class SignalMonitor:
     def __init__(
-        self, quarantine: Callable[[DriftingNode], None], state: MonitorState | None = None
+        self,
+        quarantine: Callable[[DriftingNode], None],
+        state: MonitorState | None = None,
+        roles: Collection[str] = (),
     ) -> None:
+        """roles: of the run file."""
         self._quarantine = quarantine
         self.state = state or MonitorState()
+        self._roles = roles
+
+    def reported(self, stats: Stats) -> dict[str, float]:
+        """The statistics of the next batch that the run keeps: of a bounded number of roles."""
+        roles = self.state.roles.updated(stats.values, self._roles)
+        self.state = replace(self.state, roles=roles)
+        return roles.of_run(stats.values, self._roles)
 
     def observe(self, seq: int, stats: Stats) -> tuple[str, ...]:
         """Judge the metrics of batch `seq`; return all alarms to raise now."""
@@ -88,7 +101,8 @@ class SignalMonitor:
             _log.warning("node quarantined", node=node.subject, why=str(node))
             self._quarantine(node)
         values = stats.values
-        self.state = MonitorState(
+        self.state = replace(
+            self.state,
             mismatches=mismatches.without_reported(drifting),
             no_signal=self.state.no_signal.updated(cause_of(stats)),
             divergence=self.state.divergence.updated(
