@@ -9,7 +9,7 @@ loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
@@ -17,6 +17,8 @@ from jinja2 import Environment, TemplateError, nodes
 from penstock.gateway.tokenizer_files import SPECIAL_TOKENS
 
 MAX_CHARS = 1024
+MAX_TOKEN_CHARS = 256
+"""Of all special tokens."""
 MAX_PROMPT_BYTES = 64 << 10
 """Longer ones are rendered in the process: here the program waits."""
 _MESSAGES = "messages"
@@ -25,9 +27,10 @@ _NAMES = frozenset({"add_generation_prompt", *SPECIAL_TOKENS})
 Render = Callable[..., str]
 
 
-def plain_template(source: str) -> Render | None:
-    """Renders the template here; None if it is not plain."""
-    if len(source) > MAX_CHARS:
+def plain_template(source: str, special_tokens: Mapping[str, str]) -> Render | None:
+    """Renders the template here; None if it is not plain. It may repeat special tokens for every
+    message."""
+    if len(source) > MAX_CHARS or sum(map(len, special_tokens.values())) > MAX_TOKEN_CHARS:
         return None
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     try:

@@ -87,8 +87,8 @@ class Renderer:
         self.decode = make_decoder(tokenizer)
         """Ids to text with special tokens, as in the model's context."""
         self._template = shared_process(template)
-        self._render_here = plain_template(template)
         self._special_tokens = special_tokens or {}
+        self._render_here = plain_template(template, self._special_tokens)
         added = tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
         self._hidden = frozenset(

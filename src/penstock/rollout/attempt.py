@@ -32,6 +32,7 @@ from typing import Any, SupportsFloat
 
 import structlog
 
+from penstock.bounds import MAX_SANDBOX_MS
 from penstock.dataflow.core.leasing import Grant
 from penstock.dataflow.service.nodes.messages import RunInfo
 from penstock.errors import (
@@ -130,7 +131,7 @@ class AttemptRunner:
             trajectory = await self._run(grant, row_id, task)
         if not (sandbox_ms := sandboxes.total_ms):
             return trajectory
-        return replace(trajectory, sandbox_ms=sandbox_ms)
+        return replace(trajectory, sandbox_ms=min(sandbox_ms, MAX_SANDBOX_MS))
 
     async def _run(self, grant: Grant, row_id: RowId, task: Task) -> Trajectory:
         started_at = time.time()

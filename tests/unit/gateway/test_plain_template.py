@@ -40,7 +40,7 @@ CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize("source", USUAL)
 def test_the_text_is_that_of_the_process(source: str) -> None:
-    here, process = plain_template(source), TemplateProcess(source)
+    here, process = plain_template(source, {}), TemplateProcess(source)
     assert here is not None
     for messages in CONVERSATIONS:
         values = {"messages": messages, "add_generation_prompt": True, "bos_token": "<s>"}
@@ -83,7 +83,13 @@ def _text_or_error(render: Any, values: dict[str, Any]) -> str:
     ],
 )
 def test_what_could_do_more_is_not_plain(source: str) -> None:
-    assert plain_template(source) is None
+    assert plain_template(source, {}) is None
+
+
+def test_long_special_tokens_are_for_the_process() -> None:
+    """A model brings them, and its template may repeat them for every message."""
+    assert plain_template(TEMPLATE, {"bos_token": "<s>", "eos_token": "x" * 200}) is not None
+    assert plain_template(TEMPLATE, {"bos_token": "<s>", "eos_token": "x" * 300}) is None
 
 
 def test_only_a_long_prompt_starts_a_process(tmp_path: Path) -> None:
