@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,8 +16,10 @@ import pytest
 from tests.attacks.test_foreign_folders import foreign_folder
 
 from penstock.audit.ledger import open_ledger
+from penstock.dataflow.explain.explain import explain
 from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.ledger.tables import open_tables
+from penstock.dataflow.records import DecisionRecord, RuleStateRecord
 from penstock.errors import StoreError
 from penstock.foreign_ledger import open_foreign
 from penstock.runs.listing import list_runs
@@ -103,6 +106,23 @@ def test_a_query_ends(tmp_path: Path, query: str, why: str) -> None:
     ledger = open_foreign(_ledger(tmp_path / "ledger") / "ledger.db")
     with closing(ledger), pytest.raises(StoreError, match=why):
         ledger.rows(query)
+
+
+def test_a_task_key_is_no_pattern(tmp_path: Path) -> None:
+    """One LIKE cannot be interrupted, and its cost is the product of both lengths."""
+    key, long = "a" * 10_000 + "b", "a" * 500_000
+    skipped = DecisionRecord(
+        number=1, hook="curate", rule="r", subject=key, verdict="skipped", detail="{}", at=1.0
+    )
+    known = [RuleStateRecord(rule="r", key=one, value="1") for one in (long, f"p/{key}")]
+    with closing(open_tables(_ledger(tmp_path / "ledger"))) as tables:
+        tables.commit([skipped, *known])
+    with closing(open_recorded_run(tmp_path / "ledger")) as recorded:
+        started = time.process_time()
+        found = explain(recorded, key)
+        assert time.process_time() - started < 1
+    [remembered] = [step.text for step in found.steps if step.what == "remembered"]
+    assert f"'p/{key}'" in remembered
 
 
 @pytest.mark.parametrize("name", ["ledger.db", "ledger.db-wal", "ledger.db-shm"])

@@ -178,6 +178,14 @@ ESCAPES = {
         "def f(): return 'x' * 250_000",
         "def test_{0}(s): print(s.call('f')); print(s.call('f')); assert False",
     ),
+    "numbers of one hash": (
+        "def f(*_): return [((1 << 61) - 1) * k for k in range(1, 9_000)]",
+        "def test_{0}(s): assert set(s.call('f')) == {{1}}",
+    ),
+    "a number that a test counts to": (
+        "def f(*_): return 10**12",
+        "def test_{0}(s): assert sum(1 for _ in range(s.call('f'))) == 1",
+    ),
 }
 
 
@@ -189,7 +197,9 @@ async def test_a_wrong_solution_cannot_make_its_verdict_a_failure_of_ours(way: s
     ids = [f"test_{number}" for number in range(20)]
     tests = "\n".join(test.format(number) for number in range(20))
     limits = GradingLimits(
-        call_s=1.5, solution=replace(Limits(), wall_s=3.0), tests=replace(Limits(), wall_s=6.0)
+        call_s=1.5,
+        solution=replace(Limits(), wall_s=3.0),
+        tests=replace(Limits(), wall_s=6.0, cpu_s=1.0),
     )
     verdict = await verdict_of(source, tests, frozenset(ids), limits)
     assert not verdict.passed and verdict.failed.keys() == set(ids)

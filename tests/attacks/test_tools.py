@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -250,6 +252,57 @@ async def test_a_response_without_end_does_not_fill_the_node(is_compressed: bool
         host = f"127.0.0.1:{port}"
         said = await call(f"http://{host}/mcp", (host,))
     assert ("compressed" if is_compressed else "it sent more than") in said
+
+
+@asynccontextmanager
+async def restless_server() -> AsyncGenerator[tuple[str, list[bytes]]]:
+    """An MCP server whose streams of events end at once and ask to be opened again; what it got."""
+    heard = list[bytes]()
+    none: dict[str, Any] = {}
+    info = {"name": "x", "version": "1"}
+    started = {"protocolVersion": "2025-06-18", "capabilities": none, "serverInfo": info}
+    results: dict[str, Any] = {"initialize": started, "tools/list": {"tools": []}}
+
+    def answer(method: bytes, body: bytes) -> tuple[str, str]:
+        if method == b"GET":
+            note = '{"jsonrpc": "2.0", "method": "notifications/message", "params": {}}'
+            return "200 OK\r\ncontent-type: text/event-stream", f"id: 1\nretry: 0\ndata: {note}\n\n"
+        asked = json.loads(body or b"{}")
+        if "id" not in asked:
+            return "202 Accepted", ""
+        said = {"jsonrpc": "2.0", "id": asked["id"], "result": results[asked["method"]]}
+        return "200 OK\r\ncontent-type: application/json\r\nmcp-session-id: s", json.dumps(said)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                size = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
+                body = await reader.readexactly(int(size[1])) if size else b""
+                heard.append(head.split()[0])
+                start, text = answer(heard[-1], body)
+                writer.write(
+                    f"HTTP/1.1 {start}\r\ncontent-length: {len(text)}\r\n\r\n{text}".encode()
+                )
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", heard
+
+
+async def test_a_server_cannot_make_a_session_reconnect_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `retry: 0` a session that nobody used opened hundreds of streams in a second."""
+    monkeypatch.setattr("penstock.rollout.tools.http.MIN_STREAM_S", 0.4)
+    async with restless_server() as (host, heard):
+        server = HttpServer(url=f"http://{host}/mcp", hosts=(host,), timeout_s=30.0)
+        session = McpSession("x", server.connect, 30.0)
+        assert not await session.list()
+        await asyncio.sleep(1.5)
+        await session.close()
+    assert 2 <= heard.count(b"GET") <= 5
 
 
 # --- what a server lists and answers, and what a model calls it with ------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,9 @@ from penstock.runs.state import RunSummary, read_summary
 
 LIVE_S = 1.0
 """How long the answer of a running service is good for."""
+MAX_OPENED = 4
+"""Ledgers of one run, which is opened again when its file changes: the last ones may still be read
+by other threads."""
 T = TypeVar("T")
 
 
@@ -38,7 +42,8 @@ class ShownRun:
         """How addresses in the browser name it."""
         self._lock = threading.Lock()
         self._known: dict[str, tuple[Hashable, Any]] = {}
-        self._opened: list[Run] = []
+        self._opening = threading.Lock()
+        self._opened: deque[Run] = deque()
 
     @property
     def folder(self) -> RunFolder:
@@ -62,7 +67,8 @@ class ShownRun:
 
     def open(self) -> Run:
         """The records of the run. StoreError if it never started, or uses PostgreSQL."""
-        return self._reread("run", self._ledger_mark(), self._open)
+        with self._opening:
+            return self._reread("run", self._ledger_mark(), self._open)
 
     @property
     def recorded(self) -> RecordedRun:
@@ -75,7 +81,9 @@ class ShownRun:
                 "only. `penstock report` and `penstock status` answer from the service"
             )
         opened = Run(self.folder, self.config, open_recorded_run(self.folder.path / "ledger"))
-        self._opened.append(opened)  # an earlier one may still be read; all are closed at the end
+        self._opened.append(opened)
+        if len(self._opened) > MAX_OPENED:
+            self._opened.popleft().close()
         return opened
 
     def _ledger_mark(self) -> Hashable:

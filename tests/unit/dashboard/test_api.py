@@ -5,6 +5,7 @@ its own token, and nothing that a browser would run."""
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.unit.dashboard.recorded_run import HOSTILE, HOSTILE_TOKEN, NUM_STEPS,
 from penstock.audit import audit
 from penstock.dashboard import rows, timeline
 from penstock.dashboard.server import build
-from penstock.dashboard.shown_run import ShownRun, name_runs
+from penstock.dashboard.shown_run import MAX_OPENED, ShownRun, name_runs
 from penstock.fleet.run_folder import RunFolder
 from penstock.runs.history import open_run
 from penstock.runs.token_view import pieces
@@ -274,6 +275,23 @@ def test_runs_of_one_name_get_their_own_address(folder: Path, tmp_path: Path) ->
     shown = name_runs([RunFolder(folder), RunFolder(folder), RunFolder(folder)])
     name = RunFolder(folder).read_config().name
     assert [one.key for one in shown] == [name, f"{name}-2", f"{name}-3"]
+
+
+def test_a_ledger_that_changes_all_the_time_is_opened_few_times(tmp_path: Path) -> None:
+    """Each look at the run of others kept a connection until the dashboard ended."""
+    folder = record_run(tmp_path / "run")
+    ledger = (folder / "ledger" / "ledger.db").resolve()
+    shown = ShownRun(RunFolder(folder), "run")
+    before = shown.open()
+    held: list[int] = []
+    for second in range(20):
+        os.utime(ledger, (second, second))
+        now = shown.open()
+        assert now is not before and before.num_freed() == now.num_freed() == 0
+        before = now
+        held.append([one.resolve() for one in Path("/proc/self/fd").iterdir()].count(ledger))
+    assert 0 < held[MAX_OPENED] == held[-1]
+    shown.close()
 
 
 def test_a_run_that_goes_on_is_read_again(tmp_path: Path) -> None:

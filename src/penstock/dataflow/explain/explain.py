@@ -234,7 +234,9 @@ class _Explainer:
             fates = self._recorded.fates(one.group_id)
             end = sentences.group_summary(one, fates)
             steps += [*self._issue_steps(one), *self._fate_steps(one, fates)]
-        rule_states = self._tables.read(RuleStateRecord, "key LIKE :key", key=f"%{key}%")
+        found = self._tables.rows("SELECT DISTINCT key FROM rules")
+        keys = [one for one in (str(one) for (one,) in found) if key in one]
+        rule_states = self._tables.read(RuleStateRecord, "key IN :keys", keys=keys)
         steps += [sentences.rule_state(record) for record in rule_states]
         return Explanation(
             id=key,

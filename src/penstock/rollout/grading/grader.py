@@ -30,6 +30,8 @@ PREFIX_BYTES = 4
 DRIVER, RUNNER = "penstock_driver.py", "penstock_runner.py"
 MAX_REPORT_BYTES = 4 << 20
 """Of a report, or of a call with what the solution returned before; as in the runner."""
+SPARE_CPU_S = 10.0
+"""Of the tests, besides their work on what the solution returned, which they bound themselves."""
 _NO_BOUND = 1 << 62
 """Each message has a bound, and the rest of the tests' output is not kept."""
 
@@ -97,18 +99,20 @@ async def grade(
 
 
 def _waiting_for_calls(bounds: GradingLimits) -> Limits:
-    """Limits of the tests' sandbox. Its clock also runs while the solution answers, and its output
-    repeats what the solution returned: neither may end the tests, which would be no verdict."""
+    """Limits of the tests' sandbox. Its clock also runs while the solution answers, its output
+    repeats what the solution returned, and that may be costly to compare: none of these may end the
+    tests, which would be no verdict."""
     calls_s = bounds.solution.wall_s + bounds.call_s
     wall_s = bounds.tests.wall_s + calls_s
-    return replace(bounds.tests, wall_s=wall_s, output_bytes=_NO_BOUND)
+    cpu_s = bounds.tests.cpu_s + SPARE_CPU_S
+    return replace(bounds.tests, wall_s=wall_s, cpu_s=cpu_s, output_bytes=_NO_BOUND)
 
 
 async def _collect(
     judge: SandboxProcess, called: _CalledSolution, ids: frozenset[str], bounds: GradingLimits
 ) -> Verdict:
     nonce = secrets.token_hex(16)
-    await _send(judge, {"nonce": nonce, "ids": sorted(ids)})
+    await _send(judge, {"nonce": nonce, "ids": sorted(ids), "cpu_s": bounds.tests.cpu_s})
     reports = _Reports(nonce, ids)
     while True:
         message = await _next_message(judge, bounds.tests.wall_s)

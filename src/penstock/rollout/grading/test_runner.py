@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import traceback
 from typing import Any, BinaryIO, cast
 
@@ -43,11 +44,37 @@ class Channel:
         self._target.flush()
 
 
+class AnswerWork:
+    """CPU time of tests after the solution answered them, bounded for all tests together. What it
+    returned may be costly on purpose: then the tests fail, before this sandbox ends without a
+    verdict."""
+
+    def __init__(self, cpu_s: float) -> None:
+        self._cpu_s = self._left_s = cpu_s
+        signal.signal(signal.SIGPROF, self._stop)
+
+    def begin(self) -> None:
+        """The solution answered; what follows counts until the end of the test."""
+        if not self._left_s:
+            self._stop()
+        if not signal.getitimer(signal.ITIMER_PROF)[0]:
+            signal.setitimer(signal.ITIMER_PROF, self._left_s)
+
+    def end(self) -> None:
+        left_s, _ = signal.setitimer(signal.ITIMER_PROF, 0)
+        self._left_s = left_s or self._left_s
+
+    def _stop(self, *_: object) -> None:
+        self._left_s = 0.0
+        raise SolutionError(f"work on what it returned took more than {self._cpu_s:g} s of CPU")
+
+
 class Solution:
     """What a test gets: the solution at arm's length."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, work: AnswerWork) -> None:
         self._channel = channel
+        self._work = work
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a function of the solution; the result is a plain JSON value."""
@@ -72,6 +99,7 @@ class Solution:
             raise SolutionError(f"a call with {num_bytes} bytes; at most {MAX_QUESTION_BYTES}")
         self._channel.write(question)
         answer = self._channel.read()
+        self._work.begin()
         if "error" in answer:
             raise SolutionError(answer["error"])
         return answer["value"]
@@ -90,10 +118,13 @@ def same(actual: Any, expected: Any) -> bool:
     return actual == expected
 
 
-def run_test(tests: Any, id: str, solution: Solution) -> str:
+def run_test(tests: Any, id: str, solution: Solution, work: AnswerWork) -> str:
     """Why the test failed; empty if it passed."""
     try:
-        getattr(tests, id)(solution)
+        try:
+            getattr(tests, id)(solution)
+        finally:
+            work.end()
     except BaseException as error:
         return "".join(traceback.format_exception_only(error)).strip()[-MAX_WHY_CHARS:] or "failed"
     return ""
@@ -106,9 +137,10 @@ def main() -> None:
     assert spec is not None and spec.loader is not None
     tests = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tests)
-    solution = Solution(channel)
+    work = AnswerWork(head["cpu_s"])
+    solution = Solution(channel, work)
     for id in head["ids"]:
-        why = run_test(tests, id, solution)
+        why = run_test(tests, id, solution, work)
         report = {"nonce": head["nonce"], "id": id, "passed": not why, "why": why}
         channel.write({"report": report})
     channel.write({"done": head["nonce"]})

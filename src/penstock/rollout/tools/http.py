@@ -8,7 +8,9 @@ refuses compressed ones, whose size is not known before they are read.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ from penstock.rollout.tools.mcp_session import Ending
 
 MAX_RESPONSE_BYTES = 8 << 20
 MAX_EVENT_BYTES = 4 << 20
+MIN_STREAM_S = 1.0
+"""Until a stream of events (GET) ends: the SDK opens the next as soon as the server likes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +145,7 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
             content=cast("AsyncIterator[bytes]", request.stream),
             extensions=request.extensions,
         )
+        ends_at = time.monotonic() + MIN_STREAM_S if request.method == "GET" else 0.0
         try:
             response = await self._pool.handle_async_request(outgoing)
         except Denied as error:
@@ -155,7 +160,7 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
             raise self._error("its response is compressed, which is not accepted")
         headers = [(name, _without_charset(name, value)) for name, value in response.headers]
         return httpx2.Response(
-            response.status, headers=headers, stream=_Bounded(response, self._error)
+            response.status, headers=headers, stream=_Bounded(response, self._error, ends_at)
         )
 
     def _error(self, why: str) -> httpx2.TransportError:
@@ -172,8 +177,9 @@ def _without_charset(name: bytes, value: bytes) -> bytes:
 
 
 class _Bounded(httpx2.AsyncByteStream):
-    def __init__(self, response: httpcore2.Response, error: Any) -> None:
-        self._response, self._error = response, error
+    def __init__(self, response: httpcore2.Response, error: Any, ends_at: float) -> None:
+        """ends_at: not before this time of the monotonic clock."""
+        self._response, self._error, self._ends_at = response, error, ends_at
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         num_bytes = 0
@@ -183,6 +189,7 @@ class _Bounded(httpx2.AsyncByteStream):
                 if num_bytes > MAX_RESPONSE_BYTES:
                     raise self._error(f"it sent more than {MAX_RESPONSE_BYTES:,} bytes")
                 yield chunk
+            await asyncio.sleep(self._ends_at - time.monotonic())
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise self._error(f"the connection failed: {error}") from None
         except httpcore2.TimeoutException:
