@@ -26,10 +26,10 @@ MODULES = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "marshal", "she
 BUILTINS = frozenset({"eval", "exec"})
 NAMES = {
     "torch.load": "read tensors with safetensors",
-    "yaml.load": "use yaml.safe_load",
-    "yaml.load_all": "use yaml.safe_load_all",
-    "yaml.full_load": "use yaml.safe_load",
-    "yaml.unsafe_load": "use yaml.safe_load",
+    **dict.fromkeys(
+        ("yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load", "yaml.safe_load"),
+        "use penstock.config.yaml_positions.read_values",
+    ),
 }
 """Functions that may not be named at all, called or not, with the cure."""
 

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 import yaml
 
+from penstock.config.yaml_positions import read_values
 from penstock.durable import read_regular
 from penstock.errors import StoreError
 
-MAX_FILE_BYTES = 16 << 20
+MAX_FILE_BYTES = 1 << 20
 
 REWARD = "reward"
 
@@ -120,6 +121,6 @@ def read_config(path: Path) -> AuditedConfig:
             f"{path} cannot be read: {error}; pass a run folder (OUTPUT_DIR/NAME)"
         ) from error
     try:
-        return msgspec.convert(yaml.safe_load(text), AuditedConfig)
+        return msgspec.convert(read_values(text), AuditedConfig)
     except (yaml.YAMLError, msgspec.ValidationError) as error:
         raise StoreError(f"{path} is not a resolved run config: {error}") from error

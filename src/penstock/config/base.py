@@ -107,6 +107,16 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
         yield path, value
 
 
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The same tree with each text changed; keys stay."""
+    if isinstance(value, dict):
+        entries = cast(dict[str, Any], value).items()
+        return {key: map_texts(child, change) for key, child in entries}
+    if isinstance(value, list):
+        return [map_texts(child, change) for child in cast(list[Any], value)]
+    return change(value) if isinstance(value, str) else value
+
+
 def non_blank(value: str) -> str:
     """Reject empty text."""
     if not value.strip():

@@ -6,7 +6,6 @@ mistake becomes one line of a `ConfigError`: `FILE:LINE: path.to.key: what; fix`
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -19,7 +18,7 @@ from pydantic import ValidationError
 
 from penstock.config.base import leaves
 from penstock.config.error_messages import ConfigProblem, path_text, problems_of
-from penstock.config.resolved import escape_interpolation
+from penstock.config.resolved import put_back, set_aside
 from penstock.config.run import RunConfig
 from penstock.config.yaml_positions import KeyPositions, locate_keys
 from penstock.durable import open_regular
@@ -27,9 +26,11 @@ from penstock.errors import ConfigError
 from penstock.options import KeyPath
 from penstock.plugins import did_you_mean
 
-MAX_FILE_BYTES = 16 << 20
+MAX_FILE_BYTES = 1 << 20
 _OVERRIDE_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+|\[[0-9]+\])*", re.ASCII)
-_PARSE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, ValueError, OverflowError)
+_NO_INTERPOLATION = "${} is for run files and their overrides; write the value itself"
+"""A value of the environment would go wherever the file says, such as to a server."""
+_PARSE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, ValueError, OverflowError, RecursionError)
 """What OmegaConf raises for invalid text: its own errors, PyYAML's, and number parsing."""
 _OVERRIDE_ERRORS = (OmegaConfBaseException, ValueError, IndexError, TypeError)
 """What OmegaConf raises for a dotted key that does not fit the tree."""
@@ -140,16 +141,15 @@ def parse(
         report.add_file_error(
             1, (), "the top level must be a mapping, starting like `name: my-run`"
         )
+    if is_stored:
+        for path in positions.interpolations:
+            report.add_file_error(positions.line_of(path), path, _NO_INTERPOLATION)
     if report.lines:
         report.fail()
-    tree = _tree(text, report)
-    if is_stored:
-        _refuse_interpolation(tree, report)
+    tree = _tree(text, report, is_stored=is_stored)
     for override in overrides:
-        _apply(override, tree, report)
-    if by_another:
-        _refuse_interpolation(tree, report)
-    values = _resolve_interpolation(tree, report)
+        _apply(override, tree, report, by_another=by_another)
+    values = put_back(_resolve_interpolation(tree, report))
     config = _validate(values, report)
     if config is None or report.lines:
         report.fail()
@@ -161,7 +161,7 @@ def _read(path: Path, *, is_stored: bool = False) -> str:
         with open_regular(path) if is_stored else path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: longer than {MAX_FILE_BYTES} bytes; give a run file")
+            raise ValueError(f"longer than {MAX_FILE_BYTES} bytes")
         return content.decode("utf-8-sig")
     except FileNotFoundError:
         others = [entry.name for entry in path.parent.glob("*.y*ml")]
@@ -179,10 +179,10 @@ def _read(path: Path, *, is_stored: bool = False) -> str:
         raise ConfigError(f"{path}: cannot be read: {reason}; give a readable file") from None
 
 
-def _tree(text: str, report: _ErrorReport) -> DictConfig:
+def _tree(text: str, report: _ErrorReport, *, is_stored: bool) -> DictConfig:
     try:
-        plain = OmegaConf.to_container(OmegaConf.create(text))
-        tree = OmegaConf.create(cast(dict[str, Any], _restore_on_key(plain)))
+        plain = _restore_on_key(OmegaConf.to_container(OmegaConf.create(text)))
+        tree = OmegaConf.create(cast(dict[str, Any], set_aside(plain) if is_stored else plain))
     except _PARSE_ERRORS as error:
         path = _path_of(error)
         report.add_file_error(report.positions.line_of(path), path, _reason(error))
@@ -201,7 +201,7 @@ def _restore_on_key(value: Any) -> Any:
     return value
 
 
-def _apply(text: str, tree: DictConfig, report: _ErrorReport) -> None:
+def _apply(text: str, tree: DictConfig, report: _ErrorReport, *, by_another: bool) -> None:
     key, sign, value_text = text.partition("=")
     key = key.strip()
     if not sign or not _OVERRIDE_KEY.fullmatch(key):
@@ -209,8 +209,10 @@ def _apply(text: str, tree: DictConfig, report: _ErrorReport) -> None:
             text, "cannot be parsed; write a dotted key, = and a value: a.b=c"
         )
         return
-    if problems := locate_keys(value_text).problems:
-        report.add_override_error(text, f"{key}: {problems[0].text}")
+    found = locate_keys(value_text)
+    if found.problems or (by_another and found.interpolations):
+        why = found.problems[0].text if found.problems else _NO_INTERPOLATION
+        report.add_override_error(text, f"{key}: {why}")
         return
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value_text}"]))
@@ -219,29 +221,14 @@ def _apply(text: str, tree: DictConfig, report: _ErrorReport) -> None:
         return
     value = _restore_on_key(cast(dict[str, Any], parsed)["value"])
     try:
-        OmegaConf.update(tree, key, value, merge=False, force_add=True)
+        OmegaConf.update(
+            tree, key, set_aside(value) if by_another else value, merge=False, force_add=True
+        )
     except _OVERRIDE_ERRORS as error:
         report.add_override_error(text, f"{key}: no such key in the file ({_reason(error)})")
         return
     path = tuple(re.findall(r"[^.\[\]]+", key))
     report.overrides.append(_Override(text=text, path=path))
-
-
-def _refuse_interpolation(tree: DictConfig, report: _ErrorReport) -> None:
-    """A value of the environment would go wherever the file says, such as to a server. Text that
-    only looks like one is escaped as `dump` does it, so it reads as what was written."""
-    for path, leaf in leaves(OmegaConf.to_container(tree)):
-        if not isinstance(leaf, str) or "${" not in leaf:
-            continue
-        found: Any = tree
-        with suppress(OmegaConfBaseException, RecursionError):
-            for part in path:
-                found = found[part]
-        if not isinstance(found, str) or escape_interpolation(found) != leaf:
-            text = "${} is for run files and their overrides; write the value itself"
-            report.add(ConfigProblem(keys=(path,), text=text))
-    if report.lines:
-        report.fail()
 
 
 def _resolve_interpolation(tree: DictConfig, report: _ErrorReport) -> Any:
@@ -302,7 +289,7 @@ def _path_of(error: BaseException) -> KeyPath:
 def _reason(error: BaseException) -> str:
     """The first line of an error of OmegaConf, with a fix."""
     if isinstance(error, RecursionError):
-        return "refers to itself; write the value out"
+        return "refers to itself, or is too deep; write the value out"
     what = str(error).partition("\n")[0] or type(error).__name__
     if isinstance(error, OmegaConfBaseException):
         return f"{what}; check the ${{...}} in it, or write \\${{...}} for the text itself"

@@ -8,11 +8,11 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import OmegaConf
 
-from penstock.config.base import leaves
+from penstock.config.base import leaves, map_texts
 from penstock.config.error_messages import path_text
 from penstock.config.models import KEPT_COPY
 from penstock.config.run import RunConfig
@@ -21,7 +21,10 @@ from penstock.hub import is_same_model
 from penstock.options import KeyPath
 
 _CONSTANT = '"constant"'
-_INTERPOLATION = re.compile(r"(\\*)\$\{")
+_INTERPOLATION = re.compile(r"(?<!\\)(\\*)\$\{")
+_ESCAPED = re.compile(r"(?<!\\)(\\+)\$\{")
+_STAND_IN = "\ufdd0{"
+"""Begins with a character that Unicode leaves to programs."""
 
 
 def run_dir(config: RunConfig) -> Path:
@@ -149,12 +152,19 @@ def _public_values(config: RunConfig) -> dict[str, Any]:
 
 def escape_interpolation(value: Any) -> Any:
     """Escape a literal `${`, so that reading does not resolve it."""
-    if isinstance(value, dict):
-        return {
-            key: escape_interpolation(child) for key, child in cast(dict[str, Any], value).items()
-        }
-    if isinstance(value, list):
-        return [escape_interpolation(child) for child in cast(list[Any], value)]
-    if isinstance(value, str):
-        return _INTERPOLATION.sub(lambda match: match[1] * 2 + "\\${", value)
-    return value
+    return map_texts(value, lambda text: _INTERPOLATION.sub(r"\1\1\\${", text))
+
+
+def set_aside(value: Any) -> Any:
+    """An escaped `${` as characters that OmegaConf passes over: it takes milliseconds for each."""
+    return map_texts(value, lambda text: _ESCAPED.sub(_unescaped, text))
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    """Of each pair of backslashes one stays; the last belongs to the `${`."""
+    return match[1][: len(match[1]) // 2] + _STAND_IN
+
+
+def put_back(value: Any) -> Any:
+    """The literal `${` that `set_aside` replaced."""
+    return map_texts(value, lambda text: text.replace(_STAND_IN, "${"))

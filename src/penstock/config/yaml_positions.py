@@ -2,11 +2,12 @@
 """Lines of a YAML text: the position of each key, and what the text may not contain.
 
 Owns the refusal of duplicate keys, explicit tags, self-references and texts too deep or too large
-to be a config. Knows no schema, and never constructs a value from the text."""
+to be a config. Knows no schema, and constructs values only of a text without such problems."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import yaml
 
@@ -15,9 +16,17 @@ from penstock.plugins import quoted
 
 MAX_DEPTH = 32
 """Deepest nesting; the schema needs seven levels."""
-MAX_NODES = 100_000
-"""Largest number of nodes after expanding aliases, so that a short text cannot become huge."""
+MAX_NODES = 10_000
+"""Largest number of nodes after expanding aliases, so that a short text cannot become huge;
+OmegaConf takes no more."""
+MAX_CHARS = 1 << 20
+"""Longest text of all scalars, after expanding aliases."""
+MAX_NUMBER_CHARS = 128
+"""Longest number: to write out one of millions of digits takes minutes, or fails."""
 
+_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
+"""What OmegaConf resolves: `${` after an even number of backslashes."""
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _STR = "tag:yaml.org,2002:str"
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -46,6 +55,8 @@ class KeyPositions:
     """Whether the text is one mapping at its top."""
     is_empty: bool
     """Whether there are only comments."""
+    interpolations: tuple[KeyPath, ...]
+    """The values with a `${}` that is not escaped."""
 
     def line_of(self, path: KeyPath) -> int:
         """Line of a key, or of its nearest parent that is written."""
@@ -61,7 +72,7 @@ def locate_keys(text: str) -> KeyPositions:
     try:
         problems += _forbidden_yaml(text)
         if not problems:
-            root = _compose(text)
+            root = compose(text)
     except yaml.YAMLError as error:
         problems.append(_syntax(error))
     walk = _NodeVisitor()
@@ -73,15 +84,25 @@ def locate_keys(text: str) -> KeyPositions:
         problems=tuple(problems + walk.problems),
         is_mapping=isinstance(root, yaml.MappingNode),
         is_empty=root is None and not problems,
+        interpolations=tuple(walk.interpolations),
     )
 
 
-def _compose(text: str) -> yaml.Node | None:
-    compose = yaml.compose  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    return cast(yaml.Node | None, compose(text, Loader=yaml.SafeLoader))
+def read_values(text: str) -> Any:
+    """The values of a text of any author; YAMLError for what `locate_keys` refuses."""
+    if problems := locate_keys(text).problems:
+        raise yaml.YAMLError(f"line {problems[0].line}: {problems[0].text}")
+    return yaml.SafeLoader(text).get_single_data()
 
 
-def _events(text: str) -> Iterator[yaml.Event]:
+def compose(text: str) -> yaml.Node | None:
+    """The nodes of a text; an alias is the node itself."""
+    found = yaml.compose  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return cast(yaml.Node | None, found(text, Loader=yaml.SafeLoader))
+
+
+def events(text: str) -> Iterator[yaml.Event]:
+    """The text as a flat stream, which nothing in it makes longer."""
     parse = yaml.parse  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     return cast(Iterator[yaml.Event], parse(text, Loader=yaml.SafeLoader))
 
@@ -89,7 +110,7 @@ def _events(text: str) -> Iterator[yaml.Event]:
 def _forbidden_yaml(text: str) -> list[YamlProblem]:
     """Tags and nesting, seen in the flat stream of events before anything recurses over it."""
     depth = 0
-    for count, event in enumerate(_events(text)):
+    for count, event in enumerate(events(text)):
         line = event.start_mark.line + 1
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
@@ -126,7 +147,9 @@ class _NodeVisitor:
 
     lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
     problems: list[YamlProblem] = field(default_factory=list[YamlProblem])
+    interpolations: list[KeyPath] = field(default_factory=list[KeyPath])
     num_nodes: int = 0
+    num_chars: int = 0
 
     def visit(self, node: yaml.Node, path: KeyPath, ancestors: tuple[yaml.Node, ...]) -> None:
         self.num_nodes += 1
@@ -142,6 +165,21 @@ class _NodeVisitor:
                 self.visit(item, (*path, index), (*ancestors, node))
         elif isinstance(node, yaml.MappingNode):
             self._visit_mapping(node, path, ancestors)
+        elif isinstance(node, yaml.ScalarNode):
+            self._visit_scalar(node, path)
+
+    def _visit_scalar(self, node: yaml.ScalarNode, path: KeyPath) -> None:
+        length = len(node.value)
+        self.num_chars += length
+        if self.num_chars - length <= MAX_CHARS < self.num_chars:
+            self._refuse(node, path, "too deep or too large for a run file")
+        elif self.num_chars > MAX_CHARS:
+            return
+        elif node.tag in _NUMBERS and length > MAX_NUMBER_CHARS:
+            text = f"a number of {length} characters; put quotes around it if it is text"
+            self._refuse(node, path, text)
+        elif _INTERPOLATION.search(node.value):
+            self.interpolations.append(path)
 
     def _visit_mapping(
         self, node: yaml.MappingNode, path: KeyPath, ancestors: tuple[yaml.Node, ...]

@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar
 import structlog
 
 from penstock.config import RunConfig, dump, load_stored
+from penstock.config.loader import MAX_FILE_BYTES
 from penstock.config.network import NetworkConfig
 from penstock.durable import FolderId, open_own, read_own, regular_descriptor, write_durably
 from penstock.errors import BadRequest, ConfigError, LaunchError
@@ -207,8 +208,9 @@ class RunFolder:
         self.path.mkdir(mode=0o700, exist_ok=True)
 
     def write_config(self, config: RunConfig) -> None:
+        content = _stored(config)
         self._create()
-        _write_file(self.config_file, dump(config).encode())
+        _write_file(self.config_file, content)
 
     def last_started_config(self) -> RunConfig | None:
         """The config of the last launch, whatever config.yaml contains now."""
@@ -216,7 +218,7 @@ class RunFolder:
         return load_stored(stored) if stored.exists() else None
 
     def write_last_started_config(self, config: RunConfig) -> None:
-        _write_file(self._run / "adopted.yaml", dump(config).encode())
+        _write_file(self._run / "adopted.yaml", _stored(config))
 
     def sources(self) -> dict[str, str]:
         """Digest of each source's tasks, from the last launch that checked them."""
@@ -543,6 +545,17 @@ def _write_pid(lock: int) -> None:
         os.ftruncate(lock, len(text))
     except OSError as error:  # a full disk; the lock itself holds
         _log.warning("pid not written to lock file", error=str(error))
+
+
+def _stored(config: RunConfig) -> bytes:
+    """Refused if no command could read it again."""
+    content = dump(config).encode()
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(
+            f"the resolved config has {len(content):,} bytes, more than {MAX_FILE_BYTES:,}; "
+            "shorten the templates of `prompts`, or other long texts"
+        )
+    return content
 
 
 def _write_file(path: Path, content: bytes) -> None:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from penstock.config import RunConfig
 from penstock.config.error_messages import path_text, problems_of
+from penstock.config.yaml_positions import read_values
 from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.service.build import core_spec
 from penstock.dataflow.simulate.figures import RunTotals, count_totals, recorded_totals
@@ -60,7 +61,7 @@ def with_rules(config: RunConfig, path: Path) -> RunConfig:
 
 def _read_rules(path: Path) -> list[Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = read_values(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the rules file: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -10,13 +10,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from penstock.dataflow.sources.folder_names import SPLITS, STATE, refuse_ways_out
 from penstock.dataflow.sources.tables import DatasetRows, import_data_package
 from penstock.errors import ConfigError
 
 DEFAULT_SPLIT = "train"
-_DATASET_DICT = "dataset_dict.json"
-"""What `DatasetDict.save_to_disk` writes beside the folder of each split."""
-_DATASET_STATE = "state.json"
+_LEADING_OUT = ("hdf5", "iceberg", "lance")
+"""Formats whose files name other files, wherever they are."""
 
 
 def open_folder(folder: Path, *, name: str | None, split: str | None) -> DatasetRows:
@@ -26,8 +26,14 @@ def open_folder(folder: Path, *, name: str | None, split: str | None) -> Dataset
         raise ConfigError(
             f"{folder}: no such folder; a path is relative to the working directory, {Path.cwd()}"
         )
-    is_dict = (folder / _DATASET_DICT).is_file()
-    if not is_dict and not (folder / _DATASET_STATE).is_file():
+    try:
+        refuse_ways_out(folder)
+    except ConfigError:
+        raise
+    except Exception as error:  # texts of others: what they are not has many errors
+        raise _unreadable(folder, error) from None
+    is_dict = (folder / SPLITS).is_file()
+    if not is_dict and not (folder / STATE).is_file():
         found = _load(datasets, str(folder.resolve()), name, split, None, label=str(folder))
         return DatasetRows(found, str(folder))
     if name is not None:
@@ -37,12 +43,16 @@ def open_folder(folder: Path, *, name: str | None, split: str | None) -> Dataset
     try:
         found = datasets.load_from_disk(str(folder))
     except Exception as error:  # pyarrow's and datasets' errors share no base
-        raise ConfigError(
-            f"{folder} cannot be read: {_one_line(error)}; it may be truncated or damaged: save or "
-            "copy it again"
-        ) from None
+        raise _unreadable(folder, error) from None
     return DatasetRows(
         _choose(found, split, folder) if is_dict else _whole(found, split, folder), str(folder)
+    )
+
+
+def _unreadable(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{folder} cannot be read: {_one_line(error)}; it may be truncated or damaged: save or "
+        "copy it again"
     )
 
 
@@ -82,7 +92,11 @@ def _load(
     path_key: str = "data.path",
 ) -> Any:
     try:
-        return datasets.load_dataset(path, name, split=split or DEFAULT_SPLIT, revision=revision)
+        builder = datasets.load_dataset_builder(path, name, revision=revision)
+        if builder.name in _LEADING_OUT:
+            raise ValueError(f"its format, {builder.name}, can name files elsewhere; use Parquet")
+        builder.download_and_prepare()
+        return builder.as_dataset(split=split or DEFAULT_SPLIT)
     except datasets.exceptions.DatasetNotFoundError as error:
         keys = f"{path_key} and data.revision" if revision else path_key
         raise ConfigError(

@@ -24,8 +24,8 @@ from penstock.types import JsonObject
 
 MAX_BAD_ROWS = 1_000
 """The check stops after this many."""
-COUNTED_AT_ONCE = 256
-"""Prompts whose tokens are counted in one call."""
+COUNTED_AT_ONCE = 32
+"""Prompts whose tokens are counted in one call, and so are in memory."""
 LOCAL_PREFIXES = ("/", "./", "../", "~")
 """How a path starts that is never a data set of the Hub."""
 
@@ -132,7 +132,8 @@ class DataSet:
                 payload = self.payload(index)
                 if self._spec.has_prompt:
                     check_prompt(payload, self._rows.place(index))
-                prompts[index] = payload.get(PROMPT)
+                if count_tokens is not None:
+                    prompts[index] = payload.get(PROMPT)
             except BadRow as bad:
                 yield bad
         most = self._spec.max_prompt_tokens

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from blake3 import blake3
 
@@ -19,9 +19,13 @@ from penstock.dataflow.sources.bad_rows import BadRow, BadRowKind
 from penstock.errors import ConfigError
 from penstock.types import JsonObject
 
-WINDOW_ROWS = 256
-"""Rows that are converted at once; tasks are read in order, so most reads are from the window."""
+WINDOW_ROWS = 16
+"""Rows that are converted at once; tasks are read in order, so most reads are from the window. Few,
+since all of them may be the one long value that a small file stores."""
+MAX_WINDOW_BYTES = 256 << 20
+"""Of a window; a task is far smaller."""
 _READ_BYTES = 1 << 20
+_REFERENCE_BYTES = 8
 
 
 def import_data_package(name: str, path: str) -> Any:
@@ -53,7 +57,9 @@ class _Window:
         return self.start <= index < self.start + len(self.rows)
 
     def fill(self, start: int, table: Any) -> None:
-        """`table`: what pyarrow has `to_pylist` for."""
+        """`table`: what pyarrow has `to_pylist` for. MemoryError if its rows are too long."""
+        if sum(map(_num_bytes, table.columns)) > MAX_WINDOW_BYTES:
+            raise MemoryError(f"{table.num_rows} rows have more than {MAX_WINDOW_BYTES:,} bytes")
         self.start = start
         try:
             self.rows = table.to_pylist()
@@ -71,11 +77,32 @@ class _Window:
         return row
 
 
+def _num_bytes(array: Any) -> int:
+    """About what its values take, which a file of some hundred bytes can repeat without end: a
+    dictionary counts for each of its uses, and a value that is nothing has a reference too."""
+    if hasattr(array, "chunks"):
+        return sum(map(_num_bytes, array.chunks))
+    if hasattr(array, "dictionary"):
+        return len(array) * array.dictionary.nbytes
+    if hasattr(array, "keys"):
+        parts: list[Any] = [array.keys, array.items]
+    elif hasattr(array, "flatten"):
+        inner = array.flatten()
+        parts = cast(list[Any], inner) if isinstance(inner, list) else [inner]
+    else:
+        return len(array) * _REFERENCE_BYTES + array.nbytes
+    return len(array) * _REFERENCE_BYTES + sum(map(_num_bytes, parts))
+
+
 def _converted(one_row: Any) -> JsonObject | Exception:
     try:
         return one_row.to_pylist()[0]
     except (ValueError, OverflowError) as error:
         return error
+
+
+def _too_long(place: str, error: MemoryError) -> ConfigError:
+    return ConfigError(f"{place}, or one after it, is too long: {error}; shorten its values")
 
 
 class ParquetFile:
@@ -124,13 +151,16 @@ class ParquetFile:
             groups = range(group, len(self._group_starts) - 1)
             self._batches = self._file.iter_batches(WINDOW_ROWS, row_groups=groups)
         while index not in self._window:
+            start = self._next
             try:
                 batch = next(self._batches)
-            except (OSError, ValueError) as error:
+                self._next += batch.num_rows
+                if index < self._next:
+                    self._window.fill(start, batch)
+            except (OSError, ValueError, NotImplementedError) as error:
                 raise self._unreadable(error) from None
-            start, self._next = self._next, self._next + batch.num_rows
-            if index < self._next:
-                self._window.fill(start, batch)
+            except MemoryError as error:
+                raise _too_long(self.place(start), error) from None
 
     def _unreadable(self, error: Exception) -> ConfigError:
         why = " ".join(str(error).split())
@@ -165,5 +195,8 @@ class DatasetRows:
     def row(self, index: int) -> JsonObject:
         if index not in self._window:
             start = index - index % WINDOW_ROWS
-            self._window.fill(start, self._dataset[start : min(start + WINDOW_ROWS, len(self))])
+            try:
+                self._window.fill(start, self._dataset[start : min(start + WINDOW_ROWS, len(self))])
+            except MemoryError as error:
+                raise _too_long(self.place(start), error) from None
         return self._window.row(index, self.place(index))

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A data set of somebody else: none of its prompts is a file from elsewhere on this machine or
+beyond it, and a short file takes no gigabytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.unit.dataflow.data_packages import import_datasets, parquet, pyarrow
+
+from penstock.dataflow.sources import DataSpec, open_data, tables
+from penstock.errors import ConfigError
+
+SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----"
+NULLS = 50_000_000
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Of who opens the data set, beside which it lies."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "key.txt").write_text(SECRET)
+    return home
+
+
+def _card(path: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        files = {"config_name": "default", "data_files": [{"split": "train", "path": [path]}]}
+        (folder / "README.md").write_text(f"---\n{json.dumps({'configs': [files]})}\n---\n")
+
+    return write
+
+
+def _yaml_card(folder: Path) -> None:
+    text = "configs: [{config_name: default, data_files: ../home/key.txt}]\n"
+    (folder / ".huggingface.yaml").write_text(text)
+
+
+def _alias(folder: Path) -> None:
+    text = "a: &a ../home/key.txt\nconfigs: [{config_name: default, data_files: [*a]}]"
+    (folder / "README.md").write_text(f"---\n{text}\n---\n")
+
+
+def _link(folder: Path) -> None:
+    (folder / "train.txt").symlink_to(folder.parent / "home" / "key.txt")
+
+
+def _link_of_a_folder(folder: Path) -> None:
+    (folder / "data").symlink_to(folder.parent / "home")
+
+
+def _endless_card(folder: Path) -> None:
+    (folder / "README.md").symlink_to("/dev/zero")
+
+
+def _state(folder: Path) -> None:
+    import_datasets().Dataset.from_dict({"prompt": [SECRET]}).save_to_disk(folder.parent / "home")
+    state = json.loads((folder.parent / "home" / "state.json").read_text())
+    state["_data_files"] = [{"filename": "../home/data-00000-of-00001.arrow"}]
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+def _split(folder: Path) -> None:
+    import_datasets().Dataset.from_dict({"prompt": [SECRET]}).save_to_disk(folder.parent / "home")
+    (folder / "dataset_dict.json").write_text('{"splits": ["../home"]}')
+
+
+WAYS_OUT = {
+    "absolute": _card("{home}/key.txt"),
+    "dots": _card("../home/key.txt"),
+    "url": _card("https://192.0.2.1/key.txt"),
+    "scheme": _card("file:{home}/key.txt"),
+    "chain": _card("a.txt::{home}/key.txt"),
+    "hub": _card("hf://datasets/someone/private/key.txt"),
+    "yaml": _yaml_card,
+    "alias": _alias,
+    "link": _link,
+    "folder": _link_of_a_folder,
+    "endless": _endless_card,
+    "state": _state,
+    "split": _split,
+}
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_a_folder_leads_nowhere_else(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(import_datasets().config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    WAYS_OUT[way](folder)
+    for card in folder.glob("README.md"):
+        if card.is_file():
+            card.write_text(card.read_text().replace("{home}", str(home)))
+    why = "not in the folder|link out of the folder|alias of YAML"
+    split = "../home" if way == "split" else None
+    with pytest.raises(ConfigError, match=why) as refused:
+        open_data("train", DataSpec(path=str(folder), split=split))
+    assert "192.0.2.1" not in str(refused.value) or way == "url"
+
+
+def test_links_within_a_folder_and_of_a_snapshot_are_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_datasets().config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    repo = tmp_path / "datasets--someone--sums"
+    snapshot = repo / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    (repo / "blobs" / "ab").write_text('{"prompt": "one"}\n')
+    (snapshot / "first.jsonl").symlink_to("../../blobs/ab")
+    (snapshot / "train.jsonl").symlink_to("first.jsonl")
+    _card("train.jsonl")(snapshot)
+    assert open_data("train", DataSpec(path=str(snapshot))).row(0) == {"prompt": "one"}
+    (repo / "blobs" / "ab").unlink()
+    (repo / "blobs" / "ab").symlink_to("/etc/hostname")
+    with pytest.raises(ConfigError, match="link out of the folder"):
+        open_data("train", DataSpec(path=str(snapshot)))
+
+
+def test_one_long_value_of_many_rows_is_read_in_small_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bomb.parquet"
+    uses = pyarrow.array([0] * 256, pyarrow.int32())
+    column = pyarrow.DictionaryArray.from_arrays(uses, pyarrow.array(["a" * (1 << 20)]))
+    table = pyarrow.table({"prompt": column})
+    parquet.write_table(table, path, compression="zstd", store_schema=False)
+    before = pyarrow.default_memory_pool()
+    pool = pyarrow.proxy_memory_pool(before)
+    pyarrow.set_memory_pool(pool)
+    try:
+        open_data("train", DataSpec(path=str(path), has_prompt=True)).check()
+    finally:
+        pyarrow.set_memory_pool(before)
+    assert path.stat().st_size < 1 << 10 and pool.max_memory() < 64 << 20
+    monkeypatch.setattr(tables, "MAX_WINDOW_BYTES", 1 << 20)
+    with pytest.raises(ConfigError, match=r"row 1, or one after it, is too long"):
+        open_data("train", DataSpec(path=str(path))).row(0)
+
+
+@pytest.mark.parametrize("is_dictionary", [False, True])
+def test_values_that_cost_a_file_nothing_are_counted(tmp_path: Path, is_dictionary: bool) -> None:
+    path = tmp_path / "bomb.parquet"
+    values = pyarrow.nulls(NULLS)
+    if is_dictionary:
+        uses = pyarrow.array([0] * 1000, pyarrow.int32())
+        values = pyarrow.DictionaryArray.from_arrays(uses, pyarrow.array(["a" * (1 << 20)]))
+    offsets = pyarrow.array([0, len(values)], pyarrow.int32())
+    row = pyarrow.ListArray.from_arrays(offsets, values)
+    parquet.write_table(pyarrow.table({"prompt": row}), path)
+    with pytest.raises(ConfigError, match="is too long"):
+        open_data("train", DataSpec(path=str(path))).row(0)
+
+
+def test_values_of_any_shape_are_read(tmp_path: Path) -> None:
+    row = {"map": {"a": 1}, "list": [[1], []], "struct": {"a": [None]}, "none": None, "yes": True}
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    columns = {name: pyarrow.array([value]) for name, value in row.items() if name != "map"}
+    columns["map"] = pyarrow.array([row["map"]], kind)
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    found = open_data("train", DataSpec(path=str(tmp_path / "a.parquet"))).row(0)
+    assert found == {**row, "map": [("a", 1)]}
