@@ -37,6 +37,13 @@ from penstock.runs.listing import list_runs
 from penstock.runs.result_files import read_results
 from penstock.runs.target import read_target
 from penstock.runs.tokens import revoke, rotate
+from penstock.trainer.checkpoint_manifest import (
+    CheckpointManifest,
+    Cursor,
+    UnusableCheckpoint,
+    read_checkpoint_manifest,
+    write_checkpoint_manifest,
+)
 from penstock.types import PolicyName, RowId
 from penstock.weights.manifest import FileEntry, digest_of, encode_manifest, make_manifest
 from penstock.weights.store import DirectoryStore
@@ -446,6 +453,26 @@ def test_metrics_and_results_have_an_end(
     else:
         with pytest.raises(ConfigError, match=r"cannot read|more than"):
             read_results(path)
+
+
+def test_the_best_version_of_a_foreign_run_has_the_form_of_ours(tmp_path: Path) -> None:
+    """`penstock status` printed what it names, and failed on what it does not."""
+    evil = foreign_folder(tmp_path / "evil")
+    path = evil.path / "evaluations" / "best.json"
+    path.parent.mkdir()
+    for content in ("{}", '{"step": []}', "[]"):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match="is damaged"):
+            read_best(evil.path)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1 << 40])
+def test_a_checkpoint_names_no_endless_list_of_ranks(tmp_path: Path, number: int) -> None:
+    cursor = Cursor(number=1, seq=1, incarnation=0)
+    state = CheckpointManifest(policy="p", cursor=cursor, files={}, num_ranks=number)
+    write_checkpoint_manifest(tmp_path, state)
+    with pytest.raises(UnusableCheckpoint, match="ranks, not 1 to"):
+        read_checkpoint_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["link", "device", "pipe", "long"])

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,6 +148,28 @@ def plant(path: Path, kind: str) -> None:
 def test_texts_of_a_model_are_read_from_files_that_end(model: Path, name: str, kind: str) -> None:
     plant(model / name, kind)
     with pytest.raises(WeightsError, match=rf"{name}.* (not a regular file|longer than)"):
+        Renderer.load(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("generation_config.json", {"eos_token_id": ["no"]}, "neither an id nor a list"),
+        ("generation_config.json", {"eos_token_id": [[2]]}, "neither an id nor a list"),
+        ("config.json", {"eos_token_id": {"id": 2}}, "neither an id nor a list"),
+        ("tokenizer_config.json", {"chat_template": [7]}, "no chat template"),
+    ],
+)
+def test_settings_of_another_kind_are_named(
+    model: Path, name: str, content: dict[str, Any], match: str
+) -> None:
+    (model / "generation_config.json").unlink(missing_ok=True)
+    if "chat_template" in content:
+        (model / "chat_template.jinja").unlink(missing_ok=True)
+    path = model / name
+    found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+    path.write_text(json.dumps(found | content))
+    with pytest.raises(WeightsError, match=match):
         Renderer.load(model)
 
 

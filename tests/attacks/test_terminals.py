@@ -6,20 +6,27 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import structlog
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 import penstock.cli
+from penstock.cli.console import SafeConsole
 from penstock.cli.main import main
 from penstock.cli.output import print_json, print_text
 from penstock.config import demo_config
 from penstock.fleet.run_folder import RunFolder
 from penstock.observe import logs
 from penstock.redaction import printable
+from penstock.runs.curves import Curve
 from penstock.runs.logs import find_logs, read_tail
+from penstock.runs.plots import Plot, plot_text
 
 ATTACKS = (
     "\x1b]0;owned\x07",
@@ -132,6 +139,35 @@ def test_results_are_printed_safely(attack: str, capsys: pytest.CaptureFixture[s
     assert not has_control(printable(attack))
 
 
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_is_drawn_is_cleaned(attack: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wherever it stands, without a thought of those who draw; tags of rich are text."""
+    bad = f"a{attack}b[link=http://example.com]c[/x]"
+    table = Table(bad, title=bad)
+    table.add_row(bad)
+    console = SafeConsole(soft_wrap=True)
+    for shown in (bad, Text(bad, style="red"), Panel(Text(bad), title=Text(bad)), table):
+        console.print(shown)
+        out = capsys.readouterr().out
+        assert "[/x]" in out
+        assert not has_control(out), out
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_names_of_curves_steer_no_terminal(colour: bool) -> None:
+    """One with half an escape sequence ended the command."""
+    for attack in (*ATTACKS, "\x1b["):
+        bad = f"a{attack}b"
+        curves = [
+            Curve(run=f"{bad}{n}", policy=bad, metric=bad, steps=[1, 2], values=[0.0, 1.0])
+            for n in range(2)
+        ]
+        plot = Plot(panels={bad: curves}, without={})
+        drawn = plot_text(plot, width=80, height=12, colour=colour)
+        assert bad not in drawn
+        assert colour or not has_control(drawn)
+
+
 ALLOWED = {
     "output.py": 2,  # print_text and print_note
     "main.py": 1,  # the error at the end, cleaned there
@@ -152,3 +188,9 @@ def test_commands_print_by_functions_that_clean() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 found[path.name] = found.get(path.name, 0) + (node.func.id == "print")
     assert {name: number for name, number in found.items() if number} == ALLOWED
+
+
+def test_commands_draw_on_the_console_that_cleans() -> None:
+    sources = Path(str(penstock.cli.__file__)).parent.glob("*.py")
+    makers = {path.name for path in sources if re.search(r"\bConsole\(", path.read_text())}
+    assert not makers, "use SafeConsole"

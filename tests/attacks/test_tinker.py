@@ -20,7 +20,7 @@ from penstock.rollout.decoding.continuous import MAX_ROWS, ContinuousEngine
 from penstock.tinker import protocol, samplers, sampling, serving
 from penstock.tinker.effects import CHECKPOINTS, Effect
 from penstock.tinker.folder import BASE_ADAPTER
-from penstock.tinker.journal import ROW_BYTES, Kind, Request, sampler_row
+from penstock.tinker.journal import ROW_BYTES, Change, Kind, Request, Result, sampler_row
 from penstock.tinker.lanes import Lane
 from penstock.tinker.models import AdaptedModel
 from penstock.tinker.protocol import (
@@ -430,11 +430,84 @@ async def test_nobody_waits_for_the_turn_of_another_client(
             await asyncio.wait_for(has_begun.get(), WAIT_S)
         flood.append(await alice.sample(await base_session(alice), 0, [4]))
         asked = await bob.sample(await base_session(bob), 0, [4])
-        assert await alice.service.retrieve(asked, "bob", 20.0) is not None
+        assert await alice.service.await_result(asked, "bob", 20.0) is not None
         assert has_begun.empty()
         may_answer.set()
         for id in flood:
             await alice.done(id)
+
+
+async def test_who_samples_all_the_time_has_turns_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client whose next question came before the last answer ended kept its place for ever."""
+    monkeypatch.setattr(samplers, "MAX_LOADED", 1)
+    monkeypatch.setattr(samplers, "TURN_S", 0.0)
+    generate = ContinuousEngine.__call__
+    has_begun: asyncio.Queue[tuple[str, asyncio.Event]] = asyncio.Queue()
+
+    async def gated(engine: ContinuousEngine, request: GenerationRequest) -> Completion:
+        may_answer = asyncio.Event()
+        has_begun.put_nowait((request.session, may_answer))
+        await asyncio.wait_for(may_answer.wait(), WAIT_S)
+        return await generate(engine, request)
+
+    monkeypatch.setattr(ContinuousEngine, "__call__", gated)
+    async with opened(make_folder(tmp_path)) as alice:
+        bob = Client(alice.service, owner="bob")
+        (own,), (other,) = (
+            await sampling_sessions(alice, "a"),
+            await sampling_sessions(bob, "b"),
+        )
+        places = alice.service.sampling._samplers._places  # pyright: ignore[reportPrivateUsage]
+        asked = [await alice.sample(own, 0, [4])]
+        _, first_may_answer = await asyncio.wait_for(has_begun.get(), WAIT_S)
+        asked.append(await bob.sample(other, 0, [4]))
+        while not places.num_waiting:  # noqa: ASYNC110 (places have no event)
+            await asyncio.sleep(0.01)
+        asked.append(await alice.sample(own, 1, [4]))
+        first_may_answer.set()
+        for expected in (other, own):
+            id, may_answer = await asyncio.wait_for(has_begun.get(), WAIT_S)
+            assert id.startswith(expected)
+            may_answer.set()
+        for client, id in zip((alice, bob, alice), asked, strict=True):
+            await client.done(id)
+
+
+async def test_a_large_result_is_read_once_and_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question for it read all of it, before any limit, while no other client was answered."""
+    folder = make_folder(tmp_path)
+    async with opened(folder) as alice:
+        service = alice.service
+        model = await alice.create()
+        id = await alice.send(Kind.FORWARD, model, 1, pass_body(model, 1, [LINE]))
+        large = b"x" * ROOM
+        values = {"id": id, "content": large}
+        await alice.done(id)
+        await service.journal.write(
+            Change("UPDATE requests SET content = :content WHERE id = :id", values)
+        )
+        readers: list[threading.Thread] = []
+        read = service.journal.result
+
+        def watched(id: str) -> Result:
+            readers.append(threading.current_thread())
+            return read(id)
+
+        monkeypatch.setattr(service.journal, "result", watched)
+        assert await service.await_result(id, "alice", 0.0) == len(large)
+        assert readers == []
+        transport = httpx2.ASGITransport(app=app_of(folder, service))
+        headers = {"X-API-Key": folder.issue_key("alice", ttl_s=600.0)}
+        async with httpx2.AsyncClient(transport=transport, base_url="http://tinker") as http:
+            found = await http.post(
+                "/api/v1/retrieve_future", json={"request_id": id}, headers=headers
+            )
+        assert found.content == large
+        assert len(readers) == 1 and readers[0] is not threading.main_thread()
 
 
 async def test_adapters_that_are_put_aside_are_not_in_use(
@@ -458,7 +531,7 @@ async def test_adapters_that_are_put_aside_are_not_in_use(
 
     async with opened(make_folder(tmp_path)) as client:
         sessions = await sampling_sessions(client, "a", "b", "c", "d")
-        for session in sessions:
+        for session in sessions[:3]:
             await client.done(await client.sample(session, 0, [4]))
         monkeypatch.setattr(samplers, "MAX_LOADED", 1)
         monkeypatch.setattr(ContinuousEngine, "close", gated_close)

@@ -68,13 +68,12 @@ def _trees(said: list[Sample]) -> Iterator[tuple[Sample, AgentNode]]:
 
 
 def _print_trees(said: list[Sample]) -> None:
-    from rich.console import Console
-
+    from penstock.cli.console import SafeConsole
     from penstock.cli.sample_lines import tree_lines
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = SafeConsole(soft_wrap=True)
     for one, tree in _trees(said):
-        console.print(f"{one.row_id}  {tree.num_agents - 1} sub-agents", markup=False)
+        console.print(f"{one.row_id}  {tree.num_agents - 1} sub-agents")
         for line in tree_lines(tree):
             console.print(line)
         console.print()

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.console import SafeConsole
 from penstock.cli.output import format_clock, format_duration, pluralise, printable
 from penstock.cli.progress_lines import evaluation_text
 from penstock.dataflow.service.operators.messages import PolicyStatus, Status
@@ -37,7 +38,7 @@ class LivePanel:
 
     def __init__(self, console: Console | None = None, *, hint: str = LIVE_HINT) -> None:
         self._hint = hint
-        self._console = console or Console(stderr=True)
+        self._console = console or SafeConsole(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._terminal: list[Any] | None = None
 
@@ -48,7 +49,7 @@ class LivePanel:
         self._live.update(draw(view, self._console.width, self._hint), refresh=True)
 
     def notify(self, text: str) -> None:
-        self._live.console.print(printable(text), highlight=False, markup=False)
+        self._live.console.print(text)
 
     def close(self) -> None:
         self._live.stop()

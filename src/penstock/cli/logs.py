@@ -67,9 +67,9 @@ def logs(
 
 
 def print_lines(lines: Iterable[LogLine]) -> None:
-    from rich.console import Console
+    from penstock.cli.console import SafeConsole
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = SafeConsole(soft_wrap=True)
     for line in lines:
         console.print(format_line(line))
         sys.stdout.flush()

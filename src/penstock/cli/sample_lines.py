@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.text import Text
 
+from penstock.cli.console import SafeConsole
 from penstock.cli.output import pluralise, printable
 from penstock.runs.agent_tree import AgentNode
 from penstock.runs.decoded import DecodedTurn
@@ -21,7 +21,7 @@ MAX_CHARS = 4000
 
 def print_samples(found: Sequence[Sample]) -> None:
     """For people, in a terminal."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = SafeConsole(soft_wrap=True)
     for sample in found:
         for line in sample_lines(sample):
             console.print(line)

@@ -85,23 +85,22 @@ def _watch(folder: RunFolder, name: str, run: Path) -> bool:
 
 
 def _draw(folder: RunFolder, found: RunSummary, *, hint: str) -> None:
-    from rich.console import Console
-
+    from penstock.cli.console import SafeConsole
     from penstock.cli.live_panel import draw
     from penstock.runs.curves import reward_by_step
     from penstock.runs.monitor import RunView
 
     assert found.status is not None
-    console = Console()
+    console = SafeConsole()
     view = RunView.from_status(found.status, reward_by_step(folder.metrics))
     console.print(draw(view, console.width, hint))
     chain = found.status.chain
     if chain and chain[-1].since_s >= LONG_WAIT_S:
         for link in chain:
-            console.print(f"  {link}", highlight=False, soft_wrap=True)
+            console.print(f"  {link}", soft_wrap=True)
     where = folder.logs / "latest"
     if where.exists():
-        console.print(f"logs: {where}", highlight=False, soft_wrap=True)
+        console.print(f"logs: {where}", soft_wrap=True)
 
 
 def _lines(run: Path, found: RunSummary, folder: RunFolder) -> Iterator[str]:

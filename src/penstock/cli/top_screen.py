@@ -17,6 +17,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.console import SafeConsole
 from penstock.cli.live_panel import STALL_S, UNREACHABLE_S, sparkline
 from penstock.cli.output import format_clock, format_duration, pluralise, printable
 from penstock.dataflow.service.operators.messages import NodeStatus, Status
@@ -63,7 +64,7 @@ class TopScreen:
     def __init__(
         self, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console = console or Console()
+        self._console = console or SafeConsole()
         self._clock = clock
         self._live = Live(console=self._console, auto_refresh=False, screen=True)
         self._rates = NodeRates()

@@ -24,6 +24,18 @@ FOLDER = "evaluations"
 BEST_FILE = "best.json"
 
 
+class BestVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """`evaluations/best.json`: the version with the best score."""
+
+    policy: str
+    version: int
+    step: int
+    suite: str
+    score: float
+    checkpoint: str | None = None
+    """In the run folder; None if it has none there, as the weight store has the version."""
+
+
 class ResultFiles:
     def __init__(self, run_dir: Path, model: str, *, scorers: Mapping[str, str], best: str) -> None:
         """`scorers`: by suite · `best`: the suite whose score names the best version."""
@@ -52,22 +64,17 @@ class ResultFiles:
             write_durably(path, text)
 
     def _best(self, best: EvaluationRecord) -> bytes:
-        return msgspec.json.format(
-            msgspec.json.encode(
-                {
-                    "policy": best.policy,
-                    "version": best.number,
-                    "step": best.number,
-                    "suite": self._best_suite,
-                    "score": best.scores[self._best_suite],
-                    "checkpoint": self._checkpoint(best),
-                }
-            )
+        found = BestVersion(
+            policy=best.policy,
+            version=best.number,
+            step=best.number,
+            suite=self._best_suite,
+            score=best.scores[self._best_suite],
+            checkpoint=self._checkpoint(best),
         )
+        return msgspec.json.format(msgspec.json.encode(found))
 
     def _checkpoint(self, best: EvaluationRecord) -> str | None:
-        """Folder of its checkpoint in the run folder; None if there is none: the weight store has
-        the version in any case."""
         for folder in ("checkpoints", f"checkpoints/{best.policy}"):
             if (self._run_dir / folder / f"step_{best.number}").exists():
                 return f"{folder}/step_{best.number}"

@@ -7,10 +7,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
+
+from msgspec import ValidationError, convert
 
 from penstock.errors import WeightsError
 from penstock.hub import read_text_file
+from penstock.redaction import excerpt
 from penstock.types import JsonObject
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -52,7 +55,9 @@ def read_template(folder: Path, config: JsonObject) -> str:
             raise WeightsError(f"{path} is not UTF-8: {error}; write it so") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # older snapshots list several; "default" is the chat one
-        named = cast(list[JsonObject], template)
+        named = (
+            cast(JsonObject, one) for one in cast(list[object], template) if isinstance(one, dict)
+        )
         template = next((t.get("template") for t in named if t.get("name") == "default"), None)
     if not isinstance(template, str):
         raise WeightsError(
@@ -76,10 +81,15 @@ def read_special_tokens(config: JsonObject) -> dict[str, str]:
 def find_stop_ids(generation: JsonObject, config: JsonObject) -> frozenset[int]:
     """Ids that end an answer, from generation_config.json, else config.json."""
     for value in (generation.get("eos_token_id"), config.get("eos_token_id")):
-        if isinstance(value, int):
-            return frozenset({value})
-        if isinstance(value, list):
-            return frozenset(int(item) for item in cast(list[Any], value))
+        if value is None:
+            continue
+        try:
+            return frozenset([value] if isinstance(value, int) else convert(value, list[int]))
+        except ValidationError:
+            raise WeightsError(
+                f"eos_token_id is {excerpt(repr(value), 80)}, neither an id nor a list of ids; "
+                "take generation_config.json and config.json from the model's own folder"
+            ) from None
     return frozenset()
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -15,7 +14,7 @@ from penstock.dataflow.service.build_evaluations import best_suite, open_suites
 from penstock.durable import read_regular
 from penstock.errors import ConfigError
 from penstock.evals.figures import figures
-from penstock.evals.recording import BEST_FILE, FOLDER, ResultFiles
+from penstock.evals.recording import BEST_FILE, FOLDER, BestVersion, ResultFiles
 from penstock.runs.result_files import read_all
 
 MAX_BEST_BYTES = 1 << 20
@@ -29,16 +28,16 @@ def result_files(config: RunConfig, run_dir: Path) -> ResultFiles | None:
     return ResultFiles(run_dir, config.name, scorers=scorers, best=best_suite(config))
 
 
-def read_best(run_dir: Path) -> dict[str, Any] | None:
-    """The best version so far, as `evaluations/best.json` names it; None without evaluations."""
+def read_best(run_dir: Path) -> BestVersion | None:
+    """The best version so far, as the run's folder names it; None without evaluations."""
     path = run_dir / FOLDER / BEST_FILE
     try:
-        return msgspec.json.decode(read_regular(path, MAX_BEST_BYTES), type=dict[str, Any])
+        return msgspec.json.decode(read_regular(path, MAX_BEST_BYTES), type=BestVersion)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: {error}; delete it") from None
 
 
@@ -49,4 +48,4 @@ def read_evaluations(run_dir: Path) -> Iterator[str]:
         scores = ", ".join(f"{one.suite} {figures(one).avg:.3f}" for one in last.suites)
         yield f"evaluated at step {last.step}: {scores}"
     if (best := read_best(run_dir)) is not None:
-        yield f"best at step {best['step']}: {best['suite']} {best['score']:.3f}"
+        yield f"best at step {best.step}: {best.suite} {best.score:.3f}"

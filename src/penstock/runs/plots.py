@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
+from penstock.redaction import one_line
 from penstock.runs.curves import (
     REWARD,
     Curve,
@@ -102,7 +103,8 @@ def _labels(folders: Sequence[RunFolder]) -> list[str]:
 def curve_name(curve: Curve, curves: Sequence[Curve]) -> str:
     """The run, with its policy where that is not the only one."""
     policies = {other.policy for other in curves}
-    return f"{curve.run} · {curve.policy}" if len(policies) > 1 else curve.run
+    name = f"{curve.run} · {curve.policy}" if len(policies) > 1 else curve.run
+    return one_line(name)
 
 
 def write_plot(plot: Plot, path: Path) -> None:
@@ -162,7 +164,7 @@ def _write_picture(plot: Plot, path: Path) -> None:
                     marker="o" if len(curve.steps) < 2 else None,
                 )
             axes.set_xlabel("step")
-            axes.set_ylabel(TITLES.get(metric, metric))
+            axes.set_ylabel(TITLES.get(metric, one_line(metric)))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
             if len(curves) > 1:
                 axes.legend()
@@ -183,7 +185,7 @@ def plot_text(plot: Plot, *, width: int, height: int, colour: bool) -> str:
         figure.theme("simple")
         figure.canvas("default")
         figure.plot_size(width, height)
-        what = TITLES.get(metric, metric)
+        what = TITLES.get(metric, one_line(metric))
         figure.title(f"{curve_name(curves[0], curves)}: {what}" if len(curves) == 1 else what)
         figure.label("step", "x")
         ticks = step_ticks([step for curve in curves for step in curve.steps])

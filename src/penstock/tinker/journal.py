@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from penstock.dataflow.ledger.sqlite import DURABLE, SqliteDatabase
-from penstock.errors import StoreError
+from penstock.errors import NotFound, StoreError
 
 FORMAT = "1"
 FILE = "journal.sqlite"
@@ -203,16 +203,27 @@ class Journal:
         )
         return sum(int(self.rows(query, owner=owner)[0][0] or 0) for query in queries)
 
+    def result_bytes(self, id: str, owner: str) -> int | None:
+        """How large a result is, None while there is none; raises NotFound. Reads neither it nor
+        the request, however large."""
+        query = "SELECT LENGTH(content) FROM requests WHERE id = :id AND owner = :owner"
+        found = self.rows(query, id=id, owner=owner)
+        if not found:
+            raise NotFound(f"no request {id} of this credential")
+        return found[0][0]
+
     def owner_and_digest(self, id: str) -> tuple[str, str] | None:
         found = self.rows("SELECT owner, digest FROM requests WHERE id = :id", id=id)
         return None if not found else (found[0][0], found[0][1])
 
-    def result(self, id: str) -> Result | None:
-        """None while it has none."""
-        query = "SELECT state, content, media_type FROM requests WHERE id = :id"
+    def result(self, id: str) -> Result:
+        """One that has been written; raises NotFound."""
+        query = (
+            "SELECT state, content, media_type FROM requests WHERE id = :id AND state != 'waiting'"
+        )
         found = self.rows(query, id=id)
-        if not found or found[0][0] == State.WAITING:
-            return None
+        if not found:
+            raise NotFound(f"the result of {id} is no longer kept")
         state, content, media_type = found[0]
         return Result(state=State(state), content=content, media_type=media_type)
 

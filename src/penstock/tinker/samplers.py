@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from time import monotonic
 
 import msgspec
 
@@ -40,6 +40,9 @@ from penstock.types import (
 MAX_SEED = (1 << 63) - 1
 MAX_LOADED = 16
 """Adapters that answer at a time, and as many that did: they are kept in memory."""
+TURN_S = 2.0
+"""While others wait for a place, answers join for this long those that have one: enough to decode
+many together."""
 MEMORY_SHARE = 4
 """Answers together fill a quarter of the machine's memory, however long they get."""
 MAX_RESULT_TOKENS = 64 << 20
@@ -60,15 +63,22 @@ class Question:
 
 
 @dataclass(slots=True)
-class _Loaded:
+class _Weights:
+    """Of one folder."""
+
     engine: ContinuousEngine
     version: Version
     key: str
     """Takes turns under it: its owner, and for the base model, which all share, its folder."""
-    num_running: int = 0
-    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
-    has_place: bool = False
-    """While it answers."""
+    num_asking: int = 0
+    """Answers that are sampled or wait."""
+    num_answering: int = 0
+    """While there are any, the weights have a place."""
+    turn_ends_at: float = 0.0
+    """Without an end, a client with answers at all times would keep its place."""
+    entering: asyncio.Lock = field(default_factory=asyncio.Lock)
+    has_none: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the last answer ends."""
 
 
 def max_answers(answer_bytes: int) -> int:
@@ -84,66 +94,104 @@ class Samplers:
         self._places = FairQueue(MAX_LOADED)
         # Sums over a batch depend on its size, so a deterministic engine decodes one at a time.
         self._root = HfEngine(torch_threads=threads, max_rows=1 if is_deterministic else MAX_ROWS)
-        self._loaded: OrderedDict[Path, _Loaded] = OrderedDict()
+        self._weights: OrderedDict[Path, _Weights] = OrderedDict()
 
     async def close(self) -> None:
-        for loaded in self._loaded.values():
-            await loaded.engine.close()
+        for weights in self._weights.values():
+            await weights.engine.close()
         await self._root.close()
 
     async def sample(self, id: str, owner: str, folder: Path, asked: Question) -> list[Sampled]:
         """`id`: the same one draws the same answers. Raises EngineError."""
         base = int(digest_of(id.encode())[:15], 16) if asked.seed is None else asked.seed
         answers: list[asyncio.Task[Completion]] = []
-        async with self._engine(folder, owner) as loaded:
-            try:
-                for index in range(asked.num_samples):
+        try:
+            for index in range(asked.num_samples):
+                weights = await self._enter(folder, owner)
+                leave = partial(self._leave, folder, weights)
+                try:
                     await self._answers.take(owner)  # before anything is made for the answer
-                    request = GenerationRequest(
-                        view_ids(asked.prompt).tolist(),
-                        replace(asked.spec, seed=(base + index * GAMMA) & MAX_SEED),
-                        policy=loaded.version.policy,
-                        session=id,
-                    )
-                    answers.append(asyncio.create_task(loaded.engine(request)))
-                    answers[-1].add_done_callback(lambda _: self._answers.release(owner))
-                found = await asyncio.gather(*answers)
-            finally:
-                for answer in answers:
-                    answer.cancel()
+                except BaseException:
+                    leave()
+                    raise
+                request = GenerationRequest(
+                    view_ids(asked.prompt).tolist(),
+                    replace(asked.spec, seed=(base + index * GAMMA) & MAX_SEED),
+                    policy=weights.version.policy,
+                    session=id,
+                )
+                answers.append(asyncio.create_task(weights.engine(request)))
+                answers[-1].add_done_callback(lambda _: self._answers.release(owner))
+                answers[-1].add_done_callback(lambda _, leave=leave: leave())
+            found = await asyncio.gather(*answers)
+        finally:
+            for answer in answers:
+                answer.cancel()
         return [_sampled(one, asked.stop_ids) for one in found]
 
-    @asynccontextmanager
-    async def _engine(self, folder: Path, owner: str) -> AsyncGenerator[_Loaded]:
-        loaded = self._loaded.get(folder)
-        if loaded is None:
+    async def _enter(self, folder: Path, owner: str) -> _Weights:
+        """The weights, loaded and in a place until the answer leaves them."""
+        weights = self._weights.get(folder)
+        if weights is None:
             policy = PolicyName(digest_of(str(folder).encode())[:16])
             version = Version(policy=policy, incarnation=0, number=0)
             key = str(folder) if folder.name == BASE_ADAPTER else owner
-            loaded = self._loaded[folder] = _Loaded(self._root.share(), version, key)
-        self._loaded.move_to_end(folder)
-        loaded.num_running += 1
+            weights = self._weights[folder] = _Weights(self._root.share(), version, key)
+        self._weights.move_to_end(folder)
+        weights.num_asking += 1
         try:
-            async with loaded.loading:
-                if not loaded.has_place:
-                    await self._places.take(loaded.key)
-                    loaded.has_place = True
-                if loaded.engine.live is None:
-                    await loaded.engine.load(folder, loaded.version)
-            yield loaded
-        finally:
-            loaded.num_running -= 1
-            if loaded.has_place and not loaded.num_running:
-                loaded.has_place = False
-                self._places.release(loaded.key)
-            await self._drop_idle()
+            async with weights.entering:
+                if weights.num_answering and self._is_turn_over(weights):
+                    await weights.has_none.wait()
+                if not weights.num_answering:
+                    await self._places.take(weights.key)
+                    weights.turn_ends_at = monotonic() + TURN_S
+                weights.num_answering += 1
+                weights.has_none.clear()
+                try:
+                    if weights.engine.live is None:
+                        await self._close_idle()
+                        await weights.engine.load(folder, weights.version)
+                except BaseException:
+                    self._end_answer(weights)
+                    raise
+        except BaseException:
+            self._forget(folder, weights)
+            raise
+        return weights
 
-    async def _drop_idle(self) -> None:
-        idle = [one for one, loaded in self._loaded.items() if not loaded.num_running]
-        oldest = idle[: max(0, len(self._loaded) - MAX_LOADED)]
-        engines = [self._loaded.pop(folder).engine for folder in oldest]
-        # All are gone before the first is closed: who asks for one meanwhile loads it again.
-        await asyncio.shield(asyncio.gather(*(engine.close() for engine in engines)))
+    def _is_turn_over(self, weights: _Weights) -> bool:
+        return bool(self._places.num_waiting) and monotonic() >= weights.turn_ends_at
+
+    def _leave(self, folder: Path, weights: _Weights) -> None:
+        self._end_answer(weights)
+        self._forget(folder, weights)
+
+    def _end_answer(self, weights: _Weights) -> None:
+        weights.num_answering -= 1
+        if not weights.num_answering:
+            weights.has_none.set()
+            self._places.release(weights.key)
+
+    def _forget(self, folder: Path, weights: _Weights) -> None:
+        weights.num_asking -= 1
+        if not weights.num_asking and weights.engine.live is None:
+            del self._weights[folder]
+
+    async def _close_idle(self) -> None:
+        """As many stay as may answer, those that answered last."""
+        idle = [
+            (folder, one)
+            for folder, one in self._weights.items()
+            if one.engine.live is not None and not one.num_answering
+        ]
+        closed = [one.engine for _, one in idle[: max(0, len(idle) - MAX_LOADED)]]
+        for folder, one in idle[: len(closed)]:
+            one.engine = self._root.share()
+            if not one.num_asking:
+                del self._weights[folder]
+        # All are replaced before the first is closed: who asks for one meanwhile loads it again.
+        await asyncio.shield(asyncio.gather(*(engine.close() for engine in closed)))
 
 
 def question_of(body: Sample, window: int, vocab_size: int) -> Question:

@@ -19,6 +19,7 @@ from penstock.errors import BadRequest, NotFound
 from penstock.tinker.folder import BASE_ADAPTER, KEY_PREFIX
 from penstock.tinker.journal import Change, Kind, Request, sampler_row
 from penstock.tinker.protocol import (
+    PROTOBUF,
     Anything,
     CreateModel,
     CreateSamplingSession,
@@ -251,14 +252,14 @@ class TinkerRoutes:
     @route("POST", "/api/v1/retrieve_future", CLIENTS, response=None)
     async def retrieve(self, call: Call, body: Retrieve) -> RawResponse | StreamedResponse:
         """The result of a request; waits some seconds for it."""
-        owner = call.credential.subject
-        found = await self._service.retrieve(body.request_id, owner, POLL_S)
-        if found is not None and len(found.content) > SMALL_ANSWER_BYTES:
-            size, kind = len(found.content), found.media_type
-            return StreamedResponse(self._pieces(body.request_id, owner, size), size, kind)
-        if found is None:
-            again = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+        id, owner = body.request_id, call.credential.subject
+        num_bytes = await self._service.await_result(id, owner, POLL_S)
+        if num_bytes is None:
+            again = {"type": "try_again", "request_id": id, "queue_state": "active"}
             return RawResponse(encode_json(again), JSON)
+        if num_bytes > SMALL_ANSWER_BYTES:  # numbers or answers: JSON is small
+            return StreamedResponse(self._pieces(id, owner, num_bytes), num_bytes, PROTOBUF)
+        found = await self._service.result(id)
         return RawResponse(found.content, found.media_type)
 
     async def _pieces(self, id: str, owner: str, size: int) -> AsyncGenerator[memoryview]:
@@ -266,7 +267,7 @@ class TinkerRoutes:
         share = Share(self._sending)
         await share.take((owner, "results"), size)
         try:
-            content = memoryview(self._service.result(id).content)
+            content = memoryview((await self._service.result(id)).content)
             for start in range(0, size, PIECE_BYTES):
                 yield content[start : start + PIECE_BYTES]
         finally:

@@ -270,14 +270,11 @@ class TinkerService:
         if error is not None and not self.failed.done():
             self.failed.set_exception(error)
 
-    async def retrieve(self, id: str, owner: str, wait_s: float) -> Result | None:
-        """None if there is no result after this time; raises NotFound."""
-        known = self.journal.owner_and_digest(id)
-        if known is None or known[0] != owner:
-            raise NotFound(f"no request {id} of this credential")
-        result = self.journal.result(id)
-        if result is not None or id not in self._waiting:
-            return result
+    async def await_result(self, id: str, owner: str, wait_s: float) -> int | None:
+        """Its bytes, or None if there is no result after this time; raises NotFound."""
+        num_bytes = self.journal.result_bytes(id, owner)
+        if num_bytes is not None or id not in self._waiting:
+            return num_bytes
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters[id].append(done)
         try:
@@ -287,14 +284,12 @@ class TinkerService:
         finally:
             if id in self._waiters and done in self._waiters[id]:
                 self._waiters[id].remove(done)
-        return self.journal.result(id)
+        return self.journal.result_bytes(id, owner)
 
-    def result(self, id: str) -> Result:
-        """One that `retrieve` has found."""
-        found = self.journal.result(id)
-        if found is None:
-            raise NotFound(f"the result of {id} is no longer kept")
-        return found
+    async def result(self, id: str) -> Result:
+        """One that `await_result` has found. In a thread: it may be large, or come after a large
+        request in its row."""
+        return await asyncio.to_thread(self.journal.result, id)
 
     def _settle(self, request: Request) -> None:
         self._waiting.discard(request.id)

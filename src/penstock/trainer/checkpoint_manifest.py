@@ -27,6 +27,7 @@ from penstock.wire.codec import JSON, decode, encode_json
 
 STATE = "trainer.json"
 MAX_STATE_BYTES = 64 << 20
+MAX_RANKS = 1 << 16
 FORMAT = 3
 """The version that is written, and the highest that can be read."""
 _DIGEST = re.compile(rb'\{\s*"digest": "([0-9a-f]{64})"')
@@ -113,8 +114,8 @@ def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
         raise UnusableCheckpoint(
             f"{STATE} names {wrong[0][:80]!r}, not the name of a file in its folder"
         )
-    if found.num_ranks < 1:
-        raise UnusableCheckpoint(f"{STATE} names {found.num_ranks} ranks")
+    if not 1 <= found.num_ranks <= MAX_RANKS:
+        raise UnusableCheckpoint(f"{STATE} names {found.num_ranks} ranks, not 1 to {MAX_RANKS}")
     return found
 
 

@@ -43,7 +43,7 @@ async def test_requests_of_a_model_take_effect_in_their_order(tmp_path: Path) ->
         step = json.dumps({"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.1}})
         await client.send(Kind.FORWARD_BACKWARD, model, 3, bodies[3])
         await client.send(Kind.OPTIM, model, 2, step.encode())
-        assert await client.service.retrieve(f"{model}:2", "alice", 0.01) is None
+        assert await client.service.await_result(f"{model}:2", "alice", 0.01) is None
         await client.send(Kind.FORWARD_BACKWARD, model, 1, bodies[1])
         after, _ = read_logprobs(await client.done(f"{model}:3"))
         client.numbers[model] = 3
@@ -212,7 +212,7 @@ async def test_clients_share_a_base_and_not_their_adapters(tmp_path: Path) -> No
         again, _ = read_logprobs(await alice.done(await alice.send(Kind.FORWARD, fresh, 1, body)))
         assert np.array_equal(untouched, again)
         with pytest.raises(NotFound):
-            await bob.service.retrieve(ids[0], "bob", 0.01)
+            await bob.service.await_result(ids[0], "bob", 0.01)
         with pytest.raises(NotFound):
             await bob.send(Kind.FORWARD, models[0], 3, pass_body(models[0], 3, [TRAINED]))
 
@@ -391,7 +391,7 @@ async def test_what_is_old_is_deleted(tmp_path: Path) -> None:
         await client.service.prune()
         assert len(list((tmp_path / "checkpoints").iterdir())) == 1
         with pytest.raises(NotFound):
-            await client.service.retrieve(f"{model}:1", "alice", 0.01)
+            await client.service.await_result(f"{model}:1", "alice", 0.01)
         with pytest.raises(BadRequest, match="has taken effect"):
             await client.send(Kind.FORWARD_BACKWARD, model, 1, pass_body(model, 1, [TRAINED]))
         assert await client.weights(model) == kept

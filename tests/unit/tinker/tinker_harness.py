@@ -131,9 +131,9 @@ class Client:
         return [first, await self.next(Kind.OPTIM, model, adam_params={"learning_rate": 1e-2})]
 
     async def result(self, id: str) -> Result:
-        found = await self.service.retrieve(id, self.owner, WAIT_S)
+        found = await self.service.await_result(id, self.owner, WAIT_S)
         assert found is not None, f"{id} has no result after {WAIT_S} s"
-        return found
+        return await self.service.result(id)
 
     async def done(self, id: str) -> bytes:
         found = await self.result(id)

@@ -6,24 +6,12 @@ A file that cannot be read is left out: an export must not fail because of an ol
 
 from __future__ import annotations
 
-import msgspec
-
 from penstock.errors import ConfigError
 from penstock.evals.figures import SuiteFigures, figures
 from penstock.evals.recording import BEST_FILE, FOLDER
 from penstock.evals.results import SuiteResult
 from penstock.fleet.run_folder import RunFolder
 from penstock.runs.result_files import read_results
-
-
-class BestVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """`evaluations/best.json`: the version with the best score."""
-
-    policy: str
-    version: int
-    step: int
-    suite: str
-    score: float
 
 
 def scores_of(run: RunFolder, policy: str, number: int) -> list[tuple[SuiteResult, SuiteFigures]]:

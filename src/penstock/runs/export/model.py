@@ -15,17 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from penstock.config import RunConfig
 from penstock.dataflow.records import VersionRecord
-from penstock.durable import read_regular
 from penstock.errors import ConfigError
-from penstock.evals.recording import BEST_FILE, FOLDER
+from penstock.evals.recording import BestVersion
 from penstock.fleet.run_folder import RunFolder
 from penstock.hub import TINY_QWEN3, parse_hub_model
-from penstock.runs.evaluations import MAX_BEST_BYTES
-from penstock.runs.export.evaluations import BestVersion
+from penstock.runs.evaluations import read_best
 from penstock.runs.export.merged_model import merge_adapter
 from penstock.runs.export.model_card import ModelKind, model_card, public_name
 from penstock.runs.export.tensor_files import Precision
@@ -195,16 +191,12 @@ def _choose_policy(config: RunConfig, policy: str | None, folder: RunFolder) -> 
 
 
 def _read_best(folder: RunFolder) -> BestVersion:
-    path = folder.path / FOLDER / BEST_FILE
-    try:
-        return msgspec.json.decode(read_regular(path, MAX_BEST_BYTES), type=BestVersion)
-    except FileNotFoundError:
+    if (found := read_best(folder.path)) is None:
         raise ConfigError(
             f"{folder.path} has no best version: no evaluation has ended; add eval: to the config, "
             "or choose a step with --step"
-        ) from None
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged ({error}); choose a step with --step") from None
+        )
+    return found
 
 
 # --- what a folder holds --------------------------------------------------------------------------

@@ -31,6 +31,7 @@ _RECORD = (
     "boot_id",
     "role_rewards",
     "tool_uses",
+    "sandbox_ms",
 )
 """Columns of the record itself; the others are derived from it or from the ledger."""
 _EXPERT_COUNTS = ("num_layers", "num_chosen", "num_experts")
@@ -103,6 +104,7 @@ def table_schema() -> Any:
             ("started_at", number),
             ("ended_at", number),
             ("delivered_at", number),
+            ("sandbox_ms", whole),
         ]
     )
 
@@ -148,7 +150,7 @@ def to_row(one: RecordedTrajectory, texts: TrajectoryTexts) -> Plain:
 
 def from_row(row: Plain, *, origin: str) -> Trajectory:
     """The trajectory of such a row, as it was delivered."""
-    plain = {name: row.get(name) for name in _RECORD}
+    plain = {name: row[name] for name in _RECORD if name in row}
     plain["turns"] = [
         {name: value for name, value in turn.items() if name not in _TURN_TEXTS}
         for turn in row.get("turns") or ()
