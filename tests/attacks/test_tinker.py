@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import numpy as np
 import pytest
 from tests.unit.tinker.tinker_harness import TINY, WAIT_S, Client, make_folder, opened, pass_body
@@ -17,11 +18,12 @@ from tests.unit.tinker.tinker_harness import TINY, WAIT_S, Client, make_folder, 
 from penstock.errors import BadRequest, Busy, EngineError, Forbidden, NotFound
 from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding.continuous import MAX_ROWS, ContinuousEngine
-from penstock.tinker import protocol, samplers, sampling, serving
+from penstock.tinker import memory, protocol, samplers, sampling, server, service, serving
 from penstock.tinker.effects import CHECKPOINTS, Effect
 from penstock.tinker.folder import BASE_ADAPTER
 from penstock.tinker.journal import ROW_BYTES, Change, Kind, Request, Result, sampler_row
 from penstock.tinker.lanes import Lane
+from penstock.tinker.memory import PassLimit, max_answers, pass_limit
 from penstock.tinker.models import AdaptedModel
 from penstock.tinker.protocol import (
     MESSAGES,
@@ -31,9 +33,10 @@ from penstock.tinker.protocol import (
     Sampled,
     read_forward_backward,
 )
-from penstock.tinker.samplers import Question, max_answers
-from penstock.tinker.service import Limits
+from penstock.tinker.samplers import Question
+from penstock.tinker.service import Limits, TinkerService
 from penstock.tinker.serving import app_of
+from penstock.trainer.pipeline.pass_memory import ModelShape, PassSpec, pass_memory
 from penstock.wire.codec import JSON, decode, encode_json
 
 MANY = 20_000
@@ -437,6 +440,118 @@ async def test_nobody_waits_for_the_turn_of_another_client(
             await alice.done(id)
 
 
+QWEN3_600M = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+}
+
+
+def test_a_pass_has_a_bounded_part_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a megabyte of tokens asked for 265 GB of activations, again after each restart."""
+    monkeypatch.setattr(memory, "memory_bytes", lambda: 24 << 30)
+    found = pass_limit(QWEN3_600M, 596_000_000, 40_960)
+    assert found.recompute == "layer" and 4096 < found.max_tokens < 40_960
+    shape = ModelShape.read(QWEN3_600M)
+    assert shape is not None
+    spec = PassSpec(num_tokens=found.max_tokens, recompute="layer")
+    assert pass_memory(shape, 596_000_000, spec).total_bytes <= 6 << 30
+    monkeypatch.setattr(memory, "memory_bytes", lambda: 1 << 40)
+    assert pass_limit(QWEN3_600M, 596_000_000, 40_960).recompute == "none"
+    assert pass_limit({}, 1, 40_960).max_tokens == memory.MICRO_BATCH_TOKENS
+
+
+async def test_a_datum_beyond_memory_is_refused(tmp_path: Path) -> None:
+    async with opened(make_folder(tmp_path)) as alice:
+        model = await alice.create()
+        alice.service.base.limit = PassLimit(max_tokens=2, recompute="none")
+        long = ([4, 5, 6], {"target_tokens": [5, 6, 7]})
+        for number, (line, is_forward_only) in enumerate([(LINE, False), (long, True)], 1):
+            body = pass_body(model, number, [line], is_forward_only=is_forward_only)
+            kind = Kind.FORWARD if is_forward_only else Kind.FORWARD_BACKWARD
+            await alice.done(await alice.send(kind, model, number, body))
+        asked = await alice.send(Kind.FORWARD_BACKWARD, model, 3, pass_body(model, 3, [long]))
+        assert "memory to train on 2" in await alice.error(asked)
+
+
+async def test_a_request_with_which_servers_end_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was tried again at every start, before all that waited behind it."""
+    monkeypatch.setattr(service, "MAX_STARTS", 2)
+    folder = make_folder(tmp_path)
+    async with opened(folder) as alice:
+        model = await alice.create()
+
+    async def hang(self: TinkerService, lane: Lane) -> None:
+        await asyncio.Event().wait()  # as a server that is killed meanwhile
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TinkerService, "_run_lane", hang)
+        async with opened(folder) as alice:
+            asked = [
+                await alice.send(Kind.FORWARD_BACKWARD, model, number, body)
+                for number in (1, 2)
+                for body in [pass_body(model, number, [LINE])]
+            ]
+        for _ in range(2):
+            async with opened(folder):
+                pass
+    async with opened(folder) as alice:
+        assert "ended 2 times" in await alice.error(asked[0])
+        assert await alice.done(asked[1])
+
+
+async def test_bodies_are_read_in_turns_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of a megabyte of small parts took most of a second, while nobody was answered."""
+    many = field(1, field(1, b"")) * 60
+    body = field(1, b"model") + bytes([2 << 3, 1]) + field(3, many) * 600
+    with pytest.raises(BadRequest, match="chunks and inputs together"):
+        read_forward_backward(body)
+    threads: set[str] = set()
+
+    def read(content: bytes) -> Any:
+        threads.add(threading.current_thread().name)
+        return read_forward_backward(content)
+
+    monkeypatch.setattr(server, "read_forward_backward", read)
+    folder = make_folder(tmp_path)
+    async with opened(folder) as alice:
+        headers = {"X-API-Key": folder.issue_key("alice", ttl_s=600.0)}
+        transport = httpx2.ASGITransport(app=app_of(folder, alice.service))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://tinker") as http:
+            sent = [
+                http.post("/api/v1/forward_backward", content=body, headers=headers)
+                for _ in range(3)
+            ]
+            found = await asyncio.gather(*sent)
+    assert [one.status_code for one in found] == [400] * 3
+    assert threads == {"tinker-bodies_0"}
+
+
+async def test_weights_that_are_put_aside_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each left an entry that every decoding step looked at."""
+    monkeypatch.setattr(samplers, "MAX_LOADED", 1)
+    async with opened(make_folder(tmp_path)) as alice:
+        own = await sampling_sessions(alice, "a", "b", "c", "d")
+        for number in range(2):
+            for session in own:
+                await alice.done(await alice.sample(session, number, [4]))
+        root = alice.service.sampling._samplers._root  # pyright: ignore[reportPrivateUsage]
+        lanes = root._thread._lanes  # pyright: ignore
+        assert len(lanes) <= 3, "the root's, the one that answers, and one more"
+
+
 async def test_who_samples_all_the_time_has_turns_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -558,6 +673,15 @@ def sample_body(session: str = "s", **params: Any) -> dict[str, Any]:
 
 def chunks(count: int) -> dict[str, Any]:
     return {"prompt": {"chunks": [{"tokens": [4]}] * count}}
+
+
+@pytest.mark.parametrize("temperature", [1e-310, 1e-30, 1e30, float("inf")])
+def test_temperatures_that_no_engine_has(temperature: float) -> None:
+    """Its log-probs were NaN, which failed the answers of all that were decoded with it."""
+    body = decode(encode_json(sample_body()), Sample, media_type=JSON)
+    params = msgspec.structs.replace(body.sampling_params, temperature=temperature)
+    with pytest.raises(BadRequest, match="temperature"):
+        samplers.question_of(msgspec.structs.replace(body, sampling_params=params), 32, 32)
 
 
 TOO_MANY: dict[str, dict[str, Any]] = {

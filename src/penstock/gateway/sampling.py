@@ -75,11 +75,12 @@ def override(spec: SamplingSpec, overrides: Overrides, *, seed: int) -> Sampling
     if "stop" in given:
         given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
     changed = replace(spec, **{"seed": seed, **given})
-    _check(changed)
+    check_spec(changed)
     return changed
 
 
-def _check(spec: SamplingSpec) -> None:
+def check_spec(spec: SamplingSpec) -> None:
+    """Raises BadRequest for what no engine can sample with."""
     if spec.temperature != 0 and not MIN_TEMPERATURE <= spec.temperature <= MAX_TEMPERATURE:
         raise BadRequest(
             f"temperature {spec.temperature:g} must be 0, or between {MIN_TEMPERATURE:g} and "

@@ -20,9 +20,9 @@ from blake3 import blake3
 from penstock.dataflow.ledger.sqlite import DURABLE, SqliteDatabase
 from penstock.errors import NotFound, StoreError
 
-FORMAT = "1"
+FORMAT = "2"
 FILE = "journal.sqlite"
-ROW_BYTES = 512
+ROW_BYTES = 2048
 """What a session's row takes on disk, from above."""
 
 
@@ -78,7 +78,8 @@ _TABLES = (
     "config TEXT NOT NULL, snapshot BIGINT NOT NULL, digest TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, lane TEXT NOT NULL, "
     "number BIGINT NOT NULL, owner TEXT NOT NULL, kind TEXT NOT NULL, digest TEXT NOT NULL, "
-    "body BLOB, state TEXT NOT NULL, content BLOB, media_type TEXT, at FLOAT)",
+    "starts BIGINT NOT NULL DEFAULT 0, body BLOB, state TEXT NOT NULL, content BLOB, "
+    "media_type TEXT, at FLOAT)",
     "CREATE INDEX IF NOT EXISTS requests_by_lane ON requests (lane, number)",
     "CREATE INDEX IF NOT EXISTS requests_by_state ON requests (state)",
     "CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, owner TEXT NOT NULL, "
@@ -174,6 +175,15 @@ class Journal:
                 "at": at,
             },
         )
+
+    def started(self, request: Request) -> Change:
+        """One more server has begun with this request as the next of its model."""
+        statement = "UPDATE requests SET starts = starts + 1 WHERE id = :id"
+        return Change(statement, {"id": request.id})
+
+    def num_starts(self, request: Request) -> int:
+        [(number,)] = self.rows("SELECT starts FROM requests WHERE id = :id", id=request.id)
+        return number
 
     def finished(self, request: Request, result: Result, at: float, *, keeps_body: bool) -> Change:
         """A result is final: a second one changes nothing. `keeps_body`: it is applied again after

@@ -29,17 +29,17 @@ from penstock.durable import sync, write_durably
 from penstock.errors import BadRequest, ConfigError
 from penstock.gateway.tokenizer_files import find_window
 from penstock.tinker.losses import Loss, read_loss
+from penstock.tinker.memory import MICRO_BATCH_TOKENS, pass_limit
 from penstock.tinker.protocol import Adam, Datum, Floats, Ints, Lora
 from penstock.trainer.actor import Actor
 from penstock.trainer.attention import make_attention_layout, vocab_size
+from penstock.trainer.compute import use_recomputation
 from penstock.trainer.inputs import Inputs
 from penstock.trainer.lora import adapter_tensors, attach_adapter, head_name, init_adapter
 from penstock.trainer.model_folders import link_or_copy, load_model, static_files, weight_files
 from penstock.trainer.ranks.sharding import clip
 from penstock.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
-MICRO_BATCH_TOKENS = 4096
-"""Most tokens in one pass; a longer sequence is one by itself."""
 ALPHA = 32
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _ATTENTION, _MLP = (".self_attn.", ".attention."), (".mlp.", ".feed_forward.")
@@ -62,6 +62,8 @@ class BaseModel:
         self.window = find_window(self.model.config.to_dict()) or 4096
         self.token_bytes = _token_bytes(self.model.config)
         """Of the keys and values of one token while it is sampled."""
+        config = self.model.config.get_text_config().to_dict()
+        self.limit = pass_limit(config, self.model.num_parameters(), self.window)
 
     def adapted(self, folder: Path, config: LoraConfig) -> PreTrainedModel:
         """The model with the adapter of this folder; the base's tensors are shared."""
@@ -143,6 +145,7 @@ class AdaptedModel:
         self._base = base
         self.folder = folder
         self._actor = Actor(base.adapted(folder, config))
+        use_recomputation(self._actor.model, base.limit.recompute)
         self.adapter = adapter_tensors(self._actor.model)
 
     def prompt_logprobs(self, ids: Sequence[int]) -> Floats:
@@ -157,7 +160,7 @@ class AdaptedModel:
     def run(self, data: Sequence[Datum], loss: Loss, *, is_trained: bool) -> Passed:
         """A forward pass, and a backward pass that adds to the gradient; after an error, the
         gradient is as it was."""
-        self._check(data, loss)
+        self._check(data, loss, is_trained=is_trained)
         parameters = [*self.adapter.values()]
         before = [parameter.grad for parameter in parameters]
         logprobs: list[Floats] = []
@@ -165,7 +168,7 @@ class AdaptedModel:
         try:
             for parameter in parameters:
                 parameter.grad = None
-            for part in _micro_batches(data):
+            for part in _micro_batches(data, self._base.limit.max_tokens):
                 inputs = _make_inputs(part, loss)
                 with torch.set_grad_enabled(is_trained):
                     tokens = self._actor(inputs)
@@ -185,8 +188,15 @@ class AdaptedModel:
             raise
         return Passed(logprobs=logprobs, metrics={"loss:sum": total})
 
-    def _check(self, data: Sequence[Datum], loss: Loss) -> None:
+    def _check(self, data: Sequence[Datum], loss: Loss, *, is_trained: bool) -> None:
         size, window = self._base.vocab_size, self._base.window
+        longest = max(datum.tokens.size for datum in data)
+        if is_trained and longest > self._base.limit.max_tokens:
+            raise BadRequest(
+                f"a datum of {longest} tokens; this server has memory to train on "
+                f"{self._base.limit.max_tokens} of this model at a time. Cut the datum, or serve "
+                "the model on a machine with more memory"
+            )
         for datum in data:
             loss.check(datum)
             if datum.tokens.size >= window:
@@ -248,12 +258,12 @@ class TrainedModel(AdaptedModel):
                 self._optimizer.state[parameter] = moments
 
 
-def _micro_batches(data: Sequence[Datum]) -> Iterator[Sequence[Datum]]:
+def _micro_batches(data: Sequence[Datum], max_tokens: int) -> Iterator[Sequence[Datum]]:
     """In their order, so that the same request is always cut in the same way."""
     part: list[Datum] = []
-    num_tokens = 0
+    num_tokens, most = 0, min(max_tokens, MICRO_BATCH_TOKENS)
     for datum in data:
-        if part and num_tokens + datum.tokens.size > MICRO_BATCH_TOKENS:
+        if part and num_tokens + datum.tokens.size > most:
             yield part
             part, num_tokens = [], 0
         part.append(datum)

@@ -88,6 +88,8 @@ _DTYPES = {_FLOAT32: np.float32, _INT64: np.int64, _INT32: np.int32}
 _MAX_DATA = 4096
 _MAX_PARTS = 64
 """Chunks, inputs or settings of a request or a datum."""
+_MAX_PARTS_OF_ALL = 8 * _MAX_DATA
+"""Of all data of a request; the SDK sends two to five for each."""
 _MAX_DIMENSIONS = 8
 _MAX_OBJECTS = 8192
 _MAX_COMMAS = 64 << 10
@@ -169,7 +171,7 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         number=found.seq_id,
         loss=found.loss_fn,
         settings=settings,
-        data=[_datum(one) for one in found.data],
+        data=_data(found.data),
         is_forward_only=found.forward_only,
     )
 
@@ -194,9 +196,18 @@ def _check_name(where: str, name: str) -> None:
         raise BadRequest(f"a name in {where} has up to {MAX_NAME_CHARS} characters")
 
 
-def _datum(content: bytes) -> Datum:
-    found = _parse("DatumParts", content)
-    _check_num_parts("a datum", len(found.model_input) + len(found.loss_fn_inputs))
+def _data(contents: Sequence[bytes]) -> list[Datum]:
+    found: list[Any] = []
+    num_parts = 0
+    for content in contents:
+        found.append(one := _parse("DatumParts", content))
+        _check_num_parts("a datum", number := len(one.model_input) + len(one.loss_fn_inputs))
+        if (num_parts := num_parts + number) > _MAX_PARTS_OF_ALL:
+            raise BadRequest(f"the data have up to {_MAX_PARTS_OF_ALL} chunks and inputs together")
+    return [_datum(one) for one in found]
+
+
+def _datum(found: Any) -> Datum:
     parts: list[npt.NDArray[np.int32]] = []
     for part in found.model_input:
         chunk = _parse("Chunk", part)

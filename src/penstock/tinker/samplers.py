@@ -8,7 +8,6 @@ ids, no journal and no client.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +19,7 @@ import msgspec
 from penstock.errors import BadRequest
 from penstock.gateway.fair_queue import FairQueue
 from penstock.gateway.generation import Completion, GenerationRequest
+from penstock.gateway.sampling import check_spec
 from penstock.rollout.decoding.continuous import MAX_ROWS, ContinuousEngine
 from penstock.rollout.engines.hf import HfEngine
 from penstock.seeds import GAMMA
@@ -43,8 +43,6 @@ MAX_LOADED = 16
 TURN_S = 2.0
 """While others wait for a place, answers join for this long those that have one: enough to decode
 many together."""
-MEMORY_SHARE = 4
-"""Answers together fill a quarter of the machine's memory, however long they get."""
 MAX_RESULT_TOKENS = 64 << 20
 """Of all answers to a request, each of 8 bytes: SQLite stores no result of a billion bytes."""
 
@@ -66,10 +64,11 @@ class Question:
 class _Weights:
     """Of one folder."""
 
-    engine: ContinuousEngine
     version: Version
     key: str
     """Takes turns under it: its owner, and for the base model, which all share, its folder."""
+    engine: ContinuousEngine | None = None
+    """While they are loaded."""
     num_asking: int = 0
     """Answers that are sampled or wait."""
     num_answering: int = 0
@@ -79,12 +78,6 @@ class _Weights:
     entering: asyncio.Lock = field(default_factory=asyncio.Lock)
     has_none: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the last answer ends."""
-
-
-def max_answers(answer_bytes: int) -> int:
-    """How many of at most this size may grow in memory at a time."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(MAX_ROWS, memory // MEMORY_SHARE // answer_bytes))
 
 
 class Samplers:
@@ -98,7 +91,8 @@ class Samplers:
 
     async def close(self) -> None:
         for weights in self._weights.values():
-            await weights.engine.close()
+            if weights.engine is not None:
+                await weights.engine.close()
         await self._root.close()
 
     async def sample(self, id: str, owner: str, folder: Path, asked: Question) -> list[Sampled]:
@@ -107,7 +101,7 @@ class Samplers:
         answers: list[asyncio.Task[Completion]] = []
         try:
             for index in range(asked.num_samples):
-                weights = await self._enter(folder, owner)
+                weights, engine = await self._enter(folder, owner)
                 leave = partial(self._leave, folder, weights)
                 try:
                     await self._answers.take(owner)  # before anything is made for the answer
@@ -120,7 +114,7 @@ class Samplers:
                     policy=weights.version.policy,
                     session=id,
                 )
-                answers.append(asyncio.create_task(weights.engine(request)))
+                answers.append(asyncio.create_task(engine(request)))
                 answers[-1].add_done_callback(lambda _: self._answers.release(owner))
                 answers[-1].add_done_callback(lambda _, leave=leave: leave())
             found = await asyncio.gather(*answers)
@@ -129,14 +123,14 @@ class Samplers:
                 answer.cancel()
         return [_sampled(one, asked.stop_ids) for one in found]
 
-    async def _enter(self, folder: Path, owner: str) -> _Weights:
+    async def _enter(self, folder: Path, owner: str) -> tuple[_Weights, ContinuousEngine]:
         """The weights, loaded and in a place until the answer leaves them."""
         weights = self._weights.get(folder)
         if weights is None:
             policy = PolicyName(digest_of(str(folder).encode())[:16])
             version = Version(policy=policy, incarnation=0, number=0)
             key = str(folder) if folder.name == BASE_ADAPTER else owner
-            weights = self._weights[folder] = _Weights(self._root.share(), version, key)
+            weights = self._weights[folder] = _Weights(version, key)
         self._weights.move_to_end(folder)
         weights.num_asking += 1
         try:
@@ -149,16 +143,25 @@ class Samplers:
                 weights.num_answering += 1
                 weights.has_none.clear()
                 try:
-                    if weights.engine.live is None:
+                    if weights.engine is None:
                         await self._close_idle()
-                        await weights.engine.load(folder, weights.version)
+                        weights.engine = await self._open(folder, weights.version)
+                    return weights, weights.engine
                 except BaseException:
                     self._end_answer(weights)
                     raise
         except BaseException:
             self._forget(folder, weights)
             raise
-        return weights
+
+    async def _open(self, folder: Path, version: Version) -> ContinuousEngine:
+        engine = self._root.share()
+        try:
+            await engine.load(folder, version)
+        except BaseException:
+            await asyncio.shield(engine.close())
+            raise
+        return engine
 
     def _is_turn_over(self, weights: _Weights) -> bool:
         return bool(self._places.num_waiting) and monotonic() >= weights.turn_ends_at
@@ -175,23 +178,23 @@ class Samplers:
 
     def _forget(self, folder: Path, weights: _Weights) -> None:
         weights.num_asking -= 1
-        if not weights.num_asking and weights.engine.live is None:
+        if not weights.num_asking and weights.engine is None:
             del self._weights[folder]
 
     async def _close_idle(self) -> None:
         """As many stay as may answer, those that answered last."""
         idle = [
-            (folder, one)
+            (folder, one, one.engine)
             for folder, one in self._weights.items()
-            if one.engine.live is not None and not one.num_answering
+            if one.engine is not None and not one.num_answering
         ]
-        closed = [one.engine for _, one in idle[: max(0, len(idle) - MAX_LOADED)]]
-        for folder, one in idle[: len(closed)]:
-            one.engine = self._root.share()
+        oldest = idle[: max(0, len(idle) - MAX_LOADED)]
+        for folder, one, _ in oldest:
+            one.engine = None
             if not one.num_asking:
                 del self._weights[folder]
-        # All are replaced before the first is closed: who asks for one meanwhile loads it again.
-        await asyncio.shield(asyncio.gather(*(engine.close() for engine in closed)))
+        # None is known before the first is closed: who asks for one meanwhile loads it again.
+        await asyncio.shield(asyncio.gather(*(engine.close() for _, _, engine in oldest)))
 
 
 def question_of(body: Sample, window: int, vocab_size: int) -> Question:
@@ -241,9 +244,11 @@ def _spec(body: Sample, room: int) -> SamplingSpec:
         "stop": [stop for stop in stops if isinstance(stop, str)],
     }
     try:
-        return msgspec.convert(fields, SamplingSpec)
+        spec = msgspec.convert(fields, SamplingSpec)
     except msgspec.ValidationError as error:
         raise BadRequest(f"sampling_params: {error}") from None
+    check_spec(spec)
+    return spec
 
 
 def _stop_ids(body: Sample) -> frozenset[int]:

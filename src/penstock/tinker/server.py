@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 
 from penstock.errors import BadRequest, NotFound
+from penstock.gateway.fair_queue import FairQueue
 from penstock.tinker.folder import BASE_ADAPTER, KEY_PREFIX
 from penstock.tinker.journal import Change, Kind, Request, sampler_row
 from penstock.tinker.protocol import (
@@ -52,8 +54,6 @@ T = TypeVar("T")
 CLIENTS = frozenset({Role.TRAINER, Role.ADMIN})
 MAX_BODY_BYTES = 16 << 20
 """The SDK sends parts of 5 MB."""
-LOOP_BYTES = 256 << 10
-"""The most that is parsed on the event loop: some milliseconds."""
 POLL_S = 20.0
 """How long a request for a result is held; the SDK gives up after 45 s."""
 PIECE_BYTES = 256 << 10
@@ -78,6 +78,9 @@ class TinkerRoutes:
         self._service = service
         self._tokenizer = tokenizer
         self._sending = CallBudget()
+        self._turns = FairQueue(1)
+        self._reader = ThreadPoolExecutor(1, "tinker-bodies")
+        """Separate, because commits of the journal use the common threads."""
 
     @route("GET", "/api/v1/healthz", CLIENTS)
     async def health(self, call: Call) -> dict[str, str]:
@@ -162,7 +165,7 @@ class TinkerRoutes:
     )
     async def forward_backward(self, call: Call, body: bytes) -> Future:
         """Log-probs and, unless only those are asked for, a gradient; protobuf."""
-        asked = await _read(read_forward_backward, body)
+        asked = await self._read(call, read_forward_backward, body)
         kind = Kind.FORWARD if asked.is_forward_only else Kind.FORWARD_BACKWARD
         return await self._accept(call, kind, asked.model_id, asked.number, body)
 
@@ -240,7 +243,7 @@ class TinkerRoutes:
     async def sample(self, call: Call, body: bytes) -> Future:
         """Answers to a prompt, with their log-probs; JSON."""
         sampling = self._service.sampling
-        asked = await _read(sampling.read, body)
+        asked = await self._read(call, sampling.read, body)
         lane = asked.sampling_session_id
         sampling.session(lane, call.credential.subject)
         future = await self._accept(call, Kind.SAMPLE, lane, asked.seq_id, encode_json(asked))
@@ -289,6 +292,7 @@ class TinkerRoutes:
         if self._service.journal.rows(query, id=id) != [(call.credential.subject,)]:
             raise NotFound(f"no session {id} of this credential")
 
-
-async def _read(read: Callable[[bytes], T], body: bytes) -> T:
-    return await asyncio.to_thread(read, body) if len(body) > LOOP_BYTES else read(body)
+    async def _read(self, call: Call, read: Callable[[bytes], T], body: bytes) -> T:
+        """In a thread, one at a time: a small body may have many parts. Clients take turns."""
+        async with self._turns.place(call.credential.subject):
+            return await asyncio.get_running_loop().run_in_executor(self._reader, read, body)

@@ -60,6 +60,8 @@ from penstock.wire.codec import JSON, decode, encode_json
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
+MAX_STARTS = 10
+"""More than a server that is restarted for other reasons needs for one request."""
 USER_ERRORS = (BadRequest, RequestRejected, ConfigError, Forbidden, NotFound)
 
 
@@ -104,11 +106,32 @@ class TinkerService:
 
     async def start(self) -> None:
         """Take up what was accepted and has no result."""
-        for request in self.journal.waiting():
+        for request in await self._begin_again(self.journal.waiting()):
             self._enqueue(request)
             lane = self._lanes.get(request.lane)
             if lane is not None and not lane.asked_rank:
                 lane.asked_rank = self._rank_of_accepted(request)
+
+    async def _begin_again(self, waiting: Sequence[Request]) -> list[Request]:
+        """Those that are tried again. One with which server after server has ended fails: a pass
+        may take more memory than there is, and all other models would wait for it."""
+        heads = [
+            one
+            for one in waiting
+            if one.kind is not Kind.SAMPLE and one.number == self.journal.next_number(one.lane)
+        ]
+        await self.journal.write(*map(self.journal.started, heads))
+        fatal = {one.id for one in heads if self.journal.num_starts(one) > MAX_STARTS}
+        error = BadRequest(
+            f"the server ended {MAX_STARTS} times with this request as the next of its model, "
+            "maybe for lack of memory; it has changed nothing. Send less at a time"
+        )
+        for one in waiting:
+            if one.id in fatal:
+                log.warning("request given up", request=one.id, kind=one.kind)
+                result, now = _failure(error, "user"), self._clock()
+                await self.journal.write(self.journal.finished(one, result, now, keeps_body=False))
+        return [one for one in waiting if one.id not in fatal]
 
     async def close(self) -> None:
         tasks = [*self._tasks, *(lane.task for lane in self._lanes.values() if lane.task)]

@@ -15,8 +15,9 @@ from penstock.config import LoraConfig
 from penstock.hub import parse_hub_model
 from penstock.tinker.folder import BASE_ADAPTER, TinkerFolder
 from penstock.tinker.limits import Limits
+from penstock.tinker.memory import max_answers
 from penstock.tinker.models import open_base
-from penstock.tinker.samplers import Samplers, max_answers
+from penstock.tinker.samplers import Samplers
 from penstock.tinker.server import build
 from penstock.tinker.service import TinkerService
 from penstock.wire.serving import Tls, require_tls_off_loopback, server

@@ -23,7 +23,7 @@ from tinker import types  # noqa: E402
 LETTERS = "abcdefghij"
 FIRST = 4
 """Id of the letter a; that of `>` is 3."""
-GROUPS, ANSWERS, LENGTH = 32, 12, 3
+GROUPS, ANSWERS, LENGTH = 48, 16, 3
 RATE, ENTROPY = 5e-3, 0.05
 
 

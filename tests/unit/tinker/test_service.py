@@ -28,6 +28,7 @@ from penstock.tinker import samplers
 from penstock.tinker.folder import BASE_ADAPTER
 from penstock.tinker.journal import Kind, State
 from penstock.tinker.limits import Limits
+from penstock.tinker.memory import PassLimit
 from penstock.tinker.protocol import MESSAGES, Sample
 
 TOLERANCE = 5e-5
@@ -396,3 +397,17 @@ async def test_what_is_old_is_deleted(tmp_path: Path) -> None:
             await client.send(Kind.FORWARD_BACKWARD, model, 1, pass_body(model, 1, [TRAINED]))
         assert await client.weights(model) == kept
         assert (await client.result(f"{model}:{client.numbers[model]}")).state is State.DONE
+
+
+async def test_what_is_computed_again_has_the_same_bits(tmp_path: Path) -> None:
+    """Large models keep only the input of each layer for the backward pass."""
+    weights: list[bytes] = []
+    for recompute in ("none", "layer"):
+        async with opened(make_folder(tmp_path / recompute)) as client:
+            assert client.service.base.limit.recompute == "none"
+            client.service.base.limit = PassLimit(max_tokens=4096, recompute=recompute)
+            model = await client.create()
+            for id in [*await client.train(model, 0), *await client.train(model, 1)]:
+                await client.done(id)
+            weights.append(await client.weights(model))
+    assert weights[0] == weights[1]
