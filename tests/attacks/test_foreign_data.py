@@ -4,7 +4,12 @@ beyond it, and a short file takes no gigabytes."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import lzma
+import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +21,7 @@ from penstock.errors import ConfigError
 
 SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----"
 NULLS = 50_000_000
+ROW = b'{"prompt": "one"}\n'
 
 
 @pytest.fixture
@@ -122,6 +128,86 @@ def test_links_within_a_folder_and_of_a_snapshot_are_followed(
     (repo / "blobs" / "ab").symlink_to("/etc/hostname")
     with pytest.raises(ConfigError, match="link out of the folder"):
         open_data("train", DataSpec(path=str(snapshot)))
+
+
+def _tar() -> bytes:
+    """Once unpacked below `cache`, `z.txt` and `D` lead to `home`; `L` writes through `D`."""
+    up = 4
+    out = "/".join(["d"] * up + [".."] * up + ["home"])
+    links = [
+        ("z.txt", tarfile.SYMTYPE, f"{out}/key.txt"),
+        ("D", tarfile.SYMTYPE, out),
+        ("d", tarfile.SYMTYPE, "."),
+        ("sub/a/keep.txt", tarfile.REGTYPE, ""),
+        ("sub/a/L", tarfile.LNKTYPE, "D/bashrc"),
+        ("sub/a/L", tarfile.REGTYPE, ""),
+    ]
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, kind, target in links:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname = kind, target
+            entry.size = len(ROW) * entry.isreg()
+            tar.addfile(entry, io.BytesIO(ROW) if entry.isreg() else None)
+    return packed.getvalue()
+
+
+def _zip() -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("train.jsonl", ROW)
+    return packed.getvalue()
+
+
+PACKED = {
+    "train.txt": _tar(),
+    "train.jsonl": _tar(),
+    "train.conll": _tar(),
+    "train.txt.tar.gz": gzip.compress(_tar()),
+    "train.tar": _tar(),
+    "deep/train.jsonl": _zip(),
+    "train.zip": _zip(),
+    "train.json": gzip.compress(ROW),
+    "train.jsonl.gz": gzip.compress(ROW),
+    "train.csv": lzma.compress(b"prompt\none\n"),
+    "train.csv.xz": lzma.compress(b"prompt\none\n", lzma.FORMAT_ALONE),
+}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of `datasets`, beside `home`."""
+    cache, config = tmp_path / "cache", import_datasets().config
+    downloads = cache / "downloads"
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr(config, "DOWNLOADED_DATASETS_PATH", downloads)
+    monkeypatch.setattr(config, "EXTRACTED_DATASETS_PATH", str(downloads / "extracted"))
+    return cache
+
+
+def _open_packed(home: Path, name: str, data: bytes) -> ConfigError:
+    """The refusal of a folder with this file, of which nothing was unpacked."""
+    (home / "bashrc").write_text("# my own\n")
+    path = home.parent / "evil" / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    with pytest.raises(ConfigError) as refused:
+        open_data("train", DataSpec(path=str(home.parent / "evil")))
+    assert (home / "bashrc").read_text() == "# my own\n"
+    return refused.value
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_nothing_of_a_folder_is_unpacked(home: Path, cache: Path, name: str) -> None:
+    refused = str(_open_packed(home, name, PACKED[name]))
+    assert f"{name} is an archive or compressed" in refused and "set data.path to" in refused
+    assert not (cache / "downloads").exists()
+
+
+def test_what_is_packed_without_a_sign_of_it_is_read_as_it_is(home: Path, cache: Path) -> None:
+    packed = lzma.compress(_tar(), lzma.FORMAT_ALONE)
+    assert "cannot be loaded" in str(_open_packed(home, "train.txt", packed))
+    assert not (cache / "downloads").exists()
 
 
 def test_one_long_value_of_many_rows_is_read_in_small_parts(

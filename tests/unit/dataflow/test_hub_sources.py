@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,13 @@ def test_an_unreachable_hub_is_named(tmp_path: Path) -> None:
     (unreachable,) = load(tmp_path, {"path": REPO}, HF_ENDPOINT=url)
     assert f"no connection to {url}" in unreachable
     assert DOWNLOAD in unreachable
+
+
+def test_an_archive_of_the_hub_is_not_unpacked(tmp_path: Path) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("train.txt"))
+    with hub(REPO, {"train.txt": packed.getvalue()}) as (url, _):
+        (error,) = load(tmp_path, {"path": REPO}, HF_ENDPOINT=url)
+    assert "train.txt is an archive or compressed" in error and "set data.path to" in error
+    assert not [*tmp_path.rglob("extracted")]

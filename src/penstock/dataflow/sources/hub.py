@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from penstock.dataflow.sources.downloads import downloads_of
 from penstock.dataflow.sources.folder_names import SPLITS, STATE, refuse_ways_out
 from penstock.dataflow.sources.tables import DatasetRows, import_data_package
 from penstock.errors import ConfigError
@@ -95,8 +96,10 @@ def _load(
         builder = datasets.load_dataset_builder(path, name, revision=revision)
         if builder.name in _LEADING_OUT:
             raise ValueError(f"its format, {builder.name}, can name files elsewhere; use Parquet")
-        builder.download_and_prepare()
+        builder.download_and_prepare(dl_manager=downloads_of(builder, path_key))
         return builder.as_dataset(split=split or DEFAULT_SPLIT)
+    except ConfigError:
+        raise
     except datasets.exceptions.DatasetNotFoundError as error:
         keys = f"{path_key} and data.revision" if revision else path_key
         raise ConfigError(
