@@ -35,6 +35,7 @@ from penstock.redaction import (
     register_secret,
 )
 from penstock.rollout.user_errors import shorten
+from penstock.runs.export.prompt_parts import _TOOLS  # pyright: ignore[reportPrivateUsage]
 from penstock.runs.mcp_server import OperatorServer
 from penstock.tinker.service import _failure  # pyright: ignore[reportPrivateUsage]
 from penstock.wire.client import _raise_for_status  # pyright: ignore[reportPrivateUsage]
@@ -89,6 +90,14 @@ def test_no_form_takes_the_square_of_what_begins_like_a_secret(at: int) -> None:
             if cost(form, piece, SIZES[1]) > 9 * cost(form, piece, SIZES[0])
         ]
     assert steep == []
+
+
+def test_tools_of_a_prompt_are_found_in_time_that_grows_with_it() -> None:
+    """An agent's system prompt kept the export of its whole run busy for hours."""
+    began = time.process_time()
+    assert not _TOOLS.findall("<tools>" * 30_000)
+    assert time.process_time() - began < 5
+    assert _TOOLS.findall("<tools><tools>\n{}</tools>x<tools>{1}</tools>") == ["\n{}", "{1}"]
 
 
 @pytest.mark.parametrize("before", ["", " ", "'", "-", "session-", "a.b.c ", "x.", "x_y-"])

@@ -25,8 +25,7 @@ from tests.unit.rollout.polling import eventually
 
 from penstock.bounds import MAX_TURNS
 from penstock.errors import TooLarge
-from penstock.gateway import online as online_module
-from penstock.gateway import turn_tree
+from penstock.gateway import owners, turn_tree
 from penstock.gateway.answer_history import AnswerHistory
 from penstock.gateway.dialects.limits import MAX_SCHEMA_BYTES
 from penstock.gateway.dialects.messages import MESSAGES
@@ -53,19 +52,24 @@ def bearer(key: str) -> dict[str, str]:
 
 @dataclass
 class Slots:
-    """Slots without end; remembers what was delivered."""
+    """As many slots as `num_free` says; remembers what was delivered."""
 
     num: int = 0
+    num_free: int = 1 << 30
     delivered: list[EndedSession] = field(default_factory=list[EndedSession])
 
     def acquire_slot(self) -> RowId | None:
+        if not self.num_free:
+            return None
         self.num += 1
+        self.num_free -= 1
         return RowId(f"p0-{self.num}.0.1")
 
     def release_slot(self, row_id: RowId) -> None:
-        pass
+        self.num_free += 1
 
     def deliver(self, ended: EndedSession) -> None:
+        self.num_free += 1
         self.delivered.append(ended)
 
 
@@ -137,7 +141,7 @@ async def test_one_owner_cannot_take_every_session(
     online: Online, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An owner gets half of the sessions at most, by any number of tokens; others still get in."""
-    monkeypatch.setattr(online_module, "MAX_SESSIONS", 16)
+    monkeypatch.setattr(owners, "MAX_SESSIONS", 16)
     statuses = [
         (await online.ask("POST", "/sessions", online.token("greedy"))).status_code
         for _ in range(20)
@@ -145,6 +149,41 @@ async def test_one_owner_cannot_take_every_session(
     assert statuses == [200] * 8 + [429] * 12
     for owner in ("one", "two"):
         assert (await online.ask("POST", "/sessions", online.token(owner))).status_code == 200
+
+
+async def test_one_owner_cannot_take_every_recorded_slot(online: Online) -> None:
+    """With a call of a token per slot and hour, no conversation of others was trained on. Alone it
+    may have all of them."""
+    online.slots.num_free = 8
+    greedy, shop = online.token("greedy"), online.token("shop")
+    taken = [await online.open(greedy) for _ in range(8)]
+    assert all(one["is_recorded"] for one in taken)
+    assert not (await online.open(shop))["is_recorded"], "none is left; but it has asked"
+    for opened in taken[:4]:
+        assert await online.say(opened["api_key"]) == 200
+        path = f"/sessions/{opened['id']}/reward"
+        await online.ask("POST", path, opened["reward_key"], {"reward": 0.5})
+        assert not (await online.open(greedy))["is_recorded"]
+    recorded = [(await online.open(shop))["is_recorded"] for _ in range(5)]
+    assert recorded == [True] * 4 + [False]
+
+
+async def test_one_owner_cannot_fill_the_memory_with_turns(
+    online: Online, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its 2,048 sessions may have 128 MiB."""
+    monkeypatch.setattr(owners, "MAX_KEPT_BYTES", 20_000)
+    shop, greedy = online.token("shop"), online.token("greedy")
+    opened = [await online.open(greedy) for _ in range(8)]
+    statuses: list[int] = []
+    while 429 not in statuses:
+        statuses += [await online.say(one["api_key"]) for one in opened]
+        assert len(statuses) < 4000
+    assert await online.say((await online.open(shop))["api_key"]) == 200
+    for one in opened:
+        path = f"/sessions/{one['id']}/reward"
+        await online.ask("POST", path, one["reward_key"], {"reward": 0.5})
+    assert await online.say((await online.open(greedy))["api_key"]) == 200
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,12 @@ class PageQuery:
             number = int(step) if step else None
             if number is not None and not 0 <= number < NEWEST:
                 raise ValueError
+            places = {
+                int(index): int(at)
+                for index, _, at in (part.partition(":") for part in before.split(",") if part)
+            }
+            if not all(0 <= at <= NEWEST for at in places.values()):
+                raise ValueError
             return cls(
                 outcome=outcome,
                 policy=query.get("policy", ""),
@@ -80,10 +86,7 @@ class PageQuery:
                 text=query.get("text", "").strip(),
                 order=order,
                 evaluations=query.get("evaluations", "") == "1",
-                before={
-                    int(index): int(at)
-                    for index, _, at in (part.partition(":") for part in before.split(",") if part)
-                },
+                before=places,
             )
         except ValueError:
             raise BadRequest("step and before are numbers; open the list again") from None

@@ -26,16 +26,14 @@ from typing import Protocol
 import structlog
 from blake3 import blake3
 
-from penstock.errors import BadRequest, Busy, Conflict, Forbidden, NotFound, Unauthorized
+from penstock.errors import BadRequest, Conflict, Forbidden, NotFound, Unauthorized
 from penstock.gateway.gateway import NO_KEY, Gateway
 from penstock.gateway.generation import Completion, Generate, GenerationRequest
+from penstock.gateway.owners import Owners
 from penstock.gateway.session import KEY_BYTES, Session
 from penstock.types import PolicyName, RowId, SamplingSpec, Turn, is_usable
 from penstock.wire.auth import NEW_TOKEN, PREFIX, Credential, Role
 
-MAX_SESSIONS = 4096
-"""Maximum number of open sessions. One owner never has more of them than are free, so that there
-is always room for another owner: alone it gets half."""
 REWARD_KEY_PREFIX = "rk-penstock-"
 MAX_FINISHED = 4096
 """Number of ended sessions kept, so that a repeated reward gets the same response."""
@@ -78,6 +76,9 @@ class EndedSession:
 
 class SlotSource(Protocol):
     """Provides slots of the run and takes recorded sessions."""
+
+    @property
+    def num_free(self) -> int: ...
 
     def acquire_slot(self) -> RowId | None:
         """A slot for a new session, or None if none is free."""
@@ -124,6 +125,8 @@ class OnlineSession:
     opened_at: float
     started_at: float
     last_active_at: float
+    num_bytes: int = 0
+    """Of its turns, as counted for the owner at its last call."""
     state: State = State.OPEN
     num_running: int = 0
     turns: tuple[Turn, ...] = ()
@@ -161,13 +164,12 @@ class OnlineGateway(Gateway):
         self._by_name: dict[tuple[str, str], OnlineSession] = {}
         """By owner and the name the owner gave it."""
         self._finished: OrderedDict[str, OnlineSession] = OrderedDict()
-        self._num_open: Counter[str] = Counter()
-        """Open and waiting sessions, by owner."""
+        self._owners = Owners(clock)
 
     @property
     def num_open(self) -> int:
         """Open and waiting sessions."""
-        return self._num_open.total()
+        return self._owners.num_sessions
 
     # --- agents -------------------------------------------------------------------------------
 
@@ -177,6 +179,7 @@ class OnlineGateway(Gateway):
             session = super().find(api_key, session_id)
             entry = self._entries[session.id]
             self._require_not_revoked(entry)
+            self._require_room(entry)
             entry.last_active_at = self._clock()
             return session
         caller, name = self.admit(api_key), session_id or ""
@@ -184,9 +187,18 @@ class OnlineGateway(Gateway):
         if entry is None or entry.session is None:
             entry = self.open_session(caller.owner, name, caller.is_revoked)
             self._by_name[caller.owner, name] = entry
+        self._require_room(entry)
         assert entry.session is not None, "entry must be open"
         entry.last_active_at = self._clock()
         return entry.session
+
+    def _require_room(self, entry: OnlineSession) -> None:
+        """Raise Busy if the turns of its owner's sessions fill the memory that it may have."""
+        assert entry.session is not None, "entry must be open"
+        growth = entry.session.num_bytes - entry.num_bytes
+        entry.num_bytes += growth
+        self._owners.take(entry.owner, num_bytes=growth)
+        self._owners.check_memory(entry.owner)
 
     def admit(self, token: str) -> Caller:
         """The caller identified by a token; raises Unauthorized or Forbidden."""
@@ -212,14 +224,9 @@ class OnlineGateway(Gateway):
         owner's token has been."""
         if name and not NAME.fullmatch(name):
             raise BadRequest(f"session name {name[:64]!r} must match [A-Za-z0-9._-]{{1,128}}")
-        num_free = MAX_SESSIONS - self._num_open.total()
-        if self._num_open[owner] >= num_free:
-            raise Busy(
-                f"{self._num_open[owner]} sessions of yours are open or wait for a reward, and "
-                f"{num_free} of {MAX_SESSIONS} places are free; end or reward some first",
-                retry_after_s=1.0,
-            )
-        slot_id = self._slot_source.acquire_slot()
+        self._owners.check_place(owner)
+        may_record = self._owners.may_record(owner, self._slot_source.num_free)
+        slot_id = self._slot_source.acquire_slot() if may_record else None
         seed = secrets.randbits(63)
         session = self.open(
             policies=self._policies, sampling=self._sampling, seed=seed, roles=self._roles
@@ -240,7 +247,7 @@ class OnlineGateway(Gateway):
             last_active_at=now,
         )
         self._entries[entry.id] = self._by_name[owner, entry.name] = entry
-        self._num_open[owner] += 1
+        self._owners.take(owner, sessions=1, slots=int(entry.has_slot))
         self.counts["opened"] += 1
         self.counts["recorded" if entry.has_slot else "unrecorded"] += 1
         return entry
@@ -325,7 +332,7 @@ class OnlineGateway(Gateway):
         entry = self._entries.get(row_id)
         if entry is None or entry.state not in (State.OPEN, State.WAITING) or not entry.has_slot:
             return
-        entry.has_slot = False
+        self._lose_slot(entry)
         if entry.state is State.WAITING:
             self._finish(entry, State.DROPPED)
         else:
@@ -364,12 +371,16 @@ class OnlineGateway(Gateway):
         """The session outlived its reward deadline: deliver the turns so far and stop recording."""
         assert entry.session is not None, "entry must be open"
         turns = entry.session.turns()
-        entry.has_slot = False
+        self._lose_slot(entry)
         if any(map(is_usable, turns)):
             self._hand_to_run(entry, turns, self.terms.default_reward, "")
         else:
             self._slot_source.release_slot(RowId(entry.id))
         self.counts["overran"] += 1
+
+    def _lose_slot(self, entry: OnlineSession) -> None:
+        entry.has_slot = False
+        self._owners.take(entry.owner, slots=-1)
 
     def _deliver(
         self, entry: OnlineSession, state: State, reward: float | None, reason: str = ""
@@ -401,12 +412,11 @@ class OnlineGateway(Gateway):
             self._finish(entry, state)
 
     def _finish(self, entry: OnlineSession, state: State) -> None:
+        slots = -1 if entry.has_slot else 0
+        self._owners.take(entry.owner, sessions=-1, slots=slots, num_bytes=-entry.num_bytes)
         entry.state, entry.session, entry.turns = state, None, ()
         if state is not State.UNRECORDED:  # counted when it was opened
             self.counts[state] += 1
-        self._num_open[entry.owner] -= 1
-        if not self._num_open[entry.owner]:
-            del self._num_open[entry.owner]
         self._finished[entry.id] = entry
         while len(self._finished) > MAX_FINISHED:
             _, oldest = self._finished.popitem(last=False)

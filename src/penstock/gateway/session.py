@@ -239,6 +239,11 @@ class Session:
         if not (self.is_open and self.root.is_open):
             raise Unauthorized(CLOSED)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its turns in a row."""
+        return self._tree.num_bytes
+
     def _check_room(self) -> None:
         if self._tree.is_full:
             raise TooLarge(FULL)

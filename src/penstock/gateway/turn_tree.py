@@ -38,7 +38,7 @@ class TurnTree:
         self._segments: list[_Segment] = []
         self._roots: list[int] = []
         self._num_tokens = 0
-        self._num_bytes = 0
+        self.num_bytes = 0
         """Of the turns in a row: each has its prompt there, also where siblings share it here."""
 
     @property
@@ -47,7 +47,7 @@ class TurnTree:
         return (
             len(self._segments) >= MAX_TURNS
             or self._num_tokens >= MAX_TOKENS
-            or self._num_bytes >= MAX_SESSION_BYTES
+            or self.num_bytes >= MAX_SESSION_BYTES
         )
 
     def __getitem__(self, index: int) -> Turn:
@@ -114,7 +114,7 @@ class TurnTree:
                 break
         self._segments.append(_Segment(turn, prompt, sampled, []))
         self._num_tokens += (len(turn.prompt_ids) + len(turn.sampled_ids)) // TOKEN_BYTES
-        self._num_bytes += encoded_bytes(turn)
+        self.num_bytes += encoded_bytes(turn)
         siblings.append(index)
         return index
 

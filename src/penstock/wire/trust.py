@@ -96,7 +96,7 @@ def _context(ca: str, certificate: str, key: str, roots: str) -> ssl.SSLContext:
         if ca:
             context.load_verify_locations(cafile=ca)
         if certificate and key:
-            context.load_cert_chain(certificate, key)
+            context.load_cert_chain(certificate, key, password="")  # None asks the terminal
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"cannot load {ca or certificate} as PEM ({error}); make certificates with `penstock "

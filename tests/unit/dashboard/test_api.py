@@ -199,6 +199,7 @@ def test_only_its_own_token_opens_it(
         ("/api/runs/other/rows", "no run 'other'"),
         ("/api/runs/run/rows?outcome=great", "known: completed"),
         ("/api/runs/run/rows?before=x", "numbers"),
+        (f"/api/runs/run/rows?before=0:{10**30}", "numbers"),
         (f"/api/runs/run/rows?step={10**19}", "numbers"),
         (f"/api/runs/run/rows?step={'9' * 5000}", "numbers"),
         ("/api/runs/run/rows?step=-1", "numbers"),

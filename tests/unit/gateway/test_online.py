@@ -75,6 +75,10 @@ class Desk:
     def watch(self, token: str) -> Callable[[], bool]:
         raise Unauthorized("not here")
 
+    @property
+    def num_free(self) -> int:
+        return self.num_places - self.num_taken
+
     def acquire_slot(self) -> RowId | None:
         if self.num_taken == self.num_places:
             return None

@@ -28,6 +28,7 @@ _FAMILIES: dict[tuple[str, ...], str] = {
 """Steps before merging, and what llama.cpp calls them."""
 _ALWAYS_SPLIT = {"Regex": "[\\s\\S]"}
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+MAX_IDS = 4 << 20
 """Types of tokens in a GGUF file."""
 
 
@@ -50,6 +51,8 @@ def read_vocabulary(folder: Path, num_ids: int) -> Vocabulary:
     tokens: dict[int, tuple[str, int]] = {at: (text, NORMAL) for text, at in model["vocab"].items()}
     for added in tokenizer.get("added_tokens") or ():
         tokens[added["id"]] = (added["content"], CONTROL if added["special"] else USER_DEFINED)
+    if num_ids > MAX_IDS:
+        raise WeightsError(f"{folder}: vocab_size is {num_ids}; up to {MAX_IDS} are exported")
     if max(tokens, default=0) >= num_ids:
         raise WeightsError(
             f"{folder}: the tokenizer has id {max(tokens)}, and the embedding only {num_ids} rows; "

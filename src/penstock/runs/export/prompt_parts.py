@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.gateway.renderer import Renderer
 
 _SYSTEM, _USER, _ANSWER, _NEXT = "xSYSTEMx", "xUSERx", "xANSWERx", "xNEXTx"
-_TOOLS = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
+_TOOLS = re.compile(r"<tools>((?:(?!<tools>).)*?)</tools>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,8 +155,10 @@ def livecodebench(row: SuiteRow) -> JsonObject:
         question += f"\n\nBegin with:\n```python\n{starter}\n```"
     else:
         question += "\n\nRead from standard input and print the result."
-    metadata = json.loads(str(row.values.get("metadata") or "{}"))
-    method = str(metadata.get("func_name") or "")
+    try:
+        method = str(json.loads(str(row.values.get("metadata") or "{}")).get("func_name") or "")
+    except (ValueError, AttributeError, RecursionError):
+        raise row.bad("metadata is not a JSON object") from None
     cases = [*_cases(row, "public_test_cases"), *_cases(row, "private_test_cases")]
     kept = _within_bytes(cases)
     return {

@@ -11,7 +11,9 @@ import pytest
 from tests.unit.dataflow.data_packages import import_datasets
 
 from penstock.config.evaluation import SuiteConfig
+from penstock.dataflow.sources.bad_rows import BadRow
 from penstock.dataflow.sources.suites import KNOWN_SUITES, Suite, open_suite
+from penstock.dataflow.sources.suites.suite_rows import SuiteRow, livecodebench
 from penstock.errors import ConfigError
 from penstock.plugins import load_function
 from penstock.scorers import SCORERS
@@ -203,3 +205,10 @@ def test_a_suite_that_is_not_here_says_which_key_to_set(monkeypatch: pytest.Monk
         folder = "b" if suite.file else "gsm8k"
         assert f"and set the suite's file (or --suite): ./{folder}" in str(caught.value)
         assert "data.path" not in str(caught.value)
+
+
+@pytest.mark.parametrize("metadata", ["[]", "{", "[" * 100_000])
+def test_metadata_of_another_kind_makes_a_bad_row(metadata: str) -> None:
+    values = {"question_content": "add", "metadata": metadata}
+    with pytest.raises(BadRow, match="metadata is not a JSON object"):
+        livecodebench(SuiteRow(values=values, place="row 1"))
