@@ -108,7 +108,7 @@ def children(before: frozenset[int] = frozenset()) -> list[int]:
 
 def wait_until_gone(pid: int) -> None:
     stat = Path(f"/proc/{pid}/stat")
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, ProcessLookupError):
         while stat.read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.01)
 
