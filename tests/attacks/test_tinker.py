@@ -483,29 +483,35 @@ async def test_a_datum_beyond_memory_is_refused(tmp_path: Path) -> None:
 async def test_a_request_with_which_servers_end_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was tried again at every start, before all that waited behind it."""
-    monkeypatch.setattr(service, "MAX_STARTS", 2)
-    folder = make_folder(tmp_path)
+    """It was tried again at every start, before all that waited behind it. Those that only waited
+    meanwhile are not given up with it."""
+    monkeypatch.setattr(service, "MAX_TRIES", 2)
+    folder, has_begun = make_folder(tmp_path), asyncio.Event()
     async with opened(folder) as alice:
-        model = await alice.create()
+        bob = Client(alice.service, owner="bob")
+        model, other = await alice.create(), await bob.create("s-b")
 
-    async def hang(self: TinkerService, lane: Lane) -> None:
-        await asyncio.Event().wait()  # as a server that is killed meanwhile
+    async def hang(self: TinkerService, work: Any) -> None:
+        has_begun.set()
+        await asyncio.Event().wait()  # the server is killed meanwhile
 
+    body = {number: pass_body(model, number, [LINE]) for number in (1, 2)}
     with monkeypatch.context() as patch:
-        patch.setattr(TinkerService, "_run_lane", hang)
+        patch.setattr(TinkerService, "_run", hang)
         async with opened(folder) as alice:
-            asked = [
-                await alice.send(Kind.FORWARD_BACKWARD, model, number, body)
-                for number in (1, 2)
-                for body in [pass_body(model, number, [LINE])]
-            ]
+            asked = [await alice.send(Kind.FORWARD_BACKWARD, model, at, body[at]) for at in (1, 2)]
+            await asyncio.wait_for(has_begun.wait(), WAIT_S)
+            bob = Client(alice.service, owner="bob")
+            innocent = await bob.send(Kind.FORWARD, other, 1, pass_body(other, 1, [LINE]))
         for _ in range(2):
+            has_begun.clear()
             async with opened(folder):
-                pass
+                await asyncio.wait_for(has_begun.wait(), WAIT_S)
     async with opened(folder) as alice:
-        assert "ended 2 times" in await alice.error(asked[0])
+        bob = Client(alice.service, owner="bob")
+        assert "times while it computed" in await alice.error(asked[0])
         assert await alice.done(asked[1])
+        assert await bob.done(innocent)
 
 
 async def test_bodies_are_read_in_turns_beside_the_event_loop(

@@ -197,7 +197,7 @@ class OnlineGateway(Gateway):
         assert entry.session is not None, "entry must be open"
         growth = entry.session.num_bytes - entry.num_bytes
         entry.num_bytes += growth
-        self._owners.take(entry.owner, num_bytes=growth)
+        self._owners.add(entry.owner, num_bytes=growth)
         self._owners.check_memory(entry.owner)
 
     def admit(self, token: str) -> Caller:
@@ -247,7 +247,7 @@ class OnlineGateway(Gateway):
             last_active_at=now,
         )
         self._entries[entry.id] = self._by_name[owner, entry.name] = entry
-        self._owners.take(owner, sessions=1, slots=int(entry.has_slot))
+        self._owners.add(owner, sessions=1, slots=int(entry.has_slot))
         self.counts["opened"] += 1
         self.counts["recorded" if entry.has_slot else "unrecorded"] += 1
         return entry
@@ -380,7 +380,7 @@ class OnlineGateway(Gateway):
 
     def _lose_slot(self, entry: OnlineSession) -> None:
         entry.has_slot = False
-        self._owners.take(entry.owner, slots=-1)
+        self._owners.add(entry.owner, slots=-1)
 
     def _deliver(
         self, entry: OnlineSession, state: State, reward: float | None, reason: str = ""
@@ -413,7 +413,7 @@ class OnlineGateway(Gateway):
 
     def _finish(self, entry: OnlineSession, state: State) -> None:
         slots = -1 if entry.has_slot else 0
-        self._owners.take(entry.owner, sessions=-1, slots=slots, num_bytes=-entry.num_bytes)
+        self._owners.add(entry.owner, sessions=-1, slots=slots, num_bytes=-entry.num_bytes)
         entry.state, entry.session, entry.turns = state, None, ()
         if state is not State.UNRECORDED:  # counted when it was opened
             self.counts[state] += 1

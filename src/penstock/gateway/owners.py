@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each owner of external sessions holds of what all share: places, recorded slots, memory.
 
-An owner alone may take all slots, and half of the rest. Decides; opens and ends no session.
+Alone, an owner may have all slots, but never more than half of the places and of the memory.
+Decides; opens and ends no session.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Owners:
         num_claims = sum(now - held.asked_at < CLAIM_S for held in self._held.values())
         return num_claims == 1 or own.slots * num_claims < self._all.slots + num_free
 
-    def take(self, owner: str, *, sessions: int = 0, slots: int = 0, num_bytes: int = 0) -> None:
+    def add(self, owner: str, *, sessions: int = 0, slots: int = 0, num_bytes: int = 0) -> None:
+        """Negative for what it gives back."""
         for held in (self._held[owner], self._all):
             held.sessions += sessions
             held.slots += slots

@@ -78,7 +78,7 @@ _TABLES = (
     "config TEXT NOT NULL, snapshot BIGINT NOT NULL, digest TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, lane TEXT NOT NULL, "
     "number BIGINT NOT NULL, owner TEXT NOT NULL, kind TEXT NOT NULL, digest TEXT NOT NULL, "
-    "starts BIGINT NOT NULL DEFAULT 0, body BLOB, state TEXT NOT NULL, content BLOB, "
+    "tries BIGINT NOT NULL DEFAULT 0, body BLOB, state TEXT NOT NULL, content BLOB, "
     "media_type TEXT, at FLOAT)",
     "CREATE INDEX IF NOT EXISTS requests_by_lane ON requests (lane, number)",
     "CREATE INDEX IF NOT EXISTS requests_by_state ON requests (state)",
@@ -176,13 +176,13 @@ class Journal:
             },
         )
 
-    def started(self, request: Request) -> Change:
-        """One more server has begun with this request as the next of its model."""
-        statement = "UPDATE requests SET starts = starts + 1 WHERE id = :id"
+    def tried(self, request: Request) -> Change:
+        """Its computation begins once more."""
+        statement = "UPDATE requests SET tries = tries + 1 WHERE id = :id"
         return Change(statement, {"id": request.id})
 
-    def num_starts(self, request: Request) -> int:
-        [(number,)] = self.rows("SELECT starts FROM requests WHERE id = :id", id=request.id)
+    def num_tries(self, request: Request) -> int:
+        [(number,)] = self.rows("SELECT tries FROM requests WHERE id = :id", id=request.id)
         return number
 
     def finished(self, request: Request, result: Result, at: float, *, keeps_body: bool) -> Change:

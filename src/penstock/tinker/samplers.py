@@ -76,7 +76,7 @@ class _Weights:
     turn_ends_at: float = 0.0
     """Without an end, a client with answers at all times would keep its place."""
     entering: asyncio.Lock = field(default_factory=asyncio.Lock)
-    has_none: asyncio.Event = field(default_factory=asyncio.Event)
+    is_idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the last answer ends."""
 
 
@@ -136,12 +136,12 @@ class Samplers:
         try:
             async with weights.entering:
                 if weights.num_answering and self._is_turn_over(weights):
-                    await weights.has_none.wait()
+                    await weights.is_idle.wait()
                 if not weights.num_answering:
                     await self._places.take(weights.key)
                     weights.turn_ends_at = monotonic() + TURN_S
                 weights.num_answering += 1
-                weights.has_none.clear()
+                weights.is_idle.clear()
                 try:
                     if weights.engine is None:
                         await self._close_idle()
@@ -173,7 +173,7 @@ class Samplers:
     def _end_answer(self, weights: _Weights) -> None:
         weights.num_answering -= 1
         if not weights.num_answering:
-            weights.has_none.set()
+            weights.is_idle.set()
             self._places.release(weights.key)
 
     def _forget(self, folder: Path, weights: _Weights) -> None:

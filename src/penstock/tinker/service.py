@@ -60,8 +60,13 @@ from penstock.wire.codec import JSON, decode, encode_json
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
-MAX_STARTS = 10
-"""More than a server that is restarted for other reasons needs for one request."""
+MAX_TRIES = 5
+"""Of a request during which server after server ends: a pass may take more memory than there is,
+and all other models would wait for it."""
+GIVEN_UP = (
+    f"the server ended {MAX_TRIES} times while it computed this request, maybe for lack of memory; "
+    "the request has changed nothing. Send less at a time"
+)
 USER_ERRORS = (BadRequest, RequestRejected, ConfigError, Forbidden, NotFound)
 
 
@@ -89,12 +94,14 @@ class TinkerService:
         self.effects = Effects(
             folder, self.journal, base, model_name=model_name, limits=self.limits, clock=clock
         )
-        self.sampling = Sampling(folder, self.journal, base, samplers, self._in_thread)
+        self.sampling = Sampling(folder, self.journal, base, samplers, self._in_turn)
         self._snapshot_every = snapshot_every
         self._clock = clock
         self._lanes: dict[str, Lane] = {}
         self._num_waiting: Counter[str] = Counter()
         self._waiting: set[str] = set()
+        self._survivors: set[str] = set()
+        """Requests that an earlier server accepted; it may have ended with one of them."""
         self._waiters: defaultdict[str, list[asyncio.Future[None]]] = defaultdict(list)
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = ThreadPoolExecutor(
@@ -106,32 +113,12 @@ class TinkerService:
 
     async def start(self) -> None:
         """Take up what was accepted and has no result."""
-        for request in await self._begin_again(self.journal.waiting()):
+        for request in self.journal.waiting():
+            self._survivors.add(request.id)
             self._enqueue(request)
             lane = self._lanes.get(request.lane)
             if lane is not None and not lane.asked_rank:
                 lane.asked_rank = self._rank_of_accepted(request)
-
-    async def _begin_again(self, waiting: Sequence[Request]) -> list[Request]:
-        """Those that are tried again. One with which server after server has ended fails: a pass
-        may take more memory than there is, and all other models would wait for it."""
-        heads = [
-            one
-            for one in waiting
-            if one.kind is not Kind.SAMPLE and one.number == self.journal.next_number(one.lane)
-        ]
-        await self.journal.write(*map(self.journal.started, heads))
-        fatal = {one.id for one in heads if self.journal.num_starts(one) > MAX_STARTS}
-        error = BadRequest(
-            f"the server ended {MAX_STARTS} times with this request as the next of its model, "
-            "maybe for lack of memory; it has changed nothing. Send less at a time"
-        )
-        for one in waiting:
-            if one.id in fatal:
-                log.warning("request given up", request=one.id, kind=one.kind)
-                result, now = _failure(error, "user"), self._clock()
-                await self.journal.write(self.journal.finished(one, result, now, keeps_body=False))
-        return [one for one in waiting if one.id not in fatal]
 
     async def close(self) -> None:
         tasks = [*self._tasks, *(lane.task for lane in self._lanes.values() if lane.task)]
@@ -316,6 +303,7 @@ class TinkerService:
 
     def _settle(self, request: Request) -> None:
         self._waiting.discard(request.id)
+        self._survivors.discard(request.id)
         self._num_waiting[request.owner] -= 1
         for done in self._waiters.pop(request.id, ()):
             if not done.done():
@@ -335,17 +323,29 @@ class TinkerService:
     async def _run_lane(self, lane: Lane) -> None:
         while (request := lane.waiting.get(lane.next)) is not None:
             lane.used_at = time.monotonic()
-            work = partial(self._apply_one, lane, request)
-            result, changes = await self._in_thread(lane.owner, work)
+            async with self._passes.place(lane.owner):
+                result, changes = await self._try(lane, request)
             await self._finish(request, result, changes)
             del lane.waiting[request.number]
             lane.next += 1
             self.effects.delete_old_states(lane)
         self._forget_unused(lane)
 
-    async def _in_thread(self, owner: str, work: Callable[[], T]) -> T:
+    async def _try(self, lane: Lane, request: Request) -> tuple[Result, list[Change]]:
+        """Each try of a survivor is durable before it begins."""
+        if request.id in self._survivors:
+            if self.journal.num_tries(request) >= MAX_TRIES:
+                log.warning("request given up", request=request.id, kind=request.kind)
+                return _failure(BadRequest(GIVEN_UP), "user"), []
+            await self.journal.write(self.journal.tried(request))
+        return await self._run(partial(self._apply_one, lane, request))
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _in_turn(self, owner: str, work: Callable[[], T]) -> T:
         async with self._passes.place(owner):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await self._run(work)
 
     def _apply_one(self, lane: Lane, request: Request) -> tuple[Result, list[Change]]:
         """In the models' thread."""
