@@ -26,14 +26,13 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := check
-.PHONY: release gpu setup check test e2e e2e-long sim mutants bench chaos chaos-quick attacks attacks-quick audit docs setup-engine setup-axe setup-envs setup-llama constraints
+.PHONY: release gpu setup check check-types check-rules test e2e e2e-long sim mutants bench chaos chaos-quick attacks attacks-quick audit docs setup-engine setup-axe setup-envs setup-llama constraints
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 EXTRAS := train,tokens,postgres,s3,data,plot,tools,rewards,export,ray,tracking,traces,tinker,dev
-COMMA := ,
 PIP := $(BIN)/python -m pip install --quiet
 
 # Exactly this torch, and with pip: a range or another client may bring gigabytes of CUDA libraries.
@@ -97,14 +96,21 @@ $(STAMP): pyproject.toml constraints/dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "setup: $(PYTHON) is older than Python 3.11; name another with PYTHON=..."; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-# Torch is half of the work and pip uses one core, so it goes in beside the rest; the last call adds what is left.
-# The floor of setuptools is torch's: a new environment has an older one, and pip would report a conflict.
-	$(PIP) --no-deps "$(TORCH)" & torch=$$!; \
-	$(PIP) -c constraints/dev.txt -e ".[$(subst train$(COMMA),,$(EXTRAS))]" transformers "setuptools>=77.0.3"; wait $$torch
+# All is pinned, so nothing is resolved, and two calls install half of it each; the last one finds what another Python or
+# platform needs besides. The floor of setuptools is torch's: a new environment has an older one.
+	$(PIP) --no-deps -r <(sed -n 'p;n' constraints/dev.txt) & half=$$!; \
+	$(PIP) --no-deps -r <(sed -n 'n;p' constraints/dev.txt) "setuptools>=77.0.3"; wait $$half
 	$(PIP) -c constraints/dev.txt -e ".[$(EXTRAS)]"
 	touch $@
 
+# Pyright, the longer half, uses one core.
 check:
+	@$(MAKE) --no-print-directory -j2 --output-sync=target check-types check-rules
+
+check-types:
+	NODE_OPTIONS=--max-old-space-size=6144 $(BIN)/pyright
+
+check-rules:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/check_forbidden.py
@@ -119,21 +125,20 @@ check:
 	$(BIN)/python scripts/supply.py --check
 	$(BIN)/codespell
 	$(BIN)/lint-imports --cache-dir .cache/import-linter
-	NODE_OPTIONS=--max-old-space-size=6144 $(BIN)/pyright
 
-# Tests of one file stay on one worker, so what a file's fixtures build is built once.
+# Tests of one file stay on one worker, so what a file's fixtures build is built once. `logical`: as many workers as nproc.
 test:
-	$(PYTEST) -n auto --dist loadfile -m "not ($(NEEDS_MORE))" tests/unit tests/contract tests/sim $(PYTEST_ARGS)
+	$(PYTEST) -n logical --dist loadfile -m "not ($(NEEDS_MORE))" tests/unit tests/contract tests/sim $(PYTEST_ARGS)
 
-# Whole runs share the cores with nobody: one test at a time.
+# A run waits half of the time, so two share the cores; those marked `alone` share them with nobody.
 e2e:
-	$(PYTEST) --timeout 1800 -m "not ($(NEEDS_MORE))" tests/e2e $(PYTEST_ARGS)
+	$(PYTEST) -n 2 --maxschedchunk 1 --timeout 1800 -m "not ($(NEEDS_MORE))" tests/e2e $(PYTEST_ARGS)
 
 e2e-long:
 	$(PYTEST) --timeout 1800 -m "slow and not (gpu or vllm or envs or ray or postgres)" tests/e2e $(PYTEST_ARGS)
 
 sim:
-	PENSTOCK_SIM_SEEDS=$(SEEDS) $(PYTEST) -n auto --timeout 3600 tests/sim $(PYTEST_ARGS)
+	PENSTOCK_SIM_SEEDS=$(SEEDS) $(PYTEST) -n logical --timeout 3600 tests/sim $(PYTEST_ARGS)
 
 chaos:
 	PENSTOCK_CHAOS_KILLS=$(DEMO_KILLS) PENSTOCK_SERVICE_KILLS=$(KILLS) PENSTOCK_IMAGES=$(IMAGES) \
@@ -143,18 +148,18 @@ chaos:
 	  PENSTOCK_TINKER_REQUESTS=$(TINKER_REQUESTS) PENSTOCK_TINKER_KILLS=$(TINKER_KILLS) \
 	  PENSTOCK_CHURN_S=$(CHURN_S) PENSTOCK_CLIENTS=$(CLIENTS) PENSTOCK_OUTAGE_S=$(OUTAGE_S) \
 	  PENSTOCK_VLLM_SESSIONS=$(VLLM_SESSIONS) PENSTOCK_VLLM_SCHEMAS=$(VLLM_SESSIONS) \
-	  $(PYTEST) $(if $(HAS_VLLM),,-m "not vllm") tests/chaos tests/unit/gateway/test_exactness.py \
+	  $(PYTEST) -n 2 --dist loadfile $(if $(HAS_VLLM),,-m "not vllm") tests/chaos tests/unit/gateway/test_exactness.py \
 	  tests/contract/test_vllm_real.py $(PYTEST_ARGS)
 
 # What CI has time for; see the counts of `make chaos` above. One seed: the kills of this one come early in their runs, so
 # that a slow machine does not end a run before its last kill, and fall on what the end-to-end tests do not kill.
 chaos-quick:
-	PENSTOCK_CHAOS_SEED=31 $(MAKE) chaos KILLS=16 IMAGES=10 FLIPS=200 FILLS=2 SYNC_FAULTS=4 DEMO_KILLS=2 CHAINS=100 WEIGHTS_FAULTS=30 SWAPS=6 ENGINE_KILLS=2 \
-	  SESSIONS=60 ONLINE_S=20 TRAINER_KILLS=2 TINKER_REQUESTS=60 TINKER_KILLS=3 CHURN_S=20 CLIENTS=100 OUTAGE_S=6 PYTEST_ARGS="-m 'not vllm' $(PYTEST_ARGS)"
+	PENSTOCK_CHAOS_SEED=31 $(MAKE) chaos KILLS=16 IMAGES=10 FLIPS=200 FILLS=2 SYNC_FAULTS=4 DEMO_KILLS=2 CHAINS=50 WEIGHTS_FAULTS=30 SWAPS=6 ENGINE_KILLS=2 \
+	  SESSIONS=60 ONLINE_S=10 TRAINER_KILLS=2 TINKER_REQUESTS=60 TINKER_KILLS=3 CHURN_S=20 CLIENTS=100 OUTAGE_S=6 PYTEST_ARGS="-m 'not vllm' $(PYTEST_ARGS)"
 
-# Every attack that must fail, one test at a time: some flood a service.
+# Every attack that must fail.
 attacks:
-	$(PYTEST) --timeout 1800 tests/attacks $(PYTEST_ARGS)
+	$(PYTEST) -n 2 --dist loadfile --timeout 1800 tests/attacks $(PYTEST_ARGS)
 
 # What CI has time for: all of them but the long ones.
 attacks-quick:

@@ -7,6 +7,7 @@ many milliseconds later as the request says by its seed (modulo 256), whole or a
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 import sys
@@ -33,17 +34,16 @@ def tokens(num: int, is_certain: bool, draw: int) -> list[tuple[int, dict[str, A
 
 
 @cache
-def choice(num: int, is_certain: bool, draw: int, begin: int, end: int, name: str) -> bytes:
-    made = tokens(num, is_certain, draw)[begin:end]
+def choice(num: int, sure: bool, draw: int, begin: int, end: int, name: str, packed: bool) -> bytes:
+    made = tokens(num, sure, draw)[begin:end]
+    ids, entries = [token for token, _ in made], [entry for _, entry in made]
+    fields: dict[str, Any] = {"token_ids": ids, "logprobs": {"content": entries}}
+    if packed:
+        data = array("i", ids).tobytes() + array("f", [e["logprob"] for e in entries]).tobytes()
+        fields = {"packed": base64.b64encode(data).decode()}
     spans = [{"version": name, "start": 0, "end": num}]
-    fields = {
-        "index": 0,
-        "token_ids": [token for token, _ in made],
-        "logprobs": {"content": [entry for _, entry in made]},
-        "finish_reason": "length" if end == num else None,
-        "weight_versions": spans if end == num else None,
-    }
-    return json.dumps({"request_id": "r", "choices": [fields]}).encode()
+    last = {"weight_versions": spans, "finish_reason": "length"} if end == num else {}
+    return json.dumps({"choices": [fields | last], "usage": {"completion_tokens": end}}).encode()
 
 
 class Upstream(asyncio.Protocol):
@@ -74,13 +74,14 @@ class Upstream(asyncio.Protocol):
         if call.get("stream"):
             wait(seed % 256 / 1e3, self.stream, key, 0)
         else:
-            wait(seed % 256 / 1e3, lambda: self.answer(choice(*key, 0, key[0], label)))
+            whole = (*key, 0, key[0], label, "extra_args" in params)
+            wait(seed % 256 / 1e3, lambda: self.answer(choice(*whole)))
 
     def answer(self, body: bytes) -> None:
         self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
 
     def stream(self, key: tuple[int, bool, int], at: int) -> None:
-        event = b"data: " + choice(*key, at, at + 1, label) + b"\n\n"
+        event = b"data: " + choice(*key, at, at + 1, label, False) + b"\n\n"
         is_last = at + 1 == key[0]
         chunk = b"%x\r\n%b\r\n" % (len(event), event) + (b"0\r\n\r\n" if is_last else b"")
         head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

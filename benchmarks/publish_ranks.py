@@ -111,12 +111,13 @@ class Rank:
         self.figures |= {"passed": [], "cpu_s": []}
         self.digests: list[str] = []
         self.buffers: list[Tensor] = []
-        store = folder / "store"
+        store, static = folder / "store", folder / "model"
         if rank == 0:
-            static = folder / "model"
             static.mkdir()
             self.model.config.dtype = torch.bfloat16  # of versions; the model is in float32
             self.model.config.save_pretrained(static)
+        dist.barrier()  # the others read its precision
+        if rank == 0:
             self.snapshots = snapshots_module.Snapshots(store, POLICY, static)
             from penstock.trainer.publisher import Publisher
 
@@ -125,9 +126,7 @@ class Rank:
         elif not is_before:
             from penstock.trainer.publisher import ShareWriter
 
-            while not (folder / "model" / "config.json").exists():
-                time.sleep(0.01)
-            self.writer = ShareWriter(store, folder / "model", rank=rank)
+            self.writer = ShareWriter(store, static, rank=rank)
         if not is_before:
             from penstock.trainer.file_tensors import file_tensors
 
@@ -143,6 +142,7 @@ class Rank:
     def _in_use(self) -> tuple[list[str], list[str]]:
         return self.digests, self.digests[-1:]
 
+    @torch.no_grad()
     def weights(self) -> dict[str, Any]:
         state = self.model.state_dict(keep_vars=True)
         if self.is_before:

@@ -61,7 +61,7 @@ ARMS: Sequence[tuple[str, int]] = (
     *((name, 1) for name in (*LOSSES, "m2po")),
 )
 """Loss and lag; on fresh data all losses but m2po are the same."""
-DEMO = "clip"
+DEMO = "wide"
 """The loss of the demo's config."""
 TARGETS = (0.5, 0.9)
 T_95 = {1: math.inf, 2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}

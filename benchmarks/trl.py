@@ -76,7 +76,7 @@ def make_run(folder: Path, config: RunConfig, model: Path, **options: Any) -> Tr
     num_tasks = training.steps * training.groups_per_batch
     rows = (json.dumps(reverse.make_task(number, config.seed)) for number in range(num_tasks))
     tasks.write_text("\n".join(rows) + "\n")
-    assert algorithm.delta is not None
+    assert algorithm.delta is not None and algorithm.epsilon_high is not None
     return TrlRun(
         folder=str(folder),
         model=str(model),
@@ -91,6 +91,7 @@ def make_run(folder: Path, config: RunConfig, model: Path, **options: Any) -> Tr
             "weight_decay": training.weight_decay,
             "max_grad_norm": training.max_grad_norm,
             "epsilon": algorithm.epsilon,
+            "epsilon_high": algorithm.epsilon_high,
             "delta": algorithm.delta,
             "entropy_coef": algorithm.entropy_coef,
         },
@@ -102,4 +103,4 @@ def command(python: Path, runs: Sequence[TrlRun]) -> list[str]:
     """Trains these one after another, in one process."""
     path = Path(runs[0].folder) / ("resumed.json" if runs[0].resume else "runs.json")
     path.write_text(json.dumps([asdict(run) for run in runs]))
-    return [str(python), str(TRAIN), str(path)]
+    return [str(python), "-P", str(TRAIN), str(path)]  # or `import trl` finds this file

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records what TRL makes of stored batches, for `tests/unit/trainer/test_trl.py`; run by TRL's own
-interpreter: `python trl_gradient.py FILE`.
+interpreter: `python -P trl_gradient.py FILE`.
 
 One small model, ten batches of the same answers with other rewards and other log-probs of the
 policy that sampled. TRL compares the rewards, computes the loss and makes the optimizer; nothing is

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO by TRL on the tasks of a file, run by TRL's own interpreter: `python trl_train.py FILE`.
+"""GRPO by TRL on the tasks of a file, run by TRL's own interpreter: `python -P trl_train.py FILE`.
 
 FILE is a JSON list of runs, which are trained one after another; `trl.TrlRun` says what each
 field means. Writes a line per step to `FOLDER/metrics.jsonl`, and one per batch of answers, before

@@ -15,7 +15,7 @@ from functools import partial
 
 from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
-from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
+from penstock.dataflow.core.messages import IncarnationStarted, Published
 from penstock.dataflow.ledger.assemble import CoreSpec, build_coordinator_core
 from penstock.dataflow.ledger.tables import open_memory_tables
 from penstock.dataflow.records import Deletion, FateRecord, LeaseRecord, Record, RowRecord, row_id
@@ -319,7 +319,7 @@ class VirtualRun:
         )
         lineage.apply_commit(record)
         self.tally(record)
-        self.coordinator.broadcast(Committed(record=record))
+        self.coordinator.committed(record)
         self.coordinator.cursor_moved(consumer, consumer.sealed, self.now)
 
     # --- accounts -----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from penstock.gateway.generation import GenerationRequest
 from penstock.rollout.engines.hf import HfEngine
 from penstock.types import PublishedVersion, SamplingSpec, Version
 from penstock.weights.client import Puller
+from penstock.weights.update import KEPT_S
 from penstock.wire.client import AsyncServiceClient
 
 PROMPT = [1, 2, 3, 4]
@@ -105,7 +106,7 @@ class Node:
 
 
 async def main(url: str, cache: Path) -> None:
-    caller = CountingCaller(url, os.environ["WEIGHTS_TOKEN"])
+    caller = CountingCaller(url, os.environ["WEIGHTS_TOKEN"], idle_s=KEPT_S)
     node = Node(caller, cache)
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):

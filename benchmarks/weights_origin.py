@@ -14,6 +14,7 @@ from pathlib import Path
 from penstock.weights.serving.origin import Origin
 from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
+from penstock.weights.update import SERVER_KEPT_S
 from penstock.wire.auth import Audience, Signer
 from penstock.wire.serving import Tls, serve
 
@@ -37,7 +38,7 @@ def main(host: str, port: int, folder: Path) -> None:
     verifier = Signer.create(folder / "keys", RUN).verifier(Audience.WEIGHTS)
     app = build(Origin(DirectoryStore(folder / "store")), verifier)
     tls = Tls(certificate=folder / "cert.pem", key=folder / "key.pem")
-    asyncio.run(serve(app, host, port, tls))
+    asyncio.run(serve(app, host, port, tls, idle_s=SERVER_KEPT_S))
 
 
 if __name__ == "__main__":

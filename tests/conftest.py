@@ -7,16 +7,41 @@ What a collection left is frozen: the next one looks at new objects alone, and t
 
 A command that runs inside a test sets the logs of the whole process, some to errors alone. The
 next test of that process would wait in vain for a warning.
+
+Workers run tests at the same time. One that is marked `alone` begins when no other runs, and no
+other begins before it has ended.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import logging
+import os
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 import structlog
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Around everything, so that no limit counts the wait."""
+    if not hasattr(item.config, "workerinput"):  # there are no workers
+        return (yield)
+    kind = fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH
+    with Path(__file__).open() as running:
+        queue = os.open(Path(__file__).parent, os.O_RDONLY)
+        try:  # those that may run together would never let the other begin
+            fcntl.flock(queue, fcntl.LOCK_EX)
+            fcntl.flock(running, kind)
+        finally:
+            os.close(queue)
+        try:
+            return (yield)
+        finally:  # a process that a test forked may still have the file
+            fcntl.flock(running, fcntl.LOCK_UN)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any, NewType, Protocol
 
-from msgspec import Meta
+import msgspec
+from msgspec import Meta, Struct
 
 from penstock.bounds import (
     MAX_AGENT_CHARS,
@@ -451,9 +452,9 @@ TURN_REWARD = "turn_reward."
 """The same for the mean reward of a role's turns, of rows in which one of them has its own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowSummary:
-    """What the coordinator keeps of a delivered row: about 100 bytes, never its tokens."""
+class RowSummary(Struct, frozen=True, kw_only=True):
+    """What the coordinator keeps of a delivered row: about 100 bytes, never its tokens. A Struct,
+    because a step makes and reads thousands."""
 
     row_id: RowId
     digest: Label
@@ -466,15 +467,15 @@ class RowSummary:
     versions: Mapping[PolicyName, tuple[tuple[Count, Count], ...]]
     """Every (incarnation, number) that sampled those tokens, by policy. The oldest of them may
     change with a new incarnation, so it is computed on each use."""
-    columns: Mapping[Label, Label] = field(default_factory=dict[str, str])
+    columns: Mapping[Label, Label] = msgspec.field(default_factory=dict[str, str])
     """Digests of the additional columns this consumer needs, by name."""
-    values: Mapping[Label, Finite] = field(default_factory=dict[str, float])
+    values: Mapping[Label, Finite] = msgspec.field(default_factory=dict[str, float])
     """Scalar columns, by name; small enough to be sent with the row."""
-    roles: Mapping[PolicyName, Mapping[Label, Count]] = field(
+    roles: Mapping[PolicyName, Mapping[Label, Count]] = msgspec.field(
         default_factory=dict[PolicyName, Mapping[str, int]]
     )
     """The same tokens by role, for policies with named roles."""
-    compute_cost: Mapping[PolicyName, tuple[Count, Count]] = field(
+    compute_cost: Mapping[PolicyName, tuple[Count, Count]] = msgspec.field(
         default_factory=dict[PolicyName, tuple[int, int]]
     )
     """Cost of training on the row, by policy: the summed lengths of its samples (prompt and context

@@ -6,7 +6,7 @@ Each attack is a test; its name and the first line of its docstring say what it 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from typing import cast
 
 import pytest
 
@@ -30,20 +30,23 @@ FINDINGS = {
     17: "tokens cannot be revoked and stand in command lines",
     18: "lenient base64, integers beyond the store, readable ledger, templates without end",
 }
+HERE = "tests/attacks/"
 _held: dict[int, list[bool]] = {}
 _outcomes: list[bool] = []
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item,
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    if (report.when == "call" or report.failed) and not report.skipped:
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """So that a report says it, also that of another process."""
+    item.user_properties += [("finding", mark.args[0]) for mark in item.iter_markers("finding")]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    is_outcome = (report.when == "call" or report.failed) and not report.skipped
+    if is_outcome and report.nodeid.startswith(HERE):
         _outcomes.append(report.passed)
-        for mark in item.iter_markers("finding"):
-            _held.setdefault(mark.args[0], []).append(report.passed)
-    return report
+        for name, number in report.user_properties:
+            if name == "finding":
+                _held.setdefault(cast(int, number), []).append(report.passed)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -167,6 +167,7 @@ uvloop.run(serve(app, "127.0.0.1", PORT))
 """
 
 
+@pytest.mark.alone
 @pytest.mark.finding(7)
 def test_silent_sockets_stop_no_service(tmp_path: Path) -> None:
     """A service with few descriptors still answers while more sockets than it has stay silent."""

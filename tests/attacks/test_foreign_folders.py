@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from tests.unit.dashboard.recorded_run import record_run
 
 from penstock import load_config
@@ -233,8 +234,8 @@ def test_an_export_writes_no_file_that_the_ledger_names_elsewhere(
     run = record_run(tmp_path / "evil")
     tables = open_tables(run / "ledger")
     [first, *_] = tables.read(RowRecord, "space = 'train' ORDER BY arrival DESC")
-    forged = replace(first.summary, row_id=RowId(name))
-    tables.commit([replace(first, summary=forged, delivered_at=0.0)])
+    forged = structs.replace(first.summary, row_id=RowId(name))
+    tables.commit([structs.replace(first, summary=forged, delivered_at=0.0)])
     tables.close()
     with pytest.raises(StoreError, match="names no file"):
         export_trajectories(run, tmp_path / "out" / "documents", format="atif")

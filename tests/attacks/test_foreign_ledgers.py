@@ -12,17 +12,28 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.attacks.test_foreign_folders import foreign_folder
+from tests.unit.dashboard.recorded_run import record_run
 
 from penstock.audit.ledger import open_ledger
+from penstock.dashboard.rows import read_group
+from penstock.dashboard.shown_run import ShownRun
+from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.explain.explain import explain
 from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.ledger.tables import open_tables
-from penstock.dataflow.records import DecisionRecord, RuleStateRecord
+from penstock.dataflow.records import DecisionRecord, RowRecord, RuleStateRecord
 from penstock.errors import StoreError
+from penstock.fleet.run_folder import RunFolder
 from penstock.foreign_ledger import open_foreign
+from penstock.runs.explained import explain_with_text
+from penstock.runs.history import open_run
 from penstock.runs.listing import list_runs
+from penstock.runs.recorded_trajectory import PayloadState
+from penstock.types import RowId
+from penstock.wire.codec import encode
 
 ENDLESS = "WITH RECURSIVE e(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM e)"
 COUNT = "SELECT count(*) FROM rows WHERE space = 'train'"
@@ -123,6 +134,70 @@ def test_a_task_key_is_no_pattern(tmp_path: Path) -> None:
         assert time.process_time() - started < 1
     [remembered] = [step.text for step in found.steps if step.what == "remembered"]
     assert f"'p/{key}'" in remembered
+
+
+def _repeated(folder: Path, times: int) -> str:
+    """A run in which so many more rows of a group name the payload of its first one; the group."""
+    record_run(folder)
+    with closing(open_tables(folder / "ledger")) as tables:
+        [row, *_] = tables.read(RowRecord, "outcome = 'completed' ORDER BY arrival")
+        last = int(tables.scalar("SELECT max(arrival) FROM rows"))
+        more = [
+            msgspec.structs.replace(
+                row,
+                summary=msgspec.structs.replace(
+                    row.summary, row_id=RowId(f"{row.group_id}.{at}.99")
+                ),
+                slot=at,
+                epoch=99,
+                arrival=last + 1 + at,
+            )
+            for at in range(times)
+        ]
+        columns = [
+            ColumnRecord(
+                space="train",
+                row_id=row.row_id,
+                name=f"c{at}",
+                failed="",
+                value=None,
+                digest="0" * 64,
+                segment=row.segment,
+                offset=row.offset,
+                length=row.length,
+                writer="stage",
+                at=1.0,
+            )
+            for at in range(times)
+        ]
+        tables.commit([*more, *columns])
+    return row.group_id
+
+
+def test_rows_that_name_one_payload_do_not_fill_the_memory_of_who_looks_at_their_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """60 rows of one payload of 4 MB took 455 MB of a dashboard, which may show the runs of others
+    too. The bounds are small here, so that the test is quick."""
+    group = _repeated(tmp_path, times=200)
+    monkeypatch.setattr("penstock.runs.samples.MAX_GROUP_ROWS", 100, raising=False)
+    monkeypatch.setattr("penstock.runs.samples.MAX_GROUP_BYTES", 1 << 14, raising=False)
+    monkeypatch.setattr("penstock.runs.trajectories.MAX_BLOB_BYTES", 1 << 12, raising=False)
+    with open_run(tmp_path) as run:
+        most = max(len(encode(one.columns)) for one in run.trajectories(group=group))
+    assert most < 3 << 12, "of the columns of one row"
+    shown = read_group(ShownRun(RunFolder(tmp_path), "run"), group)["rows"]
+    stored = [one["sample"] for one in shown if one["sample"].turns]
+    assert len(shown) == 100 and 0 < len(stored) < 60
+    [*_, last] = shown
+    assert (
+        last["sample"].state == "unreadable" and "of its group have more" in last["sample"].detail
+    )
+    assert 0 < len(explain_with_text(RunFolder(tmp_path), group)[1]) < 60
+    # A sparse file of 1 GiB takes no disk; as token ids it would take many times its length.
+    monkeypatch.setattr("penstock.runs.trajectories.MAX_ROW_BYTES", 8, raising=False)
+    with open_run(tmp_path) as run:
+        assert all(one.state is not PayloadState.STORED for one in run.trajectories(group=group))
 
 
 @pytest.mark.parametrize("name", ["ledger.db", "ledger.db-wal", "ledger.db-shm"])

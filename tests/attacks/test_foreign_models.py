@@ -142,7 +142,7 @@ def plant(path: Path, kind: str) -> None:
         os.truncate(path, MAX_TEXT_BYTES + 1)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TEXTS)
 def test_texts_of_a_model_are_read_from_files_that_end(model: Path, name: str, kind: str) -> None:
@@ -173,7 +173,7 @@ def test_settings_of_another_kind_are_named(
         Renderer.load(model)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_is_looked_at_without_waiting(model: Path, kind: str) -> None:
     """By the checks before a run, and by what knows its limits; none of them loads it."""
@@ -191,7 +191,7 @@ def test_a_model_is_looked_at_without_waiting(model: Path, kind: str) -> None:
     assert count_parameters(str(model)) is None
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_library_gets_a_model_with_files_that_do_not_end(
     model: Path, tmp_path: Path, kind: str
@@ -210,7 +210,7 @@ def test_no_library_gets_a_model_with_files_that_do_not_end(
     assert "vocab.json" in problem.text
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_a_copy_of_a_model_takes_its_files_only(model: Path, tmp_path: Path) -> None:
     """Folders are no part of it: in one there can be anything, such as a link to all there is."""
     (model / "more").mkdir()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -25,19 +26,19 @@ from tests.unit.rollout.polling import eventually
 
 from penstock.bounds import MAX_TURNS
 from penstock.errors import TooLarge
-from penstock.gateway import owners, turn_tree
+from penstock.gateway import owners, prompts, server, turn_tree
 from penstock.gateway.answer_history import AnswerHistory
 from penstock.gateway.dialects.limits import MAX_SCHEMA_BYTES
 from penstock.gateway.dialects.messages import MESSAGES
 from penstock.gateway.gateway import Gateway, Session
 from penstock.gateway.generation import Completion, GenerationRequest
-from penstock.gateway.model_calls import Answer, Call, Usage
+from penstock.gateway.model_calls import Answer, Call, RawPrompt, Usage
 from penstock.gateway.online import EndedSession, OnlineGateway, SessionTerms
 from penstock.gateway.online_routes import build_online_app
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.renderer import Renderer
-from penstock.gateway.server import build_app
-from penstock.types import FinishReason, RowId, SamplingSpec, Version
+from penstock.gateway.server import MAX_BODY_BYTES, build_app
+from penstock.types import FinishReason, RowId, SamplingSpec, Version, view_ids
 from penstock.wire import keys
 from penstock.wire.auth import Audience, Role, Signer, read_unverified
 from penstock.wire.denied import Denied, write_denied
@@ -184,6 +185,48 @@ async def test_one_owner_cannot_fill_the_memory_with_turns(
         path = f"/sessions/{one['id']}/reward"
         await online.ask("POST", path, one["reward_key"], {"reward": 0.5})
     assert await online.say((await online.open(greedy))["api_key"]) == 200
+
+
+async def test_the_texts_of_turns_count_in_the_memory_of_their_owner(
+    online: Online, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tokens are a hundred spaces long: of a prompt of 4 MB, 128 KB were counted."""
+    monkeypatch.setattr(owners, "MAX_KEPT_BYTES", 1 << 20)
+    opened = await online.open(online.token("greedy"))
+
+    def one_token(renderer: Renderer, text: str) -> tuple[int, ...]:
+        return (1,)
+
+    def any_length(text: str, renderer: Renderer) -> None:
+        pass
+
+    monkeypatch.setattr(Renderer, "encode_large", one_token)
+    monkeypatch.setattr(prompts, "_check_length", any_length)
+    statuses: list[int] = []
+    for number in range(12):
+        message = {"role": "user", "content": f"{number}{' ' * 100_000}"}
+        body = {**CHAT, "messages": [message]}
+        path = "/v1/chat/completions"
+        statuses.append((await online.ask("POST", path, opened["api_key"], body)).status_code)
+    assert statuses[0] == 200 and statuses[-1] == 429, statuses
+
+
+async def test_calls_without_messages_keep_no_ids_of_their_prompts(tmp_path: Path) -> None:
+    """What an agent was answered is looked at with its next messages. Who only continues texts
+    never sends any: each call kept 36 bytes for every token of the whole conversation."""
+    gateway = Gateway(engine := EchoEngine())
+    gateway.set_renderer(POLICY, Renderer.load(write_snapshot(tmp_path / "model")))
+    session = gateway.open(policies=[POLICY], sampling=SamplingSpec(max_tokens=8), seed=0)
+    ids = [3] * 3_000
+    for _ in range(10):
+        answer = await session.call(RawPrompt(prompt=[*ids]))
+        ids += [*view_ids(session.turn(answer.turn).sampled_ids), 3]
+    engine.requests.clear()
+    gc.collect()
+    lists: list[list[Any]] = [one for one in gc.get_objects() if type(one) is list]
+    kept = [one for one in lists if one[:3_000] == [3] * 3_000]
+    assert len(kept) <= 2, "ids, and the result of the last call"
+    assert len(session.turns()) == 10 and len(session.turns()[-1].prompt_ids) == 4
 
 
 @pytest.mark.parametrize(
@@ -469,6 +512,34 @@ async def test_large_prompts_do_not_stop_other_agents(gate: Gate) -> None:
     assert num_answered >= 20
 
 
+@pytest.mark.parametrize("part", ["[]", "{}", '""', '"a":1', "1"])
+async def test_a_body_of_very_many_parts_is_not_built(
+    gate: Gate, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 MB of empty lists in a field that nobody reads: no other agent was answered for most of a
+    second, and 90 MB of memory were taken for as long as the call waited. It cost no quota."""
+    built: list[int] = []
+    real = server.decode
+
+    def decode(body: bytes, *args: Any, **named: Any) -> Any:
+        built.append(len(body))
+        return real(body, *args, **named)
+
+    monkeypatch.setattr(server, "decode", decode)
+    parts = ",".join([part] * (MAX_BODY_BYTES // (len(part) + 1) - 256))
+    parts = f"{{{parts}}}" if ":" in part else f"[{parts}]"
+    message = f'{{"role": "user", "content": "hi", "x": {parts}}}'
+    body = f'{{"model": "policy", "messages": [{message}]}}'.encode()
+    headers = bearer(gate.attacker.api_key)
+    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"):
+        answer = await gate.http.post(path, content=body, headers=headers)
+        assert answer.status_code == 400 and "lists and objects" in answer.text, answer.text[:200]
+    assert not built
+    quoted = '[{"a": "\\\\", ' * 9000
+    assert "lists and objects" not in (await gate.say(gate.victim, quoted)).text
+    assert built
+
+
 async def test_many_messages_are_rendered_off_the_event_loop(gate: Gate) -> None:
     """And in a process of their own: some templates look back from each message to all others."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -540,8 +611,8 @@ async def test_many_choices_tokenise_their_prompt_once(gate: Gate) -> None:
 
 
 async def test_a_list_of_ids_beyond_the_window_is_refused_unread(gate: Gate) -> None:
-    """A million token ids are refused by their number; no id is looked at or decoded."""
-    body = {"model": "policy", "prompt": [7] * 1_000_000}
+    """Half a million token ids are refused by their number; no id is looked at or decoded."""
+    body = {"model": "policy", "prompt": [7] * 500_000}
     answer = await gate.http.post(
         "/v1/completions", json=body, headers=bearer(gate.attacker.api_key)
     )

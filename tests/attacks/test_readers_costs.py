@@ -16,7 +16,7 @@ import pytest
 from tests.attacks.in_process import Door, dataflow_door
 from tests.contract.row_service import RowServiceHost
 
-from penstock.dataflow.columns import reading
+from penstock.dataflow.columns import reading, row_window
 from penstock.dataflow.columns.bundles import (
     BlobLike,
     Bundle,
@@ -26,7 +26,10 @@ from penstock.dataflow.columns.bundles import (
     drafts,
 )
 from penstock.dataflow.columns.cells import Cell, blob_cell
-from penstock.dataflow.columns.row_leases import Claim, ReaderSpec
+from penstock.dataflow.columns.pages import StoredRow
+from penstock.dataflow.columns.readers import Readers
+from penstock.dataflow.columns.row_leases import Claim, Reader, ReaderSpec
+from penstock.dataflow.columns.row_window import RowWindow
 from penstock.dataflow.columns.values import BlobRef
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.store import Ledger
@@ -44,7 +47,7 @@ from penstock.dataflow.service.rows.messages import (
 from penstock.dataflow.service.rows.routes import row_routes
 from penstock.types import RowId
 from penstock.wire.auth import Role
-from penstock.wire.codec import JSON, encode_json
+from penstock.wire.codec import JSON, encode, encode_json
 
 NAMES = [f"{number:x}" for number in range(1024)]
 NUMBERS = dict.fromkeys(NAMES, 1.0)
@@ -138,6 +141,78 @@ async def test_the_columns_of_one_call_are_bounded(tmp_path: Path, num_cells: li
         assert not num_cells
         answer = await door.call("POST", "/v1/spaces/s/rows", Role.STAGE, body={"rows": rows[:64]})
         assert answer.status_code == 200, answer.text[:200]
+
+
+async def test_many_columns_are_counted_before_they_are_read(tmp_path: Path) -> None:
+    """32 MB of them took two seconds, in which no other call was answered. The reader of these does
+    not even exist. Repeated fields are read too, and all but the last are forgotten."""
+    async with dataflow_door(tmp_path) as door:
+        status, text = await record(door, Role.READER, 65, NUMBERS)
+        assert status == 400 and "send fewer rows" in text, text[:200]
+        claim = encode(CLAIM)
+        field = encode("columns") + encode(NUMBERS)
+        result = b"\xde" + (301).to_bytes(2, "big") + encode("claim") + claim + field * 300
+        body = b"\x83" + encode("reader") + encode("r") + encode("worker") + encode("w")
+        body += encode("results") + b"\x91" + result
+        answer = await door.call("PUT", "/v1/rows/columns", Role.READER, content=body)
+        assert answer.status_code == 400 and "beside columns" in answer.text, answer.text[:200]
+
+
+async def test_json_has_few_parts_and_bytes(tmp_path: Path) -> None:
+    """46 MB of JSON took seven seconds: its lists are counted only when they are read."""
+    few = b'{"reader": "r", "worker": "w", "results": [], "x": [%b]}'
+    cases = {b",".join([b"{}"] * 20_000): 400, b'"' + b"y" * (4 << 20) + b'"': 413, b"{}": 404}
+    async with dataflow_door(tmp_path) as door:
+        for part, status in cases.items():
+            answer = await door.call(
+                "PUT", "/v1/rows/columns", Role.READER, content=few % part, media_type=JSON
+            )
+            assert answer.status_code == status, answer.text[:200]
+
+
+async def test_rows_that_wait_do_not_make_a_reader_load_them_all_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may only read named a column that never comes, and leased a row: a second of work, and
+    again after the reader was deleted."""
+    pages: list[str] = []
+    real = row_window.load_page
+
+    def load_page(tables: Tables, reader: Reader, num: int) -> list[StoredRow]:
+        pages.append(reader.terms.name)
+        return real(tables, reader, num)
+
+    monkeypatch.setattr(row_window, "load_page", load_page)
+    async with row_service(tmp_path) as host:
+        for start in range(0, 12_000, 4_000):
+            keys = (RowId(f"k{number}") for number in range(start, start + 4_000))
+            rows = tuple(PutRow(key=key, columns={"x": 1.0}) for key in keys)
+            await host.rows.put("s", PutRequest(rows=rows), "w")
+        for name in ("first", "second"):
+            await host.rows.declare(ReaderSpec(name=name, reads=("never",), space="s"))
+            assert not host.rows.readers.lease(name, "w", "q", 1, host.now)
+            assert pages.count(name) <= 4
+            host.rows.readers.lease(name, "w", "r", 1, host.now)
+            assert 4 < pages.count(name) <= 8  # it goes on where it was
+        pages.clear()
+        await host.rows.tick()
+        assert 0 < len(pages) <= 8, "of all readers together"
+
+
+async def test_readers_share_the_memory_for_rows_that_wait(tmp_path: Path) -> None:
+    """256 readers of one token kept 65,536 rows each: gigabytes. Stages keep their window."""
+    host = RowServiceHost(tmp_path)
+    window = RowWindow(
+        host.rows.columns, host.ledger.tables, host.process.journal, stages=["stage"], window=1024
+    )
+    readers = Readers(window, host.process.journal)
+    for name in ("stage", *(f"r{number}" for number in range(31))):
+        readers.declare(ReaderSpec(name=name, reads=("never",)), host.now)
+    keys = [RowId(f"k{number}") for number in range(2000)]
+    window.add_rows("train", keys, 1, (), host.now)
+    sizes = {len(reader.window) for name, reader in window.readers.items() if name != "stage"}
+    assert sizes == {512} and len(window.readers["stage"].window) == 1024
+    host.ledger.close()
 
 
 async def test_columns_of_one_call_are_looked_up_together(

@@ -24,6 +24,7 @@ from penstock.gateway.prompts import LOOP_CHARS
 from penstock.gateway.renderer import MAX_CACHED_CHARS, Renderer
 from penstock.gateway.stream_decoder import StreamDecoder
 from penstock.gateway.tokenizing import MAX_CHARS
+from penstock.rollout.environments import protocol
 from penstock.rollout.environments.protocol import MAX_TEXT_CHARS, parse_answer
 from penstock.runs.data_check import _count  # pyright: ignore[reportPrivateUsage]
 from penstock.types import PolicyName, SamplingSpec, Version
@@ -110,6 +111,15 @@ def test_an_observation_is_bounded() -> None:
     assert parse_answer(answer(MAX_TEXT_CHARS)).observation
     with pytest.raises(ValueError, match="not a valid answer"):
         parse_answer(answer(MAX_TEXT_CHARS + 1))
+
+
+def test_an_observation_of_very_many_parts_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 MB of empty lists were three seconds, in which its node did nothing else."""
+    parts = ",".join(["[]"] * (1 << 20))
+    line = f'{{"id": 1, "observation": {{"info": {{"x": [{parts}]}}}}}}'.encode()
+    monkeypatch.setattr(protocol, "_ANSWERS", None)
+    with pytest.raises(ValueError, match="lists and objects"):
+        parse_answer(line)
 
 
 def test_a_short_prompt_keeps_no_long_text() -> None:

@@ -13,8 +13,8 @@ import sys
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
 
 import anyio
 import httpx2
@@ -33,6 +33,7 @@ from penstock.rollout.tools.catalog import make_catalog
 from penstock.rollout.tools.file_tools import FileSession, HostFolder
 from penstock.rollout.tools.http import MAX_RESPONSE_BYTES, GuardedTransport, HttpServer
 from penstock.rollout.tools.mcp_session import Ending, McpSession
+from penstock.rollout.tools.python_tool import PythonSession
 from penstock.rollout.tools.search_tool import SearchSession
 from penstock.rollout.tools.servers import open_tools
 from penstock.rollout.tools.stdio import (
@@ -407,6 +408,34 @@ async def test_a_tool_server_does_not_take_the_event_loop_of_its_node(output: st
     to_session, session = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     with to_session, session, cpu_limit(1):
         assert why in await read_messages(_Pieces(*pieces), to_session)
+
+
+async def test_a_message_of_very_many_parts_is_not_built() -> None:
+    """4 MB of empty lists took its node's event loop for most of a second, again and again."""
+    parts = ",".join(["[]"] * (1 << 20))
+    line = f'{{"jsonrpc": "2.0", "method": "x", "params": {{"y": [{parts}]}}}}\n'.encode()
+    to_session, session = anyio.create_memory_object_stream[SessionMessage | Exception](1)
+    with to_session, session:
+        assert "lists and objects" in await read_messages(_Pieces(line), to_session)
+        assert session.statistics().current_buffer_used == 0
+
+
+async def test_an_answer_of_an_interpreter_is_not_built_from_very_many_parts() -> None:
+    """The code that a model wrote may take over the driver and answer in its place."""
+    body = f'{{"text": "x", "y": [{",".join(["[]"] * (1 << 20))}]}}'.encode()
+    process = SimpleNamespace(stdin=_Sink(), stdout=asyncio.StreamReader(limit=1 << 23))
+    process.stdout.feed_data(len(body).to_bytes(4, "little") + body)
+    session = PythonSession(cast(Any, None), 1.0)
+    with pytest.raises(ValueError, match="an answer that the driver does not give"):
+        await session._ask(cast(Any, process), "x")  # pyright: ignore[reportPrivateUsage]
+
+
+class _Sink:
+    def write(self, data: bytes) -> None:
+        pass
+
+    async def drain(self) -> None:
+        pass
 
 
 async def test_a_tool_server_may_end_its_messages_with_an_empty_line() -> None:

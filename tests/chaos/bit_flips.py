@@ -11,7 +11,7 @@ import random
 import sqlite3
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 from blake3 import blake3
+from msgspec import structs
 from tests.chaos.ack_log import Acknowledged
 from tests.chaos.load_generator import POLICY, PartitionCallers, read_batch
 from tests.chaos.processes import FailedToStart, Services
@@ -181,23 +182,26 @@ def _in_place(found: dict[Key, Any], truth: Mapping[Key, Any]) -> dict[Key, Any]
     """A wrong place gives no bytes, or bytes of another digest: whoever reads a row holds what lies
     there against its digest. So where a row lies does not count."""
     return {
-        key: replace(record, segment=truth[key].segment, offset=truth[key].offset)
+        key: structs.replace(record, segment=truth[key].segment, offset=truth[key].offset)
         if key in truth and isinstance(record, RowRecord)
         else record
         for key, record in found.items()
     }
 
 
-def without_last_commit(log: bytes) -> bytes:
-    """A write-ahead log of SQLite up to its last commit but one."""
+def ends_of_commits(log: bytes) -> list[int]:
+    """Of a write-ahead log of SQLite."""
     step = 24 + int.from_bytes(log[8:12], "big")
     frames = range(32, len(log) - step + 1, step)
-    commits = [
-        at
+    return [
+        at + step
         for at in frames
         if log[at + 4 : at + 8] != bytes(4) and log[at + 8 : at + 16] == log[16:24]
     ]
-    return log[: commits[-2] + step]
+
+
+def without_last_commit(log: bytes) -> bytes:
+    return log[: ends_of_commits(log)[-2]]
 
 
 # --- the whole service --------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -35,7 +36,7 @@ class Figures:
 
 HEAD = ("fault", "trials", "acknowledged", "lost", "duplicated", "trained twice", "note")
 CAMPAIGNS: list[Figures] = []
-"""Of this process, in the order in which they began."""
+"""Of the test that runs, in the order in which they began."""
 
 
 def begin(fault: str) -> Figures:
@@ -43,8 +44,8 @@ def begin(fault: str) -> Figures:
     return CAMPAIGNS[-1]
 
 
-def lines(campaigns: list[Figures]) -> list[str]:
-    rows = [HEAD, *(figures.cells for figures in campaigns)]
+def lines(cells: Sequence[Sequence[str]]) -> list[str]:
+    rows = [HEAD, *cells]
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
     return [
         " | ".join(

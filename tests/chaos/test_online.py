@@ -27,7 +27,7 @@ AGENTS = 8
 IDLE_S = 2.0
 DEADLINE_S = 3.0
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800 + 3 * DURATION_S)]
+pytestmark = [pytest.mark.chaos, pytest.mark.alone, pytest.mark.timeout(1800 + 3 * DURATION_S)]
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ POLICY = PolicyName("policy")
 
 pytestmark = [
     pytest.mark.chaos,
+    pytest.mark.alone,
     pytest.mark.timeout(900 + 4 * OUTAGE_S),
     pytest.mark.skipif(not CLIENTS, reason="CLIENTS=0"),
 ]
@@ -41,9 +42,8 @@ pytestmark = [
 class Client:
     """Sends heartbeats, as `Membership` does, with the client and the back-off of a real node."""
 
-    def __init__(self, folder: RunFolder, number: int) -> None:
+    def __init__(self, folder: RunFolder, run: str, number: int) -> None:
         self._name = NodeId(f"n{number}")
-        run = folder.read_config().name
         token = folder.token(run, Role.ROLLOUT, ttl_s=36_000.0, subject=self._name)
         self.api = NodeClient(folder.endpoints().dataflow, token)
         self._answered_at = 0.0
@@ -82,7 +82,8 @@ async def test_clients_return_after_an_outage(tmp_path: Path) -> None:
     with Services(commands(folder), folder.logs) as services:
         await services.start_all()
         with training(folder):
-            clients = [Client(folder, number) for number in range(CLIENTS)]
+            run = folder.read_config().name
+            clients = [Client(folder, run, number) for number in range(CLIENTS)]
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(client.run()) for client in clients]
                 await until_answered(clients, time.monotonic())
@@ -92,7 +93,7 @@ async def test_clients_return_after_an_outage(tmp_path: Path) -> None:
                 await services.wait_ready("dataflow")
                 back_at = time.monotonic()
                 recovered_s = await until_answered(clients, back_at) - back_at
-                token = folder.token(folder.read_config().name, Role.READER, ttl_s=600.0)
+                token = folder.token(run, Role.READER, ttl_s=600.0)
                 with closing(StatusClient(folder.endpoints().dataflow, token)) as reader:
                     status = await asyncio.to_thread(reader.status)
                 for task in running:

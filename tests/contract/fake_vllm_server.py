@@ -9,10 +9,12 @@ Tests switch faults on and off while it runs.
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import sys
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -89,6 +91,8 @@ class VllmDouble:
         """Number of loads that fail halfway and leave broken weights."""
         self.is_raw = False
         """Return log-probs of the plain softmax, as without `--logprobs-mode`."""
+        self.has_plugin = True
+        """Writes whole answers as numbers in a row when asked."""
         self.is_stalled = False
         """Healthy according to /health, but generates no tokens."""
         self.is_cutting = False
@@ -204,9 +208,13 @@ class VllmDouble:
         parts = [chunk async for chunk in chunks]
         if not parts or parts[-1]["finish_reason"] is None:
             return Response(status_code=499)
-        whole = {
-            "token_ids": [i for part in parts for i in part["token_ids"]],
-            "logprobs": {"content": [e for part in parts for e in part["logprobs"]["content"]]},
+        ids = array("i", [i for part in parts for i in part["token_ids"]])
+        content = [e for part in parts for e in part["logprobs"]["content"]]
+        whole: dict[str, Any] = {"token_ids": ids.tolist(), "logprobs": {"content": content}}
+        if self.has_plugin and call["sampling_params"].get("extra_args"):
+            logprobs = array("f", [entry["logprob"] for entry in content])
+            whole = {"packed": base64.b64encode(ids.tobytes() + logprobs.tobytes()).decode()}
+        whole |= {
             "finish_reason": parts[-1]["finish_reason"],
             "weight_versions": parts[-1]["weight_versions"],
         }

@@ -8,11 +8,12 @@ import contextlib
 import socket
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from blake3 import blake3
+from msgspec import structs
 from starlette.applications import Starlette
 from tests.sim.reader_world import rollout_row
 
@@ -61,8 +62,8 @@ class RowServiceHost:
         location = self.ledger.place(payload)
         arrival = self.rows.row_window.next_arrival()
         row = rollout_row(RowId(row_id), arrival, self.now, reward, location)
-        summary = replace(row.summary, digest=blake3(payload).hexdigest())
-        row = replace(row, summary=summary)
+        summary = structs.replace(row.summary, digest=blake3(payload).hexdigest())
+        row = structs.replace(row, summary=summary)
         self.process.journal(row)
         initial_columns = {"turns"} if reward is None else {"turns", "reward"}
         self.rows.row_window.add_rows("train", (row.row_id,), arrival, initial_columns, self.now)
@@ -73,7 +74,7 @@ class RowServiceHost:
         arrival = self.rows.row_window.next_arrival()
         location = Location(segment=0, offset=0, length=size)
         row = rollout_row(RowId(row_id), arrival, self.now, None, location)
-        self.process.journal(replace(row, blob=digest))
+        self.process.journal(structs.replace(row, blob=digest))
         self.rows.row_window.add_rows("train", (row.row_id,), arrival, {"turns"}, self.now)
         await self.process.make_durable()
 

@@ -117,9 +117,11 @@ def check_tokens(completion: Completion, folders: list[Path]) -> None:
     assert list(view_ids(completion.sampled_ids)) == expected
 
 
+@pytest.mark.parametrize("has_plugin", [True, False])
 async def test_an_answer_is_of_the_weights_that_were_loaded(
-    engine: VllmEngine, double: VllmDouble, folders: list[Path]
+    engine: VllmEngine, double: VllmDouble, folders: list[Path], has_plugin: bool
 ) -> None:
+    double.has_plugin = has_plugin
     assert engine.live is None
     with pytest.raises(EngineError, match="no version"):
         await ask(engine)

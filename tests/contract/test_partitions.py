@@ -36,13 +36,13 @@ from penstock.dataflow.core.leasing import (
     NodeState,
     RegisterRequest,
 )
-from penstock.dataflow.service import partition as partition_service
 from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.messages import (
     DeliveryRequest,
     Heartbeat,
     LeaseRequest,
 )
+from penstock.dataflow.service.partitions import link_calls
 from penstock.dataflow.service.partitions.coordinator_client import CoordinatorClient
 from penstock.dataflow.service.partitions.messages import (
     LinkPull,
@@ -427,7 +427,7 @@ def test_a_version_that_a_partition_has_not_heard_of_costs_no_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node may load weights before the news of them reaches a partition."""
-    monkeypatch.setattr(partition_service, "CATCH_UP_S", 0.3)
+    monkeypatch.setattr(link_calls, "CATCH_UP_S", 0.3)
     with (
         dataflow(tmp_path, CONFIG) as running,
         partition(tmp_path / "p1", CONFIG, running, 1, LateNews) as far,

@@ -6,12 +6,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Generator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from penstock.config.store_password import PASSWORD_ENV, password_in, without_password
 from penstock.dataflow.column_records import BundleRecord, ColumnRecord
@@ -74,10 +75,10 @@ def row(number: int, **changes: Any) -> RowRecord:
         length=100,
         delivered_at=1.25,
     )
-    known = {field.name for field in fields(RowSummary)}
+    known = RowSummary.__struct_fields__
     summary = {name: value for name, value in changes.items() if name in known}
     rest = {name: value for name, value in changes.items() if name not in known}
-    return replace(record, summary=replace(record.summary, **summary), **rest)
+    return structs.replace(record, summary=structs.replace(record.summary, **summary), **rest)
 
 
 def group(number: int) -> GroupRecord:

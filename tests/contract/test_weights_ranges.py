@@ -30,7 +30,7 @@ from penstock.types import PublishedVersion
 from penstock.weights import client
 from penstock.weights.client import Puller
 from penstock.weights.deltas.chain import DeltaEntry
-from penstock.weights.manifest import FileEntry
+from penstock.weights.manifest import FileEntry, TensorEntry
 from penstock.weights.pulling import links
 from penstock.weights.pulling import partial as partial_module
 from penstock.weights.pulling.cache import BlobCache, run_uncancelled
@@ -70,8 +70,11 @@ def put_one(tmp_path: Path) -> PublishedVersion:
 class Asked:
     """Ranges of one blob requested from a server, and how many concurrently."""
 
-    def __init__(self, blob: str) -> None:
+    def __init__(self, blob: str, together: int = 1) -> None:
+        """The first answers wait until `together` requests are here."""
         self.blob = blob
+        self._together = together
+        self._are_here = asyncio.Event()
         self.byte_ranges: list[tuple[int, int]] = []
         self.num_now = 0
         self.most = 0
@@ -82,6 +85,10 @@ class Asked:
             self.byte_ranges.append((int(first), int(last) + 1))
             self.num_now += 1
             self.most = max(self.most, self.num_now)
+            if self.num_now == self._together:
+                self._are_here.set()
+            async with asyncio.timeout(60):
+                await self._are_here.wait()
             await asyncio.sleep(0.01)
             self.num_now -= 1
         return data
@@ -94,7 +101,7 @@ class Asked:
 async def test_pieces_are_fetched_in_parallel_and_once(tmp_path: Path) -> None:
     wanted = put_one(tmp_path)
     file = weights_file(tmp_path, wanted)
-    asked = Asked(file.blob)
+    asked = Asked(file.blob, together=5)
     async with tampering_server(tmp_path / "store", asked.note) as caller:
         folder = await Puller(tmp_path / "cache", num_ranges=5).pull([caller], wanted)
     assert contents(folder) == contents(tmp_path / "hf-0")
@@ -285,9 +292,14 @@ async def test_measured_speeds_choose_deltas_or_full_files(
     asked: list[str] = []
     rebuild = BlobCache.rebuild
 
-    def slow_rebuild(blobs: BlobCache, file: FileEntry, steps: Sequence[DeltaEntry]) -> Scan:
+    def slow_rebuild(
+        blobs: BlobCache,
+        file: FileEntry,
+        steps: Sequence[DeltaEntry],
+        sole: Sequence[TensorEntry],
+    ) -> Scan:
         time.sleep(1.0 if is_slow == "rebuild" else 0.0)
-        return rebuild(blobs, file, steps)
+        return rebuild(blobs, file, steps, sole)
 
     async def note(request: Request, data: bytes) -> bytes:
         asked.append(f"{request.path_params['kind']} {request.path_params['digest']}")

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class System:
 
     def status(self) -> Status | None:
         """Asked over HTTP: starting a command takes longer than some of the answers live."""
-        token = self.folder.token(self.folder.read_config().name, Role.READER, ttl_s=60.0)
+        token = self.folder.token(self._name, Role.READER, ttl_s=60.0)
         reader = StatusClient(self.folder.endpoints().dataflow, token, patience_s=5.0)
         try:
             return reader.status()
@@ -106,6 +107,11 @@ class System:
             return None
         finally:
             reader.close()
+
+    @cached_property
+    def _name(self) -> str:
+        """Read once: the whole config takes longer than a status."""
+        return self.folder.read_config().name
 
     def step(self) -> int:
         """Committed steps, as the trainer's own lines tell."""

@@ -68,7 +68,6 @@ def test_two_environments_with_four_formats_mix(tmp_path: Path) -> None:
     finally:
         system.close()
     assert_complete(system, steps=3)
-    system.audit()
 
     lengths: defaultdict[str, set[int]] = defaultdict(set)
     for line in (tmp_path / "scored.jsonl").read_text().splitlines():

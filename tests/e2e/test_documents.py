@@ -5,12 +5,14 @@ in an empty folder. What needs more than this machine is listed with its reason.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from tests.e2e.document_blocks import ROOT, all_blocks, blocks_of, shell_env, use
+from tests.e2e.system import penstock
 
 from penstock.config import demo_config
 
@@ -63,13 +65,17 @@ def test_tutorial(page: Path, tmp_path: Path, env: Mapping[str, str]) -> None:
         assert sum(curve[-5:]) / 5 > sum(curve[:5]) / 5 + 0.1, "the reward rises"
 
 
+@pytest.fixture(scope="module")
+def my_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a reader of a guide has: the folder my-run of the first tutorial."""
+    folder = tmp_path_factory.mktemp("reader")
+    assert penstock("init", "my-run", cwd=folder).returncode == 0
+    return folder
+
+
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_guide(page: Path, tmp_path: Path, env: Mapping[str, str]) -> None:
-    """A reader of a guide has the folder my-run of the first tutorial."""
-    folder = tmp_path / "work"
-    folder.mkdir()
-    subprocess.run(["penstock", "init", "my-run"], env=env, cwd=folder, check=True, timeout=600)
-    follow(page, folder, env)
+def test_guide(page: Path, my_run: Path, tmp_path: Path, env: Mapping[str, str]) -> None:
+    follow(page, shutil.copytree(my_run, tmp_path / "work"), env)
 
 
 def test_the_readme_repeats_the_first_tutorial() -> None:

@@ -33,8 +33,8 @@ def reward(completions, **columns):
 @pytest.mark.parametrize(
     "engine",
     [
-        "scripted",
-        pytest.param("hf", marks=pytest.mark.slow),  # what every other run here uses
+        pytest.param("scripted", marks=pytest.mark.slow),  # as test_foreign
+        pytest.param("hf", marks=pytest.mark.slow),  # as every other run here
         pytest.param("vllm", marks=pytest.mark.vllm),
     ],
 )

@@ -136,26 +136,20 @@ def assert_trained(run: Run, processes: Sequence[subprocess.Popen[bytes]]) -> No
 
 
 def test_foreign_node_and_trainer_finish_a_run_beside_a_real_node(run: Run, init: Path) -> None:
-    foreign = [run.trainer(init), run.node("foreign")]
-    real = run.start(None, *PENSTOCK, "rollout", "--run-dir", str(run.path))
-    until(lambda: run.status().finished, timeout_s=300.0, what="last step")
-    status = run.status()
-    assert status.policies[0].number == STEPS
-    assert status.policies[0].staleness_max is not None and status.policies[0].staleness_max <= 1
-    assert_trained(run, [*foreign, real])
-
-
-def test_foreign_trainer_resumes_under_a_new_incarnation(run: Run, init: Path) -> None:
+    """The trainer is killed in the middle; another resumes under a new incarnation."""
     trainer, node = run.trainer(init), run.node("foreign")
+    real = run.start(None, *PENSTOCK, "rollout", "--run-dir", str(run.path))
     until(lambda: run.status().policies[0].number >= 3, timeout_s=300.0, what="step 3")
     trainer.kill()
     trainer.wait()
     number = run.status().policies[0].number
     second = run.trainer(init)
-    assert_trained(run, [second, node])
+    until(lambda: run.status().finished, timeout_s=300.0, what="last step")
     policy = run.status().policies[0]
     assert (policy.incarnation, policy.number) == (2, STEPS)
+    assert policy.staleness_max is not None and policy.staleness_max <= 1
     assert number < STEPS, "it was killed before the end"
+    assert_trained(run, [second, node, real])
 
 
 # --- the real trainer, examined ------------------------------------------------------------------

@@ -21,6 +21,8 @@ from tests.e2e.system import SMALL, System, assert_complete, is_gone, penstock, 
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.alone,  # the workers of Ray give way to other processes
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray"),
 ]
 BOTH = {"rollout": "true", "train": "true"}

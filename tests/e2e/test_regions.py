@@ -42,7 +42,10 @@ the way to a pool and back."""
 WARM_UP_S = 1.5 * 3 * TOKEN_S / SPEEDS["far"]
 """Until every slot of the slowest pool had its turn."""
 WINDOW_S = float(os.environ.get("PENSTOCK_WINDOW_S", "60"))
-STEPS = int(os.environ.get("PENSTOCK_REGION_STEPS", "150"))
+STEPS = int(os.environ.get("PENSTOCK_REGION_STEPS", "90"))
+GROUPS = 64
+"""Of a batch: four of them take the pools longer than the slowest needs for its longest answer, or
+that pool would work for nothing."""
 LONG_S = 1500.0
 RUN = f"""
 name: regions
@@ -53,8 +56,8 @@ sources: [{{name: train, task: penstock.tasks.reverse}}]
 reward: penstock.tasks.reverse:reward
 sampling: {{max_tokens: 3}}
 algorithm: {{num_generations: 8, epsilon: 0.2, delta: 3.0, entropy_coef: 0.1}}
-training: {{learning_rate: 2.0e-3, lr_scheduler_type: warmup_stable_decay, groups_per_batch: 32,
-  steps: {STEPS}, max_staleness: 4, checkpoint_every: 50}}
+training: {{learning_rate: 2.0e-3, lr_scheduler_type: warmup_stable_decay,
+  groups_per_batch: {GROUPS}, steps: {STEPS}, max_staleness: 4, checkpoint_every: 50}}
 dataflow: {{lease: {{ttl_s: 6}}, rules: [{{admit: all}}, {{select: edf}}]}}
 """
 NETWORK = f"""

@@ -163,7 +163,7 @@ def test_a_reward_that_sleeps_for_ever_is_named_and_ends_the_run(tmp_path: Path)
         record = stalling.until_stalled()
         last = record["chain"][-1]
         assert (last["who"], last["on"]) == ("node-0", "reward faults:reward"), names(record)
-        assert last["item"].startswith("row ")
+        assert last["item"].startswith("group ")
         assert record["chain"][0]["who"] == "trainer-policy", names(record)
         assert stalling.system.wait() == 5, stalling.system.output()
         assert last["on"] in stalling.system.last_line()["error"]

@@ -21,7 +21,7 @@ from penstock.dataflow.core.completion import ColumnCompleted
 from penstock.dataflow.core.coordinator import Coordinator, PartitionState
 from penstock.dataflow.core.links import Link
 from penstock.dataflow.core.message_router import MessageRouter
-from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
+from penstock.dataflow.core.messages import IncarnationStarted, Published
 from penstock.dataflow.core.partition_runtime import PartitionRuntime
 from penstock.dataflow.ledger.assemble import (
     CoordinatorCore,
@@ -306,7 +306,7 @@ class CoordinatorProcess(SimProcess):
         if seq > consumer.lineage.seq:
             self.journal(record)
             consumer.lineage.apply_commit(record)
-            self.coordinator.broadcast(Committed(record=record))
+            self.coordinator.committed(record)
             self.coordinator.cursor_moved(consumer, consumer.sealed, now)
         return "committed"
 

@@ -126,9 +126,7 @@ class SlotInvariants:
         held = (grant.node_id, grant.boot_id, grant.request_id, grant.attempt)
         ended = (new.node_id, new.boot_id, new.request_id, new.attempt)
         require(held == ended, f"{name} ended as another than was granted")
-        if new.ended == "delivered":
-            row = disk.of(RowRecord).get((RowId(f"{new.group_id}.{new.slot}.{new.epoch}"),))
-            require(row is not None, f"{name} was delivered and left no row")
+        require(new.ended != "delivered", f"{name}: its row says that")
 
     def _row(self, disk: Disk, new: RowRecord) -> None:
         require((new.row_id,) not in disk.of(RowRecord), f"row {new.row_id} is written twice")
@@ -140,6 +138,7 @@ class SlotInvariants:
             slot = (new.group_id, new.slot)
             require(slot not in self.results, f"slot {slot} has two results")
             self.results[slot] = new.row_id
+            self.running.pop(slot)
 
     # --- links --------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from tests.sim.model import (
 from tests.sim.world import TERMS, Settings, World
 
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
-from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
+from penstock.dataflow.core.messages import IncarnationStarted, Published
 from penstock.dataflow.records import BatchRecord, RowRecord, row_id
 from penstock.errors import Fenced, WireError
 from penstock.types import GroupId, Manifest, NodeId, Outcome, OutcomeKind, RowSummary
@@ -162,7 +162,7 @@ class CoreSubject:
         if seq > lineage.seq:
             world.journal(record)
             lineage.apply_commit(record)
-            world.coordinator.broadcast(Committed(record=record))
+            world.coordinator.committed(record)
             world.coordinator.cursor_moved(consumer, consumer.sealed, world.now)
         world.settle()
         return "ok"

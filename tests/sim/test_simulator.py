@@ -16,7 +16,7 @@ import pytest
 from tests.sim.plans import random_plan
 from tests.sim.simulation import Simulation, run
 
-SEEDS = int(os.environ.get("PENSTOCK_SIM_SEEDS", "300"))
+SEEDS = int(os.environ.get("PENSTOCK_SIM_SEEDS", "100"))
 ONE = os.environ.get("PENSTOCK_SIM_SEED")
 ROOT = Path(__file__).parents[2]
 

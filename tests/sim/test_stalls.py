@@ -25,8 +25,8 @@ from penstock.dataflow.records import (
     CompletionRecord,
     FateRecord,
     FreedRecord,
+    GrantRecord,
     GroupRecord,
-    LeaseRecord,
 )
 from penstock.types import PolicyName
 
@@ -101,9 +101,10 @@ def test_gating_single_slots_instead_of_groups(start_simulation: Begin) -> None:
         if group.state == "closed"
     ]
     leased = {
-        (lease.group_id, lease.slot)
+        (grant.group_id, slot)
         for disk in simulation.laws.disks.values()
-        for lease in disk.of(LeaseRecord).values()
+        for grant in disk.of(GrantRecord).values()
+        for slot in grant.slots
     }
     assert all((group.group_id, slot) in leased for group in ended for slot in range(6))
 

@@ -21,7 +21,7 @@ from penstock.dataflow.core.evaluations import Evaluations, EvaluationSpec
 from penstock.dataflow.core.groups import ClosingKind, ClosingPolicy, LeaseSpec
 from penstock.dataflow.core.ids import is_evaluation
 from penstock.dataflow.core.leasing import Grant, LiveVersion, NodeState, RegisterRequest
-from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published
+from penstock.dataflow.core.messages import IncarnationStarted, Published
 from penstock.dataflow.core.rule_runner import RuleSpec
 from penstock.dataflow.ledger.assemble import CoreSpec, build_coordinator_core
 from penstock.dataflow.records import CommandJournal, RowRecord, row_id
@@ -77,8 +77,8 @@ CONSERVED = f"""
       WHERE l.ended = '' AND g.state != 'open'),
     (SELECT count(*) FROM (SELECT group_id, slot FROM leases WHERE ended = ''
       GROUP BY group_id, slot HAVING count(*) > 1)),
-    (SELECT count(*) FROM (SELECT group_id, slot FROM leases WHERE ended = 'delivered'
-      GROUP BY group_id, slot HAVING count(*) > 1)),
+    (SELECT count(*) FROM (SELECT group_id, slot FROM rows
+      WHERE outcome IN ('completed', 'truncated') GROUP BY group_id, slot HAVING count(*) > 1)),
     (SELECT coalesce(max(staleness_max), 0) FROM batches),
     {_OF_LEVELS}
 """
@@ -207,7 +207,7 @@ class World:
         )
         self.journal(record)
         lineage.apply_commit(record)
-        self.coordinator.broadcast(Committed(record=record))
+        self.coordinator.committed(record)
         self.coordinator.cursor_moved(self.consumer, self.consumer.sealed, self.now)
         return self.settle()
 

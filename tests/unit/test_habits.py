@@ -166,6 +166,48 @@ def test_a_leak_fails_in_the_file_that_leaked(tmp_path: Path) -> None:
     assert re.search(r"^ERROR .*test_a\.py::test_leaks", done.stdout, re.MULTILINE), done.stdout
 
 
+TOGETHER = """
+import time
+from pathlib import Path
+
+import pytest
+
+def stays(name):
+    with Path("log").open("a") as log:
+        log.write(f"+{name} ")
+    time.sleep(0.05)
+    with Path("log").open("a") as log:
+        log.write(f"-{name} ")
+
+@pytest.mark.parametrize("number", range(3))
+def test_one_of_many(number):
+    stays("many")
+
+@pytest.mark.alone
+def test_alone():
+    stays("alone")
+"""
+
+
+def test_what_is_marked_alone_has_no_other_beside_it(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    for name in "abc":
+        (tmp_path / f"test_{name}.py").write_text(TOGETHER)
+    words = [
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "--rootdir",
+        str(tmp_path),
+        "-p",
+        "no:cacheprovider",
+    ]
+    words = [sys.executable, "-m", "pytest", "-n", "2", *words, str(tmp_path)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert "12 passed" in done.stdout, done.stdout
+    log = (tmp_path / "log").read_text()
+    assert log.count("+alone -alone") == 3, log
+
+
 MODULES = {
     "math_verify": "math-verify",
     "opentelemetry": "opentelemetry-sdk",
@@ -181,7 +223,7 @@ MODULES = {
 """Modules whose distribution has another name, or comes with the one that is named here."""
 ELSEWHERE = {
     *("gymnasium", "openenv", "reasoning_gym", "verifiers", "serving", "solution"),
-    *("penstock", "penstock_patches", "penstock_slices"),
+    *("penstock", "penstock_answers", "penstock_patches", "penstock_slices"),
 }
 """Imported in environments of other libraries, or written beside their program."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from recipes.smollm2_arithmetic import arithmetic, curve
+from tests.unit.runs.test_broken_modules import probe_here
 
 from penstock.config import load
+from penstock.runs.preflight import find_problems
+from penstock.runs.target import read_target
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2_arithmetic"
 
@@ -50,19 +52,18 @@ def test_the_right_digit_is_the_answer() -> None:
         assert arithmetic.reward([str(value)], [problem.answer]) == [1.0]
 
 
-def test_the_config_passes_check_where_neither_model_nor_vllm_are() -> None:
+def test_the_config_passes_check_where_neither_model_nor_vllm_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = load(RECIPE / "run.yaml")
     assert config.models["policy"].engine == "vllm"
     words = ["models.policy.engine=scripted", "models.policy.init=builtin:tiny-qwen3"]
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", "check", "run.yaml", *words],
-        cwd=RECIPE,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "an empty completion scores 0" in done.stdout
+    target = read_target(RECIPE / "run.yaml", words)
+    assert [*find_problems(target)] == []
+    monkeypatch.setattr(sys, "path", [str(RECIPE), *sys.path])
+    probed = probe_here(target)
+    assert probed.problems == [] and probed.losses.keys() == {"policy"}
+    assert [*probed.rewards.values()] == [0]
 
 
 def test_intervals(evaluate: Any) -> None:

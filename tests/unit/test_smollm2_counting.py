@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from recipes.smollm2_counting import counting, curve, table
 from tests.unit.runs.metrics_files import run_with_metrics
+from tests.unit.runs.test_broken_modules import probe_here
 from tests.unit.runs.test_compare import scored, write_results
 
 from penstock.config import load
 from penstock.config.evaluation import SuiteConfig
 from penstock.dataflow.sources.suites import open_suite
+from penstock.runs.preflight import find_problems
+from penstock.runs.target import read_target
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2_counting"
 
@@ -66,17 +68,16 @@ def test_numbers_count_up_to_the_first_wrong_one(text: str, num_right: int) -> N
     assert counting.is_right([text], answer) == [float(num_right == 7)]
 
 
-def test_the_config_passes_check_where_neither_model_nor_vllm_are() -> None:
+def test_the_config_passes_check_where_neither_model_nor_vllm_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     words = ["models.policy.engine=scripted", "models.policy.init=builtin:tiny-qwen3"]
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", "check", "run.yaml", *words],
-        cwd=RECIPE,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "an empty completion scores 0" in done.stdout
+    target = read_target(RECIPE / "run.yaml", words)
+    assert [*find_problems(target)] == []
+    monkeypatch.setattr(sys, "path", [str(RECIPE), *sys.path])
+    probed = probe_here(target)
+    assert probed.problems == [] and probed.losses.keys() == {"policy"}
+    assert [*probed.rewards.values()] == [0]
 
 
 def test_the_table_has_both_versions_of_a_run(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Opens it without writing a byte. Checks no invariants.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.audit.records import (
+    SCORED,
     Batch,
     Checkpoints,
     Column,
@@ -39,7 +40,7 @@ from penstock.audit.records import (
 from penstock.errors import StoreError
 from penstock.foreign_ledger import ForeignLedger, open_foreign
 
-FORMAT = "3"
+FORMAT = "4"
 """The ledger format this auditor reads."""
 RecordT = TypeVar("RecordT", bound=TableRecord)
 
@@ -50,18 +51,21 @@ class LedgerReader:
     def __init__(self, connection: ForeignLedger) -> None:
         self._connection = connection
 
-    def leases(self) -> list[Lease]:
-        """Ended leases, and a running lease for every other slot of a grant. A slot granted twice
-        under one epoch appears twice."""
+    def leases(self, rows: Iterable[Row]) -> list[Lease]:
+        """Leases that ended without a result, and one for every other slot of a grant: delivered if
+        there is a scored row of it, else running. A slot granted twice under one epoch appears
+        twice."""
         found = self.table(Lease, "leases", "group_id")
         ended = {(lease.group_id, lease.slot, lease.epoch) for lease in found}
+        scored = {(row.group_id, row.slot, row.epoch) for row in rows if row.outcome in SCORED}
         for grant in self.table(Grant, "grants", "group_id"):
             for slot in range(grant.slot, grant.slot + grant.num_slots):
                 lease = (grant.group_id, slot, grant.epoch)
                 if lease in ended:
                     ended.remove(lease)
                 else:
-                    found.append(Lease(*lease, grant.attempt, grant.node_id, ended=""))
+                    end = "delivered" if lease in scored else ""
+                    found.append(Lease(*lease, grant.attempt, grant.node_id, ended=end))
         return sorted(found, key=lambda lease: (lease.group_id, lease.slot, lease.epoch))
 
     def rows(self) -> list[Row]:
@@ -90,8 +94,8 @@ class PartitionTables:
     def __init__(self, ledger: LedgerReader, groups: str = "1") -> None:
         """groups: an SQL condition, since the coordinator's ledger has the groups of others too."""
         self.groups = ledger.table(Group, "groups", "issue", groups)
-        self.leases = ledger.leases()
         self.rows = ledger.rows()
+        self.leases = ledger.leases(self.rows)
         self.columns = ledger.table(Column, "columns", "row_id, name", "space = 'train'")
         self.completions = ledger.table(Completion, "completions", "group_id, policy")
 

@@ -89,10 +89,11 @@ def relay(
 
     async def serve() -> None:
         from penstock.weights.serving.server import build
+        from penstock.weights.update import SERVER_KEPT_S
         from penstock.wire.serving import serve as serve_app
 
         async with source as opened:
-            work = serve_app(build(opened, verifier), *where, tls)
+            work = serve_app(build(opened, verifier), *where, tls, idle_s=SERVER_KEPT_S)
             await with_upkeep(work, own_token, urls=urls, denied=verifier.denied)
 
     uvloop.run(serve())

@@ -41,6 +41,7 @@ def serve(
     from penstock.weights.serving.origin import Origin
     from penstock.weights.serving.server import build
     from penstock.weights.store import DirectoryStore
+    from penstock.weights.update import SERVER_KEPT_S
     from penstock.wire.auth import Audience, Renewer, Verifier
     from penstock.wire.serving import serve as serve_app
 
@@ -53,7 +54,7 @@ def serve(
     listen_host, listen_port = listen_address(endpoints.weights, host, port, config.network.host)
     tls = tls or run_tls(config.network)
     with _mirroring(store, config.weights.mirror):
-        uvloop.run(serve_app(app, listen_host, listen_port, tls))
+        uvloop.run(serve_app(app, listen_host, listen_port, tls, idle_s=SERVER_KEPT_S))
     return 0
 
 

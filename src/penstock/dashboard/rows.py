@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -24,7 +25,7 @@ from penstock.dataflow.records import GroupRecord, RowRecord
 from penstock.errors import BadRequest, NotFound, PenstockError
 from penstock.runs.history import Run
 from penstock.runs.recorded_trajectory import PayloadState, RecordedTrajectory
-from penstock.runs.samples import as_sample
+from penstock.runs.samples import as_sample, within_bounds
 from penstock.runs.token_view import TurnTokens, view_tokens
 from penstock.runs.trajectories import REWARD
 from penstock.types import OutcomeKind, RowSummary, Task
@@ -286,8 +287,8 @@ def _fits(finder: _Finder, row: Mapping[str, Any], query: PageQuery) -> bool:
 def read_group(run: ShownRun, group_id: str) -> dict[str, Any]:
     """All attempts at a group, side by side, with how each reward compares with the others."""
     opened = run.open()
-    found = [*opened.trajectories(group=group_id)]
-    found += opened.trajectories(group=group_id, evaluations=True)
+    kinds = (opened.trajectories(group=group_id, evaluations=kind) for kind in (False, True))
+    found = [*within_bounds(chain.from_iterable(kinds))]
     if not found:
         raise NotFound(f"no trajectory of group {group_id[:80]!r} is in this run")
     found.sort(key=lambda one: (one.slot, one.epoch))

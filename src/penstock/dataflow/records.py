@@ -28,6 +28,7 @@ from penstock.types import (
     UNTRUSTED_TAG,
     GroupId,
     NodeId,
+    OutcomeKind,
     PolicyName,
     RowId,
     RowSummary,
@@ -51,11 +52,12 @@ class CommandJournal:
 
 
 _ROWS = msgspec.msgpack.Decoder(tuple[RowSummary, ...])
+_UNTRUSTED = f'"{UNTRUSTED_TAG}"'
 QUARANTINE_PREFIX = "quarantined/"
 """Key prefix, followed by the subject whose nodes get no more work."""
 FORGOTTEN_PREFIX = "gone/"
 """Key prefix for rows that no reader may receive anymore."""
-FORMAT = 3
+FORMAT = 4
 """Format of the ledger on disk; a ledger with any other format is refused."""
 
 
@@ -186,8 +188,8 @@ class CompletionRecord:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantRecord:
     """Slots of one group that one request got together. Each slot is a separate lease, which runs
-    until a LeaseRecord says how it ended; they share one record because most groups are granted in
-    one piece."""
+    until its result is stored or a LeaseRecord says how it ended; they share one record because
+    most groups are granted in one piece."""
 
     TABLE: ClassVar[str] = "grants"
     KEY: ClassVar[tuple[str, ...]] = ("group_id", "slot", "epoch")
@@ -226,7 +228,8 @@ class GrantRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
-    """A lease that ended; a running lease is a slot of a GrantRecord."""
+    """A lease that ended without a result. A running lease is a slot of a GrantRecord; one that
+    ended well is that and the row of its result."""
 
     TABLE: ClassVar[str] = "leases"
     KEY: ClassVar[tuple[str, ...]] = ("group_id", "slot", "epoch")
@@ -240,15 +243,15 @@ class LeaseRecord:
     request_id: str
     granted_at: float
     ended: str
-    """A LeaseEnd; empty only in memory, for a running lease."""
+    """A LeaseEnd. Only in memory: empty for a running lease, `delivered` for one with a result."""
     ended_at: float
     detail: str = ""
     """Why it failed, for people."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowRecord:
-    """A delivered row: its summary, its group and node, and the location of its payload."""
+class RowRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A delivered row: its summary, its group and node, and the location of its payload. A Struct,
+    like FateRecord: making frozen dataclasses would be a tenth of a delivery."""
 
     TABLE: ClassVar[str] = "rows"
     KEY: ClassVar[tuple[str, ...]] = ("row_id",)
@@ -273,9 +276,13 @@ class RowRecord:
     def row_id(self) -> RowId:
         return self.summary.row_id
 
+    @property
+    def is_result(self) -> bool:
+        """Whether it is the result of its slot; its lease then ended as delivered."""
+        return self.summary.outcome in (OutcomeKind.COMPLETED, OutcomeKind.TRUNCATED)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FateRecord:
+
+class FateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An ended group as one consumer holds it, from its verdict until no batch needs it. Rules read
     it as a JudgedGroup or a Candidate."""
 
@@ -508,7 +515,7 @@ class NodeRecord:
     @property
     def is_untrusted(self) -> bool:
         """It registered with an untrusted credential."""
-        return f'"{UNTRUSTED_TAG}"' in self.tags
+        return _UNTRUSTED in self.tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

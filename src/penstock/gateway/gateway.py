@@ -7,13 +7,14 @@ rewards or batches.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
 from penstock.errors import EngineError, Unauthorized
 from penstock.gateway.fair_queue import FairQueue
-from penstock.gateway.generation import Completion, Generate, GenerationRequest
+from penstock.gateway.generation import Completion, Generate, GenerationRequest, Starts
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.salvaged_answers import SalvagedAnswers
 from penstock.gateway.session import CLOSED, KEY_PREFIX, Session, TurnCallback
@@ -47,6 +48,7 @@ class Gateway:
         self.preparing = FairQueue(MAX_PREPARING)
         self.rendering = FairQueue(MAX_RENDERING)
         self._engines = generate
+        self._starts = generate if isinstance(generate, Starts) else None
         self._running = FairQueue(max_running)
         self._make_session = make_session
         self.template_traits: dict[PolicyName, TemplateTraits] = {}
@@ -108,6 +110,14 @@ class Gateway:
     async def _generate_in_turn(self, request: GenerationRequest) -> Completion:
         async with self._running.place(self.queue_key(request.session)):
             return await self._engines(request)
+
+    def start(
+        self, request: GenerationRequest, lost: asyncio.Future[Completion] | None = None
+    ) -> asyncio.Future[Completion]:
+        """See `Starts`. Takes no turn: a node starts one for each of its slots, and no more."""
+        if self._starts is not None:
+            return self._starts.start(request, lost)
+        return asyncio.ensure_future(self._engines(request))
 
     def close(self, session: Session) -> tuple[Turn, ...]:
         """Close the session and return its turns. Its key stops working; calls still running record

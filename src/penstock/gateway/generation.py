@@ -5,9 +5,10 @@ text.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from penstock.types import (
     ExpertChoices,
@@ -94,4 +95,17 @@ class Generate(Protocol):
     async def __call__(self, request: GenerationRequest, /) -> Completion:
         """Generate one completion. Raises EngineError. Cancelling the call frees its slot in
         the engine."""
+        ...
+
+
+@runtime_checkable
+class Starts(Protocol):
+    """A `Generate` whose answers need no task each."""
+
+    def start(
+        self, request: GenerationRequest, lost: asyncio.Future[Completion] | None = None
+    ) -> asyncio.Future[Completion]:
+        """A call's completion, later; it may be lost, as a call's never is: it fails with
+        EngineError or is aborted. Started again with what it was, as `lost`, it is a call that goes
+        on from there."""
         ...

@@ -105,14 +105,17 @@ class PromptBuilder:
         return await self._render_with({}, call, renderer)  # it may need an answer's separate parts
 
     async def _render_with(self, answers: Mapping[int, str], call: Call, renderer: Renderer) -> str:
-        if (
-            len(call.messages) <= LOOP_MESSAGES
-            and renderer.num_bytes(call.messages, call.tools) <= LOOP_BYTES
-        ):
-            async with self._place():
-                return await renderer.render_soon(
-                    call.messages, tools=call.tools, thinking=call.thinking, answers=answers
-                )
+        if len(call.messages) <= LOOP_MESSAGES:
+            text = await renderer.render_soon(
+                call.messages,
+                tools=call.tools,
+                thinking=call.thinking,
+                answers=answers,
+                max_bytes=LOOP_BYTES,
+                place=self._place,
+            )
+            if text is not None:
+                return text
         work = partial(
             renderer.render,
             call.messages,

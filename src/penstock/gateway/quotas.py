@@ -43,7 +43,9 @@ class Quotas:
 
     def check(self, session: Session) -> None:
         """Raise Busy if the session has overdrawn its tokens."""
-        usage = self._refill(session)
+        self._check_tokens(self._refill(session))
+
+    def _check_tokens(self, usage: _SessionUsage) -> None:
         if usage.tokens_left < 0:
             wait_s = -usage.tokens_left * MINUTE_S / self.tokens_per_minute
             raise Busy(
@@ -63,7 +65,7 @@ class Quotas:
                 f"{self.max_concurrent_calls}); wait until some end",
                 retry_after_s=1.0,
             )
-        self.check(session)
+        self._check_tokens(usage)
         usage.num_calls += num_calls
         try:
             yield
@@ -81,8 +83,10 @@ class Quotas:
 
     def _refill(self, session: Session) -> _SessionUsage:
         now = self.clock()
-        fresh = _SessionUsage(0, float(self.tokens_per_minute), now)
-        usage = self._usage_by_session.setdefault(session.root, fresh)
+        usage = self._usage_by_session.get(session.root)
+        if usage is None:
+            usage = _SessionUsage(0, float(self.tokens_per_minute), now)
+            self._usage_by_session[session.root] = usage
         earned = (now - usage.counted_at) * self.tokens_per_minute / MINUTE_S
         usage.tokens_left = min(float(self.tokens_per_minute), usage.tokens_left + earned)
         usage.counted_at = now

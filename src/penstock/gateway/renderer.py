@@ -10,9 +10,10 @@ either. Never imports transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -91,13 +92,14 @@ class Renderer:
         self._render_here = plain_template(template, self._special_tokens)
         added = tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
+        self._special_ids = frozenset(self._special)
         self._hidden = frozenset(
             i for i, token in self._special.items() if token not in STRUCTURAL_TAGS
         )
         self._escaper = ControlTokenEscaper(tuple(self._special.values()))
         self._literal_ids = _literal_token_ids(tokenizer, self._escaper.tokens)
         self._texts: dict[bytes, str] = {}
-        self._ids: dict[str, tuple[int, ...]] = {}
+        self._encode_pieces = tokenizing.PieceEncoder(tokenizer).encode
 
     @classmethod
     def load(cls, folder: Path) -> Renderer:
@@ -149,39 +151,33 @@ class Renderer:
         tools: Sequence[JsonObject] = (),
         thinking: bool | None = None,
         answers: Mapping[int, str] | None = None,
-    ) -> str:
-        """`render` for an event loop, which goes on meanwhile."""
+        max_bytes: int,
+        place: Callable[[], AbstractAsyncContextManager[None]],
+    ) -> str | None:
+        """`render` for an event loop, which goes on meanwhile: a prompt that takes the template's
+        process waits for its place. None if it is new and has more than `max_bytes`."""
         key = _cache_key(messages, tools, thinking, answers)
         text = self._texts.get(key)
-        if text is None:
+        if text is None and len(key) <= max_bytes:
             with _refused_messages():
                 values = self._values(messages, tools, thinking, answers or {})
                 if self._render_here is not None and len(key) <= MAX_PROMPT_BYTES:
                     text = self._render_here(**values)
                 else:
-                    text = await self._template.render_soon(**values)
+                    async with place():
+                        text = await self._template.render_soon(**values)
             self._keep(key, text)
         return text
 
-    @staticmethod
-    def num_bytes(messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> int:
-        """Of a prompt, before it is rendered."""
-        return len(_cache_key(messages, tools, None, None))
-
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of escaped text; the template has already written all special tokens."""
-        ids = self._ids.get(text)
-        if ids is None:
-            tokenizing.check_length(text)
-            ids = tuple(self._encode(text))
-            if len(text) <= MAX_CACHED_CHARS:
-                _cache_put(self._ids, text, ids)
-        return ids
+        tokenizing.check_length(text)
+        return self._encode(text, self._encode_pieces)
 
     def encode_large(self, text: str) -> tuple[int, ...]:
-        """`encode` for a thread: lets the event loop run meanwhile, and caches nothing."""
+        """`encode` for a thread: lets the event loop run meanwhile, and keeps nothing."""
         tokenizing.check_length(text)
-        return tuple(self._encode(text))
+        return self._encode(text, partial(tokenizing.encode, self._tokenizer))
 
     def escape_untrusted(self, text: str) -> str:
         """Escape untrusted text."""
@@ -189,7 +185,7 @@ class Renderer:
 
     def decode_escaped(self, ids: Sequence[int]) -> str:
         """Escaped text: ordinary tokens that spell out a special token are not mistaken for it."""
-        if self._special.keys().isdisjoint(ids):
+        if self._special_ids.isdisjoint(ids):
             return self._escaper.escape_untrusted(self.decode(ids))
         parts: list[str] = []
         for special, run in groupby(ids, self._special.get):
@@ -209,7 +205,7 @@ class Renderer:
         if self.has_end_token(ids, finish):
             answer_ids, last = ids[:-1], self._special.get(ids[-1])
         is_plain = last is not None and (not last or ids[-1] in self._hidden)
-        if is_plain and self._special.keys().isdisjoint(answer_ids):
+        if is_plain and self._special_ids.isdisjoint(answer_ids):
             text = self.decode(answer_ids)
             escaped = self._escaper.escape_untrusted(text)
             return AnswerTexts(escaped=escaped + (last or ""), visible=text, without_end=escaped)
@@ -231,28 +227,17 @@ class Renderer:
             return False
         return ids[-1] in (self.stop_ids or self._hidden)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, encode: Callable[[str], list[int]]) -> tuple[int, ...]:
+        """Text between escapes is tokenized, a literal control token has its ids."""
         ids: list[int] = []
-        for part in self._parts(text):
-            if isinstance(part, list):
-                ids += part
-            else:
-                ids += tokenizing.encode(self._tokenizer, part)
-        return ids
-
-    def _parts(self, text: str) -> Iterator[str | list[int]]:
-        """Escaped text as text to tokenize, and the ids of its literal control tokens."""
-        if ESCAPE not in text:
-            yield text
-            return
         for at, part in enumerate(split_escaped(text)):
             if at % 2 == 0:
-                if part:
-                    yield part
+                ids += encode(part) if part else ()
             elif part.isdigit():
-                yield self._literal_ids[int(part)]
+                ids += self._literal_ids[int(part)]
             elif not part:
-                yield ESCAPE
+                ids += encode(ESCAPE)
+        return tuple(ids)
 
     def _values(
         self,

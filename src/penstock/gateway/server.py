@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
@@ -38,10 +37,12 @@ from penstock.gateway.gateway import Gateway, Session
 from penstock.gateway.quotas import Quotas
 from penstock.plugins import DIALECT_GROUP, load_object, plugin_names
 from penstock.types import JsonObject, PolicyName
-from penstock.wire.call_budget import CallBudget
+from penstock.wire.call_budget import CallBudget, Share
 from penstock.wire.codec import JSON, decode, encode_json
 from penstock.wire.doors import admit
-from penstock.wire.server import read_body, wait_for_disconnect
+from penstock.wire.json_parts import require_few_parts
+from penstock.wire.routes import RawResponse
+from penstock.wire.server import has_disconnected, read_body, send_whole, wait_for_disconnect
 
 MAX_BODY_BYTES = 4 << 20
 MAX_HELD_BYTES = 512 << 20
@@ -150,15 +151,6 @@ class _BodyBudgets:
     reading: CallBudget
     held: CallBudget
 
-    @asynccontextmanager
-    async def hold(self, owner: str, num_bytes: int) -> AsyncGenerator[None]:
-        who = owner, HELD
-        await self.held.enter(who, num_bytes)
-        try:
-            yield
-        finally:
-            self.held.leave(who, num_bytes)
-
     async def read(self, owner: str, num_bytes: int, request: Request) -> bytes:
         who = owner, READ
         await self.reading.enter(who, num_bytes)
@@ -189,39 +181,53 @@ class _DialectApp:
             await response(scope, receive, send)
 
     async def _respond(self, request: Request, send: Send) -> Response | None:
-        """None if the response was streamed."""
+        """None if the answer was sent."""
         session = _find(self._gateway, request)
         self._quotas.check(session)
         owner, num_bytes = self._gateway.queue_key(session.id), _declared_bytes(request)
-        async with self._bodies.hold(owner, num_bytes):
+        held = Share(self._bodies.held)
+        await held.take((owner, HELD), num_bytes)
+        try:
             body = await self._bodies.read(owner, num_bytes, request)
             try:
                 return await self._answer(session, body, request, send)
             except (WireError, RequestRejected, RecursionError):
                 self._quotas.charge_refusal(session, len(body))
                 raise
+        finally:
+            held.give_back()
 
     async def _answer(
         self, session: Session, body: bytes, request: Request, send: Send
     ) -> Response | None:
+        require_few_parts(body)
         parsed = self._dialect.read(decode(body, dict[str, Any], media_type=JSON))
         if role := request.path_params.get("role"):
             parsed = _in_role(parsed, role)
+        if has_disconnected(request.receive):  # asked now, its connection is read meanwhile
+            raise ClientDisconnect
         exchange = Exchange(session, parsed)
         with self._quotas.reserve(session, len(parsed.calls)):
-            disconnected = asyncio.create_task(wait_for_disconnect(request.receive))
             try:
                 if parsed.is_stream:
-                    await exchange.stream(send, disconnected.done)
+                    await _stream(exchange, request, send)
                     return None
                 replies = await exchange.replies()
             finally:
                 self._quotas.charge(session, exchange.answers.values())
-                disconnected.cancel()
-        if disconnected.done():
+        if has_disconnected(request.receive):
             exchange.mark_unreached()
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return Response(encode_json(parsed.body(replies)), media_type=JSON)
+        await send_whole(RawResponse(encode_json(parsed.body(replies)), JSON), send)
+        return None
+
+
+async def _stream(exchange: Exchange, request: Request, send: Send) -> None:
+    disconnected = asyncio.create_task(wait_for_disconnect(request.receive))
+    try:
+        await exchange.stream(send, disconnected.done)
+    finally:
+        disconnected.cancel()
 
 
 def _in_role(parsed: ParsedRequest, role: str) -> ParsedRequest:

@@ -173,14 +173,21 @@ class Session:
         ContextOverflow), NotFound, Unauthorized, or TooLarge for a session that is full."""
         self._check_open()
         self._check_room()
-        policy, role = self.resolve(call)
         seed = derive(self._seed, self._num_calls)
         self._num_calls += 1  # before it waits: calls made together get their seeds in this order
+        prompt, role, sampling = await self.prepare(call, seed=seed)
+        return await self._run(prompt, role, sampling, on_chunk)
+
+    async def prepare(
+        self, call: Call | RawPrompt, *, seed: int
+    ) -> tuple[Prompt, str, SamplingSpec]:
+        """What `call` sends to an engine, and the role of its turn."""
+        policy, role = self.resolve(call)
         if call.shared_prompt is None:
             prompt = await self._prepare(call, policy)
         else:
             prompt = await call.shared_prompt.get(partial(self._prepare, call, policy))
-        return await self._run(prompt, role, self._spec(prompt, call.overrides, seed), on_chunk)
+        return prompt, role, self._spec(prompt, call.overrides, seed)
 
     def resolve(self, call: Call | RawPrompt) -> tuple[PolicyName, str]:
         """The policy of a call, and the role of its turn. Roles come before policies."""
@@ -241,8 +248,8 @@ class Session:
 
     @property
     def num_bytes(self) -> int:
-        """Of its turns in a row."""
-        return self._tree.num_bytes
+        """Of its turns in memory, with their texts."""
+        return self._tree.num_bytes + self._tree.num_text_bytes
 
     def _check_room(self) -> None:
         if self._tree.is_full:
@@ -260,7 +267,7 @@ class Session:
         completion = known or await self._generate(prompt, sampling, on_chunk)
         self._check_open()
         self._check_room()  # calls made at the same time may have filled it
-        turn = self._turn(prompt, role, sampling, completion, started_at)
+        turn = make_turn(prompt, role, sampling, completion, started_at, self.agent)
         sampled = view_ids(turn.sampled_ids).tolist()
         if self._meter is not None:
             self._meter.end_call(len(sampled))
@@ -303,33 +310,6 @@ class Session:
             return replace(sampling, max_tokens=max_tokens)
         return sampling
 
-    def _turn(
-        self,
-        prompt: Prompt,
-        role: str,
-        sampling: SamplingSpec,
-        completion: Completion,
-        started_at: float,
-    ) -> Turn:
-        num_tokens = len(prompt.new_ids) + len(completion.sampled_ids) // TOKEN_BYTES
-        return Turn(
-            policy=prompt.policy,
-            parent=prompt.parent,
-            prompt_ids=token_ids(prompt.new_ids),
-            sampled_ids=completion.sampled_ids,
-            logprobs=completion.logprobs,
-            spans=completion.spans,
-            sampling=sampling,
-            finish=completion.finish,
-            reached_agent=completion.finish is not FinishReason.ABORT,
-            started_at=started_at,
-            ended_at=time.time(),
-            role=role,
-            agent=self.agent,
-            kv=completion.kv,
-            experts=completion.experts and completion.experts.last(num_tokens),
-        )
-
     def _add(self, prompt: Prompt, turn: Turn, texts: AnswerTexts, *, is_reused: bool) -> int:
         index = self._tree.add(turn, prompt.new_text, texts.escaped)
         if self._on_turn is not None:
@@ -347,6 +327,7 @@ class Session:
             lambda at: f"call_{derive(self._seed, (index + 1) * MAX_CALLS + at):016x}",
         )
         num_sampled = len(turn.sampled_ids) // TOKEN_BYTES
+        escape = prompt.renderer.escape_untrusted
         answer = Answer(
             text=parts.text,
             finish=turn.finish,
@@ -357,11 +338,41 @@ class Session:
         )
 
         def sampled_text() -> str | None:
-            """None if the agent received exactly what was sampled."""
+            """None if the agent received exactly what was sampled. Kept for long: without the
+            prompt, which has the ids of the whole conversation."""
             text = cut_at_stop(texts.without_end, stop)
             has_parts = bool(parts.reasoning or parts.tool_calls)
-            is_plain = not has_parts and text == prompt.renderer.escape_untrusted(parts.text)
+            is_plain = not has_parts and text == escape(parts.text)
             return None if is_plain else text
 
         self._answer_history.remember(turn.policy, turn.parent, answer, sampled_text, self.agent)
         return answer
+
+
+def make_turn(
+    prompt: Prompt,
+    role: str,
+    sampling: SamplingSpec,
+    completion: Completion,
+    started_at: float,
+    agent: str = "",
+) -> Turn:
+    """The record of a call and its answer."""
+    num_tokens = len(prompt.new_ids) + len(completion.sampled_ids) // TOKEN_BYTES
+    return Turn(
+        policy=prompt.policy,
+        parent=prompt.parent,
+        prompt_ids=token_ids(prompt.new_ids),
+        sampled_ids=completion.sampled_ids,
+        logprobs=completion.logprobs,
+        spans=completion.spans,
+        sampling=sampling,
+        finish=completion.finish,
+        reached_agent=completion.finish is not FinishReason.ABORT,
+        started_at=started_at,
+        ended_at=time.time(),
+        role=role,
+        agent=agent,
+        kv=completion.kv,
+        experts=completion.experts and completion.experts.last(num_tokens),
+    )

@@ -9,6 +9,7 @@ History rewritten by the agent or the template starts a branch; nothing is repai
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import AnyStr
@@ -40,6 +41,8 @@ class TurnTree:
         self._num_tokens = 0
         self.num_bytes = 0
         """Of the turns in a row: each has its prompt there, also where siblings share it here."""
+        self.num_text_bytes = 0
+        """Of their texts in memory. A token may be a hundred spaces long."""
 
     @property
     def is_full(self) -> bool:
@@ -112,6 +115,9 @@ class TurnTree:
             if twin.turn.prompt_ids == turn.prompt_ids and twin.prompt == prompt:
                 turn, prompt = replace(turn, prompt_ids=twin.turn.prompt_ids), twin.prompt
                 break
+        else:
+            self.num_text_bytes += sys.getsizeof(prompt)
+        self.num_text_bytes += sys.getsizeof(sampled)
         self._segments.append(_Segment(turn, prompt, sampled, []))
         self._num_tokens += (len(turn.prompt_ids) + len(turn.sampled_ids)) // TOKEN_BYTES
         self.num_bytes += encoded_bytes(turn)

@@ -67,6 +67,7 @@ from penstock.types import (
     RowId,
     SamplingSpec,
     Task,
+    ToolUse,
     Trajectory,
     Turn,
     view_ids,
@@ -135,12 +136,12 @@ class AttemptRunner:
 
     async def _run(self, grant: Grant, row_id: RowId, task: Task) -> Trajectory:
         started_at = time.time()
-        policies = self._policies.get(task.source) or self._run_info.policies
+        policies = self.policies_of(task)
         recording = self._recorder.track(grant)
         async with recording as (salvaged_turns, on_turn):
             session = self._gateway.open(
                 policies=policies,
-                sampling=self._sampling.get(task.source, self._run_info.sampling),
+                sampling=self.sampling_of(task),
                 seed=grant.seed,
                 salvaged_turns=salvaged_turns,
                 on_turn=on_turn,
@@ -179,34 +180,64 @@ class AttemptRunner:
             if completion is None:
                 completion = last_answer_text(session, turns)
             reward, outcome = await self._score(completion, task, ctx, outcome)
+        is_rewarded = reward is not None
+        return self.trajectory(
+            grant,
+            task,
+            with_rewards(turns, ctx.turn_rewards) if is_rewarded else turns,
+            outcome,
+            started_at=started_at,
+            reward=reward,
+            role_rewards=ctx.role_rewards if is_rewarded else {},
+            tool_uses=tools.uses,
+        )
+
+    def policies_of(self, task: Task) -> tuple[PolicyName, ...]:
+        return self._policies.get(task.source) or self._run_info.policies
+
+    def sampling_of(self, task: Task) -> SamplingSpec:
+        return self._sampling.get(task.source, self._run_info.sampling)
+
+    def trajectory(
+        self,
+        grant: Grant,
+        task: Task,
+        turns: tuple[Turn, ...],
+        outcome: Outcome,
+        *,
+        started_at: float,
+        reward: float | None,
+        role_rewards: Mapping[str, float],
+        tool_uses: tuple[ToolUse, ...] = (),
+    ) -> Trajectory:
+        """The record of an attempt that has ended."""
         if outcome.kind is OutcomeKind.FAILED:
             self._report(outcome, task)
-        is_rewarded = reward is not None
         return Trajectory(
-            row_id=row_id,
+            row_id=grant.row_id,
             group_id=grant.group_id,
             slot=grant.slot,
             epoch=grant.epoch,
             attempt=grant.attempt,
             node_id=self._node_id,
             boot_id=self.boot_id,
-            turns=with_rewards(turns, ctx.turn_rewards) if is_rewarded else turns,
-            tool_uses=tools.uses,
+            turns=turns,
+            tool_uses=tool_uses,
             reward=reward,
             outcome=outcome,
             started_at=started_at,
             ended_at=time.time(),
-            role_rewards=ctx.role_rewards if is_rewarded else {},
+            role_rewards=role_rewards,
         )
 
-    def _reward_of(self, task: Task) -> str:
+    def reward_of(self, task: Task) -> str:
         own = {source.name: source.reward for source in self._run_info.sources}
         return own.get(task.source) or self._run_info.reward
 
     def _without_key(self, task: Task) -> Task:
         """The task as a program gets it: without what only a built-in scorer reads. A model that
         runs commands in it would find the right answer."""
-        if not self._reward_of(task).startswith(BUILT_IN_PREFIX):
+        if not self.reward_of(task).startswith(BUILT_IN_PREFIX):
             return task
         shown = {key: value for key, value in task.payload.items() if key not in SCORER_COLUMNS}
         return replace(task, payload=shown)
@@ -251,7 +282,7 @@ class AttemptRunner:
             return ctx.explicit_reward, outcome
         result: float | Failed = NO_REWARD
         if self._scorer is not None:
-            with busy_with(f"reward {self._reward_of(task)}"):
+            with busy_with(f"reward {self.reward_of(task)}"):
                 result = await self._scorer.score(completion, task)
         if result is NO_REWARD and ctx.role_rewards:
             return sum(ctx.role_rewards.values()) / len(ctx.role_rewards), outcome
@@ -322,11 +353,16 @@ def last_answer_text(session: Session, turns: Sequence[Turn]) -> str:
     return session.renderer(turn.policy).decode_visible(view_ids(turn.sampled_ids).tolist())
 
 
+def encodable(text: str) -> str:
+    """Lone surrogates cannot be encoded."""
+    return text.encode(errors="replace").decode()
+
+
 def _completion(returned: Any, ctx: Context) -> str | None:
     if returned is None:
         return None
     if isinstance(returned, str):
-        return returned.encode(errors="replace").decode()  # lone surrogates cannot be encoded
+        return encodable(returned)
     if isinstance(returned, SupportsFloat):
         ctx.reward(float(returned))
         return None

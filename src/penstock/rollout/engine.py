@@ -7,13 +7,14 @@ The engines themselves are in `rollout.engines`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from penstock.errors import EngineError, RequestRejected
-from penstock.gateway.generation import Completion, Generate
+from penstock.gateway.generation import Completion, Generate, GenerationRequest
 from penstock.types import (
     ExpertChoices,
     FinishReason,
@@ -116,6 +117,15 @@ class Pausable(Protocol):
 
 
 @runtime_checkable
+class Startable(Protocol):
+    """An engine that answers without a task for each request."""
+
+    def start(self, request: GenerationRequest) -> asyncio.Future[Completion]:
+        """A call's completion, later. Raises EngineError if the engine takes no request now."""
+        ...
+
+
+@runtime_checkable
 class Patchable(Protocol):
     """An engine whose `load` writes only what changed, if a patch leads from the version that it
     has loaded to the new one (`weights.patches`). Without a patch it loads the full files."""
@@ -179,6 +189,14 @@ class SpanLog:
         )
 
     def spans(self, num_tokens: int) -> tuple[VersionSpan, ...]:
+        if len(self._starts) == 1 and num_tokens:
+            _, version = self._starts[0]
+            number = version.number
+            return (
+                VersionSpan(
+                    start=0, end=num_tokens, incarnation=version.incarnation, number=number
+                ),
+            )
         ends = [start for start, _ in self._starts[1:]] + [num_tokens]
         return tuple(
             VersionSpan(

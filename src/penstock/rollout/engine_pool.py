@@ -102,16 +102,34 @@ class EnginePool:
 
     # --- answers --------------------------------------------------------------------------------
 
-    async def __call__(self, request: GenerationRequest) -> Completion:
+    async def __call__(
+        self, request: GenerationRequest, lost: asyncio.Future[Completion] | None = None
+    ) -> Completion:
+        """`lost`: how the first try ended, made by `start`."""
         if self._model is None and not self._is_closed:
             live_for(request.policy, None)
         try:
-            return await self._answer(PartialCompletion(request), request.session)
+            return await self._answer(PartialCompletion(request), request.session, lost)
         except EngineError as error:
             self.stats.num_failed += not isinstance(error, RequestRejected)
             raise
 
-    async def _answer(self, answer: PartialCompletion, session: str) -> Completion:
+    def start(self, request: GenerationRequest) -> asyncio.Future[Completion] | None:
+        """See `Starts`; None where it takes more than asking the only engine."""
+        replica = self._only()
+        if replica is None or replica.startable is None:
+            return None
+        try:
+            future = replica.startable.start(request)
+        except EngineError:
+            return None
+        replica.num_in_flight += 1
+        future.add_done_callback(replica.end_answer)
+        return future
+
+    async def _answer(
+        self, answer: PartialCompletion, session: str, lost: asyncio.Future[Completion] | None
+    ) -> Completion:
         avoided_until: dict[Replica, float] = {}
         num_failures = 0
         why = EngineError("no engine was tried")
@@ -119,7 +137,8 @@ class EnginePool:
             replica = await self._choose(session, avoided_until, why)
             before = answer.num_sampled
             try:
-                completion = await _generate(replica, answer)
+                first, lost = lost, None
+                completion = await (_generate(replica, answer) if first is None else first)
                 if completion.finish is not FinishReason.ABORT:
                     return answer.append_last(completion)
                 answer.add_aborted(completion)
@@ -159,8 +178,7 @@ class EnginePool:
         self, session: str, avoided_until: dict[Replica, float], why: EngineError
     ) -> Replica:
         """Pick a serving engine that has not just failed this request; wait if there is none."""
-        only = self._replicas[0] if len(self._replicas) == 1 and not avoided_until else None
-        if only is not None and only.serving_version is not None and not self._is_closed:
+        if not avoided_until and (only := self._only()) is not None:
             return only
         give_up_at = time.monotonic() + self._hold_s
         while not self._is_closed:
@@ -186,6 +204,12 @@ class EnginePool:
                 async with asyncio.timeout(POLL_S):
                     await changed.wait()
         raise EngineError(CLOSED)
+
+    def _only(self) -> Replica | None:
+        """The only engine, if it serves."""
+        only = self._replicas[0]
+        is_ready = len(self._replicas) == 1 and not self._is_closed
+        return only if is_ready and only.serving_version is not None else None
 
     def _notify_changed(self) -> None:
         self._changed.set()
@@ -273,10 +297,19 @@ class EnginePools:
     def policies(self) -> frozenset[PolicyName]:
         return frozenset(self._by_policy)
 
-    async def __call__(self, request: GenerationRequest) -> Completion:
+    async def __call__(
+        self, request: GenerationRequest, lost: asyncio.Future[Completion] | None = None
+    ) -> Completion:
         what = f"engine of policy {request.policy}"
         with busy_with(what), wrap_errors(EngineError, f"{what}, generate"):
-            return await self._by_policy[request.policy](request)
+            return await self._by_policy[request.policy](request, lost)
+
+    def start(
+        self, request: GenerationRequest, lost: asyncio.Future[Completion] | None = None
+    ) -> asyncio.Future[Completion]:
+        """See `Starts`."""
+        started = self._by_policy[request.policy].start(request) if lost is None else None
+        return started or asyncio.ensure_future(self(request, lost))
 
     async def load(
         self, folder: Path, version: Version, *, verify: VerifyEngine | None = None

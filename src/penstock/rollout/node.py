@@ -43,6 +43,7 @@ from penstock.rollout.engine_seats import (
     seat_engines,
 )
 from penstock.rollout.engines import find_engine
+from penstock.rollout.group_attempt import GroupRunner
 from penstock.rollout.isolation import Isolation, IsolationSettings, Use
 from penstock.rollout.membership import Membership, MembershipApi, NodeOrders
 from penstock.rollout.peer_relay import PeerRelayConfig, PeerRelayFetcher
@@ -267,9 +268,9 @@ async def build(
     recorder = Recorder(deps.dataflow, node_id)
     tools = await open_tools(run_info, isolation)
 
-    def attempts(gateway: Gateway, run_info: RunInfo) -> tuple[Endpoint, AttemptRunner]:
+    def attempts(gateway: Gateway, run_info: RunInfo) -> tuple[Endpoint, GroupRunner]:
         endpoint = Endpoint(gateway)
-        return endpoint, AttemptRunner(
+        runner = AttemptRunner(
             gateway,
             endpoint,
             recorder,
@@ -281,6 +282,7 @@ async def build(
             activities=membership.activities,
             boot_id=membership.boot_id,
         )
+        return endpoint, GroupRunner(runner, gateway, scorer, run_info)
 
     runners = [attempts(gateway, run_info)]
     if pinned is not None:  # nodes score the answers, even if a stage scores training
@@ -344,7 +346,7 @@ def _pinned_engines(deps: NodeDeps, run_info: RunInfo, max_running: int) -> Pinn
 
 
 def _by_kind(
-    runners: Sequence[AttemptRunner], pinned: PinnedEngines | None, run_info: RunInfo
+    runners: Sequence[GroupRunner], pinned: PinnedEngines | None, run_info: RunInfo
 ) -> Attempts:
     if pinned is None:
         return runners[0]

@@ -17,9 +17,10 @@ from pathlib import Path
 from penstock.errors import WeightsError
 from penstock.rollout.weight_loader import WeightServerFetcher
 from penstock.types import PublishedVersion
-from penstock.weights.client import Transfer
+from penstock.weights.client import Transfer, open_weight_server
 from penstock.weights.serving.relay import Relay
 from penstock.weights.serving.server import build
+from penstock.weights.update import SERVER_KEPT_S
 from penstock.wire.auth import Audience, Verifier
 from penstock.wire.client import AsyncServiceClient
 from penstock.wire.held_token import Token, held
@@ -93,8 +94,8 @@ class PeerRelayFetcher:
         sharing = self._sharing
         self._origin = weights_url
         if self.relay is not None:
-            self._callers.append(AsyncServiceClient(*self.relay))
-        self._callers.append(AsyncServiceClient(weights_url, self._token))
+            self._callers.append(open_weight_server(*self.relay))
+        self._callers.append(open_weight_server(weights_url, self._token))
         relay = Relay(self._callers, self._state_dir / "relayed", max_bytes=sharing.max_bytes)
         local_listener = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
         family = socket.AF_INET6 if ":" in sharing.host else socket.AF_INET
@@ -111,7 +112,8 @@ class PeerRelayFetcher:
                 denied_file=sharing.denied_file,
             )
             app = build(relay, verifier)
-            self._serving.append(asyncio.create_task(serve_on_socket(app, listener, tls)))
+            serving = serve_on_socket(app, listener, tls, idle_s=SERVER_KEPT_S)
+            self._serving.append(asyncio.create_task(serving))
         url = f"http://{LOOPBACK}:{local_listener.getsockname()[1]}"
         cache, local_relay = self._state_dir / "weights", (url, self._token)
         return WeightServerFetcher(self._token, cache, relay=local_relay, transfer=self.transfer)

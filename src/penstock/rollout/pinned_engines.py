@@ -80,8 +80,19 @@ class PinnedEngines:
             await pools.close()
 
 
+OnTrajectory = Callable[[Grant, Trajectory], None]
+
+
 class Attempts(Protocol):
     async def run(self, grant: Grant, task: Task) -> Trajectory: ...
+
+    def runs_together(self, grant: Grant, task: Task) -> bool:
+        """Whether the slot may be attempted together with others of its group."""
+        ...
+
+    async def run_together(self, grants: Sequence[Grant], task: Task, done: OnTrajectory) -> None:
+        """`run` for several slots of a group; `done` gets each trajectory as soon as it exists."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,3 +111,9 @@ class AttemptsByKind:
             return await self.training.run(grant, task)
         with self.pinned.in_use():
             return await self.evaluation.run(grant, task)
+
+    def runs_together(self, grant: Grant, task: Task) -> bool:
+        return task.source not in self.sources and self.training.runs_together(grant, task)
+
+    async def run_together(self, grants: Sequence[Grant], task: Task, done: OnTrajectory) -> None:
+        await self.training.run_together(grants, task, done)

@@ -19,7 +19,7 @@ from penstock.types import NodeId, RowId, Turn
 from penstock.wire.codec import encoded_bytes
 
 RECORD_S = 0.2
-MAX_BYTES = 4 << 20
+MAX_BYTES = 1 << 20
 """Approximate limit per call; the rest waits for the next one."""
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import structlog
 
 from penstock.errors import EngineError, wrap_errors
-from penstock.rollout.engine import Engine, returns_lost
+from penstock.rollout.engine import Engine, Startable, returns_lost
 from penstock.types import Version
 
 MAX_SWAP_S = 1000
@@ -47,9 +47,15 @@ class Replica:
     starting: asyncio.Task[EngineError | None] | None = None
     """Background load of an idle engine."""
     returns_lost: bool = field(init=False)
+    startable: Startable | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.returns_lost = returns_lost(self.engine)
+        engine = self.engine
+        self.returns_lost = returns_lost(engine)
+        self.startable = engine if self.returns_lost and isinstance(engine, Startable) else None
+
+    def end_answer(self, _: object) -> None:
+        self.num_in_flight -= 1
 
     @property
     def serving_version(self) -> Version | None:

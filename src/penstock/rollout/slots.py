@@ -17,7 +17,7 @@ from penstock.dataflow.service.nodes.messages import LeaseAnswer, LeaseRequest
 from penstock.rollout.delivery_queue import DeliveryQueue
 from penstock.rollout.membership import Membership, NodeOrders
 from penstock.rollout.pinned_engines import Attempts
-from penstock.types import OutcomeKind, RowId, Task
+from penstock.types import OutcomeKind, RowId, Task, Trajectory
 
 COALESCE_S = 0.05
 """How long a free slot may wait for others to share one lease request."""
@@ -52,6 +52,19 @@ class FailureBackoff:
         return delay_s, min(num_slots, max(MIN_SLOTS, num_slots >> halvings))
 
 
+@dataclass(slots=True, eq=False)
+class _Run:
+    """The slots that one asyncio task attempts."""
+
+    grants: dict[RowId, Grant]
+    wanted: dict[RowId, Grant] = field(init=False)
+    """Those whose leases have not ended, and that have no result."""
+    task: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.wanted = dict(self.grants)
+
+
 class LeaseApi(Protocol):
     async def lease(self, body: LeaseRequest) -> LeaseAnswer: ...
 
@@ -64,11 +77,7 @@ class SlotRunner:
     _attempt_runner: Attempts
     _delivery_queue: DeliveryQueue
     capacity: int
-    _running: dict[RowId, asyncio.Task[None]] = field(
-        default_factory=dict[RowId, asyncio.Task[None]]
-    )
-    _secrets: dict[RowId, str] = field(default_factory=dict[RowId, str])
-    """Of the leases of running attempts."""
+    _running: dict[RowId, _Run] = field(default_factory=dict[RowId, "_Run"])
     _freed: asyncio.Event = field(default_factory=asyncio.Event)
     _backoff: FailureBackoff = field(default_factory=FailureBackoff)
 
@@ -79,7 +88,7 @@ class SlotRunner:
         return len(self._running) + len(self._delivery_queue)
 
     async def lease(self, tasks: asyncio.TaskGroup) -> None:
-        """consumes: free slots · produces: one asyncio task per grant
+        """consumes: free slots · produces: an asyncio task per group or grant
         waits for: a live version; a free slot (briefly, half of all slots: a pass through the
         model costs much the same for few answers as for many); work; the back-off while every
         attempt fails
@@ -92,24 +101,38 @@ class SlotRunner:
             request = self._membership.lease_request(num_slots)
             answer = await self._membership.with_rejoin(partial(self._api.lease, request))
             self._orders.apply(answer.orders)
-            for grant in answer.grants:
-                slot_task = tasks.create_task(self._run_slot(grant, answer.tasks[grant.task]))
-                self._running[grant.row_id] = slot_task
-                self._secrets[grant.row_id] = grant.secret
+            for grants in self._parts(answer):
+                run = _Run({grant.row_id: grant for grant in grants})
+                run.task = tasks.create_task(self._attempt(run, answer.tasks[grants[0].task]))
+                self._running |= dict.fromkeys(run.wanted, run)
             if not answer.grants:
                 await asyncio.sleep(PAUSE_S)
 
     async def finish(self, grace_s: float) -> None:
         """Wait `grace_s` for running attempts; cancel the others and release their slots."""
-        held = dict(self._running)
-        if held:
-            await asyncio.wait(held.values(), timeout=grace_s)
-        late = {row_id: task for row_id, task in held.items() if not task.done()}
-        for row_id, task in late.items():
+        if self._running:
+            await asyncio.wait(self._tasks(), timeout=grace_s)
+        late = self._tasks()
+        for row_id, run in self._running.items():
+            self._delivery_queue.release(row_id, run.grants[row_id].secret)
+        for task in late:
             task.cancel()
-            self._delivery_queue.release(row_id, self._secrets[row_id])
-        await asyncio.gather(*late.values(), return_exceptions=True)
+        await asyncio.gather(*late, return_exceptions=True)
         self._running.clear()
+
+    def _tasks(self) -> set[asyncio.Task[None]]:
+        return {run.task for run in self._running.values() if run.task is not None}
+
+    def _parts(self, answer: LeaseAnswer) -> list[list[Grant]]:
+        """The grants, by what one task attempts: several slots of a group, or one."""
+        together: dict[int, list[Grant]] = {}
+        alone: list[list[Grant]] = []
+        for grant in answer.grants:
+            if self._attempt_runner.runs_together(grant, answer.tasks[grant.task]):
+                together.setdefault(grant.task, []).append(grant)
+            else:
+                alone.append([grant])
+        return [*together.values(), *alone]
 
     async def _wait_for_room(self) -> None:
         await self._delivery_queue.wait_until_at_most(self.capacity)
@@ -124,17 +147,31 @@ class SlotRunner:
             await self._freed.wait()
 
     def _stop(self, row_id: RowId) -> None:
-        """Cancel an attempt whose lease has ended; further tokens would be wasted."""
-        running = self._running.get(row_id)
-        if running is not None:
-            running.cancel()
+        """Cancel an attempt whose lease has ended; further tokens would be wasted. One that runs
+        together with others only loses its result, until no other is left."""
+        run = self._running.get(row_id)
+        if run is not None and run.task is not None:
+            run.wanted.pop(row_id, None)
+            if not run.wanted:
+                run.task.cancel()
 
-    async def _run_slot(self, grant: Grant, task: Task) -> None:
+    async def _attempt(self, run: _Run, task: Task) -> None:
+        done = partial(self._done, run)
+        grants = list(run.grants.values())
         try:
-            trajectory = await self._attempt_runner.run(grant, task)
-            self._backoff.record(failed=trajectory.outcome.kind is OutcomeKind.FAILED)
-            self._delivery_queue.put(trajectory, grant.secret)
+            if len(grants) > 1:
+                await self._attempt_runner.run_together(grants, task, done)
+            else:
+                done(grants[0], await self._attempt_runner.run(grants[0], task))
         finally:
-            self._running.pop(grant.row_id, None)
-            self._secrets.pop(grant.row_id, None)
+            for row_id in run.grants:
+                self._running.pop(row_id, None)
             self._freed.set()
+
+    def _done(self, run: _Run, grant: Grant, trajectory: Trajectory) -> None:
+        row_id = grant.row_id
+        self._backoff.record(failed=trajectory.outcome.kind is OutcomeKind.FAILED)
+        if run.wanted.pop(row_id, None) is not None:
+            self._delivery_queue.put(trajectory, grant.secret)
+        del self._running[row_id]
+        self._freed.set()

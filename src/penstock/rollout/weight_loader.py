@@ -39,7 +39,7 @@ from penstock.types import (
     view_ids,
     view_log_probs,
 )
-from penstock.weights.client import Puller, Transfer
+from penstock.weights.client import Puller, Transfer, open_weight_server
 from penstock.wire.client import AsyncServiceClient
 from penstock.wire.held_token import Token
 
@@ -82,13 +82,13 @@ class WeightServerFetcher:
         self._token = token
         self._puller = Puller(cache, transfer=transfer, store_root=store_root)
         self._caller: AsyncServiceClient | None = None
-        self._relays = [] if relay is None else [AsyncServiceClient(*relay)]
+        self._relays = [] if relay is None else [open_weight_server(*relay)]
 
     async def __call__(self, weights_url: str, target: PublishedVersion) -> Path:
         if self._caller is None or self._caller.base_url != weights_url.rstrip("/"):
             if self._caller is not None:
                 await self._caller.close()
-            self._caller = AsyncServiceClient(weights_url, self._token)
+            self._caller = open_weight_server(weights_url, self._token)
         return await self._puller.pull([*self._relays, self._caller], target)
 
     def require_unchanged(self, folder: Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
+from msgspec import structs
 
 from penstock.config import PipelineStageConfig, RunConfig
 from penstock.config.builtin_stages import Axis, known_axis
@@ -177,7 +178,7 @@ def _tiny_batch(
         summary = summarise(member, digest, lambda policy, incarnation, number: True)
         assert isinstance(summary, RowSummary), summary
         digests = {name: blake3(values).hexdigest() for name, values in by_token.items()}
-        summaries.append(replace(summary, values=by_row, columns=digests))
+        summaries.append(structs.replace(summary, values=by_row, columns=digests))
         rows.append(RowPayload(row_id=row_id, payload=payload, columns=by_token))
     group = SealedGroup(group_id=GROUP, task_key="check", rows=tuple(summaries))
     return Manifest(consumer=policy, seq=1, trains_from=0, groups=(group,)), rows

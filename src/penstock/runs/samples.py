@@ -7,8 +7,8 @@ Owns the choice and its account: what was freed is counted, never silently skipp
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from penstock.dataflow.core.ids import is_evaluation
@@ -18,11 +18,16 @@ from penstock.runs.history import Order, Run
 from penstock.runs.recorded_trajectory import PayloadState, RecordedTrajectory
 from penstock.runs.trajectories import NEWEST, Selection
 from penstock.types import GroupId, JsonObject, OutcomeKind, ToolUse
+from penstock.wire.codec import encoded_bytes
 
 FOLLOW_S = 1.0
 """Seconds between two looks at a running run."""
 MAX_SCANNED = 100_000
 """A choice of the best or worst looks at no more trajectories than this."""
+MAX_GROUP_ROWS = 1024
+"""Attempts of a group that are shown together; further ones are left out."""
+MAX_GROUP_BYTES = 64 << 20
+"""Of their payload and columns, encoded; 100,000 tokens are about 1 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +117,28 @@ def follow(
 
 def of_group(run: Run, group_id: str) -> tuple[Sample, ...]:
     """The readable trajectories of one group, in order of their slots."""
-    found = [one for one in run.trajectories(group=group_id) if one.state is PayloadState.STORED]
+    members = within_bounds(run.trajectories(group=group_id))
+    found = [one for one in members if one.state is PayloadState.STORED]
     return tuple(as_sample(one) for one in sorted(found, key=lambda one: (one.slot, one.epoch)))
+
+
+def within_bounds(group: Iterable[RecordedTrajectory]) -> Iterator[RecordedTrajectory]:
+    """The attempts of a group, for who holds them all at once; those beyond MAX_GROUP_BYTES have no
+    payload. The ledger of another user can name one payload for any number of rows."""
+    room = MAX_GROUP_BYTES
+    for one in islice(group, MAX_GROUP_ROWS):
+        room -= 0 if one.payload is None else encoded_bytes([one.payload, one.columns])
+        yield one if room >= 0 or one.payload is None else _without_payload(one)
+
+
+def _without_payload(one: RecordedTrajectory) -> RecordedTrajectory:
+    return replace(
+        one,
+        payload=None,
+        columns={name: value for name, value in one.columns.items() if isinstance(value, float)},
+        state=PayloadState.UNREADABLE,
+        detail=f"the attempts of its group have more than {MAX_GROUP_BYTES >> 20} MiB together",
+    )
 
 
 def as_sample(one: RecordedTrajectory) -> Sample:

@@ -18,9 +18,10 @@ from typing import Any
 
 import msgspec
 
+from penstock.bounds import MAX_ROW_BYTES
 from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.core.names import TRAIN
-from penstock.dataflow.ledger.blobs import read_blob
+from penstock.dataflow.ledger.blobs import MAX_BLOB_BYTES, read_blob
 from penstock.dataflow.ledger.objects import ObjectPayloads
 from penstock.dataflow.ledger.recorded import RecordedRun
 from penstock.dataflow.ledger.sealed_batches import partition_folder
@@ -384,7 +385,9 @@ class TrajectoryReader:
 
     def _payload(self, index: int, row: RowRecord) -> _FoundPayload:
         try:
+            _check_length(row.length)
             data = self._read_bytes(index, row)
+            _check_length(len(data))  # of a blob, the ledger may name any
             return _without_secrets(decode(data, Trajectory)), PayloadState.STORED, ""
         except (PenstockError, OSError) as error:
             query = "SELECT count(*) FROM freed WHERE group_id = :id"
@@ -407,13 +410,17 @@ class TrajectoryReader:
             return self._payloads[index].read(found[0])
 
     def _values(self, index: int, columns: Sequence[ColumnRecord]) -> dict[str, float | bytes]:
+        """Together about as long as one may be: the ledger of another user can name the same bytes
+        for any number of them."""
         values: dict[str, float | bytes] = _numbers(columns)
+        room = MAX_BLOB_BYTES
         for column in columns:
-            if column.value is None and column.length:
+            if column.value is None and column.length and room > 0:
                 try:
-                    values[column.name] = self._payloads[index].read(column)
+                    values[column.name] = found = self._payloads[index].read(column)
                 except (PenstockError, OSError):
                     continue  # freed, or moved a moment ago
+                room -= len(found)
         return values
 
     # --- counting -----------------------------------------------------------------------------
@@ -445,6 +452,13 @@ def _without_secrets(one: Trajectory) -> Trajectory:
         for use in one.tool_uses
     )
     return replace(one, outcome=outcome, turns=turns, tool_uses=uses)
+
+
+def _check_length(num_bytes: int) -> None:
+    if num_bytes > MAX_ROW_BYTES:
+        raise StoreError(
+            f"a payload of {num_bytes:,} bytes: no row is so long, the ledger is damaged"
+        )
 
 
 def _is_scored(row: RowRecord) -> bool:

@@ -98,7 +98,7 @@ class TinkerRoutes:
         return {}
 
     @route("POST", "/api/v1/telemetry", CLIENTS, max_body_bytes=8 << 20)
-    async def telemetry(self, call: Call, body: Anything) -> dict[str, str]:
+    async def telemetry(self, call: Call, body: bytes) -> dict[str, str]:
         """Accepts a client's telemetry, and drops it."""
         return {"status": "accepted"}
 

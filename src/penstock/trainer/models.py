@@ -112,6 +112,7 @@ class Models:
             self._actor, self._stream.columns, num_sequences=self._stream.num_sequences
         )
 
+    @torch.no_grad()
     def weights(self) -> Weights:
         """The actor's tensors that change, by the names in its files: all, or the adapter's. With
         several ranks, what this rank holds of them, without communication.

@@ -71,6 +71,7 @@ class ShareBuffers:
         self._dtype = dtype
         self._free: list[dict[str, Tensor]] = []
 
+    @torch.no_grad()  # each look at a local tensor would else be a node of a graph
     def copy(self, weights: Weights, *, is_rank0: bool = True) -> WeightShare:
         """This rank's regions as they are now, cast where they are. Tensors that are not sharded
         are in rank 0's share."""

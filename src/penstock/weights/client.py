@@ -41,8 +41,9 @@ from penstock.weights.pulling.links import (
 from penstock.weights.pulling.partial import ByteRange, Partial
 from penstock.weights.store import DirectoryStore
 from penstock.weights.tensors import Scan, TensorEntry
-from penstock.weights.update import MAX_UPDATE_BYTES, Chains, Update, unpack_manifest
+from penstock.weights.update import KEPT_S, MAX_UPDATE_BYTES, Chains, Update, unpack_manifest
 from penstock.wire.client import AsyncServiceClient
+from penstock.wire.held_token import Token
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -54,6 +55,11 @@ NUM_FILES = 8
 NUM_RANGES = 32
 """Concurrent requests, each on its own connection. They saturate a link of 20 Mbit/s and 300 ms at
 1 % packet loss; a fast link needs fewer."""
+
+
+def open_weight_server(url: str, token: Token) -> AsyncServiceClient:
+    """For a node, whose next version may come minutes later. The caller closes it."""
+    return AsyncServiceClient(url, token, idle_s=KEPT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,7 @@ class Puller:
                     self._transfer,
                     self._store,
                     offered,
+                    _sole_file(manifest),
                 )
                 scans = await pull.fetch_all(manifest.files)
                 _check_scans(manifest, tensors, scans)
@@ -293,6 +300,8 @@ class _Pull:
     transfer: Transfer
     store: DirectoryStore | None
     offered: _OfferedChains | None
+    sole_file: str
+    """Name of the version's file with weights, if it has only one."""
     chains: dict[str, tuple[DeltaEntry, ...]] = field(
         default_factory=dict[str, tuple[DeltaEntry, ...]]
     )
@@ -310,10 +319,11 @@ class _Pull:
     async def _fetch(self, file: FileEntry) -> Scan:
         """Put the verified blob into the cache: already there, linked, rebuilt from deltas, or
         fetched in full."""
-        if (found := await asyncio.to_thread(self.blobs.check, file)) is not None:
+        sole = self._sole(file)
+        if (found := await asyncio.to_thread(self.blobs.check, file, sole)) is not None:
             return found
         if self.store is not None:
-            found = await asyncio.to_thread(self.blobs.link, file, self.store)
+            found = await asyncio.to_thread(self.blobs.link, file, self.store, sole)
             if found is not None:
                 return found
         try:
@@ -335,10 +345,14 @@ class _Pull:
             for step in steps
         )
         started_at = time.monotonic()
-        found = await asyncio.to_thread(self.blobs.rebuild, file, steps)
+        found = await asyncio.to_thread(self.blobs.rebuild, file, steps, self._sole(file))
         self.rebuild_speed.add(file.bytes, time.monotonic() - started_at)
         self.chains[file.name] = steps
         return found
+
+    def _sole(self, file: FileEntry) -> tuple[TensorEntry, ...]:
+        """All tensors, if they can only be in this file."""
+        return tuple(self.tensors.values()) if file.name == self.sole_file else ()
 
     async def _find_chain(self, file: FileEntry) -> tuple[DeltaEntry, ...]:
         if self.transfer == "full":
@@ -414,6 +428,11 @@ class _Pull:
                     raise WeightsError(f"{what}: {weight_server.url} sent no data for byte {at}")
                 data += piece
             await run_uncancelled(partial.write, start, data)
+
+
+def _sole_file(manifest: SnapshotManifest) -> str:
+    names = [file.name for file in manifest.files if file.name.endswith(".safetensors")]
+    return names[0] if len(names) == 1 else ""
 
 
 def _check_scans(

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -38,6 +39,8 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 1_000_000
 MAX_DIMS = 16
 PIECE_BYTES = 4 << 20
+CACHED_BYTES = 512 << 10
+"""A piece of this size is still in a core's cache when it is hashed after being read."""
 NUM_THREADS = min(len(os.sched_getaffinity(0)), 16)
 """Of one hash or one search for changes of a large file: the cores of this process. More than 16
 wait for memory."""
@@ -181,6 +184,34 @@ def scan(source: BinaryIO, name: str, sink: Sink | None = None, *, num_bytes: in
     while reader.read_up_to(PIECE_BYTES):
         pass
     return Scan(blob=reader.hash.hexdigest(), num_bytes=reader.num_bytes, tensors=tensors)
+
+
+def has_content(source: BinaryIO, tensors: Sequence[TensorEntry]) -> bool:
+    """Whether a file is what `make_layout` makes of exactly these tensors: each byte is read and
+    hashed once, since layout and digests together leave no bit open. False says only that it is not
+    known to be so: the layout may be another."""
+    layout = make_layout({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors})
+    file = source.fileno()
+    if os.fstat(file).st_size != layout.num_bytes:
+        return False
+    if os.pread(file, len(layout.head), 0) != layout.head:
+        return False
+
+    def is_whole(tensor: TensorEntry) -> bool:
+        place = layout.byte_ranges[tensor.name]
+        digest = new_hash(place.end - place.start)
+        piece = memoryview(bytearray(min(place.end - place.start, CACHED_BYTES)))
+        at = place.start
+        while at < place.end:
+            num_read = os.preadv(file, [piece[: place.end - at]], at)
+            if not num_read:
+                return False
+            digest.update(piece[:num_read])
+            at += num_read
+        return digest.hexdigest() == tensor.digest
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        return all(pool.map(is_whole, tensors))
 
 
 class _DigestingReader:

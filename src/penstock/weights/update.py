@@ -20,6 +20,10 @@ from penstock.errors import WeightsError
 from penstock.weights.deltas.chain import MAX_STEPS, DeltaEntry
 from penstock.weights.manifest import MAX_MANIFEST_BYTES
 
+KEPT_S = 600
+"""How long a node keeps its connections to a weight server for the next version: over a long link
+new ones cost as much as a delta."""
+SERVER_KEPT_S = KEPT_S + 15
 MAX_CHAINS = 256
 """Files of a version for which chains are named; further ones are fetched in full."""
 MAX_UPDATE_BYTES = MAX_MANIFEST_BYTES + (64 << 10)

@@ -49,7 +49,8 @@ NO_COMPRESSION = {"accept-encoding": "identity"}
 MAX_ERROR_BYTES = 512 << 10
 MAX_SHOWN_BYTES = 8 << 10
 """Most bytes of an error that a bounded call reads: the longest message fits."""
-LIMITS = httpx2.Limits(max_connections=64, max_keepalive_connections=64, keepalive_expiry=60.0)
+MAX_CONNECTIONS = 64
+IDLE_S = 60.0
 """Services close a connection that was idle for 75 s; a new one costs two round trips with TLS."""
 WARN_AFTER_S = 3.0
 """Log a warning after this many seconds of retrying, then every ten times that."""
@@ -234,12 +235,18 @@ class _RetryState:
 class AsyncServiceClient:
     """Calls one service from an event loop."""
 
-    def __init__(self, base_url: str, token: Token) -> None:
+    def __init__(self, base_url: str, token: Token, *, idle_s: float = IDLE_S) -> None:
+        """`idle_s`: how long connections are kept for the next call; the service keeps them
+        longer."""
         self.base_url = base_url.rstrip("/")
         self._http = httpx2.AsyncClient(
             headers=_HEADERS,
             auth=_Bearer(token),
-            limits=LIMITS,
+            limits=httpx2.Limits(
+                max_connections=MAX_CONNECTIONS,
+                max_keepalive_connections=MAX_CONNECTIONS,
+                keepalive_expiry=idle_s,
+            ),
             timeout=REQUEST_TIMEOUT_S,
             trust_env=False,
             verify=client_context(base_url),

@@ -64,6 +64,9 @@ SWEEP_S = 1.0
 """Between two looks at one connection."""
 ACCEPTS_PER_WAKE = 16
 BACKLOG = 2048
+PROBE_AFTER_S, PROBE_EVERY_S = 60, 15
+"""The kernel asks silent peers whether they are there: one that vanished holds no connection, and
+routers on the way forget none that is kept."""
 ACCEPT_PAUSE_S = 0.05
 
 log = structlog.get_logger(__name__)
@@ -497,6 +500,9 @@ class Listener:
         if caller.sock.family != socket.AF_UNIX:
             with suppress(OSError):  # it hung up
                 caller.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                caller.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                caller.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_AFTER_S)
+                caller.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
         task = self._loop.create_task(self._connect(caller.sock, connection))
         connection.handshake = task
         self._tasks.add(task)

@@ -44,6 +44,9 @@ class Route:
     """What a body is decoded to; `bytes`: it is passed on as it is."""
     response: type[Any] | None = None
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    check_parts: Callable[[bytes], None] | None = None
+    """Looks at a msgpack body before it is decoded; raises BadRequest for one of too many parts,
+    each of which costs time, while no other call is answered."""
     query: tuple[str, ...] = ()
     shares_budget: bool = False
     """Calls of one credential have a limited number of bytes in work at a time, until their answers

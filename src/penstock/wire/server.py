@@ -26,6 +26,7 @@ from penstock.wire.call_budget import CALL_BYTES, CallBudget, Share
 from penstock.wire.codec import JSON, MSGPACK, decode, encode, encode_json
 from penstock.wire.credential_routes import credential_routes
 from penstock.wire.doors import admit
+from penstock.wire.json_parts import require_few_parts
 from penstock.wire.openapi import openapi_document
 from penstock.wire.routes import (
     ALL_ROLES,
@@ -41,6 +42,8 @@ from penstock.wire.routes import (
 
 log = structlog.get_logger(__name__)
 
+MAX_JSON_BYTES = 4 << 20
+"""JSON is for people; its lists are counted only when they are read."""
 MAX_PARAMETER_CHARS = 8192
 SMALL_ANSWER_BYTES = 64 << 10
 """The kernel takes so many at once, whether they are read or not."""
@@ -178,7 +181,7 @@ class _Endpoint:
             if isinstance(answer, Response):
                 await answer(scope, receive, send)
             else:
-                await _send(answer, send)
+                await send_whole(answer, send)
         finally:
             share.give_back()
 
@@ -228,7 +231,7 @@ class _Endpoint:
         )
 
 
-async def _send(answer: RawResponse, send: Send) -> None:
+async def send_whole(answer: RawResponse, send: Send) -> None:
     """Returns when the caller has read most of it, so that a share of the budget counts until
     then."""
     length = (b"content-length", b"%d" % len(answer.body))
@@ -303,6 +306,12 @@ def _decode_body(body: bytes, headers: Mapping[str, str], route: Route) -> Any:
     media_type = headers.get("content-type", MSGPACK).split(";")[0].strip().lower()
     if media_type not in (MSGPACK, JSON):
         raise BadRequest(f"unsupported content-type {media_type!r}; send {MSGPACK} or {JSON}")
+    if media_type == JSON:
+        if len(body) > MAX_JSON_BYTES:
+            raise TooLarge(f"JSON of {len(body)} bytes; above {MAX_JSON_BYTES}, send {MSGPACK}")
+        require_few_parts(body)
+    elif route.check_parts is not None:
+        route.check_parts(body)
     return decode(body, route.request, media_type=media_type)
 
 
@@ -357,6 +366,18 @@ async def wait_for_disconnect(receive: Receive) -> None:
     """To be run as one task per call: polling after every chunk costs more than the chunk."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def has_disconnected(receive: Receive) -> bool:
+    """Whether the caller has gone, by now; after its whole body was read. Costs less than a task
+    that waits for it."""
+    waiting = receive().__await__()
+    try:
+        next(waiting)
+    except StopIteration as received:
+        return received.value["type"] == "http.disconnect"
+    waiting.close()
+    return False
 
 
 def error_response(error: WireError) -> Response:

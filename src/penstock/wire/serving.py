@@ -22,6 +22,8 @@ from penstock.errors import ConfigError
 from penstock.wire.doors import GuardedConnection, Listener, open_door
 
 STARTUP_FAILURE = 3
+IDLE_S = 75
+"""A connection without a request for this long is closed; clients close theirs sooner."""
 MALLOC_WARMUP_BYTES = 31 << 20
 """Freeing a block of this size raises glibc's dynamic mmap threshold (32 MB at most), so that the
 allocator keeps and reuses freed memory."""
@@ -54,10 +56,12 @@ def tune_memory() -> None:
     bytearray(MALLOC_WARMUP_BYTES)
 
 
-async def serve(app: Starlette, host: str, port: int, tls: Tls | None = None) -> None:
+async def serve(
+    app: Starlette, host: str, port: int, tls: Tls | None = None, *, idle_s: int = IDLE_S
+) -> None:
     """Serve until SIGTERM or cancellation; open long polls are closed after two seconds."""
     tune_memory()
-    await server(app, host, port, tls).serve()
+    await server(app, host, port, tls, idle_s=idle_s).serve()
 
 
 async def serve_on_socket(
@@ -66,11 +70,12 @@ async def serve_on_socket(
     tls: Tls | None = None,
     *,
     also: Sequence[socket.socket] = (),
+    idle_s: int = IDLE_S,
 ) -> None:
     """Serve inside another process until cancelled; that process handles signals. `also`: unix
     sockets to serve on."""
     host, port, *_ = listener.getsockname()
-    embedded = _EmbeddedServer(_config(app, host, port, tls))
+    embedded = _EmbeddedServer(_config(app, host, port, tls, idle_s))
     try:
         await embedded.serve(sockets=[listener, *also])
     except asyncio.CancelledError:
@@ -106,11 +111,13 @@ class _EmbeddedServer(_GuardedServer):
         yield
 
 
-def server(app: Starlette, host: str, port: int, tls: Tls | None = None) -> uvicorn.Server:
-    return _GuardedServer(_config(app, host, port, tls))
+def server(
+    app: Starlette, host: str, port: int, tls: Tls | None = None, *, idle_s: int = IDLE_S
+) -> uvicorn.Server:
+    return _GuardedServer(_config(app, host, port, tls, idle_s))
 
 
-def _config(app: Starlette, host: str, port: int, tls: Tls | None = None) -> uvicorn.Config:
+def _config(app: Starlette, host: str, port: int, tls: Tls | None, idle_s: int) -> uvicorn.Config:
     require_tls_off_loopback(host, tls)
     return uvicorn.Config(
         cast(Any, app),
@@ -123,7 +130,7 @@ def _config(app: Starlette, host: str, port: int, tls: Tls | None = None) -> uvi
         proxy_headers=False,
         lifespan="on",
         timeout_graceful_shutdown=2,
-        timeout_keep_alive=75,
+        timeout_keep_alive=idle_s,
         ssl_certfile=None if tls is None else str(tls.certificate),
         ssl_keyfile=None if tls is None else str(tls.key),
         ssl_ca_certs=None if tls is None or tls.client_ca is None else str(tls.client_ca),

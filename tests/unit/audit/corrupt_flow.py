@@ -10,9 +10,11 @@ from tests.unit.audit.tampering import (
     LEASE_IS_RUNNING,
     Record,
     change,
+    end_lease,
     fetch_record,
     forget_acknowledgement,
     insert,
+    last_grant,
     one,
     payload,
     running_lease,
@@ -24,36 +26,33 @@ SEALED = "SELECT group_id FROM fates WHERE state = 'sealed' AND seq = 1"
 # --- slots ----------------------------------------------------------------------------------------
 
 
-def next_lease(run_dir: Path, group_id: str, ended: str) -> Record:
-    """One more lease for slot 0 of a closed group."""
-    lease = fetch_record(
-        run_dir, "leases", "group_id = ? AND slot = 0 ORDER BY epoch DESC", group_id
-    )
-    lease |= {"epoch": lease["epoch"] + 1, "ended": ended}
-    insert(run_dir, "leases", lease)
-    return lease
+def grant_again(run_dir: Path, group_id: str) -> Record:
+    """One more grant of slot 0 of a closed group."""
+    grant = last_grant(run_dir, group_id, 0)
+    grant |= {"epoch": grant["epoch"] + 1}
+    insert(run_dir, "grants", grant)
+    return grant
 
 
 def deliver_slot_twice(run_dir: Path) -> str:
     (group_id,) = one(run_dir, "SELECT group_id FROM fates WHERE reason = 'stale'")
-    lease = next_lease(run_dir, group_id, "delivered")
+    grant = grant_again(run_dir, group_id)
     row = fetch_record(run_dir, "rows", "group_id = ? AND slot = 0 ORDER BY epoch DESC", group_id)
-    row_id = f"{group_id}.0.{lease['epoch']}"
-    body = payload(run_dir, row) | {"row_id": row_id, "epoch": lease["epoch"]}
+    row_id = f"{group_id}.0.{grant['epoch']}"
+    body = payload(run_dir, row) | {"row_id": row_id, "epoch": grant["epoch"]}
     insert(run_dir, "rows", store(run_dir, row | {"row_id": row_id, "epoch": body["epoch"]}, body))
     return f"{group_id}.0"
 
 
 def end_slot_twice(run_dir: Path) -> str:
     (group_id,) = one(run_dir, SEALED)
-    next_lease(run_dir, group_id, "delivered")
+    end_lease(run_dir, grant_again(run_dir, group_id), "released")
     return f"{group_id}.0"
 
 
 def leave_lease_running(run_dir: Path) -> str:
     """A dropped group with a slot that is still leased."""
     (group_id,) = one(run_dir, "SELECT group_id FROM groups WHERE state = 'dropped'")
-    change(run_dir, "DELETE FROM leases WHERE group_id = ? AND slot = 3", group_id)
     change(run_dir, "DELETE FROM rows WHERE group_id = ? AND slot = 3", group_id)
     forget_acknowledgement(run_dir, f"{group_id}.3.1")
     return group_id
@@ -83,13 +82,9 @@ def grant_a_lease_twice(run_dir: Path) -> str:
 def close_without_a_slot(run_dir: Path) -> str:
     """A group closed with an expired slot, although its run requires every member."""
     (group_id,) = one(run_dir, ADMITTED_GROUPS)
-    lease = fetch_record(run_dir, "leases", "group_id = ? AND ended = 'delivered'", group_id)
-    row_id = f"{group_id}.{lease['slot']}.{lease['epoch']}"
-    change(
-        run_dir,
-        "UPDATE leases SET ended = 'expired' WHERE group_id = ? AND slot = ? AND epoch = ?",
-        *(lease[name] for name in ("group_id", "slot", "epoch")),
-    )
+    grant = last_grant(run_dir, group_id, 0)
+    row_id = f"{group_id}.0.{grant['epoch']}"
+    end_lease(run_dir, grant, "expired")
     change(run_dir, "DELETE FROM rows WHERE row_id = ?", row_id)
     forget_acknowledgement(run_dir, row_id)
     return group_id

@@ -24,7 +24,10 @@ ADMITTED_GROUPS = (
 )
 """Complete groups in no batch: corrupting one affects nothing else."""
 
-LEASE_IS_RUNNING = "(group_id, slot, epoch) NOT IN (SELECT group_id, slot, epoch FROM leases)"
+LEASE_IS_RUNNING = (
+    "(group_id, slot, epoch) NOT IN (SELECT group_id, slot, epoch FROM leases "
+    "UNION SELECT group_id, slot, epoch FROM rows)"
+)
 """Grants of one slot each whose lease has not ended."""
 
 
@@ -90,6 +93,19 @@ def running_lease(run_dir: Path) -> Record:
     """A grant of one slot that has not ended."""
     split_grants(run_dir)
     return fetch_record(run_dir, "grants", LEASE_IS_RUNNING)
+
+
+def last_grant(run_dir: Path, group_id: str, slot: int) -> Record:
+    """The newest grant of this slot alone."""
+    split_grants(run_dir)
+    where = "group_id = ? AND slot = ? ORDER BY epoch DESC"
+    return fetch_record(run_dir, "grants", where, group_id, slot)
+
+
+def end_lease(run_dir: Path, grant: Record, ended: str) -> None:
+    """The lease ended without a result."""
+    lease = {name: value for name, value in grant.items() if name != "num_slots"}
+    insert(run_dir, "leases", lease | {"ended": ended, "ended_at": 0.0, "detail": ""})
 
 
 def forget_acknowledgement(run_dir: Path, row_id: str) -> None:

@@ -33,9 +33,11 @@ def test_the_bare_server_is_short_and_knows_nothing_of_penstock() -> None:
     assert not [name for name in imported if name.split(".")[0] in ("penstock", "benchmarks")]
 
 
-def test_tokens_are_counted_as_each_side_writes_them() -> None:
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_tokens_are_counted_as_each_side_writes_them(is_packed: bool) -> None:
     ours = TimedAnswer(0.1, 0.2, b'{"usage":{"prompt_tokens":7,"completion_tokens":12}}')
-    engines = TimedAnswer(0.1, 0.2, gateway_upstream.choice(12, False, 0, 0, 12, "v"))
+    body = gateway_upstream.choice(12, False, 0, 0, 12, "v", is_packed)
+    engines = TimedAnswer(0.1, 0.2, body)
     assert ours.num_tokens == engines.num_tokens == 12
     window = Window(seconds=2.0, cpu_s=0.0, calls=[ours, engines])
     assert (window.calls_per_s, window.tokens_per_s) == (1.0, 12.0)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec import structs
 from tests.unit.trainer.doubles import POLICY, VOCAB_SIZE, Sealed, credited, make_turn, seal
 
 from penstock.errors import StoreError
@@ -96,7 +97,9 @@ def test_a_rank_trains_its_own_rows_with_the_credit_of_all() -> None:
 def _named(sealed: Sealed) -> Manifest:
     """The batch as sealed after a stage elsewhere has written a column for every row."""
     [group] = sealed.manifest.groups
-    named = tuple(replace(row, columns={"reference_logprobs": "digest"}) for row in group.rows)
+    named = tuple(
+        structs.replace(row, columns={"reference_logprobs": "digest"}) for row in group.rows
+    )
     return replace(sealed.manifest, groups=(replace(group, rows=named),))
 
 
@@ -138,7 +141,7 @@ def test_where_some_rows_have_one_number_the_column_is_by_token_and_those_are_le
     sealed = seal([[(make_turn([3, 4], [5, 6]), 0.0), (make_turn([3], [7]), 1.0)]])
     manifest = _named(sealed)
     [group] = manifest.groups
-    number = replace(group.rows[0], columns={}, values={"reference_logprobs": 0.0})
+    number = structs.replace(group.rows[0], columns={}, values={"reference_logprobs": 0.0})
     manifest = replace(manifest, groups=(replace(group, rows=(number, group.rows[1])),))
     good = replace(sealed.rows[1], columns={"reference_logprobs": np.float32(-3.0).tobytes()})
     elsewhere = replace(sealed.rows[1], payload=None)

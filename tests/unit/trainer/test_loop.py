@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file
 from tests.unit.trainer.doubles import (
     POLICY,
@@ -167,7 +168,8 @@ def _played_by(sealed: Sealed, role: str) -> Sealed:
         replace(
             group,
             rows=tuple(
-                replace(row, roles={POLICY: {role: row.sampled[POLICY]}}) for row in group.rows
+                structs.replace(row, roles={POLICY: {role: row.sampled[POLICY]}})
+                for row in group.rows
             ),
         )
         for group in sealed.manifest.groups

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from tests.unit.trainer.doubles import (
     POLICY,
     VOCAB_SIZE,
@@ -86,7 +87,7 @@ def test_instalments_joined_are_the_batch() -> None:
         replace(
             group,
             rows=tuple(
-                replace(
+                structs.replace(
                     row,
                     roles={POLICY: {role: row.sampled[POLICY]}},
                     values={"x": float(n)} | ({"reward.critic": 0.5} if role == "critic" else {}),

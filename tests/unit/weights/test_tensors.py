@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import io
 import struct
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from tests.unit.weights.snapshot_folders import TENSORS, safetensors_bytes, weig
 
 from penstock.errors import WeightsError
 from penstock.weights import tensors
-from penstock.weights.tensors import MAX_HEADER_BYTES, scan
+from penstock.weights.manifest import FileEntry
+from penstock.weights.pulling.partial import verify
+from penstock.weights.tensors import MAX_HEADER_BYTES, has_content, scan
 
 
 def scan_bytes(data: bytes, name: str = "model.safetensors") -> tensors.Scan:
@@ -140,3 +144,45 @@ def test_the_layout_is_the_one_that_safetensors_writes(
     data = save(content, {"format": "pt"})
     assert data.startswith(made.head) and len(data) == made.num_bytes
     assert made == tensors.read_layout(io.BytesIO(data), "model.safetensors")
+
+
+WHOLE = {"a": torch.arange(40.0), "b": torch.ones(2, 3, dtype=torch.bfloat16), "c": torch.empty(0)}
+
+
+def test_digests_of_tensors_leave_no_byte_of_their_file_open(tmp_path: Path) -> None:
+    data = save(WHOLE, {"format": "pt"})
+    found = scan_bytes(data).tensors
+    path = tmp_path / "one"
+
+    def is_content(content: bytes) -> bool:
+        path.write_bytes(content)
+        with path.open("rb") as file:
+            return has_content(file, found)
+
+    assert is_content(data)
+    for at in range(len(data)):
+        assert not is_content(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]), at
+    assert not is_content(data[:-1]) and not is_content(data + b"x") and not is_content(b"")
+    assert not is_content(save(WHOLE, {"format": "np"}))
+
+
+def test_a_file_that_its_tensors_determine_is_hashed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def counting(num_bytes: int) -> blake3:
+        sizes.append(num_bytes)
+        return blake3()
+
+    data = save(WHOLE, {"format": "pt"})
+    found = scan_bytes(data)
+    path = tmp_path / "one"
+    path.write_bytes(data)
+    monkeypatch.setattr(tensors, "new_hash", counting)
+    file = FileEntry(name="model.safetensors", blob=found.blob, bytes=len(data))
+    proven = verify(path, file, found.tensors)
+    assert proven == replace(found, mtime_ns=path.stat().st_mtime_ns)
+    assert sum(sizes) == sum(tensor.nbytes for tensor in WHOLE.values())
+    sizes.clear()
+    assert verify(path, file) == found and sum(sizes) > len(data)  # with the head, and twice

@@ -21,26 +21,26 @@ from penstock.weights.publish import StoredVersion, put_snapshot
 from penstock.weights.serving.origin import Origin
 from penstock.weights.serving.server import build
 from penstock.weights.store import DirectoryStore
-from penstock.weights.update import Update, pack_manifest
+from penstock.weights.update import SERVER_KEPT_S, Update, pack_manifest
 from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.client import AsyncServiceClient, connect
 from penstock.wire.codec import MSGPACK, encode
-from penstock.wire.serving import server
+from penstock.wire.serving import Tls, server
 
 POLICY = PolicyName("policy")
 Tamper = Callable[[Request, bytes], Awaitable[bytes]]
 
 
 @asynccontextmanager
-async def listening(app: Starlette) -> AsyncGenerator[str]:
-    weight_server = server(app, "127.0.0.1", 0)
+async def listening(app: Starlette, tls: Tls | None = None) -> AsyncGenerator[str]:
+    weight_server = server(app, "127.0.0.1", 0, tls, idle_s=SERVER_KEPT_S)
     task = asyncio.create_task(weight_server.serve())
     while not weight_server.started:
         assert not task.done(), "the server ended before it listened"
         await asyncio.sleep(0.005)
     host, port = weight_server.servers[0].sockets[0].getsockname()
     try:
-        yield f"http://{host}:{port}"
+        yield f"{'http' if tls is None else 'https'}://{host}:{port}"
     finally:
         weight_server.should_exit = True
         await task

@@ -34,8 +34,9 @@ ATTEMPTS = "attempts"
 OVERDUE = "overdue"
 MAX_ERROR = 2_000
 MIN_CHECK_S = 0.5
-PAGES_PER_TICK = 4
-"""Limits the work on an overdue backlog per tick, to keep the event loop responsive."""
+PAGES_PER_TICK = 8
+"""Of all readers, which take turns: limits the work on a backlog per tick, to keep the event loop
+responsive."""
 
 Status = tuple[DeliveryStatus, str]
 """The status, and an explanation for people."""
@@ -50,6 +51,7 @@ class Readers:
         self._journal = journal
         self._stall_s = 0.0
         """Pause of the service that the next tick will add to leases and deadlines."""
+        self._num_ticks = 0
 
     # --- declaring ----------------------------------------------------------------------------
 
@@ -249,14 +251,17 @@ class Readers:
         if self._stall_s:
             self._row_window.extend_for_stall(self._stall_s, now)
             self._stall_s = 0.0
-        for reader in [*self._row_window.readers.values()]:
+        readers, max_pages = [*self._row_window.readers.values()], PAGES_PER_TICK
+        self._num_ticks += 1
+        first = self._num_ticks % max(1, len(readers))
+        for reader in readers[first:] + readers[:first]:
             for row_lease in reversed([*reader.leased.values()]):  # so the oldest is next
                 if row_lease.holder is not None and row_lease.holder.expires_at < now:
                     error = f"worker {row_lease.holder.worker} did not renew its lease"
                     self._fail_attempt(reader, row_lease, error, now)
-            for _ in range(PAGES_PER_TICK):
-                self._row_window.refill(reader, now)
-                if not self._expire(reader, now):
+            while True:
+                max_pages -= self._row_window.refill(reader, now, max_pages=max_pages)
+                if not self._expire(reader, now) or max_pages <= 0:
                     break
             self._row_window.save_cursor(reader)
 

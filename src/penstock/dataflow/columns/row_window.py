@@ -10,7 +10,7 @@ nothing about workers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 from penstock.dataflow.column_records import ColumnRecord, RowLeaseRecord
 from penstock.dataflow.columns.cells import Cell, failed_cell, number_cell
@@ -31,7 +31,11 @@ from penstock.types import RowId
 
 MAX_WINDOW_ROWS = 65_536
 """Unfinished rows of one reader kept in memory; the rest stay on disk."""
+SHARED_WINDOWS = 8
+"""Full windows that all readers together have which are no stages of the run file."""
 PAGE_ROWS = 512
+PAGES_PER_CALL = 4
+"""Rows that wait for a column may fill a window with nothing that is ready: it takes many calls."""
 REFILL_BELOW = 128
 """Load the next page when fewer rows than this are ready."""
 MAX_STALLS = 64
@@ -42,8 +46,15 @@ INPUT_FAILED = "input"
 
 class RowWindow:
     def __init__(
-        self, columns: Columns, tables: Tables, journal: Journal, *, window: int = MAX_WINDOW_ROWS
+        self,
+        columns: Columns,
+        tables: Tables,
+        journal: Journal,
+        *,
+        stages: Collection[str] = (),
+        window: int = MAX_WINDOW_ROWS,
     ) -> None:
+        """stages: of the run file, by name."""
         self.readers: dict[str, Reader] = {}
         self.columns = columns
         self.last_arrival = 0
@@ -51,6 +62,7 @@ class RowWindow:
         """Rows up to this arrival are on disk; set after a flush."""
         self._tables = tables
         self._journal = journal
+        self._stages = stages
         self._window = window
         self._newest: dict[str, int] = {}
         self._stalls: deque[tuple[float, float]] = deque(maxlen=MAX_STALLS)
@@ -80,12 +92,15 @@ class RowWindow:
         their records, in order of arrival."""
         before = self._newest.get(space, 0)
         self._newest[space] = first + len(row_ids) - 1
+        readers = self.of(space)
+        if not readers:
+            return
         initial_columns = frozenset(columns)
-        for reader in self.of(space):
+        for reader in readers:
             if reader.loaded_through < before:
                 continue
             for arrival, row_id in enumerate(row_ids, first):
-                if len(reader.window) >= self._window:
+                if not self._has_room(reader):
                     break
                 reader.loaded_through = arrival
                 row = StoredRow(
@@ -189,16 +204,29 @@ class RowWindow:
     def may_have_rows(self, reader: Reader) -> bool:
         """Whether a row may be ready for it, in its window or on disk."""
         is_behind = reader.loaded_through < self._newest.get(reader.terms.space, 0)
-        return bool(reader.waiting) or (is_behind and len(reader.window) < self._window)
+        return bool(reader.waiting) or (is_behind and self._has_room(reader))
 
-    def refill(self, reader: Reader, now: float, upto: int = 0) -> None:
-        """Load rows from disk until enough are ready, and at least up to arrival `upto`."""
-        newest = self._newest.get(reader.terms.space, 0)
-        while reader.loaded_through < newest and len(reader.window) < self._window:
-            if len(reader.waiting) >= REFILL_BELOW and reader.loaded_through >= upto:
-                return
+    def _has_room(self, reader: Reader) -> bool:
+        room = self._window
+        if reader.terms.name not in self._stages:
+            shared = SHARED_WINDOWS * self._window // len(self.readers)
+            room = min(room, max(PAGE_ROWS, shared))
+        return len(reader.window) < room
+
+    def refill(
+        self, reader: Reader, now: float, *, upto: int = 0, max_pages: int = PAGES_PER_CALL
+    ) -> int:
+        """Load rows from disk until enough are ready, and at least up to arrival `upto`; beyond
+        it, no more than `max_pages`. Returns the number of pages."""
+        newest, num_pages = self._newest.get(reader.terms.space, 0), 0
+        while reader.loaded_through < newest and self._has_room(reader):
+            has_enough = len(reader.waiting) >= REFILL_BELOW or num_pages >= max_pages
+            if has_enough and reader.loaded_through >= upto:
+                break
+            num_pages += 1
             if not self._load_page(reader, now):
-                return
+                break
+        return num_pages
 
     def _load_page(self, reader: Reader, now: float) -> bool:
         """Load one page; returns False if it was the last one on disk."""
@@ -284,7 +312,7 @@ class RowWindow:
             reader.grace_until = now + 2 * reader.terms.ttl_s
             upto = saved.held.get(name, 0)
             if upto > reader.loaded_through:
-                self.refill(reader, now, upto)
+                self.refill(reader, now, upto=upto)
 
 
 def _deadline_start(reader: Reader, row: StoredRow, columns: Mapping[str, ColumnRecord]) -> float:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 
 from penstock.bounds import MAX_SHOWN_ROLES, OTHER_ROLES
 from penstock.dataflow.records import FateRecord
@@ -18,6 +19,13 @@ VisibleRoles = Collection[tuple[PolicyName, str]] | None
 """The (policy, role) pairs whose turns a trainer sees; None: all of its policy."""
 
 
+def trained_rows(
+    policy: PolicyName, members: Sequence[RowSummary], visible_roles: VisibleRoles
+) -> list[RowSummary]:
+    """Those that the policy's trainer sees tokens of."""
+    return [row for row in members if row.tokens_for(policy, visible_roles) > 0]
+
+
 def with_rows(
     group: FateRecord,
     members: Sequence[RowSummary],
@@ -25,11 +33,10 @@ def with_rows(
 ) -> FateRecord:
     """The group with the members that the policy's trainer sees."""
     policy = group.consumer
-    tokens = [row.tokens_for(policy, visible_roles) for row in members]
-    rows = [row for row, count in zip(members, tokens, strict=True) if count > 0]
+    rows = trained_rows(policy, members, visible_roles)
     return replace(
         group,
-        tokens=sum(tokens),
+        tokens=sum([row.tokens_for(policy, visible_roles) for row in rows]),
         rewards=tuple(
             row.reward_for(policy, visible_roles) for row in rows if row.reward is not None
         ),
@@ -52,12 +59,27 @@ class ClosedGroup:
     role_rewards: Mapping[str, Sequence[float]]
 
     @classmethod
-    def of(cls, group: FateRecord, visible_roles: VisibleRoles) -> ClosedGroup:
-        rows, by_role = group.rows, dict[str, list[float]]()
+    def of(
+        cls,
+        group: FateRecord,
+        visible_roles: VisibleRoles,
+        members: Sequence[RowSummary] | None = None,
+    ) -> ClosedGroup:
+        """members: rows that the group was made of; None: read them from it."""
+        rows = (
+            group.rows
+            if members is None
+            else tuple(trained_rows(group.consumer, members, visible_roles))
+        )
+        by_role: dict[str, list[float]] = {}
         for row in rows:
-            if row.reward is not None:
-                for role, reward in row.role_rewards(group.consumer, visible_roles).items():
-                    by_role.setdefault(role, []).append(reward)
+            if row.reward is None:
+                continue
+            if visible_roles is None and not row.roles and not row.values:  # most rows
+                by_role.setdefault("", []).append(row.reward)
+                continue
+            for role, reward in row.role_rewards(group.consumer, visible_roles).items():
+                by_role.setdefault(role, []).append(reward)
         return cls(
             group_id=group.group_id,
             task_key=group.task_key,
@@ -95,6 +117,12 @@ class PartCounts:
         for role in group.role_rewards:
             self._part(group.source, role).groups += 1
         for row in group.rows:
+            if visible_roles is None and not row.roles and not row.values:  # most rows
+                part = self._part(group.source, "")
+                part.rows += 1
+                part.tokens += row.sampled[group.policy]
+                part.reward_sum += row.score
+                continue
             for pair, tokens in row.parts:
                 if pair[0] == group.policy if visible_roles is None else pair in visible_roles:
                     part = self._part(group.source, pair[1])
@@ -114,4 +142,7 @@ class PartCounts:
         key = (source, role)
         if key not in self.counts and len(self.counts) >= MAX_SHOWN_ROLES:
             key = (source, OTHER_ROLES)
-        return self.counts.setdefault(key, PartCount())
+        found = self.counts.get(key)
+        if found is None:
+            found = self.counts[key] = PartCount()
+        return found

@@ -10,8 +10,10 @@ delays no other policy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from msgspec import structs
 
 from penstock.dataflow.core.groups import ClosingPolicy
 from penstock.dataflow.core.ids import is_evaluation
@@ -220,4 +222,4 @@ def _with_columns(row: RowSummary, columns: Iterable[ColumnCompleted]) -> RowSum
             values[column.name] = column.value
         else:
             digests[column.name] = column.digest
-    return replace(row, reward=reward, columns=digests, values=values)
+    return structs.replace(row, reward=reward, columns=digests, values=values)

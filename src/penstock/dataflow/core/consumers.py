@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
+
+from msgspec.structs import replace
 
 from penstock.dataflow.core import pacing
 from penstock.dataflow.core.closed_groups import ClosedGroup, PartCounts, VisibleRoles, with_rows
@@ -380,10 +382,16 @@ class Consumer:
         ):
             self.drop(group, DropReason.OUTPACED, "pacing", now)
         else:
-            self._apply_rules(group, visible_roles, now)
+            self._apply_rules(group, ended.rows, visible_roles, now)
 
-    def _apply_rules(self, group: FateRecord, visible_roles: VisibleRoles, now: float) -> None:
-        rules, closed = self._deps.rules, ClosedGroup.of(group, visible_roles)
+    def _apply_rules(
+        self,
+        group: FateRecord,
+        members: Sequence[RowSummary],
+        visible_roles: VisibleRoles,
+        now: float,
+    ) -> None:
+        rules, closed = self._deps.rules, ClosedGroup.of(group, visible_roles, members)
         self.parts.add(closed, visible_roles)
         rule, reason = rules.judge(closed, now)
         rules.learn(closed, reason, now)

@@ -9,7 +9,7 @@ to its journal. Each policy's groups belong to its Consumer; `sealing.py` seals 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import msgspec
@@ -19,6 +19,7 @@ from penstock.dataflow.core.evaluations import Evaluations, EvaluationSpec
 from penstock.dataflow.core.failure_limit import FailureLimit
 from penstock.dataflow.core.ids import is_evaluation, issue_number, partition_of
 from penstock.dataflow.core.messages import (
+    Committed,
     DropGroup,
     GroupEnded,
     GroupsFreed,
@@ -35,6 +36,7 @@ from penstock.dataflow.core.spot_checks import SpotChecks
 from penstock.dataflow.core.task_supply import TaskSupply
 from penstock.dataflow.core.versions import Lineage
 from penstock.dataflow.records import (
+    CommitRecord,
     FreedRecord,
     GroupRecord,
     GroupState,
@@ -180,6 +182,10 @@ class Coordinator:
     def broadcast(self, message: ToPartition) -> None:
         for index in self.partition_states:
             self.send_to(index, message)
+
+    def committed(self, record: CommitRecord) -> None:
+        """Tell all partitions; the figures of the step stay here."""
+        self.broadcast(Committed(record=replace(record, stats="{}")))
 
     def declare_lost(self, index: int, now: float) -> None:
         """The partition is lost: end its open groups and ignore its messages from now on."""

@@ -23,7 +23,6 @@ from penstock.dataflow.records import (
     GrantRecord,
     Journal,
     LeaseEnd,
-    LeaseRecord,
     NodeRecord,
     quarantine_record,
     row_id,
@@ -211,7 +210,9 @@ class NodeRegistry:
         cancelled says nothing, nor do evaluations, which have other tasks."""
         if is_evaluation(grant.group_id):
             return
-        paused_s = 0.0 if node.is_untrusted else node.paused_s(grant.granted_at, now)
+        paused_s = 0.0
+        if (node.pauses or node.paused_since is not None) and not node.is_untrusted:
+            paused_s = node.paused_s(grant.granted_at, now)
         took_s = max(0.0, now - grant.granted_at - paused_s)
         known = node.mean_attempt_s
         node.mean_attempt_s = took_s if not known else known + ATTEMPT_WEIGHT * (took_s - known)
@@ -252,22 +253,22 @@ class NodeRegistry:
         if node.is_untrusted:
             self._untrusted_leases[grant.group_id] += num_slots
 
-    def end_lease(self, lease: LeaseRecord) -> None:
-        node = self.nodes.get(lease.node_id)
-        if node is not None and lease.ended in (LeaseEnd.CANCELLED, LeaseEnd.TRUNCATED):
-            node.revoked.append(row_id(lease.group_id, lease.slot, lease.epoch))
-        held = None if node is None else node.granted.get(lease.request_id)
+    def end_lease(self, grant: GrantRecord, slot: int, end: LeaseEnd) -> None:
+        node = self.nodes.get(grant.node_id)
+        if node is not None and end in (LeaseEnd.CANCELLED, LeaseEnd.TRUNCATED):
+            node.revoked.append(row_id(grant.group_id, slot, grant.epoch))
+        held = None if node is None else node.granted.get(grant.request_id)
         if node is None or held is None:
             return
         node.num_leases -= 1
-        node.num_evaluations -= is_evaluation(lease.group_id)
+        node.num_evaluations -= is_evaluation(grant.group_id)
         held.num_running -= 1
         if node.is_untrusted:
-            self._untrusted_leases[lease.group_id] -= 1
-            if not self._untrusted_leases[lease.group_id]:
-                del self._untrusted_leases[lease.group_id]
+            self._untrusted_leases[grant.group_id] -= 1
+            if not self._untrusted_leases[grant.group_id]:
+                del self._untrusted_leases[grant.group_id]
         if not held.num_running:
-            del node.granted[lease.request_id]
+            del node.granted[grant.request_id]
 
     def revoked(self, node_id: NodeId) -> tuple[RowId, ...]:
         """Leases that ended without the node, reported once. If that report is lost, the node's

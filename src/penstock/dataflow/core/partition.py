@@ -608,10 +608,9 @@ class Partition:
         self, group: OpenGroup, index: int, slot: Slot, end: LeaseEnd, now: float, why: str = ""
     ) -> None:
         assert slot.grant is not None, "a lease ends once"
-        lease = slot.grant.lease(index, end, now, _abbreviate(why))
-        self._journal(lease)
+        self._journal(slot.grant.lease(index, end, now, _abbreviate(why)))
+        self.node_registry.end_lease(slot.grant, index, end)
         slot.grant = None
-        self.node_registry.end_lease(lease)
 
     def _requeue(self, group: OpenGroup, index: int, slot: Slot, now: float) -> None:
         slot.move(SlotState.WAITING)
@@ -651,7 +650,9 @@ class Partition:
             if outcome.has_reward:
                 self.node_registry.finished(node, slot.grant, now)
         if outcome.has_reward:
-            self._end_lease(group, row.slot, slot, LeaseEnd.DELIVERED, now)
+            # No record: the row says how the lease ended.
+            self.node_registry.end_lease(slot.grant, row.slot, LeaseEnd.DELIVERED)
+            slot.grant = None
             slot.move(SlotState.DONE)
             slot.row = row.summary
             self._close_if_terminal(group, now)
@@ -690,16 +691,18 @@ class Partition:
         self._journal(replace(group.record, state=state, reason=reason or "", ended_at=now))
         del self.groups[group.record.group_id]
         self._evaluations.pop(group.record.group_id, None)
+        rows = group.rows
+        is_whole = len(rows) == group.record.num_slots  # no slot was given up
         self._send(
             GroupEnded(
                 group_id=group.record.group_id,
                 policies=(),
-                rows=group.rows,
+                rows=rows,
                 dropped=reason,
-                num_failed=sum(slot.attempt for slot in group.known_slots.values()),
-                cause=group.last_cause,
-                is_excused=group.is_excused,
-                failures=group.failures if group.is_evaluation else {},
+                num_failed=sum([slot.attempt for slot in group.known_slots.values()]),
+                cause="" if is_whole else group.last_cause,
+                is_excused=not is_whole and group.is_excused,
+                failures={} if is_whole or not group.is_evaluation else group.failures,
             )
         )
 
@@ -716,21 +719,22 @@ class Partition:
         quarantined: Iterable[str],
         now: float,
     ) -> None:
-        """Rebuild open groups and give every live lease a full ttl. `leases` are the ended ones, in
-        order of epoch."""
+        """Rebuild open groups and give every live lease a full ttl. `leases` are those that ended
+        without a result, in order of epoch."""
         self.node_registry.restore(nodes, quarantined, now)
         opened = [self._open(g, now) for g in sorted(groups, key=lambda record: record.issue)]
-        ended = {(lease.group_id, lease.slot, lease.epoch): lease for lease in leases}
-        for lease in ended.values():
+        results = [row for row in rows if row.is_result]
+        ended = {(row.group_id, row.slot, row.epoch) for row in results}
+        for lease in leases:
+            ended.add((lease.group_id, lease.slot, lease.epoch))
             self._restore_ended(lease)
         for grant in grants:
             group_id, epoch = grant.group_id, grant.epoch
             running = [slot for slot in grant.slots if (group_id, slot, epoch) not in ended]
             self._restore_running(grant, running, now)
-        for row in rows:
-            if Outcome(kind=row.summary.outcome).has_reward:
-                slot = self.groups[row.group_id].slot(row.slot)
-                slot.state, slot.row = SlotState.DONE, row.summary
+        for row in results:
+            slot = self.groups[row.group_id].slot(row.slot)
+            slot.state, slot.epoch, slot.row = SlotState.DONE, row.epoch, row.summary
         for letter in dead:
             self.groups[letter.group_id].slot(letter.slot).state = SlotState.DEAD
         for group in opened:

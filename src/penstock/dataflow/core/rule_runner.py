@@ -98,6 +98,7 @@ class RuleRunner:
         for rule in bound:
             self._at.setdefault((rule.terms.policy, rule.terms.hook), []).append(rule)
         self._all = bound
+        self._learners = [rule for rule in bound if hasattr(rule.rule, "learn")]
         self._journal = journal
         self._num_decisions = num_decisions
         self.errors: dict[str, str] = {}
@@ -147,13 +148,12 @@ class RuleRunner:
         return name, None
 
     def learn(self, group: JudgedGroup, verdict: DropReason | None, now: float) -> None:
-        for rule in self._all:
-            learn = getattr(rule.rule, "learn", None)
-            if learn is None or rule.terms.policy not in (None, group.policy):
+        for rule in self._learners:
+            if rule.terms.policy not in (None, group.policy):
                 continue
 
-            def ask(learn: Any = learn) -> None:
-                learn(group, verdict)
+            def ask(rule: _BoundRule = rule) -> None:
+                rule.rule.learn(group, verdict)
 
             self._call_rule(rule, group.group_id, now, ask, None)
 

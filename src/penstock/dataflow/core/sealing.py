@@ -9,9 +9,9 @@ them is a commit point by itself: no group leaves it, and none enters it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from blake3 import blake3
+from msgspec.structs import replace
 
 from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.coordinator import Coordinator

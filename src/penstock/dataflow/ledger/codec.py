@@ -34,7 +34,7 @@ import msgspec
 from penstock.dataflow.column_records import ItemRecord
 from penstock.dataflow.records import RECORDS, Record
 from penstock.errors import StoreError
-from penstock.types import RowId
+from penstock.types import RowId, RowSummary
 
 R = TypeVar("R")
 TYPES = {str: "TEXT", int: "BIGINT", float: "FLOAT", bytes: "BLOB", bool: "BOOLEAN"}
@@ -113,6 +113,10 @@ class Column:
         return get_origin(self.hint) in (Mapping, tuple)
 
     @property
+    def empty_json(self) -> str:
+        return "{}" if get_origin(self.hint) is Mapping else "[]"
+
+    @property
     def is_free_text(self) -> bool:
         """Text of any origin; an enum or JSON has none that a database cannot store."""
         return self.type is str and not self.is_json and not _is_enum(self.hint)
@@ -137,8 +141,9 @@ def quoted(names: Iterable[str]) -> str:
 def _fields(kind: type[Any], prefix: str = "") -> list[Column]:
     hints = get_type_hints(kind)
     return [
-        Column(name=field.name, path=prefix + field.name, hint=hints[field.name])
-        for field in dataclasses.fields(kind)
+        Column(name=name, path=prefix + name, hint=hint)
+        for name, hint in hints.items()
+        if get_origin(hint) is not ClassVar
     ]
 
 
@@ -149,8 +154,8 @@ class Codec(Generic[R]):
         columns: list[Column] = []
         self._nested: list[tuple[str, type[Any], list[str]]] = []
         for field in _fields(kind):
-            if dataclasses.is_dataclass(field.hint):
-                nested = cast(type[Any], field.hint)
+            if field.hint is RowSummary:
+                nested: type[Any] = field.hint
                 inner = _fields(nested, f"{field.name}.")
                 self._nested.append((field.name, nested, [column.name for column in inner]))
                 columns += inner
@@ -159,7 +164,7 @@ class Codec(Generic[R]):
         self._kind = cast(type[Record], kind)
         self._names = [column.name for column in columns]
         self._values = attrgetter(*(column.path for column in columns))
-        self._jsons = [i for i, column in enumerate(columns) if column.is_json]
+        self._jsons = [(i, column.empty_json) for i, column in enumerate(columns) if column.is_json]
         self._texts = [i for i, column in enumerate(columns) if column.is_free_text]
         self._bools = [i for i, column in enumerate(columns) if column.hint is bool]
         self._decoders = [(i, c.decoder) for i, c in enumerate(columns) if c.decoder is not None]
@@ -193,13 +198,17 @@ class Codec(Generic[R]):
 
     def _with_json(self, row: Sequence[Any]) -> Sequence[Any]:
         encoded = [*row]
-        for index in self._jsons:
-            encoded[index] = msgspec.json.encode(encoded[index]).decode()
+        for index, empty in self._jsons:
+            value = encoded[index]
+            encoded[index] = msgspec.json.encode(value).decode() if value else empty
         return encoded
 
     def _with_storable_text(self, row: Sequence[Any]) -> Sequence[Any]:
         """PostgreSQL refuses a NUL, and no database stores half a surrogate pair: each becomes
         U+FFFD. Ids with a NUL are refused before; errors may quote what a model wrote."""
+        all_text = "".join([row[index] or "" for index in self._texts])
+        if all_text.isascii() and "\0" not in all_text:
+            return row
         for index in self._texts:
             text = row[index] or ""
             if not text.isascii():

@@ -24,7 +24,9 @@ from penstock.dataflow.records import (
     FateRecord,
     GrantRecord,
     GroupRecord,
+    LeaseEnd,
     LeaseRecord,
+    RowRecord,
 )
 from penstock.errors import StoreError
 from penstock.types import GroupId, PolicyName
@@ -55,11 +57,19 @@ class RecordedRun:
         return sorted(found.values(), key=lambda group: group.issue)
 
     def leases(self, group: GroupRecord) -> list[LeaseRecord]:
-        """Leases of all its slots, running ones included."""
+        """Leases of all its slots: running ones, those with a result, and those that ended without
+        one."""
         tables = self.at(group.partition)
         grants = tables.read(GrantRecord, "group_id = :id", id=group.group_id)
         ended = tables.read(LeaseRecord, "group_id = :id", id=group.group_id)
-        found = {(grant.epoch, slot): grant.lease(slot) for grant in grants for slot in grant.slots}
+        rows = tables.read(RowRecord, "group_id = :id", id=group.group_id)
+        results = {(row.epoch, row.slot): row.delivered_at for row in rows if row.is_result}
+        found: dict[tuple[int, int], LeaseRecord] = {}
+        for grant in grants:
+            for slot in grant.slots:
+                key = (grant.epoch, slot)
+                end = LeaseEnd.DELIVERED if key in results else ""
+                found[key] = grant.lease(slot, end, results.get(key, 0.0))
         found |= {(lease.epoch, lease.slot): lease for lease in ended}
         return [found[key] for key in sorted(found)]
 

@@ -259,7 +259,7 @@ def _transactions(group: list[_PendingWrite]) -> list[list[Record | Deletion]]:
     transactions: list[list[Record | Deletion]] = [[]]
     for write in group:
         transactions[-1] += write.records
-        if any(type(record) is Deletion for record in write.records):
+        if Deletion in map(type, write.records):
             transactions.append([])
     return [records for records in transactions if records]
 

@@ -52,7 +52,9 @@ class Tables:
                 deletions.append(record)
                 continue
             kind = type(record)
-            newest.setdefault(kind, {})[codec(kind).key(record)] = record
+            if kind not in newest:
+                newest[kind] = {}
+            newest[kind][codec(kind).key(record)] = record
         with self._database.begin():
             for kind, by_key in newest.items():
                 self._database.write(kind, codec(kind).encode(by_key.values()))

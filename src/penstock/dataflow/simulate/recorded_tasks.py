@@ -8,9 +8,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import structs
 
 from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.core.task_supply import TaskSupply
@@ -145,7 +146,7 @@ def _summary(row: RowRecord, rewards: Mapping[RowId, ColumnRecord]) -> RowSummar
     column = rewards.get(row.row_id)
     if row.summary.reward is not None or column is None:
         return row.summary
-    return replace(row.summary, reward=column.value)
+    return structs.replace(row.summary, reward=column.value)
 
 
 def _reward_columns(recorded: RecordedRun) -> dict[RowId, ColumnRecord]:

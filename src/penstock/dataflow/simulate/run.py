@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.manifests import ManifestCache
@@ -258,7 +260,7 @@ class _Simulation:
             recorded = self._tasks.number_at(policy, self._now - running.delay_s)
             shifted = {max(0, lineage.number - max(0, recorded - number)) for _, number in pairs}
             versions[policy] = tuple((lineage.incarnation, number) for number in sorted(shifted))
-        return replace(row, versions=versions)
+        return structs.replace(row, versions=versions)
 
     # --- simulated trainers -------------------------------------------------------------------
 

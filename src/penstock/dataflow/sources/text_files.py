@@ -157,14 +157,15 @@ class CsvFile(_TextFile):
             return ["not valid"]  # `row` says why
 
     def _check_header(self, header: list[str]) -> tuple[str, ...]:
-        place = f"{self._path}:1"
+        place, earlier = f"{self._path}:1", set[str]()
         for number, name in enumerate(header, 1):
             if not name.strip():
                 text = f"column {number} of the header has no name; give it one"
                 raise BadRow(place, BadRowKind.MISSING_COLUMN, text)
-            if name in header[: number - 1]:
+            if name in earlier:
                 text = f"the header has the column {quoted(name)} twice; rename one of them"
                 raise BadRow(place, BadRowKind.DUPLICATE_COLUMN, text)
+            earlier.add(name)
         if not header:
             raise ConfigError(f"{self._path} is empty; write a header and one task per row")
         return tuple(header)

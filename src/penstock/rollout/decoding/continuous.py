@@ -82,6 +82,10 @@ class ContinuousEngine:
         return self._lane.paused_s
 
     async def __call__(self, request: GenerationRequest) -> Completion:
+        return await self.start(request)
+
+    def start(self, request: GenerationRequest) -> asyncio.Future[Completion]:
+        """See `Startable`."""
         version = live_for(request.policy, self._lane.live, is_closed=self._lane.is_closed)
         if self._lane.loop is None:
             self._lane.loop = asyncio.get_running_loop()
@@ -91,7 +95,7 @@ class ContinuousEngine:
         if len(self._unsent) == 1:
             # In the next event-loop iteration, so that a burst of requests wakes the thread once.
             loop.call_soon(self._flush)
-        return await future
+        return future
 
     async def load(self, folder: Path, version: Version) -> None:
         name = self._thread.name

@@ -2,9 +2,10 @@
 """A transformers causal language model as a decoder: float32, CPU, in process.
 
 Owns the live model, the key-value cache of the rows and their left padding. Equal contexts (members
-of one group) are prefilled once. Rejects a snapshot whose tensors do not match the model's by name
-and shape. Decoders from `share` use one base model in memory, each with its own adapter. Importing
-this module loads torch and transformers, which takes seconds; the decoding thread does it.
+of one group, until their answers differ) are computed once. Rejects a snapshot whose tensors do not
+match the model's by name and shape. Decoders from `share` use one base model in memory, each with
+its own adapter. Importing this module loads torch and transformers, which takes seconds; the
+decoding thread does it.
 """
 
 from __future__ import annotations
@@ -158,6 +159,8 @@ class HfDecoder:
         self.weights.num_decoders += 1
         self.adapter: _Adapter | None = None
         self._rows: _Rows | None = None
+        self._row_B = np.zeros(0, np.int64)
+        """Which of `_rows` has the context of each row: one for equal ones that came together."""
         self._records_experts = records_experts
         self._routers: RouterLog | None = None
 
@@ -224,22 +227,24 @@ class HfDecoder:
                 for block in _blocks(by_length, ordered)
             ]
             position = {index: at for at, index in enumerate(by_length)}
-            selection = torch.tensor([position[row] for row in row_of])
+            place_B = np.array([position[row] for row in row_of], np.int64)
             joined = _stack([rows for rows, _ in prefilled])
-            joined.select(selection)
+            num_before = 0 if self._rows is None else len(self._rows.mask_BT)
             self._rows = joined if self._rows is None else _stack([self._rows, joined])
-            logits_BV = torch.cat([logits for _, logits in prefilled])
-            return logits_BV.index_select(0, selection).numpy()
+            self._row_B = np.concatenate([self._row_B, num_before + place_B])
+            return torch.cat([logits for _, logits in prefilled]).numpy()[place_B]
 
     def advance(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> Logits:
         assert self._rows is not None
+        contexts = np.stack([self._row_B[rows], tokens])
+        (parents, tokens), self._row_B = np.unique(contexts, axis=1, return_inverse=True)
         with torch.inference_mode():
-            if len(rows) < len(self._rows.mask_BT):
-                self._rows.select(torch.from_numpy(rows))
+            if not np.array_equal(parents, np.arange(len(self._rows.mask_BT))):
+                self._rows.select(torch.from_numpy(parents))
                 self._rows.trim()
             position_B1 = self._rows.mask_BT.sum(dim=1, keepdim=True)
             self._rows.mask_BT = pad(self._rows.mask_BT, (0, 1), value=1)
-            return self._forward(torch.from_numpy(tokens)[:, None], self._rows, position_B1).numpy()
+            return self._compute(tokens, position_B1)
 
     def repeat_last(self, tokens: NDArray[np.int64]) -> Logits:
         assert self._rows is not None
@@ -249,16 +254,18 @@ class HfDecoder:
             if self._rows.experts_BTW is not None:
                 self._rows.experts_BTW = self._rows.experts_BTW[:, :-1]
             position_B1 = self._rows.mask_BT.sum(dim=1, keepdim=True) - 1
-            return self._forward(torch.from_numpy(tokens)[:, None], self._rows, position_B1).numpy()
+            _, first = np.unique(self._row_B, return_index=True)
+            return self._compute(tokens[first], position_B1)
 
     def clear(self) -> None:
-        self._rows = None
+        self._rows, self._row_B = None, self._row_B[:0]
 
     def experts(self, row: int) -> ExpertChoices | None:
         if self._routers is None or self._rows is None or self._rows.experts_BTW is None:
             return None
-        is_token_T = self._rows.mask_BT[row].bool()
-        return self._routers.choices(self._rows.experts_BTW[row][is_token_T])
+        at = int(self._row_B[row])
+        is_token_T = self._rows.mask_BT[at].bool()
+        return self._routers.choices(self._rows.experts_BTW[at][is_token_T])
 
     def _prefill(self, contexts: Sequence[Sequence[int]]) -> tuple[_Rows, Tensor]:
         length = max(len(ids) for ids in contexts)
@@ -271,6 +278,12 @@ class HfDecoder:
         rows = _Rows(DynamicCache(), torch.from_numpy(mask_BT))
         position_BT = (rows.mask_BT.cumsum(dim=1) - 1).clamp_(min=0)
         return rows, self._forward(torch.from_numpy(ids_BT), rows, position_BT)
+
+    def _compute(self, tokens: NDArray[np.int64], position_B1: Tensor) -> Logits:
+        """The logits of each row, given the last token of each context."""
+        assert self._rows is not None
+        logits_BV = self._forward(torch.from_numpy(tokens)[:, None], self._rows, position_B1)
+        return logits_BV.numpy()[self._row_B]
 
     def _forward(self, ids_BT: Tensor, rows: _Rows, position_BT: Tensor) -> Tensor:
         with self.weights.using(self.adapter) as model:

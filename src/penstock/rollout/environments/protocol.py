@@ -25,8 +25,10 @@ import msgspec
 from msgspec import Meta
 
 from penstock.bounds import Count, Reward
+from penstock.errors import BadRequest
 from penstock.rollout.environments.types import Observation
 from penstock.types import JsonObject
+from penstock.wire.json_parts import require_few_parts
 
 PROTOCOL = 1
 """A bridge that answers another number is refused."""
@@ -77,8 +79,9 @@ _ANSWERS = msgspec.json.Decoder(BridgeAnswer)
 def parse_answer(line: bytes) -> BridgeAnswer:
     """Raises ValueError for anything else."""
     try:
+        require_few_parts(line)
         return _ANSWERS.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (BadRequest, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"{_shown(line)} is not a valid answer of protocol {PROTOCOL}: {error}"
         ) from None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
@@ -99,10 +99,17 @@ class Scorer:
     _queue: _Queue = field(default_factory=_Queue)
 
     async def score(self, completion: str, task: Task) -> float | Failed:
+        return await self._put(completion, task)
+
+    async def score_all(self, completions: Sequence[str], task: Task) -> list[float | Failed]:
+        results = [self._put(completion, task) for completion in completions]
+        return [await result for result in results]
+
+    def _put(self, completion: str, task: Task) -> asyncio.Future[float | Failed]:
         result = asyncio.get_running_loop().create_future()
         self._queue.fresh.append(_Item(completion=completion, task=task, result=result))
         self._queue.filled.set()
-        return await result
+        return result
 
     async def run(self) -> None:
         """Serve until cancelled. Raises if the function cannot be imported, which ends the node."""
@@ -182,8 +189,24 @@ class SourceScorers:
         return bool(self._scorers)
 
     async def score(self, completion: str, task: Task) -> float | Failed:
-        scorer = self._scorers.get(self._by_source.get(task.source, self._shared))
+        scorer = self._scorer_of(task)
         return NO_REWARD if scorer is None else await scorer.score(completion, task)
+
+    def scores_together(self, task: Task) -> bool:
+        """Whether completions of the task can be scored in one call. A grader opens sandboxes for
+        each of them, whose time its row records."""
+        return not isinstance(self._scorer_of(task), GradedScorer)
+
+    async def score_all(self, completions: Sequence[str], task: Task) -> list[float | Failed]:
+        """`score` for several completions of a task."""
+        scorer = self._scorer_of(task)
+        assert not isinstance(scorer, GradedScorer), "ask scores_together() first"
+        if scorer is None:
+            return [NO_REWARD] * len(completions)
+        return await scorer.score_all(completions, task)
+
+    def _scorer_of(self, task: Task) -> Scorer | GradedScorer | None:
+        return self._scorers.get(self._by_source.get(task.source, self._shared))
 
     async def run(self) -> None:
         """Serve until cancelled. Raises if a function cannot be imported, which ends the node."""

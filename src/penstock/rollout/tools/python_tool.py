@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Protocol
 
+from penstock.errors import BadRequest
 from penstock.rollout.sandbox.types import Sandbox, SandboxProcess
 from penstock.rollout.tools.types import ToolFailed, ToolResult, ToolSpec
+from penstock.wire.json_parts import require_few_parts
 
 PYTHON = ToolSpec(
     name="python",
@@ -92,9 +94,11 @@ class PythonSession:
         num_bytes = int.from_bytes(await process.stdout.readexactly(PREFIX_BYTES), "little")
         if num_bytes > MAX_ANSWER_BYTES:
             raise ValueError("an answer that the driver does not give")
+        body = await process.stdout.readexactly(num_bytes)
         try:
-            answer: Any = json.loads(await process.stdout.readexactly(num_bytes))
-        except RecursionError:
+            require_few_parts(body)
+            answer: Any = json.loads(body)
+        except (BadRequest, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             raise ValueError("an answer that the driver does not give")

@@ -18,6 +18,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from mcp.client._transport import TransportStreams
 from mcp.shared.message import SessionMessage
 
+from penstock.errors import BadRequest
 from penstock.rollout.isolation import FOREVER_S, Isolation, Opened, Use
 from penstock.rollout.proxied_sandbox import with_ports
 from penstock.rollout.sandbox.lines import read_lines
@@ -25,6 +26,7 @@ from penstock.rollout.sandbox.types import ReadStream, Sandbox, SandboxProcess, 
 from penstock.rollout.tools.mcp_session import Ending
 from penstock.rollout.user_errors import KEPT_ERROR_BYTES, last_words
 from penstock.rollout.visible_folders import program_folders, python_folders
+from penstock.wire.json_parts import require_few_parts
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_WRONG_LINES = 1000
@@ -95,13 +97,14 @@ async def _read_lines(source: ReadStream, session: Incoming) -> str:
     num_wrong = 0
     try:
         async for line in read_lines(source, MAX_MESSAGE_BYTES):
+            require_few_parts(line)
             message = _parse(line)
             num_wrong += 1 if message is None else -1
             if message is not None:
                 await session.send(message)
             if num_wrong > MAX_WRONG_LINES:
                 return f"it printed more than {MAX_WRONG_LINES:,} lines that are not MCP messages"
-    except ValueError as error:
+    except (BadRequest, ValueError) as error:
         return f"it sent {error}"
     return ""
 

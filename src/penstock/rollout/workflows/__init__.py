@@ -28,6 +28,7 @@ from penstock.rollout.harbor.workflow import find_agent
 from penstock.rollout.workflow import Workflow
 from penstock.rollout.workflows import env_loop, planner, single_turn, solver_verifier, tool_loop
 from penstock.rollout.workflows.command import command
+from penstock.types import JsonObject, Task
 
 BUILT_IN: dict[str, tuple[Callable[..., Any], type[Options]]] = {
     "single_turn": (single_turn.run, single_turn.SingleTurnOptions),
@@ -36,6 +37,10 @@ BUILT_IN: dict[str, tuple[Callable[..., Any], type[Options]]] = {
     "solver_verifier": (solver_verifier.run, solver_verifier.SolverVerifierOptions),
     "planner": (planner.run, planner.PlannerOptions),
 }
+
+QUESTIONS: dict[str, Callable[[Task], list[JsonObject]]] = {"single_turn": single_turn.question}
+"""Of workflows that make one call and return the text of its answer: the messages of that call.
+Attempts of one group can make it together."""
 
 
 def builtin_options(name: str) -> type[Options]:

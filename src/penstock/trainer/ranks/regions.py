@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
@@ -104,11 +106,16 @@ def is_owner(tensor: Tensor | TensorPart) -> bool:
     if not isinstance(tensor, DTensor):
         return True
     mesh = tensor.device_mesh
-    if int(mesh.mesh.flatten()[0]):  # tp leaves this tensor whole; the ranks of rank 0's mesh write
+    if _first_rank(mesh):  # tp leaves this tensor whole; the ranks of rank 0's mesh write
         return False
     at = zip(mesh.get_coordinate() or (), tensor.placements, strict=True)
     is_rank0 = all(part == 0 for part, placement in at if placement.is_replicate())
     return is_rank0 and tensor.to_local().numel() > 0
+
+
+@lru_cache(maxsize=16)  # a mesh computes its ranks at each call, and every tensor asks
+def _first_rank(mesh: DeviceMesh) -> int:
+    return int(mesh.mesh.flatten()[0])
 
 
 def local(tensor: Tensor | TensorPart) -> Tensor:

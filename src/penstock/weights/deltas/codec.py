@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -52,13 +53,16 @@ from penstock.weights.deltas.sparse import (
 )
 from penstock.weights.tensors import NUM_THREADS
 
+T = TypeVar("T")
+
 RARE_RATIO = 16
 """Changes smaller than this fraction of their tensor count as rare."""
 SKIP_FULL_RATIO = 4
 """For a large tensor, a sparse form below this fraction is used without trying the full form."""
 LARGE_BYTES = 1 << 19
 DENSE_RATIO = 4
-"""Above this changed fraction, all values, not a sample, are compared with the differences."""
+"""With more changes than this fraction of the elements, new values are not tried instead of
+differences."""
 MIN_COMPILED_BYTES = 1 << 20
 """Below this size NumPy finishes before compilation would start."""
 
@@ -70,6 +74,9 @@ class TensorDiff:
 
     new: Bits
     chunks: list[Changes]
+    values: list[Bits]
+    """New bits of the changed elements, chunk by chunk; empty if too many changed for a payload of
+    values."""
 
     @property
     def is_rare(self) -> bool:
@@ -109,28 +116,36 @@ def diff_tensor(
     kernels = kernels or _kernels_for(len(new))
     base_bits, new_bits = as_bits(base, item_bytes), as_bits(new, item_bytes)
     step = kernels.chunk_bytes // item_bytes
+    is_dense = False
 
-    def find(start: int) -> Changes:
-        return kernels.find(base_bits[start : start + step], new_bits[start : start + step])
+    def find(start: int) -> tuple[Changes, Bits]:
+        part = slice(start, start + step)
+        chunk, new_values = kernels.find(base_bits[part], new_bits[part])
+        return chunk, (new_bits[:0] if is_dense else new_values)
 
     chunks: list[Changes] = []
-    num_bytes = 0
-    for chunk in _in_order(find, range(0, len(new_bits), step), pool):
+    values: list[Bits] = []
+    num_bytes = num_changed = 0
+    for chunk, new_values in _in_order(find, range(0, len(new_bits), step), pool):
         chunks.append(chunk)
+        values.append(new_values)
         num_bytes += chunk.num_bytes
+        num_changed += chunk.num_changed
         if num_bytes > len(new):
             return None
-    return TensorDiff(new=new_bits, chunks=chunks)
+        if is_dense := DENSE_RATIO * num_changed > len(new_bits):
+            values.clear()
+    return TensorDiff(new=new_bits, chunks=chunks, values=values)
 
 
 def _in_order(
-    find: Callable[[int], Changes], starts: Iterable[int], pool: Executor | None
-) -> Iterator[Changes]:
+    find: Callable[[int], T], starts: Iterable[int], pool: Executor | None
+) -> Iterator[T]:
     """Search a few chunks ahead, to keep all threads busy with little memory."""
     if pool is None:
         yield from map(find, starts)
         return
-    ahead: deque[Future[Changes]] = deque()
+    ahead: deque[Future[T]] = deque()
     for start in starts:
         ahead.append(pool.submit(find, start))
         if len(ahead) > 2 * NUM_THREADS:
@@ -143,9 +158,10 @@ def encode_diffs(tensors: Sequence[TensorDiff]) -> Payload | None:
     """Encode tensors of one item size as one `same` or `sparse` payload; None if it would not be
     small."""
     chunks = [chunk for tensor in tensors for chunk in tensor.chunks if chunk.num_elements]
+    new_values = [values for tensor in tensors for values in tensor.values if len(values)]
     for tensor in tensors:
         tensor.chunks.clear()
-    bits = [tensor.new for tensor in tensors]
+        tensor.values.clear()
     num_elements = sum(chunk.num_elements for chunk in chunks)
     num_changed = sum(chunk.num_changed for chunk in chunks)
     if not num_changed:
@@ -154,10 +170,10 @@ def encode_diffs(tensors: Sequence[TensorDiff]) -> Payload | None:
     differences = pack_differences(chunks, num_changed)
     payload = _sparse(num_changed, [*changed_positions, *differences])
     if 8 * _size(differences) > 3 * num_changed and DENSE_RATIO * num_changed <= num_elements:
-        values = pack_values(unpack_positions(payload, num_elements), bits)
+        values = pack_values(new_values, num_changed)
         if _size(values) <= _size(differences):
             payload = _sparse(num_changed, [*changed_positions, *values])
-    is_small = payload.num_unpacked <= sum(new.nbytes for new in bits)
+    is_small = payload.num_unpacked <= sum(tensor.new.nbytes for tensor in tensors)
     return payload if is_small else None
 
 

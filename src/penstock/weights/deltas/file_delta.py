@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from penstock.weights.deltas.delta import (
 from penstock.weights.deltas.numpy_kernels import Positions
 from penstock.weights.tensors import (
     ITEM_BYTES,
+    NUM_THREADS,
     Layout,
     Scan,
     TensorEntry,
@@ -69,21 +71,22 @@ def scan_and_diff(base: Path, new: Path, out: Writable) -> ScannedPair | None:
     if layout_of(base) != layout:
         return None
     hashes = [new_hash(layout.num_bytes) for _ in range(2)]
-    tensors: list[TensorEntry] = []
-    with _mapped(base) as old, _mapped(new) as now:
+    tensors: list[Future[TensorEntry]] = []
+    with _mapped(base) as old, _mapped(new) as now, ThreadPoolExecutor(NUM_THREADS) as pool:
         for digest in hashes:
             digest.update(layout.head)
 
         def hashed() -> Iterator[Tensor]:
             for name, item_bytes, before, after in _tensors(layout, old, now):
                 assert before is not None, "both files have this tensor"
+                tensors.append(pool.submit(_entry, name, layout.byte_ranges[name], after))
                 for digest, content in zip(hashes, (before, after), strict=True):
                     digest.update(content)
-                tensors.append(_entry(name, layout.byte_ranges[name], after))
                 yield name, item_bytes, before, after
 
         write_frames(out, hashed())
-    scan = Scan(blob=hashes[1].hexdigest(), num_bytes=layout.num_bytes, tensors=tuple(tensors))
+        entries = tuple(found.result() for found in tensors)
+    scan = Scan(blob=hashes[1].hexdigest(), num_bytes=layout.num_bytes, tensors=entries)
     return ScannedPair(new=scan, base_blob=hashes[0].hexdigest())
 
 

@@ -45,7 +45,7 @@ class NumbaKernels(Kernels):
     def __init__(self) -> None:
         self._scratches = local()
 
-    def find(self, base: Bits, new: Bits) -> Changes:
+    def find(self, base: Bits, new: Bits) -> tuple[Changes, Bits]:
         num_paired = new.nbytes // 8 * 8 // new.itemsize
         base_words, new_words = base[:num_paired].view("<u8"), new[:num_paired].view("<u8")
         if not (base_words.flags.aligned and new_words.flags.aligned):
@@ -54,10 +54,11 @@ class NumbaKernels(Kernels):
         count, num_long_gaps, num_large_codes, first, last = _compiled(_find, new.itemsize)(
             base_words, new_words, base, new,
             out.words, out.positions_found, out.gaps, out.long_gaps, out.codes, out.large_codes,
+            out.values,
         )  # fmt: skip
         if not count:
-            return unchanged(new)
-        return Changes(
+            return unchanged(new), new[:0]
+        changes = Changes(
             num_elements=len(new),
             num_changed=count,
             lead=first,
@@ -67,6 +68,7 @@ class NumbaKernels(Kernels):
             codes=out.codes[: -(-count // 4)].copy(),
             large_codes=out.large_codes[:num_large_codes].copy(),
         )
+        return changes, out.values[:count].copy()
 
     def _scratch(self, num_elements: int, dtype: np.dtype[Any]) -> _Scratch:
         """Per-thread scratch memory: allocating it for each chunk would cost more than the
@@ -105,6 +107,7 @@ class _Scratch:
     long_gaps: LongGaps
     codes: Bytes
     large_codes: Bits
+    values: Bits
 
     @classmethod
     def for_elements(cls, num: int, dtype: np.dtype[Any]) -> _Scratch:
@@ -116,6 +119,7 @@ class _Scratch:
             long_gaps=np.empty(num // (ESCAPE_GAP + 1) + 2, np.int64),
             codes=np.empty(num // 4 + 1, np.uint8),
             large_codes=np.empty(num + 1, dtype),
+            values=np.empty(num, dtype),
         )
 
 
@@ -140,7 +144,7 @@ def _compile(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
     read_bytes, read_places = source(numba.uint8), source(numba.int64)
     out, out_bytes, out_places = bits[::1], numba.uint8[::1], numba.int64[::1]
     number, numbers = numba.int64, numba.int32[::1]
-    found = (numbers, numbers, out_bytes, out_places, out_bytes, out)
+    found = (numbers, numbers, out_bytes, out_places, out_bytes, out, out)
     arguments = {
         _find: (read_words, read_words, read, read, *found),
         _decode_positions: (read_bytes, read_places, read_bytes, number, number, out_places),
@@ -157,6 +161,7 @@ def _compile(loop: Callable[..., Any], item_bytes: int) -> Callable[..., Any]:
 def _find(
     base_words: Array, new_words: Array, base: Bits, new: Bits, words: Array,
     positions_found: Array, gaps: Bytes, long_gaps: LongGaps, codes: Bytes, large_codes: Bits,
+    values: Bits,
 ) -> Counts:  # fmt: skip
     """All differences, block by block. The first gap is meaningless."""
     size = len(words) - 1
@@ -180,14 +185,22 @@ def _find(
                 num += base[position] != new[position]
         if num:
             counts = _encode_changes(
-                base, new, positions_found[:num], counts, gaps, long_gaps, codes, large_codes
+                base,
+                new,
+                positions_found[:num],
+                counts,
+                gaps,
+                long_gaps,
+                codes,
+                large_codes,
+                values,
             )
     return counts
 
 
 def _encode_changes(
     base: Bits, new: Bits, positions_found: Array, counts: Counts,
-    gaps: Bytes, long_gaps: LongGaps, codes: Bytes, large_codes: Bits,
+    gaps: Bytes, long_gaps: LongGaps, codes: Bytes, large_codes: Bits, values: Bits,
 ) -> Counts:  # fmt: skip
     """Append gaps and differences of the changes at `positions_found` to those already counted."""
     sign_bit = 8 * new.itemsize - 1
@@ -198,6 +211,7 @@ def _encode_changes(
         first, last = np.int64(positions_found[0]), np.int64(positions_found[0]) - 1
     for number in range(len(positions_found)):
         position = np.int64(positions_found[number])
+        values[count] = new[position]
         old = np.int64(base[position])
         now = np.int64(new[position])
         old ^= -(old >> sign_bit) & magnitude

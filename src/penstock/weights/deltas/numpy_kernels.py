@@ -64,15 +64,17 @@ class Kernels:
     chunk_bytes = BLOCK_BYTES
     """Best chunk size for `find`."""
 
-    def find(self, base: Bits, new: Bits) -> Changes:
-        """Differences between two chunks of the same length."""
+    def find(self, base: Bits, new: Bits) -> tuple[Changes, Bits]:
+        """Differences between two chunks of the same length, and the new bits where they differ:
+        gathering those later would cost as much as the search."""
         positions = _differing(base, new)
+        values = new[positions]
         if not len(positions):
-            return unchanged(new)
-        zigzags = _zigzag(_monotone(new[positions]) - _monotone(base[positions]))
+            return unchanged(new), values
+        zigzags = _zigzag(_monotone(values) - _monotone(base[positions]))
         gaps, long_gaps = split_gaps(np.diff(positions) - 1)
         codes = np.minimum(zigzags - 1, ESCAPE_CODE).astype(np.uint8)
-        return Changes(
+        changes = Changes(
             num_elements=len(new),
             num_changed=len(positions),
             lead=int(positions[0]),
@@ -82,6 +84,7 @@ class Kernels:
             codes=pack_2bit(codes),
             large_codes=zigzags[codes == ESCAPE_CODE] - (ESCAPE_CODE + 1),
         )
+        return changes, values
 
     def decode_positions(
         self, gaps: Bytes, long_gaps: LongGaps, low_bits: Bytes, shift: int, last: int

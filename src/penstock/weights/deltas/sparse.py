@@ -170,16 +170,10 @@ def pack_differences(chunks: list[Changes], num_changed: int) -> list[Stream]:
     ]
 
 
-def pack_values(changed_positions: ChangedPositions, tensors: Sequence[Bits]) -> list[Stream]:
-    values = [
-        tensor[inside]
-        for positions in changed_positions.steps(Kernels())
-        for tensor, inside, _ in split_by_tensor(tensors, positions)
-    ]
-    max_value = max(int(piece.max()) for piece in values)
-    return pack_planes(
-        Role.VALUES, num_planes(max_value), len(changed_positions.gaps), _drain(values)
-    )
+def pack_values(pieces: list[Bits], num_changed: int) -> list[Stream]:
+    """Consumes the list of pieces."""
+    max_value = max(int(piece.max()) for piece in pieces)
+    return pack_planes(Role.VALUES, num_planes(max_value), num_changed, _drain(pieces))
 
 
 def _drain(items: list[T]) -> Iterator[T]:

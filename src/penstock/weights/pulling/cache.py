@@ -58,24 +58,26 @@ class BlobCache:
                     return
             await asyncio.sleep(LOCK_POLL_S)
 
-    def check(self, file: FileEntry) -> Scan | None:
-        """Verify the cached blob; None if it is missing or damaged."""
+    def check(self, file: FileEntry, sole: Sequence[TensorEntry] = ()) -> Scan | None:
+        """Verify the cached blob; None if it is missing or damaged. `sole` as for `verify`."""
         path = self._path(file.blob)
         try:
-            found = verify(path, file)
+            found = verify(path, file, sole)
             if found is None:
                 path.rename(self._damaged_path(file))
         except FileNotFoundError:
             return None
         return found
 
-    def link(self, file: FileEntry, store: DirectoryStore) -> Scan | None:
+    def link(
+        self, file: FileEntry, store: DirectoryStore, sole: Sequence[TensorEntry] = ()
+    ) -> Scan | None:
         """Verify the blob of a store on this file system and link it instead of copying it; None if
         it is not there, not whole, or on another file system."""
         linked = self._blobs / f"{secrets.token_hex(8)}{PARTIAL}"
         try:
             os.link(store.blob_path(file.blob), linked, follow_symlinks=False)
-            found = verify(linked, file)
+            found = verify(linked, file, sole)
             if found is not None:
                 linked.rename(self._path(file.blob))
             return found
@@ -101,13 +103,15 @@ class BlobCache:
         }
         return sorted(sizes, key=lambda name: (-sizes[name], name))[:MAX_BASES]
 
-    def rebuild(self, file: FileEntry, steps: Sequence[DeltaEntry]) -> Scan:
+    def rebuild(
+        self, file: FileEntry, steps: Sequence[DeltaEntry], sole: Sequence[TensorEntry] = ()
+    ) -> Scan:
         """Rebuild the blob from a cached base and cached deltas; raises WeightsError if the result
         has the wrong digest."""
         made = self._blobs / f"{secrets.token_hex(8)}{PARTIAL}"
         try:
             apply_chain(steps, self._path, made)
-            found = verify(made, file)
+            found = verify(made, file, sole)
             if found is None:
                 made.rename(self._damaged_path(file))
                 raise WeightsError(f"{file.name}: rebuilt file does not match digest {file.blob}")

@@ -20,13 +20,21 @@ from typing import BinaryIO
 from penstock.durable import open_regular
 from penstock.errors import WeightsError
 from penstock.weights.manifest import FileEntry
-from penstock.weights.tensors import Layout, Scan, TensorEntry, read_layout, scan
+from penstock.weights.tensors import (
+    Layout,
+    Scan,
+    TensorEntry,
+    has_content,
+    read_layout,
+    scan,
+)
 
 ByteRange = tuple[int, int]
 """First byte and end (exclusive)."""
 
-MIN_PIECE_BYTES = 16 << 10
-"""About what a new connection may send before the first answer."""
+MIN_PIECE_BYTES = 12 << 10
+"""What a new or a rested connection may send before the first answer: ten packets, with headers
+and TLS."""
 SMALL_PIECE_BYTES = 128 << 10
 MAX_PIECE_BYTES = 4 << 20
 MIN_PIECES, MAX_PIECES = 32, 512
@@ -136,13 +144,19 @@ def _open_writable(path: Path) -> BinaryIO:
     return open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b")
 
 
-def verify(path: Path, file: FileEntry) -> Scan | None:
+def verify(path: Path, file: FileEntry, sole: Sequence[TensorEntry] = ()) -> Scan | None:
     """Scan of the file; None if it does not match the digest. Raises WeightsError if it matches but
-    is malformed."""
+    is malformed.
+
+    sole: all tensors of the version, if this is its only file with weights. They then say what
+    every byte of it must be, and their digests suffice."""
     try:
         with open_regular(path) as blob:
             mtime_ns = os.fstat(blob.fileno()).st_mtime_ns
-            found = scan(blob, file.name, num_bytes=file.bytes)
+            if sole and has_content(blob, sole):
+                found = Scan(blob=file.blob, num_bytes=file.bytes, tensors=tuple(sole))
+            else:
+                found = scan(blob, file.name, num_bytes=file.bytes)
             found = replace(found, mtime_ns=mtime_ns)
     except WeightsError:
         with open_regular(path) as blob:

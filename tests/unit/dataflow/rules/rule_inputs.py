@@ -4,8 +4,9 @@
 import json
 import random
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from penstock.dataflow.core.closed_groups import ClosedGroup, with_rows
 from penstock.dataflow.records import FateRecord

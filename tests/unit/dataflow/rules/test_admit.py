@@ -2,10 +2,10 @@
 """May this closed group enter: each rule's refusals and their reasons."""
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.unit.dataflow.rules.rule_inputs import Assigned, group_of, judged, row
 
 from penstock.dataflow.rules import make_rule

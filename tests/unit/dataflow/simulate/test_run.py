@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from tests.unit.dataflow.simulate.recorded_runs import PICKY, VANILLA, Rules, config, record
 
 from penstock.dataflow.ledger.recorded import RecordedRun, open_recorded_run
@@ -34,7 +35,7 @@ def decisions(tables: Tables) -> dict[str, list[Any]]:
         ],
         "skipped": [replace(r, at=0.0) for r in _sorted(tables.read(DecisionRecord), "number")],
         "fates": [
-            replace(r, at=0.0, state=str(r.state))
+            structs.replace(r, at=0.0, state=str(r.state))
             for r in _sorted(tables.read(FateRecord), "group_id")
         ],
         "batches": [

@@ -127,6 +127,37 @@ def make_rows(loop: asyncio.AbstractEventLoop, length: int, num_tokens: int) -> 
     return rows
 
 
+async def test_members_of_a_group_are_computed_once_until_their_answers_differ(
+    folders: list[Path], models: list[Any]
+) -> None:
+    loop, decoder, sizes = asyncio.get_running_loop(), HfDecoder(torch_threads=1), list[int]()
+    staged = decoder.stage(folders[0])
+    staged.apply()
+    decoder.weights.module.register_forward_pre_hook(
+        lambda module, args, given: sizes.append(len(given["input_ids"])), with_kwargs=True
+    )
+    batch = Batch(decoder)
+    batch.snapshot = staged.snapshot
+    specs = [SamplingSpec(seed=number // 3, max_tokens=6) for number in range(12)]
+    rows = [
+        Row(
+            GenerationRequest(prompt_of(5), spec, policy=POLICY, session="s"),
+            loop.create_future(),
+            SpanLog(version(0)),
+        )
+        for spec in specs
+    ]
+    assert [batch.admit(row, version(0)) for row in rows] == [None] * len(rows)
+    answers: list[tuple[int, ...]] = []
+    for step in range(6):
+        for row, result in batch.step(rows if step == 0 else []):
+            assert isinstance(result, Completion)
+            assert check(models, prompt_of(5), result, row.request.sampling) < TOLERANCE
+            answers.append(tuple(view_ids(result.sampled_ids)))
+    assert len(set(answers)) == 4
+    assert sizes == [len({ids[:length] for ids in answers}) for length in range(6)]
+
+
 async def test_logprobs_across_joins_leaves_and_swaps(
     folders: list[Path], models: list[Any]
 ) -> None:

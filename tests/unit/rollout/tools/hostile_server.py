@@ -30,7 +30,7 @@ COUNTED: list[str] = []
 
 def tools(kind: str) -> list[dict[str, Any]]:
     if kind == "many":
-        return [{**ECHO, "name": f"tool_{n}"} for n in range(10_000)]
+        return [{**ECHO, "name": f"tool_{n}"} for n in range(3_000)]
     if kind == "recursive":
         return [ECHO, {**ECHO, "name": "tree", "inputSchema": RECURSIVE}]
     if kind == "giant":

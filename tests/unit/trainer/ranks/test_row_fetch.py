@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from penstock.trainer.pass_cost import TYPICAL
 from penstock.trainer.ranks.row_fetch import split_rows
@@ -104,7 +104,7 @@ def test_attention_is_that_of_samples_and_not_of_whole_rows() -> None:
 def test_turns_of_several_policies_are_computed_by_who_sees_them() -> None:
     other = PolicyName("other")
     [row] = sealed([[(3, (10,))]]).rows
-    row = replace(
+    row = structs.replace(
         row,
         sampled={POLICY: 3, other: 4},
         compute_cost={POLICY: (10, 100), other: (20, 400)},
@@ -118,7 +118,7 @@ def test_turns_of_several_policies_are_computed_by_who_sees_them() -> None:
 
 def test_a_row_that_does_not_say_counts_with_its_sampled_tokens() -> None:
     [row] = sealed([[(3, (10,))]]).rows
-    assert replace(row, compute_cost={}).compute_cost_for(POLICY, None) == (3, 9)
+    assert structs.replace(row, compute_cost={}).compute_cost_for(POLICY, None) == (3, 9)
 
 
 def test_rows_without_tokens_of_this_policy_are_shared_out_too() -> None:

@@ -90,7 +90,8 @@ def test_all_bf16_patterns_change_by_any_difference(kernels: Kernels) -> None:
     base = np.arange(1 << 16, dtype=np.uint16)
     for difference in (1, 2, 3, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF):
         new = base + np.uint16(difference)
-        changes = kernels.find(base, new)
+        changes, values = kernels.find(base, new)
+        assert np.array_equal(values, new[base != new])
         assert changes.num_changed == len(base)
         target = base.copy()
         codes = numpy_kernels.unpack_2bit(changes.codes, changes.num_changed)
@@ -103,7 +104,7 @@ def test_all_bf16_patterns_change_by_any_difference(kernels: Kernels) -> None:
 def test_an_ulp_is_a_small_difference_on_either_side_of_zero(kernels: Kernels) -> None:
     base = np.array([0x3F80, 0xBF80, 0x0000, 0x8000, 0x0001], np.uint16)
     new = np.array([0x3F81, 0xBF81, 0x8000, 0x0000, 0x0000], np.uint16)  # 1, −1, 0, −0, denormal
-    codes = numpy_kernels.unpack_2bit(kernels.find(base, new).codes, len(new))
+    codes = numpy_kernels.unpack_2bit(kernels.find(base, new)[0].codes, len(new))
     assert codes.tolist() == [1, 0, 0, 1, 0]
 
 
@@ -124,7 +125,7 @@ def test_gaps_of_every_length(kernels: Kernels, gap: int) -> None:
 @BOTH
 def test_a_gap_beyond_32_bits(kernels: Kernels) -> None:
     """No such tensor is allocated: the gap spans chunks."""
-    chunk = NUMPY.find(np.zeros(3, np.uint16), np.array([0, 1, 1], np.uint16))
+    chunk, _ = NUMPY.find(np.zeros(3, np.uint16), np.array([0, 1, 1], np.uint16))
     gap = 5 << 32
     far_away = Changes(
         num_elements=gap, num_changed=0, lead=gap, trail=0, gaps=chunk.gaps[:0],
@@ -287,8 +288,9 @@ def entropy_bytes(numpy_kernels: np.ndarray[tuple[int], np.dtype[np.int64]]) -> 
     return float(-(counts * np.log2(counts / counts.sum())).sum() / 8)
 
 
-SCRATCH_BYTES = 24 << 20
-"""Memory of two threads and their last chunks; independent of the tensor size."""
+SCRATCH_BYTES = 36 << 20
+"""Memory of two threads and of the chunks that they are ahead, at most five; independent of the
+tensor size, and less than a tensor."""
 
 
 def overwritten(num_elements: int, density: float, item_bytes: int) -> Pair:

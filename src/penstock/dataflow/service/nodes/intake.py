@@ -7,10 +7,11 @@ Decodes, validates and places payload. Trusts only the lease; decides nothing ab
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from blake3 import blake3
+from msgspec import Struct, structs
 
 from penstock.dataflow.core.ids import is_evaluation
 from penstock.dataflow.core.leasing import DeliveryStatus
@@ -33,8 +34,7 @@ _USUAL_REASONS = frozenset({"", "length", "deadline"})
 """Of trajectories with a reward; there is nothing to hide in them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IntakeResult:
+class IntakeResult(Struct, frozen=True, kw_only=True):
     """One delivery, judged; durable with the ledger's next write."""
 
     result: DeliveryResult
@@ -81,7 +81,9 @@ class DeliveryIntake:
         published."""
         holds = self._partition.holds
         read = [  # a lease may have ended while a blob was fetched
-            _decode(delivery) if holds(node_id, *parse_row_id(delivery.row_id)) else ""
+            ""
+            if delivery.blob and not holds(node_id, *parse_row_id(delivery.row_id))
+            else _decode(delivery)
             for delivery in deliveries
         ]
         valid = [one for one in read if not isinstance(one, str)]
@@ -123,7 +125,8 @@ class DeliveryIntake:
             return _refused(delivery, DeliveryStatus.FENCED)
         judged = read if isinstance(read, str) else self._judge(node_id, delivery, read, are_sound)
         if isinstance(judged, validate.UnknownVersion) and not is_authoritative:
-            return replace(_refused(delivery, DeliveryStatus.INVALID), is_unknown_version=True)
+            refused = _refused(delivery, DeliveryStatus.INVALID)
+            return structs.replace(refused, is_unknown_version=True)
         if isinstance(judged, str):
             self._partition.reject(group_id, slot, for_people(judged), now)
             return _refused(delivery, DeliveryStatus.INVALID, str(judged))
@@ -136,9 +139,10 @@ class DeliveryIntake:
         named = row_id(trajectory.group_id, trajectory.slot, trajectory.epoch)
         if not (trajectory.row_id == named == delivery.row_id and trajectory.node_id == node_id):
             return f"the trajectory is {named} of {trajectory.node_id}, not the row of the lease"
-        if trajectory.boot_id not in ("", self._partition.nodes[node_id].record.boot_id):
+        node = self._partition.nodes[node_id]
+        if trajectory.boot_id not in ("", node.record.boot_id):
             return f"the trajectory has boot_id {trajectory.boot_id[:128]}, the lease another one"
-        is_untrusted = self._partition.nodes[node_id].is_untrusted
+        is_untrusted = node.is_untrusted
         if is_untrusted and (wrong := self._lease_problem(trajectory)):
             return wrong
         is_question = is_evaluation(trajectory.group_id)
@@ -253,7 +257,7 @@ def _with_counts(summary: RowSummary, trajectory: Trajectory) -> RowSummary:
     """The summary of an answer in an evaluation: greedy tokens are not trainable, and count."""
     num_tokens = sum(len(turn.sampled_ids) // 4 for turn in trajectory.turns)
     values = {NUM_TURNS: float(len(trajectory.turns)), NUM_TOKENS: float(num_tokens)}
-    return replace(summary, values={**summary.values, **values})
+    return structs.replace(summary, values={**summary.values, **values})
 
 
 def _refused(delivery: Delivery, status: DeliveryStatus, detail: str = "") -> IntakeResult:

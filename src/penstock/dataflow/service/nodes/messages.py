@@ -34,6 +34,8 @@ from penstock.types import (
 LiveVersions = Annotated[tuple[LiveVersion, ...], Meta(max_length=256)]
 """One for each policy; a version of a policy that the run does not have is ignored."""
 
+MAX_ROWS = 10_000
+"""Deliveries and releases, or turns, in one call: each costs time even if it is refused."""
 SECRET_HEADER = "x-penstock-secret"
 """Carries the secret of a call that has no body: the boot secret to leave, the secret of the lease
 to fetch turns."""
@@ -293,7 +295,7 @@ class RecordedTurn:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordRequest:
     node_id: Annotated[NodeId, SAFE]
-    turns: Annotated[tuple[RecordedTurn, ...], Meta(max_length=10_000)]
+    turns: Annotated[tuple[RecordedTurn, ...], Meta(max_length=MAX_ROWS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,8 +322,8 @@ class DeliveryRequest:
 
     node_id: Annotated[NodeId, SAFE]
     boot_id: Id
-    deliveries: Annotated[tuple[Delivery, ...], Meta(max_length=100_000)]
-    released: Annotated[dict[RowId, Id], Meta(max_length=100_000)] = field(
+    deliveries: Annotated[tuple[Delivery, ...], Meta(max_length=MAX_ROWS)]
+    released: Annotated[dict[RowId, Id], Meta(max_length=MAX_ROWS)] = field(
         default_factory=dict[RowId, str]
     )
     """Slots released without a result: the row id that each would have had, and the secret of its

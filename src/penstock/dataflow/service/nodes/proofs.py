@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from hmac import compare_digest
 from pathlib import Path
@@ -60,6 +61,7 @@ class NodeSecrets:
         """A copy of the key in another run or partition makes other secrets."""
         own_key = blake3(f"{partition} {run}".encode(), key=key).digest()
         self._mac = blake2b(key=own_key, digest_size=SECRET_BYTES)  # cheaper to copy than BLAKE3
+        self._hash = lru_cache(maxsize=4096)(self._mac_of)  # all slots of a group have the same
 
     @classmethod
     def open(cls, folder: Path, *, run: str, partition: int) -> NodeSecrets:
@@ -112,7 +114,7 @@ class NodeSecrets:
         replace = msgspec.structs.replace
         return tuple([replace(g, secret=made[g.group_id, g.epoch]) for g in grants])
 
-    def _hash(self, text: str) -> str:
+    def _mac_of(self, text: str) -> str:
         # "surrogatepass": a malformed id gets a secret too, which no caller ever sees.
         mac = self._mac.copy()
         mac.update(text.encode("utf-8", "surrogatepass"))

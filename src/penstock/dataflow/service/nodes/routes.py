@@ -15,6 +15,7 @@ from penstock.dataflow.core.leasing import DeliveryStatus, RegisterRequest
 from penstock.dataflow.service.messages import Ack
 from penstock.dataflow.service.nodes.handlers import NodeHandlers
 from penstock.dataflow.service.nodes.messages import (
+    MAX_ROWS,
     SECRET_HEADER,
     DeliveryAnswer,
     DeliveryRequest,
@@ -29,6 +30,7 @@ from penstock.dataflow.service.nodes.messages import (
     RunInfo,
     TurnsAnswer,
 )
+from penstock.dataflow.service.nodes.outline import check_turns
 from penstock.dataflow.service.nodes.proofs import NodeSecrets, check_node_id, require_node
 from penstock.dataflow.service.nodes.quotas import NodeQuotas
 from penstock.dataflow.service.nodes.trust import facts_for, require_same_trust, tagged
@@ -40,8 +42,6 @@ from penstock.wire.routes import Call, Route, route, routes_of
 log = structlog.get_logger(__name__)
 
 DELIVERY_BYTES = 64 << 20
-MAX_ROWS = 10_000
-"""Deliveries and releases, or turns, in one call: each costs time even if it is refused."""
 NODES = frozenset({Role.ROLLOUT, Role.GATEWAY})
 """A gateway leases the slots of external agents, a rollout node all others."""
 
@@ -139,11 +139,17 @@ class NodeRoutes:
             return body
         return replace(body, deliveries=rows, released=released)
 
-    @route("POST", "/v1/turns", NODES, max_body_bytes=DELIVERY_BYTES, shares_budget=True)
+    @route(
+        "POST",
+        "/v1/turns",
+        NODES,
+        max_body_bytes=DELIVERY_BYTES,
+        check_parts=check_turns,
+        shares_budget=True,
+    )
     async def record(self, call: Call, body: RecordRequest) -> Ack:
         """Report finished turns of running attempts; kept in memory for a retry."""
         self._require(call.credential, body.node_id)
-        _check_count(len(body.turns))
         is_proven = self.secrets.is_of_lease
         turns = [t for t in body.turns if is_proven(body.node_id, t.row_id, t.secret)]
         self.nodes.turns.record(replace(body, turns=tuple(turns)))

@@ -71,20 +71,21 @@ def summarise(
         return wrong
     sampled: dict[PolicyName, int] = {}
     versions: dict[PolicyName, set[tuple[int, int]]] = {}
-    known: set[tuple[PolicyName, int, int]] = set()
+    known: tuple[PolicyName, set[tuple[int, int]]] | None = None
+    """Policy and versions of the turn before, which most turns share."""
     lengths: list[int] = []
     """Tokens of each turn's full context, its answer included."""
     has_roles = False
     for index, turn in enumerate(turns):
         policy, made_by = turn.policy, versions_of(turn)
-        for incarnation, number in made_by:
-            version = (policy, incarnation, number)
-            if version not in known and not is_published(*version):
-                name = f"{policy}@{incarnation}.{number}"
-                return UnknownVersion(f"turn {index}: {name} was never published")
-            known.add(version)
-        if policies is not None and policy not in policies:
-            return f"turn {index}: the run has no policy {policy!r}"
+        if known != (policy, made_by):
+            for incarnation, number in made_by:
+                if not is_published(policy, incarnation, number):
+                    name = f"{policy}@{incarnation}.{number}"
+                    return UnknownVersion(f"turn {index}: {name} was never published")
+            if policies is not None and policy not in policies:
+                return f"turn {index}: the run has no policy {policy!r}"
+            known = (policy, made_by)
         num_sampled = len(turn.sampled_ids) // 4
         before = lengths[turn.parent] if turn.parent >= 0 else 0
         lengths.append(before + len(turn.prompt_ids) // 4 + num_sampled)

@@ -53,6 +53,10 @@ from penstock.wire.trust import refuse_clear_text
 log = structlog.get_logger(__name__)
 
 MAX_PARTITIONS = 1024
+CALLS_PER_S = 50.0
+"""In each direction, of all partitions together while all of them are busy: every call has its
+cost in bytes and in time of the coordinator, which so depends on the work alone."""
+MAX_PAUSE_S = 1.0
 UNFREED = (
     "SELECT count(*) FROM groups g LEFT JOIN freed f ON f.group_id = g.group_id "
     "WHERE g.partition = :index AND f.group_id IS NULL"
@@ -140,7 +144,7 @@ class PartitionHandlers:
             self._router.call(partial(self._coordinator.apply, message))
         received = link.num_received  # a later call may receive more, which is durable later
         await self._process.make_all_durable()
-        return LinkPushAnswer(received=received)
+        return LinkPushAnswer(received=received, pause_s=self._pause_s)
 
     def _require_own(self, index: int, message: ToCoordinator) -> None:
         """Raise BadRequest for a group or row that was not issued to this partition."""
@@ -169,8 +173,12 @@ class PartitionHandlers:
             finished = self._coordinator.may_nodes_leave(process.clock())
             if messages or finished or process.clock() >= give_up_at:
                 await process.make_all_durable()  # orders must be durable before they are sent
-                return LinkPullAnswer(messages=messages, finished=finished)
+                return LinkPullAnswer(messages=messages, finished=finished, pause_s=self._pause_s)
             await process.wait_for(news, give_up_at)
+
+    @property
+    def _pause_s(self) -> float:
+        return min(MAX_PAUSE_S, len(self.addresses) / CALLS_PER_S)
 
     def on_wake(self) -> None:
         """Wake the polls that a command affects."""

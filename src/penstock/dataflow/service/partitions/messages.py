@@ -44,6 +44,8 @@ class LinkPush:
 class LinkPushAnswer:
     received: int
     """The coordinator has applied all messages up to this number."""
+    pause_s: Seconds
+    """Until the next call in this direction: messages in between share it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,3 +64,5 @@ class LinkPullAnswer:
     messages: tuple[NumberedMessage, ...]
     finished: bool
     """The run is over."""
+    pause_s: Seconds
+    """As in `LinkPushAnswer`."""

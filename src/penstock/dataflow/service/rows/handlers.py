@@ -38,6 +38,7 @@ from penstock.dataflow.records import RowRecord
 from penstock.dataflow.service.process import IsDisconnected, Process, never_disconnected
 from penstock.dataflow.service.rows.messages import (
     MAX_CELLS,
+    MAX_ROWS,
     ExtendAnswer,
     ExtendRequest,
     GetAnswer,
@@ -60,8 +61,6 @@ from penstock.dataflow.service.rows.upload_quotas import UploadQuotas
 from penstock.errors import BadRequest
 
 T = TypeVar("T")
-MAX_ROWS = 4_096
-"""Limit per call; more would block the event loop."""
 THREAD_BYTES = 1 << 20
 THREAD_CELLS = 8_192
 """Values above these are hashed in a thread."""
@@ -75,7 +74,7 @@ class RowService:
         self.rights = ReaderRights(stages)
         ledger, journal = process.ledger, process.journal
         self.columns = Columns(ledger.tables, journal, ledger.place)
-        self.row_window = RowWindow(self.columns, ledger.tables, journal)
+        self.row_window = RowWindow(self.columns, ledger.tables, journal, stages=[*stages])
         self.readers = Readers(self.row_window, journal)
         self.spaces = Spaces(self.row_window, self.columns, journal)
         self.blobs = blobs

@@ -18,12 +18,18 @@ from penstock.bounds import Count, Id, SafeName, Seconds
 from penstock.dataflow.columns.row_leases import Claim, LeasedRow, LeaseOutcome, ReaderSpec
 from penstock.dataflow.columns.values import ColumnStatus, RowValues, WireValue
 from penstock.dataflow.core.leasing import DeliveryStatus
+from penstock.errors import BadRequest
 from penstock.types import RowId
+from penstock.wire.codec import decode
 
 MANY = Meta(max_length=100_000)
-"""Of rows in one call; handlers allow fewer, by the work that a row is."""
+"""Of names of rows in one call; handlers allow fewer, by the work that a row is."""
+MAX_ROWS = 4_096
+"""Of other calls about rows; more would block the event loop."""
 MAX_CELLS = 65_536
 """Columns of all rows in one call: each is hashed and compared with what is stored."""
+MAX_OTHER_BYTES = 2 << 20
+"""Of a call, beside the columns and errors of its rows: unknown and repeated fields are there."""
 ColumnName = Annotated[str, Meta(max_length=128)]
 
 # --- readers ----------------------------------------------------------------------------------
@@ -98,7 +104,7 @@ class ResultsRequest:
 
     reader: SafeName
     worker: Id
-    results: Annotated[tuple[RowResult, ...], MANY]
+    results: Annotated[tuple[RowResult, ...], Meta(max_length=MAX_ROWS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +159,7 @@ class PutRow(msgspec.Struct, frozen=True, kw_only=True):
 class PutRequest:
     """`POST /v1/spaces/{space}/rows`. An existing key gets the columns it lacks."""
 
-    rows: Annotated[tuple[PutRow, ...], MANY]
+    rows: Annotated[tuple[PutRow, ...], Meta(max_length=MAX_ROWS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +182,47 @@ class GetRequest:
 class GetAnswer:
     rows: tuple[RowValues, ...]
     """Rows of the first requested keys, in request order; at least one. Request the rest again."""
+
+
+# --- before a call is decoded -----------------------------------------------------------------
+
+
+class _RowOutline(msgspec.Struct):
+    columns: msgspec.Raw = msgspec.Raw()
+    failed: msgspec.Raw = msgspec.Raw()
+    error: msgspec.Raw = msgspec.Raw()
+
+
+class _Outline(msgspec.Struct):
+    """Of ResultsRequest and PutRequest."""
+
+    results: Annotated[list[_RowOutline], Meta(max_length=MAX_ROWS)] = []
+    rows: Annotated[list[_RowOutline], Meta(max_length=MAX_ROWS)] = []
+
+
+def check_cells(body: bytes) -> None:
+    """Raise BadRequest for too many columns before one of them is made: 32 MB of them take two
+    seconds."""
+    found = decode(body, _Outline)
+    rows = [*found.results, *found.rows]
+    parts = [memoryview(part) for row in rows for part in (row.columns, row.failed, row.error)]
+    num_cells = sum(map(_num_pairs, parts))
+    if num_cells > MAX_CELLS:
+        raise BadRequest(
+            f"{num_cells} columns of {len(rows)} rows in one call; at most {MAX_CELLS} together "
+            "are allowed: send fewer rows in each call"
+        )
+    if (num_bytes := len(body) - sum(map(len, parts))) > MAX_OTHER_BYTES:
+        raise BadRequest(f"{num_bytes} bytes beside columns; at most {MAX_OTHER_BYTES} in one call")
+
+
+def _num_pairs(value: memoryview) -> int:
+    """Of a msgpack map; 0 for anything else."""
+    kind = value[0] if value else 0
+    if 0x80 <= kind <= 0x8F:
+        return kind & 0x0F
+    width = {0xDE: 2, 0xDF: 4}.get(kind, 0)
+    return int.from_bytes(value[1 : 1 + width], "big")
 
 
 # --- blobs ------------------------------------------------------------------------------------

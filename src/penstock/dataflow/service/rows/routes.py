@@ -32,6 +32,7 @@ from penstock.dataflow.service.rows.messages import (
     RowLeaseAnswer,
     RowLeaseRequest,
     SpacesAnswer,
+    check_cells,
 )
 from penstock.dataflow.service.rows.upload_quotas import UploadQuotas, owner_of
 from penstock.errors import BadRequest, NotFound, TooLarge
@@ -90,7 +91,14 @@ class RowRoutes:
         """Extend leases; the answer names those that are lost."""
         return await self.service.extend(self._reader(call), body)
 
-    @route("PUT", "/v1/rows/columns", READERS, max_body_bytes=PUT_BYTES, shares_budget=True)
+    @route(
+        "PUT",
+        "/v1/rows/columns",
+        READERS,
+        max_body_bytes=PUT_BYTES,
+        check_parts=check_cells,
+        shares_budget=True,
+    )
     async def record(self, call: Call, body: ResultsRequest) -> ResultsAnswer:
         """Add columns to rows under lease and end leases; durable when answered."""
         self._require(call, body.reader)
@@ -124,7 +132,14 @@ class RowRoutes:
         await self.service.clear(call.path["space"])
         return Ack()
 
-    @route("POST", "/v1/spaces/{space}/rows", WRITERS, max_body_bytes=PUT_BYTES, shares_budget=True)
+    @route(
+        "POST",
+        "/v1/spaces/{space}/rows",
+        WRITERS,
+        max_body_bytes=PUT_BYTES,
+        check_parts=check_cells,
+        shares_budget=True,
+    )
     async def put(self, call: Call, body: PutRequest) -> PutAnswer:
         """Put rows by key; columns are write-once; durable when answered."""
         writer = call.credential.subject or call.credential.role.value

@@ -17,7 +17,7 @@ from penstock.dataflow.core.consumers import Consumer
 from penstock.dataflow.core.coordinator import Coordinator
 from penstock.dataflow.core.leasing import LiveVersion
 from penstock.dataflow.core.manifests import ManifestCache
-from penstock.dataflow.core.messages import Committed, IncarnationStarted, Published, Quarantined
+from penstock.dataflow.core.messages import IncarnationStarted, Published, Quarantined
 from penstock.dataflow.core.sealing import Sealing
 from penstock.dataflow.core.spot_checks import SpotCheck
 from penstock.dataflow.core.versions import Lineage
@@ -311,7 +311,7 @@ class TrainerHandlers:
         if seq > consumer.lineage.seq:
             self._process.journal(record)
             consumer.lineage.apply_commit(record)
-            self._coordinator.broadcast(Committed(record=record))
+            self._coordinator.committed(record)
             self._coordinator.cursor_moved(consumer, consumer.sealed, now)
         await self._process.make_all_durable()
 

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds request bodies for vLLM's generate route, and parses its full or streamed responses.
 
-No connection, no clock. vLLM reports the versions of an answer only with its last token, so
-an earlier chunk gets the version that is live when the chunk is read. The completion has vLLM's own
-spans.
+No connection, no clock. A whole answer of a server with our plugin is numbers in a row
+(`plugin/penstock_answers`); any other one has an object for each token. vLLM reports the versions
+of an answer only with its last token, so an earlier chunk gets the version that is live when the
+chunk is read. The completion has vLLM's own spans.
 """
 
 from __future__ import annotations
 
+import binascii
+from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import structlog
 
 from penstock.errors import EngineError, RequestRejected
@@ -19,12 +23,16 @@ from penstock.gateway.generation import Completion, GenerationRequest, TokenChun
 from penstock.rollout.engine import SpanLog
 from penstock.rollout.engines.vllm.expert_choices import read_experts
 from penstock.rollout.snapshot import Snapshot, prompt_problem
-from penstock.types import FinishReason, KvAge, Version, VersionSpan, log_probs, token_ids
+from penstock.types import FinishReason, KvAge, LogProbs, TokenIds, Version, VersionSpan
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises lower temperatures to the minimum, and rejects higher ones."""
 NO_LOGPROB = -9999.0
 """vLLM's value for a log-prob that is NaN or infinite."""
+BROKEN = (
+    "vLLM's log-probs are NaN or do not match its tokens, so the snapshot is broken; check the "
+    "trainer's loss before this version"
+)
 FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 log = structlog.get_logger(__name__)
 
@@ -50,6 +58,7 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
     weight_versions: list[_Span] | None = None
     routed_experts: str | None = None
+    packed: str = ""
 
 
 class _Chunk(msgspec.Struct, gc=False):
@@ -94,6 +103,8 @@ def request_body(
     if sampling.stop:
         params |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
         params |= {"skip_special_tokens": False}
+    if request.on_chunk is None:
+        params["extra_args"] = {"penstock_packed": True}
     if sampling.json_schema:
         params["structured_outputs"] = {"json": sampling.json_schema}
     call: dict[str, Any] = {
@@ -128,8 +139,8 @@ class CompletionParser:
         self._session = request.session
         self._on_chunk = request.on_chunk
         self._rest = b""
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
+        self._ids = array("i")
+        self._logprobs = array("f")
         self._finish: str | None = None
         self._spans: list[_Span] | None = None
         self._streamed_spans = SpanLog(serving())
@@ -153,26 +164,37 @@ class CompletionParser:
             self._add_choice(choice)
 
     def _add_choice(self, choice: _Choice) -> None:
-        ids = choice.token_ids or []
-        entries = choice.logprobs.content if choice.logprobs is not None else []
-        logprobs = [entry.logprob for entry in entries]
-        if max(logprobs, default=0.0) > 0.0:
-            logprobs = [min(logprob, 0.0) for logprob in logprobs]
-        if [entry.token_id for entry in entries] != ids or min(logprobs, default=0) <= NO_LOGPROB:
-            raise EngineError(
-                "vLLM's log-probs are NaN or do not match its tokens, so the snapshot is broken; "
-                "check the trainer's loss before this version"
-            )
         if choice.finish_reason is not None:
             self._finish, self._spans = choice.finish_reason, choice.weight_versions
             self._routed = choice.routed_experts
-        if ids and self._on_chunk is not None:
+        if choice.packed:
+            self._add_packed(choice.packed)
+        elif choice.token_ids:
+            self._add_tokens(choice.token_ids, choice.logprobs.content if choice.logprobs else [])
+
+    def _add_packed(self, packed: str) -> None:
+        try:
+            data = binascii.a2b_base64(packed, strict_mode=True)
+            ids, logprobs = np.frombuffer(data, "<i4").reshape(2, -1)
+        except ValueError as error:
+            raise EngineError(f"cannot read vLLM's packed answer: {error}") from None
+        logprobs = logprobs.view("<f4")
+        if not logprobs.min(initial=0.0) > NO_LOGPROB:
+            raise EngineError(BROKEN)
+        self._ids.frombytes(ids.tobytes())
+        self._logprobs.frombytes(np.minimum(logprobs, 0.0).tobytes())
+
+    def _add_tokens(self, ids: list[int], entries: list[_LogProb]) -> None:
+        logprobs = [min(entry.logprob, 0.0) for entry in entries]
+        if [entry.token_id for entry in entries] != ids or min(logprobs) <= NO_LOGPROB:
+            raise EngineError(BROKEN)
+        if self._on_chunk is not None:
             version = self._serving()
             self._streamed_spans.switch(len(self._ids), version)
             chunk = TokenChunk(sampled_ids=ids, logprobs=logprobs, version=version, kv=self._kv)
             self._on_chunk(chunk)
-        self._ids += ids
-        self._logprobs += logprobs
+        self._ids.extend(ids)
+        self._logprobs.extend(logprobs)
 
     @property
     def is_streamed(self) -> bool:
@@ -190,13 +212,14 @@ class CompletionParser:
                 f"vLLM's version spans {spans} do not cover the {len(self._ids)} tokens of the "
                 "answer; use vLLM 0.32 or later"
             )
-        streamed = [(span.start, span.end) for span in self._streamed_spans.spans(len(self._ids))]
-        if self.is_streamed and streamed != [(span.start, span.end) for span in spans]:
-            log.warning("streamed versions differ from final spans", session=self._session)
+        if self.is_streamed:
+            streamed = self._streamed_spans.spans(len(self._ids))
+            if [span.start for span in streamed] != [span.start for span in spans]:
+                log.warning("streamed versions differ from final spans", session=self._session)
         num_tokens = self._num_prompt + len(self._ids)
         return Completion(
-            sampled_ids=token_ids(self._ids),
-            logprobs=log_probs(self._logprobs),
+            sampled_ids=TokenIds(self._ids.tobytes()),
+            logprobs=LogProbs(self._logprobs.tobytes()),
             spans=tuple(spans),
             finish=finish,
             kv=self._kv,

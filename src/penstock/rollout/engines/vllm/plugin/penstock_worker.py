@@ -11,19 +11,22 @@ vLLM's own reload:
   a fused layer is rejected before anything changes.
 
 The route that calls this requires no credentials, so folders outside `$PENSTOCK_WEIGHTS_ROOT` are
-rejected. Two problems of engines on a CPU are fixed by `apply_cpu_patches`, which vLLM calls in
-each of its processes, as a plugin declared by the `.dist-info` folder next to this file.
+rejected. vLLM calls `apply_patches` in each of its processes, as a plugin declared by the
+`.dist-info` folder next to this file: it fixes two problems of engines on a CPU, and lets the
+server write answers as numbers (`penstock_answers`).
 """
 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock_answers import pack_answers
 from penstock_patches import Patch
 
 ROOT = "PENSTOCK_WEIGHTS_ROOT"
@@ -126,8 +129,11 @@ def repack_heads(model: Any) -> int:
     return len(tables)
 
 
-def apply_cpu_patches() -> None:
-    """Apply both patches if vLLM runs on a CPU."""
+def apply_patches() -> None:
+    """Patch this process of vLLM: the server, which no other process of vLLM started, and each one
+    on a CPU."""
+    if multiprocessing.parent_process() is None:
+        pack_answers()
     if not importlib.import_module("torch").accelerator.is_available():
         stub_generator_offset()
         sleep_while_waiting()
