@@ -14,8 +14,9 @@ ids.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
+from itertools import groupby, takewhile
 from typing import Any, cast
 
 ESCAPE = "\ufdd0"
@@ -32,13 +33,13 @@ class ControlTokenEscaper:
         self.tokens = tuple(tokens)
         self._replacements = {token: f"{ESCAPE}{at}{ESCAPE}" for at, token in enumerate(tokens)}
         self._replacements[ESCAPE] = ESCAPE + ESCAPE
-        longest_first = sorted(self._replacements, key=len, reverse=True)
-        self._lookalikes = re.compile("|".join(map(re.escape, longest_first)))
+        self._lookalikes = re.compile(any_of(self._replacements))
         self._first_chars = tuple({token[:1] for token in self._replacements})
         self._token_prefixes = tuple({token[:2] for token in self._replacements})
         cuts = [(token, at) for token in tokens for at in range(1, len(token))]
-        self._token_heads = tuple({token[:at] for token, at in cuts})
-        self._token_tails = tuple({token[at:] for token, at in cuts})
+        self._token_heads = frozenset(token[:at] for token, at in cuts)
+        self._token_tails = frozenset(token[at:] for token, at in cuts)
+        self._longest = max(map(len, tokens), default=0)
         self._escape_short = lru_cache(maxsize=1024)(self.escape_untrusted)
 
     def escape_untrusted(self, text: str) -> str:
@@ -47,9 +48,13 @@ class ControlTokenEscaper:
         escaped = text
         if self._may_have_tokens(text):
             escaped = self._lookalikes.sub(lambda found: self._replacements[found[0]], text)
-        if escaped.endswith(self._token_heads):
-            escaped += SEPARATOR
-        return SEPARATOR + escaped if escaped.startswith(self._token_tails) else escaped
+        # By length: there may be thousands of heads and tails, and as many strings in a body.
+        lengths = range(1, min(len(escaped), self._longest) + 1)
+        is_tail = any(escaped[:length] in self._token_tails for length in lengths)
+        is_head = any(escaped[-length:] in self._token_heads for length in lengths)
+        if is_tail or is_head:
+            return is_tail * SEPARATOR + escaped + is_head * SEPARATOR
+        return escaped
 
     def _may_have_tokens(self, text: str) -> bool:
         """Each step is far cheaper than the next one, and the regex comes last."""
@@ -71,6 +76,25 @@ class ControlTokenEscaper:
         if isinstance(value, list | tuple):
             return [self.escape_untrusted_json(item) for item in cast(Sequence[Any], value)]
         return value
+
+
+def any_of(texts: Collection[str]) -> str:
+    """A pattern that finds the longest of these texts that is at a place. They share their
+    beginnings in it: else each of hundreds would be tried wherever one seems to begin."""
+    begins = [list(some) for _, some in groupby(sorted(filter(None, texts)), lambda one: one[0])]
+    parts = [_with_rest(some) for some in begins]
+    if "" in texts:
+        return f"(?:{'|'.join(parts)})?" if parts else ""
+    return f"(?:{'|'.join(parts) or '(?!)'})"
+
+
+def _with_rest(texts: Sequence[str]) -> str:
+    """For sorted texts that begin with the same character."""
+    first, last = texts[0], texts[-1]
+    same = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    )
+    return re.escape(first[:same]) + any_of({text[same:] for text in texts})
 
 
 def escape_trusted(text: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, cast
 from tokenizers import Tokenizer
 
 from penstock.errors import BadRequest
+from penstock.gateway.control_tokens import any_of
 from penstock.types import JsonObject
 
 MAX_CHARS = 8 << 20
@@ -26,6 +27,8 @@ MAX_SEPARATORS = 512
 """To find more added tokens in a text takes longer than to tokenize it."""
 MAX_KEPT, MAX_KEPT_CHARS = 8192, 4096
 """Pieces, and the characters of one; longer ones rarely repeat."""
+MAX_KEPT_IDS = 1 << 20
+"""Of all pieces: 40 MB. A character may have four ids, each of them an object."""
 LOOK_AT_PIECES = frozenset({"ByteLevel", "Digits", "Split"})
 """Pre-tokenizers that look at each piece alone; others may look at where a text begins."""
 
@@ -37,9 +40,10 @@ class PieceEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = _separators(tokenizer)
-        longest_first = sorted(self._added, key=len, reverse=True)  # as a tokenizer finds them
-        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
+        self._split = re.compile(f"({any_of(self._added)})").split  # as a tokenizer finds them
         self._known: dict[str, list[int]] = {}
+        self._num_ids = 0
+        """Of the known pieces."""
 
     def encode(self, text: str) -> list[int]:
         if not self._added:
@@ -57,9 +61,11 @@ class PieceEncoder:
         if ids is None:
             ids = encode(self._tokenizer, piece)
             if len(piece) <= MAX_KEPT_CHARS:
-                if len(self._known) >= MAX_KEPT:
+                if len(self._known) >= MAX_KEPT or self._num_ids + len(ids) > MAX_KEPT_IDS:
                     self._known.clear()
+                    self._num_ids = 0
                 self._known[piece] = ids
+                self._num_ids += len(ids)
         return ids
 
 
