@@ -13,9 +13,9 @@ Declare the options of a plug-in once, next to its code:
 Types, bounds, defaults and docs are all there. A check over several options is the method
 `_contradictions`, which yields one `Contradiction` per problem."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -123,3 +123,33 @@ def _has_entries(value: object) -> object:
 def non_empty() -> Any:
     """Reject an empty list or mapping (pydantic's min_length also counts invalid items)."""
     return _NonEmpty()
+
+
+@dataclass(frozen=True, slots=True)
+class _AtMost:
+    most: int
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, core: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        schema = handler(core)
+        is_list = schema.get("type") == "array"
+        return schema | {"maxItems" if is_list else "maxProperties": self.most}
+
+    def _check(self, value: object) -> object:
+        if isinstance(value, list | tuple | Mapping):
+            number = len(cast(Sized, value))
+            if number > self.most:
+                raise ValueError(f"has {number:,} entries; at most {self.most}")
+        return cast(object, value)
+
+
+def at_most(most: int) -> Any:
+    """Reject a longer list or mapping unread: what is checked between entries, and with other
+    sections, can cost the product of their numbers."""
+    return _AtMost(most)

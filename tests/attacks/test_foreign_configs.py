@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 from tests.attacks.test_foreign_folders import foreign_folder
 
 from penstock import load_config
@@ -62,6 +63,36 @@ def test_a_stored_config_is_refused_by_its_text(
     [found] = list_runs(tmp_path)
     assert found.state == "unreadable" and why in found.why
     assert not interpolations
+
+
+HOSTS = "{h: {memory_gb: 1, address: '" + "a" * 100_000 + "[0-4095]'}}"
+PIPELINE = "[" + ",".join(f"{{id: s{at}, type: compute, role: r}}" for at in range(65)) + "]"
+STAGES = "[" + ",".join(f"{{name: s{at}, reads: [a], writes: [b]}}" for at in range(129)) + "]"
+LARGE = {
+    "address": (f"hosts={HOSTS}", "has more than 253 characters"),
+    "hosts": ("hosts={'a[0-4095]': {memory_gb: 1}, 'b[0-4095]': {memory_gb: 1}}", "8,192 hosts"),
+    "training": ("training.hosts=['a[0-4095]','b[0-4095]','c[0-4095]']", "12,288 hosts"),
+    "models": (
+        "models={" + ",".join(f"p{at}: {{init: 'builtin:tiny'}}" for at in range(129)) + "}",
+        "has 129 entries; at most 128",
+    ),
+    "stages": (f"dataflow.stages={STAGES}", "has 129 entries; at most 128"),
+    "pipeline": (f"pipeline.stages={PIPELINE}", "has 65 entries; at most 64"),
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_what_is_compared_with_each_other_is_counted_first(tmp_path: Path, what: str) -> None:
+    """A range repeated an address of 1 MB 4,096 times; 600 bytes of ranges named 200,000 hosts,
+    each of which was counted among all; stages were compared for each policy: `ls` took an hour."""
+    setting, why = LARGE[what]
+    folder = foreign_folder(tmp_path / "evil")
+    section, _, value = setting.partition("=")
+    tree: Any = OmegaConf.create(folder.config_file.read_text())
+    OmegaConf.update(tree, section, OmegaConf.create(f"value: {value}").value, merge=False)
+    folder.config_file.write_text(OmegaConf.to_yaml(tree))
+    with pytest.raises(ConfigError, match=why):
+        folder.read_config()
 
 
 def test_an_escaped_text_is_not_parsed(tmp_path: Path, interpolations: list[str]) -> None:

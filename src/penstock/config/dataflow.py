@@ -21,8 +21,8 @@ from pydantic import (
 
 from penstock.config.base import FUNCTION, OBJECT_STORES, Name, Section, is_url, repeated_names
 from penstock.config.rules import SHARED_HOOKS, Rules, rule_contradictions
-from penstock.config.stages import StageConfig, Tags
-from penstock.options import Contradiction, unknown_choice
+from penstock.config.stages import MAX_STAGES, StageConfig, Tags
+from penstock.options import Contradiction, at_most, unknown_choice
 from penstock.plugins import quoted
 
 
@@ -228,7 +228,7 @@ class DataflowConfig(Section):
     of their policy when a batch is sealed; groups beyond are dropped. Null for no limit."""
     rules: Rules = ()
     """Data decisions; a hook without a rule uses its default."""
-    stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
+    stages: Annotated[tuple[StageConfig, ...], Field(strict=False), at_most(2 * MAX_STAGES)] = ()
     """Workers that add columns to rows; services of the pipeline are added to this list."""
     spaces: Annotated[tuple[SpaceConfig, ...], Field(strict=False)] = ()
     """Named spaces with quotas."""

@@ -5,20 +5,44 @@ Changes no value. Whether devices suffice is decided in `device_layout`, memory 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from penstock.addresses import is_loopback
-from penstock.config.hosts import expand, names_of
+from penstock.config.hosts import MAX_HOSTS, expand, names_of, num_names
 from penstock.config.run_sections import RunSections
 from penstock.options import Contradiction, KeyPath
 from penstock.plugins import unknown
 
 
 def host_contradictions(config: RunSections) -> Iterator[Contradiction]:
+    too_many = [*_too_many_hosts(config)]
+    yield from too_many
+    if too_many:
+        return
     yield from _repeated_hosts(config)
     yield from _addresses(config)
     yield from _unknown_hosts(config)
     yield from _launcher_hosts(config)
+
+
+def _too_many_hosts(config: RunSections) -> Iterator[Contradiction]:
+    lists = {at: written or () for at, written in _training_hosts(config).items()}
+    keys: dict[KeyPath, int] = {("hosts",): sum(map(num_names, config.hosts))}
+    keys |= {(*at, "hosts"): sum(map(num_names, written)) for at, written in lists.items()}
+    for key, number in keys.items():
+        if number > MAX_HOSTS:
+            text = f"{number:,} hosts; a run has at most {MAX_HOSTS:,}"
+            yield Contradiction(text=text, keys=(key, key[:-1]))
+
+
+def _training_hosts(config: RunSections) -> dict[KeyPath, tuple[str, ...] | None]:
+    """By section, where policies differ."""
+    found: dict[KeyPath, tuple[str, ...] | None] = {("training",): config.training.hosts}
+    for name, model in config.models.items():
+        if model.training is not None and model.training.hosts != config.training.hosts:
+            found["models", name, "training"] = model.training.hosts
+    return found
 
 
 def _repeated_hosts(config: RunSections) -> Iterator[Contradiction]:
@@ -34,26 +58,22 @@ def _repeated_hosts(config: RunSections) -> Iterator[Contradiction]:
 
 def _addresses(config: RunSections) -> Iterator[Contradiction]:
     for written, host in config.hosts.items():
-        names = expand(written)
-        addresses = expand(host.address) if host.address else names
-        if len(addresses) != len(names):
-            text = f"{written} are {len(names)} hosts and {host.address} {len(addresses)} "
+        number, num_addresses = num_names(written), num_names(host.address or written)
+        if num_addresses != number:
+            text = f"{written} are {number} hosts and {host.address} {num_addresses} "
             text += "addresses; write a range of the same length, like 10.0.0.[10-17]"
             yield Contradiction(text=text, keys=(("hosts", written, "address"),))
 
 
 def _unknown_hosts(config: RunSections) -> Iterator[Contradiction]:
-    sections: dict[KeyPath, tuple[str, ...] | None] = {("training",): config.training.hosts}
-    for name, model in config.models.items():
-        if model.training is not None and model.training.hosts != config.training.hosts:
-            sections[("models", name, "training")] = model.training.hosts
-    for at, written in sections.items():
+    known = config.all_hosts
+    for at, written in _training_hosts(config).items():
         names = names_of(written or ())
-        repeated = next((name for name in names if names.count(name) > 1), None)
-        missing = next((name for name in names if name not in config.all_hosts), None)
+        repeated = next((name for name, times in Counter(names).items() if times > 1), None)
+        missing = next((name for name in names if name not in known), None)
         if missing is not None:
             none = "declare it under hosts"
-            text = unknown("host", missing, config.all_hosts, none=none)
+            text = unknown("host", missing, known, none=none)
             yield Contradiction(text=text, keys=((*at, "hosts"), at))
         elif repeated is not None:
             text = f"host {repeated} is named twice; its ranks are as many as its devices"

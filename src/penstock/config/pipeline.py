@@ -12,8 +12,8 @@ from pydantic import Field
 
 from penstock.config.base import Section
 from penstock.config.pipeline_checks import pipeline_contradictions
-from penstock.config.stages import ParallelConfig, PipelineStageConfig
-from penstock.options import Contradiction
+from penstock.config.stages import MAX_STAGES, ParallelConfig, PipelineStageConfig
+from penstock.options import Contradiction, at_most
 
 __all__ = ["ParallelConfig", "PipelineConfig", "PipelineStageConfig"]
 
@@ -21,7 +21,9 @@ __all__ = ["ParallelConfig", "PipelineConfig", "PipelineStageConfig"]
 class PipelineConfig(Section):
     """Stages of training."""
 
-    stages: Annotated[tuple[PipelineStageConfig, ...], Field(strict=False)] = ()
+    stages: Annotated[
+        tuple[PipelineStageConfig, ...], Field(strict=False), at_most(MAX_STAGES)
+    ] = ()
     """The graph; empty: the algorithm's graph."""
 
     def _contradictions(self) -> Iterator[Contradiction]:

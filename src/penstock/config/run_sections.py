@@ -39,8 +39,10 @@ from penstock.config.trainer import SamplingConfig, TrainingConfig
 from penstock.config.trust import SCORE_STAGE, AnyReward, RewardConfig, TrustConfig
 from penstock.config.weights import WeightsConfig
 from penstock.errors import ConfigError
-from penstock.options import non_empty
+from penstock.options import at_most, non_empty
 from penstock.plugins import quoted, unknown
+
+MAX_POLICIES = 128
 
 
 def _run_name(value: str) -> str:
@@ -95,7 +97,7 @@ class RunSections(Section):
     """Make the run a function of config and data, with crashes, on any number of nodes: batches
     in order of issue, always max_staleness versions old, one answer at a time in each engine.
     Slow."""
-    models: Annotated[Mapping[Name, ModelConfig], non_empty()]
+    models: Annotated[Mapping[Name, ModelConfig], non_empty(), at_most(MAX_POLICIES)]
     """One entry per policy."""
     roles: Roles = Field(default_factory=dict[str, str])
     """Policy by role, such as {solver: big, verifier: small}; a policy's own name is a role too."""

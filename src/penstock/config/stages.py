@@ -14,6 +14,8 @@ from penstock.config.builtin_stages import builtin_stage_for, check_options
 from penstock.options import Contradiction, non_empty
 from penstock.plugins import LOSS_GROUP, STAGE_GROUP
 
+MAX_STAGES = 64
+"""Of a pipeline, and of the dataflow beside the services of the pipeline."""
 INITIAL_COLUMNS = ("turns", "reward")
 """Columns a row has when it is delivered; `reward` only while no stage writes it."""
 
