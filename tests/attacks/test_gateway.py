@@ -26,19 +26,19 @@ from tests.unit.rollout.polling import eventually
 
 from penstock.bounds import MAX_TURNS
 from penstock.errors import TooLarge
-from penstock.gateway import owners, prompts, server, turn_tree
+from penstock.gateway import answer_history, owners, prompts, renderer, server, turn_tree
 from penstock.gateway.answer_history import AnswerHistory
-from penstock.gateway.dialects.limits import MAX_SCHEMA_BYTES
+from penstock.gateway.dialects.limits import MAX_SCHEMA_BYTES, checked_schema
 from penstock.gateway.dialects.messages import MESSAGES
 from penstock.gateway.gateway import Gateway, Session
 from penstock.gateway.generation import Completion, GenerationRequest
-from penstock.gateway.model_calls import Answer, Call, RawPrompt, Usage
+from penstock.gateway.model_calls import Answer, Call, RawPrompt, ToolCall, Usage
 from penstock.gateway.online import EndedSession, OnlineGateway, SessionTerms
 from penstock.gateway.online_routes import build_online_app
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.server import MAX_BODY_BYTES, build_app
-from penstock.types import FinishReason, RowId, SamplingSpec, Version, view_ids
+from penstock.types import FinishReason, JsonObject, RowId, SamplingSpec, Version, view_ids
 from penstock.wire import keys
 from penstock.wire.auth import Audience, Role, Signer, read_unverified
 from penstock.wire.denied import Denied, write_denied
@@ -593,6 +593,46 @@ def test_many_equal_answers_are_not_searched_for_each_message() -> None:
     assert cpu_s(MAX_TURNS) < 16 * max(0.02, cpu_s(16))
 
 
+def called(arguments: str) -> dict[str, Any]:
+    return ToolCall(id="c", name="f", arguments=arguments).body
+
+
+def test_arguments_of_many_parts_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are JSON within a text, whose parts nobody had counted: 4 MB of empty lists took a
+    second and a half in which no other agent was answered. What the model wrote itself is known
+    without reading it."""
+    read: list[str] = []
+
+    def loads(text: str) -> Any:
+        read.append(text)
+        return json.loads(text)
+
+    history = AnswerHistory()
+    own = '{"a":  [1]}'
+    call = ToolCall(id="c", name="f", arguments=own)
+    usage = Usage(prompt_tokens=1, completion_tokens=1)
+    answer = Answer(text="", finish=FinishReason.STOP, turn=0, usage=usage, tool_calls=(call,))
+    history.remember(POLICY, -1, answer, lambda: "sampled")
+    history.find(POLICY, [])
+    monkeypatch.setattr(answer_history, "loads", loads)
+    monkeypatch.setattr(renderer, "loads", loads)
+
+    def found(*arguments: str) -> list[int]:
+        messages = [
+            {"role": "assistant", "content": "", "tool_calls": [called(one)]} for one in arguments
+        ]
+        return sorted(history.find(POLICY, messages))
+
+    assert found(own, '{"a":[1]}', '{"a":[2]}') == [0, 1]
+    assert read == ['{"a":[1]}', '{"a":[2]}'], "its own was read again"
+    read.clear()
+    many = f"[{','.join(['[]'] * 200_000)}]"
+    short = [f'{{"a": "{number:0100}"}}' for number in range(20_000)]
+    assert found(many, *short, own) == [20_001]
+    assert renderer.with_object(called(many)) == called(many), "it stays a text"
+    assert sum(map(len, read)) <= answer_history.MAX_READ_CHARS
+
+
 @pytest.mark.finding(5)
 async def test_refused_prompts_cost_quota() -> None:
     """A key that only sends what is refused runs out of its quota like any other."""
@@ -632,6 +672,7 @@ BROKEN_SCHEMAS: dict[str, Any] = {
     "a pattern that is no regex": {"type": "string", "pattern": "["},
     "a pattern with an open group": {"properties": {"x": {"pattern": "(a"}}},
     "a pattern that is a number": {"type": "string", "pattern": 5},
+    "a pattern that looks behind": {"type": "string", "pattern": "(?<=a|bc)d"},
     "a key pattern that is no regex": {"patternProperties": {"*": {}}},
     "a type that does not exist": {"type": "something"},
     "a list of types with a wrong one": {"items": {"type": ["string", "invalid"]}},
@@ -662,6 +703,22 @@ async def test_schemas_that_only_look_broken_pass(gate: Gate) -> None:
     }
     assert (await gate.ask(gate.attacker, **with_schema(schema))).status_code == 200
     assert json.loads(gate.engine.requests[-1].sampling.json_schema or "") == schema
+
+
+def test_patterns_with_wide_sets_cost_no_more_than_others() -> None:
+    """A schema of 64 KB took the gateway for more than a minute: Python compiles a set of many
+    characters for milliseconds, and nothing else ran meanwhile."""
+
+    def least_s(one: str) -> float:
+        found: list[float] = []
+        for number in range(5):  # other patterns each time: Python keeps what it compiled
+            patterns: JsonObject = {f"{number}{key}" + one * 40: {} for key in range(5)}
+            began = time.process_time()
+            checked_schema({"patternProperties": patterns}, "schema")
+            found.append(time.process_time() - began)
+        return min(found)
+
+    assert least_s("[a-\uffff]") < 20 * least_s("[a-z]")
 
 
 async def test_tool_schemas_are_only_text(gate: Gate) -> None:

@@ -22,7 +22,7 @@ from penstock.gateway.control_tokens import ControlTokenEscaper
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.generation import Completion, GenerationRequest, TokenChunk
 from penstock.gateway.model_calls import Delta
-from penstock.gateway.parsing import PLAIN
+from penstock.gateway.parsing import PLAIN, AnswerFormat, ToolFormat
 from penstock.gateway.prompts import LOOP_CHARS
 from penstock.gateway.renderer import MAX_CACHED_CHARS, Renderer
 from penstock.gateway.stream_decoder import StreamDecoder
@@ -196,3 +196,37 @@ def test_what_is_kept_of_pieces_is_bounded_by_their_ids(monkeypatch: pytest.Monk
         assert sum(map(len, kept)) <= 1_000
     again = f"{49} " + "\U00013000" * 100
     assert encoder.encode(again) == tokenizing.encode(bpe.tokenizer(), again)
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "begin"),
+    [
+        pytest.param(AnswerFormat(has_thinking=True), "", id="before the answer"),
+        pytest.param(AnswerFormat(has_thinking=True, is_thinking=True), "a", id="reasoning"),
+        pytest.param(AnswerFormat(tools=ToolFormat.HERMES), "a", id="text"),
+        pytest.param(AnswerFormat(tools=ToolFormat.LLAMA), "", id="before a call"),
+    ],
+)
+def test_white_space_without_end_is_held_back_once(
+    answer_format: AnswerFormat, begin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token was put behind all that was held back, and all of it looked at: 32,000 tokens of a
+    hundred spaces took a minute of the event loop."""
+    renderer = bpe.renderer("append-only")
+    heard: list[Delta] = []
+    decoder = StreamDecoder(renderer, answer_format, (), heard.append)
+    look, looked = decoder._look, [0]  # pyright: ignore[reportPrivateUsage]
+
+    def counted() -> None:
+        looked[0] += 1
+        look()
+
+    monkeypatch.setattr(decoder, "_look", counted)
+    version = Version(policy=POLICY, incarnation=1, number=0)
+    blank = " \n" * 500
+    for token in renderer.encode(begin + blank + "zz"):
+        decoder.feed(TokenChunk(sampled_ids=[token], logprobs=[0.0], version=version))
+    assert looked[0] < 20
+    told = "".join(delta.reasoning + delta.text for delta in heard)
+    assert told.lstrip().startswith(begin) and told.endswith("zz")
+    assert begin == "" or told == begin + blank + "zz"

@@ -10,10 +10,11 @@ complete: dropped reasoning or a changed argument counts as a rewritten history.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from json import loads
 from typing import Any, cast
 
 from penstock.gateway.model_calls import Answer
@@ -23,6 +24,8 @@ from penstock.types import JsonObject, PolicyName
 _Key = tuple[PolicyName, str, str, tuple[tuple[str, str], ...]]
 _Known = tuple[object, object, object]
 """Ids, sub-agent and preceding answer; None stands for any."""
+MAX_READ_CHARS = 256 << 10
+"""Of arguments in one call that are read to compare them: on the event loop, some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class AnswerHistory:
         self._has_sampled_texts = False
         self._new: list[Callable[[], None]] = []
         """Answers not looked at yet: most sessions make one call."""
+        self._canonical: dict[str, str] = {}
+        """Of arguments as the model wrote them, which most agents send back as they are."""
 
     def remember(
         self,
@@ -84,7 +89,9 @@ class AnswerHistory:
         agent: str,
     ) -> None:
         sampled_text = get_text()
-        calls = tuple((call.name, _canonical(call.arguments)) for call in answer.tool_calls)
+        written = {call.arguments: _canonical(call.arguments) for call in answer.tool_calls}
+        self._canonical |= written
+        calls = tuple((call.name, written[call.arguments]) for call in answer.tool_calls)
         key = (policy, answer.text, answer.reasoning, calls)
         ids = tuple(call.id for call in answer.tool_calls)
         same = self._past_answers.setdefault(key, _SameAnswers())
@@ -103,11 +110,11 @@ class AnswerHistory:
             add()
         self._new.clear()
         found: dict[int, str] = {}
-        before = ROOT
+        before, reader = ROOT, _ArgumentReader(self._canonical)
         for at, message in enumerate(messages if self._has_sampled_texts else ()):
             if message.get("role") != "assistant":
                 continue
-            key, ids = _read(policy, message)
+            key, ids = _read(policy, message, reader)
             same = self._past_answers.get(key) if key is not None else None
             if same is not None:
                 best = same.find(ids, agent, before)
@@ -117,7 +124,27 @@ class AnswerHistory:
         return found
 
 
-def _read(policy: PolicyName, message: JsonObject) -> tuple[_Key | None, tuple[Any, ...]]:
+class _ArgumentReader:
+    """Reads the arguments of one call's messages, up to a length; beyond it equal texts are equal
+    and others are not."""
+
+    def __init__(self, known: Mapping[str, str]) -> None:
+        self._known = known
+        self._room = MAX_READ_CHARS
+
+    def canonical(self, arguments: str | JsonObject) -> str:
+        if not isinstance(arguments, str):
+            return _canonical(arguments)
+        known = self._known.get(arguments)
+        if known is not None or len(arguments) > self._room:
+            return arguments if known is None else known
+        self._room -= len(arguments)
+        return _canonical(arguments)
+
+
+def _read(
+    policy: PolicyName, message: JsonObject, reader: _ArgumentReader
+) -> tuple[_Key | None, tuple[Any, ...]]:
     content = message.get("content") or ""
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     calls = cast(list[JsonObject], message.get("tool_calls") or [])
@@ -125,7 +152,8 @@ def _read(policy: PolicyName, message: JsonObject) -> tuple[_Key | None, tuple[A
         return None, ()
     try:
         named = tuple(
-            (call["function"]["name"], _canonical(call["function"]["arguments"])) for call in calls
+            (call["function"]["name"], reader.canonical(call["function"]["arguments"]))
+            for call in calls
         )
         key = (policy, content, reasoning, named)
         ids = tuple(call.get("id") for call in calls)
@@ -138,7 +166,7 @@ def _read(policy: PolicyName, message: JsonObject) -> tuple[_Key | None, tuple[A
 def _canonical(arguments: str | JsonObject) -> str:
     """The same text for equal JSON values, whatever their formatting."""
     try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        value = loads(arguments) if isinstance(arguments, str) else arguments
         return json.dumps(value, sort_keys=True)
     except (ValueError, RecursionError):
         return str(arguments)

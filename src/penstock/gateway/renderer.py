@@ -9,12 +9,12 @@ either. Never imports transformers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from json import loads
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from penstock.gateway.tokenizer_files import (
 from penstock.hub import read_text_file
 from penstock.types import FinishReason, JsonObject
 from penstock.wire.codec import encode_json
+from penstock.wire.json_parts import require_few_parts
 
 MAX_CACHED = 8192
 MAX_CACHED_CHARS = 4096
@@ -308,14 +309,16 @@ def _with_objects(message: JsonObject) -> JsonObject:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    return {**message, "tool_calls": [_with_object(call) for call in cast(list[Any], calls)]}
+    return {**message, "tool_calls": [with_object(call) for call in cast(list[Any], calls)]}
 
 
-def _with_object(call: Any) -> Any:
+def with_object(call: Any) -> Any:
+    """The call with its arguments decoded; as it is if they are no JSON, or have too many parts."""
     try:
         function = call["function"]
-        arguments = json.loads(function["arguments"])
-    except (KeyError, TypeError, ValueError, RecursionError):
+        require_few_parts(function["arguments"].encode())
+        arguments = loads(function["arguments"])
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError, BadRequest):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 

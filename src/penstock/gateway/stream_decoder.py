@@ -98,11 +98,25 @@ class StreamDecoder:
         self._at_start = answer_format.tools is ToolFormat.LLAMA
         """Only white space so far, which may not belong to this part."""
         self._is_trimmed = False
+        self._blanks: list[str] = []
+        """White space that was held back and follows nothing else that was: whatever comes, it is
+        not looked at again before there is more than white space."""
 
     def feed(self, chunk: TokenChunk) -> None:
         if self._phase is _Phase.DONE:
             return
-        self._pending += self._stop_filter.add(self._text_decoder.add(chunk.sampled_ids))
+        text = self._stop_filter.add(self._text_decoder.add(chunk.sampled_ids))
+        if self._blanks and (not text or text.isspace()):
+            self._blanks.append(text)
+            return
+        self._pending += "".join(self._blanks) + text
+        self._blanks.clear()
+        self._look()
+        if self._pending.isspace():
+            self._blanks.append(self._pending)
+            self._pending = ""
+
+    def _look(self) -> None:
         if self._phase is _Phase.OPENING:
             self._open()
         reasoning = self._emit_reasoning() if self._phase is _Phase.REASONING else ""
@@ -143,7 +157,10 @@ class StreamDecoder:
             return self._emit_until(len(self._pending))
         if tools is ToolFormat.LLAMA:
             stripped = self._pending.lstrip()
-            if self._at_start and (not stripped or stripped.startswith("{")):
+            if self._at_start and stripped.startswith("{"):
+                self._phase = _Phase.DONE  # what becomes of it shows its end
+                return ""
+            if self._at_start and not stripped:
                 return ""
             return self._emit_until(len(self._pending))
         before, is_call, _ = self._pending.partition(TOOL_CALL)
