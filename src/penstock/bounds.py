@@ -20,6 +20,9 @@ MAX_TURNS = 4096
 MAX_TOKENS = 4_000_000
 """Of a row, over all branches: the trainer's unfolded samples must stay in proportion to the
 payload."""
+MAX_BRANCH_TURNS = 1 << 17
+"""Of a row, over all branches: the trainer joins the turns of each from its root on, whether they
+have tokens or not."""
 MAX_ROW_BYTES = 256 << 20
 """Of a row, encoded; 100,000 tokens are about 1 MB."""
 MAX_SESSION_BYTES = MAX_ROW_BYTES // 2

@@ -48,6 +48,11 @@ def trajectories(
             f"left out {done.num_without_tokens:,} that have no tokens any more; to keep more, set "
             "dataflow.keep=all and a larger dataflow.keep_mb before the run starts or resumes"
         )
+    if done.num_too_long:
+        print_note(
+            f"left out {done.num_too_long:,} whose documents would be too large: each step of one "
+            "has its full prompt; --format parquet has them"
+        )
     if json:
         print_json(
             {
@@ -55,6 +60,7 @@ def trajectories(
                 "format": done.format.value,
                 "written": done.num_written,
                 "without_tokens": done.num_without_tokens,
+                "too_long": done.num_too_long,
             }
         )
     return 0

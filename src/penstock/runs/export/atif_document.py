@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -21,7 +22,7 @@ from penstock.runs.export.flat_trajectory import Plain, from_plain, to_plain
 from penstock.runs.export.made_by import penstock_version
 from penstock.runs.export.prompt_parts import TrajectoryTexts
 from penstock.runs.recorded_trajectory import RecordedTrajectory
-from penstock.types import JsonObject, ToolUse, Trajectory
+from penstock.types import JsonObject, ToolUse, Trajectory, view_ids
 
 try:
     import atif
@@ -34,6 +35,21 @@ SCHEMA = "ATIF-v1.8"
 OWN = "penstock"
 """Key of what the format has no field for."""
 _IN_METRICS = ("prompt_ids", "sampled_ids", "logprobs")
+MAX_PROMPT_TOKENS = 1 << 25
+"""Of all steps of a document, each with its full prompt: 500 turns in a window of 128,000 tokens.
+A row of 1 MB can have thousands of turns that extend one long prompt by nothing."""
+
+
+def num_prompt_tokens(record: Trajectory) -> int:
+    """Of all its turns, each with the full prompt that its document has."""
+    contexts: list[int] = []
+    total = 0
+    for turn in record.turns:
+        before = contexts[turn.parent] if turn.parent >= 0 else 0
+        prompt = before + len(view_ids(turn.prompt_ids))
+        total += prompt
+        contexts.append(prompt + len(view_ids(turn.sampled_ids)))
+    return total
 
 
 def to_document(one: RecordedTrajectory, texts: TrajectoryTexts) -> atif.Trajectory:
@@ -105,18 +121,26 @@ def _facts(one: RecordedTrajectory, plain: Plain) -> JsonObject:
 
 def _steps(record: Trajectory, plain: Plain, texts: TrajectoryTexts) -> Iterator[atif.Step]:
     """Ids of steps are set afterwards."""
-    contexts: list[list[int]] = []
+    uses: dict[int, list[ToolUse]] = {}
+    for use in record.tool_uses:
+        uses.setdefault(use.turn, []).append(use)
     if texts.system:
         yield atif.Step(step_id=1, source="system", message=texts.system)
     for at, turn in enumerate(plain["turns"]):
-        parent: int = turn["parent"]
-        prompt = [*(contexts[parent] if parent >= 0 else ()), *_ids(turn["prompt_ids"])]
-        contexts.append([*prompt, *_ids(turn["sampled_ids"])])
         asked = texts.prompts[at].rest if texts.prompts else ""
-        if asked and not any(use.turn == parent >= 0 for use in record.tool_uses):
+        if asked and (turn["parent"] < 0 or turn["parent"] not in uses):
             yield atif.Step(step_id=1, source="user", message=asked)
-        uses = [use for use in record.tool_uses if use.turn == at]
-        yield _agent_step(turn, at, prompt, texts, uses)
+        yield _agent_step(turn, at, _full_prompt(plain["turns"], at), texts, uses.get(at, ()))
+
+
+def _full_prompt(turns: Sequence[Plain], at: int) -> list[int]:
+    path = list[Plain]()
+    above = turns[at]["parent"]
+    while above >= 0:
+        path.append(turns[above])
+        above = turns[above]["parent"]
+    parts = [part for turn in reversed(path) for part in (turn["prompt_ids"], turn["sampled_ids"])]
+    return [*chain.from_iterable(map(_ids, parts)), *_ids(turns[at]["prompt_ids"])]
 
 
 def _ids(values: Any) -> list[int]:

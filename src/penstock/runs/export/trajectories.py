@@ -54,6 +54,8 @@ class ExportedTrajectories:
     num_written: int
     num_without_tokens: int
     """Trajectories that were left out because their payload is gone."""
+    num_too_long: int = 0
+    """Left out because their steps, each with its full prompt, make no reasonable document."""
 
 
 def export_trajectories(
@@ -97,6 +99,7 @@ def export_trajectories(
         format=chosen,
         num_written=num_written,
         num_without_tokens=counted.num_without_tokens,
+        num_too_long=counted.num_too_long,
     )
 
 
@@ -171,6 +174,7 @@ class _Stored:
         self._found = found
         self._seen: set[str] | None = set() if may_repeat else None
         self.num_without_tokens = 0
+        self.num_too_long = 0
 
     def __iter__(self) -> Iterator[RecordedTrajectory]:
         for one in self._found:
@@ -217,12 +221,20 @@ def _row(one: RecordedTrajectory, reader: PromptReader) -> dict[str, Any]:
     return to_row(one, reader.read(one.payload))
 
 
-def _write_documents(found: Iterable[RecordedTrajectory], reader: PromptReader, path: Path) -> int:
-    from penstock.runs.export.atif_document import to_document, to_json
+def _write_documents(found: _Stored, reader: PromptReader, path: Path) -> int:
+    from penstock.runs.export.atif_document import (
+        MAX_PROMPT_TOKENS,
+        num_prompt_tokens,
+        to_document,
+        to_json,
+    )
 
     def documents() -> Iterator[tuple[str, str]]:
         for one in found:
             assert one.payload is not None, "it is stored"
+            if num_prompt_tokens(one.payload) > MAX_PROMPT_TOKENS:
+                found.num_too_long += 1
+                continue
             yield one.row_id, to_json(to_document(one, reader.read(one.payload)))
 
     if path.suffix == ".jsonl":

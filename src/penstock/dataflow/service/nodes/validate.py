@@ -9,7 +9,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from penstock.bounds import MAX_REWARD, MAX_ROLE_CHARS, MAX_ROW_ROLES, MAX_TOKENS, MAX_TURNS
+from penstock.bounds import (
+    MAX_BRANCH_TURNS,
+    MAX_REWARD,
+    MAX_ROLE_CHARS,
+    MAX_ROW_ROLES,
+    MAX_TOKENS,
+    MAX_TURNS,
+)
 from penstock.dataflow.service.nodes.model_limits import MAX_TOKEN_ID, ModelLimits
 from penstock.redaction import hide_secrets
 from penstock.types import (
@@ -98,6 +105,8 @@ def summarise(
         return wrong
     if (tokens := sum(lengths[leaf] for leaf in leaves)) > MAX_TOKENS:
         return f"its branches unfold to {tokens} tokens; at most {MAX_TOKENS}"
+    if len(leaves) > 1 and (number := _unfolded_turns(turns, leaves)) > MAX_BRANCH_TURNS:
+        return f"its branches unfold to {number} turns; at most {MAX_BRANCH_TURNS}"
     return RowSummary(
         row_id=trajectory.row_id,
         digest=digest,
@@ -162,6 +171,14 @@ def _leaves(turns: Sequence[Turn]) -> list[int]:
         return [0]
     parents = {turn.parent for turn in turns}
     return [index for index in range(len(turns)) if index not in parents]
+
+
+def _unfolded_turns(turns: Sequence[Turn], leaves: Sequence[int]) -> int:
+    """Turns from the root to each leaf."""
+    depths: list[int] = []
+    for turn in turns:
+        depths.append(1 + (depths[turn.parent] if turn.parent >= 0 else 0))
+    return sum([depths[leaf] for leaf in leaves])
 
 
 def _compute_cost(
