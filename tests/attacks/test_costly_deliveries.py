@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -22,13 +22,15 @@ from tests.unit.rollout.test_delivery_queue import Dataflow
 from penstock.dataflow.core.leasing import DeliveryStatus, Grant
 from penstock.dataflow.service.build import build
 from penstock.dataflow.service.coordinator import DataflowService
-from penstock.dataflow.service.nodes import handlers, intake
+from penstock.dataflow.service.nodes import handlers, intake, outline
 from penstock.dataflow.service.nodes.messages import Delivery, DeliveryAnswer, DeliveryRequest
 from penstock.dataflow.service.nodes.outline import parts_bytes
+from penstock.dataflow.service.rows import messages as row_messages
 from penstock.errors import BadRequest
 from penstock.rollout.delivery_queue import AckLog, DeliveryQueue
 from penstock.rollout.membership import Membership, NodeOrders
 from penstock.types import RowId, Trajectory
+from penstock.wire import server as wire_server
 from penstock.wire.auth import Role
 from penstock.wire.call_budget import MAX_BYTES
 from penstock.wire.codec import decode, decode_zero_copy, encode
@@ -302,3 +304,79 @@ def test_a_call_with_very_many_rows_is_refused_before_they_are_built(field: str)
     body |= {"deliveries": named} if field == "deliveries" else {"released": rows}
     with pytest.raises(BadRequest, match="length <= 10000"):
         decode(encode(body), DeliveryRequest)
+
+
+ROW = {"row_id": "", "payload": b""}
+EMPTY_TURN: dict[str, Any] = dict.fromkeys(("prompt_ids", "sampled_ids", "logprobs"), b"")
+MANY: dict[str, tuple[str, Role, dict[str, Any], str, Any]] = {
+    "rows": ("POST /v1/trajectories", Role.ROLLOUT, {"boot_id": "b"}, "deliveries", [ROW] * 100),
+    "releases": (
+        "POST /v1/trajectories",
+        Role.ROLLOUT,
+        {"boot_id": "b", "deliveries": []},
+        "released",
+        {f"{number}": "" for number in range(100)},
+    ),
+    "turns": ("POST /v1/turns", Role.ROLLOUT, {}, "turns", [{"turn": EMPTY_TURN}] * 100),
+    "results": ("PUT /v1/rows/columns", Role.STAGE, {"reader": "r"}, "results", [{}] * 100),
+    "put rows": ("POST /v1/spaces/s/rows", Role.STAGE, {}, "rows", [{}] * 100),
+}
+
+
+def again_and_again(fields: dict[str, Any], name: str, value: object, num_bytes: int) -> bytes:
+    """A body in which a field stands until it is so long."""
+    one = encode(name) + encode(value)
+    times = num_bytes // len(one)
+    head = b"\xdf" + (len(fields) + times).to_bytes(4, "big")
+    return head + b"".join(encode(key) + encode(of) for key, of in fields.items()) + one * times
+
+
+@pytest.mark.parametrize("kind", MANY)
+async def test_a_list_that_stands_in_a_call_again_and_again_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Only its last copy counts, and all were built: 64 MB of them from an untrusted node without a
+    lease held the dataflow for ten seconds, 32 MB of empty rows for four in what counts columns."""
+    read: list[Any] = []
+
+    def counted(data: memoryview, of: Any, **named: Any) -> Any:
+        read.append(of)
+        return decode(data, of, **named)
+
+    for module in (outline, row_messages, wire_server):
+        monkeypatch.setattr(module, "decode", counted)
+    call, role, fields, name, value = MANY[kind]
+    method, path = call.split()
+    async with dataflow_door(tmp_path) as door:
+        named = {"node_id": "n"} if role is Role.ROLLOUT else {"worker": "w"}
+        body = again_and_again({**named, **fields}, name, value, 3 << 20)
+        answer = await door.call(method, path, role, content=body)
+        assert answer.status_code == 400 and "at most 2097152" in answer.text, answer.text
+        [looked] = read
+        assert {field.type for field in msgspec.structs.fields(looked)} == {msgspec.Raw}
+
+
+def test_a_row_whose_turns_stand_there_again_and_again_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outline, "MAX_PARTS_BYTES", 50_000)
+    monkeypatch.setattr(outline, "_Turns", None)
+    turn: dict[str, Any] = {**EMPTY_TURN, "sampling": {}}
+    payload = again_and_again({}, "turns", [turn] * 10, 100_000)
+    assert parts_bytes(memoryview(payload)) > 50_000
+
+
+async def test_every_long_body_is_counted_before_it_is_read(tmp_path: Path) -> None:
+    """But a partition's: it is a service of the run itself."""
+    async with dataflow_door(tmp_path) as door:
+        table = cast(Any, door.app).route_table
+        parametric = [one for some in table._parametric.values() for _, one in some]
+        routes = [endpoint.spec for endpoint in (*table._static.values(), *parametric)]
+        long = {
+            route.path
+            for route in routes
+            if route.has_body and route.max_body_bytes > wire_server.MAX_JSON_BYTES
+        }
+        counted = {route.path for route in routes if route.check_parts is not None}
+        assert len(counted) == 4
+        assert long - counted == {"/v1/partitions/{index}/messages"}

@@ -30,7 +30,7 @@ from penstock.dataflow.service.nodes.messages import (
     RunInfo,
     TurnsAnswer,
 )
-from penstock.dataflow.service.nodes.outline import check_turns
+from penstock.dataflow.service.nodes.outline import check_deliveries, check_turns
 from penstock.dataflow.service.nodes.proofs import NodeSecrets, check_node_id, require_node
 from penstock.dataflow.service.nodes.quotas import NodeQuotas
 from penstock.dataflow.service.nodes.trust import facts_for, require_same_trust, tagged
@@ -107,7 +107,14 @@ class NodeRoutes:
             return answer
         return replace(answer, grants=self.secrets.with_secrets(body.node_id, answer.grants))
 
-    @route("POST", "/v1/trajectories", NODES, max_body_bytes=DELIVERY_BYTES, shares_budget=True)
+    @route(
+        "POST",
+        "/v1/trajectories",
+        NODES,
+        max_body_bytes=DELIVERY_BYTES,
+        check_parts=check_deliveries,
+        shares_budget=True,
+    )
     async def deliver(self, call: Call, body: DeliveryRequest) -> DeliveryAnswer:
         """Deliver results, fenced by lease epoch and secret; durable when answered."""
         self._require(call.credential, body.node_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta
@@ -187,6 +187,9 @@ class GetAnswer:
 # --- before a call is decoded -----------------------------------------------------------------
 
 
+NO_ROWS = msgspec.Raw(b"\x90")
+
+
 class _RowOutline(msgspec.Struct):
     columns: msgspec.Raw = msgspec.Raw()
     failed: msgspec.Raw = msgspec.Raw()
@@ -194,17 +197,25 @@ class _RowOutline(msgspec.Struct):
 
 
 class _Outline(msgspec.Struct):
-    """Of ResultsRequest and PutRequest."""
+    """Of ResultsRequest and PutRequest. Each has one of these lists, which is read when all else is
+    known to be short: it may stand there again and again."""
 
-    results: Annotated[list[_RowOutline], Meta(max_length=MAX_ROWS)] = []
-    rows: Annotated[list[_RowOutline], Meta(max_length=MAX_ROWS)] = []
+    results: msgspec.Raw = NO_ROWS
+    rows: msgspec.Raw = NO_ROWS
+
+
+_RowOutlines: type[list[_RowOutline]] = cast(
+    Any, Annotated[list[_RowOutline], Meta(max_length=MAX_ROWS)]
+)
 
 
 def check_cells(body: bytes) -> None:
     """Raise BadRequest for too many columns before one of them is made: 32 MB of them take two
     seconds."""
     found = decode(body, _Outline)
-    rows = [*found.results, *found.rows]
+    lists = [memoryview(found.results), memoryview(found.rows)]
+    _require_few_others(len(body) - sum(map(len, lists)))
+    rows = [row for some in lists for row in decode(some, _RowOutlines)]
     parts = [memoryview(part) for row in rows for part in (row.columns, row.failed, row.error)]
     num_cells = sum(map(_num_pairs, parts))
     if num_cells > MAX_CELLS:
@@ -212,7 +223,11 @@ def check_cells(body: bytes) -> None:
             f"{num_cells} columns of {len(rows)} rows in one call; at most {MAX_CELLS} together "
             "are allowed: send fewer rows in each call"
         )
-    if (num_bytes := len(body) - sum(map(len, parts))) > MAX_OTHER_BYTES:
+    _require_few_others(len(body) - sum(map(len, parts)))
+
+
+def _require_few_others(num_bytes: int) -> None:
+    if num_bytes > MAX_OTHER_BYTES:
         raise BadRequest(f"{num_bytes} bytes beside columns; at most {MAX_OTHER_BYTES} in one call")
 
 
