@@ -420,6 +420,52 @@ async def test_a_message_of_very_many_parts_is_not_built() -> None:
         assert session.statistics().current_buffer_used == 0
 
 
+LISTS = ",".join(["[]"] * 50_000)
+MANY_PARTS = {
+    "a message": ("application/json", f'{{"x": [{LISTS}]}}'),
+    "an event": ("text/event-stream", f'data: {{"x": [{LISTS}]}}\n\n'),
+    "an event without end": ("Text/Event-Stream", f'data: {{"x": [{LISTS}]}}'),
+    "an event behind others": ("text/event-stream", f"data: {{}}\r\n\r\ndata: [{LISTS}]\r\r"),
+    "behind a quote in a comment": ("text/event-stream", f': "\ndata: [{LISTS}]\n\n'),
+    "behind a quote that is escaped": ("text/event-stream", f': "\\\ndata: [{LISTS}]\n\n'),
+    "behind a quote in an event": ("text/event-stream", f'data: "\n\ndata: [{LISTS}]\n\n'),
+    "in lines": ("text/event-stream", 'data: [""\n' * 20_000 + "\n"),
+}
+
+
+async def ask(kind: str, body: str) -> bytes:
+    """What a client gets of this response."""
+    head = (
+        f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(body.encode())}\r\n\r\n"
+    )
+    async with internal_service((head + body).encode()) as (port, _):
+        host = f"127.0.0.1:{port}"
+        transport = GuardedTransport(f"http://{host}/mcp", (host,), resolve_ip, Ending())
+        async with httpx2.AsyncClient(transport=transport) as client:
+            return (await client.post(f"http://{host}/mcp")).content
+
+
+async def resolve_ip(host: str, port: int) -> Sequence[str]:
+    return [host]
+
+
+@pytest.mark.parametrize("name", MANY_PARTS)
+async def test_a_response_of_very_many_parts_is_not_passed_on(name: str) -> None:
+    """8 MB of empty lists from a server over HTTP held its node's event loop for five seconds, and
+    took 600 MB."""
+    with pytest.raises(httpx2.TransportError, match=r"lists and objects|lines"):
+        await ask(*MANY_PARTS[name])
+
+
+async def test_events_are_passed_on_as_they_were_sent() -> None:
+    """Text may have as many brackets as it likes."""
+    text = json.dumps({"text": "[" * 50_000 + '\\"' * 300_000})
+    for end in ("\n\n", "\r\n\r\n", "\r\r"):
+        body = f": a note{end}id: 1{end}data: {text}{end}data: rest"
+        assert (await ask("text/event-stream", body)).decode() == body
+    assert (await ask("application/json", text)).decode() == text
+
+
 async def test_an_answer_of_an_interpreter_is_not_built_from_very_many_parts() -> None:
     """The code that a model wrote may take over the driver and answer in its place."""
     body = f'{{"text": "x", "y": [{",".join(["[]"] * (1 << 20))}]}}'.encode()

@@ -2,13 +2,14 @@
 """MCP over HTTP to hosts that this node grants, and to no others.
 
 A name is resolved once and the connection goes to an address that was checked, so that neither a
-run file of others nor a name server leads a node into its own network. Bounds each response, and
-refuses compressed ones, whose size is not known before they are read.
+run file of others nor a name server leads a node into its own network. Bounds each response and the
+parts of its messages, and refuses compressed ones, whose size is not known before they are read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
@@ -23,16 +24,19 @@ import httpx2
 from mcp.client._transport import TransportStreams
 from mcp.client.streamable_http import streamable_http_client
 
-from penstock.errors import ConfigError
+from penstock.errors import BadRequest, ConfigError
 from penstock.redaction import register_secret
 from penstock.rollout.egress.proxy import CONNECT_S, Resolve, resolve
 from penstock.rollout.egress.rules import Denied, EgressRules, Target, read_authority
 from penstock.rollout.tools.mcp_session import Ending
+from penstock.wire.json_parts import require_few_parts
 
 MAX_RESPONSE_BYTES = 8 << 20
 MAX_EVENT_BYTES = 4 << 20
 MIN_STREAM_S = 1.0
 """Until a stream of events (GET) ends: the SDK opens the next as soon as the server likes."""
+MAX_EVENT_LINES = 4096
+_EVENT_END = re.compile(rb"\n\n|\n\r|\r\r")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,9 +163,10 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
             await response.aclose()
             raise self._error("its response is compressed, which is not accepted")
         headers = [(name, _without_charset(name, value)) for name, value in response.headers]
-        return httpx2.Response(
-            response.status, headers=headers, stream=_Bounded(response, self._error, ends_at)
-        )
+        kind = b"".join(v for k, v in headers if k.lower() == b"content-type")
+        has_events = kind.strip().lower() == b"text/event-stream"
+        stream = _Bounded(response, self._error, ends_at, has_events=has_events)
+        return httpx2.Response(response.status, headers=headers, stream=stream)
 
     def _error(self, why: str) -> httpx2.TransportError:
         self._ending.why = why
@@ -177,26 +182,67 @@ def _without_charset(name: bytes, value: bytes) -> bytes:
 
 
 class _Bounded(httpx2.AsyncByteStream):
-    def __init__(self, response: httpcore2.Response, error: Any, ends_at: float) -> None:
+    """A response, in messages: each is passed on when its parts were counted."""
+
+    def __init__(
+        self, response: httpcore2.Response, error: Any, ends_at: float, *, has_events: bool
+    ) -> None:
         """ends_at: not before this time of the monotonic clock."""
         self._response, self._error, self._ends_at = response, error, ends_at
+        self._has_events = has_events
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        num_bytes = 0
+        num_bytes, held = 0, bytearray()
         try:
             async for chunk in self._response.aiter_stream():
                 num_bytes += len(chunk)
                 if num_bytes > MAX_RESPONSE_BYTES:
                     raise self._error(f"it sent more than {MAX_RESPONSE_BYTES:,} bytes")
-                yield chunk
+                num_old = len(held)
+                held += chunk
+                if self._has_events and (end := _last_event_end(held, num_old)):
+                    yield self._counted(bytes(held[:end]))
+                    del held[:end]
+            yield self._counted(bytes(held))
             await asyncio.sleep(self._ends_at - time.monotonic())
         except (httpcore2.NetworkError, httpcore2.ProtocolError) as error:
             raise self._error(f"the connection failed: {error}") from None
         except httpcore2.TimeoutException:
             raise self._error("its response took too long") from None
 
+    def _counted(self, content: bytes) -> bytes:
+        try:
+            for event in _EVENT_END.split(content) if self._has_events else ():
+                require_few_parts(_with_closed_quotes(event))
+            if not self._has_events:
+                require_few_parts(content)
+        except BadRequest as error:
+            raise self._error(f"it sent {error}") from None
+        return content
+
     async def aclose(self) -> None:
         await self._response.aclose()
+
+
+def _last_event_end(held: bytearray, num_old: int) -> int:
+    """Where the last complete event ends; 0 if none does behind the first `num_old` bytes."""
+    ends = [found.end() for found in _EVENT_END.finditer(held, max(0, num_old - 1))]
+    return ends[-1] if ends else 0
+
+
+def _with_closed_quotes(event: bytes) -> bytes:
+    """No text of JSON goes on in the next line: a quote left open, say in a comment, must hide
+    nothing behind it."""
+    if b'"' not in event:
+        return event
+    lines = event.splitlines()
+    if len(lines) > MAX_EVENT_LINES:
+        raise BadRequest(f"an event of {len(lines):,} lines; at most {MAX_EVENT_LINES:,} are read")
+    return b"\n".join([line + b' "' if _has_open_quote(line) else line for line in lines])
+
+
+def _has_open_quote(line: bytes) -> bool:
+    return line.replace(rb"\\", b"").replace(rb"\"", b"").count(b'"') % 2 == 1
 
 
 def secret_file(secrets: Mapping[str, Path], name: str, server: str) -> Path:
