@@ -9,15 +9,21 @@ import io
 import json
 import lzma
 import tarfile
+import time
+import unicodedata
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from tests.unit.dataflow.data_packages import import_datasets, parquet, pyarrow
 
-from penstock.dataflow.sources import DataSpec, open_data, tables
+from penstock.dataflow.sources import DataSpec, harbor, open_data, tables
+from penstock.dataflow.sources.leakage import names_of, words_of
 from penstock.errors import ConfigError
+from penstock.scorers.exact import normalise
+from penstock.scorers.marks import without_marks
 
 SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----"
 NULLS = 50_000_000
@@ -253,3 +259,78 @@ def test_values_of_any_shape_are_read(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     found = open_data("train", DataSpec(path=str(tmp_path / "a.parquet"))).row(0)
     assert found == {**row, "map": [("a", 1)]}
+
+
+LONG_WORD = "canary" * 40_000
+HARBOR_FILES = {
+    "words": ("instruction.md", f"<!--{LONG_WORD}", ""),
+    "variables": (
+        "environment/Dockerfile",
+        f"FROM debian\nENV A={'x' * 4096}\nENV B={'$A' * 12_000}\n",
+        "with its variables",
+    ),
+    "lists": (
+        "environment/Dockerfile",
+        "FROM debian\nWORKDIR /a\n" + "COPY f* /a/\n" * 5000,
+        "COPY lists more than",
+    ),
+    "parts": ("task.toml", ".".join("a" * 16_000) + " = 1\n", "a key of more than 32 parts"),
+    "quoted": ("task.toml", ".".join(['"a"'] * 10_000) + " = 1\n", "a key of more than 32 parts"),
+    "depth": ("task.toml", f"a = {'[' * 30_000}", "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("what", HARBOR_FILES)
+def test_a_harbor_task_is_read_in_time_that_grows_with_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A Dockerfile of 64 KB took its reader 20 minutes, an instruction of 1 MB five, and a
+    task.toml of 64 KB half a minute and 4 GB."""
+    monkeypatch.setattr(harbor, "MAX_LOOKED_AT", 10_000)
+    name, text, why = HARBOR_FILES[what]
+    task = tmp_path / "task"
+    (task / "environment").mkdir(parents=True)
+    (task / "tests").mkdir()
+    for at in range(20):
+        (task / "environment" / f"f{at}").touch()
+    (task / "tests" / "test.sh").touch()
+    (task / "task.toml").touch()
+    (task / "instruction.md").write_text("Do it.")
+    (task / "environment" / "Dockerfile").write_text("FROM debian\nWORKDIR /a\n")
+    (task / name).write_text(text)
+    started = time.process_time()
+    with pytest.raises(ConfigError, match=why) if why else nullcontext():
+        harbor.read_tasks("train", harbor.HarborSpec(path=str(task)))
+    assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("marks", ["\u0301\u0323", "\u0f73", "\uff9e\u0f73"])
+@pytest.mark.parametrize("of", [words_of, normalise, names_of])
+def test_marks_on_letters_are_taken_off_in_time_that_grows_with_them(
+    marks: str, of: Callable[[str], object]
+) -> None:
+    """A prompt of 160 KB of them held up the comparison with suites for half a minute, and an
+    answer the reward `exact`: Python sorts them by insertion."""
+    started = time.process_time()
+    of("One Two" + marks * (100_000 // len(marks)))
+    assert time.process_time() - started < 2
+
+
+def test_taking_marks_off_changes_no_text() -> None:
+    texts = [
+        "Ça n’est pas ﬁni",
+        "ᾳ\u0345\u0301x",
+        "e\u0301\u0323" * 3,
+        "ｶﾞ 1,000.50",
+        "A" * 300 + "é",
+    ]
+    for text in (*texts, "".join(texts) * 20):
+        folded = unicodedata.normalize("NFKD", text).casefold()
+        assert without_marks(text) == "".join(c for c in folded if not unicodedata.combining(c))
+
+
+def test_empty_lines_of_a_question_are_passed_over_once() -> None:
+    """40,000 of them took 26 s."""
+    started = time.process_time()
+    assert names_of("One:\n Two three.\n\n Four Five" + "\n" * 100_000) == {"five"}
+    assert time.process_time() - started < 2

@@ -130,7 +130,7 @@ def test_what_is_delivered_is_trained_at_a_cost_in_proportion(
     assert recorded.payload is not None
     one = HARMLESS[name](recorded.payload)
     kept: list[int] = []
-    builder: Any = samples._SampleBuilder
+    builder: Any = vars(samples)["_SampleBuilder"]
     add: Any = builder._add
 
     def counted(*args: Any, **named: Any) -> Any:

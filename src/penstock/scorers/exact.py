@@ -7,11 +7,11 @@ Numbers stay whole: 1,000 is 1000, and 1.5 is not 15. An answer that names sever
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
 from penstock.scorers.final_answer import final_answer
+from penstock.scorers.marks import without_marks
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|textit)\s*\{([^{}]*)\}")
@@ -22,8 +22,7 @@ _PART = re.compile(r"-?\d+(?:\.\d+)?|[^\W_]+")
 def normalise(text: str) -> str:
     """What two equal answers have in common."""
     text = _TEXT_COMMAND.sub(r"\1", text)
-    folded = unicodedata.normalize("NFKD", text.replace("−", "-")).casefold()
-    plain = "".join(one for one in folded if not unicodedata.combining(one))
+    plain = without_marks(text.replace("−", "-"))
     plain = _THOUSANDS.sub("", plain.replace("'", "").replace("’", ""))
     parts = _PART.findall(re.sub(r"(?<=\w)-", " ", plain))
     joined = " ".join(_shortest(part) for part in parts)

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import dropwhile
 from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
@@ -38,9 +39,10 @@ MAX_TASK_BYTES = 1 << 20
 """Files of one task with their names, and its instruction: they travel with every lease."""
 MAX_ENVIRONMENT_BYTES = 4 << 30
 """Files in environment/, together: they are all read to name them."""
+MAX_LOOKED_AT = 1_000_000
+"""Names in environment/, each time that COPY lists them: few lines can do so thousands of times."""
 NUM_LISTED = 20
 """Tasks that one message lists."""
-_CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class Room:
     folder: Path
     """Of the task."""
     left: int = MAX_TASK_BYTES
+    names_left: int = field(default_factory=lambda: MAX_LOOKED_AT)
 
     def read(self, path: Path, name: str = "") -> bytes:
         """The file that the task carries by this name. Raises ConfigError."""
@@ -76,6 +79,15 @@ class Room:
             raise ConfigError(f"{path} cannot be read: {error}; put a file there") from None
         self._take(len(content))
         return content
+
+    def look_at(self, paths: list[Path]) -> list[Path]:
+        self.names_left -= len(paths)
+        if self.names_left < 0:
+            raise ConfigError(
+                f"{self.folder}: COPY lists more than {MAX_LOOKED_AT:,} names, each line counted; "
+                "copy a folder as a whole, or put the files into a root file system"
+            )
+        return paths
 
     def _take(self, num_bytes: int) -> None:
         self.left -= num_bytes
@@ -202,12 +214,17 @@ def _instruction(path: Path, room: Room) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} cannot be read: {error}; write the instruction there") from None
     lines = re.sub("\r\n?", "\n", text).splitlines(keepends=True)
-    while lines and _CANARY.fullmatch(lines[0].strip()):
-        lines.pop(0)
-    text = "".join(lines).lstrip("\n")
+    text = "".join(dropwhile(_is_canary, lines)).lstrip("\n")
     if not text.strip():
         raise ConfigError(f"{path} is empty; write the instruction there")
     return text
+
+
+def _is_canary(line: str) -> bool:
+    """A comment with the word; no pattern, which a line of the word alone would hold up."""
+    line = line.strip().lower()
+    is_comment = line.startswith("#") or (line.startswith("<!--") and line.endswith("-->"))
+    return is_comment and "canary" in line
 
 
 def _image(folder: Path, settings: Settings) -> Image:
@@ -313,20 +330,20 @@ def _copied(context: Path, copies: tuple[Copy, ...], room: Room) -> Iterator[tup
         place = f"{context / 'Dockerfile'}:{copy.line}: COPY"
         _check_place(copy.target, f"{place}: its target")
         for pattern in copy.sources:
-            for source in _matching(context, pattern, place):
+            for source in _matching(context, pattern, place, room):
                 yield from _copy_one(source, copy, room)
 
 
-def _matching(context: Path, pattern: str, place: str) -> list[Path]:
+def _matching(context: Path, pattern: str, place: str, room: Room) -> list[Path]:
     if not any(char in pattern for char in "*?["):
         path = context / pattern
         if not path.exists():
             raise ConfigError(f"{place}: environment/{pattern} does not exist; correct the path")
         return [path]
-    folder = PurePosixPath(pattern).parent
-    names = sorted(os.listdir(context / folder)) if (context / folder).is_dir() else []
+    folder = context / PurePosixPath(pattern).parent
+    names = room.look_at(sorted(folder.iterdir()) if folder.is_dir() else [])
     last = PurePosixPath(pattern).name
-    found = [context / folder / name for name in names if fnmatch.fnmatchcase(name, last)]
+    found = [path for path in names if fnmatch.fnmatchcase(path.name, last)]
     if not found:
         raise ConfigError(f"{place}: no file matches environment/{pattern}; correct the pattern")
     return found
@@ -336,7 +353,9 @@ def _copy_one(source: Path, copy: Copy, room: Room) -> Iterator[tuple[str, TaskF
     """A folder's content goes into the target; a file becomes it, or goes into it."""
     target = PurePosixPath(copy.target)
     if source.is_dir():
-        for path in _files_below(source):
+        for path in room.look_at(sorted(source.rglob("*"))):
+            if not path.is_file():
+                continue
             name = str(target / path.relative_to(source))
             yield name, _read(path, name, room, copy.mode)
     else:

@@ -20,6 +20,7 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 MAX_CHARS = 1 << 16
 MAX_VALUE_CHARS = 1 << 12
 """Of a variable: values repeat others, so a few lines could fill the memory."""
+MAX_INSTRUCTION_CHARS = 1 << 20
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HEREDOC = re.compile(r"<<-?\s*([\"']?)([A-Za-z_][A-Za-z0-9_]*)\1")
 _CHMOD = re.compile(r"[0-7]{3,4}")
@@ -113,17 +114,17 @@ class _Reader:
             "RUN": self._run,
         }
         if name not in known:
-            self._refuse(f"{name} is not supported; honoured are {_HONOURED}: remove it")
+            self.refuse(f"{name} is not supported; honoured are {_HONOURED}: remove it")
         if not rest:
-            self._refuse(f"{name} needs an argument")
+            self.refuse(f"{name} needs an argument")
         if name != "FROM" and not self._base:
-            self._refuse(f"{name} comes before FROM; write FROM first")
+            self.refuse(f"{name} comes before FROM; write FROM first")
         known[name](rest)
 
     def image(self) -> Image:
         if not self._base:
             self._line = 1
-            self._refuse("there is no FROM; write one, such as FROM python:3.12-slim")
+            self.refuse("there is no FROM; write one, such as FROM python:3.12-slim")
         return Image(
             base=self._base,
             workdir=self._workdir,
@@ -132,15 +133,15 @@ class _Reader:
             run_lines=tuple(self._runs),
         )
 
-    def _refuse(self, text: str) -> NoReturn:
+    def refuse(self, text: str) -> NoReturn:
         _refuse(self._place, self._line, text)
 
     def _from(self, rest: str) -> None:
         words = rest.split()
         if words[0].startswith("--") or "$" in words[0]:
-            self._refuse(f"FROM {words[0]} is not supported; name an image")
+            self.refuse(f"FROM {words[0]} is not supported; name an image")
         if self._base or len(words) > 1:
-            self._refuse("FROM with several stages is not supported; write one FROM IMAGE")
+            self.refuse("FROM with several stages is not supported; write one FROM IMAGE")
         self._base = words[0]
 
     def _set_workdir(self, rest: str) -> None:
@@ -154,21 +155,21 @@ class _Reader:
         key, space, value = rest.partition(" ")
         if "=" not in key:  # the old form, ENV KEY the rest is the value
             if not space:
-                self._refuse(f"ENV {key} has no value; write ENV {key}=value")
+                self.refuse(f"ENV {key} has no value; write ENV {key}=value")
             pairs = [(key, " ".join(self._words(value)))]
         else:
             pairs = [self._pair(word) for word in self._words(rest)]
         for name, text in pairs:
             if not _NAME.fullmatch(name):
-                self._refuse(f"ENV: {name!r} cannot name a variable")
+                self.refuse(f"ENV: {name!r} cannot name a variable")
             if len(text) > MAX_VALUE_CHARS:
-                self._refuse(f"ENV {name}: its value has more than {MAX_VALUE_CHARS:,} characters")
+                self.refuse(f"ENV {name}: its value has more than {MAX_VALUE_CHARS:,} characters")
             self._env[name] = text
 
     def _pair(self, word: str) -> tuple[str, str]:
         name, equals, value = word.partition("=")
         if not equals:
-            self._refuse(f"ENV: {word!r} is not NAME=VALUE; put quotes around a value with spaces")
+            self.refuse(f"ENV: {word!r} is not NAME=VALUE; put quotes around a value with spaces")
         return name, value
 
     def _copy(self, rest: str) -> None:
@@ -177,15 +178,15 @@ class _Reader:
             flag, _, rest = rest.partition(" ")
             key, _, value = flag.partition("=")
             if key != "--chmod" or not _CHMOD.fullmatch(value):
-                self._refuse(f"COPY {flag} is not supported; of the flags, --chmod=755 is honoured")
+                self.refuse(f"COPY {flag} is not supported; of the flags, --chmod=755 is honoured")
             mode, rest = int(value, 8), rest.strip()
         words = self._json_words(rest) if rest.startswith("[") else self._words(rest)
         if len(words) < 2:
-            self._refuse("COPY needs a source and a target")
+            self.refuse("COPY needs a source and a target")
         *sources, target = words
         for source in sources:
             if ".." in PurePosixPath(source).parts:
-                self._refuse(f"COPY {source} leaves the folder environment/; copy from inside it")
+                self.refuse(f"COPY {source} leaves the folder environment/; copy from inside it")
         is_folder = target.endswith("/") or target in (".", "./") or len(sources) > 1
         absolute = self._absolute(target)
         self._copies.append(
@@ -205,49 +206,54 @@ class _Reader:
         if not isinstance(words, list) or not all(
             isinstance(word, str) for word in cast(list[Any], words)
         ):
-            self._refuse('COPY [ is not a JSON list of texts; write COPY ["from", "to"]')
+            self.refuse('COPY [ is not a JSON list of texts; write COPY ["from", "to"]')
         return [self._expand(word) for word in cast(list[str], words)]
 
     def _absolute(self, path: str) -> str:
         parts = (PurePosixPath(self._workdir or "/") / path).parts
         if ".." in parts:
-            self._refuse(f"the path {path} has `..`; write it out")
+            self.refuse(f"the path {path} has `..`; write it out")
         return str(PurePosixPath(*parts))
 
     def _words(self, text: str) -> list[str]:
         """Split as Docker does: quotes, backslashes, and variables outside of single quotes."""
-        words, word, quote, has_word, at = list[str](), "", "", False, 0
+        words, quote, has_word, at = list[str](), "", False, 0
+        word = _Pieces(self)
         while at < len(text):
             char = text[at]
             if char == "\\" and quote != "'" and at + 1 < len(text):
                 at += 1
                 keeps = quote == '"' and text[at] not in '"\\$'
-                word, has_word = word + ("\\" if keeps else "") + text[at], True
+                word.add("\\" if keeps else "", text[at])
+                has_word = True
             elif char in "\"'" and quote in ("", char):
                 quote, has_word = ("" if quote else char), True
             elif char == "$" and quote != "'":
                 value, at = self._variable(text, at)
-                word, has_word = word + value, True
+                word.add(value)
+                has_word = True
             elif char.isspace() and not quote:
-                words += [word] if has_word else []
-                word, has_word = "", False
+                if has_word:
+                    words.append(word.end())
+                has_word = False
             else:
-                word, has_word = word + char, True
+                word.add(char)
+                has_word = True
             at += 1
         if quote:
-            self._refuse(f"a {quote} is not closed")
-        return [*words, word] if has_word else words
+            self.refuse(f"a {quote} is not closed")
+        return [*words, word.end()] if has_word else words
 
     def _expand(self, text: str) -> str:
-        done, at = "", 0
+        done, at = _Pieces(self), 0
         while at < len(text):
             if text[at] == "$":
                 value, at = self._variable(text, at)
-                done += value
+                done.add(value)
             else:
-                done += text[at]
+                done.add(text[at])
             at += 1
-        return done
+        return done.end()
 
     def _variable(self, text: str, at: int) -> tuple[str, int]:
         """The value of the variable at `$`, and the position of its last character."""
@@ -256,8 +262,31 @@ class _Reader:
             return "$", at
         name = match[1] or match[2]
         if not _NAME.fullmatch(name):
-            self._refuse(f"${{{name}}} is not supported; only plain variables are")
-        known = {"PATH": DEFAULT_PATH, **self._env}
-        if name not in known:
-            self._refuse(f"${name} is not set by an ENV above; write its value")
-        return known[name], match.end() - 1
+            self.refuse(f"${{{name}}} is not supported; only plain variables are")
+        value = self._env.get(name, DEFAULT_PATH if name == "PATH" else None)
+        if value is None:
+            self.refuse(f"${name} is not set by an ENV above; write its value")
+        return value, match.end() - 1
+
+
+class _Pieces:
+    """Words of one instruction as they are put together: each use of a variable repeats it."""
+
+    def __init__(self, reader: _Reader) -> None:
+        self._reader = reader
+        self._left = MAX_INSTRUCTION_CHARS
+        self._parts: list[str] = []
+
+    def add(self, *texts: str) -> None:
+        self._parts += texts
+        self._left -= sum(map(len, texts))
+        if self._left < 0:
+            self._reader.refuse(
+                f"it has more than {MAX_INSTRUCTION_CHARS:,} characters with its variables"
+            )
+
+    def end(self) -> str:
+        """The word; the next one begins."""
+        word = "".join(self._parts)
+        self._parts.clear()
+        return word

@@ -30,6 +30,11 @@ _REFUSED = {
 """Keys that change what a task is, and what they ask for."""
 MAX_BYTES = 1 << 16
 """Of task.toml."""
+MAX_KEY_PARTS = 32
+"""Of a dotted key: Python's parser takes the square of their number, of memory too."""
+_PART = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.){0,64}+"|'[^'\n]{0,64}+')[ \t]*+"""
+_LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-]){_PART}(?:\.[ \t]*+{_PART}){{{MAX_KEY_PARTS}}}")
+"""Longer quoted parts are few, in a file of this size."""
 MAX_SIZE_MB = 1 << 30
 _SIZES = {"K": 1 / 1024, "M": 1, "G": 1024}
 
@@ -51,7 +56,12 @@ class Settings:
 def read_settings(path: Path) -> Settings:
     """Raises ConfigError."""
     try:
-        found = tomllib.loads(read_regular(path, MAX_BYTES).decode())
+        text = read_regular(path, MAX_BYTES).decode()
+        if long := _LONG_KEY.search(text):
+            raise ValueError(f"{long[0][:60]!r} begins a key of more than {MAX_KEY_PARTS} parts")
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; correct it") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; correct it") from None
     for keys, what in _REFUSED.items():

@@ -9,12 +9,13 @@ paraphrases are not found."""
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
+
+from penstock.scorers.marks import without_marks
 
 NGRAM = 13
 """Words of a run that two independent texts do not share by chance."""
@@ -30,7 +31,9 @@ MAX_WORDS = 5_000
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _WORD = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+")
 _NAME = re.compile(r"(?<![.!?:\n])(?<=\s)[A-Z][^\W\d_]+")
-_SENTENCE_START = re.compile(r"(?:[.!?:]\s+|\n\s*)[A-Z]")
+SENTENCE_ENDS = (".", "!", "?", ":")
+_BEFORE_CAPITAL = re.compile(r"(?<!\s)(\s++)(?=[A-Z])")
+"""Begins where blanks do, and so looks at each of them once."""
 
 T = TypeVar("T")
 Pair = tuple[str, str]
@@ -57,14 +60,16 @@ class Leak:
 
 def words_of(text: str) -> list[str]:
     """What is compared of a text: words without case and accents, and numbers."""
-    folded = unicodedata.normalize("NFKD", text).casefold()
-    plain = "".join(one for one in folded if not unicodedata.combining(one))
-    return _WORD.findall(_THOUSANDS.sub("", plain))[:MAX_WORDS]
+    return _WORD.findall(_THOUSANDS.sub("", without_marks(text)))[:MAX_WORDS]
 
 
 def names_of(text: str) -> set[str]:
     """Words with a capital inside of a sentence, as `words_of` writes them."""
-    starts = {match.end() - 1 for match in _SENTENCE_START.finditer(text)}
+    starts = {
+        blanks.end()
+        for blanks in _BEFORE_CAPITAL.finditer(text)
+        if "\n" in blanks[1] or text[max(0, blanks.start() - 1) : blanks.start()] in SENTENCE_ENDS
+    }
     found = [match[0] for match in _NAME.finditer(text) if match.start() not in starts]
     return {word for name in found for word in words_of(name)}
 

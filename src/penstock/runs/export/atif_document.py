@@ -135,10 +135,10 @@ def _steps(record: Trajectory, plain: Plain, texts: TrajectoryTexts) -> Iterator
 
 def _full_prompt(turns: Sequence[Plain], at: int) -> list[int]:
     path = list[Plain]()
-    above = turns[at]["parent"]
+    above: int = turns[at]["parent"]
     while above >= 0:
         path.append(turns[above])
-        above = turns[above]["parent"]
+        above = int(path[-1]["parent"])
     parts = [part for turn in reversed(path) for part in (turn["prompt_ids"], turn["sampled_ids"])]
     return [*chain.from_iterable(map(_ids, parts)), *_ids(turns[at]["prompt_ids"])]
 
