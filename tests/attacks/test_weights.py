@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one reader of weights asks for does not hold up the others."""
+"""What one reader of weights asks for does not hold up the others, nor what a relay answers its
+node."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any, cast
 
 import httpx2
 import pytest
 from tests.contract.test_weight_server import bearer, http, manifest_digest, signer
 
-from penstock.weights.manifest import SnapshotManifest, parse_manifest
+from penstock.errors import BadRequest, Unreachable
+from penstock.types import PolicyName, PublishedVersion
+from penstock.weights import client, update
+from penstock.weights.manifest import SnapshotManifest, digest_of, parse_manifest
 from penstock.weights.serving import server
+from penstock.weights.update import Chains, Update, pack_manifest, read_update
 from penstock.wire.auth import Signer
+from penstock.wire.codec import encode
 
 __all__ = ["http", "signer"]
 
@@ -35,4 +42,53 @@ async def test_a_manifest_is_packed_once_and_not_in_the_loop(
     answers = await asyncio.gather(*asked)
     assert {one.status_code for one in answers} == {200}
     assert len({one.content for one in answers}) == 1
+    assert len(threads) == 1 and threads != [threading.get_ident()]
+
+
+def again_and_again(name: str, value: object, num_bytes: int) -> bytes:
+    one = encode(name) + encode(value)
+    times = num_bytes // len(one)
+    return b"\xdf" + (1 + times).to_bytes(4, "big") + encode("manifest") + encode(b"") + one * times
+
+
+@pytest.mark.parametrize("name", ["chains", "manifest", "unknown"])
+def test_an_update_of_very_many_parts_is_not_built(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay may answer with 256 MB: chains that stood there again and again took the event loop
+    of a node for eight seconds."""
+    chains: dict[str, list[object]] = {f"{n:064x}": [] for n in range(50)}
+    value: object = b"" if name == "manifest" else chains
+    data = again_and_again(name, value, update.MAX_CHAINS_BYTES + 10_000)
+    monkeypatch.setattr(update, "Update", None)
+    with pytest.raises(BadRequest, match="beside its manifest"):
+        read_update(data, digest_of(b""))
+
+
+async def test_an_update_is_unpacked_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some kilobytes of zeros are 256 MB, whose digest is wrong."""
+    threads: list[int] = []
+
+    def read(data: bytes, digest: str) -> tuple[bytes, Chains]:
+        threads.append(threading.get_ident())
+        return read_update(data, digest)
+
+    monkeypatch.setattr(client, "read_update", read)
+
+    class Server:
+        def no_slower(self, num_bytes: int) -> None:
+            raise Unreachable("it is asked for the manifest alone")
+
+        async def ask(self, path: str, max_bytes: int) -> httpx2.Response:
+            packed = pack_manifest(bytes(1 << 20))
+            return httpx2.Response(200, content=encode(Update(manifest=packed)))
+
+    target = PublishedVersion(
+        policy=PolicyName("p"), incarnation=1, number=0, manifest_digest=digest_of(b"")
+    )
+    fetch = client._fetch_version  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(Unreachable, match="alone"):
+        await fetch(cast(Any, Server()), target, ["0" * 64])
     assert len(threads) == 1 and threads != [threading.get_ident()]

@@ -41,7 +41,7 @@ from penstock.weights.pulling.links import (
 from penstock.weights.pulling.partial import ByteRange, Partial
 from penstock.weights.store import DirectoryStore
 from penstock.weights.tensors import Scan, TensorEntry
-from penstock.weights.update import KEPT_S, MAX_UPDATE_BYTES, Chains, Update, unpack_manifest
+from penstock.weights.update import KEPT_S, MAX_UPDATE_BYTES, Chains, read_update
 from penstock.wire.client import AsyncServiceClient
 from penstock.wire.held_token import Token
 
@@ -236,11 +236,9 @@ async def _fetch_version(
     if have and is_digest(digest):
         path = f"/v1/updates/{digest}?from={','.join(have)}"
         try:
-            update = await weight_server.request(path, Update, MAX_UPDATE_BYTES)
-            data = unpack_manifest(update)
-            if digest_of(data) == digest:
-                offered = _OfferedChains(weight_server, update.chains)
-                return _parse_manifest(data, target), offered
+            answer = await weight_server.ask(path, MAX_UPDATE_BYTES)
+            data, chains = await asyncio.to_thread(read_update, answer.content, digest)
+            return _parse_manifest(data, target), _OfferedChains(weight_server, chains)
         except (WeightsError, WireError) as error:
             log.debug("no update, asking for the manifest", error=str(error))
     return await _fetch_manifest(weight_server, target), None

@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+import httpx2
+
 from penstock.errors import BadRequest, NotFound, TooLarge, Unreachable, WeightsError
 from penstock.wire.client import (
     NO_COMPRESSION,
@@ -152,10 +154,17 @@ class WeightServerClient:
                 f"{SLOW_BACKOFF_S:.0f} s"
             ) from None
 
-    async def request(self, path: str, kind: type[T], max_bytes: int = MAX_RECORD_BYTES) -> T:
-        """A record; a compressed answer, or one that is too long, is not read."""
+    async def request(self, path: str, kind: type[T]) -> T:
+        """A record."""
+        answer = await self.ask(path, MAX_RECORD_BYTES)
+        media_type = answer.headers.get("content-type", MSGPACK)
+        return decode(answer.content, kind, media_type=media_type)
+
+    async def ask(self, path: str, max_bytes: int) -> httpx2.Response:
+        """An answer without waiting for a busy server; a compressed one, or one that is too long,
+        is not read."""
         async with self.no_slower(0):
-            answer = await self.caller.request(
+            return await self.caller.request(
                 "GET",
                 path,
                 headers=NO_COMPRESSION,
@@ -163,8 +172,6 @@ class WeightServerClient:
                 deadline_s=QUERY_TIMEOUT_S,
                 timeout_s=QUERY_TIMEOUT_S,
             )
-        media_type = answer.headers.get("content-type", MSGPACK)
-        return decode(answer.content, kind, media_type=media_type)
 
     async def get(
         self, path: str, max_bytes: int, what: str, headers: dict[str, str] | None = None
