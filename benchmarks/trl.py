@@ -6,33 +6,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cache import CACHE
-from benchmarks.harness import ROOT, log_line
+from benchmarks.harness import ROOT
 from penstock.config import RunConfig
 from penstock.tasks import reverse
 
 PINS = ROOT / "constraints" / "envs" / "trl.txt"
 TRAIN = ROOT / "benchmarks" / "trl_train.py"
-
-
-def environment() -> Path:
-    """Its interpreter; the first call installs it."""
-    folder = CACHE / "trl"
-    python, marker = folder / "bin" / "python", folder / ".made-of"
-    if not marker.exists() or marker.read_text() != PINS.read_text():
-        log_line(f"installing TRL into {folder}; once, some minutes")
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps"]
-        subprocess.run([*install, "-r", str(PINS)], check=True)
-        marker.write_text(PINS.read_text())
-    return python
 
 
 def variables() -> dict[str, str]:

@@ -23,7 +23,6 @@ import os
 import sqlite3
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -36,13 +35,17 @@ import numpy as np
 import torch
 
 from benchmarks import staleness_price, trl
-from benchmarks.harness import log_line, result, scratch
+from benchmarks.cache import environment
+from benchmarks.harness import ROOT, log_line, result, scratch
 from benchmarks.metered_run import Metered, metered, read_lines, running
 from benchmarks.staleness_price import mean_and_half_width, versions_to
 from penstock.audit import audit
 from penstock.config import RunConfig, demo_config
 from penstock.trainer.model_folders import TINY_QWEN3, WEIGHTS, init_model
 
+OWN_PINS = ROOT / "constraints" / "train.txt"
+"""What a user installs to train; transformers would import libraries of the tests, too."""
+CLI = ("-m", "penstock.cli.main")
 TARGET = 0.5
 LONG_TOKENS, END = 64, 1
 SAVE_EVERY, KILLED_AFTER, GO_ON = 10, 17, 3
@@ -68,7 +71,8 @@ class Bench:
     def __init__(self, folder: Path, setting: Setting) -> None:
         self._folder = folder
         self._setting = setting
-        self._python = trl.environment()
+        self._python = environment("trl", trl.PINS)
+        self._own_python = environment("penstock", OWN_PINS, ROOT)
 
     # --- runs -------------------------------------------------------------------------------------
 
@@ -90,7 +94,7 @@ class Bench:
         """(command, metrics, log); the same command resumes it."""
         path = self._folder / f"{config.name}.yaml"
         path.write_text(json.dumps(config.model_dump(mode="json")))  # JSON is YAML
-        command = [sys.executable, "-m", "penstock.cli.main", "run", str(path), "--headless"]
+        command = [str(self._own_python), *CLI, "run", str(path), "--headless"]
         return command, self._run_dir(config) / "metrics.jsonl", path.with_suffix(".log")
 
     def _run_dir(self, config: RunConfig) -> Path:

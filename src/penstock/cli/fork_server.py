@@ -84,7 +84,7 @@ def main() -> NoReturn:
     gc.disable()  # imports make objects that stay
     request = serve()
     if request is None:
-        sys.exit(0)
+        os._exit(0)  # an interpreter that cleans up would copy all memory that is still shared
     become_service(request)
     run_command()
     sys.exit(0)

@@ -16,6 +16,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,10 @@ COMMAND = (sys.executable, "-m", "penstock.cli.fork_server")
 START_TIMEOUT_S = 120.0
 """Most seconds for the imports of a service, on a busy machine too."""
 EXIT_TIMEOUT_S = 10.0
+IDLE_S = 1.0
+"""The first server ends so long after its last fork, when the services of a run have started. They
+copy what they write to, and it would keep what nobody else uses. One that a restart needed stays:
+there may be more."""
 _OWN_ENVS = (TOKEN_FILE_ENV, PARENT_PID_ENV)
 """What each service has for itself and reads after its imports. Libraries read other variables
 while they are imported, so a service that differs in one is not forked."""
@@ -40,6 +45,8 @@ class ForkServer:
         """log: what the server itself prints."""
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_first = True
+        self._used_at = 0.0
         self._env: Mapping[str, str] = {}
         self._cwd: Path | None = None
 
@@ -68,12 +75,19 @@ class ForkServer:
         request = {"words": words, "env": env, "log": str(log.absolute()), "preload": preload}
         with _adopting_orphans():
             pid = self._ask(json.dumps(request).encode() + b"\n")
+        self._used_at = time.monotonic()
         return None if pid is None else ForkedChild(pid)
+
+    def free_memory(self) -> None:
+        """End a server that is idle; the next start makes another."""
+        if self._is_first and time.monotonic() - self._used_at > IDLE_S:
+            self.close()
 
     def close(self) -> None:
         """End the server; what it started goes on."""
         if self._process is None:
             return
+        self._is_first = False
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -83,6 +97,7 @@ class ForkServer:
         except subprocess.TimeoutExpired:  # in the middle of imports, or suspended
             self._process.kill()
             self._process.wait(timeout=EXIT_TIMEOUT_S)
+        self._process = None
 
     def _run(self, env: Mapping[str, str], cwd: Path | None) -> None:
         self._env, self._cwd = _shared(env), cwd

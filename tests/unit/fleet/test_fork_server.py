@@ -16,7 +16,7 @@ import pytest
 from tests.unit.fleet.test_local import is_gone, read_lines, wait_until
 
 from penstock import __version__
-from penstock.fleet import processes
+from penstock.fleet import fork_server, processes
 from penstock.fleet.fork_server import ForkServer
 from penstock.fleet.service_tokens import TOKEN_FILE_ENV
 
@@ -120,6 +120,25 @@ def test_a_server_that_was_killed_leaves_its_services_alone(
     with suppress(ProcessLookupError):
         child.send_signal(signal.SIGKILL)
     exit_code(child)
+
+
+def test_the_first_server_ends_when_all_is_started_and_one_for_restarts_stays(
+    server: ForkServer, tmp_path: Path, env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_one() -> None:
+        child = start(server, tmp_path, env, "0")
+        assert child is not None
+        assert exit_code(child) == 0
+
+    start_one()
+    server.free_memory()
+    assert psutil.Process().children(), "it was used a moment ago"
+    monkeypatch.setattr(fork_server, "IDLE_S", -1.0)
+    server.free_memory()
+    assert not psutil.Process().children()
+    start_one()
+    server.free_memory()
+    assert psutil.Process().children()
 
 
 LAUNCHER = """

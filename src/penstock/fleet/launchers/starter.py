@@ -50,7 +50,7 @@ class Starter(Protocol):
         ...
 
     def check(self) -> None:
-        """LaunchError if nothing can be started any more."""
+        """Called at short intervals. LaunchError if nothing can be started any more."""
         ...
 
     def close(self) -> None:
@@ -88,6 +88,8 @@ class LocalStarter:
 
     def check(self) -> None:
         """This machine is always there."""
+        if self._fork_server is not None:
+            self._fork_server.free_memory()
 
     def close(self) -> None:
         self._reaper.close()
