@@ -31,6 +31,7 @@ from penstock.cli.main import main
 from penstock.config import demo_config
 from penstock.dataflow.client.dataflow import NodeClient
 from penstock.dataflow.core.leasing import RegisterRequest
+from penstock.dataflow.service.build import build
 from penstock.errors import ConfigError, Forbidden, PenstockError, Unauthorized, Unreachable
 from penstock.fleet.run_folder import RunFolder
 from penstock.fleet.service_tokens import write_token
@@ -873,3 +874,13 @@ async def test_a_revoked_node_gets_at_most_one_more_heartbeat(
         denied.write_denied(tmp_path / "keys", revoked)
         after = [await status() for _ in range(6)]
     assert after.count(200) <= 1 and after[1:] == [401] * 5
+
+
+def test_a_reader_who_asks_for_a_policy_is_no_sign_of_life_of_its_trainer(tmp_path: Path) -> None:
+    """A dashboard that asked every second kept a dead trainer alive: `status` blamed the nodes."""
+    service = build(small_config(), tmp_path)
+    try:
+        assert service.trainers.policy_state("policy").number == 0
+        assert not service.trainers.seen
+    finally:
+        service.close()

@@ -4,23 +4,29 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import shutil
 import socket
 import stat
 import sys
+from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from tests.contract.fake_vllm_server import write_environment
 from tests.contract.test_engines_vllm import ask, version, write_folder
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, EngineError
+from penstock.gateway.generation import GenerationRequest
 from penstock.rollout.engines.vllm import ChildServer, VllmEngine
+from penstock.rollout.engines.vllm.generate_api import CompletionParser
 from penstock.rollout.http_client import KEY_FILE_VARIABLE, HttpClient, read_server_key
+from penstock.types import PolicyName, SamplingSpec, Version
 
 SCANNER = """
 import http.client, json, sys
@@ -199,3 +205,28 @@ async def test_the_engine_has_no_network_but_its_own(
     assert inside
     ours = os.readlink("/proc/self/ns/net")
     assert ours not in {os.readlink(f"/proc/{process.pid}/ns/net") for process in inside}
+
+
+def answers(ids: list[int], *, is_packed: bool) -> bytes:
+    """Of a server, with these token ids."""
+    choice: dict[str, Any] = {"finish_reason": "stop"}
+    if is_packed:
+        data = array("i", ids).tobytes() + array("f", [-1.0] * len(ids)).tobytes()
+        choice["packed"] = base64.b64encode(data).decode()
+    else:
+        choice["token_ids"] = ids
+        content = [{"token_id": token, "logprob": -1.0} for token in ids]
+        choice["logprobs"] = {"content": content}
+    return json.dumps({"choices": [choice]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_packed"), [([3, -5], True), ([3, -5], False), ([1 << 31], False)]
+)
+def test_ids_of_an_engine_that_no_token_has_are_refused(ids: list[int], is_packed: bool) -> None:
+    """They had no text, and ended the node where slots of a group are attempted together."""
+    served = Version(policy=PolicyName("p"), incarnation=1, number=0)
+    request = GenerationRequest((1,), SamplingSpec(), policy=served.policy, session="s")
+    parser = CompletionParser(lambda: served, request)
+    with pytest.raises(EngineError, match="do not match its tokens"):
+        parser.feed_event(answers(ids, is_packed=is_packed))

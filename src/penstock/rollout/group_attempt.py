@@ -47,6 +47,14 @@ class _Asked:
     """Started again, by a pool that has lost its answer once and now goes on until it has one."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    grant: Grant
+    turn: Turn
+    text: str
+    """For the reward; empty where none is given here."""
+
+
 @dataclass(slots=True)
 class _Group:
     """The slots of a group that are attempted together."""
@@ -137,15 +145,20 @@ class GroupRunner:
 
     async def _take(
         self, group: _Group, ended: set[_Future], others: asyncio.TaskGroup
-    ) -> list[tuple[Grant, Turn]]:
-        """The turns of answers that have come; what was lost is started again."""
-        answers: list[tuple[Grant, Turn]] = []
+    ) -> list[_Answer]:
+        """The answers that have come; what was lost is started again."""
+        answers: list[_Answer] = []
         for future in [future for future in group.pending if future in ended]:
             asked = group.pending.pop(future)
             error = future.exception()
             if error is None and (found := await future).finish is not FinishReason.ABORT:
                 turn = group.call.turn(asked.request, found, group.started_at)
-                answers.append((asked.grant, turn))
+                try:
+                    text = encodable(group.call.text(turn)) if self._is_scored else ""
+                except Exception:  # of ids that no text has: the attempt alone records it
+                    others.create_task(self._run_alone(asked.grant, group.task, group.done))
+                    continue
+                answers.append(_Answer(asked.grant, turn, text))
             elif not asked.is_second:
                 again = self._gateway.start(asked.request, future)
                 group.pending[again] = _Asked(asked.grant, asked.request, is_second=True)
@@ -159,19 +172,22 @@ class GroupRunner:
     async def _run_alone(self, grant: Grant, task: Task, done: OnTrajectory) -> None:
         done(grant, await self._runner.run(grant, task))
 
-    async def _score(self, group: _Group, answers: Sequence[tuple[Grant, Turn]]) -> None:
+    @property
+    def _is_scored(self) -> bool:
+        return self._run_info.is_scored and self._scorer is not None
+
+    async def _score(self, group: _Group, answers: Sequence[_Answer]) -> None:
         rewards: list[float | Failed] = [NO_REWARD] * len(answers)
-        is_scored = self._run_info.is_scored
-        if is_scored and self._scorer is not None:
-            texts = [encodable(group.call.text(turn)) for _, turn in answers]
+        if self._is_scored and self._scorer is not None:
+            texts = [answer.text for answer in answers]
             with busy_with(f"reward {self._runner.reward_of(group.task)}"):
                 rewards = await self._scorer.score_all(texts, group.task)
-        for (grant, turn), reward in zip(answers, rewards, strict=True):
-            outcome = resolve_outcome(COMPLETED, (turn,))
-            if is_scored and isinstance(reward, Failed):
+        for answer, reward in zip(answers, rewards, strict=True):
+            outcome = resolve_outcome(COMPLETED, (answer.turn,))
+            if self._run_info.is_scored and isinstance(reward, Failed):
                 outcome = failed(reward.kind, reward.detail)
             number = None if isinstance(reward, Failed) else reward
-            self._end(group, grant, (turn,), outcome, number)
+            self._end(group, answer.grant, (answer.turn,), outcome, number)
 
     def _end(
         self,

@@ -185,3 +185,13 @@ async def test_a_reward_that_fails_is_no_reward(snapshot: Path) -> None:
 
 def never(completions: Sequence[str], **_: object) -> list[float]:
     raise RuntimeError("no")
+
+
+async def test_an_answer_without_a_text_fails_its_slot_alone(snapshot: Path) -> None:
+    async def generate(request: GenerationRequest) -> Completion:
+        ids = [-5] if request.sampling.seed % 2 else [65]
+        return SpanLog(VERSION).complete(ids, [-1.0], FinishReason.STOP)
+
+    rows = await attempts(snapshot, generate)
+    assert bits(rows) == bits(await attempts(snapshot, generate, together=False))
+    assert {row.outcome.kind for row in rows} == {OutcomeKind.FAILED, OutcomeKind.COMPLETED}

@@ -92,9 +92,12 @@ class TrainerHandlers:
         """Called with the subject, the policy of the trainer that found it, if one did, and why."""
 
     def policy_state(self, policy: str) -> PolicyState:
-        lineage = self._frozen(policy)
-        steps = 0 if lineage else self._seen(policy).terms.steps
-        lineage = lineage or self._seen(policy).lineage
+        """For readers too: no sign of life of the trainer."""
+        self._process.run_deferred()
+        lineage, steps = self._frozen(policy), 0
+        if lineage is None:
+            consumer = self._coordinator.consumer(policy)
+            lineage, steps = consumer.lineage, consumer.terms.steps
         return PolicyState(
             policy=lineage.policy,
             incarnation=lineage.incarnation,

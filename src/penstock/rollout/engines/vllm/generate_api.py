@@ -179,14 +179,15 @@ class CompletionParser:
         except ValueError as error:
             raise EngineError(f"cannot read vLLM's packed answer: {error}") from None
         logprobs = logprobs.view("<f4")
-        if not logprobs.min(initial=0.0) > NO_LOGPROB:
+        if not logprobs.min(initial=0.0) > NO_LOGPROB or ids.min(initial=0) < 0:
             raise EngineError(BROKEN)
         self._ids.frombytes(ids.tobytes())
         self._logprobs.frombytes(np.minimum(logprobs, 0.0).tobytes())
 
     def _add_tokens(self, ids: list[int], entries: list[_LogProb]) -> None:
         logprobs = [min(entry.logprob, 0.0) for entry in entries]
-        if [entry.token_id for entry in entries] != ids or min(logprobs) <= NO_LOGPROB:
+        is_paired = [entry.token_id for entry in entries] == ids
+        if not is_paired or min(logprobs) <= NO_LOGPROB or not 0 <= min(ids) <= max(ids) < 1 << 31:
             raise EngineError(BROKEN)
         if self._on_chunk is not None:
             version = self._serving()
