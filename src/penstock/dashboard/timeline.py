@@ -23,8 +23,9 @@ MAX_STEPS = 400
 PARTS = ("wait", "read", "train", "publish", "checkpoint")
 """Of a step, in this order, as `seconds/PART` of its metrics says."""
 LEASES = (
-    "SELECT r.node_id, l.granted_at, r.delivered_at, r.outcome, r.arrival FROM rows r "
-    "JOIN leases l ON l.group_id = r.group_id AND l.slot = r.slot AND l.epoch = r.epoch "
+    "SELECT r.node_id, g.granted_at, r.delivered_at, r.outcome, r.arrival FROM rows r "
+    "JOIN grants g ON g.group_id = r.group_id AND g.epoch = r.epoch "
+    "AND r.slot >= g.slot AND r.slot < g.slot + g.num_slots "
     "WHERE r.space = :space AND r.arrival < :before ORDER BY r.arrival DESC LIMIT :num"
 )
 

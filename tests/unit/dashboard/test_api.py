@@ -171,6 +171,16 @@ def test_views_answer(get: Get) -> None:
     assert len(series["seconds per step"]["values"]) == NUM_STEPS - 1
 
 
+def test_the_timeline_has_every_attempt_with_and_without_a_result(folder: Path) -> None:
+    """A lease with a result has no record of its end: the fleet looked idle, but for failures."""
+    recorded = ShownRun(RunFolder(folder), "run").recorded
+    values = {"space": "train", "before": rows.NEWEST, "num": timeline.MAX_ROWS}
+    leases = recorded.coordinator.rows(timeline.LEASES, **values)
+    query = "SELECT arrival FROM rows WHERE space = 'train' ORDER BY arrival DESC"
+    assert [arrival for *_, arrival in leases] == [at for (at,) in recorded.coordinator.rows(query)]
+    assert {outcome for *_, outcome, _ in leases} >= {"completed", "failed"}
+
+
 def test_lanes_hold_every_second_of_every_attempt() -> None:
     leases = [("a", 0.0, 100.0, "completed", 1), ("a", 12.3, 12.4, "failed", 2)]
     leases += [("a", 99.0, 100.0, "completed", 3), ("b", 50.0, 75.5, "truncated", 4)]
