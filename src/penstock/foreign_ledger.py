@@ -26,6 +26,9 @@ COUNTED_STEPS = 1_000_000
 MIN_RESULT_BYTES = 64 << 20
 RESULTS_PER_BYTE = 16
 """How often a query may return what is on disk."""
+MIN_NAMED = 1 << 20
+"""What records of any ledger may name together, such as slots; a larger one as many as its bytes: a
+record of 100 bytes can name 2^63."""
 MIN_VALUE_BYTES, MAX_VALUE_BYTES = 1 << 20, 256 << 20
 _LONG = (str, bytes)
 _NAMES = r'\("\w+"(?:, "\w+")*\)'
@@ -46,7 +49,7 @@ class ForeignLedger(sqlite3.Connection):
         self, query: str, values: Mapping[str, Any] | Sequence[Any] = ()
     ) -> list[tuple[Any, ...]]:
         """All rows of this query; StoreError if it does not end as it would in a real ledger."""
-        size = sum(map(_bytes_on_disk, (self.path, _log(self.path))))
+        size = self.bytes_on_disk
         self._num_left = (MIN_STEPS + STEPS_PER_BYTE * size) // COUNTED_STEPS
         left = MIN_RESULT_BYTES + RESULTS_PER_BYTE * size
         found: list[tuple[Any, ...]] = []
@@ -60,6 +63,15 @@ class ForeignLedger(sqlite3.Connection):
             why = "a query takes longer than its size explains" if self._num_left < 0 else error
             raise StoreError(f"{self.path} cannot be read: {why}") from error
         return found
+
+    @property
+    def bytes_on_disk(self) -> int:
+        return sum(map(_bytes_on_disk, (self.path, _log(self.path))))
+
+    def require_few(self, number: int, what: str) -> None:
+        """StoreError if its records name more of these than such a ledger can have."""
+        if number > max(MIN_NAMED, self.bytes_on_disk):
+            raise StoreError(f"{self.path} is damaged: its records name {number:,} {what}")
 
     def count(self) -> bool:
         """Whether to interrupt the query."""

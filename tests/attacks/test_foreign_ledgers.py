@@ -4,19 +4,24 @@ writes nothing elsewhere, and fills no memory."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import random
 import shutil
 import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from tests.attacks.test_bombs import bounded_memory
 from tests.attacks.test_foreign_folders import foreign_folder
 from tests.unit.dashboard.recorded_run import record_run
 
+from penstock.audit import audit
 from penstock.audit.ledger import open_ledger
 from penstock.dashboard.rows import read_group
 from penstock.dashboard.shown_run import ShownRun
@@ -24,15 +29,25 @@ from penstock.dataflow.column_records import ColumnRecord
 from penstock.dataflow.explain.explain import explain
 from penstock.dataflow.ledger.recorded import open_recorded_run
 from penstock.dataflow.ledger.tables import open_tables
-from penstock.dataflow.records import DecisionRecord, RowRecord, RuleStateRecord
+from penstock.dataflow.records import (
+    CommitRecord,
+    DecisionRecord,
+    GrantRecord,
+    GroupRecord,
+    IncarnationRecord,
+    RowRecord,
+    RuleStateRecord,
+)
 from penstock.errors import StoreError
 from penstock.fleet.run_folder import RunFolder
 from penstock.foreign_ledger import open_foreign
+from penstock.runs.agent_tree import agent_tree
+from penstock.runs.decoded import DecodedTurn
 from penstock.runs.explained import explain_with_text
 from penstock.runs.history import open_run
 from penstock.runs.listing import list_runs
 from penstock.runs.recorded_trajectory import PayloadState
-from penstock.types import RowId
+from penstock.types import PolicyName, RowId
 from penstock.wire.codec import encode
 
 ENDLESS = "WITH RECURSIVE e(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM e)"
@@ -223,3 +238,133 @@ def test_a_ledger_is_no_link_or_pipe(tmp_path: Path, name: str, opening: str) ->
     os.mkfifo(folder / name)
     with pytest.raises(StoreError, match=r"or a link|there is no ledger"):
         OPENINGS[opening](folder)
+
+
+def _forge(folder: Path, statement: str) -> None:
+    """Its records stay sound: a checksum is no secret."""
+    with closing(sqlite3.connect(folder / "ledger" / "ledger.db")) as connection:
+        assert connection.execute(statement).rowcount > 0
+        connection.commit()
+
+
+def _replaced(folder: Path, kind: type[Any], **changes: Any) -> Any:
+    """The first record of this kind, with changes."""
+    with closing(open_tables(folder / "ledger")) as tables:
+        changed = dataclasses.replace(tables.read(kind)[0], **changes)
+        tables.commit([changed])
+    return changed
+
+
+def test_numbers_of_a_ledger_make_no_long_lists(tmp_path: Path) -> None:
+    """One record of a partition 2^62, or of a lease of as many slots, filled the memory of whoever
+    looked at a group, on a dashboard too."""
+    record_run(tmp_path)
+    group = _replaced(tmp_path, GroupRecord, partition=1 << 62)
+    with closing(open_recorded_run(tmp_path / "ledger")) as recorded, bounded_memory():
+        assert explain(recorded, group.group_id).kind == "group"
+    _replaced(tmp_path, GrantRecord, group_id=group.group_id, num_slots=1 << 62)
+    with (
+        closing(open_recorded_run(tmp_path / "ledger")) as recorded,
+        bounded_memory(),
+        pytest.raises(StoreError, match="leases"),
+    ):
+        explain(recorded, group.group_id)
+
+
+FORGERIES = {
+    "slots": ("UPDATE groups SET num_slots = 1 << 62", "slots"),
+    "grant": ("UPDATE grants SET num_slots = 1 << 62", "slots"),
+    "tasks": ("UPDATE sources SET next_ordinal = 1 << 62", ""),
+    "incarnation": ("UPDATE batches SET incarnation = 1 << 62", ""),
+    "forks": ("UPDATE incarnations SET incarnation = 1 << 62", ""),
+}
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_audit_ends_whatever_the_numbers(
+    tmp_path: Path, what: str, *, deterministic: bool
+) -> None:
+    record_run(tmp_path)
+    statement, why = FORGERIES[what]
+    _forge(tmp_path, statement)
+    if what == "forks":
+        _forge(tmp_path, FORGERIES["incarnation"][0])
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        config.read_text().replace(
+            "deterministic: false", f"deterministic: {deterministic}".lower()
+        )
+    )
+    with bounded_memory():
+        if why:
+            with pytest.raises(StoreError, match=why):
+                audit(tmp_path)
+        else:
+            assert not audit(tmp_path).ok
+
+
+def test_logs_beside_a_ledger_are_read_line_by_line(tmp_path: Path) -> None:
+    """A sparse file of 1 GB took no disk, and an audit three times as much memory."""
+    record_run(tmp_path)
+    (tmp_path / "acks").mkdir(exist_ok=True)
+    for name in ("acks/node", "admin.jsonl"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(1 << 30)
+    with bounded_memory():
+        with pytest.raises(StoreError, match="no id of a row"):
+            audit(tmp_path)
+        (tmp_path / "acks" / "node").unlink()
+        [log] = [one for one in audit(tmp_path).checks if one.name == "admin_log"]
+        assert log.num_examined == 1 and not log.ok
+        (tmp_path / "admin.jsonl").write_bytes(b"\n" * 2000)
+        [log] = [one for one in audit(tmp_path).checks if one.name == "admin_log"]
+        assert log.num_examined == 1000
+
+
+def test_commits_are_looked_at_once_for_all_incarnations(tmp_path: Path) -> None:
+    """A ledger of 2 MB with 20,000 of both held up its reader for minutes."""
+    policy = PolicyName("policy")
+    commits = [
+        CommitRecord(
+            consumer=policy, seq=at, incarnation=1, number=at, skipped="", stats="{}", at=1.0
+        )
+        for at in range(1, 4001)
+    ]
+    forks = [
+        IncarnationRecord(
+            policy=policy, incarnation=at, number=0, seq=0, request_id=str(at), at=1.0
+        )
+        for at in range(1, 4001)
+    ]
+    with closing(open_tables(_ledger(tmp_path / "ledger"))) as tables:
+        tables.commit([*commits, *forks])
+    with closing(open_recorded_run(tmp_path / "ledger")) as recorded:
+        started = time.process_time()
+        assert recorded.lineage(policy, 4000).incarnation == 4000
+        assert time.process_time() - started < 2
+
+
+def test_sub_agents_of_a_row_are_found_in_time_that_grows_with_it() -> None:
+    """Their names are a node's words: 4,096 turns of as many paths held up `explain` for 40
+    minutes."""
+    draw = random.Random(0)
+    turns = [
+        DecodedTurn(
+            policy="p",
+            role="",
+            parent=-1,
+            prompt="",
+            answer="",
+            reasoning="",
+            tool_calls=(),
+            versions=(),
+            finish="stop",
+            num_tokens=1,
+            agent=".".join(str(draw.randrange(10)) for _ in range(32)),
+        )
+        for _ in range(500)
+    ]
+    started = time.process_time()
+    assert agent_tree(turns).num_agents > 10_000
+    assert time.process_time() - started < 5

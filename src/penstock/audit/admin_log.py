@@ -9,32 +9,46 @@ unless log, head and ledger were all forged together.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 from blake3 import blake3
 
 from penstock.audit.report import Check, Violations
-from penstock.durable import read_regular
+from penstock.durable import open_regular, read_regular
 
-MAX_LOG_BYTES = 1 << 30
+MAX_HEAD_BYTES = 4096
+MAX_LINE_BYTES = 1 << 20
+MAX_BAD_LINES = 1000
+"""After so many the rest is not read: the folder may belong to another user."""
 
 
 def check_admin_log(run_dir: Path, anchor: str) -> Check:
     """`anchor`: number and hash of a line, as the ledger has them; empty for none."""
     violations = Violations("admin_log")
-    head = _read(run_dir / "admin.head").decode(errors="replace").strip()  # first: the log grows
-    complete, _, _ = _read(run_dir / "admin.jsonl").rpartition(b"\n")  # without half a line
-    lines = complete.split(b"\n") if complete else []
-    hashes = [blake3(line).hexdigest() for line in lines]
-    for at, line in enumerate(lines):
-        violations.extend(f"line {at + 1}", _problems(line, at + 1, hashes[at - 1] if at else ""))
-    for name, expected in (("admin.head", head), ("the ledger", anchor)):
-        if expected and (why := _missing(expected, hashes)):
+    expected = {"admin.head": _read_head(run_dir / "admin.head"), "the ledger": anchor}
+    wanted = {number for number, _ in map(_split, expected.values())}
+    found: dict[int, str] = {}
+    num_lines = num_bad = 0
+    previous = ""
+    for line in _lines(run_dir / "admin.jsonl"):
+        num_lines += 1
+        problems = _problems(line, num_lines, previous)
+        violations.extend(f"line {num_lines}", problems)
+        num_bad += bool(problems)
+        previous = blake3(line).hexdigest()
+        if num_lines in wanted:
+            found[num_lines] = previous
+        if num_bad == MAX_BAD_LINES or len(line) > MAX_LINE_BYTES:
+            violations.add(f"line {num_lines}", "the lines after it were not read")
+            return violations.result(num_lines)
+    for name, text in expected.items():
+        if text and (why := _missing(text, num_lines, found)):
             violations.add(name, why)
-    if lines and not head:
+    if num_lines and not expected["admin.head"]:
         violations.add("admin.head", "missing or empty, beside a log")
-    return violations.result(len(lines))
+    return violations.result(num_lines)
 
 
 def _problems(line: bytes, number: int, previous: str) -> list[str]:
@@ -53,19 +67,41 @@ def _problems(line: bytes, number: int, previous: str) -> list[str]:
     return problems
 
 
-def _missing(expected: str, hashes: list[str]) -> str:
+def _split(expected: str) -> tuple[int, str]:
+    """Number and hash of a line; 0 if it is none."""
     number, _, hash = expected.partition(" ")
-    if not number.isdecimal() or len(number) > 12:
+    return (int(number) if number.isdecimal() and len(number) <= 12 else 0), hash
+
+
+def _missing(expected: str, num_lines: int, found: dict[int, str]) -> str:
+    number, hash = _split(expected)
+    if not number and not expected.startswith("0 "):
         return f"not a line of the log: {expected[:80]!r}"
-    if int(number) > len(hashes):
-        return f"names line {number}, and the log has {len(hashes)}: the end was cut off"
-    if int(number) and hashes[int(number) - 1] != hash:
+    if number > num_lines:
+        return f"names line {number}, and the log has {num_lines}: the end was cut off"
+    if number and found[number] != hash:
         return f"names another line {number} than the log has: it was changed"
     return ""
 
 
-def _read(path: Path) -> bytes:
+def _read_head(path: Path) -> str:
     try:
-        return read_regular(path, MAX_LOG_BYTES)
+        return read_regular(path, MAX_HEAD_BYTES).decode(errors="replace").strip()
     except FileNotFoundError:
-        return b""
+        return ""
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Without their ends, and without half a line at the end of the log; a line that is too long is
+    the last."""
+    try:
+        log = open_regular(path)
+    except FileNotFoundError:
+        return
+    with log:
+        while line := log.readline(MAX_LINE_BYTES + 1):
+            if line.endswith(b"\n"):
+                yield line[:-1]
+            elif len(line) > MAX_LINE_BYTES:
+                yield line
+                return

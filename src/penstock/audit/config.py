@@ -98,7 +98,7 @@ class AuditedConfig(msgspec.Struct, frozen=True):
             return None
         try:
             return max(1, int(closing["survivors"]["min"]))  # pyright: ignore[reportUnknownArgumentType]
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return 1
 
     @property

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import islice
 
 from penstock.audit.evidence import Evidence
 from penstock.audit.records import EvaluatedGroup, EvaluationRow, decode_json
-from penstock.audit.report import Check, Violations
+from penstock.audit.report import NUM_SHOWN, Check, Violations
 
 SCORED = ("completed", "truncated")
 Pins = dict[str, list[tuple[int, int]]]
@@ -60,8 +61,10 @@ def _slot_faults(one: EvaluatedGroup, scored: set[int]) -> Iterator[str]:
     failed = {int(slot) for slot in decode_json(one.failures, dict[str, str]) or {}}
     if scored & failed:
         yield f"slots {sorted(scored & failed)} have an answer and a failure"
-    if missing := set(range(one.num_slots)) - scored - failed:
-        yield f"slots {sorted(missing)} have neither an answer nor a failure"
+    known = scored | failed
+    missing = (slot for slot in range(one.num_slots) if slot not in known)
+    if first := list(islice(missing, NUM_SHOWN)):
+        yield f"slots {first} have neither an answer nor a failure"
 
 
 def _check_versions(evidence: Evidence, violations: Violations) -> None:

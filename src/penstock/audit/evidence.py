@@ -18,10 +18,12 @@ from penstock.audit.config import REWARD, read_config
 from penstock.audit.ledger import CoordinatorTables, PartitionTables, ReplicatedTables, open_ledger
 from penstock.audit.payloads import PayloadSummary, SegmentReader
 from penstock.audit.records import Column, Instalment, Partition, Row, decode_manifest
-from penstock.durable import read_regular
+from penstock.durable import open_regular
+from penstock.errors import StoreError
 
-MAX_LOG_BYTES = 1 << 30
-"""Of the acknowledged rows of one node."""
+MAX_LOG_BYTES = 256 << 20
+"""Of the acknowledged rows of all nodes."""
+MAX_ID_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,7 @@ class Evidence:
 def partition_of(name: str) -> int:
     """The partition in the name of a group or row; -1 if there is none."""
     index = name.partition("-")[0].removeprefix("p")
-    return int(index) if index.isdecimal() else -1
+    return int(index) if index.isdecimal() and len(index) < 10 else -1
 
 
 def _read_remote(folder: Path, partitions: Iterable[Partition]) -> Iterator[RemotePartition]:
@@ -161,7 +163,15 @@ def _content(segments: SegmentReader, row: Row, freed: Set[str]) -> PayloadSumma
 
 
 def _read_acknowledged(folder: Path) -> Iterable[str]:
+    left = MAX_LOG_BYTES
     for path in sorted(folder.glob("*")):  # one file per node
-        # A node killed while writing leaves an incomplete last line.
-        complete, _, _ = read_regular(path, MAX_LOG_BYTES).rpartition(b"\n")
-        yield from filter(None, complete.decode(errors="replace").split("\n"))
+        with open_regular(path) as lines:
+            # A node killed while writing leaves an incomplete last line.
+            while (line := lines.readline(MAX_ID_BYTES)).endswith(b"\n"):
+                left -= len(line)
+                if left < 0:
+                    raise StoreError(f"{folder} has more than {MAX_LOG_BYTES:,} bytes")
+                if name := line.rstrip(b"\n").decode(errors="replace"):
+                    yield name
+            if len(line) == MAX_ID_BYTES:
+                raise StoreError(f"{path} is damaged: a line is no id of a row")

@@ -128,7 +128,8 @@ def _check_issues(evidence: Evidence, violations: Violations) -> None:
         found = set(ordinals[name])
         source = sources.get(name)
         expected, skipped = (source.next_ordinal, source.skipped) if source else (0, 0)
-        is_complete = found <= set(range(expected)) and len(found) == expected - skipped
+        is_inside = all(0 <= ordinal < expected for ordinal in found)
+        is_complete = is_inside and len(found) == expected - skipped
         if not is_complete or len(found) != len(ordinals[name]):
             issued_text = f"{expected - skipped} of {expected}" if skipped else f"{expected}"
             why = f"issued {issued_text} tasks, but the groups have {len(found)} of them"

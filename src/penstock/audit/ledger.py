@@ -58,7 +58,9 @@ class LedgerReader:
         found = self.table(Lease, "leases", "group_id")
         ended = {(lease.group_id, lease.slot, lease.epoch) for lease in found}
         scored = {(row.group_id, row.slot, row.epoch) for row in rows if row.outcome in SCORED}
-        for grant in self.table(Grant, "grants", "group_id"):
+        grants = self.table(Grant, "grants", "group_id")
+        self._connection.require_few(sum(max(0, one.num_slots) for one in grants), "slots")
+        for grant in grants:
             for slot in range(grant.slot, grant.slot + grant.num_slots):
                 lease = (grant.group_id, slot, grant.epoch)
                 if lease in ended:
@@ -67,6 +69,11 @@ class LedgerReader:
                     end = "delivered" if lease in scored else ""
                     found.append(Lease(*lease, grant.attempt, grant.node_id, ended=end))
         return sorted(found, key=lambda lease: (lease.group_id, lease.slot, lease.epoch))
+
+    def groups(self, where: str = "1") -> list[Group]:
+        found = self.table(Group, "groups", "issue", where)
+        self._connection.require_few(sum(max(0, one.num_slots) for one in found), "slots")
+        return found
 
     def rows(self) -> list[Row]:
         return self.table(Row, "rows", 'segment, "offset"')
@@ -93,7 +100,7 @@ class PartitionTables:
 
     def __init__(self, ledger: LedgerReader, groups: str = "1") -> None:
         """groups: an SQL condition, since the coordinator's ledger has the groups of others too."""
-        self.groups = ledger.table(Group, "groups", "issue", groups)
+        self.groups = ledger.groups(groups)
         self.rows = ledger.rows()
         self.leases = ledger.leases(self.rows)
         self.columns = ledger.table(Column, "columns", "row_id, name", "space = 'train'")
@@ -105,7 +112,7 @@ class ReplicatedTables:
     Append-only, except for messages that were received."""
 
     def __init__(self, ledger: LedgerReader) -> None:
-        self.issued = {one.group_id: one for one in ledger.table(Group, "groups", "issue")}
+        self.issued = {one.group_id: one for one in ledger.groups()}
         """By group, in order of issue. The coordinator's ledger has all groups, a partition's only
         its own; a group's state is only known in the ledger of its partition."""
         self.fates = ledger.table(Fate, "fates", "consumer, group_id")

@@ -62,7 +62,9 @@ class Lineage:
         incarnation_id, number = version
         effective = effective_number(version, incarnation, matches_up_to)
         original = self.versions.get(version)
-        for later in range(incarnation_id + 1, incarnation + 1):
+        for later in self.forks:
+            if not incarnation_id < later <= incarnation:
+                continue
             replay = self.versions.get((later, number))
             if effective == number or original is None or replay is None or replay.at > at:
                 continue
@@ -75,9 +77,8 @@ class Lineage:
 def effective_number(version: VersionId, incarnation: int, matches_up_to: dict[int, int]) -> int:
     """Effective number of this version for that incarnation: limited by every fork in between."""
     incarnation_id, number = version
-    for later in range(incarnation_id + 1, incarnation + 1):
-        number = min(number, matches_up_to.get(later, number))
-    return number
+    later = [at for fork, at in matches_up_to.items() if incarnation_id < fork <= incarnation]
+    return min([number, *later])
 
 
 def read_lineages(evidence: Evidence) -> dict[str, Lineage]:

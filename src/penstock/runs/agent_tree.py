@@ -6,7 +6,7 @@ Reads the path that each turn carries. Knows neither text nor tokens beyond thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.runs.decoded import DecodedTurn
@@ -36,24 +36,30 @@ class AgentNode:
 def agent_tree(turns: Sequence[DecodedTurn]) -> AgentNode:
     """The workflow and its sub-agents. An agent without turns is there if one that it spawned has
     some."""
-    paths = {turn.agent for turn in turns}
-    for path in [*paths]:
-        parts = path.split(".")
-        paths |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
-    return _node("", sorted(paths - {""}, key=_order), turns)
+    turns_of: dict[str, list[DecodedTurn]] = {"": []}
+    for turn in turns:
+        turns_of.setdefault(turn.agent, []).append(turn)
+    children: dict[str, set[str]] = {}
+    for path in [*turns_of]:
+        while path and path not in children.setdefault(above := path.rpartition(".")[0], set()):
+            children[above].add(path)
+            path = above
+    return _node("", children, turns_of)
 
 
-def _node(path: str, paths: Sequence[str], turns: Sequence[DecodedTurn]) -> AgentNode:
-    own = [turn for turn in turns if turn.agent == path]
+def _node(
+    path: str, children: Mapping[str, Collection[str]], turns_of: Mapping[str, list[DecodedTurn]]
+) -> AgentNode:
+    own = turns_of.get(path, [])
     rewards = [turn.reward for turn in own if turn.reward is not None]
-    children = [other for other in paths if other.rpartition(".")[0] == path]
+    below = sorted(children.get(path, ()), key=_order)
     return AgentNode(
         path=path,
         roles=tuple(dict.fromkeys(turn.role or turn.policy for turn in own)),
         num_turns=len(own),
         num_tokens=sum(turn.num_tokens for turn in own),
         reward=sum(rewards) / len(rewards) if rewards else None,
-        children=tuple(_node(child, paths, turns) for child in children),
+        children=tuple(_node(child, children, turns_of) for child in below),
     )
 
 

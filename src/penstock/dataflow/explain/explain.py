@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.dataflow.core.names import TRAIN
 from penstock.dataflow.explain import sentences
 from penstock.dataflow.explain.sentences import ExplainStep
-from penstock.dataflow.ledger.recorded import RecordedRun
+from penstock.dataflow.ledger.recorded import MAX_PARTITION, RecordedRun
 from penstock.dataflow.ledger.tables import Tables
 from penstock.dataflow.records import (
     BatchRecord,
@@ -259,8 +259,9 @@ class _Explainer:
 
     def _decisions_before(self, group: GroupRecord) -> int:
         """Number of the last decision made before the previous issue."""
-        last = self._tables.scalar("SELECT max(partition) FROM groups")
-        ids = [f"p{partition}-{group.issue - 1}" for partition in range(1 + (last or 0))]
+        last = self._tables.scalar("SELECT max(partition) FROM groups") or 0
+        partitions = range(1 + min(int(last), MAX_PARTITION))
+        ids = [f"p{partition}-{group.issue - 1}" for partition in partitions]
         query = "SELECT max(issued_at) FROM groups WHERE group_id IN :ids"
         previous = self._tables.scalar(query, ids=ids)
         return int(

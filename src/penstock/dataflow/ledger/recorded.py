@@ -33,6 +33,9 @@ from penstock.types import GroupId, PolicyName
 
 PARTITION = re.compile(r"p[1-9][0-9]{0,2}")
 """Folder of an additional partition; a run has at most some hundred."""
+MAX_PARTITION = 999
+MAX_LEASES = 1 << 16
+"""Of one group: all attempts at all of its slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,9 @@ class RecordedRun:
         rows = tables.read(RowRecord, "group_id = :id", id=group.group_id)
         results = {(row.epoch, row.slot): row.delivered_at for row in rows if row.is_result}
         found: dict[tuple[int, int], LeaseRecord] = {}
+        number = sum(max(0, grant.num_slots) for grant in grants)
+        if number > MAX_LEASES:
+            raise StoreError(f"group {group.group_id} of the ledger has {number:,} leases")
         for grant in grants:
             for slot in grant.slots:
                 key = (grant.epoch, slot)

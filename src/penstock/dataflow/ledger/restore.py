@@ -223,10 +223,13 @@ def restore_ready_groups(coordinator: Coordinator, tables: Tables) -> list[Group
 
 def restore_lineage(lineage: Lineage, tables: Tables) -> None:
     incarnation_records = tables.read(IncarnationRecord, "policy = :policy", policy=lineage.policy)
-    commits = tables.read(CommitRecord, "consumer = :policy", policy=lineage.policy)
+    commits: defaultdict[int, list[CommitRecord]] = defaultdict(list)
+    for commit in tables.read(CommitRecord, "consumer = :policy", policy=lineage.policy):
+        commits[commit.incarnation].append(commit)
     for incarnation_record in sorted(incarnation_records, key=lambda record: record.incarnation):
         lineage.apply_incarnation(incarnation_record)
-        for commit in sorted(commits, key=lambda record: record.seq):
+        own = commits[incarnation_record.incarnation]
+        for commit in sorted(own, key=lambda record: record.seq):
             lineage.apply_commit(commit)
     versions = tables.read(VersionRecord, "policy = :policy", policy=lineage.policy)
     for version in sorted(versions, key=lambda record: (record.incarnation, record.number)):

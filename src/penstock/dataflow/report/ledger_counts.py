@@ -75,8 +75,10 @@ def count_from_ledger(tables: SqlReader) -> dict[str, Flow]:
             total.entered += counts
         if state == "sealed":
             total.consumed += counts
-            for _ in range(uses - 1):
-                total.replayed += replace(counts, sandbox_ms=0)  # nothing ran again
+            again = max(0, uses - 1)  # nothing ran again
+            total.replayed += Amount(
+                sequences=again * counts.sequences, tokens=again * counts.tokens
+            )
         elif state == "dropped":
             total.wasted[reason] += counts
     for total in sums.values():
