@@ -23,7 +23,7 @@ from penstock.observe.tracking import Rollout, TrackedRun, load_tracker
 from penstock.runs import rollouts
 from penstock.runs.history import open_run
 from penstock.runs.tracking import catch_up
-from penstock.types import ToolUse
+from penstock.types import ToolUse, view_ids
 
 SECRET = "sk-live-never-in-a-trace"
 
@@ -125,7 +125,9 @@ def test_every_rollout_has_one_trace_whoever_was_dead(
         is_failed = one.outcome == "failed"
         assert (root.status.code == Status.STATUS_CODE_ERROR) is is_failed is ("error.type" in told)
         sampled = [attributes(span)["gen_ai.usage.output_tokens"] for span in calls]
-        assert sorted(sampled) == sorted(len(turn.sampled_ids) for turn in one.payload.turns)
+        assert sorted(sampled) == sorted(
+            len(view_ids(turn.sampled_ids)) for turn in one.payload.turns
+        )
     assert not any(HOSTILE.encode() in body for body in collector.bodies)
 
 
@@ -152,10 +154,10 @@ def test_spans_follow_the_conventions(collector: Collector, tmp_path: Path) -> N
     [root], calls = collector.named("invoke_agent w"), collector.named("chat policy")
     assert (root.start_time_unix_nano, root.end_time_unix_nano) == (99 * 10**9, 110 * 10**9)
     told = [attributes(call) for call in calls]
-    context = len(first.prompt_ids)
+    context = len(view_ids(first.prompt_ids))
     assert [one["gen_ai.usage.input_tokens"] for one in told] == [
         context,
-        2 * context + len(first.sampled_ids),
+        2 * context + len(view_ids(first.sampled_ids)),
     ]
     assert told[0]["gen_ai.operation.name"] == "chat"
     assert told[0]["gen_ai.request.model"] == "policy"

@@ -26,6 +26,8 @@ MAX_SPANS = 1024
 """Of one request: a rollout of thousands of calls must not outgrow what a collector takes, which
 then would get no later rollout either."""
 MAX_NANOSECONDS = (1 << 63) - 1
+ID_BYTES = 4
+"""Of a token id in a record."""
 Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 
 
@@ -128,7 +130,7 @@ def _rollout_attributes(rollout: Rollout) -> Attributes:
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.agent.name": rollout.workflow,
         "gen_ai.conversation.id": one.row_id,
-        "gen_ai.usage.output_tokens": sum(len(turn.sampled_ids) for turn in one.turns),
+        "gen_ai.usage.output_tokens": sum(len(turn.sampled_ids) for turn in one.turns) // ID_BYTES,
         "penstock.group": one.group_id,
         "penstock.attempt": one.attempt,
         "penstock.node": one.node_id,
@@ -158,7 +160,7 @@ def _turn_attributes(one: Trajectory, turn: Turn) -> Attributes:
         "gen_ai.request.seed": sampling.seed,
         "gen_ai.response.finish_reasons": [turn.finish.value],
         "gen_ai.usage.input_tokens": _context_tokens(one, turn),
-        "gen_ai.usage.output_tokens": len(turn.sampled_ids),
+        "gen_ai.usage.output_tokens": len(turn.sampled_ids) // ID_BYTES,
         "penstock.role": turn.role,
         "penstock.agent": turn.agent,
     }
@@ -166,12 +168,12 @@ def _turn_attributes(one: Trajectory, turn: Turn) -> Attributes:
 
 def _context_tokens(one: Trajectory, turn: Turn) -> int:
     """Its whole prompt: the prompt of the turn that it extends, its answer, and what was added."""
-    total, at = len(turn.prompt_ids), turn.parent
+    num_bytes, at = len(turn.prompt_ids), turn.parent
     while at >= 0:
         parent = one.turns[at]
-        total += len(parent.prompt_ids) + len(parent.sampled_ids)
+        num_bytes += len(parent.prompt_ids) + len(parent.sampled_ids)
         at = parent.parent
-    return total
+    return num_bytes // ID_BYTES
 
 
 def _tool_times(one: Trajectory) -> Iterator[tuple[ToolUse, float]]:
