@@ -84,7 +84,7 @@ LARGE = {
 @pytest.mark.parametrize("what", LARGE)
 def test_what_is_compared_with_each_other_is_counted_first(tmp_path: Path, what: str) -> None:
     """A range repeated an address of 1 MB 4,096 times; 600 bytes of ranges named 200,000 hosts,
-    each of which was counted among all; stages were compared for each policy: `ls` took half an hour."""
+    each counted among all; stages were compared for each policy: `ls` took half an hour."""
     setting, why = LARGE[what]
     folder = foreign_folder(tmp_path / "evil")
     section, _, value = setting.partition("=")
