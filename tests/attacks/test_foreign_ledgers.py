@@ -312,7 +312,7 @@ def test_logs_beside_a_ledger_are_read_line_by_line(tmp_path: Path) -> None:
         with (tmp_path / name).open("wb") as file:
             file.truncate(1 << 30)
     with bounded_memory():
-        with pytest.raises(StoreError, match="no id of a row"):
+        with pytest.raises(StoreError, match="not the id of a row"):
             audit(tmp_path)
         (tmp_path / "acks" / "node").unlink()
         [log] = [one for one in audit(tmp_path).checks if one.name == "admin_log"]

@@ -174,4 +174,4 @@ def _read_acknowledged(folder: Path) -> Iterable[str]:
                 if name := line.rstrip(b"\n").decode(errors="replace"):
                     yield name
             if len(line) == MAX_ID_BYTES:
-                raise StoreError(f"{path} is damaged: a line is no id of a row")
+                raise StoreError(f"{path} is damaged: a line is not the id of a row")
