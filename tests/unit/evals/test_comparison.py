@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparisons of two results of one suite, against scipy."""
+"""Comparisons of two results of one suite, against exact statistics."""
 
 import random
-from typing import Any, cast
 
 import pytest
-from scipy import stats  # pyright: ignore[reportMissingTypeStubs]
+from tests.unit.evals import exact_statistics as exact
 from tests.unit.evals.test_figures import result_of
 
 from penstock.errors import ConfigError
 from penstock.evals.comparison import compare_suites, difference_interval, paired_t_p
-
-scipy_stats = cast("Any", stats)
 
 
 def test_one_sample_uses_the_exact_test_of_the_flips() -> None:
@@ -21,7 +18,7 @@ def test_one_sample_uses_the_exact_test_of_the_flips() -> None:
     assert found.test == "McNemar, exact"
     assert found.lost == ("q0", "q1")
     assert found.gained == tuple(f"q{i}" for i in range(10, 21))
-    assert found.p_value == pytest.approx(scipy_stats.binomtest(2, 13).pvalue)
+    assert found.p_value == pytest.approx(exact.fair_coin_p(2, 13))
     assert found.is_significant
     assert found.difference == pytest.approx(9 / 30)
     low, high = found.interval
@@ -35,7 +32,7 @@ def test_several_samples_use_the_paired_t_test() -> None:
     found = compare_suites(result_of(before), result_of(after))
     means = [[sum(v) / 4 for v in side.values()] for side in (after, before)]
     assert found.test == "paired t"
-    assert found.p_value == pytest.approx(scipy_stats.ttest_rel(*means).pvalue, rel=1e-9)
+    assert found.p_value == pytest.approx(exact.paired_p(*means), rel=1e-9)
 
 
 def test_pairs_count_and_not_the_two_means() -> None:
@@ -45,7 +42,7 @@ def test_pairs_count_and_not_the_two_means() -> None:
     found = compare_suites(result_of(before), result_of(after))
     means = [[sum(v) / 5 for v in side.values()] for side in (after, before)]
     assert found.p_value < 0.001
-    assert scipy_stats.ttest_ind(*means).pvalue > 0.2
+    assert exact.unpaired_p(*means) > 0.2
 
 
 def test_no_change_is_not_significant_and_has_a_width() -> None:

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from scipy.stats import binom  # pyright: ignore
+from tests.unit.evals.exact_statistics import binomial_chances
 
 from penstock.evals.comparison import difference_interval
 from penstock.evals.figures import clustered_interval
@@ -29,7 +29,7 @@ def _single(num_questions: int) -> tuple[tuple[float, float], ...]:
 
 
 def _exact_coverage(num_questions: int, rate: float) -> float:
-    chances = binom.pmf(np.arange(num_questions + 1), num_questions, rate)  # pyright: ignore
+    chances = binomial_chances(num_questions, rate)
     intervals = _single(num_questions)
     pairs = zip(chances, intervals, strict=True)
     return sum(float(chance) for chance, (low, high) in pairs if low <= rate <= high)

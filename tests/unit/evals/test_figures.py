@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures against enumeration and scipy."""
+"""Figures against enumeration and exact statistics."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Any, cast
 
 import pytest
-from scipy import stats  # pyright: ignore[reportMissingTypeStubs]
+from tests.unit.evals import exact_statistics as exact
 
 from penstock.evals.distributions import beta_cdf, beta_quantile, fair_coin_p, t_quantile, t_tails
 from penstock.evals.figures import clustered_interval, figures, pass_at_k
 from penstock.evals.results import Answer, SuiteResult
-
-scipy_stats = cast("Any", stats)
 
 
 def result_of(scores: Mapping[str, Sequence[float | None]], digest: str = "d") -> SuiteResult:
@@ -82,25 +79,25 @@ def test_a_result_without_answers_has_no_figures() -> None:
 
 
 @pytest.mark.parametrize(("a", "b"), [(0.5, 0.5), (3.2, 50.0), (40.0, 0.7), (700.0, 900.0)])
-def test_beta_agrees_with_scipy(a: float, b: float) -> None:
-    beta = scipy_stats.beta(a, b)
+def test_beta_is_exact(a: float, b: float) -> None:
     for share in (0.001, 0.025, 0.5, 0.975, 0.999):
-        assert beta_quantile(share, a, b) == pytest.approx(beta.ppf(share), abs=1e-9)
+        assert beta_quantile(share, a, b) == pytest.approx(
+            exact.beta_quantile(share, a, b), abs=1e-9
+        )
     for x in (0.0, 0.01, 0.3, 0.7, 0.99, 1.0):
-        assert beta_cdf(x, a, b) == pytest.approx(beta.cdf(x), abs=1e-10)
+        assert beta_cdf(x, a, b) == pytest.approx(exact.beta_cdf(x, a, b), abs=1e-10)
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 7, 49, 1000])
-def test_t_agrees_with_scipy(degrees: int) -> None:
-    student = scipy_stats.t(degrees)
-    assert t_quantile(0.975, degrees) == pytest.approx(student.ppf(0.975), rel=1e-6)
+def test_t_is_exact(degrees: int) -> None:
+    assert exact.t_tails(t_quantile(0.975, degrees), degrees) == pytest.approx(0.05, rel=1e-6)
     for t in (-3.0, 0.0, 0.4, 2.0, 12.0):
-        assert t_tails(t, degrees) == pytest.approx(2 * student.sf(abs(t)), rel=1e-8, abs=1e-12)
+        assert t_tails(t, degrees) == pytest.approx(exact.t_tails(t, degrees), rel=1e-8, abs=1e-12)
 
 
-def test_coin_agrees_with_scipy() -> None:
+def test_coin_is_exact() -> None:
     for tosses in (1, 2, 9, 40, 1500):
         for heads in {0, 1, tosses // 3, tosses // 2, tosses}:
-            expected = scipy_stats.binomtest(heads, tosses).pvalue
+            expected = exact.fair_coin_p(heads, tosses)
             assert fair_coin_p(heads, tosses) == pytest.approx(expected, rel=1e-9)
     assert fair_coin_p(0, 0) == 1.0
