@@ -77,7 +77,8 @@ class Bench:
     # --- runs -------------------------------------------------------------------------------------
 
     def _config(self, name: str, seed: int, steps: int, *words: str) -> RunConfig:
-        """The demo, at a constant rate: its own falls only after 0.5 is long reached."""
+        """The demo, at a constant rate: its own falls only after 0.5 is long reached. One node, as
+        `penstock init` has: two cores have no use for a second, which the demo shows."""
         return demo_config(
             seed,
             [
@@ -86,6 +87,7 @@ class Bench:
                 f"training.steps={steps}",
                 "training.lr_scheduler_type=constant",
                 f"training.checkpoint_every={SAVE_EVERY}",
+                "models.policy.replicas=1",
                 *words,
             ],
         )
