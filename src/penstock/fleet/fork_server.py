@@ -30,9 +30,8 @@ START_TIMEOUT_S = 120.0
 """Most seconds for the imports of a service, on a busy machine too."""
 EXIT_TIMEOUT_S = 10.0
 IDLE_S = 1.0
-"""The first server ends so long after its last fork, when the services of a run have started. They
-copy what they write to, and it would keep what nobody else uses. One that a restart needed stays:
-there may be more."""
+"""Without a fork for this time the first server ends: the services of a run have started, and have
+copies of what they write to. A server that a restart needed stays: there may be more restarts."""
 _OWN_ENVS = (TOKEN_FILE_ENV, PARENT_PID_ENV)
 """What each service has for itself and reads after its imports. Libraries read other variables
 while they are imported, so a service that differs in one is not forked."""
