@@ -2,7 +2,8 @@
 """One bridge: its process in a sandbox, its calls with deadlines, and how it ends.
 
 A call that gets no answer in time fails alone; the bridge is then retired: it gets no new episodes,
-and ends with its last one. A bridge that ends or breaks the protocol fails all calls at once.
+and ends with its last one. So does a call whose answer has a value out of bounds, as a model can
+bring about. A bridge that ends or breaks the protocol fails all calls at once.
 Knows nothing of attempts."""
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from penstock.rollout.environments.protocol import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     BridgeAnswer,
+    WrongAnswer,
     pack_call,
     parse_answer,
 )
@@ -155,7 +157,11 @@ class Bridge:
         waits for: its output, until its end or an invalid line"""
         try:
             async for line in read_lines(self._process.stdout, MAX_MESSAGE_BYTES):
-                self._take(parse_answer(line))
+                try:
+                    answer = parse_answer(line)
+                except WrongAnswer as error:
+                    answer = BridgeAnswer(id=error.id, error=str(error))
+                self._take(answer)
             why = f"{await self._how_it_ended()}{self._said()}; mend it, or see `penstock check`"
         except ValueError as error:
             why = f"broke the protocol: {error}{self._said()}; only answers may be on its standard "

@@ -73,14 +73,32 @@ class BridgeAnswer:
     """What went wrong in the environment; empty if nothing did."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Numbered:
+    id: Count
+
+
+class WrongAnswer(ValueError):
+    """To the call with this id: a value has another type, or is out of bounds."""
+
+    def __init__(self, id: int, why: str) -> None:
+        super().__init__(why)
+        self.id = id
+
+
 _ANSWERS = msgspec.json.Decoder(BridgeAnswer)
+_NUMBERED = msgspec.json.Decoder(_Numbered)
 
 
 def parse_answer(line: bytes) -> BridgeAnswer:
-    """Raises ValueError for anything else."""
+    """Raises WrongAnswer, and ValueError for anything else."""
     try:
         require_few_parts(line)
-        return _ANSWERS.decode(line)
+        try:
+            return _ANSWERS.decode(line)
+        except msgspec.ValidationError as error:
+            why = f"{_shown(line)} is not a valid answer of protocol {PROTOCOL}: {error}"
+            raise WrongAnswer(_NUMBERED.decode(line).id, why) from None
     except (BadRequest, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"{_shown(line)} is not a valid answer of protocol {PROTOCOL}: {error}"

@@ -8,7 +8,6 @@ one field. Needs openenv; imports nothing of penstock."""
 from __future__ import annotations
 
 import json
-import re
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -19,7 +18,6 @@ import uvicorn
 from openenv.core.generic_client import GenericEnvClient
 from serving import Json, serve
 
-_OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 _BAD_ACTION = "code: VALIDATION_ERROR"
 """How the client reports an action that the server does not take."""
 
@@ -57,9 +55,9 @@ class OpenEnvEpisode:
     def _read(self, text: str) -> Json | None:
         if self._action_field:
             return {self._action_field: text.strip()}
-        found = _OBJECT.search(text)
+        written = text[text.find("{") : text.rfind("}") + 1]  # empty if there is no object
         try:
-            action = json.loads(found[0]) if found else None
+            action = json.loads(written)
         except (ValueError, RecursionError):
             return None
         return action if isinstance(action, dict) else None

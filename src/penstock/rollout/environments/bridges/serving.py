@@ -78,10 +78,9 @@ class Server:
 
     def _answer(self, request: Json, handle: Callable[[Json], Json]) -> None:
         try:
-            body = handle(request)
+            line = _line(request, handle(request))
         except (Exception, SystemExit):
-            body = {"error": traceback.format_exc()[-MAX_ERROR_CHARS:]}
-        line = json.dumps({"id": request["id"], **body}, default=str).encode() + b"\n"
+            line = _line(request, {"error": traceback.format_exc()[-MAX_ERROR_CHARS:]})
         with self._lock:
             self._output.write(line)
             self._output.flush()
@@ -146,6 +145,14 @@ class Server:
                 if found.lock.acquire(blocking=False):  # else it hangs, and its node gave up on it
                     found.episode.close()
                     found.lock.release()
+
+
+def _line(request: Json, body: Json) -> bytes:
+    """An answer. Half a character, as in JSON that a model wrote, becomes a question mark; NaN
+    raises ValueError. The node would end this process, with all episodes, for either."""
+    answer = {"id": request["id"], **body}
+    text = json.dumps(answer, default=str, allow_nan=False, ensure_ascii=False)
+    return text.encode(errors="replace") + b"\n"
 
 
 def serve(load: Callable[[Json], Callable[[], Episode]]) -> None:
