@@ -4,14 +4,16 @@ leaves is what the ledger says."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
-from tests.unit.runs.export.stored_runs import NUM_VERSIONS, POLICY, full_run
+from tests.unit.runs.export.stored_runs import NUM_VERSIONS, POLICY, full_run, tiny_model
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, WeightsError
 from penstock.fleet.run_folder import RunFolder
+from penstock.runs.export.gguf_file import write_gguf
 from penstock.runs.export.model import export_model
 from penstock.runs.export.push import push
 from penstock.runs.stored_versions import stored_versions
@@ -77,3 +79,17 @@ def test_an_export_does_not_follow_a_link_that_stands_in_its_place(tmp_path: Pat
     with pytest.raises(ConfigError, match="out"):
         export_model(run.path, tmp_path / "out")
     assert not list(victim.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("key", "size"), [("num_hidden_layers", 2_000), ("num_hidden_layers", 0.5), ("head_dim", 1e11)]
+)
+def test_sizes_that_a_model_claims_and_does_not_have_are_refused(
+    tmp_path: Path, key: str, size: float
+) -> None:
+    """A hundred thousand layers were 5 GB of names, and more than a minute."""
+    folder = tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: size}))
+    with pytest.raises(WeightsError, match=f"{key} is .* and this model has"):
+        write_gguf(folder, tmp_path / "x.gguf", name="tiny", precision=None, lineage={})

@@ -33,6 +33,7 @@ except ModuleNotFoundError:
 
 _FAMILIES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
 _HEAD = "lm_head.weight"
+MAX_HEAD_SIZE = 1 << 16
 
 
 def write_gguf(
@@ -41,6 +42,7 @@ def write_gguf(
     """Write the model in `folder`; `lineage` is stored beside it, under `penstock.`."""
     config = read_object(folder / "config.json")
     _check_shape(config, folder)
+    _check_sizes(config, folder)
     is_bf16 = precision == "bf16" or (precision is None and _dtype(config) == "bfloat16")
     family: str = config["model_type"]
     writer: Any = gguf.GGUFWriter(path, family)
@@ -78,6 +80,21 @@ def _check_shape(config: Mapping[str, Any], folder: Path) -> None:
             f"{folder}/config.json: {', '.join(wrong)} has a value that is not supported in a GGUF "
             "export; export a Hugging Face folder and convert it with llama.cpp's own script"
         )
+
+
+def _check_sizes(config: Mapping[str, Any], folder: Path) -> None:
+    """The package makes names for every layer that config.json claims, a megabyte for twenty."""
+    num_tensors = sum(1 for path in model_files(folder) for _ in tensors_of(path))
+    sizes = {
+        "num_hidden_layers": (config["num_hidden_layers"], num_tensors),
+        "head_dim": (_head_size(config), MAX_HEAD_SIZE),
+    }
+    for key, (size, most) in sizes.items():
+        if not isinstance(size, int) or not 0 < size <= most:
+            raise WeightsError(
+                f"{folder}/config.json: {key} is {size!r}, and this model has 1 to {most}; correct "
+                "it"
+            )
 
 
 def _dtype(config: Mapping[str, Any]) -> str:
