@@ -5,7 +5,10 @@ memory or the disk that they share."""
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,14 @@ import numpy as np
 import pytest
 from tests.unit.tinker.tinker_harness import TINY, WAIT_S, Client, make_folder, opened, pass_body
 
+from penstock.dataflow.ledger.sqlite import SqliteDatabase
 from penstock.errors import BadRequest, Busy, EngineError, Forbidden, NotFound
 from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.rollout.decoding.continuous import MAX_ROWS, ContinuousEngine
 from penstock.tinker import memory, protocol, samplers, sampling, server, service, serving
 from penstock.tinker.effects import CHECKPOINTS, Effect
 from penstock.tinker.folder import BASE_ADAPTER
-from penstock.tinker.journal import ROW_BYTES, Change, Kind, Request, Result, sampler_row
+from penstock.tinker.journal import FILE, ROW_BYTES, Change, Kind, Request, Result, sampler_row
 from penstock.tinker.lanes import Lane
 from penstock.tinker.memory import PassLimit, max_answers, pass_limit
 from penstock.tinker.models import AdaptedModel
@@ -392,6 +396,42 @@ async def test_weights_that_are_renamed_while_others_are_deleted(tmp_path: Path)
         gone.symlink_to("nowhere")  # listed, but not there when it is looked at
         await client.service.prune()
         assert gone.is_symlink()
+
+
+async def test_bodies_that_wait_are_not_read_to_find_what_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of a row comes after its body. A thousand requests of 16 MB, the first of which
+    never came, were read for each request that was over, while nothing else could be written."""
+    asked: dict[str, Mapping[str, Any]] = {}
+    read, execute = SqliteDatabase.read, SqliteDatabase.execute
+
+    def read_noted(own: SqliteDatabase, query: str, values: Mapping[str, Any]) -> Any:
+        asked[query] = values
+        return read(own, query, values)
+
+    def execute_noted(own: SqliteDatabase, query: str, values: Mapping[str, Any]) -> None:
+        asked[query] = values
+        execute(own, query, values)
+
+    async with opened(make_folder(tmp_path)) as client:
+        model = await client.create("s-1", rank=1)
+        monkeypatch.setattr(SqliteDatabase, "read", read_noted)
+        monkeypatch.setattr(SqliteDatabase, "execute", execute_noted)
+        await client.service.prune()
+        client.service.journal.next_number(model)
+        client.service.journal.done_after(model, 0)
+        file = client.service.folder / FILE
+        with closing(sqlite3.connect(file)) as database:
+            plans = {
+                query: [one[3] for one in database.execute(f"EXPLAIN QUERY PLAN {query}", values)]
+                for query, values in asked.items()
+                if "requests" in query
+            }
+    assert len(plans) == 3
+    for query, plan in plans.items():
+        found = [line for line in plan if line.startswith(("SCAN", "SEARCH"))]
+        assert found and all("INDEX requests_finished" in line for line in found), (query, plan)
 
 
 async def sampling_sessions(client: Client, *names: str) -> list[str]:

@@ -82,11 +82,16 @@ _TABLES = (
     "media_type TEXT, at FLOAT)",
     "CREATE INDEX IF NOT EXISTS requests_by_lane ON requests (lane, number)",
     "CREATE INDEX IF NOT EXISTS requests_by_state ON requests (state)",
+    "CREATE INDEX IF NOT EXISTS requests_finished ON requests (at) WHERE state != 'waiting'",
+    "CREATE INDEX IF NOT EXISTS requests_finished_by_lane ON requests (lane, number) "
+    "WHERE state != 'waiting'",
     "CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, owner TEXT NOT NULL, "
     "path TEXT NOT NULL, folder TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS checkpoints (path TEXT PRIMARY KEY, owner TEXT NOT NULL, "
     "folder TEXT NOT NULL, config TEXT NOT NULL, num_bytes BIGINT NOT NULL, ends_at FLOAT)",
 )
+"""To see the state of a row, SQLite reads all of its body, which comes first; so what is asked of
+finished requests is asked of the last two indices, which leave out those that wait."""
 _REQUEST = "SELECT id, lane, number, owner, kind FROM requests"
 
 
@@ -258,8 +263,19 @@ class Journal:
 
     def done_after(self, lane: str, number: int) -> list[Request]:
         """What took effect after a snapshot, in order."""
-        where = "lane = :lane AND number > :number AND state = 'done' ORDER BY number"
-        return self._requests(f"{_REQUEST} WHERE {where}", lane=lane, number=number)
+        where = "lane = :lane AND number > :number AND state != 'waiting' AND state = 'done'"
+        query = f"{_REQUEST} WHERE {where} ORDER BY number"
+        return self._requests(query, lane=lane, number=number)
+
+    def outdated(self, before: float) -> Change:
+        """Delete results from before this time. One whose request may still be applied again stays:
+        its body is needed."""
+        return Change(
+            "DELETE FROM requests WHERE state != 'waiting' AND at < :before AND "
+            "(kind = 'sample' OR (body IS NULL AND number < (SELECT MAX(r.number) FROM "
+            "requests r WHERE r.lane = requests.lane AND r.state != 'waiting')))",
+            {"before": before},
+        )
 
     def _requests(self, query: str, **values: Any) -> list[Request]:
         return [

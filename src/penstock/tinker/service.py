@@ -407,15 +407,7 @@ class TinkerService:
                 continue
             if is_old and self.effects.relative(folder) not in used:  # it was overwritten
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        # A result whose request may still be applied again stays: its body is needed.
-        await self.journal.write(
-            Change(
-                "DELETE FROM requests WHERE state != 'waiting' AND at < :before AND "
-                "(kind = 'sample' OR (body IS NULL AND number < (SELECT MAX(r.number) FROM "
-                "requests r WHERE r.lane = requests.lane AND r.state != 'waiting')))",
-                {"before": now - self.limits.keep_s},
-            )
-        )
+        await self.journal.write(self.journal.outdated(now - self.limits.keep_s))
 
 
 def _failure(error: Exception, category: str) -> Result:
