@@ -11,6 +11,7 @@ import io
 import json
 import logging
 import os
+import resource
 import socket
 import stat
 import threading
@@ -287,6 +288,24 @@ def test_a_deny_list_cannot_be_set_back(folder: RunFolder, tmp_path: Path, how: 
         file.write_text(content[how])
     with pytest.raises(Unauthorized, match="revoked"):
         verifier.verify(token)
+
+
+def test_a_deny_list_that_could_not_be_opened_is_read_again(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service without a free descriptor, for a moment, never looked at that list again."""
+    monkeypatch.setattr(denied, "CHECK_S", 0.0)
+    token, _ = tokens.issue(folder, Role.ROLLOUT, name="laptop", ttl_s=60)
+    verifier = verifier_of(folder)
+    assert is_accepted(verifier.verify, token)
+    tokens.revoke(folder, name="laptop")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        assert is_accepted(verifier.verify, token)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not is_accepted(verifier.verify, token)
 
 
 @pytest.mark.parametrize("content", ["nonsense", "", "e30.AAAA", "\ud83d"])

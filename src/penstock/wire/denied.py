@@ -77,8 +77,9 @@ class DenyList:
             found = self._path.stat()
             stamp = found.st_mtime_ns, found.st_ino, found.st_size
             if stamp != self._stamp:
+                content = self._path.read_bytes()  # which may fail now, and not later
                 self._stamp = stamp
-                self._use(self._path.read_text().strip())
+                self._use(content.decode().strip())
         except FileNotFoundError:
             return
         except (OSError, ValueError, msgspec.MsgspecError) as error:
