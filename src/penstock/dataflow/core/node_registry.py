@@ -42,6 +42,8 @@ class NodeRegistry:
         self._by_subject: dict[str, set[NodeId]] = {}
         self._capacities: Counter[str] = Counter()
         """By subject, over all its nodes."""
+        self.num_released: Counter[str] = Counter()
+        """Leases that ended without a result or an attempt, by subject, also of nodes that left."""
         self._journal = journal
         self._quarantined: set[str] = set()
         """Subjects in quarantine, including those without a node here."""
@@ -257,6 +259,8 @@ class NodeRegistry:
         node = self.nodes.get(grant.node_id)
         if node is not None and end in (LeaseEnd.CANCELLED, LeaseEnd.TRUNCATED):
             node.revoked.append(row_id(grant.group_id, slot, grant.epoch))
+        if end is LeaseEnd.RELEASED:
+            self.num_released[subject_of_node(grant.node_id)] += 1
         held = None if node is None else node.granted.get(grant.request_id)
         if node is None or held is None:
             return

@@ -22,6 +22,9 @@ MAX_SLOTS = 1_000_000
 """Sum of the capacities of these nodes: the most slots they may hold."""
 REGISTRATIONS_PER_S = 4.0
 """Each costs a write to the ledger. A fleet of MAX_NODES may register at once."""
+RELEASED_AT_ONCE, RELEASES_PER_S = 4096, 32.0
+"""Slots handed back without a result, beside as many as its nodes hold: each costs no attempt, but
+writes to the ledger and a timer. Nodes do it when they stop."""
 MIN_POLLS = 8
 POLLS_PER_NODE = 2
 """A node keeps one lease request open; a repeated one may overlap with it."""
@@ -42,6 +45,9 @@ class NodeQuotas:
         self._forget_silent = forget_silent
         self._registered: dict[str, tuple[float, float]] = {}
         """By subject: registrations that it may still make, and when that was counted."""
+        self._released: dict[str, tuple[float, float, int]] = {}
+        """By subject: slots that it may still hand back, when that was counted, and how many it had
+        handed back then."""
         self._polls = OpenPolls()
 
     def check_registration(self, body: RegisterRequest) -> None:
@@ -66,6 +72,17 @@ class NodeQuotas:
             self._registered[subject] = left, now
             raise _over(subject, "registers too often", f"{REGISTRATIONS_PER_S:g} per second")
         self._registered[subject] = left - 1, now
+
+    def check_released(self, node_id: NodeId) -> None:
+        """Raise Busy for a subject that hands back what it leases, again and again."""
+        subject, now = subject_of_node(node_id), self._clock()
+        most = float(RELEASED_AT_ONCE + self._registry.capacity_of(subject))
+        left, counted_at, counted = self._released.get(subject, (most, now, 0))
+        released = self._registry.num_released[subject]
+        left = min(most, left + max(0.0, now - counted_at) * RELEASES_PER_S)
+        self._released[subject] = left - (released - counted), now, released
+        if self._released[subject][0] < 0:
+            raise _over(subject, "hands back too many slots", f"{RELEASES_PER_S:g} per second")
 
     def poll(self, node_id: NodeId) -> AbstractContextManager[None]:
         """One lease request of the subject is open."""

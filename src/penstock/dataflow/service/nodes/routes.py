@@ -101,6 +101,8 @@ class NodeRoutes:
         """Lease up to n slots; held open when there is no work."""
         self._require(call.credential, body.node_id)
         self.secrets.require_boot(body.node_id, body.boot_id, body.secret)
+        if call.credential.role is Role.ROLLOUT:  # a gateway's agents end sessions as they like
+            self.quotas.check_released(body.node_id)
         with self.quotas.poll(body.node_id):
             answer = await self.nodes.lease(body, call.is_disconnected)
         if not answer.grants:
