@@ -152,6 +152,25 @@ async def test_one_owner_cannot_take_every_session(
         assert (await online.ask("POST", "/sessions", online.token(owner))).status_code == 200
 
 
+@pytest.mark.parametrize("how", ["end", "forget"])
+async def test_slots_that_one_owner_gives_back_unused_have_a_rate(
+    online: Online, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Each is written to the ledger twice: a session token made it grow by 2 GB an hour."""
+    monkeypatch.setattr(owners, "MAX_UNUSED", 4)
+    monkeypatch.setattr(owners, "UNUSED_PER_S", 0.0)
+    shop, bank = online.token("shop"), online.token("bank")
+    recorded: list[bool] = []
+    for _ in range(12):
+        opened = await online.open(shop)
+        recorded.append(opened["is_recorded"])
+        path, verb = f"/sessions/{opened['id']}", "POST"
+        path, verb = (f"{path}/end", verb) if how == "end" else (path, "DELETE")
+        assert (await online.ask(verb, path, opened["reward_key"])).status_code == 200
+    assert recorded == 4 * [True] + 8 * [False]
+    assert (await online.open(bank))["is_recorded"]
+
+
 async def test_one_owner_cannot_take_every_recorded_slot(online: Online) -> None:
     """With a call of a token per slot and hour, no conversation of others was trained on. Alone it
     may have all of them."""

@@ -312,7 +312,7 @@ class OnlineGateway(Gateway):
         if not entry.has_slot:
             self._finish(entry, State.UNRECORDED)
         elif not any(map(is_usable, entry.turns)):
-            self._slot_source.release_slot(RowId(entry.id))
+            self._give_back(entry)
             self._finish(entry, State.EMPTY)
         else:
             entry.state = State.WAITING
@@ -375,8 +375,12 @@ class OnlineGateway(Gateway):
         if any(map(is_usable, turns)):
             self._hand_to_run(entry, turns, self.terms.default_reward, "")
         else:
-            self._slot_source.release_slot(RowId(entry.id))
+            self._give_back(entry)
         self.counts["overran"] += 1
+
+    def _give_back(self, entry: OnlineSession) -> None:
+        self._slot_source.release_slot(RowId(entry.id))
+        self._owners.give_back(entry.owner)
 
     def _lose_slot(self, entry: OnlineSession) -> None:
         entry.has_slot = False
@@ -406,7 +410,7 @@ class OnlineGateway(Gateway):
         """End a session without a result and return its slot."""
         if entry.state in (State.OPEN, State.WAITING):
             if entry.has_slot:
-                self._slot_source.release_slot(RowId(entry.id))
+                self._give_back(entry)
             if entry.session is not None:
                 self.close(entry.session)
             self._finish(entry, state)

@@ -19,6 +19,9 @@ MAX_SESSIONS = 4096
 is always room for another owner: alone it gets half."""
 MAX_KEPT_BYTES = 4 << 30
 """Of the turns of open and waiting sessions; shared in the same way."""
+MAX_UNUSED, UNUSED_PER_S = 256, 1.0
+"""Slots that an owner may give back without a result: each is written to the ledger, twice. Beyond
+that its sessions are not recorded for a while."""
 CLAIM_S = 600.0
 """An owner that asked for a slot so recently has a share of them."""
 
@@ -29,6 +32,12 @@ class _Held:
     slots: int = 0
     num_bytes: int = 0
     asked_at: float = -inf
+    unused: float = 0.0
+    """Slots given back, less those of long ago."""
+    unused_at: float = -inf
+
+    def num_unused(self, now: float) -> float:
+        return max(0.0, self.unused - (now - self.unused_at) * UNUSED_PER_S) if self.unused else 0.0
 
 
 class Owners:
@@ -65,9 +74,16 @@ class Owners:
         """Whether the owner may take one of the free slots. Those who asked lately share all slots
         evenly: one that has more gets none until it has given back enough."""
         own, now = self._held[owner], self._clock()
+        if own.num_unused(now) >= MAX_UNUSED:
+            return False
         own.asked_at = now
         num_claims = sum(now - held.asked_at < CLAIM_S for held in self._held.values())
         return num_claims == 1 or own.slots * num_claims < self._all.slots + num_free
+
+    def give_back(self, owner: str) -> None:
+        """One of its slots, without a result."""
+        own, now = self._held[owner], self._clock()
+        own.unused, own.unused_at = own.num_unused(now) + 1, now
 
     def add(self, owner: str, *, sessions: int = 0, slots: int = 0, num_bytes: int = 0) -> None:
         """Negative for what it gives back."""
