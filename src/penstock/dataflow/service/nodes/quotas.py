@@ -25,6 +25,9 @@ REGISTRATIONS_PER_S = 4.0
 RELEASED_AT_ONCE, RELEASES_PER_S = 4096, 32.0
 """Slots handed back without a result, beside as many as its nodes hold: each costs no attempt, but
 writes to the ledger and a timer. Nodes do it when they stop."""
+MAX_OWED = 4096.0
+"""More than these need not be waited for: all nodes of a fleet may be preempted at once, and are
+served again two minutes later."""
 MIN_POLLS = 8
 POLLS_PER_NODE = 2
 """A node keeps one lease request open; a repeated one may overlap with it."""
@@ -80,8 +83,9 @@ class NodeQuotas:
         left, counted_at, counted = self._released.get(subject, (most, now, 0))
         released = self._registry.num_released[subject]
         left = min(most, left + max(0.0, now - counted_at) * RELEASES_PER_S)
-        self._released[subject] = left - (released - counted), now, released
-        if self._released[subject][0] < 0:
+        left = max(-MAX_OWED, left - (released - counted))
+        self._released[subject] = left, now, released
+        if left < 0:
             raise _over(subject, "hands back too many slots", f"{RELEASES_PER_S:g} per second")
 
     def poll(self, node_id: NodeId) -> AbstractContextManager[None]:
