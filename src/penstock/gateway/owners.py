@@ -33,7 +33,7 @@ class _Held:
     num_bytes: int = 0
     asked_at: float = -inf
     unused: float = 0.0
-    """Slots given back, less those of long ago."""
+    """Slots given back; old ones count no more."""
     unused_at: float = -inf
 
     def num_unused(self, now: float) -> float:
