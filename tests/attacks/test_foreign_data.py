@@ -301,7 +301,7 @@ def test_a_harbor_task_is_read_in_time_that_grows_with_its_files(
     started = time.process_time()
     with pytest.raises(ConfigError, match=why) if why else nullcontext():
         harbor.read_tasks("train", harbor.HarborSpec(path=str(task)))
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 8
 
 
 @pytest.mark.parametrize("marks", ["\u0301\u0323", "\u0f73", "\uff9e\u0f73"])
