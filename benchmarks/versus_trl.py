@@ -77,8 +77,8 @@ class Bench:
     # --- runs -------------------------------------------------------------------------------------
 
     def _config(self, name: str, seed: int, steps: int, *words: str) -> RunConfig:
-        """The demo, at a constant rate: its own falls only after 0.5 is long reached. One node, as
-        `penstock init` has: two cores have no use for a second, which the demo shows."""
+        """The demo, at a constant rate: its own falls only after 0.5 is long reached. One node,
+        the default of `replicas`, where the demo has two: two cores have no use for a second."""
         return demo_config(
             seed,
             [
