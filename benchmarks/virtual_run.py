@@ -243,7 +243,7 @@ class VirtualRun:
         )
 
     def _lease(self, node_id: NodeId) -> None:
-        if not self._idle[node_id] or not self.partition.num_waiting:
+        if not self._idle[node_id] or not self.partition.waiting.num_slots:
             return
         if node_id in self._draining or node_id in self._paused:
             return
@@ -263,7 +263,9 @@ class VirtualRun:
     def _start(self, node_id: NodeId, grant: Grant) -> None:
         answer, live = self._answer(grant), self._live(node_id)
         key = (grant.group_id, grant.slot, grant.epoch)
-        called = self.partition.policies_of(self.partition.groups[grant.group_id].record.source)
+        called = self.partition.waiting.policies_of(
+            self.partition.groups[grant.group_id].record.source
+        )
         versions = {v.policy: ((v.incarnation, v.number),) for v in live if v.policy in called}
 
         def finish() -> None:

@@ -105,7 +105,7 @@ async def scene(tmp_path: Path) -> AsyncGenerator[Scene]:
     await found.publish(0)
     await found.join(OWNER)
     held = (await found.ask(OWNER, 64, 0.0)).grants
-    assert len(held) == SLOTS and not service.partition.num_waiting
+    assert len(held) == SLOTS and not service.partition.waiting.num_slots
     yield found
     for poll in found.polls.values():
         poll.cancel()

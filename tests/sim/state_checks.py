@@ -85,7 +85,7 @@ def check_partition(laws: Invariants, machine: SimProcess, partition: Partition)
     """Every slot is in one state, every lease has one holder, every waiting slot can be found."""
     held: Counter[tuple[NodeId, str]] = Counter()
     num_waiting = 0
-    queue = {one for queue in private(partition, "_queues").values() for one in queue}
+    queue = {one for queue in private(partition.waiting, "_queues").values() for one in queue}
     for group_id, group in partition.groups.items():
         stored = machine.disk.of(GroupRecord).get((group_id,))
         require(stored is not None and stored.state == "open", f"{group_id} is open in memory only")
@@ -114,7 +114,8 @@ def check_partition(laws: Invariants, machine: SimProcess, partition: Partition)
             same = running is not None and running.epoch == slot.epoch
             require(same, f"{group_id}.{index}: memory and records disagree on its lease")
     require(
-        partition.num_waiting == num_waiting, f"{partition.num_waiting} wait, not {num_waiting}"
+        partition.waiting.num_slots == num_waiting,
+        f"{partition.waiting.num_slots} wait, not {num_waiting}",
     )
     by_nodes: Counter[tuple[NodeId, str]] = Counter()
     for node_id, node in partition.nodes.items():
@@ -204,7 +205,7 @@ def _partition_facts(partition: Partition) -> Facts:
             )
             for group_id, group in partition.groups.items()
         },
-        "waiting": partition.num_waiting,
+        "waiting": partition.waiting.num_slots,
         "nodes": {
             node_id: (node.record, {name: held.num_running for name, held in node.granted.items()})
             for node_id, node in partition.nodes.items()

@@ -288,7 +288,7 @@ def test_a_lease_nobody_heard_of_between_a_jump_and_the_tick(start_simulation: B
     def look() -> bool:
         assert partition.host is not None
         found = partition.host.partition
-        return bool(found.num_waiting) and not found.nodes[node.name].num_leases
+        return bool(found.waiting.num_slots) and not found.nodes[node.name].num_leases
 
     simulation.advance(look)
     partition.skew_s += 86_400.0

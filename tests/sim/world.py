@@ -235,7 +235,7 @@ class World:
         self.pinned[node_id] = tuple(
             LiveVersion(policy=one.policy, incarnation=one.incarnation, number=one.number)
             for one in self.partition.pinned_versions
-            if self.partition.may_evaluate(node)
+            if self.partition.waiting.may_evaluate(node)
         )
         self.heartbeat(node_id)
 

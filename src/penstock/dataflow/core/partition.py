@@ -8,10 +8,8 @@ released, expired, truncated or cancelled.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from operator import attrgetter
 
 import msgspec
@@ -37,6 +35,7 @@ from penstock.dataflow.core.messages import GroupEnded, SendGroupEnded
 from penstock.dataflow.core.node_registry import NodeRegistry
 from penstock.dataflow.core.timers import SCHEDULE_TO_CLOSE, SCHEDULE_TO_START, Timer, Timers
 from penstock.dataflow.core.version_gate import VersionGate
+from penstock.dataflow.core.waiting_slots import WaitingSlots
 from penstock.dataflow.records import (
     GROUP_TRANSITIONS,
     DeadSlotRecord,
@@ -68,17 +67,6 @@ ENDS_COSTING_ATTEMPT = (LeaseEnd.FAILED, LeaseEnd.REJECTED, LeaseEnd.EXPIRED)
 """Lease ends that cost the slot an attempt."""
 
 
-class QueueKind(StrEnum):
-    """What the slots of a queue are for."""
-
-    TRAINING = "training"
-    SESSION = "session"
-    """For external agents."""
-    EVALUATION = "evaluation"
-
-
-QueueKey = tuple[QueueKind, frozenset[PolicyName]]
-"""What its slots are for, and the policies they call; empty: all of the run."""
 EVALUATION_CLOSING = ClosingPolicy(kind=ClosingKind.SURVIVORS)
 MAX_REASON_CHARS = 300
 """Maximum length of the reason recorded for a failed attempt."""
@@ -98,24 +86,13 @@ class Partition:
         self.index = index
         self.groups: dict[GroupId, OpenGroup] = {}
         """Open groups only; the ledger has the others."""
+        self.waiting = WaitingSlots(self.groups, terms, gate.lineages)
         self.node_registry = NodeRegistry(journal)
         self.gate = gate
-        self.num_waiting = 0
-        """Slots that could be leased now."""
-        self.num_waiting_sessions = 0
-        """How many of them are for external agents."""
-        self.num_waiting_evaluations = 0
-        """Slots of evaluations that could be leased now; not part of the others."""
-        self.has_training_ended = False
-        """Evaluations may take all slots."""
-        self.num_enqueued = 0
-        """Total number of slots ever enqueued."""
         self._closing = closing
         self._terms = terms
         self._journal = journal
         self._send = send
-        self._queues: dict[QueueKey, deque[GroupId]] = {}
-        """Groups with waiting slots, oldest first; entries without any are removed when reached."""
         self._timers = Timers(terms)
         self._evaluations: dict[GroupId, OpenGroup] = {}
         """Open groups that belong to an evaluation."""
@@ -141,23 +118,6 @@ class Partition:
             self._pins = (group.record.why, self.gate.published(decode_pins(group.record.why)))
         return self._pins[1]
 
-    def may_evaluate(self, node: Node) -> bool:
-        """Scores come from the node, so an untrusted one never evaluates."""
-        if node.is_session_gateway or node.is_untrusted:
-            return False
-        return node.is_evaluator or self._terms.evaluation_share > 0
-
-    def _evaluation_room(self, node: Node) -> int:
-        """Slots of evaluations that this node may take now. None until a quarter of its share is
-        free, or enough for all that wait: a pass through the model costs much the same for one
-        answer as for many."""
-        capacity = node.record.capacity
-        if node.is_evaluator or self.has_training_ended:
-            return capacity
-        share = max(1, int(self._terms.evaluation_share * capacity))
-        room = share - node.num_evaluations
-        return room if room >= min(share // 4, self.num_waiting_evaluations) else 0
-
     @property
     def nodes(self) -> dict[NodeId, Node]:
         return self.node_registry.nodes
@@ -169,74 +129,7 @@ class Partition:
             return
         self._journal(record)
         group = self._open(record, now)
-        self._queue_of(group).append(record.group_id)
-        self._add_waiting(group, record.num_slots)
-        self.num_enqueued += record.num_slots
-
-    def _is_session(self, group: OpenGroup) -> bool:
-        return group.record.source == self._terms.session_source
-
-    def policies_of(self, source: str) -> frozenset[PolicyName]:
-        """Policies that slots of this source call."""
-        return self._terms.policies.get(source) or frozenset(self.gate.lineages)
-
-    def _queue_of(self, group: OpenGroup) -> deque[GroupId]:
-        kind = QueueKind.SESSION if self._is_session(group) else QueueKind.TRAINING
-        if group.is_evaluation:
-            kind = QueueKind.EVALUATION
-        key = (kind, self._terms.policies.get(group.record.source, frozenset()))
-        return self._queues.setdefault(key, deque())
-
-    def _does(self, node: Node, kind: QueueKind) -> bool:
-        """Does this node take slots of this kind?"""
-        if kind is QueueKind.EVALUATION:
-            return self.may_evaluate(node)
-        return not node.is_evaluator and node.is_session_gateway == (kind is QueueKind.SESSION)
-
-    def can_serve(self, node: Node, policies: Collection[PolicyName]) -> bool:
-        """Does this node serve all these policies; none: all of the run?"""
-        return not node.policies or node.policies.issuperset(policies or self.gate.lineages)
-
-    def unserved_sources(self) -> dict[str, frozenset[PolicyName]]:
-        """Sources with waiting slots, and the policies they call, where nodes are live and none
-        serves all these policies."""
-        nodes = [node for node in self.nodes.values() if not node.is_expired]
-        found: dict[str, frozenset[PolicyName]] = {}
-        for (kind, policies), queue in self._queues.items():
-            group = self._first_waiting(queue)
-            peers = [node for node in nodes if self._does(node, kind)]
-            if group and peers and not any(self.can_serve(node, policies) for node in peers):
-                found[group.record.source] = self.policies_of(group.record.source)
-        return found
-
-    def has_waiting_for(self, node: Node) -> bool:
-        """Are there slots that this node could take, if its versions are recent enough?"""
-        return any(self._waiting_for(node))
-
-    def _waiting_for(self, node: Node) -> Iterator[tuple[OpenGroup, frozenset[PolicyName]]]:
-        """The oldest group with waiting slots of each queue that this node serves."""
-        for (kind, policies), queue in self._queues.items():
-            if self._does(node, kind) and self.can_serve(node, policies):
-                group = self._first_waiting(queue)
-                if group is not None:
-                    yield group, policies
-
-    def _first_waiting(self, queue: deque[GroupId]) -> OpenGroup | None:
-        while queue:
-            group = self.groups.get(queue[0])
-            if group is not None and group.num_waiting:
-                return group
-            queue.popleft()  # ended, or all its slots are leased
-        return None
-
-    def _add_waiting(self, group: OpenGroup, num_slots: int) -> None:
-        """Add `num_slots` waiting slots of this group; negative to remove them."""
-        if group.is_evaluation:
-            self.num_waiting_evaluations += num_slots
-            return
-        self.num_waiting += num_slots
-        if self._is_session(group):
-            self.num_waiting_sessions += num_slots
+        self.waiting.add(group)
 
     def _open(self, record: GroupRecord, now: float) -> OpenGroup:
         group = OpenGroup(record=record, waiting_since=now)
@@ -268,10 +161,8 @@ class Partition:
 
     def _truncate(self, group: OpenGroup, end: LeaseEnd, now: float) -> None:
         """Stop all running and waiting slots; they will get no result."""
-        self._add_waiting(group, -group.num_waiting)
-        for index in (*group.retry_slots, *range(group.next_fresh, group.record.num_slots)):
+        for index in self.waiting.take_all(group):
             group.slot(index).move(SlotState.TRUNCATED)
-        group.retry_slots, group.next_fresh = [], group.record.num_slots
         for index, slot in group.running():
             self._end_lease(group, index, slot, end, now)
             slot.move(SlotState.TRUNCATED)
@@ -389,7 +280,7 @@ class Partition:
         while len(grants) < free:
             heads = [
                 head
-                for head in self._waiting_for(node)
+                for head in self.waiting.first_groups(node)
                 if head[1] not in blocked and not head[0].is_evaluation
             ]
             if not heads:
@@ -431,9 +322,9 @@ class Partition:
         held = {(version.policy, version.incarnation, version.number) for version in pinned}
         grants: list[Grant] = []
         num_groups = 0
-        free = min(free, self._evaluation_room(node))
+        free = min(free, self.waiting.evaluation_room(node))
         while len(grants) < free:
-            heads = (group for group, _ in self._waiting_for(node) if group.is_evaluation)
+            heads = (group for group, _ in self.waiting.first_groups(node) if group.is_evaluation)
             group = next(heads, None)
             if group is None or not held.issuperset(
                 (version.policy, version.incarnation, version.number)
@@ -448,8 +339,7 @@ class Partition:
     def _grant(
         self, node: Node, group: OpenGroup, request_id: str, most: int, now: float
     ) -> GrantRecord:
-        slots = group.pop_waiting(most)
-        self._add_waiting(group, -len(slots))
+        slots = self.waiting.take(group, most)
         first = group.known_slots.get(slots.start)
         record = GrantRecord(
             group_id=group.record.group_id,
@@ -465,7 +355,7 @@ class Partition:
         self._journal(record)
         group.lease(record)
         self.node_registry.add_leases(node, record, len(slots))
-        self._timers.start_slot_timers(record, now, is_session=self._is_session(group))
+        self._timers.start_slot_timers(record, now, is_session=self.waiting.is_session(group))
         return record
 
     def _describe(
@@ -536,7 +426,7 @@ class Partition:
 
     def _expire_attempt(self, group: OpenGroup, timer: Timer, now: float) -> None:
         terms = self._terms
-        is_session = self._is_session(group)
+        is_session = self.waiting.is_session(group)
         limit_s = terms.session_start_to_close_s if is_session else terms.start_to_close_s
         why = f"no result within start-to-close ({limit_s:g} s)"
         for index in range(timer.slot, timer.slot + timer.num_slots):
@@ -553,8 +443,7 @@ class Partition:
             return
         why = f"no node took it within schedule-to-start ({start_s:g} s)"
         while group.num_waiting:
-            [index] = group.pop_waiting(1)
-            self._add_waiting(group, -1)
+            [index] = self.waiting.take(group, 1)
             self._give_up(group, index, group.slot(index), why, now)
         self._close_if_terminal(group, now)
 
@@ -618,10 +507,7 @@ class Partition:
             group.waiting_since = now
             if not group.is_evaluation:
                 self._timers.start_wait_timer(group.record.group_id, now)
-        group.retry_slots.append(index)
-        self._add_waiting(group, 1)
-        self.num_enqueued += 1
-        self._queue_of(group).appendleft(group.record.group_id)  # older than all waiting groups
+        self.waiting.put_back(group, index)
 
     def _leased(self, node_id: NodeId, group_id: GroupId, index: int, epoch: int) -> Slot | None:
         group = self.groups.get(group_id)
@@ -750,9 +636,7 @@ class Partition:
             for index in range(group.next_fresh)
             if group.slot(index).state is SlotState.WAITING
         ]
-        self._add_waiting(group, group.num_waiting)
-        if group.num_waiting:
-            self._queue_of(group).append(group.record.group_id)
+        self.waiting.restore(group)
 
     def _restore_ended(self, lease: LeaseRecord) -> None:
         slot = self.groups[lease.group_id].slot(lease.slot)
@@ -774,7 +658,7 @@ class Partition:
         node = self.nodes.get(grant.node_id)
         assert node is not None, "a running lease names a registered node"
         self.node_registry.add_leases(node, grant, len(slots))
-        self._timers.start_slot_timers(grant, now, is_session=self._is_session(group))
+        self._timers.start_slot_timers(grant, now, is_session=self.waiting.is_session(group))
 
 
 def encode_pins(pins: Mapping[PolicyName, tuple[int, int]]) -> str:

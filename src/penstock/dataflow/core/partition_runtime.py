@@ -76,7 +76,7 @@ class PartitionRuntime:
             case RowForgotten():
                 self._forget(message.row_id, now)
             case TrainingEnded():
-                self.partition.has_training_ended = message.has_ended
+                self.partition.waiting.has_training_ended = message.has_ended
             case Quarantined():
                 self.partition.quarantine(subject_of_node(message.node_id), now)
             case IncarnationStarted() | Committed() | Published():

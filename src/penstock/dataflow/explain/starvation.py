@@ -58,7 +58,7 @@ def is_starving(consumer: Consumer, coordinator: Coordinator) -> bool:
 
 def unserved(partition: Partition) -> Iterator[str]:
     """What sources wait for whose policies no node serves together."""
-    for source, policies in partition.unserved_sources().items():
+    for source, policies in partition.waiting.unserved_sources(partition.nodes.values()).items():
         yield (
             f"a node that serves {', '.join(sorted(policies))}: source {source} calls them, and no "
             "node here serves them all; start one, or join with --policies"

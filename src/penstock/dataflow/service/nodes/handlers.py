@@ -111,7 +111,7 @@ class NodeHandlers:
         targets = self._host.partition.target_versions
         if node is None:
             return targets, ()
-        pinned = self.pinned_versions() if self.partition.may_evaluate(node) else ()
+        pinned = self.pinned_versions() if self.partition.waiting.may_evaluate(node) else ()
         return () if node.is_evaluator else targets, pinned
 
     def orders(self, node_id: NodeId) -> NodeDirectives:
@@ -238,8 +238,8 @@ class NodeHandlers:
             self._last_orders = orders
             self._polls.wake_all()
             self._session_polls.wake_all()
-        if self.partition.num_enqueued != self._num_offered:
-            self._num_offered = self.partition.num_enqueued
+        if self.partition.waiting.num_queued != self._num_offered:
+            self._num_offered = self.partition.waiting.num_queued
             self._mark_new_work()
         self._offer()
 
@@ -253,14 +253,11 @@ class NodeHandlers:
 
     def _offer(self) -> None:
         """Offer the remaining slots to polls that have not checked since."""
-        partition = self.partition
-        num_sessions = partition.num_waiting_sessions
+        waiting = self.partition.waiting
+        others = waiting.num_slots - waiting.num_sessions + waiting.num_evaluations
         for polls, num_waiting in (
-            (
-                self._polls,
-                partition.num_waiting + partition.num_waiting_evaluations - num_sessions,
-            ),
-            (self._session_polls, num_sessions),
+            (self._polls, others),
+            (self._session_polls, waiting.num_sessions),
         ):
             if len(polls) and num_waiting and self.process.has_room:
                 polls.offer(num_waiting)
@@ -452,7 +449,7 @@ class NodeHandlers:
 
     def figures(self) -> PartitionMetrics:
         return PartitionMetrics(
-            num_waiting=self.partition.num_waiting,
+            num_waiting=self.partition.waiting.num_slots,
             num_open=len(self.partition.groups),
             num_nodes=len(self.partition.nodes),
             trajectories=self.trajectories,

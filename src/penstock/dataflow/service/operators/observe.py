@@ -63,7 +63,7 @@ def observe_service(coordinator: Coordinator, host: PartitionRuntime) -> Observa
             )
             for policy, consumer in coordinator.consumers.items()
         },
-        waiting_slots=host.partition.num_waiting,
+        waiting_slots=host.partition.waiting.num_slots,
     )
 
 

@@ -218,7 +218,7 @@ def _blocker(service: DataflowService, who: str) -> str:
         )
     if node is not None and node.is_evaluator:
         return "a version to evaluate"
-    if node is not None and partition.has_waiting_for(node):
+    if node is not None and partition.waiting.has_any_for(node):
         return "a newer version to load"
     return _issue_blocker(service, node)
 
@@ -254,6 +254,6 @@ def _batch_blocker(service: DataflowService) -> str:
         num_open = len(service.coordinator.open)
         groups = f"{num_open:,} group{'' if num_open == 1 else 's'}"
         return f"{groups} on {', '.join(sorted(holding)[:3])}"
-    if service.partition.num_waiting:
+    if service.partition.waiting.num_slots:
         return "a node to take work"
     return "work to be issued"
