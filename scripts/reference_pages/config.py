@@ -16,7 +16,7 @@ from penstock.config.base import Section
 from penstock.config.rules import builtin_rules
 from penstock.config.run import RunConfig
 from penstock.config.sources import WORKFLOWS
-from penstock.options import Options
+from penstock.options import Options, meanings
 from penstock.rollout.workflows import builtin_options
 
 UNITS_BY_ENDING = {
@@ -61,6 +61,7 @@ class Key:
 
     path: str
     field: FieldInfo
+    meaning: str
     nested: type[Options] | None
     """Its section, if it is a mapping with keys of its own."""
     is_repeated: bool = False
@@ -101,7 +102,10 @@ def sections() -> dict[str, tuple[type[Options], list[Key]]]:
             inner, *others = [*sections_in(field.annotation)] or [None]
             is_repeated = inner is not None and shared.get(inner[1], at) != at
             nested = inner[1] if inner else None
-            keys.append(Key(path=at, field=field, nested=nested, is_repeated=is_repeated))
+            meaning = meanings(kind).get(name, "")
+            keys.append(
+                Key(path=at, field=field, meaning=meaning, nested=nested, is_repeated=is_repeated)
+            )
             if inner and not is_repeated and nested is not None:
                 visit(at + inner[0], nested)
                 for more, other in filter(None, others):
@@ -145,7 +149,7 @@ def _entry(key: Key, paths: Mapping[type[Options], str]) -> str:
     if key.nested is not None:
         path = paths[key.nested]
         where = f"Keys: [`{path}`](#{anchor(path)})."
-    return entry(f"`{key.path}` {_facts(key)}", [flat(key.field.description), where])
+    return entry(f"`{key.path}` {_facts(key)}", [flat(key.meaning), where])
 
 
 def anchor(path: str) -> str:
@@ -189,13 +193,15 @@ def _workflows() -> str:
         "[Built-in workflows](../how-to/sub-agents.md#built-in-workflows) says what they do.\n",
     ]
     for name in WORKFLOWS:
-        options = [
-            f"`{option}`: {type_text(field.annotation)} {bounds_of(field.metadata)}".strip()
-            + f", {default_of(field)}. {flat(field.description)}".rstrip()
-            for option, field in builtin_options(name).model_fields.items()
-        ]
-        parts.append(entry(f"`{name}`", options or ["No options."]))
+        parts.append(entry(f"`{name}`", [*_options(builtin_options(name))] or ["No options."]))
     return "\n".join(parts)
+
+
+def _options(kind: type[Options]) -> Iterator[str]:
+    for option, field in kind.model_fields.items():
+        facts = f"{type_text(field.annotation)} {bounds_of(field.metadata)}".strip()
+        meaning = flat(meanings(kind).get(option))
+        yield f"`{option}`: {facts}, {default_of(field)}. {meaning}".rstrip()
 
 
 def _rules() -> str:
@@ -207,12 +213,7 @@ def _rules() -> str:
     for hook, rules in builtin_rules().items():
         parts.append(f"### `{hook.value}` {{ #rule-{hook.value} }}\n")
         for name, kind in rules.items():
-            options = [
-                f"`{option}`: {type_text(field.annotation)} {bounds_of(field.metadata)}".strip()
-                + f", {default_of(field)}. {flat(field.description)}".rstrip()
-                for option, field in kind.model_fields.items()
-            ]
-            parts.append(entry(f"`{name}`", [flat(kind.__doc__) or "–", *options]))
+            parts.append(entry(f"`{name}`", [flat(kind.__doc__) or "–", *_options(kind)]))
     return "\n".join(parts)
 
 

@@ -13,8 +13,14 @@ Declare the options of a plug-in once, next to its code:
 Types, bounds, defaults and docs are all there. A check over several options is the method
 `_contradictions`, which yields one `Contradiction` per problem."""
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any, Self, TypeVar, cast
 
 from pydantic import (
@@ -48,9 +54,8 @@ class Contradiction:
 class Options(BaseModel):
     """Base of all options: rejects unknown keys, wrong types and later changes."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    # No use_attribute_docstrings: reading the sources took a third of the import. See `meanings`.
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> Self:
@@ -60,6 +65,26 @@ class Options(BaseModel):
     def _contradictions(self) -> Iterable[Contradiction]:
         """Problems between the values; override it where there can be any."""
         return ()
+
+
+@cache
+def meanings(kind: type[Options]) -> Mapping[str, str]:
+    """What the source says below each field of a section, its bases included; fields of classes
+    that were made without a source have none."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__[: kind.__mro__.index(Options)]):
+        with suppress(OSError, TypeError):
+            source = textwrap.dedent(inspect.getsource(base))
+            for statement, text in pairwise(cast(ast.ClassDef, ast.parse(source).body[0]).body):
+                match statement, text:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str(meaning))),
+                    ):
+                        found[name] = inspect.cleandoc(meaning)
+                    case _:
+                        pass
+    return found
 
 
 def raise_contradictions(found: Iterable[Contradiction]) -> None:

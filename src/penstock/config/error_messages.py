@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from penstock.config.names_elsewhere import (
@@ -22,7 +21,7 @@ from penstock.config.names_elsewhere import (
     is_section_elsewhere,
 )
 from penstock.config.run import RunConfig
-from penstock.options import Contradiction, KeyPath, unknown_choice
+from penstock.options import Contradiction, KeyPath, Options, meanings, unknown_choice
 from penstock.plugins import did_you_mean, quoted
 
 _TYPES: Mapping[str, str] = {
@@ -139,14 +138,15 @@ def _type_name(value: object) -> str:
 
 
 def _missing(path: KeyPath) -> str:
-    field = next((fields[path[-1]] for fields in _fields_at(path[:-1]) if path[-1] in fields), None)
-    meaning = f" ({field.description.rstrip('.')})" if field and field.description else ""
-    return f'missing required key "{path[-1]}"{meaning}; add it here'
+    name = str(path[-1])
+    found = [meanings(kind)[name] for kind in _sections_at(path[:-1]) if name in meanings(kind)]
+    meaning = f" ({found[0].rstrip('.')})" if found else ""
+    return f'missing required key "{name}"{meaning}; add it here'
 
 
 def _unknown(path: KeyPath, value: object) -> Iterator[ConfigProblem]:
     """An unknown key; for a section of another framework, each of its keys."""
-    here = [name for fields in _fields_at(path[:-1]) for name in fields]
+    here = [name for kind in _sections_at(path[:-1]) for name in kind.model_fields]
     word = str(path[-1])
     is_mistyped = did_you_mean(word, here) and not is_section_elsewhere(word)
     inside = [] if is_mistyped else list(find_names_in(path, value))
@@ -193,12 +193,12 @@ def _unknown_key(path: KeyPath, here: Sequence[str]) -> ConfigProblem:
     return ConfigProblem(keys=(path,), text=f"unknown key; {fix}", suggested_key=suggested_key)
 
 
-def _fields_at(path: KeyPath) -> list[dict[str, FieldInfo]]:
-    """Fields of the section (or of each alternative section) at a path of the schema."""
+def _sections_at(path: KeyPath) -> list[type[Options]]:
+    """The section, or each alternative section, at a path of the schema."""
     types: list[Any] = [RunConfig]
     for part in path:
         types = [child for above in types for child in _child_types(above, part)]
-    return [kind.model_fields for kind in types if _is_section(kind)]
+    return [kind for kind in types if _is_section(kind)]
 
 
 def _child_types(kind: Any, part: str | int) -> list[Any]:

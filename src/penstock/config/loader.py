@@ -146,10 +146,14 @@ def parse(
             report.add_file_error(positions.line_of(path), path, _NO_INTERPOLATION)
     if report.lines:
         report.fail()
-    tree = _tree(text, report, is_stored=is_stored)
-    for override in overrides:
-        _apply(override, tree, report, by_another=by_another)
-    values = put_back(_resolve_interpolation(tree, report))
+    plain = _plain_values(text, report)
+    if is_stored and not overrides:
+        values = put_back(set_aside(plain))
+    else:
+        tree = OmegaConf.create(set_aside(plain) if is_stored else plain)
+        for override in overrides:
+            _apply(override, tree, report, by_another=by_another)
+        values = put_back(_resolve_interpolation(tree, report))
     config = _validate(values, report)
     if config is None or report.lines:
         report.fail()
@@ -179,16 +183,14 @@ def _read(path: Path, *, is_stored: bool = False) -> str:
         raise ConfigError(f"{path}: cannot be read: {reason}; give a readable file") from None
 
 
-def _tree(text: str, report: _ErrorReport, *, is_stored: bool) -> DictConfig:
+def _plain_values(text: str, report: _ErrorReport) -> dict[str, Any]:
+    """The values as the text has them, numbers as OmegaConf reads them."""
     try:
-        plain = _restore_on_key(OmegaConf.to_container(OmegaConf.create(text)))
-        tree = OmegaConf.create(cast(dict[str, Any], set_aside(plain) if is_stored else plain))
+        return cast(dict[str, Any], _restore_on_key(OmegaConf.to_container(OmegaConf.create(text))))
     except _PARSE_ERRORS as error:
         path = _path_of(error)
         report.add_file_error(report.positions.line_of(path), path, _reason(error))
         report.fail()
-    assert isinstance(tree, DictConfig), "the text was found to be a mapping"
-    return tree
 
 
 def _restore_on_key(value: Any) -> Any:

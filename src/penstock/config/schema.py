@@ -24,7 +24,7 @@ from penstock.config.rules import builtin_rules
 from penstock.config.run import RunConfig
 from penstock.config.sources import WORKFLOWS
 from penstock.config.trackers import TRACKERS_PACKAGE
-from penstock.options import Options
+from penstock.options import Options, meanings
 from penstock.plugins import builtin_names
 
 FILE_NAME = "run.schema.json"
@@ -57,7 +57,16 @@ def schema_text() -> str:
 
 
 class _Generator(GenerateJsonSchema):
-    """Without titles, which repeat the names of keys, and without defaults of whole sections."""
+    """With what the source says of each key; without titles, which repeat the names of keys, and
+    without defaults of whole sections."""
+
+    def model_schema(self, schema: Any) -> Schema:
+        made = super().model_schema(schema)
+        said = meanings(schema["cls"])
+        for name, about in made.get("properties", {}).items():
+            if name in said:
+                about["description"] = said[name]
+        return made
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
