@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,16 +78,27 @@ class _NoClient:
 
 
 @pytest.fixture
-def read_action(monkeypatch: pytest.MonkeyPatch) -> Generator[Any]:
-    """How the bridge of OpenEnv reads an answer, without the library."""
-    client: Any = SimpleNamespace(GenericEnvClient=_NoClient)
-    for name in ("uvicorn", "openenv", "openenv.core", "openenv.core.generic_client"):
-        monkeypatch.setitem(sys.modules, name, client)
+def bridge(monkeypatch: pytest.MonkeyPatch) -> Generator[Callable[..., Any]]:
+    """Imports a bridge without its library, in place of whose modules are `stand_ins`."""
+    before = set(sys.modules)
     monkeypatch.setattr(sys, "path", [str(BRIDGES), *sys.path])
-    bridge = import_module("openenv_bridge")
-    yield bridge.OpenEnvEpisode("", "")._read
-    for name in ("openenv_bridge", "serving"):
+
+    def load(name: str, **stand_ins: Any) -> Any:
+        for module, stand_in in stand_ins.items():
+            monkeypatch.setitem(sys.modules, module.replace("__", "."), stand_in)
+        return import_module(name)
+
+    yield load
+    for name in {"openenv_bridge", "gymnasium_bridge", "serving"} & (set(sys.modules) - before):
         del sys.modules[name]
+
+
+@pytest.fixture
+def read_action(bridge: Callable[..., Any]) -> Any:
+    """How the bridge of OpenEnv reads an answer, without the library."""
+    client = SimpleNamespace(GenericEnvClient=_NoClient)
+    names = ("uvicorn", "openenv", "openenv__core", "openenv__core__generic_client")
+    return bridge("openenv_bridge", **dict.fromkeys(names, client)).OpenEnvEpisode("", "")._read
 
 
 def test_an_answer_of_many_braces_is_read_in_one_pass(read_action: Any) -> None:
@@ -97,3 +108,12 @@ def test_an_answer_of_many_braces_is_read_in_one_pass(read_action: Any) -> None:
     assert read_action('I move } so {"go": {"x": 1}}, yes') == {"go": {"x": 1}}
     assert read_action("} no {") is None
     assert read_action("{[1]}") is None
+
+
+def test_a_number_of_very_many_digits_is_no_action(bridge: Callable[..., Any]) -> None:
+    """Python refuses to read it: the step failed, and with it the attempt."""
+    env = SimpleNamespace(action_space=SimpleNamespace(n=4))
+    episode = bridge("gymnasium_bridge", gymnasium=SimpleNamespace()).GymnasiumEpisode(env, {})
+    assert episode.step("9" * 5_000, [])["text"].startswith("No such action")
+    assert episode._read("first 3, then " + "1" * 5_000) == 3
+    assert [episode._read(text) for text in ("go 3", "4", "-1", "")] == [3, None, None, None]

@@ -15,6 +15,8 @@ from serving import Json, serve
 
 _COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z0-9_-]+")
+MAX_DIGITS = 19
+"""Of an action's number: 64 bits. Python refuses to read thousands of digits."""
 
 
 class GymnasiumEpisode:
@@ -59,9 +61,14 @@ class GymnasiumEpisode:
         for word in reversed(_WORD.findall(text.lower())):
             if word in self._actions:
                 return self._actions[word]
-            if not self._actions and word.isdecimal() and int(word) < self._env.action_space.n:
+            if not self._actions and self._is_number_of_action(word):
                 return int(word)
         return None
+
+    def _is_number_of_action(self, word: str) -> bool:
+        if not word.isdecimal() or len(word) > MAX_DIGITS:
+            return False
+        return int(word) < self._env.action_space.n
 
     def _shown(self, seen: Any) -> str:
         drawn = self._env.render()
