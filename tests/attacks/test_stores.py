@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from tests.attacks.in_process import dataflow_door
 
+from penstock.dataflow.ledger.codec import codec
 from penstock.dataflow.ledger.postgres import PostgresDatabase
+from penstock.dataflow.records import MetaRecord
 from penstock.errors import ConfigError, StoreError
 from penstock.wire.auth import Role
 from penstock.wire.certificates import Authority
@@ -145,3 +147,26 @@ async def test_a_column_has_no_name_that_the_store_changes(name: str, tmp_path: 
         answer = await door.call("POST", "/v1/spaces/s/rows", Role.STAGE, body=rows)
         assert answer.status_code == 400, answer.text
         assert "NUL" in answer.text
+
+
+@pytest.mark.parametrize("name", ["c@\0", "c@a\0b"])
+async def test_a_failed_column_has_no_name_that_the_store_changes(
+    name: str, tmp_path: Path
+) -> None:
+    """As above, by the other way that names come in: a version of a column that a reader writes."""
+    async with dataflow_door(tmp_path) as door:
+        terms = {"reads": ["x"], "writes": ["c"], "space": "mine"}
+        assert (await door.call("PUT", "/v1/readers/mine", Role.STAGE, body=terms)).is_success
+        claim = {"row_id": "k", "arrival": 1, "epoch": 1}
+        failed = {name: "a", name.replace("\0", "\ufffd"): "b"}
+        body = {"reader": "mine", "worker": "w", "results": [{"claim": claim, "failed": failed}]}
+        answer = await door.call("PUT", "/v1/rows/columns", Role.STAGE, body=body)
+        assert answer.status_code == 400, answer.text
+        assert "NUL" in answer.text
+
+
+def test_a_record_whose_key_the_store_changes_is_written_once() -> None:
+    """Whatever door such a key came through: PostgreSQL refuses to write a record twice in one
+    statement."""
+    written = [MetaRecord(key=key, value=key) for key in ("k\0", "k\ufffd")]
+    assert [row[:2] for row in codec(MetaRecord).encode(written)] == [("k\ufffd", "k\ufffd")]

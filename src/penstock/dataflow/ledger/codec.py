@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import (
     Annotated,
     Any,
@@ -178,6 +178,7 @@ class Codec(Generic[R]):
         self.names = quoted(column.name for column in columns)
         self.select = f'SELECT {self.names} FROM "{self._kind.TABLE}"'
         self.key = attrgetter(*self._kind.KEY)
+        self._stored_key = itemgetter(*map(self._names.index, self._kind.KEY))
 
     def on_conflict(self) -> str:
         """End of an INSERT: a record with the same key is replaced."""
@@ -186,12 +187,14 @@ class Codec(Generic[R]):
         return f"ON CONFLICT ({quoted(self._kind.KEY)}) DO UPDATE SET {changes}"
 
     def encode(self, records: Iterable[R]) -> list[Sequence[Any]]:
-        """One value per column; maps and tuples become JSON text."""
+        """One value per column; maps and tuples become JSON text. For equal keys the last record
+        wins."""
         rows: list[Sequence[Any]] = [*map(self._values, records)]
         if self._jsons:
             rows = [*map(self._with_json, rows)]
         if self._texts:
             rows = [*map(self._with_storable_text, rows)]
+            rows = [*{self._stored_key(row): row for row in rows}.values()]  # keys may be equal now
         if self._is_checksummed:
             rows = [(*row, self._checksum(row)) for row in rows]
         return rows

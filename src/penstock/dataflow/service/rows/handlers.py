@@ -211,6 +211,8 @@ class RowService:
         return await asyncio.to_thread(make) if is_long else make()
 
     def _result_cells(self, result: RowResult) -> list[Cell]:
+        for name in (*result.columns, *result.failed):
+            check_column(name)
         cells = [self._cell(name, value) for name, value in result.columns.items()]
         for name, kind in result.failed.items():
             if not (0 < len(kind) <= 64 and name not in result.columns):
@@ -219,7 +221,6 @@ class RowService:
         return cells
 
     def _cell(self, name: str, value: WireValue) -> Cell:
-        check_column(name)
         if isinstance(value, bytes):
             return bytes_cell(name, value)
         if isinstance(value, BlobRef):
