@@ -29,7 +29,6 @@ def serve() -> Any:
         request = json.loads(line)
         for name in request["preload"]:
             importlib.import_module(name)
-        gc.collect()
         gc.freeze()  # or the first collection in each child would copy all this memory
         pid = _fork_orphan() if len(os.listdir("/proc/self/task")) == 1 else None
         if pid == 0:
@@ -81,7 +80,7 @@ def become_service(request: Any) -> None:
 def main() -> NoReturn:
     forbid_inspection()
     exit_with_parent()
-    gc.disable()  # imports make objects that stay
+    gc.disable()  # imports make objects that stay, and little garbage
     request = serve()
     if request is None:
         os._exit(0)  # an interpreter that cleans up would copy all memory that is still shared

@@ -47,7 +47,16 @@ _SENT_ALONG = (
 """What a service on another host gets from here, besides the environment of that host."""
 
 
-_SERVICE_MODULES = ("uvloop", "penstock.cli.service_options", "penstock.runs.service_process")
+_SERVICE_MODULES = (
+    "uvloop",
+    "penstock.cli.output",
+    "penstock.cli.service_options",
+    "penstock.observe.logs",
+    "penstock.observe.stacks",
+    "penstock.runs.service_process",
+)
+_MODEL_MODULES = ("transformers.generation.utils", "transformers.modeling_layers")
+"""What every model of transformers imports."""
 _DATAFLOW_MODULES = (
     *_SERVICE_MODULES,
     "penstock.cli.dataflow",
@@ -66,8 +75,17 @@ _NODE_MODULES = (
     "penstock.rollout.node",
     "penstock.runs.join",
 )
-_HF_MODULES = ("penstock.rollout.decoding.hf_decoder",)
-_TRAINER_MODULES = (*_SERVICE_MODULES, "penstock.cli.trainer", "penstock.trainer.service")
+_HF_MODULES = (
+    "penstock.rollout.decoding.hf_decoder",
+    "penstock.rollout.engines.hf",
+    *_MODEL_MODULES,
+)
+_TRAINER_MODULES = (
+    *_SERVICE_MODULES,
+    "penstock.cli.trainer",
+    "penstock.trainer.service",
+    *_MODEL_MODULES,
+)
 
 
 class ServiceKind(StrEnum):
