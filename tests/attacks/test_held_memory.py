@@ -8,10 +8,13 @@ import asyncio
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+from blake3 import blake3
 from starlette.applications import Starlette
+from tests.attacks.in_process import dataflow_door
 
 from penstock.wire.auth import Audience, Role, Signer
-from penstock.wire.call_budget import MAX_BYTES
+from penstock.wire.call_budget import CALL_BYTES, MAX_BYTES
 from penstock.wire.routes import Call, Health, RawResponse, Route
 from penstock.wire.server import SMALL_ANSWER_BYTES, build_app
 
@@ -20,6 +23,8 @@ NUM_PIECES = 31
 NUM_CALLS = 50
 TURNS = 200
 LARGE = RawResponse(bytes(SMALL_ANSWER_BYTES + 1))
+MAX_DOWNLOADS = MAX_BYTES // CALL_BYTES
+HUGE = RawResponse(bytes(16 << 20))
 
 
 class Service:
@@ -32,6 +37,8 @@ class Service:
             [
                 self._route("PUT", self._record, request=bytes, max_body_bytes=32 << 20),
                 self._route("GET", self._get, shares_budget=True),
+                self._route("POST", self._huge, shares_budget=True),
+                self._route("DELETE", self._huge, shares_budget=True, answer_bytes=len(HUGE.body)),
             ],
             self.signer.verifier(Audience.DATAFLOW),
             title="test",
@@ -47,6 +54,11 @@ class Service:
     async def _get(self, call: Call) -> object:
         self.num_answering += 1
         return LARGE
+
+    async def _huge(self, call: Call) -> object:
+        self.num_answering += 1
+        await asyncio.sleep(0)
+        return HUGE
 
     def scope(self, method: str, subject: str) -> dict[str, Any]:
         token = self.signer.mint(Role.READER, [Audience.DATAFLOW], ttl_s=600, subject=subject)
@@ -122,3 +134,77 @@ async def test_answers_that_are_not_read_count_in_the_budget(tmp_path: Path) -> 
     is_read.set()
     await asyncio.gather(*calls)
     assert service.num_answering == 4 * NUM_CALLS + 1, "all had their turn"
+
+
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+async def test_answers_count_with_their_size(tmp_path: Path, method: str) -> None:
+    """A question of 12 KB counted as 1 MB, and its answer was 32 MB. Where a route says how long
+    its answers may be, calls wait for them; elsewhere what has no room is refused."""
+    service, is_read, statuses, num_held = Service(tmp_path), asyncio.Event(), list[int](), 0
+
+    async def call(subject: str) -> None:
+        has_body = False
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            nonlocal has_body, num_held
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+                return
+            if has_body:
+                await is_read.wait()
+            elif len(message["body"]) > SMALL_ANSWER_BYTES:
+                has_body, num_held = True, num_held + len(message["body"])
+
+        await service.app(service.scope(method, subject), cast(Any, receive), send)
+
+    calls = [asyncio.create_task(call("greedy")) for _ in range(NUM_CALLS)]
+    await turns()
+    assert 0 < num_held <= MAX_BYTES
+    before = num_held
+    calls.append(asyncio.create_task(call("other")))
+    await turns()
+    assert num_held == before + len(HUGE.body)
+    is_read.set()
+    await asyncio.gather(*calls)
+    if method == "DELETE":
+        assert statuses == [200] * (NUM_CALLS + 1), "all had their turn"
+    else:
+        assert set(statuses) == {200, 429}
+
+
+async def test_downloads_of_one_credential_have_few_files_open(tmp_path: Path) -> None:
+    """Each has a descriptor and a buffer until the caller has read it, or is cut off."""
+    data, num_started = bytes(1 << 20), 0
+    is_read, are_started = asyncio.Event(), asyncio.Event()
+    digest = blake3(data).hexdigest()
+    async with dataflow_door(tmp_path) as door:
+        path = f"/v1/blobs/{digest}"
+        await door.call("PUT", f"{path}?size={len(data)}", Role.ROLLOUT, content=data)
+        headers = [(b"authorization", f"Bearer {door.token(Role.ROLLOUT)}".encode())]
+        scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode()}
+
+        async def receive() -> dict[str, Any]:
+            await is_read.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            nonlocal num_started
+            num_started += message["type"] == "http.response.start"
+            if num_started == MAX_DOWNLOADS:
+                are_started.set()
+            await is_read.wait()
+
+        def call() -> Any:
+            fields = {"query_string": b"", "headers": headers}
+            return door.app({**scope, **fields}, cast(Any, receive), send)
+
+        calls = [asyncio.create_task(call()) for _ in range(2 * MAX_DOWNLOADS)]
+        await are_started.wait()
+        await turns()
+        assert num_started == MAX_DOWNLOADS
+        is_read.set()
+        await asyncio.gather(*calls)
+        assert num_started == 2 * MAX_DOWNLOADS, "all had their turn"

@@ -127,6 +127,16 @@ async def test_a_refusal_does_not_repeat_what_the_reader_writes(tmp_path: Path) 
         assert len(text) < 1000
 
 
+async def test_a_row_is_asked_for_once_in_a_call(tmp_path: Path) -> None:
+    """One row of 1 MB that was named 4,096 times was answered with 17 MB."""
+    async with dataflow_door(tmp_path) as door:
+        body: object = {"rows": [{"key": "k", "columns": {"c": b"x"}}]}
+        await door.call("POST", "/v1/spaces/s/rows", Role.STAGE, body=body)
+        for keys, status in ((["k"], 200), (["k", "k"], 400)):
+            answer = await door.call("POST", "/v1/spaces/s/get", Role.READER, body={"keys": keys})
+            assert answer.status_code == status, answer.text
+
+
 async def test_the_columns_of_one_call_are_bounded(tmp_path: Path, num_cells: list[str]) -> None:
     """Of results, with the failed ones, and of rows that are put."""
     versions = {f"x@{name}": 1.0 for name in NAMES}

@@ -54,7 +54,20 @@ class CallBudget:
             raise
 
     def leave(self, who: Caller, num_bytes: int) -> None:
-        used = self._used.pop(who) - num_bytes
+        self.resize(who, num_bytes, 0)
+
+    def resize(self, who: Caller, num_bytes: int, actual: int) -> None:
+        """A share of `num_bytes` has `actual` ones from now on; raises Busy if they have no room
+        beside the other shares of the same credential."""
+        others = self._used[who] - num_bytes
+        if others and actual > num_bytes and others + actual > self._max_bytes:
+            raise Busy(
+                f"answers of {others} bytes for this credential are not read yet; read them before "
+                "you ask for more",
+                retry_after_s=RETRY_S,
+            )
+        used = others + actual
+        del self._used[who]
         line = self._waiting.get(who)
         while line:
             turn, size = line[0]
@@ -79,6 +92,13 @@ class Share:
 
     async def take(self, who: Caller, num_bytes: int) -> None:
         await self._budget.enter(who, num_bytes)
+        self._held = who, num_bytes
+
+    def resize(self, num_bytes: int) -> None:
+        """Raises Busy if it has no room to grow."""
+        assert self._held is not None
+        who, held = self._held
+        self._budget.resize(who, held, num_bytes)
         self._held = who, num_bytes
 
     def give_back(self) -> None:

@@ -52,6 +52,9 @@ class Route:
     """Calls of one credential have a limited number of bytes in work at a time, until their answers
     are read; the others wait their turn. Of other calls only the bodies count, while they are
     read."""
+    answer_bytes: int = 0
+    """Of an answer, which count while it is made; then its true size counts. Only where calls share
+    a budget."""
     audited: str = ""
     """What a call does, for the log of operators' actions; empty for none of them."""
     is_streamed: bool = False

@@ -77,6 +77,7 @@ def build_app(
             handler=openapi,
             roles=ALL_ROLES,
             summary="This document.",
+            shares_budget=True,
         ),
     ]
     document.update(openapi_document(published, title))
@@ -204,7 +205,10 @@ class _Endpoint:
             answer = await spec.handler(call)
             if spec.audited and self._on_action is not None:
                 await self._on_action(spec.audited, call)
-            return _response(headers, answer)
+            answer = _response(headers, answer)
+            if spec.shares_budget:
+                share.resize(max(CALL_BYTES, len(getattr(answer, "body", b""))))
+            return answer
         except WireError as error:
             return error_response(error)
         except ClientDisconnect:
@@ -258,10 +262,10 @@ def _authorise(token: str, route: Route, verifier: Verifier) -> Credential:
 def _work_bytes(headers: Mapping[str, str], route: Route) -> int:
     """Bytes of memory and time that a call may cost; a streamed body is never in memory."""
     if not route.has_body:
-        return CALL_BYTES
+        return CALL_BYTES + route.answer_bytes
     declared = headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() and len(declared) < 16 else route.max_body_bytes
-    return CALL_BYTES + min(size, route.max_body_bytes)
+    return CALL_BYTES + route.answer_bytes + min(size, route.max_body_bytes)
 
 
 def _checked(parameters: Mapping[str, str]) -> dict[str, str]:

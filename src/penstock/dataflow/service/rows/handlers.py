@@ -253,6 +253,8 @@ class RowService:
     ) -> T:
         """pack: encodes the answer, off the event loop because it may be large."""
         _check_count(len(body.keys))
+        if len(set(body.keys)) != len(body.keys):
+            raise BadRequest("a key appears twice in one call; ask for each row once")
         found = self._store_reader.read_from_tables(space, body.keys, body.columns)
         if found is not None:
             return pack(GetAnswer(rows=tuple(found)))

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 from starlette.responses import FileResponse
 
+from penstock.dataflow.columns.reading import ANSWER_BYTES
 from penstock.dataflow.columns.row_leases import ReaderRequest, ReaderSpec, RowTrigger
 from penstock.dataflow.columns.spaces import check_name
 from penstock.dataflow.core.names import RESERVED, TRAIN
@@ -145,9 +146,16 @@ class RowRoutes:
         writer = call.credential.subject or call.credential.role.value
         return await self.service.put(call.path["space"], body, writer)
 
-    @route("POST", "/v1/spaces/{space}/get", READERS, response=GetAnswer, shares_budget=True)
+    @route(
+        "POST",
+        "/v1/spaces/{space}/get",
+        READERS,
+        response=GetAnswer,
+        shares_budget=True,
+        answer_bytes=ANSWER_BYTES,
+    )
     async def get(self, call: Call, body: GetRequest) -> GetAnswer | RawResponse:
-        """Columns of rows by key; in 'train' the key is the row id."""
+        """Columns of rows by key, each key once; in 'train' the key is the row id."""
         if MSGPACK in call.headers.get("accept", ""):
             return await self.service.get(call.path["space"], body, _encode_msgpack)
         return await self.service.get(call.path["space"], body)
@@ -200,7 +208,7 @@ class BlobRoutes:
         held, is_complete = await asyncio.to_thread(self.blobs.held, call.path["digest"], owner)
         return BlobState(held_bytes=held, complete=is_complete)
 
-    @route("GET", "/v1/blobs/{digest}", UPLOADERS | READERS, response=None)
+    @route("GET", "/v1/blobs/{digest}", UPLOADERS | READERS, response=None, shares_budget=True)
     async def get(self, call: Call) -> FileResponse:
         """The bytes of a blob; supports Range."""
         digest = call.path["digest"]
