@@ -45,6 +45,10 @@ MAX_AGENT_CHARS = 64
 _NO_NUL = r"^[^\u0000]*$"
 
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+TokenCount = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+"""Tokens of a row: of millions of rows, the ledger can store the sum."""
+TokenSquares = Annotated[int, Meta(ge=0, le=MAX_TOKENS**2)]
+"""Sum of the squares of numbers that add up to a TokenCount."""
 Int64 = Annotated[int, Meta(ge=-MAX_INT - 1, le=MAX_INT)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]

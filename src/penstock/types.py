@@ -35,6 +35,8 @@ from penstock.bounds import (
     Role,
     Seconds,
     Text,
+    TokenCount,
+    TokenSquares,
 )
 
 assert sys.byteorder == "little", "token arrays are little-endian on the wire and in memory"
@@ -48,11 +50,9 @@ NodeId = NewType("NodeId", str)
 `SUBJECT.suffix`: a token for SUBJECT may act as these nodes and as no other. The name of a subject
 contains no ".", so every record that names a node also names whose token it used."""
 GroupId = NewType("GroupId", str)
-"""One issue of a task, `p{partition}-{issue}`; includes its partition, so nothing is ever
-re-hashed."""
+"""One issue of a task, `p{partition}-{issue}`; nothing is ever re-hashed."""
 RowId = NewType("RowId", str)
-"""A trajectory, `{group_id}.{slot}.{epoch}`: its slot, and the epoch of the lease that produced
-it."""
+"""A trajectory, `{group_id}.{slot}.{epoch}`: its slot, and the epoch of its lease."""
 TokenIds = NewType("TokenIds", bytes)
 """Token ids as little-endian int32."""
 LogProbs = NewType("LogProbs", bytes)
@@ -66,8 +66,7 @@ def subject_of_node(node_id: NodeId) -> str:
 
 
 def _bound(kind: Any, bound: Meta) -> None:
-    """Bound a NewType wherever it is decoded. Type checkers accept no Annotated in NewType, so it
-    is set afterwards."""
+    """Bound a NewType wherever it is decoded; type checkers accept no Annotated in NewType."""
     kind.__supertype__ = Annotated[kind.__supertype__, bound]
 
 
@@ -171,7 +170,6 @@ UNTRUSTED_TAG = "untrusted"
 """Tag that the dataflow gives a node with an untrusted credential."""
 RESERVED_TAGS = (SESSION_TAG, EVALUATION_TAG, UNTRUSTED_TAG)
 """They say what a node is for and who vouches for it: its token and its command do."""
-
 
 MIN_TEMPERATURE = 1e-3
 """Below this, dividing by the temperature leaves the range of float32 and gradients are NaN."""
@@ -303,8 +301,7 @@ class ToolUse:
 
 
 def versions_of(turn: Turn) -> set[KvAge]:
-    """Incarnation and number of all versions that its tokens depend on: of the weights that
-    sampled them, and of kept keys and values."""
+    """Incarnation and number of all versions of weights, and of kept keys, that its tokens used."""
     found = {(span.incarnation, span.number) for span in turn.spans}
     return found if turn.kv is None else found | {turn.kv}
 
@@ -462,7 +459,7 @@ class RowSummary(Struct, frozen=True, kw_only=True):
     reward: Finite | None
     """None until the scoring stage has written it."""
     outcome: OutcomeKind
-    sampled: Mapping[PolicyName, Count]
+    sampled: Mapping[PolicyName, TokenCount]
     """Trainable sampled tokens by policy."""
     versions: Mapping[PolicyName, tuple[tuple[Count, Count], ...]]
     """Every (incarnation, number) that sampled those tokens, by policy. The oldest of them may
@@ -471,11 +468,11 @@ class RowSummary(Struct, frozen=True, kw_only=True):
     """Digests of the additional columns this consumer needs, by name."""
     values: Mapping[Label, Finite] = msgspec.field(default_factory=dict[str, float])
     """Scalar columns, by name; small enough to be sent with the row."""
-    roles: Mapping[PolicyName, Mapping[Label, Count]] = msgspec.field(
+    roles: Mapping[PolicyName, Mapping[Label, TokenCount]] = msgspec.field(
         default_factory=dict[PolicyName, Mapping[str, int]]
     )
     """The same tokens by role, for policies with named roles."""
-    compute_cost: Mapping[PolicyName, tuple[Count, Count]] = msgspec.field(
+    compute_cost: Mapping[PolicyName, tuple[TokenCount, TokenSquares]] = msgspec.field(
         default_factory=dict[PolicyName, tuple[int, int]]
     )
     """Cost of training on the row, by policy: the summed lengths of its samples (prompt and context

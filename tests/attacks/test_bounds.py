@@ -562,6 +562,50 @@ async def test_a_partition_reports_only_its_own_groups(what: str, tmp_path: Path
         assert answer.json()["received"] == 0
 
 
+COUNTS: dict[str, dict[str, Any]] = {
+    "sampled tokens": {"sampled": {POLICY: 1 << 62}},
+    "tokens of a role": {"roles": {POLICY: {"": 1 << 62}}},
+    "lengths of samples": {"compute_cost": {POLICY: (1 << 62, 1)}},
+    "squares of lengths": {"compute_cost": {POLICY: (1, 1 << 62)}},
+}
+
+
+@pytest.mark.finding(16)
+@pytest.mark.parametrize("what", COUNTS)
+async def test_no_row_of_a_partition_has_more_tokens_than_a_row_can_have(
+    what: str, tmp_path: Path
+) -> None:
+    """Each number is one that a ledger stores, and their sum is none: it would end the service."""
+    row = msgspec.structs.replace(summary_of("p1-1.0.1"), **COUNTS[what])
+    report = GroupEnded(group_id=GroupId("p1-1"), policies=(), rows=(row,))
+    async with dataflow_door(tmp_path) as door:
+        assert await join(door, 1, "partition-1") == 200
+        forged = {"number": 1, "body": msgspec.msgpack.encode(report)}
+        body: dict[str, Any] = {"boot": JOIN["boot"], "figures": {}, "messages": [forged]}
+        answer = await door.call("POST", "/v1/partitions/1/messages", body=body)
+        assert answer.status_code == 400, answer.text
+        body["messages"] = []
+        answer = await door.call("POST", "/v1/partitions/1/messages", body=body)
+        assert answer.json()["received"] == 0
+
+
+@pytest.mark.finding(16)
+async def test_a_partition_acknowledges_no_order_that_was_not_sent(tmp_path: Path) -> None:
+    """Its number is stored; the next start would count on from it, beyond what a ledger stores."""
+    async with dataflow_door(tmp_path) as door:
+        assert await join(door, 1, "partition-1") == 200
+        body: dict[str, Any] = {"boot": JOIN["boot"], "received": 0, "wait_s": 0}
+        sent = (await door.call("POST", "/v1/partitions/1/orders", body=body)).json()["messages"]
+        num_sent = sent[-1]["number"]
+        for ahead in (num_sent + 10_000, (1 << 63) - 1):
+            body["received"] = ahead
+            answer = await door.call("POST", "/v1/partitions/1/orders", body=body)
+            assert answer.status_code == 400, answer.text
+        body["received"] = num_sent
+        answer = await door.call("POST", "/v1/partitions/1/orders", body=body)
+        assert answer.status_code == 200, answer.text
+
+
 # --- finding 18: files and templates -------------------------------------------------------------
 
 

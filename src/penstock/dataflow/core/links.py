@@ -36,16 +36,16 @@ class Link(Generic[Out, In]):
         self._decoder = incoming
         self._journal = journal
         self._unacknowledged: deque[NumberedMessage] = deque()
-        self._num_sent = 0
+        self.num_sent = 0
         self.num_received = 0
 
     # --- out ----------------------------------------------------------------------------------
 
     def send(self, message: Out) -> None:
-        self._num_sent += 1
+        self.num_sent += 1
         body = msgspec.msgpack.encode(message)
-        self._unacknowledged.append(NumberedMessage(number=self._num_sent, body=body))
-        self._journal(MessageRecord(link=self._out, number=self._num_sent, body=body))
+        self._unacknowledged.append(NumberedMessage(number=self.num_sent, body=body))
+        self._journal(MessageRecord(link=self._out, number=self.num_sent, body=body))
 
     @property
     def has_unacknowledged(self) -> bool:
@@ -108,7 +108,7 @@ class Link(Generic[Out, In]):
             for record in sorted(messages, key=lambda record: record.number)
         )
         newest = self._unacknowledged[-1].number if self._unacknowledged else 0
-        self._num_sent = max(reached.get(self._out, 0), newest)
+        self.num_sent = max(reached.get(self._out, 0), newest)
 
 
 def link_to_partition(index: int, journal: Journal) -> Link[ToPartition, ToCoordinator]:

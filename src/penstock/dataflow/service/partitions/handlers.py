@@ -165,6 +165,12 @@ class PartitionHandlers:
         give_up_at = process.poll_deadline(body.wait_s)
         self._require(index, body.boot)
         link = self._router.links[index]
+        if body.received > link.num_sent:  # it would be stored, and counted on from
+            raise BadRequest(
+                f"partition {index} acknowledges order {body.received}, and {link.num_sent} were "
+                "sent: its ledger is of another run, or newer than the coordinator's; restore both "
+                "from backups of one moment"
+            )
         link.acknowledged(body.received)  # written with the next commit
         while True:
             news = self._wake_events.setdefault(index, asyncio.Event())
