@@ -61,6 +61,8 @@ def split_rows(
     and context included, so no rank waits long for another. Every rank computes the same result by
     itself."""
     sizes = np.array([len(group.rows) for group in manifest.groups], np.int64)
+    if num_parts == 1:
+        return [[*range(sizes.sum())]]
     groups_R = np.repeat(np.arange(sizes.size), sizes)
     return assign_rows(manifest_costs(manifest, cost), groups_R, num_parts, minibatches)
 

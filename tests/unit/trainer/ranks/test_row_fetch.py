@@ -128,3 +128,8 @@ def test_rows_without_tokens_of_this_policy_are_shared_out_too() -> None:
 def test_more_updates_than_groups_and_an_empty_batch() -> None:
     assert split_rows(plain([[5, 5]]), 2, 4) == [[0], [1]]
     assert split_rows(sealed([]), 2, 2) == [[], []]
+
+
+def test_a_rank_alone_has_all_rows_in_order() -> None:
+    assert split_rows(plain([[5, 3], [9], [1, 1, 1]]), 1, 2) == [[0, 1, 2, 3, 4, 5]]
+    assert split_rows(sealed([]), 1, 2) == [[]]
