@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from penstock.gateway.generation import Completion, GenerationRequest
 from penstock.gateway.model_calls import Answer, Call, RawPrompt, ToolCall, Usage
 from penstock.gateway.online import EndedSession, OnlineGateway, SessionTerms
 from penstock.gateway.online_routes import build_online_app
+from penstock.gateway.prompts import LOOP_IDS
 from penstock.gateway.quotas import Quotas
 from penstock.gateway.renderer import Renderer
 from penstock.gateway.server import MAX_BODY_BYTES, build_app
@@ -437,9 +438,10 @@ class Gate:
 
 
 class WatchedRenderer(Renderer):
-    """Notes how much was tokenised, and in which thread."""
+    """Notes how much was tokenised or decoded, and in which thread."""
 
     seen: list[tuple[int, int]]
+    decoded: list[tuple[int, int]]
     rendered_in: list[int]
 
     def note(self, text: str) -> None:
@@ -452,6 +454,10 @@ class WatchedRenderer(Renderer):
     def encode_large(self, text: str) -> tuple[int, ...]:
         self.note(text)
         return super().encode_large(text)
+
+    def decode_escaped(self, ids: Sequence[int]) -> str:
+        self.decoded.append((threading.get_ident(), len(ids)))
+        return super().decode_escaped(ids)
 
     def render(self, *args: Any, **named: Any) -> str:
         self.rendered_in.append(threading.get_ident())
@@ -479,7 +485,7 @@ async def running(quotas: Quotas | None = None) -> AsyncGenerator[Gate]:
     renderer = WatchedRenderer(
         bpe.tokenizer(), bpe.TEMPLATES["append-only"], window=bpe.WINDOW, stop_ids=frozenset({1})
     )
-    renderer.seen, renderer.rendered_in = [], []
+    renderer.seen, renderer.decoded, renderer.rendered_in = [], [], []
     engine = EchoEngine()
     gateway = Gateway(engine)
     gateway.set_renderer(POLICY, renderer)
@@ -492,6 +498,7 @@ async def running(quotas: Quotas | None = None) -> AsyncGenerator[Gate]:
         assert (await gate.say(gate.victim, "who am I")).status_code == 200
         gate.loop_thread = renderer.seen[-1][0]
         renderer.seen.clear()
+        renderer.decoded.clear()
         renderer.rendered_in.clear()
         yield gate
 
@@ -677,6 +684,21 @@ async def test_a_list_of_ids_beyond_the_window_is_refused_unread(gate: Gate) -> 
     )
     assert answer.status_code == 400 and "context length" in answer.text
     assert len(gate.engine.requests) == 1
+
+
+async def test_long_prompts_of_ids_are_decoded_off_the_event_loop(gate: Gate) -> None:
+    """One body of half a million ids, every second one a control token, held it for two seconds."""
+    ids = [1, 7] * 40_000
+    body = {"model": "policy", "prompt": [ids, ids[:-2], ids[:8]]}
+    answer = await gate.http.post(
+        "/v1/completions", json=body, headers=bearer(gate.attacker.api_key)
+    )
+    assert answer.status_code == 200
+    lengths = [len(request.prompt_ids) for request in gate.engine.requests[1:]]
+    assert sorted(lengths) == [8, 79_998, 80_000]
+    on_loop = [num for seen_in, num in gate.renderer.decoded if seen_in == gate.loop_thread]
+    assert sum(num for _, num in gate.renderer.decoded) >= 159_998
+    assert max(on_loop) <= LOOP_IDS, "it decoded on the event loop"
 
 
 # --- what reaches the engine --------------------------------------------------------------------

@@ -39,28 +39,28 @@ class ControlTokenEscaper:
         cuts = [(token, at) for token in tokens for at in range(1, len(token))]
         self._token_heads = frozenset(token[:at] for token, at in cuts)
         self._token_tails = frozenset(token[at:] for token, at in cuts)
+        self._tail_starts = frozenset(tail[0] for tail in self._token_tails)
         self._longest = max(map(len, tokens), default=0)
         self._escape_short = lru_cache(maxsize=1024)(self.escape_untrusted)
 
     def escape_untrusted(self, text: str) -> str:
         """Escape untrusted text: no part of it can become a control token, whatever surrounds
         it."""
-        escaped = text
-        if self._may_have_tokens(text):
-            escaped = self._lookalikes.sub(lambda found: self._replacements[found[0]], text)
-        # By length: there may be thousands of heads and tails, and as many strings in a body.
-        lengths = range(1, min(len(escaped), self._longest) + 1)
-        is_tail = any(escaped[:length] in self._token_tails for length in lengths)
-        is_head = any(escaped[-length:] in self._token_heads for length in lengths)
+        escaped, is_tail, is_head = text, False, False
+        # Each step is far cheaper than the next one: a body may have as many texts as characters.
+        if any(first in text for first in self._first_chars):
+            if any(prefix in text for prefix in self._token_prefixes):
+                escaped = self._lookalikes.sub(lambda found: self._replacements[found[0]], text)
+            is_head = any(escaped[-size:] in self._token_heads for size in self._sizes(escaped))
+        if escaped[:1] in self._tail_starts:
+            is_tail = any(escaped[:size] in self._token_tails for size in self._sizes(escaped))
         if is_tail or is_head:
             return is_tail * SEPARATOR + escaped + is_head * SEPARATOR
         return escaped
 
-    def _may_have_tokens(self, text: str) -> bool:
-        """Each step is far cheaper than the next one, and the regex comes last."""
-        if not any(first in text for first in self._first_chars):
-            return False
-        return any(prefix in text for prefix in self._token_prefixes)
+    def _sizes(self, text: str) -> range:
+        """Of what it may begin or end with; there may be thousands of heads and tails."""
+        return range(1, min(len(text), self._longest) + 1)
 
     def _escape_key(self, key: str) -> str:
         is_short = len(key) <= MAX_KEPT_CHARS

@@ -2,8 +2,8 @@
 """Turns a call into a prompt: renders it and matches it against the session's earlier turns.
 
 Decides which turn a prompt continues and which of its tokens are new. Refuses a prompt that cannot
-fit by its length, before it is tokenized; a large one is rendered and tokenized off the event loop.
-Does not call engines or record anything.
+fit by its length, before it is tokenized; a large one is rendered, tokenized or decoded off the
+event loop. Does not call engines or record anything.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from penstock.types import PolicyName, TokenIds, token_ids, view_ids
 MAX_MESSAGES = 2_048
 LOOP_CHARS = 16_384
 """The most that is tokenized on the event loop: some milliseconds."""
+LOOP_IDS = 1_024
+"""The most that is decoded there: as long, where every second one is a control token."""
 LOOP_MESSAGES, LOOP_BYTES = 128, 64 << 10
 """The most of a prompt that is prepared on the event loop, and rendered in the queue of small ones.
 A template may look back from each message to all others, or walk through every part of a tool."""
@@ -82,7 +84,9 @@ class PromptBuilder:
     async def from_text(self, text: str, policy: PolicyName, renderer: Renderer) -> Prompt:
         return await self._from_escaped(escape_trusted(text), policy, renderer)
 
-    def from_ids(self, prompt: Sequence[int], policy: PolicyName, renderer: Renderer) -> Prompt:
+    async def from_ids(
+        self, prompt: Sequence[int], policy: PolicyName, renderer: Renderer
+    ) -> Prompt:
         if renderer.window is not None and len(prompt) > renderer.window:
             raise overflow(len(prompt), renderer.window)
         if not all(0 <= token < renderer.num_ids for token in prompt):
@@ -90,7 +94,11 @@ class PromptBuilder:
         ids = token_ids(prompt)
         parent, length = self._tree.match_ids(policy, ids, self._agent)
         new_ids = view_ids(TokenIds(ids[length:])).tolist()
-        return self._make(policy, renderer, parent, renderer.decode_escaped(new_ids), new_ids)
+        if len(new_ids) <= LOOP_IDS:
+            new_text = renderer.decode_escaped(new_ids)
+        else:
+            new_text = await self._in_thread(partial(renderer.decode_escaped, new_ids))
+        return self._make(policy, renderer, parent, new_text, new_ids)
 
     async def _render(
         self, call: Call, renderer: Renderer, sampled_texts: Mapping[int, str]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from json import loads
 from pathlib import Path
 from typing import Any, cast
@@ -186,14 +185,15 @@ class Renderer:
 
     def decode_escaped(self, ids: Sequence[int]) -> str:
         """Escaped text: ordinary tokens that spell out a special token are not mistaken for it."""
-        if self._special_ids.isdisjoint(ids):
-            return self._escaper.escape_untrusted(self.decode(ids))
         parts: list[str] = []
-        for special, run in groupby(ids, self._special.get):
-            if special is None:
-                parts.append(self._escaper.escape_untrusted(self.decode(list(run))))
-            else:
-                parts.extend(special for _ in run)
+        start = 0
+        for at in [at for at, token in enumerate(ids) if token in self._special]:
+            if start < at:
+                parts.append(self._escaper.escape_untrusted(self.decode(ids[start:at])))
+            parts.append(self._special[ids[at]])
+            start = at + 1
+        if start < len(ids):
+            parts.append(self._escaper.escape_untrusted(self.decode(ids[start:])))
         return "".join(parts)
 
     def decode_visible(self, ids: Sequence[int]) -> str:
@@ -201,7 +201,7 @@ class Renderer:
         return self.decode(self.strip_hidden(ids))
 
     def decode_answer(self, ids: Sequence[int], finish: FinishReason) -> AnswerTexts:
-        """All three forms of an answer; decoded only once if it contains no special tokens."""
+        """All three forms of an answer, from as few decodings as its special tokens allow."""
         answer_ids, last = ids, ""
         if self.has_end_token(ids, finish):
             answer_ids, last = ids[:-1], self._special.get(ids[-1])
@@ -210,10 +210,11 @@ class Renderer:
             text = self.decode(answer_ids)
             escaped = self._escaper.escape_untrusted(text)
             return AnswerTexts(escaped=escaped + (last or ""), visible=text, without_end=escaped)
+        without_end = self.decode_escaped(answer_ids)
         return AnswerTexts(
-            escaped=self.decode_escaped(ids),
+            escaped=self.decode_escaped(ids) if last is None else without_end + last,
             visible=self.decode_visible(ids),
-            without_end=self.decode_escaped(answer_ids),
+            without_end=without_end,
         )
 
     def strip_hidden(self, ids: Sequence[int]) -> Sequence[int]:

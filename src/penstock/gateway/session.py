@@ -230,7 +230,7 @@ class Session:
                 return await builder.from_call(call, policy, renderer)
             if isinstance(call.prompt, str):
                 return await builder.from_text(call.prompt, policy, renderer)
-            return builder.from_ids(call.prompt, policy, renderer)
+            return await builder.from_ids(call.prompt, policy, renderer)
         except ContextOverflow:
             self.root.has_overflowed = True
             raise
