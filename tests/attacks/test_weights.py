@@ -19,7 +19,7 @@ from penstock.weights import client, update
 from penstock.weights.manifest import SnapshotManifest, digest_of, parse_manifest
 from penstock.weights.serving import server
 from penstock.weights.update import Chains, Update, pack_manifest, read_update
-from penstock.wire.auth import Signer
+from penstock.wire.auth import Audience, Role, Signer
 from penstock.wire.codec import encode
 
 __all__ = ["http", "signer"]
@@ -92,3 +92,75 @@ async def test_an_update_is_unpacked_beside_the_event_loop(
     with pytest.raises(Unreachable, match="alone"):
         await fetch(cast(Any, Server()), target, ["0" * 64])
     assert len(threads) == 1 and threads != [threading.get_ident()]
+
+
+class Blob:
+    """Counts what is read of it, and how often it is open."""
+
+    num_bytes = 64 << 20
+
+    def __init__(self) -> None:
+        self.num_read = self.num_open = 0
+
+    async def read(self, start: int, num_bytes: int) -> bytes:
+        self.num_read += num_bytes
+        return bytes(num_bytes)
+
+    async def close(self) -> None:
+        self.num_open -= 1
+
+
+class Blobs:
+    def __init__(self) -> None:
+        self.found = Blob()
+
+    async def blob(self, digest: str) -> Blob:
+        self.found.num_open += 1
+        return self.found
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_downloads_that_nobody_reads_hold_little(signer: Signer) -> None:
+    """Each held two pieces of 1 MB: 1,200 of one token held 2.4 GB. Few get such pieces now, more
+    share them, and another credential has its own."""
+    source, is_gone, num_started = Blobs(), asyncio.Event(), 0
+    app = server.build(cast(Any, source), signer.verifier(Audience.WEIGHTS))
+    blob, path = source.found, f"/v1/blobs/{'0' * 64}"
+
+    async def call(subject: str) -> None:
+        token = signer.mint(Role.ROLLOUT, [Audience.WEIGHTS], ttl_s=600, subject=subject)
+        headers = [(b"authorization", f"Bearer {token}".encode())]
+        scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode()}
+        has_piece = False
+
+        async def receive() -> dict[str, Any]:
+            await is_gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            nonlocal num_started, has_piece
+            num_started += message["type"] == "http.response.start"
+            if has_piece:  # a connection waits here until the piece before is read
+                await is_gone.wait()
+            has_piece = bool(message.get("body"))
+
+        await app({**scope, "query_string": b"", "headers": headers}, cast(Any, receive), send)
+
+    async def turns() -> None:
+        for _ in range(2000):
+            await asyncio.sleep(0)
+
+    num_calls = server.MAX_DOWNLOADS + 50
+    calls = [asyncio.create_task(call("greedy")) for _ in range(num_calls)]
+    await turns()
+    assert num_started == blob.num_open == server.MAX_DOWNLOADS
+    assert blob.num_read < 128 << 20
+    before = blob.num_read
+    calls.append(asyncio.create_task(call("other")))
+    await turns()
+    assert blob.num_read == before + server.PIECE_BYTES
+    is_gone.set()
+    await asyncio.gather(*calls)
+    assert num_started == num_calls + 1 and blob.num_open == 0, "all had their turn"

@@ -30,6 +30,9 @@ class CallBudget:
         self._used: dict[Caller, int] = {}
         self._waiting: dict[Caller, deque[tuple[asyncio.Future[None], int]]] = {}
 
+    def used(self, who: Caller) -> int:
+        return self._used.get(who, 0)
+
     async def enter(self, who: Caller, num_bytes: int) -> None:
         """consumes: nothing · produces: a share of the budget, which `leave` returns
         waits for: earlier calls of the same credential · woken by: `leave`"""

@@ -2,16 +2,17 @@
 """Read-only HTTP server for a source of weights: manifests, blobs with Range, delta chains, both
 in one answer, metrics.
 
-Owns ranges and streaming; holds at most one piece of a blob per request. Accepts no writes:
-trainers write to the store directly, and readers verify all data themselves.
+Owns ranges and streaming; holds at most one piece of a blob per request, and the more downloads a
+credential has, the smaller are its pieces. Accepts no writes: trainers write to the store directly,
+and readers verify all data themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -32,6 +33,7 @@ from penstock.weights.serving.single_flight import SingleFlight
 from penstock.weights.serving.sources import Blob, Source
 from penstock.weights.update import MAX_CHAINS, Update, pack_manifest
 from penstock.wire.auth import Role, Verifier
+from penstock.wire.call_budget import CallBudget, Share
 from penstock.wire.codec import JSON
 from penstock.wire.routes import Call, RawResponse, route, routes_of
 from penstock.wire.server import build_app, error_response
@@ -42,6 +44,13 @@ METRICS_READERS = frozenset(Role) - {Role.SESSION}
 READERS = METRICS_READERS - {Role.READER}
 """Who may read weights; a reader's token is for figures only."""
 PIECE_BYTES = 1 << 20
+NUM_LARGE = 32
+"""Downloads of one credential with pieces of PIECE_BYTES: as many as a node has. Smaller ones cost
+more processor time, and a caller that does not read costs a piece."""
+MAX_DOWNLOADS = 16 * NUM_LARGE
+"""Of one credential at a time, of which each has an open file; the others wait for their turn."""
+MANIFEST_BYTES = 16 << 20
+"""Manifests are rarely larger."""
 OCTET_STREAM = "application/octet-stream"
 RANGE = re.compile(r"bytes=(?:(\d{1,18})-(\d{0,18})|-(\d{1,18}))")
 MAX_DIGITS = 18
@@ -85,6 +94,7 @@ class WeightServer:
         self._packing = SingleFlight[str, _Packed]()
         self._newest: dict[str, _Packed] = {}
         self._one_at_a_time = asyncio.Semaphore(1)
+        self._downloads = CallBudget(MAX_DOWNLOADS)
         self._registry = registry = new_registry("weights", run)
         self._requests = Counter(
             "penstock_weights_requests",
@@ -98,7 +108,14 @@ class WeightServer:
             registry=registry,
         )
 
-    @route("GET", "/v1/manifests/{digest}", READERS, response=None)
+    @route(
+        "GET",
+        "/v1/manifests/{digest}",
+        READERS,
+        response=None,
+        shares_budget=True,
+        answer_bytes=MANIFEST_BYTES,
+    )
     async def manifest(self, call: Call) -> RawResponse:
         """The manifest with this BLAKE3, as JSON, byte for byte."""
         data = await self._source.manifest(_digest(call))
@@ -108,20 +125,34 @@ class WeightServer:
     @route("GET", "/v1/blobs/{digest}", READERS, response=None)
     async def blob(self, call: Call) -> Response:
         """The blob with this BLAKE3; supports Range requests."""
-        blob = await self._source.blob(_digest(call))
-        range_header = call.headers.get("range", "")
-        byte_range = parse_range(range_header, blob.num_bytes)
-        if byte_range is None:
-            await blob.close()
-            return _unsatisfiable(range_header, blob.num_bytes)
-        try:
-            first = await blob.read(byte_range[0], min(PIECE_BYTES, byte_range[1] - byte_range[0]))
-        except BaseException:
-            await blob.close()
-            raise
-        self._requests.labels("blob", call.credential.role).inc()
-        is_partial = bool(RANGE.fullmatch(range_header))
-        return BlobResponse(blob, byte_range, first, self._sent_bytes, is_partial)
+        digest, who = _digest(call), (call.credential.subject, "blobs")
+
+        def piece_bytes() -> int:
+            return PIECE_BYTES * NUM_LARGE // max(NUM_LARGE, self._downloads.used(who))
+
+        async with AsyncExitStack() as held:
+            share = Share(self._downloads)
+            await share.take(who, 1)
+            held.callback(share.give_back)
+            blob = await self._source.blob(digest)
+            held.push_async_callback(blob.close)
+            range_header = call.headers.get("range", "")
+            byte_range = parse_range(range_header, blob.num_bytes)
+            if byte_range is None:
+                return _unsatisfiable(range_header, blob.num_bytes)
+            start, end = byte_range
+            first = await blob.read(start, min(piece_bytes(), end - start))
+            self._requests.labels("blob", call.credential.role).inc()
+            is_partial = bool(RANGE.fullmatch(range_header))
+            return BlobResponse(
+                blob,
+                byte_range,
+                first,
+                piece_bytes,
+                self._sent_bytes,
+                is_partial,
+                held.pop_all(),
+            )
 
     @route("GET", "/v1/deltas/{digest}", READERS, query=("from", "bytes"))
     async def deltas(self, call: Call) -> DeltaChain:
@@ -190,13 +221,20 @@ def parse_range(header: str, size: int) -> tuple[int, int] | None:
 
 
 class BlobResponse(StreamingResponse):
-    """Streams `byte_range` of an open blob, piece by piece, and always closes the blob.
+    """Streams `byte_range` of an open blob, piece by piece, and always gives back what is `held`.
 
     The first piece is read before the response starts, so that a source can still report an error.
     """
 
     def __init__(
-        self, blob: Blob, byte_range: tuple[int, int], first: bytes, sent: Counter, is_partial: bool
+        self,
+        blob: Blob,
+        byte_range: tuple[int, int],
+        first: bytes,
+        piece_bytes: Callable[[], int],
+        sent: Counter,
+        is_partial: bool,
+        held: AsyncExitStack,
     ) -> None:
         start, end = byte_range
         headers = {"accept-ranges": "bytes", "content-length": str(end - start)}
@@ -209,7 +247,9 @@ class BlobResponse(StreamingResponse):
             media_type=OCTET_STREAM,
         )
         self._blob = blob
+        self._piece_bytes = piece_bytes
         self._sent = sent
+        self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -217,7 +257,7 @@ class BlobResponse(StreamingResponse):
         except WireError as error:  # too late for a status; the closed connection signals it
             log.warning("blob response aborted", error=str(error))
         finally:
-            await self._blob.close()
+            await self._held.aclose()
 
     async def _pieces(self, start: int, end: int, piece: bytes) -> AsyncIterator[bytes]:
         while start < end:
@@ -226,8 +266,10 @@ class BlobResponse(StreamingResponse):
             self._sent.inc(len(piece))
             start += len(piece)
             yield piece
+            piece = b""
+            yield piece  # goes on when the caller has read most of the piece before
             if start < end:
-                piece = await self._blob.read(start, min(PIECE_BYTES, end - start))
+                piece = await self._blob.read(start, min(self._piece_bytes(), end - start))
 
 
 def _digest(call: Call) -> str:
