@@ -10,13 +10,16 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import AsyncGenerator, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import anyio
+import bm25s  # pyright: ignore[reportMissingTypeStubs] - it has none
 import httpx2
 import pytest
 from mcp.shared.message import SessionMessage
@@ -34,12 +37,12 @@ from penstock.rollout.tools.file_tools import FileSession, HostFolder
 from penstock.rollout.tools.http import MAX_RESPONSE_BYTES, GuardedTransport, HttpServer
 from penstock.rollout.tools.mcp_session import Ending, McpSession
 from penstock.rollout.tools.python_tool import PythonSession
-from penstock.rollout.tools.search_tool import SearchSession
+from penstock.rollout.tools.search_tool import MAX_QUERY_WORDS, MAX_SEARCHES, Index, SearchSession
 from penstock.rollout.tools.servers import open_tools
 from penstock.rollout.tools.stdio import (
     _read_lines as read_messages,  # pyright: ignore[reportPrivateUsage]
 )
-from penstock.rollout.tools.types import ToolFailed, ToolSpec
+from penstock.rollout.tools.types import ToolFailed, ToolResult, ToolSpec
 from penstock.rollout.user_errors import MAX_LAST_WORDS_CHARS
 
 __all__ = ["project"]
@@ -113,6 +116,80 @@ async def test_search_does_not_follow_a_link_out_of_its_folder(tmp_path: Path) -
     (docs / "link.txt").symlink_to(tmp_path / "secret.txt")
     found = await SearchSession(docs).call("search", {"query": "password swordfish"})
     assert found.text == "nothing was found"
+
+
+def passages(folder: Path) -> SearchSession:
+    """A session over ten passages."""
+    names = " ".join(f"name{number}" for number in range(100))
+    for number in range(10):
+        (folder / f"{number}.txt").write_text(f"common {names} number{number}")
+    return SearchSession(folder)
+
+
+async def test_a_query_looks_at_each_word_once_and_at_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """52,000 characters of one word took four seconds of a thread: each time, every passage that
+    has it was looked at again."""
+    looked_at: list[int] = []
+    real = cast(Any, bm25s.BM25).get_scores_from_ids
+
+    def scores(index: Any, words: list[int], *args: Any, **named: Any) -> Any:
+        looked_at.append(len(words))
+        return real(index, words, *args, **named)
+
+    monkeypatch.setattr(bm25s.BM25, "get_scores_from_ids", scores)
+    session = passages(tmp_path)
+
+    async def search(query: str) -> ToolResult:
+        return await session.call("search", {"query": query, "k": 1})
+
+    try:
+        once, again = await search("common number7"), await search("common number7 " * 100)
+        assert "number7" in once.text and again == once
+        many = await search(" ".join(f"name{number}" for number in range(100)))
+        assert "name5" in many.text and not many.is_error
+        assert looked_at == [2, 2, MAX_QUERY_WORDS]
+        refused = await search("common " * 10_000)
+        assert refused.is_error and "at most 2,000" in refused.text and len(refused.text) < 200
+        assert len(looked_at) == 3
+    finally:
+        await session.close()
+
+
+async def test_searches_that_were_given_up_hold_up_no_other_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They filled the threads that the node has for everything, such as the files of sandboxes."""
+    go_on, started, has_started = threading.Event(), list[str](), threading.Semaphore(0)
+
+    def search(index: Index, query: str, k: int) -> list[Any]:
+        started.append(query)
+        has_started.release()
+        go_on.wait(60)
+        return []
+
+    monkeypatch.setattr(Index, "search", search)
+    session = passages(tmp_path)
+    await session.list()
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    searches = [
+        asyncio.create_task(session.call("search", {"query": str(number)})) for number in range(12)
+    ]
+    try:
+        async with asyncio.timeout(60):
+            for _ in range(MAX_SEARCHES):
+                assert await asyncio.to_thread(has_started.acquire, timeout=60)
+        for one in searches:
+            one.cancel()
+        await asyncio.gather(*searches, return_exceptions=True)
+        go_on.set()
+        assert (await session.call("search", {"query": "next"})).text == "nothing was found"
+        assert [*sorted(started[:-1]), started[-1]] == ["0", "1", "2", "3", "next"]
+    finally:
+        go_on.set()
+        await session.close()
 
 
 @needs_root

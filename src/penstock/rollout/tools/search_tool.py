@@ -2,7 +2,8 @@
 """The built-in tool `search`: BM25 over the text files of a folder, without a network.
 
 Owns the passages: paragraphs of .txt and .md files, and rows of .jsonl files. The index is built
-once per process and shared by all attempts; nothing writes to it.
+once per process and shared by all attempts; nothing writes to it. Searches have threads of their
+own: one that was given up goes on to its end, and holds up nothing but searches.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -23,13 +25,22 @@ PASSAGE_WORDS = 180
 MAX_FILE_BYTES = 256 << 20
 MAX_PASSAGES = 5_000_000
 MAX_RESULTS = 20
+MAX_QUERY_CHARS = 2_000
+MAX_QUERY_WORDS = 64
+"""Different ones: for each, every passage that has it is looked at."""
+MAX_SEARCHES = 4
+"""At the same time."""
 SEARCH = ToolSpec(
     name="search",
     description="Search a collection of documents by keywords and return the best passages.",
     parameters={
         "type": "object",
         "properties": {
-            "query": {"type": "string", "description": "Keywords."},
+            "query": {
+                "type": "string",
+                "description": f"Keywords, at most {MAX_QUERY_CHARS:,} characters; the first "
+                f"{MAX_QUERY_WORDS} different words count.",
+            },
             "k": {
                 "type": "integer",
                 "description": "How many passages.",
@@ -57,23 +68,35 @@ class SearchSession:
     _folder: Path
     _index: Index | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(MAX_SEARCHES, thread_name_prefix="search")
+    )
 
     async def list(self) -> Sequence[ToolSpec]:
         await self._built()
         return (SEARCH,)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        query = str(arguments["query"])
+        if len(query) > MAX_QUERY_CHARS:
+            return ToolResult(
+                text=f"the query has {len(query):,} characters; search for at most "
+                f"{MAX_QUERY_CHARS:,}, such as the words that matter most",
+                is_error=True,
+            )
         index = await self._built()
         k = min(int(arguments.get("k", 5)), MAX_RESULTS)
-        found = await asyncio.to_thread(index.search, str(arguments["query"]), k)
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._threads, index.search, query, k)
         lines = [f"[{n}] {one.source}\n{one.text}" for n, one in enumerate(found, start=1)]
         return ToolResult(text="\n\n".join(lines) or "nothing was found")
 
     async def recover(self) -> None:
-        """A search that was given up ends by itself."""
+        """A search that was given up ends by itself; one that waited does not begin."""
 
     async def close(self) -> None:
-        """The index ends with its process."""
+        """End the threads; the index ends with its process."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _built(self) -> Index:
         async with self._lock:
@@ -98,10 +121,11 @@ class Index:
     def search(self, query: str, k: int) -> list[Passage]:
         """The best passages; none that has no word of the query."""
         tokens = self._tokens([query])
-        if not tokens.ids[0]:
+        words = list(dict.fromkeys(tokens.ids[0]))[:MAX_QUERY_WORDS]
+        if not words:
             return []
         k = min(k, len(self._passages))
-        found, scores = self._bm25.retrieve(tokens, k=k, show_progress=False)
+        found, scores = self._bm25.retrieve(tokens._replace(ids=[words]), k=k, show_progress=False)
         pairs = zip(found[0].tolist(), scores[0].tolist(), strict=True)
         return [self._passages[index] for index, score in pairs if score > 0]
 
