@@ -31,9 +31,12 @@ from penstock.dataflow.columns.readers import Readers
 from penstock.dataflow.columns.row_leases import Claim, Reader, ReaderSpec
 from penstock.dataflow.columns.row_window import RowWindow
 from penstock.dataflow.columns.values import BlobRef
+from penstock.dataflow.ledger import segments
+from penstock.dataflow.ledger.compaction import Compactor, live_bytes
 from penstock.dataflow.ledger.segments import Location
 from penstock.dataflow.ledger.store import Ledger
 from penstock.dataflow.ledger.tables import Tables
+from penstock.dataflow.records import MetaRecord, gone_key
 from penstock.dataflow.service.process import Process
 from penstock.dataflow.service.rows import handlers, reader_rights
 from penstock.dataflow.service.rows.messages import (
@@ -70,8 +73,8 @@ def num_cells(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @asynccontextmanager
-async def row_service(folder: Path) -> AsyncGenerator[RowServiceHost]:
-    host = RowServiceHost(folder)
+async def row_service(folder: Path, *stages: str) -> AsyncGenerator[RowServiceHost]:
+    host = RowServiceHost(folder, stages=stages)
     yield host
     host.ledger.close()
 
@@ -100,6 +103,62 @@ def ratio(cost: Callable[[int], Callable[[], object]], num: int) -> float:
         return min(found)
 
     return least(cost(4 * num)) / least(cost(num))
+
+
+# --- payload that readers wait for --------------------------------------------------------------
+
+
+async def deliver_and_free(host: RowServiceHost, num_rows: int) -> None:
+    for number in range(num_rows):
+        await host.deliver(f"p0-{number}.0.1", b"%03d" % number * 300, 1.0)
+        await host.free(f"p0-{number}")
+
+
+def num_live(host: RowServiceHost) -> int:
+    """Bytes of payload on the disk that may not be deleted."""
+    ledger = host.ledger
+    return sum(live_bytes(ledger.tables, s, stages=ledger.stages) for s in (0, 1, 2))
+
+
+@pytest.mark.parametrize(("name", "keeps"), [("pin", False), ("score", True)])
+async def test_only_a_stage_of_the_run_file_keeps_what_training_freed(
+    name: str, keeps: bool, tmp_path: Path
+) -> None:
+    """Any token declares a reader, and leaves its cursor there: the disk would fill."""
+    digest, size = "0" * 64, 1 << 20
+    async with row_service(tmp_path, "score") as host:
+        await host.rows.declare(ReaderSpec(name=name, reads=("turns",)))
+        await deliver_and_free(host, 10)
+        await host.deliver_blob("p0-10.0.1", digest, size)
+        await host.free("p0-10")
+        assert num_live(host) == (9000 if keeps else 0)
+        assert (digest in host.rows._referenced_blobs([digest])) == keeps  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_what_an_operator_wants_forgotten_waits_for_no_reader(tmp_path: Path) -> None:
+    """Nobody gets such a row any more, so nobody's cursor may keep it."""
+    async with row_service(tmp_path, "score") as host:
+        await host.rows.declare(ReaderSpec(name="score", reads=("turns",)))
+        await deliver_and_free(host, 2)
+        host.process.journal(MetaRecord(key=gone_key(RowId("p0-1.0.1")), value="forgotten"))
+        await host.process.make_durable()
+        assert num_live(host) == 900
+
+
+async def test_a_reader_learns_that_a_value_was_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that it is damaged; the row itself, its reward and its columns are still there."""
+    monkeypatch.setattr(segments, "MAX_SEGMENT_BYTES", 4000)
+    async with row_service(tmp_path) as host:
+        await host.rows.declare(ReaderSpec(name="pin", reads=("turns",)))
+        await deliver_and_free(host, 15)
+        await Compactor(host.ledger).sweep()
+        keys = tuple(RowId(f"p0-{number}.0.1") for number in (0, 14))
+        first, last = (await host.rows.get("train", GetRequest(keys=keys))).rows
+        assert first.exists and first.columns == {"reward": 1.0}
+        assert first.failed["turns"].kind == "freed"
+        assert last.columns["turns"] == b"014" * 300, "the open segment"
 
 
 # --- results of readers -----------------------------------------------------------------------

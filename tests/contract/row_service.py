@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -37,9 +37,9 @@ TICK_S = 0.1
 class RowServiceHost:
     """Minimal host of the row service: journal, ledger and timer."""
 
-    def __init__(self, folder: Path, now: float = 1000.0) -> None:
+    def __init__(self, folder: Path, now: float = 1000.0, stages: Sequence[str] = ()) -> None:
         self.now = now
-        self.ledger = Ledger(folder)
+        self.ledger = Ledger(folder, stages=stages)
         self.process = Process(
             self.ledger,
             CommandJournal(),
@@ -47,7 +47,7 @@ class RowServiceHost:
             on_command=lambda now: self.rows.row_window.pop_completed().clear(),
             on_wake=lambda: self.rows.on_wake(),
         )
-        self.rows = RowService(self.process, BlobStore(folder / "blobs"), {})
+        self.rows = RowService(self.process, BlobStore(folder / "blobs"), dict.fromkeys(stages, ()))
         self.rows.restore()
         self.loop: asyncio.AbstractEventLoop | None = None
 
@@ -113,11 +113,11 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running_row_service(
-    folder: Path, port: int = 0, now: float = 1000.0
+    folder: Path, port: int = 0, now: float = 1000.0, stages: Sequence[str] = ()
 ) -> Generator[RunningRowService]:
     folder.mkdir(exist_ok=True)
     signer = Signer.create(folder / "keys", "test")
-    host = RowServiceHost(folder / "ledger", now)
+    host = RowServiceHost(folder / "ledger", now, stages)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:

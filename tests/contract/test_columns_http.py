@@ -229,11 +229,11 @@ async def test_leaving_the_loop_reports_nothing_and_returns_the_rows(
         assert running.host.rows.state("judge").num_leased == 0, "nobody waits for a ttl"
 
 
-async def test_a_large_freed_row_waits_for_its_reader_and_then_goes(tmp_path: Path) -> None:
-    """Its payload is a blob, which sweeping removes once neither training nor a reader needs it."""
+async def test_a_large_freed_row_waits_for_its_stage_and_then_goes(tmp_path: Path) -> None:
+    """Its payload is a blob, which sweeping removes once neither training nor a stage needs it."""
     data = bytes(2 << 20)
     digest = blake3(data).hexdigest()
-    with running_row_service(tmp_path) as running:
+    with running_row_service(tmp_path, stages=["export"]) as running:
         async with running.client() as client:
             exporter = await client.reader("export", reads=["turns"])
             await client.put_blob(data)
@@ -242,7 +242,7 @@ async def test_a_large_freed_row_waits_for_its_reader_and_then_goes(tmp_path: Pa
             path = running.host.rows.blobs.path(digest)
             os.utime(path, (0, 0))
             running.call(running.host.rows.sweep_blobs())
-            assert path.exists(), "the reader has not finished it"
+            assert path.exists(), "the stage has not finished it"
             async with contextlib.aclosing(exporter.stream()) as stream:
                 row = await anext(stream)
                 assert row["turns"] == data

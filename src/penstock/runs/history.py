@@ -21,7 +21,7 @@ import msgspec
 from penstock.config import RunConfig
 from penstock.config.dataflow import sample_share
 from penstock.dataflow.core.names import EVAL, TRAIN
-from penstock.dataflow.ledger.compaction import IS_READ
+from penstock.dataflow.ledger.compaction import IS_STAGED
 from penstock.dataflow.ledger.keeping import RELEASED, KeepSpec, current_kept
 from penstock.dataflow.ledger.recorded import RecordedRun, open_recorded_run
 from penstock.dataflow.ledger.tables import Tables
@@ -209,11 +209,14 @@ class Run:
         """Trajectories whose payload was released."""
         flow = self.config.dataflow
         spec = KeepSpec(share=sample_share(flow.keep), max_bytes=0)
-        query = f"SELECT count(*) FROM rows WHERE space = 'train' AND {RELEASED} AND NOT {IS_READ}"
+        stages = [stage.name for stage in flow.stages]
+        query = (
+            f"SELECT count(*) FROM rows WHERE space = 'train' AND {RELEASED} AND NOT {IS_STAGED}"
+        )
 
         def count(tables: Tables) -> int:
             kept = current_kept(tables, None if flow.payload == "memory" else spec)
-            return int(tables.scalar(query, since=kept.since, limit=kept.limit))
+            return int(tables.scalar(query, since=kept.since, limit=kept.limit, stages=stages))
 
         return self.reader.count(count)
 

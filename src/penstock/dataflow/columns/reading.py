@@ -31,6 +31,11 @@ KEYS_PER_QUERY = 500
 FEW_ROWS = 64
 """Up to this many rows are read on the event loop; handing them to a thread would cost more."""
 DAMAGED = "damaged"
+FREED = FailedColumn(
+    kind="freed",
+    detail="training needs the row no longer, and its payload was freed: only stages of the run "
+    "file get all; `dataflow.keep` and `dataflow.keep_mb` say what stays for other readers",
+)
 FailedColumns = dict[str, FailedColumn]
 BY_KEYS_SQL = "space = :space AND row_id IN :ids"
 
@@ -84,6 +89,7 @@ class RowStoreReader:
                 values[ORIGIN] = origins[key]
             if row is not None:
                 self._add_row_columns(row, names, values, failed)
+                failed = self._with_freed(row, failed)
             yield RowValues(key=key, exists=row is not None, columns=values, failed=failed)
 
     def _read_items(
@@ -162,6 +168,15 @@ class RowStoreReader:
                 values[TURNS] = self._turns(row)
         except StoreError as error:  # affects only this value
             failed[TURNS] = FailedColumn(kind=DAMAGED, detail=str(error))
+
+    def _with_freed(self, row: RowRecord, failed: FailedColumns) -> FailedColumns:
+        """What cannot be read because its row was freed is not damaged."""
+        if all(column.kind != DAMAGED for column in failed.values()):
+            return failed
+        query = "SELECT count(*) FROM freed WHERE group_id = :id"
+        if not self._ledger.tables.scalar(query, id=row.group_id):
+            return failed
+        return {n: FREED if c.kind == DAMAGED else c for n, c in failed.items()}
 
     def _read_singles(
         self, columns: Iterable[ColumnRecord]

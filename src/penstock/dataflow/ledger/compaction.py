@@ -34,25 +34,26 @@ SEGMENTS_PER_SWEEP = 16
 """Segments checked per sweep, so that a large ledger costs no more than a small one."""
 MIN_LIVE_FRACTION = 0.5
 
-IS_READ = (
-    "EXISTS (SELECT 1 FROM readers WHERE readers.space = rows.space "
-    "AND readers.cursor < rows.arrival)"
+IS_STAGED = (
+    "(EXISTS (SELECT 1 FROM readers WHERE readers.name IN :stages "
+    f"AND readers.space = rows.space AND readers.cursor < rows.arrival) AND NOT {FORGOTTEN})"
 )
-"""A reader has not finished this row."""
+"""A stage of the run file has not finished this row. Nothing waits for other readers: any token can
+declare one and leave it there."""
 LIVE_ROWS = (
     "FROM rows WHERE segment = :segment AND blob = '' AND length > 0 "
-    f"AND (NOT {RELEASED} OR {IS_READ})"
+    f"AND (NOT {RELEASED} OR {IS_STAGED})"
 )
 LIVE_COLUMNS = (
     "FROM columns WHERE segment = :segment AND length > 0 AND NOT EXISTS "
     "(SELECT 1 FROM rows WHERE rows.space = columns.space AND rows.row_id = columns.row_id "
-    f"AND {RELEASED} AND NOT {IS_READ})"
+    f"AND {RELEASED} AND NOT {IS_STAGED})"
 )
 LIVE_BUNDLES = "FROM bundles WHERE segment = :segment AND length > 0"
 NUM_FORGOTTEN = "SELECT count(*) FROM meta WHERE key LIKE :keys"
 HAS_FORGOTTEN = (
     "SELECT count(*) FROM rows WHERE segment = :segment AND length > 0 AND blob = '' AND EXISTS "
-    f"(SELECT 1 FROM freed WHERE freed.group_id = rows.group_id) AND {FORGOTTEN} AND NOT {IS_READ}"
+    f"(SELECT 1 FROM freed WHERE freed.group_id = rows.group_id) AND {FORGOTTEN}"
 )
 """Payload that an operator wants erased and that training needs no longer."""
 
@@ -71,9 +72,11 @@ class _LivePayload:
         return self.move(to_segment=to.segment, to_offset=to.offset)
 
 
-def live_bytes(tables: Tables, segment: int, kept: Kept = NOTHING) -> int:
+def live_bytes(
+    tables: Tables, segment: int, kept: Kept = NOTHING, stages: Sequence[str] = ()
+) -> int:
     """Bytes of payload in this segment that a record references and that may not be deleted."""
-    values = {"segment": segment, "since": kept.since, "limit": kept.limit}
+    values = _values(segment, kept, stages)
     found = (
         tables.scalar(f"SELECT coalesce(sum(length), 0) {live}", **values)
         for live in (LIVE_ROWS, LIVE_COLUMNS, LIVE_BUNDLES)
@@ -89,9 +92,15 @@ _PAYLOAD_TABLES: tuple[tuple[type[Any], str, tuple[str, ...]], ...] = (
 """Tables whose records reference payload, with their key columns."""
 
 
-def _live_payloads(tables: Tables, segment: int, kept: Kept) -> list[_LivePayload]:
+def _values(segment: int, kept: Kept, stages: Sequence[str]) -> dict[str, Any]:
+    return {"segment": segment, "since": kept.since, "limit": kept.limit, "stages": [*stages]}
+
+
+def _live_payloads(
+    tables: Tables, segment: int, kept: Kept, stages: Sequence[str]
+) -> list[_LivePayload]:
     """Ordered by offset, so that copying reads sequentially."""
-    values = {"segment": segment, "since": kept.since, "limit": kept.limit}
+    values = _values(segment, kept, stages)
     found: list[_LivePayload] = []
     for move, live, keys in _PAYLOAD_TABLES:
         query = f'SELECT "offset", length, {", ".join(keys)} {live}'
@@ -182,10 +191,13 @@ class Compactor:
         return bool(await asyncio.to_thread(read, HAS_FORGOTTEN, segment=segment))
 
     def _live_bytes(self, segment: int) -> int:
-        return live_bytes(self._ledger.tables, segment, self._ledger.kept)
+        ledger = self._ledger
+        return live_bytes(ledger.tables, segment, ledger.kept, ledger.stages)
 
     def _is_settled(self, segment: int) -> bool:
-        return self._ledger.kept.limit > 0 and live_bytes(self._ledger.tables, segment) == 0
+        ledger = self._ledger
+        is_needed = live_bytes(ledger.tables, segment, stages=ledger.stages) > 0
+        return ledger.kept.limit > 0 and not is_needed
 
     def _has_room(self, num_bytes: int) -> bool:
         """The ledger waits while the disk is full, so a copy that does not fit would block it."""
@@ -201,8 +213,9 @@ class Compactor:
 
     async def _move_live(self, segment: int) -> bool:
         """Copy live payload; True when no record references the segment any more."""
+        ledger = self._ledger
         found = await asyncio.to_thread(
-            _live_payloads, self._ledger.tables, segment, self._ledger.kept
+            _live_payloads, ledger.tables, segment, ledger.kept, ledger.stages
         )
         for portion in _copy_batches(found):
             payloads = await asyncio.to_thread(self._read, portion)

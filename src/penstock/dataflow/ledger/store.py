@@ -75,10 +75,12 @@ class Ledger:
         name: str = "penstock",
         reserve_bytes: int = RESERVE_BYTES,
         keep: KeepSpec | None = None,
+        stages: Sequence[str] = (),
         on_failure: OnFailure = ignore_failure,
     ) -> None:
         """`store` is `sqlite` or a PostgreSQL URL; `name` identifies this ledger in it. `keep`: the
-        freed payload that stays for reading; None for nothing."""
+        freed payload that stays for reading; None for nothing. `stages`: readers for which freed
+        payload stays until they have finished its rows."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._lock = _lock(folder)
@@ -89,6 +91,7 @@ class Ledger:
             os.close(self._lock)
             raise
         self.keep = keep
+        self.stages = stages
         self.kept = current_kept(self.tables, keep)
         """The freed groups whose payload stays for now; the Keeper moves it."""
         self.payloads = SegmentPayloads(self.segments_folder) if payloads is None else payloads

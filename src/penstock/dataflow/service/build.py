@@ -151,6 +151,7 @@ def _open(config: RunConfig, folder: Path, part: str, on_failure: OnFailure) -> 
         name=f"{config.name}-{part}",
         reserve_bytes=flow.bounds.disk_reserve_mb << 20,
         keep=keep,
+        stages=[stage.name for stage in flow.stages],
         on_failure=on_failure,
     )
 

@@ -196,9 +196,9 @@ async def test_a_short_disk_releases_kept_payload_before_work_is_refused(tmp_pat
     ledger.close()
 
 
-async def test_columns_and_rows_of_a_slow_reader_stay(tmp_path: Path) -> None:
-    """Without any keeping, too: the reader's cursor holds both."""
-    ledger = Ledger(tmp_path)
+async def test_columns_and_rows_of_a_slow_stage_stay(tmp_path: Path) -> None:
+    """Without any keeping, too: the stage's cursor holds both."""
+    ledger = Ledger(tmp_path, stages=["slow"])
     columns = [
         ColumnRecord(
             space="train",

@@ -32,7 +32,7 @@ from penstock.dataflow.columns.row_window import RowWindow
 from penstock.dataflow.columns.spaces import Spaces
 from penstock.dataflow.columns.values import BlobRef, WireValue
 from penstock.dataflow.ledger.blobs import BlobStore
-from penstock.dataflow.ledger.compaction import IS_READ
+from penstock.dataflow.ledger.compaction import IS_STAGED
 from penstock.dataflow.ledger.keeping import RELEASED
 from penstock.dataflow.records import RowRecord
 from penstock.dataflow.service.process import IsDisconnected, Process, never_disconnected
@@ -292,8 +292,9 @@ class RowService:
         tables, kept = self._ledger.tables, self._ledger.kept
         where = "blob IN :digests"
         named = {column.blob for column in tables.read(ColumnRecord, where, digests=digests)}
-        where += f" AND (NOT {RELEASED} OR {IS_READ})"
+        where += f" AND (NOT {RELEASED} OR {IS_STAGED})"
         values = {"digests": digests, "since": kept.since, "limit": kept.limit}
+        values["stages"] = [*self._ledger.stages]
         return named | {row.blob for row in tables.read(RowRecord, where, **values)}
 
 
