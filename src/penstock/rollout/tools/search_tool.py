@@ -2,8 +2,8 @@
 """The built-in tool `search`: BM25 over the text files of a folder, without a network.
 
 Owns the passages: paragraphs of .txt and .md files, and rows of .jsonl files. The index is built
-once per process and shared by all attempts; nothing writes to it. Searches have threads of their
-own: one that was given up goes on to its end, and holds up nothing but searches.
+once per process and shared by all attempts; nothing writes to it. Searches have separate
+threads: one that was given up goes on to its end, and holds up nothing but searches.
 """
 
 from __future__ import annotations
